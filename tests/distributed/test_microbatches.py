@@ -66,7 +66,7 @@ def test_every_trained_token_is_predicted_once_from_the_position_before_it(token
 
 def test_tokens_of_newer_weights_than_the_updates_start_from_are_refused() -> None:
     share = replace(policy_batch.share([3, 5], 0, 1), version=policy_batch.VERSION - 1)
-    with pytest.raises(McoreRLError, match="sample 5 has tokens of version 5, and its batch is of 4"):
+    with pytest.raises(McoreRLError, match="sample 5 has tokens of version 5, newer than version 4 of its batch"):
         build_microbatches(share, policy_batch.chunks(), Packing(tokens=45))
 
 

@@ -29,9 +29,9 @@ AN_UPDATE = {
     Wait("mcore_rl/megatron/roles/rank_model.py", "RankModel.token_weights", "tensor"): 1,
     Wait("mcore_rl/megatron/roles/rank_model.py", "RankModel.token_weights", "tolist"): 1,
     # Before the step, which must not happen with a gradient that is not finite: one for each of DDP's buffers.
-    Wait(f"{_STEP}/finite.py", "_is_finite", "_local_scalar_dense"): 1,
-    Wait(f"{_STEP}/finite.py", "require_finite", "tensor"): 1,
-    Wait(f"{_STEP}/finite.py", "require_finite", "_local_scalar_dense"): 1,
+    Wait(f"{_STEP}/finite_check.py", "_is_finite", "_local_scalar_dense"): 1,
+    Wait(f"{_STEP}/finite_check.py", "require_finite", "tensor"): 1,
+    Wait(f"{_STEP}/finite_check.py", "require_finite", "_local_scalar_dense"): 1,
     # Metrics, all kinds of modules at once.
     Wait("mcore_rl/megatron/optim/gradient_norms.py", "gradient_norms", "tolist"): 1,
 }

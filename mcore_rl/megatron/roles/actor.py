@@ -27,7 +27,7 @@ from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_clo
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.roles.trained_model import TrainedModel
 from mcore_rl.megatron.step.estimation import estimate_tokens
-from mcore_rl.megatron.step.finite import describe_samples, require_finite
+from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples, own_tokens
 from mcore_rl.megatron.step.mtp_objective import MTPObjective
 from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, logp_gap, mismatch, non_finite_samples

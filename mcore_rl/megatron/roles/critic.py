@@ -19,7 +19,7 @@ from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.value_model import ValueModel, initialize_head, load_value_model
 from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_closure
 from mcore_rl.megatron.roles.trained_model import TrainedModel
-from mcore_rl.megatron.step.finite import describe_samples, require_finite
+from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples, own_tokens
 from mcore_rl.megatron.step.objective import MicroBatchReport, non_finite_samples
 from mcore_rl.megatron.step.rank_batch import ValuedBatch

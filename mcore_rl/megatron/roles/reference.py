@@ -22,7 +22,7 @@ from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.optim.optimizer import in_bfloat16
 from mcore_rl.megatron.roles.rank_model import RankModel
-from mcore_rl.megatron.step.finite import describe_samples, require_finite
+from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample
 from mcore_rl.megatron.step.objective import Objective, non_finite_samples
 from mcore_rl.types import RankShare, TrajectoryBuffers

@@ -23,7 +23,7 @@ from mcore_rl.megatron.optim.optimizer import (
     wrap_chunks,
 )
 from mcore_rl.megatron.roles.rank_model import LossClosure, RankModel
-from mcore_rl.megatron.step.finite import describe_gradients, describe_samples, require_finite
+from mcore_rl.megatron.step.finite_check import describe_gradients, describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.objective import MicroBatchReport
 from mcore_rl.types import Mean, Metric, RankShare, Total, merge_metrics

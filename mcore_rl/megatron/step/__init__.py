@@ -1,1 +1,1 @@
-"""A step of training: micro-batches, log-probabilities, the objective, replayed routing."""
+"""Computation of a training step: micro-batches, log-probabilities, objective, router replay."""

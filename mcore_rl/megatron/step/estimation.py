@@ -1,9 +1,8 @@
-"""Advantages token by token, on the ranks that hold the tokens: of estimators that read values or discount over time.
+"""Per-token advantages, computed on the ranks that hold the tokens, for estimators that use values or discounting.
 
-A response's reward is that of its last trained token, but for what its turns had at their ends; what lies between
-trained tokens (a tool's output) is left out.
-Every rank of the last stage estimates for all samples of its data-parallel share; those ranks exchange three numbers
-where advantages are whitened over the whole batch.
+The reward of a response is assigned to its last trained token, except for turn rewards, which are at the ends of turns.
+Tokens between trained tokens (a tool's output) are left out. Every rank of the last stage computes the advantages of
+its data-parallel share; to whiten advantages over the batch, data-parallel ranks exchange three numbers each.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.types import Deviation, Max, Mean, Metric, Min, RankShare, TrajectoryBuffers
 
 BLOCK_TOKENS = 1 << 22
-"""Of padded rows that are estimated at one time."""
+"""Maximum number of tokens, with padding, that are processed at a time."""
 
 
 @dataclass
 class TokenEstimates:
-    """Shapes: float32 [n] by sample, one for each trained token."""
+    """Per-token advantages and returns. Shapes: float32 [n] by sample, one per trained token."""
 
     advantages: dict[int, np.ndarray] = field(default_factory=dict)
     returns: dict[int, np.ndarray] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Metric]:
-        """Figures of these samples' tokens."""
+        """Metrics over all tokens of these samples."""
         metrics: dict[str, Metric] = {}
         for name, by_sample in (("advantages", self.advantages), ("returns", self.returns)):
             flat = np.concatenate([np.empty(0, np.float32), *by_sample.values()]).astype(np.float64)
@@ -54,15 +53,17 @@ def estimate_tokens(
     penalties: Mapping[int, np.ndarray] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TokenEstimates:
-    """Advantages and returns of every trained token of the share.
+    """Compute advantages and returns of every trained token of the share.
 
-    Shapes: values, penalties (taken off the rewards) [n] by sample.
-    Collective: `group`, the data-parallel ranks, where the estimator whitens; None is one rank.
+    penalties: subtracted from the rewards. group: the data-parallel ranks; None for one rank.
+
+    Shapes: values, penalties [n] by sample.
+    Collective: `group`, if the estimator whitens.
     Raises: McoreRLError for samples without values.
     """
-    lacking = [] if values is None else [int(sample) for sample in share.samples if int(sample) not in values]
-    if lacking:
-        raise McoreRLError(f"samples {lacking} have no values")
+    missing = [] if values is None else [int(sample) for sample in share.samples if int(sample) not in values]
+    if missing:
+        raise McoreRLError(f"samples {missing} have no values")
     counts = trained_tokens(share, chunks)
     turns = _turn_rewards(share, chunks)
     blocks = [_block(share, rows, counts, values, penalties, turns) for rows in _row_blocks(counts)]
@@ -77,7 +78,7 @@ def estimate_tokens(
 
 
 def trained_tokens(share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> np.ndarray:
-    """Of every sample, int64 [b]."""
+    """Number of trained tokens of each sample, int64 [b]."""
     counts = np.zeros(len(share.samples), np.int64)
     for index, (chunk, row) in enumerate(zip(share.chunk_ids, share.rows, strict=True)):
         offsets = chunks[chunk].response_offsets
@@ -86,7 +87,7 @@ def trained_tokens(share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> np.
 
 
 def _turn_rewards(share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, np.ndarray]:
-    """Of every sample's trained tokens, float32 [n]; {} where there are no turns."""
+    """Turn rewards at each sample's trained tokens, float32 [n] by sample; empty for samples without turn rewards."""
     found = {}
     for sample, chunk, row in zip(share.samples.tolist(), share.chunk_ids, share.rows, strict=True):
         buffers = chunks[chunk]
@@ -97,7 +98,7 @@ def _turn_rewards(share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict
 
 
 def _row_blocks(counts: np.ndarray) -> Iterator[np.ndarray]:
-    """Consecutive samples, as many as fit BLOCK_TOKENS when padded to the longest of all."""
+    """Split the samples into blocks of at most BLOCK_TOKENS tokens when padded to the longest sample of the share."""
     if len(counts):
         rows = max(BLOCK_TOKENS // max(int(counts.max()), 1), 1)
         yield from np.split(np.arange(len(counts)), range(rows, len(counts), rows))
@@ -117,11 +118,11 @@ def _block(
     some = ends > 0
     rewards[np.flatnonzero(some), ends[some] - 1] = share.rewards[rows][some]
     if turns:
-        # The response's reward is the sum of all: what turns have is taken from its end.
-        of_turns = np.zeros(mask.shape, np.float32)
-        of_turns[mask] = _flat(turns, samples)
-        rewards[np.flatnonzero(some), ends[some] - 1] -= of_turns.sum(axis=1, dtype=np.float64)[some]
-        rewards += of_turns
+        # The response's reward includes its turn rewards: move them from the last token to the ends of the turns.
+        turn_rewards = np.zeros(mask.shape, np.float32)
+        turn_rewards[mask] = _flat(turns, samples)
+        rewards[np.flatnonzero(some), ends[some] - 1] -= turn_rewards.sum(axis=1, dtype=np.float64)[some]
+        rewards += turn_rewards
     if penalties is not None:
         rewards[mask] -= _flat(penalties, samples)
     padded = None

@@ -1,8 +1,8 @@
-"""Log-probability and entropy of given tokens from hidden states, without ever holding their logits.
+"""Log-probabilities and entropies of given tokens from hidden states, without materializing all logits.
 
-The output projection is fused with the softmax: logits exist for one tile (some tokens x some of the vocabulary) at
-a time and are recomputed in the backward pass. Tensor-parallel ranks each reduce their own vocabulary shard and then
-exchange per-token statistics only: one MAX and one SUM per call, whatever the number of tiles.
+The output projection is fused with the softmax: logits exist for one tile (some tokens x part of the vocabulary) at a
+time and are recomputed in the backward pass. Each tensor-parallel rank reduces its own vocabulary shard; the ranks then
+exchange only per-token statistics, with one MAX and one SUM all-reduce per call for any number of tiles.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 TILE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
-"""Logits of one tile. On a CPU a tile and its exponentials stay in the shared cache, so the elementwise passes cost
-little beside the matrix product; on a GPU two tiles of float32 take 256 MiB."""
+"""Number of logits in a tile, by device. On a CPU, a tile and its exponentials stay in the shared cache, so elementwise
+passes are cheap compared to the matrix product. On a GPU, two float32 tiles take 256 MiB."""
 
 
 def linear_logp_entropy(
@@ -30,15 +30,15 @@ def linear_logp_entropy(
     compute_entropy: bool = True,
     vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns log softmax(hidden weight^T / temperature) at the targets, and the entropy of that distribution.
+    """Compute log softmax(hidden weight^T / temperature) at the targets, and the entropy of the distribution.
 
-    Differentiable in hidden and weight through both results. The gradient of hidden is this rank's share: the sum
-    over the group is the whole one, and the caller reduces it. Without compute_entropy the entropy is zeros. Rows of
-    the whole vocabulary from vocab_size on are padding: no token has them, and their gradient is zero.
+    Both results are differentiable in hidden and weight. The gradient of hidden is this rank's partial sum; the caller
+    must reduce it over the group. Vocabulary rows from vocab_size on are padding: excluded, with zero gradient. Without
+    compute_entropy the entropy is zero.
 
     Shapes: hidden [T, h]; weight [V, h], this rank's rows of the vocabulary; targets int64 [T], global token ids;
-    temperature: one for all tokens, or one for each, [T]; it has no gradient;
-    results float32 [T] (float64 for float64 inputs). At most chunk_tokens rows of logits exist at one time.
+    temperature: a number or [T], without gradient; results float32 [T] (float64 for float64 inputs). At most
+    chunk_tokens rows of logits exist at a time.
     Units: nats.
     Collective: all ranks of `group` (None: weight is the whole vocabulary), with equal hidden and targets.
     """
@@ -58,11 +58,11 @@ class _Options:
     vocab_size: int | None
 
     def first_entry(self, weight: torch.Tensor) -> int:
-        """Token id of the shard's first row."""
+        """Token id of the first row of the shard."""
         return 0 if self.group is None else dist.get_rank(self.group) * weight.shape[0]
 
     def num_entries(self, weight: torch.Tensor) -> int:
-        """Rows of the shard that are no padding; they come first."""
+        """Number of rows of the shard before the padding."""
         if self.vocab_size is None:
             return weight.shape[0]
         return max(min(self.vocab_size - self.first_entry(weight), weight.shape[0]), 0)
@@ -70,7 +70,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A rectangle of the logits: tokens `rows` x local vocabulary entries `columns`."""
+    """A tile of the logits: tokens `rows` x local vocabulary entries `columns`."""
 
     rows: slice
     columns: slice
@@ -127,7 +127,7 @@ class _LinearLogpEntropy(torch.autograd.Function):
 
 
 def _tiles(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> Iterator[tuple[_Tile, torch.Tensor]]:
-    """Yields every tile with its scaled logits; the consumer may overwrite them, the next tile reuses the memory."""
+    """Yield every tile with its scaled logits. The consumer may overwrite them; the next tile reuses the memory."""
     num_tokens, num_entries = hidden.shape[0], options.num_entries(weight)
     chunk = min(options.chunk_tokens, num_tokens)
     if chunk == 0 or num_entries == 0:
@@ -152,11 +152,11 @@ def _tiles(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> Ite
 def _local_statistics(
     hidden: torch.Tensor, weight: torch.Tensor, local_targets: torch.Tensor, options: _Options
 ) -> torch.Tensor:
-    """Online softmax over this rank's vocabulary: [4, T] with the rows maximum m, sum exp(z - m),
-    sum exp(z - m) (z - m), and the target's logit (0 where another rank holds it)."""
+    """Compute online-softmax statistics over this rank's vocabulary: [4, T] with the rows maximum m, sum exp(z - m),
+    sum exp(z - m) (z - m), and the target's logit (0 if another rank holds it)."""
     statistics = torch.zeros((4, hidden.shape[0]), dtype=_compute_dtype(hidden), device=hidden.device)
     if options.num_entries(weight) == 0:
-        statistics[0] = torch.finfo(statistics.dtype).min / 2  # below every logit; minus infinity times 0 is no number
+        statistics[0] = torch.finfo(statistics.dtype).min / 2  # below every logit; -inf would give -inf * 0 = nan
     scratch: torch.Tensor | None = None
     for tile, logits in _tiles(hidden, weight, options):
         maximum, total, weighted, target_logit = (row[tile.rows] for row in statistics)
@@ -180,14 +180,14 @@ def _local_statistics(
 
 
 def _shift(old: torch.Tensor, total: torch.Tensor, weighted: torch.Tensor, new: torch.Tensor) -> None:
-    """Rebases the two sums in place from maximum `old` to `new`."""
+    """Rescale the two sums in place from maximum `old` to `new`."""
     factor = torch.exp(old - new)
     weighted.add_(total * (old - new)).mul_(factor)
     total.mul_(factor)
 
 
 def _reduce_statistics(statistics: torch.Tensor, options: _Options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Joins the ranks' shards. Returns log-sum-exp, target logit and entropy, each [T]."""
+    """Combine the statistics of all ranks. Returns log-sum-exp, target logit and entropy, each [T]."""
     maximum, total, weighted, target_logit = statistics
     if options.group is not None and dist.get_world_size(options.group) > 1:
         local_maximum = maximum.clone()
@@ -200,7 +200,7 @@ def _reduce_statistics(statistics: torch.Tensor, options: _Options) -> tuple[tor
 
 
 def _targets_in_tile(local_targets: torch.Tensor, tile: _Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each row's target, clamped into the tile [n, 1], and whether it lies inside [n]."""
+    """Column of each row's target, clamped to the tile, [n, 1], and True if it is inside the tile, [n]."""
     column = local_targets[tile.rows] - tile.columns.start
     width = tile.columns.stop - tile.columns.start
     return column.clamp(0, width - 1)[:, None], (column >= 0) & (column < width)
@@ -212,7 +212,7 @@ def _softmax_coefficients(
     entropy: torch.Tensor,
     temperature: float | torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The gradient of a logit is p (slope log p + offset), plus grad_logp at the target.
+    """Compute slope and offset of a logit's gradient, p (slope log p + offset), without grad_logp at the target.
 
     d logp / d z_j = [j = target] - p_j and d H / d z_j = -p_j (log p_j + H).
     """
@@ -223,7 +223,7 @@ def _softmax_coefficients(
 
 
 def _softmax_gradient(log_p: torch.Tensor, slope: torch.Tensor | None, offset: torch.Tensor) -> torch.Tensor:
-    """exp(log_p) (slope log_p + offset), in the memory of log_p."""
+    """Compute exp(log_p) (slope log_p + offset) in the memory of log_p."""
     if slope is None:
         return log_p.exp_().mul_(offset[:, None])
     probabilities = log_p.exp()
@@ -235,7 +235,7 @@ def _compute_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
-    """out = scale * left right with at least float32 accumulation, also for bfloat16 operands."""
+    """Compute out = scale * left @ right with at least float32 accumulation, also for bfloat16 operands."""
     if left.dtype == out.dtype == right.dtype:
         torch.addmm(out, left, right, beta=0.0, alpha=scale, out=out)
     elif left.is_cuda and left.dtype == right.dtype:
@@ -247,9 +247,9 @@ def _product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: 
 
 
 def _accumulate_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left right in place; `left` has the dtype of `total`, `right` that of the model."""
+    """Add left @ right to total in place. left has the dtype of total; right has the dtype of the model."""
     if total.is_cuda and right.dtype != total.dtype:
-        # Tensor cores: rounding the logits' gradient to the model's dtype is what an unfused projection does too.
+        # Use tensor cores. An unfused projection also rounds the gradient of the logits to the model's dtype.
         total.add_(torch.mm(left.to(right.dtype), right, out_dtype=total.dtype))
     else:
         total.addmm_(left, right.to(total.dtype))

@@ -1,8 +1,8 @@
-"""A data-parallel rank's share of an update as packed micro-batches: sequences end to end, no padding to a maximum.
+"""Packed micro-batches of a data-parallel rank's share of an update: concatenated sequences, not padded to equal length.
 
-The token at position t is predicted by the hidden state at t - 1. Only those positions are listed, so prompts never
-meet the output projection; what follows a sequence's last predictor has no effect and is not computed. Worked example,
-two sequences (p prompt, r and s response, all of it trained):
+The token at position t is predicted by the hidden state at t - 1. Only the predictors of trained tokens are listed, so
+the output projection skips prompts. Tokens after the last predictor of a sequence have no effect and are not computed.
+Example with two sequences (p: prompt, r and s: response, all trained):
 
     sequences      p p p r s   p r s
     position       0 1 2 3     4 5
@@ -10,8 +10,8 @@ two sequences (p prompt, r and s response, all of it trained):
     predictors         2 3     4 5          hidden states that predict
     targets            r s     r s          trained_counts 2, 2
 
-Context-parallel ranks build the same micro-batch and keep their part of it (see context.py): every trained token lies
-on one of them, that of its predictor.
+Context-parallel ranks build the same micro-batch and keep their part of it (see context.py). A trained token belongs to
+the rank of its predictor.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ from mcore_rl.types import RankShare, TrajectoryBuffers
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass (see the module's example).
+    """Input of one forward pass (see the example in the module docstring).
 
-    Shapes: tokens int64 [T]; samples, lengths (in tokens of the whole row) and trained_counts: one entry per sequence,
-    padding is none; owners int64 [M]; every other tensor [N], N trained tokens: predictors, targets int64; advantages,
-    loss_weights, logp_rollout, staleness, temperatures float32.
-    `temperatures`: the sampling temperature of each token (NaN: the run's), one number if all tokens have the same,
-    None if all have the run's.
-    `staleness`: how many versions of the weights the updates of the batch lead beyond the one that a token was sampled
-    with. They lead to the version after that of the batch: 1 for a token sampled with the weights that they start from,
-    as all tokens of a synchronous run are.
-    `sequences` are megatron's PackedSeqParams. With context parallelism tokens and trained tokens are this rank's;
-    `sequences`, `lengths`, `whole_counts` and `owners` (the rank of each of the M trained tokens) are those of all.
-    A micro-batch without samples is a dummy: it keeps a rank in step with its peers and contributes exactly nothing.
+    samples, lengths, trained_counts, whole_counts: one entry per sequence, without padding; lengths in tokens.
+    sequences: Megatron's PackedSeqParams.
+    temperatures: sampling temperature of each token (NaN: rollout.temperature); a number if it is the same for all
+        tokens; None if it is rollout.temperature for all.
+    staleness: version that the updates produce minus version that sampled the token; 1 if the updates start from the
+        weights that sampled it, as always in synchronous runs.
+    owners: with context parallelism, the rank of each of the M trained tokens of all ranks.
+
+    With context parallelism, tokens and trained tokens are those of this rank; sequences, lengths, whole_counts and
+    owners describe all ranks. A micro-batch without samples is a dummy: it makes the number of passes equal on all
+    ranks and contributes exactly zero.
+
+    Shapes: tokens int64 [T]; owners int64 [M]; other tensors [N], N trained tokens: predictors, targets int64;
+    advantages, loss_weights, logp_rollout, staleness, temperatures float32.
     """
 
     samples: tuple[int, ...]
@@ -67,12 +70,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Packing:
-    """How micro-batches are cut.
+    """Parameters of the division into micro-batches.
 
-    `tokens` is the budget of the whole row, a longer sequence is refused; `cost` is what is even over micro-batches
-    within it. Each rank's row is padded to a multiple of `row_multiple` (sequence parallelism), the number of
-    micro-batches to one of `count_multiple` (an interleaved pipeline). Ranks of `group` must run equally many;
-    `context` is this rank's part of every row.
+    tokens: budget of the whole row; a longer sequence is an error.
+    row_multiple: each rank's row is padded to a multiple of it (sequence parallelism).
+    count_multiple: the number of micro-batches is padded to a multiple of it (interleaved pipeline).
+    group: ranks that must run the same number of micro-batches.
+    cost: cost to be balanced over micro-batches, within the token budget.
+    context: this rank's part of every row.
     """
 
     tokens: int
@@ -85,7 +90,7 @@ class Packing:
 
 
 def distinct_samples(shares: Sequence[RankShare], *, first: int = 0) -> RankShare:
-    """The samples of all shares that are not in the `first` ones, each once: further epochs repeat samples."""
+    """Join the shares after the `first` ones, with each sample once (further epochs repeat samples)."""
     arrays = [name for name, value in vars(shares[0]).items() if isinstance(value, np.ndarray)]
     joined = {name: np.concatenate([getattr(share, name) for share in shares]) for name in arrays}
     _, index = np.unique(joined["samples"], return_index=True)
@@ -94,7 +99,7 @@ def distinct_samples(shares: Sequence[RankShare], *, first: int = 0) -> RankShar
 
 
 def by_sample(found: Iterable[tuple[MicroBatch, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Numbers of the trained tokens that this rank has. Shapes: [N] by micro-batch -> [n] by sample."""
+    """Split values of this rank's trained tokens by sample. Shapes: [N] per micro-batch -> [n] per sample."""
     return {
         sample: part
         for batch, values in found
@@ -103,10 +108,10 @@ def by_sample(found: Iterable[tuple[MicroBatch, torch.Tensor]]) -> dict[int, tor
 
 
 def own_tokens(batch: MicroBatch, whole: Mapping[int, np.ndarray], context: ContextPart, what: str) -> torch.Tensor:
-    """What `whole` has for the trained tokens that this rank holds of a micro-batch, float32 [N].
+    """Select from `whole` the values of this rank's trained tokens of a micro-batch. `what` names the values in errors.
 
-    Shapes: whole [n] by sample, one for each of its trained tokens on all context-parallel ranks.
-    Raises: McoreRLError naming samples that `whole` lacks; ValueError for one of another length.
+    Shapes: whole [n] by sample, all trained tokens of all context-parallel ranks -> float32 [N].
+    Raises: McoreRLError that names samples missing in `whole`; ValueError for a wrong length.
     """
     unknown = [sample for sample in batch.samples if sample not in whole]
     if unknown:
@@ -114,28 +119,28 @@ def own_tokens(batch: MicroBatch, whole: Mapping[int, np.ndarray], context: Cont
     parts = [np.asarray(whole[sample], np.float32) for sample in batch.samples]
     for sample, part, count in zip(batch.samples, parts, batch.whole_counts, strict=True):
         if part.shape != (count,):
-            raise ValueError(f"sample {sample}: {list(part.shape)} {what} for its {count} trained tokens")
+            raise ValueError(f"sample {sample}: {what} have shape {list(part.shape)}, not [{count}] (trained tokens)")
     joined = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *parts])).to(batch.tokens.device)
     return joined if context.size == 1 else joined[batch.owners == context.rank]
 
 
 def build_microbatches(share: RankShare, chunks: Sequence[TrajectoryBuffers], packing: Packing) -> list[MicroBatch]:
-    """The micro-batches of a share.
+    """Build the micro-batches of a share.
 
-    Raises: DataError for a trajectory without a prompt, or longer than the budget; McoreRLError for one with tokens of
-    newer weights than the share's.
+    Raises: DataError for a trajectory without a prompt or longer than the budget; McoreRLError for a trajectory with
+    tokens of newer weights than the share's version.
     Collective: all ranks of packing.group.
     """
     multiple = packing.context.multiple
     lengths = -(-share.total_tokens // multiple) * multiple
-    most = _most(len(pack(lengths, packing.tokens)), packing)
+    most = _max_over_ranks(len(pack(lengths, packing.tokens)), packing)
     count = -(-max(most, 1) // packing.count_multiple) * packing.count_multiple
     bins = pack(lengths, packing.tokens, min_bins=count, cost=packing.cost)
     bins += [np.empty(0, np.int64)] * (count - len(bins))
     return [_microbatch(share, members, chunks, packing) for members in bins]
 
 
-def _most(count: int, packing: Packing) -> int:
+def _max_over_ranks(count: int, packing: Packing) -> int:
     if packing.group is None:
         return count
     tensor = torch.tensor([count], dtype=torch.int64, device=packing.device)
@@ -146,7 +151,7 @@ def _most(count: int, packing: Packing) -> int:
 def _microbatch(
     share: RankShare, members: np.ndarray, chunks: Sequence[TrajectoryBuffers], packing: Packing
 ) -> MicroBatch:
-    # Descending lengths: attention then takes sequences of one length from the row as they lie.
+    # Sort by descending length, so that sequences of equal length are adjacent and attention copies nothing.
     members = members[np.argsort(-share.total_tokens[members], kind="stable")]
     sequences = [_sequence(chunks[share.chunk_ids[i]], share, int(i)) for i in members]
     row = _row(sequences, packing)
@@ -171,28 +176,31 @@ def _microbatch(
         loss_weights=to_device(share.loss_weights[members][responses].astype(np.float32)),
         logp_rollout=to_device(row.logp_rollout[mine]),
         staleness=to_device(row.staleness[mine]),
-        temperatures=_shortest(row.temperatures[mine], to_device),
+        temperatures=_compact_temperatures(row.temperatures[mine], to_device),
     )
 
 
-def _shortest(temperatures: np.ndarray, to_device: Callable[[np.ndarray], torch.Tensor]) -> torch.Tensor | float | None:
-    """As MicroBatch.temperatures. Shapes: float32 [N]."""
+def _compact_temperatures(
+    temperatures: np.ndarray, to_device: Callable[[np.ndarray], torch.Tensor]
+) -> torch.Tensor | float | None:
+    """Convert to the form of MicroBatch.temperatures. Shapes: float32 [N]."""
     if np.isnan(temperatures).all():
         return None
     first = temperatures[:1]
     return float(first[0]) if (temperatures == first).all() else to_device(temperatures)
 
 
-def _part_of_row(row: _Row, part: ContextPart) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A rank's tokens, its predictors' positions among them, and the rank of every trained token of the whole row."""
+def _part_of_row(row: _FullRow, part: ContextPart) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rank's tokens, the positions of its predictors among them, and the rank of every trained token of the
+    full row."""
     if part.size == 1:
         return row.tokens, row.predictors, np.zeros(len(row.predictors), np.int64)
     lengths = torch.tensor(row.lengths)
-    cells = part.row_indices(lengths).numpy()
-    place = np.full(len(row.tokens), -1)
-    place[cells] = np.arange(len(cells))
+    indices = part.row_indices(lengths).numpy()
+    position_on_rank = np.full(len(row.tokens), -1)
+    position_on_rank[indices] = np.arange(len(indices))
     owners = part.owners(lengths).numpy()[row.predictors]
-    return row.tokens[cells], place[row.predictors[owners == part.rank]], owners
+    return row.tokens[indices], position_on_rank[row.predictors[owners == part.rank]], owners
 
 
 def _counts(responses: np.ndarray, num_responses: int) -> tuple[int, ...]:
@@ -200,10 +208,12 @@ def _counts(responses: np.ndarray, num_responses: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _FullRow:
     """A packed row of all context-parallel ranks.
 
-    Shapes: tokens int64 [T]; every other tensor [M], its trained tokens: responses int64, ordinals of their responses.
+    lengths: padded lengths of the sequences. responses: index of each trained token's response.
+
+    Shapes: tokens int64 [T]; other arrays [M], M trained tokens.
     """
 
     lengths: list[int]
@@ -216,7 +226,7 @@ class _Row:
     temperatures: np.ndarray
 
 
-def _row(sequences: list[_Sequence], packing: Packing) -> _Row:
+def _row(sequences: list[_Sequence], packing: Packing) -> _FullRow:
     part = packing.context
     lengths = [-(-len(sequence.tokens) // part.multiple) * part.multiple for sequence in sequences]
     starts = np.cumsum([0, *lengths])
@@ -227,7 +237,7 @@ def _row(sequences: list[_Sequence], packing: Packing) -> _Row:
     tokens = np.zeros(sum(lengths), np.int64)
     for sequence, first in zip(sequences, starts, strict=False):
         tokens[first : first + len(sequence.tokens)] = sequence.tokens
-    return _Row(
+    return _FullRow(
         lengths=lengths,
         tokens=tokens,
         responses=np.repeat(np.arange(len(sequences)), [len(sequence.targets) for sequence in sequences]),
@@ -241,8 +251,11 @@ def _row(sequences: list[_Sequence], packing: Packing) -> _Row:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Shapes: tokens [S], up to the last predictor; predictors int64 [n], ascending; targets, logp_rollout, staleness,
-    temperatures [n]."""
+    """The computed part of a trajectory.
+
+    Shapes: tokens [S], up to the last predictor; predictors int64 [n], ascending; targets, logp_rollout, staleness,
+    temperatures [n].
+    """
 
     tokens: np.ndarray
     predictors: np.ndarray
@@ -253,7 +266,7 @@ class _Sequence:
 
 
 def computed_tokens(buffers: TrajectoryBuffers, row: int) -> int:
-    """How many tokens of a trajectory are computed: up to its last predictor, one where nothing is trained."""
+    """Number of tokens of a trajectory that are computed: up to its last predictor; 1 if no token is trained."""
     response = slice(int(buffers.response_offsets[row]), int(buffers.response_offsets[row + 1]))
     trained = np.flatnonzero(buffers.trained[response])
     return int(buffers.prompt_tokens[row]) + int(trained[-1]) if len(trained) else 1
@@ -263,7 +276,7 @@ def _sequence(buffers: TrajectoryBuffers, share: RankShare, index: int) -> _Sequ
     row, sample = int(share.rows[index]), int(share.samples[index])
     prompt = int(buffers.prompt_tokens[row])
     if prompt < 1:
-        raise DataError(f"sample {sample} has an empty prompt: nothing predicts its first token")
+        raise DataError(f"sample {sample} has an empty prompt, so its first token has no predictor")
     tokens = buffers.tokens[buffers.token_offsets[row] : buffers.token_offsets[row + 1]]
     response = slice(int(buffers.response_offsets[row]), int(buffers.response_offsets[row + 1]))
     trained = np.flatnonzero(buffers.trained[response])
@@ -271,19 +284,21 @@ def _sequence(buffers: TrajectoryBuffers, share: RankShare, index: int) -> _Sequ
     versions = buffers.versions[response][trained]
     newest = int(versions.max(initial=0))
     if newest > share.version:
-        raise McoreRLError(f"sample {sample} has tokens of version {newest}, and its batch is of {share.version}")
+        raise McoreRLError(
+            f"sample {sample} has tokens of version {newest}, newer than version {share.version} of its batch"
+        )
     return _Sequence(
         tokens[: computed_tokens(buffers, row)],
         predictors,
         tokens[predictors + 1],
         buffers.logp_rollout[response][trained],
         share.version + 1 - versions,
-        _sampled_at(buffers, response, trained),
+        _temperatures(buffers, response, trained),
     )
 
 
-def _sampled_at(buffers: TrajectoryBuffers, response: slice, trained: np.ndarray) -> np.ndarray:
-    """Temperatures of the trained tokens of a response, float32 [n]; NaN where they were not recorded."""
+def _temperatures(buffers: TrajectoryBuffers, response: slice, trained: np.ndarray) -> np.ndarray:
+    """Sampling temperatures of a response's trained tokens, float32 [n]; NaN if not recorded."""
     if buffers.temperatures is None:
         return np.full(len(trained), np.nan, np.float32)
     if not buffers.temperatures.ndim:

@@ -1,4 +1,4 @@
-"""The loss of multi-token prediction, beside the policy's (formula: model/mtp.py)."""
+"""Loss of the multi-token-prediction layers (formula in model/mtp.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor  # noqa
 
 @dataclass(frozen=True)
 class MTPObjective:
-    """The loss on micro-batches. `group` is the tensor-parallel group, None for one rank."""
+    """MTP loss of micro-batches. group: the tensor-parallel group; None for one rank."""
 
     coefficient: float
     chunk_tokens: int
@@ -29,14 +29,14 @@ class MTPObjective:
     def evaluate(
         self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, token_weight: float
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """The micro-batch's loss, a scalar with gradient, and the mean cross entropy over tokens and depths.
+        """Compute the loss of a micro-batch, a scalar with gradient, and the mean cross entropy over tokens and depths.
 
-        Shapes: hidden [D * T, h], the row's hidden states of every depth.
+        Shapes: hidden [D * T, h], the hidden states of all depths.
         Units: nats.
         Collective: the tensor- and context-parallel groups.
         """
         model = unwrap(chunk)
-        # One above the token, 0 where nothing is trained: what rolls in behind a sequence's end is 0.
+        # Labels are token + 1, and 0 for positions without a trained token, because roll_tensor fills with 0.
         labels = torch.zeros_like(batch.tokens)
         labels[batch.predictors] = batch.targets + 1
         total, count = hidden.new_zeros((), dtype=torch.float32), 0

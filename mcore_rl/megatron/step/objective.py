@@ -1,4 +1,4 @@
-"""From hidden states to what is trained on: log-probabilities of a micro-batch, its loss and its metrics."""
+"""Training objective of a micro-batch: log-probabilities from hidden states, loss and metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from mcore_rl.types import Correlation, LogpGap, Max, Mean, Metric
 
 @dataclass(frozen=True)
 class MicroBatchReport:
-    """What one micro-batch of the last stage leaves behind. `loss` is its part of the sum over all tokens."""
+    """Results of one micro-batch on the last stage.
+
+    loss: its part of the sum over all tokens. non_finite: samples with a value that is not finite.
+    """
 
     loss: float
     metrics: dict[str, Metric]
@@ -40,17 +43,19 @@ class MicroBatchReport:
 
 @dataclass(frozen=True)
 class Objective:
-    """The configured loss on micro-batches. `group` is the tensor-parallel group, None for a single rank; `context` is
-    the rank's part of every row, of which it reports its own tokens only.
+    """The configured loss, applied to micro-batches.
 
-    A loss of advantages (`follows_sampling`) is one of the policy that the engine samples from: a token's
-    log-probability, and the entropy before it, are at the temperature that the token was sampled with, which is
-    `temperature` unless the batch has another one. Any other loss sees the model's own distribution, at temperature 1.
+    group: tensor-parallel group; None for a single rank. context: the rank's part of every row; it reports metrics of
+    its own tokens only.
+
+    A loss that uses advantages (`follows_sampling`) refers to the distribution that the engine samples from:
+    log-probabilities and entropies use the temperature at which each token was sampled, which is `temperature` unless
+    the batch has another one. Other losses use the model's own distribution, at temperature 1.
     """
 
     loss: PolicyLoss
     correction: Correction | None
-    """Of the difference between engine and trainer; only measured unless applies_correction."""
+    """Correction of the mismatch between engine and trainer; without applies_correction it is only measured."""
     applies_correction: bool
     temperature: float
     entropy_coefficient: float
@@ -58,7 +63,7 @@ class Objective:
     group: dist.ProcessGroup | None
     context: ContextPart = SINGLE_RANK
     kl_coefficient: float = 0.0
-    """Of the KL(policy || reference) of every token, estimated as kl_kind."""
+    """Coefficient of the per-token KL(policy || reference) in the loss, estimated by kl_kind."""
     kl_kind: str = "low_var"
     follows_sampling: bool = True
 
@@ -66,7 +71,7 @@ class Objective:
     def from_config(
         cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = SINGLE_RANK
     ) -> Objective:
-        """Raises: ConfigError as configured_loss."""
+        """Build the configured objective. Raises: ConfigError like configured_loss."""
         loss = configured_loss(config.algorithm)
         return cls(
             loss=loss,
@@ -84,15 +89,15 @@ class Objective:
 
     @property
     def needs_old_logp(self) -> bool:
-        """Whether updates read the log-probabilities of the policy that the first of them starts from."""
+        """True if updates need the log-probabilities of the policy before the first update."""
         return self.loss.needs.old_logp or self.correction is not None
 
     def logp(
         self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, *, compute_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies of the trained tokens, [N] each.
+        """Compute log-probabilities and entropies of the trained tokens, [N] each.
 
-        Shapes: hidden [T, h] of the whole row. Units: nats.
+        Shapes: hidden [T, h], all tokens of the rank's row. Units: nats.
         Collective: the tensor-parallel group.
         """
         return linear_logp_entropy(
@@ -107,13 +112,13 @@ class Objective:
         )
 
     def _temperature(self, batch: MicroBatch) -> torch.Tensor | float:
-        """One for all trained tokens, or [N]."""
+        """Temperature of all trained tokens, a number or [N]."""
         given = batch.temperatures
         if given is None or not self.follows_sampling:
             return self.temperature
         if isinstance(given, torch.Tensor):
             return torch.where(given.isnan(), self.temperature, given)
-        # The recorded number has 32 bits, the configured one 64.
+        # Recorded temperatures are float32; the configured one is float64.
         return self.temperature if given == np.float32(self.temperature) else given
 
     def evaluate(
@@ -128,15 +133,16 @@ class Objective:
         chosen: torch.Tensor | None = None,
         ref_logp: Mapping[int, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, MicroBatchReport]:
-        """The micro-batch's loss, a scalar with gradient: the sum over its tokens, each times its response's weight.
+        """Compute the micro-batch's loss, a scalar with gradient: the sum of its token losses times response weights.
 
-        Where the policy is still the old one, its log-probabilities are remembered in old_logp for further epochs, if
-        they are needed.
-        `advantages` of its tokens stand for those of their responses; `chosen` are those that `choose_tokens` found;
-        `ref_logp` is needed where there is a kl_coefficient.
+        policy_is_old: the policy is the one before the first update; its log-probabilities are stored in old_logp, if
+            later updates need them.
+        advantages: per-token advantages, used instead of the advantages of responses.
+        chosen: result of `choose_tokens`.
+        ref_logp: log-probabilities of the reference; required with kl_coefficient.
 
         Shapes: old_logp, ref_logp map a sample to [n], its trained tokens on this rank; advantages, chosen [N].
-        Collective: the tensor-parallel group; the context-parallel group too where the loss needs whole sequences.
+        Collective: the tensor-parallel group; also the context-parallel group if the loss needs whole sequences.
         """
         logp, entropy = self.logp(chunk, hidden, batch, compute_entropy=True)
         if policy_is_old and self.needs_old_logp:
@@ -148,14 +154,14 @@ class Objective:
             per_token = per_token - self.entropy_coefficient * entropy
         kl = None
         if self.kl_coefficient:
-            kl = kl_penalty(logp, _remembered(batch, ref_logp or {}, logp, "reference"), self.kl_kind)
+            kl = kl_penalty(logp, _stored_logp(batch, ref_logp or {}, logp, "reference"), self.kl_kind)
             per_token = per_token + self.kl_coefficient * kl
         weighted = per_token * batch.loss_weights
         loss = weighted.sum()
         with torch.no_grad():
             tokens = len(batch.targets)
             suspects = torch.stack((logp, weighted, entropy))
-            # One transfer for all of them: each would wait for the device.
+            # One device-to-host transfer instead of one per number.
             sums = [loss, entropy.sum(dtype=torch.float64), torch.isfinite(suspects).all()]
             loss_sum, entropy_sum, finite = torch.stack([each.double() for each in sums]).tolist()
             report = MicroBatchReport(
@@ -179,10 +185,12 @@ class Objective:
         seed: int,
         all_reduce: AllReduce,
     ) -> dict[int, torch.Tensor]:
-        """Which trained tokens of an update a loss with needs.selection treats differently, bool [n] by sample, of the
-        tokens of this rank. `parts` are its micro-batches with their current log-probabilities, which stand for the
-        old ones where there are none; `advantages` are empty where responses have theirs.
+        """Choose the trained tokens of an update that a loss with needs.selection treats differently.
 
+        parts: this rank's micro-batches with their current log-probabilities, used instead of missing old ones.
+        advantages: per-token advantages; empty if advantages are per response.
+
+        Shapes: result bool [n] by sample, for the tokens of this rank.
         Collective: the ranks that all_reduce sums over, each with its own tokens.
         """
         inputs = [
@@ -195,7 +203,7 @@ class Objective:
             )
             for batch, logp in parts
         ]
-        keys = [token_keys(*_names(batch, self.context), seed) for batch, _ in parts]
+        keys = [token_keys(*_samples_and_positions(batch, self.context), seed) for batch, _ in parts]
         choices = choose(cast(SelectiveLoss, self.loss), inputs, keys, all_reduce)
         return by_sample((batch, chosen) for (batch, _), chosen in zip(parts, choices, strict=True))
 
@@ -210,7 +218,7 @@ class Objective:
         return PolicyLossInputs(
             logp=logp,
             mask=torch.ones_like(logp),
-            old_logp=_remembered(batch, old_logp, logp, "old") if self.needs_old_logp else None,
+            old_logp=_stored_logp(batch, old_logp, logp, "old") if self.needs_old_logp else None,
             advantages=batch.advantages if advantages is None else advantages,
             rollout_logp=batch.logp_rollout,
             staleness=batch.staleness if self.loss.needs.staleness else None,
@@ -221,14 +229,14 @@ class Objective:
         corrects_whole = self.correction is not None and self.correction.needs_whole_sequence
         if not (self.loss.needs.whole_sequence or corrects_whole):
             return self._corrected(inputs)
-        if not len(batch.owners):  # a micro-batch that only keeps a rank in step: one row of no tokens
+        if not len(batch.owners):  # a dummy micro-batch: one row without tokens
             given = {name: value[None] for name, value in vars(inputs).items() if value is not None}
             result = self._corrected(PolicyLossInputs(**given))
             return PolicyLossResult(result.loss.flatten(), result.metrics)
-        return self._of_whole_responses(inputs, batch)
+        return self._on_whole_responses(inputs, batch)
 
     def _corrected(self, inputs: PolicyLossInputs) -> PolicyLossResult:
-        """The loss, times the weights of the correction."""
+        """Compute the loss, multiplied by the weights of the correction."""
         result = self.loss(inputs)
         if self.correction is None:
             return result
@@ -239,14 +247,14 @@ class Objective:
         loss = result.loss * correction.weights if self.applies_correction else result.loss
         return PolicyLossResult(loss, result.metrics | metrics)
 
-    def _of_whole_responses(self, inputs: PolicyLossInputs, batch: MicroBatch) -> PolicyLossResult:
-        """A loss or correction that reads all tokens of a response at once: of the rank's own tokens, [N].
+    def _on_whole_responses(self, inputs: PolicyLossInputs, batch: MicroBatch) -> PolicyLossResult:
+        """Compute a loss or correction that needs all tokens of a response; returns the loss of the rank's tokens, [N].
 
-        Its metrics are of whole responses, so one of the context-parallel ranks reports them for all.
+        Metrics cover whole responses, so only the first context-parallel rank reports them.
         """
         if self.context.size == 1:
             result = self._corrected(_one_response_per_row(inputs, batch.whole_counts))
-            return PolicyLossResult(_flat(result.loss, batch), result.metrics)
+            return PolicyLossResult(_unpad(result.loss, batch), result.metrics)
         given = {name: value for name, value in vars(inputs).items() if value is not None}
         whole = self.context.gather(torch.stack([value.to(inputs.logp) for value in given.values()]), batch.owners)
         joined = dict(zip(given, whole, strict=True))
@@ -254,12 +262,12 @@ class Objective:
             joined["chosen"] = joined["chosen"] > 0
         rows = _one_response_per_row(PolicyLossInputs(**joined), batch.whole_counts)
         result = self._corrected(rows)
-        rank_loss = _flat(result.loss, batch)[batch.owners == self.context.rank]
+        rank_loss = _unpad(result.loss, batch)[batch.owners == self.context.rank]
         return PolicyLossResult(rank_loss, result.metrics if self.context.rank == 0 else {})
 
 
-def _names(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample and position among its trained tokens of every token on this rank, int64 [N]."""
+def _samples_and_positions(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample of each trained token on this rank, and its position among the sample's trained tokens, int64 [N] each."""
     device = batch.tokens.device
     counts = torch.tensor(batch.whole_counts, dtype=torch.int64, device=device)
     samples = torch.tensor(batch.samples, dtype=torch.int64, device=device).repeat_interleave(counts)
@@ -270,7 +278,7 @@ def _names(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch
 
 
 def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[int, ...]:
-    """Samples with a token of which any of `values` [..., N] is not finite."""
+    """Samples with a token for which any of `values` [..., N] is not finite."""
     if values is None or bool(torch.isfinite(values).all()):
         return ()
     bad = ~torch.isfinite(values).reshape(-1, values.shape[-1]).all(0)
@@ -279,39 +287,42 @@ def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[
 
 
 def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
-    """How far the policy's log-probabilities are from those that the engine sampled with; kl and kl_low_var estimate
-    KL(rollout || policy) by k1 and k3. logp_diff_fresh_mean is of tokens that were sampled with these very weights."""
+    """Metrics of the difference between the policy's log-probabilities and those recorded by the engine.
+
+    kl and kl_low_var: k1 and k3 estimates of KL(rollout || policy). logp_diff_fresh_mean: only tokens that were sampled
+    with the current weights.
+    """
     ours, theirs = logp.double(), batch.logp_rollout.double()
     difference = (ours - theirs).abs()
     largest = difference.max() if len(difference) else difference.sum()
     fresh = (batch.staleness == 1).double()
     sums = [difference.sum(), difference @ fresh, fresh.sum(), kl_penalty(theirs, ours, "low_var").sum(), largest]
     sums += [ours.sum(), theirs.sum(), ours @ ours, theirs @ theirs, ours @ theirs]
-    # One transfer for all of them: each would wait for the device.
-    total, of_fresh, num_fresh, low_var, most, *moments = torch.stack(sums).tolist()
+    # One device-to-host transfer instead of one per number.
+    total, fresh_total, num_fresh, low_var, most, *moments = torch.stack(sums).tolist()
     return {
         "rollout/kl": Mean(moments[1] - moments[0], len(difference)),
         "rollout/kl_low_var": Mean(low_var, len(difference)),
         "rollout/logp_diff_mean": Mean(total, len(difference)),
-        "rollout/logp_diff_fresh_mean": Mean(of_fresh, num_fresh),
+        "rollout/logp_diff_fresh_mean": Mean(fresh_total, num_fresh),
         "rollout/logp_diff_max": Max(most),
         "rollout/logp_pearson": Correlation(len(difference), *moments),
     }
 
 
 def logp_gap(found: Sequence[tuple[MicroBatch, torch.Tensor]], *, own_routing: bool) -> LogpGap:
-    """Differences between the policy's log-probabilities, by micro-batch, and the engine's."""
+    """Summarize the differences between the policy's log-probabilities, by micro-batch, and the engine's."""
     differences = [(logp.double() - batch.logp_rollout.double()).abs() for batch, logp in found]
     return LogpGap.between((value for part in differences for value in part.tolist()), own_routing=own_routing)
 
 
-def _remembered(
+def _stored_logp(
     batch: MicroBatch, by_sample: Mapping[int, torch.Tensor], like: torch.Tensor, which: str
 ) -> torch.Tensor:
     unknown = [sample for sample in batch.samples if sample not in by_sample]
     if unknown:
         raise McoreRLError(
-            f"samples {unknown} have no {which} log-probabilities: those of a batch are computed before its updates"
+            f"samples {unknown} have no {which} log-probabilities: they must be computed before the updates of a batch"
         )
     return torch.cat([like.new_empty(0), *(by_sample[sample] for sample in batch.samples)])
 
@@ -320,13 +331,13 @@ def _mean(values: torch.Tensor) -> Mean:
     return Mean(float(values.sum(dtype=torch.float64)), len(values))
 
 
-def _row(flat: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-    """[N] -> [B, T], one response per row, 0 behind its end."""
+def _pad(flat: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+    """Arrange tokens as one response per row, padded with 0. Shapes: [N] -> [B, T]."""
     return pad_sequence(list(flat.split(list(counts))), batch_first=True)
 
 
-def _flat(rows: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """The inverse of _row for a micro-batch of whole responses."""
+def _unpad(rows: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Inverse of _pad for a micro-batch of whole responses. Shapes: [B, T] -> [N]."""
     counts = torch.tensor(batch.whole_counts, device=rows.device)
     return rows[torch.arange(rows.shape[1], device=rows.device) < counts[:, None]]
 
@@ -335,5 +346,5 @@ def _one_response_per_row(inputs: PolicyLossInputs, counts: tuple[int, ...]) -> 
     rows: dict[str, Any] = {}
     for field in fields(inputs):
         value = getattr(inputs, field.name)
-        rows[field.name] = None if value is None else _row(value, counts)
+        rows[field.name] = None if value is None else _pad(value, counts)
     return PolicyLossInputs(**rows)

@@ -1,4 +1,4 @@
-"""What a rank of the policy, or of the critic, knows of the batch that it trains on: its passes take and return it."""
+"""State of the current training batch on one rank of the policy or critic, passed from one forward pass to the next."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from mcore_rl.types import RankShare, TrajectoryBuffers
 
 @dataclass(frozen=True)
 class RankBatch:
-    """This rank's shares of a batch, one per update, with the trajectories, and what passes have found of its tokens.
+    """The policy's batch: this rank's shares, one per update, their trajectories, and per-token results.
 
-    Each pass returns the batch with its findings; nothing else on a rank says which batch is under way. By sample, on
-    the ranks of the last stage: `old_logp` of the policy that the first update starts from (that update adds those of
-    its own samples), `ref_logp` of the reference, `penalties` that the KL takes off the rewards, `token_advantages`.
-    `replays`: updates after the first one replay the experts that the first policy chose.
+    Each forward pass returns a new RankBatch with its results added; a rank has no other state about the current batch.
+    Results are by sample, on the ranks of the last stage:
 
-    Shapes: old_logp, ref_logp [n], the trained tokens that this context-parallel rank has; penalties, token_advantages
+    old_logp: log-probabilities of the policy before the first update; that update adds those of its own samples.
+    ref_logp: log-probabilities of the reference.
+    penalties: KL penalties, to be subtracted from the rewards.
+    token_advantages: advantages per token.
+    replays: updates after the first replay the experts that the first policy chose.
+
+    Shapes: old_logp, ref_logp [n], the trained tokens of this context-parallel rank; penalties, token_advantages
     float32 [n], all trained tokens. Units: logp in nats.
     """
 
@@ -35,8 +39,8 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class ValuedBatch:
-    """This rank's shares of a batch, one per update, with trajectories, and the critic's `values` before the updates by
-    sample, on every rank of the last stage. Shapes: values float32 [n], all trained tokens."""
+    """The critic's batch: this rank's shares, one per update, their trajectories, and the critic's values before the
+    updates, by sample, on every rank of the last stage. Shapes: values float32 [n], all trained tokens."""
 
     shares: Sequence[RankShare]
     chunks: Sequence[TrajectoryBuffers]

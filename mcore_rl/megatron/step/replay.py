@@ -1,10 +1,11 @@
-"""Which experts each token was routed to, kept by sample and replayed under another cut into micro-batches or layout.
+"""Router replay: recorded experts of each token, stored by sample and replayed in other micro-batches or layouts.
 
-The old policy's pass chooses, or the engine did when it sampled; updates, whose weights differ, choose the same experts
-and compute their gates from the current scores, so that gradients flow as ever. Ids lie on the host: k numbers of one
-or two bytes per token and layer of this rank, whole sequences on every tensor- and context-parallel rank.
+Experts are recorded in the old policy's forward pass, or by the engine during sampling. Updates, with other weights,
+use the same experts and compute gates from current scores, so gradients flow as usual. Expert ids are stored on the
+host: k ids of one or two bytes per token and layer of this rank, for whole sequences on every tensor- and
+context-parallel rank.
 
-Source: routing replay of the old policy, GSPO (arXiv 2507.18071), section 5.3; of the engine, R3 (arXiv 2510.11370).
+Source: GSPO (arXiv 2507.18071), section 5.3 (old policy); R3 (arXiv 2510.11370) (engine).
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from megatron.core import parallel_state  # noqa: E402
 
 
 class RoutingStore:
-    """Experts by sample: [layers of this rank, tokens, k]; tokens as in a micro-batch, up to the last predictor.
+    """Store of expert ids by sample, [layers of this rank, tokens, k]; tokens up to the last predictor.
 
-    `layers` are their places among the model's layers with experts; `split` is the tensor-parallel size where rows are
-    split over those ranks, else 1, `context` this rank's part of every row.
+    layers: indices of this rank's layers among the model's layers with experts.
+    split: tensor-parallel size if rows are split over these ranks (sequence parallelism), otherwise 1.
+    context: this rank's part of every row.
     """
 
     def __init__(self, layers: Sequence[int], *, num_experts: int, topk: int, split: int, context: ContextPart) -> None:
@@ -42,7 +44,7 @@ class RoutingStore:
         self.is_imposed = False
 
     def impose(self, routing: Mapping[int, np.ndarray]) -> None:
-        """From now on every pass routes the samples so, an update with an old policy of its own as well.
+        """Set the engine's experts. All following passes use them, including the old policy's pass.
 
         Shapes: [layers of the model, tokens, k] by sample.
         Raises: ValueError for other shapes.
@@ -51,8 +53,8 @@ class RoutingStore:
         for sample, ids in routing.items():
             if ids.ndim != 3 or ids.shape[0] < num_layers or ids.shape[2] != self.topk:
                 raise ValueError(
-                    f"sample {sample}: experts of shape {list(ids.shape)}; needed are [layers, tokens, {self.topk}] "
-                    f"of at least {num_layers} layers"
+                    f"sample {sample}: experts have shape {list(ids.shape)}; expected [layers, tokens, {self.topk}] "
+                    f"with at least {num_layers} layers"
                 )
         self.is_imposed = True
         self.by_sample = {
@@ -68,14 +70,16 @@ class RoutingStore:
         records: bool = False,
         free: bool = False,
     ) -> RoutingRow:
-        """What routers of this rank need to know of `batch`; with `replays` it imposes the stored experts, with `free`
-        not even those of `impose`.
+        """Build the routing data of `batch` for this rank's routers.
+
+        replays: impose the stored experts. records: record the chosen experts. free: let routers choose, even if
+        `impose` was called.
 
         Raises: McoreRLError for a sample that is not stored.
         """
         if not self.num_experts:
             return RoutingRow(batch.tokens.new_empty(0), batch.tokens.new_empty(0))
-        sequence, place = self._places(batch)
+        sequence, place = self._token_places(batch)
         imposed = None
         if self.layers and not free and (replays or self.is_imposed):
             imposed = self._stored(batch)[:, place.cpu()].to(place.device)
@@ -83,20 +87,18 @@ class RoutingStore:
         return RoutingRow(sequence, lengths, token_weight, imposed, records and imposed is None)
 
     def keep(self, batches: Sequence[MicroBatch], rows: Sequence[RoutingRow]) -> None:
-        """Stores what the rows have recorded.
-
-        Collective: the tensor- and context-parallel ranks.
-        """
+        """Store the experts recorded in the rows. Collective: the tensor- and context-parallel ranks."""
         for batch, row in zip(batches, rows, strict=True):
             if row.found:
                 parts = self._recorded(batch, row).split(list(batch.lengths), dim=1)
                 self.by_sample.update((s, part.clone()) for s, part in zip(batch.samples, parts, strict=True))
 
     def differences(self, batches: Sequence[MicroBatch], rows: Sequence[RoutingRow]) -> dict[str, Metric]:
-        """How many of the choices that the rows have recorded are not those stored, whatever their order: as a share of
-        all layers' choices of k experts for a token, and of the tokens, which differ if a layer's choice does.
+        """Compare recorded with stored experts, ignoring their order.
 
-        One tensor- and context-parallel rank counts the choices of its layers, that of the last stage the tokens.
+        Metrics: the fraction of differing choices (k experts of a token in a layer), and the fraction of tokens with a
+        differing choice in any layer. One tensor- and context-parallel rank of each stage reports the choices of its
+        layers; on the last stage it also reports the tokens.
         Collective: the tensor-, context- and pipeline-parallel ranks.
         """
         tokens = sum(sum(batch.lengths) for batch in batches)
@@ -122,10 +124,11 @@ class RoutingStore:
         return metrics
 
     def _recorded(self, batch: MicroBatch, row: RoutingRow) -> torch.Tensor:
-        """What a row has recorded, taken out of it, of all ranks that share it: [layers, tokens of all samples, k]."""
-        sequence, place = self._places(batch)
+        """Remove the recorded experts from `row` and combine those of all ranks that share it. Returns [layers, tokens
+        of all samples, k]."""
+        sequence, place = self._token_places(batch)
         recorded = torch.stack([row.found.pop(index) for index in range(len(self.layers))])
-        # int32: no collective of NCCL or gloo takes int16. Every token is on one rank.
+        # int32, because neither NCCL nor gloo supports int16. The sum is exact: each token is on one rank.
         whole = torch.zeros(len(self.layers), sum(batch.lengths), self.topk, dtype=torch.int32, device=recorded.device)
         whole[:, place[sequence >= 0]] = recorded[:, sequence >= 0].to(torch.int32)
         group = parallel_state.get_tensor_and_context_parallel_group()
@@ -133,13 +136,13 @@ class RoutingStore:
             dist.all_reduce(whole, group=group)
         return whole.to(self.dtype).cpu()
 
-    def _places(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token that this rank routes: its sequence, -1 for padding, and its place among the tokens of all
-        samples, the number of these for padding. Shapes: int64 [t] each."""
+    def _token_places(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Locate the t tokens that this rank routes. Returns the sequence of each token (-1 for padding) and its index
+        among the tokens of all samples (padding: their total number). Shapes: int64 [t] each."""
         padded = batch.sequences.cu_seqlens_q.diff().to(torch.int64)
         number = torch.arange(len(padded), device=padded.device).repeat_interleave(padded // self.context.size)
         position = self.context.positions(padded)
-        # What pads a row is one more sequence.
+        # The padding of a row forms an additional sequence.
         padding = len(padded) - len(batch.lengths)
         lengths = torch.tensor([*batch.lengths, *[0] * padding], dtype=torch.int64, device=padded.device)
         real = position < lengths[number]
@@ -150,18 +153,18 @@ class RoutingStore:
         return torch.where(real, number, -1)[rank_slice], place[rank_slice]
 
     def _stored(self, batch: MicroBatch) -> torch.Tensor:
-        """Shapes: [layers, tokens of all samples + 1, k]; the last is padding's."""
+        """Stored experts of the batch. Shapes: [layers, tokens of all samples + 1, k]; the last entry is padding."""
         unknown = [sample for sample in batch.samples if sample not in self.by_sample]
         if unknown:
-            raise McoreRLError(f"samples {unknown} have no recorded routing: recompute_logp comes before the updates")
+            raise McoreRLError(f"samples {unknown} have no recorded routing: call recompute_logp before the updates")
         padding = torch.arange(self.topk, dtype=self.dtype).expand(len(self.layers), 1, -1)
         return torch.cat([*(self.by_sample[sample] for sample in batch.samples), padding], 1)
 
 
 def engine_routing(shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> dict[int, np.ndarray]:
-    """What the engine chose for the tokens that are computed of every sample, as RoutingStore.impose takes it.
+    """Collect the engine's experts for the computed tokens of every sample, in the form of RoutingStore.impose.
 
-    Raises: McoreRLError for trajectories without it.
+    Raises: McoreRLError for trajectories without recorded experts.
     """
     experts_by_sample: dict[int, np.ndarray] = {}
     for share in shares:
@@ -169,7 +172,7 @@ def engine_routing(shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffe
             buffers = chunks[chunk]
             if buffers.routed_experts is None:
                 raise McoreRLError(
-                    f"actor.moe.router_replay=engine: sample {sample} came without the experts of its tokens"
+                    f"actor.moe.router_replay=engine: the engine returned no experts for the tokens of sample {sample}"
                 )
             start = int(buffers.token_offsets[row])
             experts = buffers.routed_experts[start : start + computed_tokens(buffers, row)]

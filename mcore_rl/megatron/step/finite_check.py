@@ -1,4 +1,4 @@
-"""Stops every rank, together, before a step that is not finite."""
+"""Checks for NaN and infinity that stop all ranks together, before the optimizer step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.distributed as dist
 from mcore_rl.errors import NonFiniteError
 from mcore_rl.types import RankShare
 
-NAMED = 8
-"""Samples and parameters named per rank; a batch of thousands would bury the message."""
+MAX_NAMED = 8
+"""Maximum number of samples and parameters listed per rank in an error."""
 
 
 def require_finite(problem: str | None, device: torch.device) -> None:
-    """Raises NonFiniteError on every rank when any rank has a problem; the message holds every rank's.
+    """Raise NonFiniteError on every rank if any rank has a problem; the message contains the problems of all ranks.
 
-    Costs one all-reduce of a number while all is well.
+    Without a problem it costs one all-reduce of one number.
 
     Collective: all ranks.
     """
@@ -31,19 +31,22 @@ def require_finite(problem: str | None, device: torch.device) -> None:
 
 
 def describe_samples(what: str, samples: Iterable[int], share: RankShare) -> str | None:
-    """`what` with the samples and where their records lie; None without samples."""
-    wanted = sorted(set(samples))
-    if not wanted:
+    """Format `what` with the samples and the locations of their rollout records; None without samples."""
+    numbers = sorted(set(samples))
+    if not numbers:
         return None
-    place = {int(sample): index for index, sample in enumerate(share.samples)}
-    named = ["{} (rollout call {}, row {})".format(sample, *share.origins[place[sample]]) for sample in wanted[:NAMED]]
-    more = f" and {len(wanted) - NAMED} more" if len(wanted) > NAMED else ""
-    return f"{what} of sample{'s' if len(wanted) > 1 else ''} {', '.join(named)}{more}"
+    index_of = {int(sample): index for index, sample in enumerate(share.samples)}
+    named = [
+        "{} (rollout call {}, row {})".format(sample, *share.origins[index_of[sample]])
+        for sample in numbers[:MAX_NAMED]
+    ]
+    more = f" and {len(numbers) - MAX_NAMED} more" if len(numbers) > MAX_NAMED else ""
+    return f"{what} of sample{'s' if len(numbers) > 1 else ''} {', '.join(named)}{more}"
 
 
 def describe_gradients(chunks: Sequence[torch.nn.Module], share: RankShare) -> str | None:
-    """The parameters whose accumulated gradient is not finite on this rank, with the samples they may come from;
-    None when all are finite."""
+    """List the parameters whose accumulated gradient is not finite on this rank, and the samples of the rank; None if
+    all are finite."""
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # type: ignore[misc]
     if all(_is_finite(buffer.grad_data) for buffer in buffers):
         return None
@@ -53,13 +56,13 @@ def describe_gradients(chunks: Sequence[torch.nn.Module], share: RankShare) -> s
         for name, parameter in chunk.named_parameters()
         if hasattr(parameter, "main_grad") and not _is_finite(parameter.main_grad)
     ]
-    listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    listed = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
     samples = describe_samples("a token", (int(sample) for sample in share.samples), share)
-    return f"gradient of {listed} after {samples or 'no sample of its own'}"
+    return f"gradient of {listed} after {samples or 'no sample of this rank'}"
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """One pass, no mask in memory: NaN and infinity survive in the extremes."""
+    """Check a tensor in one pass without a temporary mask: minimum and maximum propagate NaN and infinity."""
     if not tensor.numel():
         return True
     low, high = torch.aminmax(tensor)
