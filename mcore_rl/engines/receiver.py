@@ -42,7 +42,7 @@ class RanksReceiver:
         self._ranks.call("connect_weights", connection, first_rank)
 
     def pull_from(self, payload: Mapping[str, Any], engine: int, num_engines: int) -> None:
-        """As WeightReceiverExtension.pull_from."""
+        """See WeightReceiverExtension.pull_from."""
         self._ranks.call("pull_from", payload, engine, num_engines)
 
     def begin_update(self) -> None:

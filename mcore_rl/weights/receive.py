@@ -79,7 +79,7 @@ class SliceReceiver:
 
     def _receive(self, sync_round: int, load: LoadBox) -> int:
         if sync_round != self._next:
-            raise WeightSyncError(f"received bucket {sync_round} instead of bucket {self._next}")
+            raise WeightSyncError(f"bucket {sync_round} was requested, but bucket {self._next} is next")
         received = self._messages.receive(sync_round)
         if sync_round not in self._boxes:
             placed = [pair for message, memory in received for pair in views(message, memory)]

@@ -266,7 +266,7 @@ def test_ids_of_what_runs_together_differ_and_may_come_again(engine: RemoteEngin
     with pytest.raises(ValueError, match="must differ"):
         engine.call("submit", requests)
     assert engine.call("num_running") == 1
-    with pytest.raises(RuntimeError, match="1 requests run"):
+    with pytest.raises(RuntimeError, match="1 requests are running"):
         engine.generate(requests[1:])
     finish(engine)
     engine.call("submit", requests)

@@ -1,4 +1,4 @@
-"""SGLang behind the Engine protocol: its scheduler is stepped from here, in processes of its own environment."""
+"""SGLang as a ports.Engine. Its schedulers run in processes of SGLang's environment and are stepped from here."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mcore_rl.weights.engine_config import engine_overrides
 
 
 class SglangEngine(SteppedEngine):
-    """One SGLang engine of rollout.tp ranks; arguments as VllmEngine's.
+    """SGLang engine of rollout.tp ranks. Arguments: see VllmEngine.
 
-    Raises: ConfigError for settings that SGLang cannot run, and where it is not installed.
+    Raises: ConfigError for settings that SGLang does not support, and if SGLang is not installed.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class SglangEngine(SteppedEngine):
         decode: Decode | None = None,
     ) -> None:
         super().__init__(rollout_config, captures_routing=capture_routing, decode=decode)
-        if torch.cuda.is_available():  # cluster.device=auto is settled when torch is there
-            raise ConfigError("rollout.engine=sglang runs on CPU alone; set cluster.device=cpu or rollout.engine=vllm")
+        if torch.cuda.is_available():  # not checked earlier: cluster.device=auto is resolved with torch
+            raise ConfigError("rollout.engine=sglang supports CPU only; set cluster.device=cpu or rollout.engine=vllm")
         self._eos_token_ids = list(eos_token_ids)
         settings = RankSettings(
             model=str(model_dir),
@@ -72,9 +72,9 @@ class SglangEngine(SteppedEngine):
         return self._ranks.vocab_size
 
     def sleep(self, *, keep_weights: bool) -> int:
-        """On CPU the KV cache is freed, and the weights stay, as with vLLM."""
+        """Free the KV cache. On CPU the weights stay in memory, as with vLLM."""
         if self.num_running:
-            raise RuntimeError(f"{self.num_running} requests run: the engine cannot sleep")
+            raise RuntimeError(f"the engine cannot sleep while {self.num_running} requests are running")
         if "weights" in self._asleep:
             return 0
         self._reset_prefix_cache(recompute=False)
@@ -94,21 +94,21 @@ class SglangEngine(SteppedEngine):
 
     def _require_ready(self) -> None:
         if self._asleep:
-            raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}): wake it up before it generates")
+            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}); call wake_up() first")
         self.receiver.require_complete()
 
     def _reset_prefix_cache(self, *, recompute: bool) -> None:
-        """As VllmEngine's.
+        """See VllmEngine._reset_prefix_cache.
 
-        Raises: WeightSyncError when SGLang keeps its cache all the same.
+        Raises: WeightSyncError if SGLang does not empty its cache.
         """
         while not self.num_running and not self._settled():
-            self._ranks.call("step")  # what has ended or was aborted leaves with the step after
+            self._ranks.call("step")  # finished and aborted requests leave in the next step
         if all(self._ranks.call("reset_prefix_cache", recompute)):
             return
         if recompute or not self.num_running:
-            raise WeightSyncError("SGLang kept its prefix cache, which belongs to the previous weights")
-        # Those that run keep theirs. Nobody else finds it: requests are salted with the version of their weights.
+            raise WeightSyncError("SGLang did not reset its prefix cache, which belongs to the previous weights")
+        # Running requests keep their cache. New requests cannot hit it: their salt contains the new version.
         self._resubmit_unstarted()
 
     def _settled(self) -> bool:
@@ -136,7 +136,7 @@ class SglangEngine(SteppedEngine):
         return [
             StepOutput(each.engine_id, each.token_ids, each.logp, each.finish_reason)
             for each in self._ranks.call("step")[0]
-            if each.engine_id in self._running  # one that was aborted takes part in a step after it
+            if each.engine_id in self._running  # SGLang steps an aborted request once more
         ]
 
     def _cancel(self, engine_ids: Sequence[str]) -> None:

@@ -1,7 +1,8 @@
-"""The processes of an SGLang engine's ranks: started, spoken to, and ended, from the project's environment.
+"""Processes of an SGLang engine's ranks: start, remote calls and termination, from the project's environment.
 
-They are spoken to over a unix socket in a directory that only this user can enter, or over TCP where the engine spans
-hosts; in either case with a key that is in nobody's command line. What comes over it is pickled.
+Calls go over a Unix socket in a directory of mode 0700, or over TCP if the engine spans hosts. Both require a key,
+because messages are pickled: whoever connects can run code. The key is passed in the environment, never on a command
+line.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ _MAX_SOCKET_PATH = 100
 
 
 class RankProcesses:
-    """All ranks of the engine that messages call `name`; `settings` are those of rank 0 but for where they meet. Those
-    of other `hosts` than the first start there (follower.follow).
+    """All ranks of one engine.
 
-    A start has no deadline here: who waits for it has one.
-    Raises: ConfigError for what SGLang refuses; WorkerDiedError for a rank that ends while it starts.
+    settings: of rank 0; `rank` and `init_method` are set here for each rank.
+    name: of the engine, for messages.
+    hosts: ranks on other hosts than the first are started there (follower.follow).
+
+    The start has no deadline here; the caller has one.
+    Raises: ConfigError if SGLang rejects the settings; WorkerDiedError if a rank ends during the start.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class RankProcesses:
         self._hosts = hosts
         self._name, self.timeout_seconds = name, timeout_seconds
         self._lost: str | None = None
-        self._directory = tempfile.mkdtemp(prefix="mcore_rl_sglang_")  # of mode 0700
+        self._directory = tempfile.mkdtemp(prefix="mcore_rl_sglang_")  # mode 0700
         self._processes: list[subprocess.Popen[bytes]] = []
         self._mark = new_mark()
         try:
@@ -58,13 +62,13 @@ class RankProcesses:
         except BaseException:
             self.end()
             raise
-        shutil.rmtree(self._directory)  # all have met
+        shutil.rmtree(self._directory)  # all ranks are connected
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Results of a method of all ranks' SteppedScheduler.
+        """Call a method of SteppedScheduler on all ranks. Returns the results by rank.
 
-        Raises: what ranks raised, if it is an error of ours; WorkerDiedError for a rank that fails, ends, or does not
-        answer in time, and ever after.
+        Raises: a rank's McoreRLError; WorkerDiedError if a rank fails, ends, or does not answer in time, and in every
+        later call.
         """
         if self._lost is not None:
             raise WorkerDiedError(self._lost)
@@ -72,7 +76,7 @@ class RankProcesses:
             try:
                 pipe.send((method, arguments))
             except OSError:
-                continue  # its answer says it
+                continue  # the rank has ended; reading its answer raises the error
         return self._answers(method, self.timeout_seconds)
 
     def end(self) -> None:
@@ -80,7 +84,7 @@ class RankProcesses:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self, settings: RankSettings) -> list[Connection]:
-        address, init_method, key = self._meet()
+        address, init_method, key = self._addresses()
         with self._listener(address, settings.num_ranks, key) as listener:
             for rank in self._hosts.ranks(settings.num_ranks):
                 self._processes.append(start_rank(rank, settings.num_ranks, address, key, self._mark))
@@ -89,7 +93,8 @@ class RankProcesses:
             while len(pipes) < settings.num_ranks:
                 try:
                     pipe = listener.accept()
-                except (TimeoutError, AuthenticationError, EOFError, ConnectionError):  # of strangers but the first
+                except (TimeoutError, AuthenticationError, EOFError, ConnectionError):
+                    # No client yet, or one without the key.
                     self._require_alive("start")
                     continue
                 if self._hosts.num > 1:
@@ -99,14 +104,14 @@ class RankProcesses:
             pipe.send(replace(settings, rank=rank, init_method=init_method))
         return [pipes[rank] for rank in range(settings.num_ranks)]
 
-    def _meet(self) -> tuple[str, str, bytes]:
-        """Where ranks ask for commands, where they meet each other, and the key."""
+    def _addresses(self) -> tuple[str, str, bytes]:
+        """Return the address for commands, the init_method of the ranks' process group, and the key."""
         hosts = self._hosts
         if hosts.num > 1:
             return f"{hosts.address}:{hosts.commands_port}", f"tcp://{hosts.address}:{hosts.port}", hosts.key
         address = f"{self._directory}/ranks"
         assert len(address) < _MAX_SOCKET_PATH, "TMPDIR is too long for a socket"
-        return address, f"file://{self._directory}/meeting", secrets.token_bytes(32)  # no port at all
+        return address, f"file://{self._directory}/meeting", secrets.token_bytes(32)  # no TCP port
 
     def _listener(self, address: str, num_ranks: int, key: bytes) -> Listener:
         if self._hosts.num == 1:
@@ -115,7 +120,7 @@ class RankProcesses:
         return Listener(place, family="AF_INET", backlog=num_ranks, authkey=key)
 
     def _answers(self, what: str, seconds: float, *, refused: type[Exception] = WorkerDiedError) -> list[Any]:
-        """Of all ranks: an answer that nobody takes would be taken for that of the next call."""
+        """Read the answers of all ranks, also after an error: an unread answer would be taken for the next call's."""
         deadline, results, failures = time.monotonic() + seconds, [], []
         refusal: tuple[type[Exception], str] | None = None
         for rank, pipe in enumerate(self._pipes):

@@ -1,6 +1,6 @@
-"""SGLang 0.5.23's scheduler, owned and stepped by us (in SGLang's environment): one of these per rank.
+"""SGLang 0.5.23's scheduler, one per rank, stepped from outside (runs in SGLang's environment).
 
-All ranks of an engine must be asked the same, in the same order: a step is a collective.
+All ranks of an engine must receive the same calls in the same order: a step is a collective.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from mcore_rl.weights.verify import Comparison
 
 SHARED_MEMORY = Path("/dev/shm")
 SPARE_TOKENS = 6
-"""Of SGLang's context that no request reaches: a response is cut two tokens before its end, and no prompt, with all but
-the last token of a response that goes on, may come to its last six (tp_worker.py, scheduler.py)."""
+"""Tokens added to SGLang's context length. It truncates responses two tokens before the end of the context, and rejects
+prompts (including a partial response) that reach into its last six tokens (tp_worker.py, scheduler.py)."""
 
 
 class _OutputCollector:
-    """In the place of a socket: what the scheduler sends stays here."""
+    """Replaces a socket: collects the outputs that the scheduler sends."""
 
     def __init__(self) -> None:
         self._outputs: list[Any] = []
@@ -58,7 +58,10 @@ class _OutputCollector:
 
 
 class SteppedScheduler:
-    """Raises: what SGLang says of a model or of settings that it cannot run."""
+    """SGLang's scheduler and model of one rank.
+
+    Raises: SGLang's error for a model or settings that it does not support.
+    """
 
     def __init__(self, settings: RankSettings) -> None:
         check_signatures()
@@ -68,18 +71,18 @@ class SteppedScheduler:
         arguments.check_server_args()
         rank = settings.rank
         publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
-        nowhere = f"ipc://nowhere-{os.getpid()}"  # connected to, bound by nobody, never written
+        nowhere = f"ipc://nowhere-{os.getpid()}"  # never bound, never written
         instance = f"mcore{os.getpid()}"
         ports = PortArgs(nowhere, nowhere, nowhere, 0, nowhere, nowhere, None, None, instance_id=instance)
         try:
             self._scheduler: Any = Scheduler(arguments, ports)
         finally:
-            for path in SHARED_MEMORY.glob(f"sglang_loads_{instance}_*"):  # it would stay for ever
+            for path in SHARED_MEMORY.glob(f"sglang_loads_{instance}_*"):  # SGLang never removes it
                 path.unlink(missing_ok=True)
         check_scheduler(self._scheduler)
-        self._kept = _OutputCollector()
-        self._scheduler.output_streamer.send_to_detokenizer = self._kept
-        self._scheduler.ipc_channels.send_to_tokenizer.send_output = self._kept.send_output
+        self._outputs = _OutputCollector()
+        self._scheduler.output_streamer.send_to_detokenizer = self._outputs
+        self._scheduler.ipc_channels.send_to_tokenizer.send_output = self._outputs.send_output
         self._scheduler.schedule_stream.synchronize = lambda: None
         self._scheduler._war_barrier_enabled = False
         self._scheduler.metrics_reporter.start_scheduler_time_accounting()
@@ -93,11 +96,11 @@ class SteppedScheduler:
         return int(self._scheduler.model_config.vocab_size)
 
     def endpoint(self) -> Endpoint:
-        """Where this rank takes weights."""
+        """Return this rank's endpoint for weight updates."""
         return Endpoint(this_host(), os.environ.get("VLLM_HOST_IP", "127.0.0.1"), device_uuid())
 
     def connect_weights(self, connection: Connection, first_rank: int) -> None:
-        """`first_rank`: the engine's first among the ranks of all engines."""
+        """Connect to the sync. `first_rank`: number of the engine's first rank among the ranks of all engines."""
         self._weights.connect(connection, first_rank)
 
     def begin_update(self) -> None:
@@ -113,18 +116,22 @@ class SteppedScheduler:
         return self._weights.compare()
 
     def reset_prefix_cache(self, recompute: bool) -> bool:
-        """Whether the cache is empty now. With `recompute` what runs computes it anew; else it is emptied only when
-        nothing runs."""
+        """Empty the prefix cache. Returns whether it is empty now.
+
+        With `recompute`, running requests are retracted and compute their KV cache again; otherwise SGLang empties the
+        cache only if no request is running.
+        """
         if recompute:
             self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         try:
-            return bool(self._scheduler.flush_cache(empty_cache=False))  # with it: 0.4 s of garbage collection
+            # empty_cache=True would add 0.4 s of garbage collection.
+            return bool(self._scheduler.flush_cache(empty_cache=False))
         finally:
             if recompute:
                 self._scheduler.continue_generation(ContinueGenerationReqInput())
 
     def release_kv_cache(self) -> int:
-        """Takes the memory from under the KV cache, whose tensors stay; returns its bytes."""
+        """Free the memory of the KV cache but keep its tensors. Returns the freed bytes."""
         storages = self._kv_storages()
         self._kv_bytes = [storage.nbytes() for storage in storages]
         for storage in storages:
@@ -132,13 +139,13 @@ class SteppedScheduler:
         return sum(self._kv_bytes)
 
     def restore_kv_cache(self) -> None:
-        """Gives it back, zero, as SGLang allocates it."""
+        """Allocate the memory of the KV cache again, filled with zeros as in SGLang."""
         for storage, num_bytes in zip(self._kv_storages(), self._kv_bytes, strict=True):
             storage.resize_(num_bytes)
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
     def _kv_storages(self) -> list[torch.UntypedStorage]:
-        """Of all layers, which may share one."""
+        """Return the distinct storages of all layers; layers may share one."""
         pool = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
         lists = [getattr(pool, name, None) or [] for name in ("k_buffer", "v_buffer", "kv_buffer")]
         storages = [tensor.untyped_storage() for tensors in lists for tensor in tensors]
@@ -182,13 +189,13 @@ class SteppedScheduler:
             )
 
     def abort(self, engine_ids: Sequence[str]) -> None:
-        """Those that run take part in one more step."""
+        """Abort requests. Running requests take part in one more step."""
         for engine_id in engine_ids:
             self._scheduler.process_input_requests([AbortReq(rid=engine_id)])
 
     @torch.inference_mode()
     def step(self) -> list[RankOutput]:
-        """One batch: the body of Scheduler.event_loop_normal."""
+        """Run one batch: the body of Scheduler.event_loop_normal."""
         scheduler = self._scheduler
         plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
         scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
@@ -197,19 +204,19 @@ class SteppedScheduler:
         else:
             scheduler.on_idle()
         scheduler.last_batch = batch
-        # Of requests that were aborted while they waited there is another kind of output.
-        outputs = [output for output in self._kept.take() if hasattr(output, "output_ids")]
+        # Requests that were aborted while waiting produce outputs of another type, without output_ids.
+        outputs = [output for output in self._outputs.take() if hasattr(output, "output_ids")]
         if self._routing is not None:
             self._routing.keep(outputs)
-        return [progress for output in outputs for progress in _progress(output)]
+        return [result for output in outputs for result in _rank_outputs(output)]
 
     def routing_of(self, engine_ids: Sequence[str]) -> dict[str, np.ndarray]:
-        """As SteppedEngine._routing_of; what has ended is known until the next step."""
+        """See SteppedEngine._routing_of. Experts of finished requests are available until the next step."""
         assert self._routing is not None
         return self._routing.of(engine_ids)
 
 
-def _progress(output: Any) -> list[RankOutput]:
+def _rank_outputs(output: Any) -> list[RankOutput]:
     rows = zip(output.rids, output.output_ids, output.output_token_logprobs_val, output.finished_reasons, strict=True)
     return [
         RankOutput(engine_id, list(ids), list(logp), None if reason is None else str(reason["type"]))
@@ -225,7 +232,7 @@ def _server_arguments(settings: RankSettings) -> dict[str, Any]:
         "dtype": settings.dtype,
         "load_format": "auto" if settings.load_weights else "dummy",
         "skip_tokenizer_init": True,
-        "disable_overlap_schedule": True,  # with it a step returns the batch before
+        "disable_overlap_schedule": True,  # with overlap a step returns the previous batch
         "context_length": settings.context_tokens + SPARE_TOKENS,
         "max_running_requests": settings.max_requests,
         "tp_size": settings.num_ranks,
@@ -234,7 +241,7 @@ def _server_arguments(settings: RankSettings) -> dict[str, Any]:
         "enable_return_routed_experts": settings.captures_routing,
         "attention_backend": "torch_native",
         "disable_cuda_graph": True,
-        "mem_fraction_static": 0.3,  # only bounds what max_total_tokens may be
+        "mem_fraction_static": 0.3,  # only an upper bound of max_total_tokens
         "max_total_tokens": _cache_tokens(settings),
     }
     if settings.max_batched_tokens is not None:
@@ -243,7 +250,7 @@ def _server_arguments(settings: RankSettings) -> dict[str, Any]:
 
 
 def _cache_tokens(settings: RankSettings) -> int:
-    """Tokens whose keys and values fit the cache."""
+    """Return the number of tokens that fit in the KV cache."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(settings.model)

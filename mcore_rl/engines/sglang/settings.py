@@ -13,7 +13,7 @@ from typing import Any
 class RankSettings:
     """Settings of one rank.
 
-    overrides: fields of config.json that replace those of `model`.
+    overrides: fields of config.json that the model is loaded with instead of its own.
     init_method: URL at which the ranks create their process group.
     kv_cache_bytes: size of this rank's KV cache.
     """

@@ -1,5 +1,8 @@
-"""An SGLang rank's side of weight syncs (in SGLang's environment): slices go straight to the places that its loaders
-were seen to put them. Checked with SGLang 0.5.23, whose parameters on CPU are plain but where AMX packs them."""
+"""Weight updates of an SGLang rank (runs in SGLang's environment).
+
+Slices are copied directly to the places in parameters that were recorded from SGLang's own loaders. Checked with SGLang
+0.5.23 on CPUs without AMX, where parameters are not packed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ Indices = tuple[int, ...]
 
 
 class RankWeights:
-    """Of `model`, on rank `rank` of an engine of `layout`."""
+    """Receives weight updates into `model`, on rank `rank` of an engine with `layout`."""
 
     def __init__(self, model: torch.nn.Module, rank: int, layout: EngineLayout, device: torch.device) -> None:
         self._model: Any = model
@@ -33,14 +36,16 @@ class RankWeights:
         self._missing: Counter[KeptSlice] = Counter()
 
     def connect(self, connection: Connection, first_rank: int) -> None:
-        """As the extension of vLLM's worker has it.
+        """Connect to the sync and record the parts of tensors that this rank keeps (as vLLM's worker_extension).
 
-        Collective over all processes of the sync.
-        Raises: WeightSyncError where this rank keeps other parts of tensors than a plan would send it.
+        Collective: all processes of the sync.
+        Raises: WeightSyncError if this rank keeps other parts of tensors than the plan sends.
         """
         plan = connection.plan
         if self._layout != plan.engine_layout:
-            raise WeightSyncError(f"the engine is {self._layout}, and the plan of weights is of {plan.engine_layout}")
+            raise WeightSyncError(
+                f"the engine's layout is {self._layout}, but the sync was planned for {plan.engine_layout}"
+            )
         self._receiver = connect_engine_rank(connection, first_rank + self._rank)
         shard_map = ShardMap(plan.rows, self._layout)
         self._boxes = shard_map.boxes(self._rank)
@@ -66,11 +71,14 @@ class RankWeights:
         return self._receiver.receive(sync_round, self._put)
 
     def finish(self) -> None:
-        """Raises: WeightSyncError when something that this rank keeps has not come."""
+        """Finish the update.
+
+        Raises: WeightSyncError if a part that this rank keeps was not received.
+        """
         self._receiver.finish()
         missing = sorted({each.name for each, numel in self._missing.items() if numel})
         if missing:
-            raise WeightSyncError(f"the update brought nothing, or not all, of {', '.join(missing[:8])}")
+            raise WeightSyncError(f"the update lacks all or part of {', '.join(missing[:8])}")
         DefaultModelLoader.postprocess_weights(self._model, self._device)
 
     def compare(self) -> Comparison:
@@ -88,12 +96,12 @@ class RankWeights:
         without -= {f"{each.module}.{each.parameter}" for each in kept}
         without -= {f"{name}.weight" for name in vocabulary_padding(self._model)}
         if without:
-            raise WeightSyncError(f"no tensor of the trainer brings anything of {', '.join(sorted(without))}")
+            raise WeightSyncError(f"no tensor of the trainer contains {', '.join(sorted(without))}")
         return kept
 
     @torch.no_grad()
     def _clear_padding(self, kept: list[KeptSlice]) -> None:
-        """Zero where no tensor brings anything: kernels compute with it, and a dummy start has random weights there."""
+        """Zero the padding that no update writes: kernels read it, and dummy initialisation leaves random values."""
         by_parameter: dict[tuple[str, str], list[KeptSlice]] = {}
         for each in kept:
             by_parameter.setdefault((each.module, each.parameter), []).append(each)
@@ -108,7 +116,7 @@ class RankWeights:
     def _put(self, name: str, start: Indices, box: torch.Tensor) -> None:
         for each, offset, source in parts_of(self._kept.get(name, ()), start, box):
             if source.numel() > self._missing[each]:
-                raise WeightSyncError(f"a part of {each.name} came twice in one update")
+                raise WeightSyncError(f"received a part of {each.name} twice in one update")
             parameter = getattr(self._model.get_submodule(each.module), each.parameter).data
             parameter.as_strided(source.shape, each.strides, offset).copy_(source)
             self._missing[each] -= source.numel()

@@ -1,1 +1,1 @@
-"""vLLM: the engine, what receives its weights, and the quirks of its CPU build."""
+"""vLLM engine: the engine itself, its weight receiver, and workarounds for its CPU build."""

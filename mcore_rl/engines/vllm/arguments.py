@@ -1,4 +1,4 @@
-"""What vLLM is told when an engine starts, the same on all of its hosts."""
+"""Engine arguments and environment variables of vLLM, the same on all hosts of an engine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mcore_rl.weights.engine_config import engine_overrides
 
 
 def set_environment(timeout_seconds: float) -> None:
-    """Settings that vLLM reads when it is imported; a value that the user has set stays. A step has `timeout_seconds`.
+    """Set the environment variables that vLLM reads on import. Values set by the user are kept.
 
-    The engine core runs in this process (no queue between it and us); OpenMP threads are not bound to cores, since
-    engine and trainer ranks share them.
+    The engine core runs in this process, without a queue in between. OpenMP threads are not bound to cores, because
+    engine and trainer ranks share the cores. `timeout_seconds`: time limit of a step.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the one that draws by our sampler
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # v1: `sampler` replaces its functions
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -33,9 +33,9 @@ def set_environment(timeout_seconds: float) -> None:
 
 
 def model_arguments(model_dir: str | Path, *, dtype: str, seed: int, load_weights: bool) -> dict[str, Any]:
-    """EngineArgs of the model; load_weights False: random weights."""
+    """Return the EngineArgs of the model. Without `load_weights` the weights are random."""
     arguments: dict[str, Any] = {"model": str(model_dir), "dtype": dtype, "seed": seed}
-    # "auto" would read consolidated*.safetensors, where there are some, in the place of what the index lists.
+    # "auto" prefers consolidated*.safetensors, if present, to the files in the index.
     arguments["load_format"] = "hf" if load_weights else "dummy"
     arguments["hf_overrides"] = engine_overrides(model_dir, load_weights=load_weights)
     return arguments
@@ -55,16 +55,16 @@ def ray_arguments() -> dict[str, Any]:
 
 
 def engine_arguments(config: RolloutConfig, hosts: EngineHosts) -> dict[str, Any]:
-    """EngineArgs of everything else."""
+    """Return all other EngineArgs."""
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # nothing of the model directory's own sampling defaults
+        "generation_config": "vllm",  # ignore sampling defaults in the model directory
         "max_model_len": config.max_prompt_tokens + config.max_response_tokens,
         "max_num_seqs": config.max_concurrent_requests,
         "tensor_parallel_size": config.tp,
         "distributed_executor_backend": "mp" if config.tp > 1 else "uni",
         "enable_expert_parallel": config.expert_parallel,
-        # The default, raw_logprobs, ignores the temperature.
+        # The default, raw_logprobs, are log-probabilities before the temperature is applied.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "mcore_rl.engines.vllm.worker_extension.WeightReceiverExtension",
         "disable_log_stats": True,
@@ -79,7 +79,7 @@ def engine_arguments(config: RolloutConfig, hosts: EngineHosts) -> dict[str, Any
             "master_port": hosts.port,
         }
     if config.max_batched_tokens is not None:
-        # A prompt longer than what is left of a pass is computed in pieces.
+        # A prompt that exceeds the remaining tokens of a pass is computed in pieces.
         arguments |= {"max_num_batched_tokens": config.max_batched_tokens, "enable_chunked_prefill": True}
     if torch.cuda.is_available():
         arguments |= {
@@ -94,9 +94,9 @@ def engine_arguments(config: RolloutConfig, hosts: EngineHosts) -> dict[str, Any
             "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
             "enforce_eager": True,
             "ir_op_priority": IR_OP_PRIORITY,
-            # vLLM's default of 128 spreads short sequences over memory that no cache holds.
+            # With vLLM's default of 128, short sequences are spread over more memory than the CPU caches hold.
             "block_size": 32,
-            # Of latent attention alone. Its AMX kernels want bfloat16 and drop kv_b_proj, which a reload needs.
+            # Affects latent attention only. The AMX kernels require bfloat16 and drop kv_b_proj, which a reload needs.
             "attention_backend": "CPU_MLA",
         }
     return arguments

@@ -1,7 +1,7 @@
-"""Whole experts per rank on CPU: vLLM's CPU experts (0.32) are given the map from the model's experts to the rank's own
-and ignore it, so that experts of other ranks index memory behind the weights.
+"""Expert parallelism for vLLM's CPU experts (0.32).
 
-Importing this module makes them follow it.
+vLLM passes them the map from the model's expert numbers to the rank's own, but they ignore it: experts of other ranks
+would index memory behind the weights. Importing this module makes them apply the map.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _signature = inspect.signature(_upstream)
 def own_experts(
     expert_map: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rank's numbers of the chosen experts, and their weights; for experts of other ranks, which add their part
-    themselves, expert 0 with weight 0.
+    """Map the chosen experts to this rank's numbers. Experts of other ranks become expert 0 with weight 0.
+
+    The other ranks add their experts' outputs in the all-reduce.
 
     Shapes: expert_map [experts of the model], -1 for other ranks'; topk_ids, topk_weights [tokens, k].
     """
@@ -30,7 +31,7 @@ def own_experts(
 
 
 def apply(self: CPUUnquantizedExperts, *args: Any, **kwargs: Any) -> None:
-    """CPUUnquantizedExperts.apply."""
+    """Replacement of CPUUnquantizedExperts.apply."""
     call = _signature.bind(self, *args, **kwargs)
     given = call.arguments
     if given["expert_map"] is not None:

@@ -1,4 +1,4 @@
-"""vLLM behind the Engine protocol, in this process: the engine core is stepped from here."""
+"""vLLM as a ports.Engine. The engine core runs in this process and is stepped from here."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ from mcore_rl.types import SamplingOptions
 
 
 class VllmEngine(SteppedEngine):
-    """One vLLM engine of rollout.tp ranks.
+    """vLLM engine of rollout.tp ranks.
 
-    `name` stands in messages; ranks have `timeout_seconds` to answer a call. load_weights False: the weights are random
-    until the first update of `receiver`. capture_routing: completions carry the experts of their tokens. `hosts`: where
-    the ranks are; those of the first one start with this object, others are followed (follower.follow).
-    pulls_weights: ranks are Ray's actors, as this process is, and take weights by sharded_rdt alone.
-    decode: needed for requests with stop strings.
-    Raises: ConfigError for settings that vLLM cannot run.
+    name: of the engine, for messages.
+    timeout_seconds: time limit of a call to the ranks.
+    load_weights: if False, weights are random until the first update through `receiver`.
+    capture_routing: completions contain the experts of their tokens.
+    hosts: this object starts the ranks on the first host; the others run follower.follow.
+    decode: required for requests with stop strings.
+    pulls_weights: ranks are Ray actors and receive weights only through sharded_rdt.
+    Raises: ConfigError for settings that vLLM does not support.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class VllmEngine(SteppedEngine):
         self._eos_token_ids = tuple(eos_token_ids)
         self._asleep: set[str] = set()
         self._routed: dict[str, list[np.ndarray]] = defaultdict(list)
-        """Experts that vLLM has handed over, by request; on GPUs."""
+        """Experts that vLLM has returned so far, by request. GPUs only."""
         arguments = model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=load_weights)
         if capture_routing and torch.cuda.is_available():
             arguments["enable_return_routed_experts"] = True
@@ -85,10 +87,12 @@ class VllmEngine(SteppedEngine):
         return self._vocab_size
 
     def sleep(self, *, keep_weights: bool) -> int:
-        """On GPUs vLLM's sleep mode, level 1 or 2. On CPU vLLM 0.32 has none: its KV cache is freed here, the weights,
-        which its kernels keep packed, stay."""
+        """Free memory: on GPUs through vLLM's sleep mode, level 1 (weights to host memory) or 2 (weights discarded).
+
+        vLLM 0.32 has no sleep mode on CPU. There the KV cache is freed; the weights stay, packed inside the kernels.
+        """
         if self.num_running:
-            raise RuntimeError(f"{self.num_running} requests run: the engine cannot sleep")
+            raise RuntimeError(f"the engine cannot sleep while {self.num_running} requests are running")
         if "weights" in self._asleep:
             return 0
         if torch.cuda.is_available():
@@ -98,7 +102,7 @@ class VllmEngine(SteppedEngine):
             released = sum(self._ranks.call("free_device_bytes")) - free
         else:
             self._reset_prefix_cache()
-            # Between a sync and the next generation weights are awake alone: a checkpoint then sends them to sleep.
+            # After a weight sync only the weights are awake, and the KV cache is freed already.
             released = 0 if "kv_cache" in self._asleep else sum(self._ranks.call("release_kv_cache"))
         self._asleep = {"weights", "kv_cache"}
         return released
@@ -114,23 +118,25 @@ class VllmEngine(SteppedEngine):
         self._asleep.remove(part)
 
     def shutdown(self) -> None:
-        """Ends the engine's processes and frees its memory; call it once."""
+        """End the engine's processes and free its memory. Call once."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self._core.shutdown()
         cleanup_dist_env_and_memory()
 
     def _reset_prefix_cache(self, *, recompute: bool = False) -> None:
-        """What was computed with earlier weights is not reused for requests that come from now on; with `recompute`
-        also running ones compute it anew, else those that have begun go on with what they have.
+        """Prevent new requests from using KV cache of earlier weights.
 
-        Raises: WeightSyncError when vLLM keeps it all the same.
+        With `recompute`, running requests compute their KV cache again; otherwise requests that have sampled a token
+        keep theirs, and all others start again.
+
+        Raises: WeightSyncError if vLLM does not reset its cache.
         """
         if self._core.reset_prefix_cache(reset_running_requests=recompute):
             return
         if recompute or not self.num_running:
-            raise WeightSyncError("vLLM kept its prefix cache, which belongs to the previous weights")
-        # Those that run keep theirs. Nobody else finds it: requests are salted with the version of their weights.
+            raise WeightSyncError("vLLM did not reset its prefix cache, which belongs to the previous weights")
+        # Running requests keep their cache. New requests cannot hit it: their salt contains the new version.
         self._resubmit_unstarted()
 
     @property
@@ -139,7 +145,7 @@ class VllmEngine(SteppedEngine):
 
     def _require_ready(self) -> None:
         if self._asleep:
-            raise RuntimeError(f"the engine sleeps ({', '.join(sorted(self._asleep))}): wake it up before it generates")
+            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}); call wake_up() first")
         self.receiver.require_complete()
 
     def _add(self, added: Mapping[str, ActiveRequest]) -> None:
@@ -158,7 +164,7 @@ class VllmEngine(SteppedEngine):
                     mm_features=None,
                     sampling_params=sampling_params,
                     pooling_params=None,
-                    # Equal times: the scheduler keeps the order of adding.
+                    # Equal times: the scheduler then keeps the order of submission.
                     arrival_time=0.0,
                     lora_request=None,
                     cache_salt=f"version {self.weight_version}",
@@ -189,10 +195,10 @@ class VllmEngine(SteppedEngine):
             self._routed.pop(engine_id, None)
 
     def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:
-        if torch.cuda.is_available():  # pass by pass, with rows for layers without experts
+        if torch.cuda.is_available():  # one array per step, with rows for layers without experts too
             joined = {i: np.concatenate(self._routed.pop(i))[:, self._routed_layers] for i in engine_ids}
             return {i: rows.astype(np.int16) if rows.dtype == np.uint16 else rows for i, rows in joined.items()}
-        # A preempted request has no place in the cache until it runs again.
+        # A preempted request has no blocks in the KV cache until it runs again.
         preempted = {request.request_id for request in self._scheduler.waiting}
         wanted = {i: self._running[i].num_routed for i in engine_ids if i not in preempted}
         routing: dict[str, np.ndarray] = self._ranks.call("routing_of_requests", wanted)[0]
@@ -206,7 +212,7 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except ValueError as error:
-        # Only its message tells a cache that is too small from other mistakes.
+        # vLLM raises ValueError for every mistake; only the text shows that the cache is too small.
         if "cache" in str(error):
             name = "gpu_memory_fraction" if torch.cuda.is_available() else "kv_cache_gib"
             size = f"{role_key(f'rollout.{name}')} ({getattr(config, name):g})"
@@ -216,7 +222,7 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _sampling_params(options: SamplingOptions, eos_token_ids: tuple[int, ...]) -> Any:
-    """To be copied: making them takes as long as all else of adding a request."""
+    """Create SamplingParams, cached. Callers copy them: creation takes as long as all other work to add a request."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -225,7 +231,7 @@ def _sampling_params(options: SamplingOptions, eos_token_ids: tuple[int, ...]) -
         top_k=options.top_k,
         max_tokens=options.max_response_tokens,
         stop_token_ids=list(eos_token_ids),
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # of the sampled token only
         detokenize=False,
     )
 

@@ -1,4 +1,4 @@
-"""The ranks of an engine on a host that does not lead it: they do what the leader's scheduler says."""
+"""Ranks of a vLLM engine on a host other than its first. The scheduler on the first host controls them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, s
 def follow(
     model_dir: str | Path, config: RolloutConfig, hosts: EngineHosts, *, dtype: str, seed: int, timeout_seconds: float
 ) -> None:
-    """Starts this host's ranks, and returns when one of them has ended. That the leader has ended is not noticed here:
-    whoever called this ends it."""
+    """Run this host's ranks. Returns when one of them has ended.
+
+    The end of the first host's process is not detected here: the caller must terminate this process then.
+    """
     set_environment(timeout_seconds)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor

@@ -1,8 +1,8 @@
-"""Reads back what vLLM computes with, as shards of HF tensors, module by module.
+"""Weights that vLLM's kernels use, read back module by module as parts of HF tensors.
 
 On CPU vLLM keeps linear weights only inside oneDNN, packed, and expert weights permuted. A product with the identity
-gives a packed weight back bit by bit (every sum has one term that is not zero); the permutation of the experts is
-found by packing element numbers.
+returns a packed weight exactly, because every sum has a single nonzero term. The permutation of the experts is found by
+packing element numbers.
 """
 
 from __future__ import annotations
@@ -39,40 +39,43 @@ PARTS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-"""HF modules inside vLLM's fused ones, in the order of their rows."""
+"""HF modules in vLLM's fused modules, in the order of their rows."""
 
 _PROBE_ROWS = 1024
-"""Columns of a weight read by one product: bounds the extra memory."""
+"""Columns of a weight that one product reads, which bounds the extra memory."""
 
 
 class HeldTensor(NamedTuple):
-    """What one rank holds of the HF tensor `name`."""
+    """Part of the HF tensor `name` that this rank holds."""
 
     name: str
     tensor: torch.Tensor
 
 
 def held_modules(model: torch.nn.Module) -> list[str]:
-    """Names of the modules that own parameters."""
+    """Return the names of the modules that own parameters."""
     return [name for name, module in model.named_modules() if any(p is not None for p in module._parameters.values())]
 
 
 @torch.no_grad()
 def held_tensors(model: torch.nn.Module, name: str) -> list[HeldTensor]:
-    """Raises: WeightSyncError for a module whose memory layout is not known here."""
+    """Read the weights of one module.
+
+    Raises: WeightSyncError for a module whose memory layout is unknown.
+    """
     module = model.get_submodule(name)
     if module is tied_head(model):
-        # Reported under the embedding's name, so that a stale head is found as a difference there.
+        # Report a tied head under the embedding's name: a stale packed copy then shows as a difference there.
         name = next(n for n, m in model.named_modules() if isinstance(m, VocabParallelEmbedding) and m is not module)
     if isinstance(module, MLAAttention):
-        # And copies of kv_b_proj, which decode with latent attention reads, under that one's name.
+        # Decoding with latent attention reads copies of kv_b_proj: report them under its name.
         name = next(n for n, m in model.named_modules() if m is module.kv_b_proj)
         return [_absorbed(module, name)]
     return list(_read(module, name))
 
 
 def tied_head(model: torch.nn.Module) -> ParallelLMHead | None:
-    """The output layer, if its weight is the embedding's."""
+    """Return the output layer if its weight is the embedding's, else None."""
     head = getattr(model, "lm_head", None)
     if not isinstance(head, ParallelLMHead):
         return None
@@ -81,7 +84,7 @@ def tied_head(model: torch.nn.Module) -> ParallelLMHead | None:
 
 
 def derived_parameters(model: torch.nn.Module) -> set[str]:
-    """Names of parameters that vLLM computes from others once those have come; no update brings them."""
+    """Return the names of parameters that vLLM computes from others after loading. No update contains them."""
     return {
         f"{name}.{key}"
         for name, module in model.named_modules()
@@ -92,11 +95,15 @@ def derived_parameters(model: torch.nn.Module) -> set[str]:
 
 
 def _absorbed(module: MLAAttention, name: str) -> HeldTensor:
-    """Shapes: W_UK_T [heads, P, L] and W_UV [heads, L, V] -> kv_b_proj.weight [heads * (P + V), L]."""
+    """Assemble kv_b_proj.weight from the copies that latent attention keeps.
+
+    Shapes: W_UK_T [heads, P, L] and W_UV [heads, L, V] -> [heads * (P + V), L].
+    """
     names = {key for key, parameter in module._parameters.items() if parameter is not None}
     if names != {"W_UK_T", "W_UV"}:
         raise WeightSyncError(
-            f"{name}: how latent attention keeps {', '.join(sorted(names))} is not known; set weights.verify_every to 0"
+            f"{name}: the layout of latent attention's {', '.join(sorted(names))} is unknown; set weights.verify_every "
+            "to 0"
         )
     weight = torch.cat([module.W_UK_T.detach(), module.W_UV.detach().transpose(1, 2)], dim=1)
     return HeldTensor(f"{name}.weight", weight.flatten(0, 1))
@@ -116,14 +123,14 @@ def _read(module: torch.nn.Module, name: str) -> Iterator[HeldTensor]:
                 yield HeldTensor(f"{name}.{key}", parameter.detach())
     else:
         raise WeightSyncError(
-            f"{name}: how {type(method).__name__} keeps weights is not known; set weights.verify_every to 0"
+            f"{name}: the layout of {type(method).__name__} is unknown; set weights.verify_every to 0"
         )
 
 
 def _vocabulary(module: VocabParallelEmbedding, name: str) -> HeldTensor:
     shard = module.shard_indices
     rows = shard.org_vocab_end_index - shard.org_vocab_start_index
-    # Look-ups read the table itself; logits come from its packed copy.
+    # The embedding lookup reads the table itself; logits are computed from its packed copy.
     weight = _weight(module) if isinstance(module, ParallelLMHead) else module.weight.detach()
     return HeldTensor(f"{name}.weight", weight[:rows])
 
@@ -147,7 +154,7 @@ def _linear(module: LinearBase, name: str) -> Iterator[HeldTensor]:
 
 
 def _sizes(module: LinearBase) -> list[int]:
-    """Rows of each part on this rank."""
+    """Return the rows of each HF module on this rank."""
     if isinstance(module, QKVParallelLinear):
         kv = module.num_kv_heads
         return [module.num_heads * module.head_size, kv * module.head_size, kv * module.v_head_size]
@@ -159,7 +166,7 @@ def _sizes(module: LinearBase) -> list[int]:
 
 
 def _weight(module: Any) -> torch.Tensor:
-    """Shapes: [rows on this rank, columns on this rank]."""
+    """Return the weight of a linear module, unpacked. Shapes: [rows on this rank, columns on this rank]."""
     if not hasattr(module, "cpu_linear"):
         return module.weight.detach()
     if isinstance(module, VocabParallelEmbedding):
@@ -182,11 +189,13 @@ def _experts(module: RoutedExperts, prefix: str) -> Iterator[HeldTensor]:
     if method.unquantized_backend is UnquantizedMoeBackend.CPU:
         experts = method.moe_kernel.fused_experts
         if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
-            raise WeightSyncError(f"{prefix}: the layout of {type(experts).__name__} is not known")
+            raise WeightSyncError(
+                f"{prefix}: the layout of {type(experts).__name__} is unknown; set weights.verify_every to 0"
+            )
         isa = experts.isa
     elif method.unquantized_backend not in (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON):
         raise WeightSyncError(
-            f"{prefix}: the expert layout of vLLM's {method.unquantized_backend.value} is not known; "
+            f"{prefix}: the expert layout of vLLM's {method.unquantized_backend.value} is unknown; "
             "set weights.verify_every to 0"
         )
     inner = module.moe_config.intermediate_size_per_partition_unpadded
@@ -200,7 +209,7 @@ def _experts(module: RoutedExperts, prefix: str) -> Iterator[HeldTensor]:
 
 
 def _own_experts(module: RoutedExperts) -> list[int]:
-    """The model's numbers of the experts that this rank has, in the order of its own."""
+    """Return the model's numbers of this rank's experts, in the rank's order."""
     if module.expert_map is None:
         return list(range(module.w13_weight.shape[0]))
     own = module.expert_map.tolist()
@@ -208,7 +217,7 @@ def _own_experts(module: RoutedExperts) -> list[int]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str | None) -> torch.Tensor:
-    """One expert's matrix in its own order.
+    """Undo the kernel's permutation of one expert's matrix.
 
     Shapes: packed [rows, columns] with elements permuted by the kernel's layout.
     """
@@ -220,7 +229,7 @@ def _unpacked(packed: torch.Tensor, isa: str | None) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _packing_order(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor:
-    """Element number that each position of a packed matrix holds; found by packing the numbers' bit patterns.
+    """Return the element number at each position of a packed matrix, found by packing the numbers' bit patterns.
 
     Shapes: int64 [rows * columns].
     """

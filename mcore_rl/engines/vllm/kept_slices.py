@@ -1,5 +1,7 @@
-"""What of every HF tensor a rank of vLLM keeps: its loaders write parameters in the format of checkpoints, which a
-reload makes. Checked with vLLM 0.32."""
+"""Parts of HF tensors that a vLLM rank keeps, recorded from its loaders. Checked with vLLM 0.32.
+
+The loaders write parameters in the checkpoint format, which a layer-wise reload restores temporarily.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +21,24 @@ from mcore_rl.engines.kept_slices import KeptSlice, TensorSpec, record, storage_
 
 @torch.no_grad()
 def record_kept_slices(model: torch.nn.Module, specs: Iterable[TensorSpec]) -> list[KeptSlice]:
-    """As engines.kept_slices.record; no reload may be under way."""
-    initialize_layerwise_reload(model)  # parameters in the format of checkpoints, on meta
+    """See engines.kept_slices.record. No reload may be in progress."""
+    initialize_layerwise_reload(model)  # parameters in the checkpoint format, on meta
     try:
         places: dict[int, tuple[str, str]] = {}
         for name, module in model.named_modules():
             for parameter, tensor in get_layer_tensors(module).items():
                 places.setdefault(storage_key(tensor), (name, parameter))
                 if hasattr(tensor, "weight_loader"):
-                    tensor.weight_loader = _get_original_loader(tensor)  # not the one that counts and builds kernels
+                    tensor.weight_loader = _get_original_loader(tensor)  # without counting and building kernels
         return record(model, places, specs, "vLLM")
     finally:
         discard_reload(model)
 
 
 def discard_reload(model: torch.nn.Module) -> None:
-    """Takes back a reload that was begun and not finished. What the kernels hold is then what it was, but for modules
-    that were complete.
+    """Cancel an unfinished reload. Kernels keep their earlier weights, except in modules that were complete.
 
-    Nothing is processed, as finishing would: of a layer that failed half way it could make anything.
+    Unlike finishing, this does not process the partial layers: processing one that failed half way could do anything.
     """
     model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
     for layer in model.modules():

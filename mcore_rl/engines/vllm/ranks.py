@@ -1,8 +1,8 @@
-"""Calls of worker methods on all ranks of a vLLM engine: errors come back as values, answers come in time.
+"""Calls of worker methods on all ranks of a vLLM engine, with errors as values and with deadlines.
 
 vLLM's executor raises at the first rank that fails and leaves the answers of the others in their queues, where the next
-call takes them for its own; and it waits for ever for a rank that does not answer. So ranks return their errors, every
-call has a deadline, and an engine of which an answer is missing answers nothing more.
+call takes them for its own. It also waits forever for a rank that does not answer. Therefore ranks return their errors,
+every call has a deadline, and after a missing answer every later call fails.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from mcore_rl.errors import McoreRLError, WorkerDiedError
 from mcore_rl.weights.transports.shared_memory import SHARED_MEMORY
 
 _TRACE_LINES = 12
-"""Of a rank's traceback: the frame that failed and the message."""
+"""Last lines of a rank's traceback in an error: the frame that failed and the message."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a method raised on a rank: `kind` is our own error, or None for any other, whose traceback `text` ends
-    with."""
+    """Exception that a method raised on a rank.
+
+    kind: type of a McoreRLError, whose message is `text`; None for any other, then `text` is the end of the traceback.
+    """
 
     rank: int
     kind: type[McoreRLError] | None
@@ -36,8 +38,11 @@ class Failure:
 
 
 def unlink_queues() -> None:
-    """Removes the names of the shared memory that this process has mapped for vLLM's message queues, once all who share
-    it have: nothing is left then, however the processes end. Ray kills the helper of Python's that would see to it."""
+    """Remove the names of the shared memory of vLLM's message queues, after all ranks have mapped it.
+
+    Nothing remains in /dev/shm then, however the processes end. Python's resource tracker would remove it, but Ray
+    kills that process.
+    """
     mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
     for path in map(Path, mapped):
         if path.parent == SHARED_MEMORY and path.name.startswith("psm_"):
@@ -47,7 +52,7 @@ def unlink_queues() -> None:
 
 
 class RankMethods:
-    """Mixed into vllm's Worker; one instance per engine rank."""
+    """Mixin for vLLM's Worker; one instance per engine rank."""
 
     rank: int
 
@@ -55,7 +60,7 @@ class RankMethods:
         unlink_queues()
 
     def answer(self, method: str, *args: Any) -> Any:
-        """The method's result, or a Failure."""
+        """Call a method. Returns its result, or a Failure."""
         try:
             return getattr(self, method)(*args)
         except McoreRLError as error:
@@ -66,10 +71,10 @@ class RankMethods:
 
 
 class EngineRanks:
-    """All ranks of `engine` (vllm's LLMEngine), which messages call `name`."""
+    """Calls all ranks of `engine` (vLLM's LLMEngine). `name`: of the engine, for messages."""
 
     def __init__(self, engine: Any, name: str, timeout_seconds: float, elsewhere: Sequence[str] = ()) -> None:
-        """`elsewhere`: the other hosts with ranks of the engine."""
+        """`elsewhere`: names of the other hosts with ranks of the engine."""
         self.timeout_seconds = timeout_seconds
         self._name = name
         self._elsewhere = elsewhere
@@ -78,10 +83,9 @@ class EngineRanks:
         self._bound_all_calls()
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Results of a worker method, by rank.
+        """Call a worker method on all ranks. Returns the results by rank.
 
-        Raises: what ranks raised, if it is an error of ours; WorkerDiedError for any other, and when a rank does not
-        answer in time.
+        Raises: a rank's McoreRLError; WorkerDiedError for any other exception, and if a rank does not answer in time.
         """
         with self.waiting(method):
             answers: list[Any] = self._engine.collective_rpc("answer", args=(method, *args))
@@ -92,10 +96,10 @@ class EngineRanks:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Around whatever makes vLLM wait for its ranks.
+        """Context of a call in which vLLM waits for its ranks.
 
-        Raises: WorkerDiedError when one does not answer in time, and ever after: its answer may still come, to the
-        wrong call.
+        Raises: WorkerDiedError if a rank does not answer in time, and in every later call: the late answer would be
+        taken for the answer to another call.
         """
         if self._lost is not None:
             raise WorkerDiedError(self._lost)
@@ -104,13 +108,13 @@ class EngineRanks:
         except TimeoutError:
             self._lost = (
                 f"{self._name}: not every rank answered `{what}` within {self.timeout_seconds:g} s "
-                f"(cluster.collective_timeout_seconds): {self._states()}; see what holds them (a stopped process, a "
-                "host without memory, a collective that waits for another rank), or raise that key"
+                f"(cluster.collective_timeout_seconds): {self._states()}; find out what blocks them (a stopped "
+                "process, a host without memory, a collective that waits for another rank), or raise that key"
             )
             raise WorkerDiedError(self._lost) from None
 
     def _bound_all_calls(self) -> None:
-        """Gives a deadline to calls that vLLM makes without one, as for sleep and wake_up."""
+        """Add a deadline to calls that vLLM makes without one, for example sleep and wake_up."""
         executor = self._engine.model_executor
         unbounded = executor.collective_rpc
 
@@ -128,9 +132,9 @@ class EngineRanks:
         raise WorkerDiedError(f"{where} failed in `{method}`:\n{first.text}")
 
     def _states(self) -> str:
-        workers = getattr(self._engine.model_executor, "workers", [])  # none where the only rank is this process
+        workers = getattr(self._engine.model_executor, "workers", [])  # empty if the only rank is this process
         here = [f"rank {worker.rank} (process {worker.proc.pid}) {_state(worker.proc.pid)}" for worker in workers]
-        return ", ".join([*here, *(f"those on {host} are not seen from here" for host in self._elsewhere)])
+        return ", ".join([*here, *(f"the state of those on {host} is unknown here" for host in self._elsewhere)])
 
 
 def _state(pid: int) -> str:

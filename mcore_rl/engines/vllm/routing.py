@@ -1,7 +1,7 @@
-"""vLLM's side of router replay: which experts its layers chose for every token of a request.
+"""Router replay with vLLM: the experts that its layers chose for every token.
 
-On GPUs vLLM 0.32 hands them over itself (enable_return_routed_experts). On CPU it does not, but its routers call a
-function that is set, and a pass knows the cache slot of each of its rows: RoutingCache does the rest.
+On GPUs vLLM 0.32 returns them itself (enable_return_routed_experts). On CPU its routers only call a capture function;
+with the KV cache slot of each row of a pass, RoutingCache assigns the experts to requests.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from mcore_rl.errors import ConfigError
 
 
 class RoutingExtension:
-    """Mixed into vllm's Worker; one instance per engine rank. Ranks of one engine route alike: rank 0 keeps it."""
+    """Mixin for vLLM's Worker. All ranks of an engine choose the same experts, so only rank 0 records them."""
 
     model_runner: Any
     rank: int
     _routing_cache: RoutingCache
 
     def routed_layers(self) -> list[int]:
-        """Numbers of the layers with experts, ascending."""
+        """Return the numbers of the layers with experts, ascending."""
         return [runner.layer_id for runner in _runners(self.model_runner.get_model())]
 
     def start_routing_capture(self) -> None:
-        """From now on every pass leaves its experts; on CPU.
+        """Record the experts of every later pass. CPU only.
 
         Raises: ConfigError for a model whose routing cannot be read.
         """
@@ -46,9 +46,10 @@ class RoutingExtension:
             runner.router.set_capture_fn(partial(self._keep_routing, place))
 
     def routing_of_requests(self, num_tokens: Mapping[str, int]) -> dict[str, np.ndarray]:
-        """Experts of the first num_tokens[request] tokens: [tokens, layers with experts, k] by request.
+        """Return the experts of the first num_tokens[request] tokens, by request.
 
-        To be called before the pass after the one that ended the requests: then their blocks belong to others.
+        Call before the pass that follows the end of a request: then its blocks are given to other requests.
+        Shapes: [tokens, layers with experts, k].
         """
         if self.rank:
             return {}
@@ -62,8 +63,8 @@ class RoutingExtension:
         groups = self.model_runner.kv_cache_config.kv_cache_groups
         if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
             raise ConfigError(
-                "actor.moe.router_replay=engine: the model frees parts of its cache before a response is complete, and "
-                "their experts with them; set it to policy or none"
+                "actor.moe.router_replay=engine: the model frees parts of its KV cache before a response is complete, "
+                "and the experts of their tokens with them; set it to policy or none"
             )
         router = runners[0].router
         return RoutingCache(
@@ -77,13 +78,13 @@ class RoutingExtension:
     def _keep_routing(self, place: int, experts: torch.Tensor) -> None:
         slots = get_forward_context().slot_mapping
         if not slots:
-            return  # a pass that only measures memory or warms up
-        assert isinstance(slots, dict)  # a list only where a pass is cut in two, which CPUs do not do
+            return  # a profiling or warm-up pass
+        assert isinstance(slots, dict)  # a list only with micro-batching, which is not used on CPU
         self._routing_cache.write(place, next(iter(slots.values())), experts)
 
 
 def _runners(model: torch.nn.Module) -> list[Any]:
-    """The model's layers with experts, from first to last."""
+    """Return the model's layers with experts, from first to last."""
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
     return sorted(runners, key=lambda runner: runner.layer_id)
 
@@ -93,6 +94,6 @@ def _check_readable(runners: list[Any]) -> None:
     if not runners or not all(readable):
         kinds = sorted({type(runner.router).__name__ for runner in runners}) or ["none"]
         raise ConfigError(
-            f"actor.moe.router_replay=engine: vLLM does not show what this model's routers ({', '.join(kinds)}) "
-            "choose; set it to policy or none"
+            f"actor.moe.router_replay=engine: vLLM does not expose the choices of this model's routers "
+            f"({', '.join(kinds)}); set it to policy or none"
         )

@@ -1,7 +1,7 @@
-"""Makes vLLM 0.32 draw tokens as engines.noise says.
+"""Sampling in vLLM 0.32 with the noise of engines.noise.
 
-Importing this module puts its functions in the place of vLLM's, on every engine rank. vLLM draws from a generator per
-request, one after the other, whose state is lost with an abort; here it says no more than the request's seed.
+Importing this module replaces vLLM's functions, on every engine rank. vLLM samples with one random generator per
+request, whose state an abort loses; here only the generator's initial seed is used.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from mcore_rl.engines.noise import noise_keys, sample_tokens
 
 _noise_keys: torch.Tensor | None = None
-"""Of the rows of the pass that is sampled."""
+"""Noise keys of the rows of the pass that is being sampled."""
 
 _upstream_pass = GPUModelRunner._sample
 
 
 def _sample_pass(self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
-    """GPUModelRunner._sample, which says whose rows they are. Greedy requests have no seed, and need none."""
+    """Wrap GPUModelRunner._sample to compute the noise keys of its rows. Greedy requests have no seed and need none."""
     global _noise_keys
     batch = self.input_batch
     seeds = [0] * batch.num_reqs
@@ -47,8 +47,11 @@ def _draw(
     k: torch.Tensor | None,
     p: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """TopKTopPSampler.forward_*. Shapes: logits [rows, V] -> tokens [rows], and what logprobs_mode asks for."""
-    if _noise_keys is None:  # a pass that only measures memory
+    """Replace TopKTopPSampler.forward_*. Returns the tokens and the truncated log-probabilities.
+
+    Shapes: logits [rows, V] -> tokens [rows], logp float32 [rows, V].
+    """
+    if _noise_keys is None:  # a profiling pass
         return _upstream_draw(self, logits, generators, k, p)
     logp = apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
     return sample_tokens(logp.exp(), _noise_keys.to(logp.device, non_blocking=True)), logp
@@ -58,8 +61,10 @@ _upstream_bookkeeping = CPUModelRunner._bookkeeping_sync
 
 
 def _bookkeeping_sync(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
-    """CPUModelRunner._bookkeeping_sync, which would rewind the generators of rows whose prompt is not complete by their
-    offset; those of the CPU have none, and nothing was drawn."""
+    """Wrap CPUModelRunner._bookkeeping_sync without the generators of rows whose prompt is not complete.
+
+    vLLM would rewind their offset, which CPU generators do not have; nothing was sampled from them anyway.
+    """
     generators = self.input_batch.generators
     unfinished = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0].tolist()
     hidden = {row: generators.pop(row) for row in unfinished if row in generators}

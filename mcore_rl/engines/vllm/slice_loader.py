@@ -1,7 +1,7 @@
-"""Puts what arrives of HF tensors into a rank of vLLM: each slice straight to its recorded place, in the format of
-checkpoints; vLLM builds the kernels' format of a module once all of it has come.
+"""Loads received boxes of HF tensors into a vLLM rank.
 
-Parameters in the kernels' format are never written here. Not checked on a GPU.
+Each box is copied directly to its recorded places in the parameters, which have the checkpoint format during an update.
+When a module is complete, vLLM converts it to the format of its kernels. Not checked on a GPU.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Indices = tuple[int, ...]
 
 
 class SliceLoader:
-    """Loads updates into `model`, whose ranks keep `kept` of every tensor.
+    """Loads updates into `model`. `kept`: the slices of HF tensors that this rank keeps.
 
-    Raises: WeightSyncError for parameters of which no tensor brings anything.
+    Raises: WeightSyncError for parameters that no tensor contains.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig, kept: Sequence[KeptSlice]) -> None:
@@ -47,18 +47,17 @@ class SliceLoader:
         without = {name for name, _ in model.named_parameters()} - derived_parameters(model) - brought
         without -= {f"{name}.weight" for name, module in self._modules.items() if _is_padding(module)}
         if without:
-            raise WeightSyncError(f"no tensor of the trainer brings anything of {', '.join(sorted(without))}")
+            raise WeightSyncError(f"no tensor of the trainer contains {', '.join(sorted(without))}")
         self._missing: Counter[KeptSlice] = Counter()
         self._module_missing: Counter[str] = Counter()
         self.updating = False
 
     def begin(self) -> None:
-        """Begins an update, or another in the place of one that was not finished: vLLM would go on in that one, and be
-        silently wrong."""
+        """Begin an update. Discards an unfinished one, which vLLM would silently continue with wrong results."""
         self.discard()
         for module in self._modules.values():
-            # vLLM 0.32 repacks experts only when it builds their kernel: without this the second load leaves unpacked
-            # weights under a kernel that expects packed ones, silently.
+            # vLLM 0.32 packs experts only when it builds their kernel: without this line the second load silently
+            # leaves unpacked weights in a kernel that expects packed ones.
             if isinstance(module, RoutedExperts) and current_platform.is_cpu():
                 module.quant_method.moe_kernel = None
         self._missing = Counter({each: each.numel for kept in self._kept.values() for each in kept})
@@ -69,41 +68,41 @@ class SliceLoader:
         initialize_layerwise_reload(self._model)
 
     def put(self, name: str, start: Indices, box: torch.Tensor) -> None:
-        """Takes from a box of the HF tensor, whose first element is at `start`, what this rank keeps. The memory of
-        `box` is not needed afterwards.
+        """Copy the kept parts of a box of the HF tensor `name`. The memory of `box` may be reused afterwards.
 
-        Raises: WeightSyncError for what has come before.
+        start: indices of the box's first element.
+        Raises: WeightSyncError for a part that was already received in this update.
         """
         for each, offset, part in parts_of(self._kept.get(name, ()), start, box):
             self._copy(each, offset, part)
 
     def finish(self) -> None:
-        """Ends the update.
+        """Finish the update.
 
-        Raises: WeightSyncError naming tensors that did not come whole.
+        Raises: WeightSyncError naming tensors that were not received completely.
         """
         missing = sorted({each.name for each, numel in self._missing.items() if numel})
         if missing:
-            raise WeightSyncError(f"the update brought nothing, or not all, of {', '.join(missing[:8])}")
+            raise WeightSyncError(f"the update lacks all or part of {', '.join(missing[:8])}")
         finalize_layerwise_reload(self._model, self._vllm_config.model_config)
         head = tied_head(self._model)
         if head is not None:
-            # The reload sees a tied head as a layer without tensors and leaves its packed copy as it was.
+            # A reload treats a tied head as a layer without tensors and does not update its packed copy.
             head.quant_method.process_weights_after_loading(head)
         self.updating = False
 
     def discard(self) -> None:
-        """Takes back an update that was begun and not finished: what the kernels hold is then of two versions."""
+        """Discard an unfinished update. The kernels then hold weights of two versions."""
         if self.updating:
             discard_reload(self._model)
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
             self.updating = False
 
     def _copy(self, each: KeptSlice, offset: int, source: torch.Tensor) -> None:
-        """Puts a part of a slice into its place."""
+        """Copy a part of a slice to its place in the parameter."""
         numel = source.numel()
         if numel > self._missing[each]:
-            raise WeightSyncError(f"a part of {each.name} came twice in one update")
+            raise WeightSyncError(f"received a part of {each.name} twice in one update")
         layer = self._modules[each.module]
         info = get_layerwise_info(layer)
         parameter = getattr(layer, each.parameter)
@@ -111,7 +110,7 @@ class SliceLoader:
             materialize_layer(layer, info)
             parameter = getattr(layer, each.parameter)
             if isinstance(layer, VocabParallelEmbedding):
-                parameter.data.zero_()  # rows behind the vocabulary, which no tensor brings
+                parameter.data.zero_()  # padding rows, which no tensor contains
         parameter.data.as_strided(source.shape, each.strides, offset).copy_(source)
         self._missing[each] -= numel
         self._module_missing[each.module] -= numel
@@ -120,5 +119,5 @@ class SliceLoader:
 
 
 def _is_padding(module: torch.nn.Module) -> bool:
-    """Whether this rank's part of the vocabulary is all behind its end."""
+    """Return whether this rank's part of the vocabulary is padding only."""
     return isinstance(module, VocabParallelEmbedding) and not module.shard_indices.num_org_elements

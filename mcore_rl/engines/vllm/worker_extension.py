@@ -1,7 +1,7 @@
-"""vLLM's side of a hand-over: methods that vLLM adds to each of its workers (worker_extension_cls).
+"""Methods for weight updates that vLLM adds to each of its workers (worker_extension_cls).
 
-Weights go through vLLM's layer-wise reload: a module is built anew in the kernels' layout once all that this rank keeps
-of its tensors has come, then copied into the memory that the kernels read.
+Weights go through vLLM's layer-wise reload: when all of a module's slices are received, vLLM converts the module to its
+kernels' layout and copies it to the memory that the kernels read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from mcore_rl.engines.kept_slices import TensorSpec
-from mcore_rl.engines.vllm import cpu, cpu_experts, sampler  # noqa: F401  (put into every engine rank's vLLM)
+from mcore_rl.engines.vllm import cpu, cpu_experts, sampler  # noqa: F401  (importing them patches vLLM)
 from mcore_rl.engines.vllm.held_weights import held_modules, held_tensors
 from mcore_rl.engines.vllm.kept_slices import record_kept_slices
 from mcore_rl.engines.vllm.ranks import RankMethods
@@ -35,7 +35,7 @@ from mcore_rl.weights.verify import Comparison, compare, require_planned
 
 
 class WeightReceiverExtension(RankMethods, RoutingExtension):
-    """Mixed into vllm's Worker; one instance per engine rank. Names must not occur in Worker."""
+    """Mixin for vLLM's Worker; one instance per engine rank. Its names must not occur in Worker."""
 
     vllm_config: VllmConfig
     model_runner: Any
@@ -46,35 +46,35 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
     _slice_receiver: SliceReceiver
     _slice_loader: SliceLoader | None = None
     _pulls: bool = False
-    """Whether weights come by vLLM's sharded_rdt (weights.transport=vllm_rdt), all of them in one turn."""
+    """True if weights come through vLLM's sharded_rdt (weights.transport=vllm_rdt), in a single round."""
     _boxes: dict[str, Box]
     _kv_cache_bytes: list[int]
 
     def prepare_cpu_worker(self) -> None:
-        """Mends what vLLM 0.32 does wrongly on CPU; called once on every rank, when all have started."""
-        # Its segments of CPU all-reduce stay in /dev/shm for ever; every rank has mapped them by now.
+        """Work around bugs of vLLM 0.32 on CPU. Called once on every rank, after all have started."""
+        # vLLM never removes its segments for the CPU all-reduce from /dev/shm; all ranks have mapped them by now.
         for path in SHARED_MEMORY.glob(f"{os.environ['VLLM_DIST_IDENT']}-*cpushm*"):
             path.unlink(missing_ok=True)
         for module in self._model.modules():
-            # The kernel of interleaved rotary embeddings is wrong for several heads, silently.
+            # The CPU kernel of interleaved rotary embeddings silently computes wrong results with several heads.
             if isinstance(module, RotaryEmbeddingBase) and not module.is_neox_style:
                 module._forward_method = module.forward_native
 
     def endpoint(self) -> Endpoint:
-        """Where this rank takes weights."""
+        """Return this rank's endpoint for weight updates."""
         return Endpoint(this_host(), os.environ["VLLM_HOST_IP"], device_uuid())
 
     def connect_weights(self, connection: Connection, first_rank: int) -> None:
-        """Joins a weight sync, and records what this rank keeps of its tensors. `first_rank`: the engine's first among
-        the ranks of all engines.
+        """Connect to the sync and record the parts of tensors that this rank keeps.
 
-        Collective over all processes of the sync.
-        Raises: WeightSyncError where that is not what a plan would send it.
+        first_rank: number of the engine's first rank among the ranks of all engines.
+        Collective: all processes of the sync.
+        Raises: WeightSyncError if this rank keeps other parts of tensors than the plan sends.
         """
         self._discard_update()
         layout, plan = _layout(self.vllm_config), connection.plan
         if layout != plan.engine_layout:
-            raise WeightSyncError(f"the engine is {layout}, and the plan of weights is of {plan.engine_layout}")
+            raise WeightSyncError(f"the engine's layout is {layout}, but the sync was planned for {plan.engine_layout}")
         self._slice_receiver = connect_engine_rank(connection, first_rank + self.rank)
         shard_map = ShardMap(plan.rows, layout)
         self._boxes = shard_map.boxes(self.rank)
@@ -89,9 +89,9 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
             self._slice_loader = SliceLoader(self._model, self.vllm_config, kept)
 
     def pull_from(self, payload: dict[str, Any], engine: int, num_engines: int) -> None:
-        """From now on weights come from these producers (rdt_producer), and no turn of a plan brings any.
+        """Pull all later updates from these producers (rdt_producer).
 
-        Raises: WeightSyncError for a model of which vLLM cannot record what its loaders take.
+        Raises: WeightSyncError if vLLM cannot record the slices that the model's loaders keep.
         """
         try:
             self.init_weight_transfer_engine({**payload, "replica_rank": engine, "num_replicas": num_engines})
@@ -111,7 +111,7 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
             self._loader.begin()
 
     def receive_bucket(self, sync_round: int) -> int:
-        """Loads what comes at a turn of the plan; returns its bytes."""
+        """Receive and load one round of the plan. Returns its bytes."""
         if self._pulls:
             self.update_weights({})
             return self._slice_receiver.num_bytes
@@ -119,7 +119,10 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
             return self._slice_receiver.receive(sync_round, self._loader.put)
 
     def finish_update(self) -> None:
-        """Raises: WeightSyncError when something that this rank keeps has not come."""
+        """Finish the update.
+
+        Raises: WeightSyncError if a part that this rank keeps was not received.
+        """
         if self._pulls:
             self.finish_weight_update()
             return
@@ -128,12 +131,12 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
             self._loader.finish()
 
     def compare_weights(self) -> Comparison:
-        """What this rank's kernels compute with against what the trainer ranks say, one module at a time."""
-        said = self._slice_receiver.digests()
+        """Compare the weights of this rank's kernels with the trainer's digests, one module at a time."""
+        expected = self._slice_receiver.digests()
         with self._engine_context():
             held = ((each.name, each.tensor) for name in held_modules(self._model)
                     for each in held_tensors(self._model, name))  # fmt: skip
-            return compare(said, held, self._boxes)
+            return compare(expected, held, self._boxes)
 
     def _discard_update(self) -> None:
         if self._slice_loader is not None and self._slice_loader.updating:
@@ -149,7 +152,7 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
         return torch.cuda.mem_get_info()[0]
 
     def release_kv_cache(self) -> int:
-        """Takes the memory from under the KV cache, whose tensors stay; returns its bytes."""
+        """Free the memory of the KV cache but keep its tensors. Returns the freed bytes."""
         storages = self._kv_storages()
         self._kv_cache_bytes = [storage.nbytes() for storage in storages]
         for storage in storages:
@@ -157,13 +160,16 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
         return sum(self._kv_cache_bytes)
 
     def restore_kv_cache(self) -> None:
-        """Gives it back, zero, as vLLM allocates it: attention multiplies also what it masks."""
+        """Allocate the memory of the KV cache again, filled with zeros as in vLLM.
+
+        Attention multiplies masked values too, so they must not be NaN.
+        """
         for storage, num_bytes in zip(self._kv_storages(), self._kv_cache_bytes, strict=True):
             storage.resize_(num_bytes)
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
     def _kv_storages(self) -> list[torch.UntypedStorage]:
-        """Of all layers, which may share one."""
+        """Return the distinct storages of all layers; layers may share one."""
         storages = [tensor.untyped_storage() for tensor in self.model_runner.kv_caches]
         return list({storage._cdata: storage for storage in storages}.values())
 

@@ -24,7 +24,7 @@ CUDA_IPC, SHARED_MEMORY, NETWORK = "cuda_ipc", "shared_memory", "network"
 VLLM_RDT = "vllm_rdt"
 """vLLM's own way: nothing arrives in windows, whose readers only compare what they have."""
 SHARED_RESOURCE = {CUDA_IPC: "a GPU", SHARED_MEMORY: "memory"}
-"""What trainer rank and engine rank share, by transport; for messages."""
+"""Resource that a trainer rank and an engine rank share, by transport; for messages."""
 
 
 @dataclass(frozen=True)
