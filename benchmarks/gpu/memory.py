@@ -67,6 +67,7 @@ def planned_bytes(size: Size, device: str) -> int:
 
 
 def _planned(config: Config) -> int:
+    from mcore_rl.config.roles import ModelRole
     from mcore_rl.planner.batches import batch_arithmetic
     from mcore_rl.planner.plan import Job, planned_activations
     from mcore_rl.planner.stages import stage_parameters
@@ -74,7 +75,8 @@ def _planned(config: Config) -> int:
     from mcore_rl.resolved.installed import here
 
     job = Job.of(config)
-    job = replace(job, implementation=job.spec.implementation(config, here()), cuda=torch.cuda.is_available())
+    implementation = job.spec.implementation(ModelRole.policy(config), config.cluster.gpus_per_node, here())
+    job = replace(job, implementation=implementation, cuda=torch.cuda.is_available())
     chunks = stage_parameters(job.hf_config, job.layout, 0)
     activations = planned_activations(job, 0, chunks, batch_arithmetic(config, job.layout))
     (state,) = stage_state(chunks, job.layout, 0, job.numerics)

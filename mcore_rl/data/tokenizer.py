@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,35 +26,36 @@ _EOS_NAMES = (
     "[EOS]",
 )
 """Names that released tokenizers use for the end of a sequence, for files that do not say which of theirs it is."""
+POLICY_KEY = "model.tokenizer_path"
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, key: str = POLICY_KEY) -> PreTrainedTokenizerBase:
     """The fast tokenizer at `path`: an HF directory, or a tokenizer.json file on its own.
 
     eos_token is always set: by the tokenizer's own configuration, else by generation_config.json or config.json beside
     it, else by a well-known name such as GPT-2's `<|endoftext|>`. pad_token falls back to it. Nothing is downloaded
     and no code from the directory is run.
 
-    Raises: ConfigError naming model.tokenizer_path.
+    Raises: ConfigError naming `key`.
     """
     path = Path(path)
-    directory, bare_file = _locate(path)
-    tokenizer = _load(directory, bare_file)
+    directory, bare_file = _locate(path, key)
+    tokenizer = _load(directory, bare_file, key)
     if tokenizer.eos_token_id is None:
-        tokenizer.eos_token = _find_eos(tokenizer, directory, path)
+        tokenizer.eos_token = _find_eos(tokenizer, directory, path, key)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path) -> tuple[int, ...]:
+def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path, key: str = POLICY_KEY) -> tuple[int, ...]:
     """Every token id that ends a response: the tokenizer's own first, then those that the model directory's
     generation_config.json adds, if it has one.
 
     Raises: ConfigError for a generation_config.json that cannot be read.
     """
     ids = [int(tokenizer.eos_token_id)]
-    ids += _ids(_read_json(Path(model_dir) / "generation_config.json").get("eos_token_id"))
+    ids += _ids(_read_json(Path(model_dir) / "generation_config.json", key).get("eos_token_id"))
     return tuple(dict.fromkeys(ids))
 
 
@@ -67,13 +67,10 @@ def plain_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]
     return functools.partial(tokenizer.decode, **PLAIN)
 
 
-def _locate(path: Path) -> tuple[Path | None, Path | None]:
+def _locate(path: Path, key: str) -> tuple[Path | None, Path | None]:
     """(directory with configuration, bare tokenizer.json): either may be None."""
     if not path.exists():
-        raise ConfigError(
-            f"{role_key('model.tokenizer_path')}: there is no {path}; set it to an HF directory or a tokenizer.json "
-            "file"
-        )
+        raise ConfigError(f"{key}: there is no {path}; set it to an HF directory or a tokenizer.json file")
     if path.is_file():
         # A tokenizer.json inside an HF directory keeps that directory's special tokens and chat template.
         if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
@@ -81,19 +78,16 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return None, path
     if not any((path / name).is_file() for name in _DIRECTORY_FILES):
         names = ", ".join(_DIRECTORY_FILES)
-        raise ConfigError(
-            f"{role_key('model.tokenizer_path')}: {path} holds no tokenizer (none of {names}); set it to a directory "
-            "that does"
-        )
+        raise ConfigError(f"{key}: {path} holds no tokenizer (none of {names}); set it to a directory that does")
     bare = path / "tokenizer.json"
     return path, None if (path / "tokenizer_config.json").is_file() or not bare.is_file() else bare
 
 
-def _load(directory: Path | None, bare_file: Path | None) -> PreTrainedTokenizerBase:
+def _load(directory: Path | None, bare_file: Path | None, key: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if bare_file is not None:
-        _read_json(bare_file)
+        _read_json(bare_file, key)
     try:
         if bare_file is not None:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bare_file))
@@ -103,15 +97,13 @@ def _load(directory: Path | None, bare_file: Path | None) -> PreTrainedTokenizer
             return tokenizer
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises plain Exception for a file that it cannot read
-        raise ConfigError(
-            f"{role_key('model.tokenizer_path')}: {bare_file or directory} is not a tokenizer that can be read: {error}"
-        ) from error
+        raise ConfigError(f"{key}: {bare_file or directory} is not a tokenizer that can be read: {error}") from error
 
 
-def _find_eos(tokenizer: PreTrainedTokenizerBase, directory: Path | None, path: Path) -> str:
+def _find_eos(tokenizer: PreTrainedTokenizerBase, directory: Path | None, path: Path, key: str) -> str:
     if directory is not None:
         for name in ("generation_config.json", "config.json"):
-            for token_id in _ids(_read_json(directory / name).get("eos_token_id")):
+            for token_id in _ids(_read_json(directory / name, key).get("eos_token_id")):
                 token = tokenizer.convert_ids_to_tokens(token_id)
                 if token is not None:
                     return str(token)
@@ -120,7 +112,7 @@ def _find_eos(tokenizer: PreTrainedTokenizerBase, directory: Path | None, path: 
         if name in vocabulary:
             return name
     raise ConfigError(
-        f"{role_key('model.tokenizer_path')}: {path} has no end-of-sequence token; set `eos_token` in its "
+        f"{key}: {path} has no end-of-sequence token; set `eos_token` in its "
         "tokenizer_config.json"
         f" (looked for eos_token_id in config files and for {', '.join(_EOS_NAMES)})"
     )
@@ -132,14 +124,14 @@ def _ids(value: Any) -> list[int]:
     return [int(item) for item in value] if isinstance(value, list) else [int(value)]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, key: str) -> dict[str, Any]:
     """The JSON object in `path`; {} where the file does not exist."""
     if not path.is_file():
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{role_key('model.tokenizer_path')}: {path} is not valid JSON: {error}") from error
+        raise ConfigError(f"{key}: {path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{role_key('model.tokenizer_path')}: {path} is not a JSON object")
+        raise ConfigError(f"{key}: {path} is not a JSON object")
     return value

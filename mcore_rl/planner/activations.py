@@ -45,7 +45,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.schema import PlanConfig
 from mcore_rl.megatron.step.logprobs import TILE_ELEMENTS
 from mcore_rl.resolved.layout import sequence_parallel
 from model_converters.families import ModelArguments
@@ -62,12 +63,12 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Execution:
-    """How a layer runs. `engine`: TransformerEngine's kernels; `square_length`: mean square over mean length of
+    """How a layer runs. `fused`: TransformerEngine's kernels; `square_length`: mean square over mean length of
     sequences, tokens."""
 
     layout: TrainLayout
     element_bytes: int
-    engine: bool
+    fused: bool
     sequence_parallel: bool
     recompute: str
     modules: tuple[str, ...]
@@ -76,19 +77,27 @@ class Execution:
     square_length: float
 
     @classmethod
-    def of(cls, config: Config, layout: TrainLayout, *, element_bytes: int, engine: bool) -> Execution:
-        actor, parallel = config.actor, config.actor.parallel
-        rollout = config.rollout
+    def of(
+        cls,
+        section: ActorConfig,
+        plan: PlanConfig,
+        layout: TrainLayout,
+        *,
+        longest: int,
+        element_bytes: int,
+        fused: bool,
+    ) -> Execution:
+        """Describe a model of configuration `section` that trains on sequences of up to `longest` tokens."""
         return cls(
             layout,
             element_bytes,
-            engine,
-            sequence_parallel=sequence_parallel(parallel, layout.tp),
-            recompute=actor.recompute,
-            modules=tuple(actor.recompute_modules),
-            recompute_layers=actor.recompute_layers,
-            imbalance=config.plan.moe_imbalance,
-            square_length=rollout.max_prompt_tokens + rollout.max_response_tokens,
+            fused,
+            sequence_parallel=sequence_parallel(section.parallel, layout.tp),
+            recompute=section.recompute,
+            modules=tuple(section.recompute_modules),
+            recompute_layers=section.recompute_layers,
+            imbalance=plan.moe_imbalance,
+            square_length=longest,
         )
 
     @property
@@ -98,7 +107,7 @@ class Execution:
 
     def norm(self, width: float) -> float:
         """Bytes that a norm of `width` elements saves."""
-        wide = 8 if self.element_bytes == 2 and not self.engine else self.element_bytes
+        wide = 8 if self.element_bytes == 2 and not self.fused else self.element_bytes
         return width * wide + 4
 
 
@@ -121,7 +130,7 @@ def _grouped(sizes: dict[str, Any], run: Execution) -> Iterator[Saved]:
         copied = kv if run.norm(1) - 4 != b else 0
         yield Saved("norms", run.norm(head) / head * (q + copied) - 4 * (q + copied) / head + 4 * (heads + groups))
     yield Saved("attention", (q + kv) * b)
-    if not run.engine:
+    if not run.fused:
         yield Saved("attention", 4 * head * b)
     yield from _core(q, heads, run)
 
@@ -135,7 +144,7 @@ def _latent(sizes: dict[str, Any], run: Execution) -> Iterator[Saved]:
         yield Saved("attention", (run.norm(q_rank) + q_rank * b) / s)
     yield Saved("attention", (run.norm(kv_rank) + (kv_rank + rope) * b) / s)
     query = nope + rope
-    if run.engine or query == value:
+    if run.fused or query == value:
         yield Saved("attention", heads * (2 * query + value) * b, ("mla_up_proj",))
         yield from _core(heads * value, heads, run)
         return
@@ -149,7 +158,7 @@ def _latent(sizes: dict[str, Any], run: Execution) -> Iterator[Saved]:
 
 def _core(output: float, heads: float, run: Execution) -> Iterator[Saved]:
     b = run.element_bytes
-    yield Saved("core attention", 4 * heads + (0 if run.engine else output * b), ("core_attn",))
+    yield Saved("core attention", 4 * heads + (0 if run.fused else output * b), ("core_attn",))
     yield Saved("attention", output * b)
 
 
@@ -169,7 +178,7 @@ def experts(sizes: dict[str, Any], run: Execution) -> Iterator[Saved]:
     yield Saved("norms", run.norm(hidden) / s)
     yield Saved("moe", hidden * b / s, ("layernorm",))
     scores = 9 if sizes.get("moe_router_score_function") == "sigmoid" else 5
-    yield Saved("router", (scores * number + (24 if run.engine else 28) * topk) / s, ("moe",))
+    yield Saved("router", (scores * number + (24 if run.fused else 28) * topk) / s, ("moe",))
     dispatched = topk * layout.etp / s * (run.imbalance if layout.ep > 1 else 1.0)
     yield Saved("moe", dispatched * (hidden * b + 4), ("moe",))
     yield Saved("moe", dispatched * 2 * width / layout.etp * b, ("moe",))
@@ -292,7 +301,7 @@ def stage_activations(
     stage: int,
     run: Execution,
     *,
-    config: Config,
+    section: ActorConfig,
     microbatches: int,
     largest_weight_elements: int,
     predicts_tokens: bool = True,
@@ -303,7 +312,7 @@ def stage_activations(
     Units: microbatches per update and rank.
     """
     layout, hidden, b = run.layout, arguments.transformer["hidden_size"], run.element_bytes
-    row = config.actor.tokens_per_microbatch / layout.cp
+    row = section.tokens_per_microbatch / layout.cp
     chunks = layout.stage_layers(arguments.transformer["num_layers"])[stage]
     last = stage == layout.pp - 1
     by_chunk = [
@@ -320,7 +329,7 @@ def stage_activations(
     components["gradients in flight"] = max(chunk.gradients for chunk in by_chunk) * row
     components["weight gradient"] = float(largest_weight_elements * b)
     if last and predicts_tokens:
-        components["logits"] = output_projection_bytes(arguments, run, config)
+        components["logits"] = output_projection_bytes(arguments, run, section)
     elif last:
         components["values"] = 4 * hidden / run.scatter * row  # hidden states in float32
     # Without gradients one layer's tensors live at a time, and the hidden states that it reads and writes.
@@ -328,16 +337,16 @@ def stage_activations(
     return StageActivations(components, forward + (components.get("logits", 0.0) / 2))
 
 
-def output_projection_bytes(arguments: ModelArguments, run: Execution, config: Config) -> float:
+def output_projection_bytes(arguments: ModelArguments, run: Execution, section: ActorConfig) -> float:
     """The deferred output projection of one micro-batch, backward pass included.
 
     All tokens of the row count as trained: a bound, close where responses are long.
     """
     hidden, b = arguments.transformer["hidden_size"], run.element_bytes
-    tokens = config.actor.tokens_per_microbatch / run.layout.cp
+    tokens = section.tokens_per_microbatch / run.layout.cp
     vocabulary = -(-arguments.vocab_size // run.layout.tp)
-    chunk = min(config.actor.logprob_chunk_tokens, tokens)
-    tile = min(chunk * vocabulary, max(TILE_ELEMENTS["cuda" if run.engine else "cpu"], chunk))
+    chunk = min(section.logprob_chunk_tokens, tokens)
+    tile = min(chunk * vocabulary, max(TILE_ELEMENTS["cuda" if run.fused else "cpu"], chunk))
     row = tokens * hidden * b * 2 + tokens * 4 * 6  # gathered and selected hidden states, statistics
     gradients = tokens * hidden * 4 + vocabulary * hidden * (4 + (b if b < 4 else 0))
     return row + gradients + 2 * 4 * tile

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from mcore_rl.config.schema import Config
+from mcore_rl.planner.engine import longest_sequence
 from model_converters.mapping.layout import TrainLayout
 
 
@@ -46,7 +47,7 @@ def batch_arithmetic(config: Config, layout: TrainLayout) -> BatchArithmetic:
     per_update = trainer.prompts_per_update * rollout.samples_per_prompt
     fraction = config.plan.mean_response_fraction
     prompt, response = rollout.max_prompt_tokens * fraction, rollout.max_response_tokens * fraction
-    full = rollout.max_prompt_tokens + rollout.max_response_tokens
+    row = config.actor.tokens_per_microbatch
     return BatchArithmetic(
         responses=responses,
         updates=trainer.prompts_per_step // trainer.prompts_per_update * trainer.update_epochs,
@@ -54,14 +55,13 @@ def batch_arithmetic(config: Config, layout: TrainLayout) -> BatchArithmetic:
         responses_per_rank=per_update / layout.dp,
         mean_prompt=prompt,
         mean_response=response,
-        microbatches=_microbatches(config, layout, prompt + response),
-        most_microbatches=_microbatches(config, layout, full),
+        microbatches=num_microbatches(per_update, row, layout, prompt + response),
+        most_microbatches=num_microbatches(per_update, row, layout, longest_sequence(rollout)),
     )
 
 
-def _microbatches(config: Config, layout: TrainLayout, length: float) -> int:
-    """Of one rank in one update, when every sequence has this length."""
-    per_update = config.trainer.prompts_per_update * config.rollout.samples_per_prompt
-    per_row = max(int(config.actor.tokens_per_microbatch // length), 1)
-    count = max(ceil(per_update / layout.dp / per_row), 1)
+def num_microbatches(responses: int, row_tokens: int, layout: TrainLayout, length: float) -> int:
+    """Return the micro-batches of one rank in an update on `responses` sequences of `length` tokens each."""
+    per_row = max(int(row_tokens // length), 1)
+    count = max(ceil(responses / layout.dp / per_row), 1)
     return count if layout.vpp is None else ceil(count / layout.pp) * layout.pp

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import ClusterConfig, RolloutConfig
 from model_converters.families import ModelArguments
 from model_converters.mapping.placement import local_shape
 from model_converters.mapping.table import BoundRow
@@ -44,19 +44,29 @@ class EngineRank:
 
 
 def engine_rank(
-    config: Config, rows: Sequence[BoundRow], arguments: ModelArguments, *, element_bytes: int, cuda: bool
+    rollout: RolloutConfig,
+    cluster: ClusterConfig,
+    rows: Sequence[BoundRow],
+    arguments: ModelArguments,
+    *,
+    element_bytes: int,
+    cuda: bool,
 ) -> EngineRank:
-    """The fullest rank of one engine. A negative kv_cache_bytes is what lacks for the weights alone."""
-    weights = engine_weights(rows, config.rollout.tp, element_bytes)
-    workspace = _workspace(config, arguments, element_bytes) if cuda else 0
+    """Return the bytes of an engine's fullest rank. kv_cache_bytes is negative if the weights alone do not fit."""
+    weights = engine_weights(rows, rollout.tp, element_bytes)
+    workspace = _workspace(rollout, arguments, element_bytes) if cuda else 0
     if cuda:
-        budget = config.rollout.gpu_memory_fraction * config.cluster.gpu_memory_gib * GIB
+        budget = rollout.gpu_memory_fraction * cluster.gpu_memory_gib * GIB
         cache = int(budget) - weights - workspace
     else:
-        cache = int(config.rollout.kv_cache_gib * GIB)
-    per_token = kv_bytes_per_token(arguments.transformer, config.rollout.tp, element_bytes)
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    return EngineRank(weights, workspace, cache, per_token, max(cache, 0) / (per_token * longest))
+        cache = int(rollout.kv_cache_gib * GIB)
+    per_token = kv_bytes_per_token(arguments.transformer, rollout.tp, element_bytes)
+    return EngineRank(weights, workspace, cache, per_token, max(cache, 0) / (per_token * longest_sequence(rollout)))
+
+
+def longest_sequence(rollout: RolloutConfig) -> int:
+    """Return the tokens of the longest prompt and response together."""
+    return rollout.max_prompt_tokens + rollout.max_response_tokens
 
 
 def engine_weights(rows: Sequence[BoundRow], tp: int, element_bytes: int) -> int:
@@ -85,13 +95,13 @@ def kv_bytes_per_token(sizes: dict[str, Any], tp: int, element_bytes: int) -> in
     return int(sizes["num_layers"] * width * element_bytes)
 
 
-def _workspace(config: Config, arguments: ModelArguments, element_bytes: int) -> int:
-    sizes, tp = arguments.transformer, config.rollout.tp
-    tokens = config.rollout.max_batched_tokens or DEFAULT_BATCHED_TOKENS
+def _workspace(rollout: RolloutConfig, arguments: ModelArguments, element_bytes: int) -> int:
+    sizes, tp = arguments.transformer, rollout.tp
+    tokens = rollout.max_batched_tokens or DEFAULT_BATCHED_TOKENS
     widest = 2 * sizes["ffn_hidden_size"] / tp
     if sizes.get("num_moe_experts"):
         # Dispatched tokens: every rank sees the whole batch, and a slice of each expert or a part of the experts.
         widest = max(widest, sizes["moe_router_topk"] * (sizes["hidden_size"] + 2 * sizes["moe_ffn_hidden_size"]) / tp)
     hidden = (4 * sizes["hidden_size"] + widest) * tokens * element_bytes
-    running = min(config.rollout.max_concurrent_requests, tokens)
+    running = min(rollout.max_concurrent_requests, tokens)
     return int(hidden + 2 * 4 * running * arguments.vocab_size / tp)

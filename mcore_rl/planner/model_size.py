@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_rl.config.names import role_key
+from mcore_rl.config.roles import POLICY
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.layout import model_arguments
 from model_converters.errors import ConversionError
@@ -30,7 +30,7 @@ class ModelSize:
     experts: int
 
 
-def bound_rows(hf_config: dict[str, Any], dtype: torch.dtype) -> list[BoundRow]:
+def bound_rows(hf_config: dict[str, Any], dtype: torch.dtype, key: str = POLICY.checkpoint) -> list[BoundRow]:
     """The model's weight table with exact names.
 
     Raises: ConfigError.
@@ -38,7 +38,7 @@ def bound_rows(hf_config: dict[str, Any], dtype: torch.dtype) -> list[BoundRow]:
     try:
         return bind(family_for(hf_config).rows(hf_config), hf_config, dtype)
     except ConversionError as error:
-        raise ConfigError(f"{role_key('model.hf_path')}: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def is_parameter(bound: BoundRow) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.config import Config, validate
+from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.available import cannot_run
 from mcore_rl.config.rules.defaults import settle_dtype
 from mcore_rl.config.rules.lora import uses_lora
@@ -17,7 +18,7 @@ from mcore_rl.planner.activations import Execution, StageActivations, stage_acti
 from mcore_rl.planner.asynchronous.overlap import Overlap, overlap_of
 from mcore_rl.planner.asynchronous.sides import Sides
 from mcore_rl.planner.batches import BatchArithmetic, batch_arithmetic
-from mcore_rl.planner.engine import EngineRank, engine_rank
+from mcore_rl.planner.engine import EngineRank, engine_rank, longest_sequence
 from mcore_rl.planner.flops import StepFlops, StepSeconds, step_flops, step_seconds
 from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size, parameters_by_rank
 from mcore_rl.planner.phases import Phases, rank_phases
@@ -151,8 +152,9 @@ class Job:
         config = replace(config, model=replace(config.model))
         settle_dtype(config, cuda=cuda)
         spec = ModelSpec.policy(config)
-        check_engine_model(config, spec.hf_config)
-        implementation = spec.implementation(config, planned_machine(cuda=cuda))
+        check_engine_model(EngineRole.rollout(config), config.algorithm, spec.hf_config)
+        installed = planned_machine(cuda=cuda)
+        implementation = spec.implementation(ModelRole.policy(config), config.cluster.gpus_per_node, installed)
         dtype, lora = DTYPES[config.model.dtype], config.actor.lora
         modules = recomputed_modules(config.actor, spec.arguments, implementation)
         config = replace(config, actor=replace(config.actor, recompute_modules=modules))
@@ -187,8 +189,22 @@ class Job:
         return self.cuda and self.config.cluster.placement == "colocated"
 
     def execution(self) -> Execution:
-        engine = self.implementation.transformer_engine
-        return Execution.of(self.config, self.layout, element_bytes=self.element_bytes, engine=engine)
+        """Describe how the policy's layers run."""
+        return Execution.of(
+            self.config.actor,
+            self.config.plan,
+            self.layout,
+            longest=longest_sequence(self.config.rollout),
+            element_bytes=self.element_bytes,
+            fused=self.implementation.transformer_engine,
+        )
+
+    def engine_rank(self) -> EngineRank:
+        """Return the bytes of the fullest rank of a rollout engine."""
+        rollout, cluster = self.config.rollout, self.config.cluster
+        return engine_rank(
+            rollout, cluster, self.rows, self.arguments, element_bytes=self.element_bytes, cuda=self.cuda
+        )
 
 
 def make_plan(config: Config) -> Plan:
@@ -202,7 +218,7 @@ def make_plan(config: Config) -> Plan:
     except LayoutError as error:
         raise ConfigError(f"actor.parallel: {error}") from error
     batch = batch_arithmetic(config, job.layout)
-    engine = engine_rank(config, job.rows, job.arguments, element_bytes=job.element_bytes, cuda=job.cuda)
+    engine = job.engine_rank()
     ranks: list[PlannedRank] = []
     stages = []
     for stage in range(job.layout.pp):
@@ -227,7 +243,7 @@ def planned_activations(
         job.arguments,
         stage,
         job.execution(),
-        config=job.config,
+        section=job.config.actor,
         microbatches=batch.most_microbatches,
         largest_weight_elements=largest,
     )

@@ -13,23 +13,22 @@ CPU every process has its own memory, so there is nothing to share.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config import Config, num_critic_ranks, num_reward_model_ranks, validate_critic, validate_reward_model
 from mcore_rl.config.algorithm import is_supervised
-from mcore_rl.config.names import role_keys
-from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, has_judge_engines, validate_judge
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.roles import EngineRole, ModelRole
+from mcore_rl.config.rules.judge import has_judge_engines, validate_judge
 from mcore_rl.config.rules.lora import base_is_reference
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.rules.reward_model import uses_reward_model
-from mcore_rl.config.rules.roles import as_actor, keys_of
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.megatron.model.value_model import ValueModel
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
-from mcore_rl.planner.batches import batch_arithmetic
-from mcore_rl.planner.engine import ASLEEP_BYTES, engine_rank
+from mcore_rl.planner.batches import num_microbatches
+from mcore_rl.planner.engine import ASLEEP_BYTES, engine_rank, longest_sequence
 from mcore_rl.planner.model_size import bound_rows
 from mcore_rl.planner.stages import stage_parameters
 from mcore_rl.planner.state import Numerics, RankState, stage_state
@@ -39,9 +38,6 @@ from mcore_rl.resolved.installed import planned_machine
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import ModelSpec, policy_config
 from mcore_rl.resolved.recompute import recomputed_modules
-
-if TYPE_CHECKING:
-    from mcore_rl.config.rules.roles import Section
 
 
 @dataclass(frozen=True)
@@ -115,11 +111,11 @@ def roles_of(config: Config, *, cuda: bool) -> Roles:
     model: tuple[RoleRank, ...] = ()
     if estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).needs.critic:
         validate_critic(config)
-        critic = role_ranks(config, config.critic, num_critic_ranks(config), trained=True, cuda=cuda)
+        critic = role_ranks(config, ModelRole.critic(config), num_critic_ranks(config), trained=True, cuda=cuda)
     if uses_reward_model(config):
         validate_reward_model(config)
         ranks = num_reward_model_ranks(config)
-        model = role_ranks(config, config.reward_model, ranks, trained=False, cuda=cuda)
+        model = role_ranks(config, ModelRole.reward_model(config), ranks, trained=False, cuda=cuda)
     judge = judge_rank(config, cuda=cuda) if has_judge_engines(config) else None
     reference = uses_reference(config) and not base_is_reference(config)
     windows = 0 if is_supervised(config.algorithm) else gpu_window_bytes(config, cuda=cuda)
@@ -133,14 +129,18 @@ def judge_rank(config: Config, *, cuda: bool) -> RoleRank:
     Raises: ConfigError for one that cannot work, or has no room for one question.
     """
     validate_judge(config)
-    with role_keys(JUDGE_KEYS):
-        view = as_policy(config)
-        hf_config, _ = policy_config(view)
-        check_engine_model(view, hf_config)
-        dtype = DTYPES[view.model.dtype]
-        engine = engine_rank(
-            view, bound_rows(hf_config, dtype), model_arguments(hf_config), element_bytes=dtype.itemsize, cuda=cuda
-        )
+    role = EngineRole.judge(config)
+    hf_config, _ = policy_config(ModelRole.judge(config))
+    check_engine_model(role, config.algorithm, hf_config)
+    dtype, key = DTYPES[role.model.dtype], role.checkpoint
+    engine = engine_rank(
+        role.section,
+        config.cluster,
+        bound_rows(hf_config, dtype, key),
+        model_arguments(hf_config, key),
+        element_bytes=dtype.itemsize,
+        cuda=cuda,
+    )
     if engine.sequences < 1:
         raise ConfigError(
             f"judge.gpu_memory_fraction={config.judge.gpu_memory_fraction:g} (judge.kv_cache_gib on CPU) leaves no "
@@ -149,43 +149,49 @@ def judge_rank(config: Config, *, cuda: bool) -> RoleRank:
     return RoleRank(resident=ASLEEP_BYTES, working=engine.total_bytes, host_bytes=engine.weights_bytes)
 
 
-def role_ranks(config: Config, section: Section, num_ranks: int, *, trained: bool, cuda: bool) -> tuple[RoleRank, ...]:
+def role_ranks(config: Config, role: ModelRole, num_ranks: int, *, trained: bool, cuda: bool) -> tuple[RoleRank, ...]:
     """Every rank of a value model that is `trained`, or scores.
 
     Raises: ConfigError.
     """
-    with role_keys(keys_of(section)):
-        view = as_actor(config, section)
-        spec = ModelSpec.value_model(view, num_ranks)
-        implementation = spec.implementation(view, planned_machine(cuda=cuda))
-        modules = recomputed_modules(view.actor, spec.arguments, implementation)
-        view = replace(view, actor=replace(view.actor, recompute_modules=modules))
-        engine = implementation.transformer_engine
-        layout, dtype = spec.layout, DTYPES[config.model.dtype]
-        numerics = Numerics.of(section, dtype, fused_optimizer=cuda)
-        run = Execution.of(view, layout, element_bytes=dtype.itemsize, engine=engine)
-        microbatches = batch_arithmetic(view, layout).most_microbatches
-        ranks: list[RoleRank] = []
-        for stage in range(layout.pp):
-            chunks = stage_parameters(spec.hf_config, layout, stage, kind=ValueModel)
-            activations = stage_activations(
-                spec.arguments,
-                stage,
-                run,
-                config=view,
-                microbatches=microbatches,
-                largest_weight_elements=max(parameter.elements for chunk in chunks for parameter in chunk),
-                predicts_tokens=False,
-            )
-            states = stage_state(chunks, layout, stage, numerics)
-            if trained:
-                ranks += [_trained(section, state, activations) for state in states]
-            else:
-                ranks += [_frozen(section, state.parameters * dtype.itemsize, activations) for state in states]
-        return tuple(ranks)
+    spec = ModelSpec.value_model(role, num_ranks)
+    implementation = spec.implementation(role, config.cluster.gpus_per_node, planned_machine(cuda=cuda))
+    modules = recomputed_modules(role.section, spec.arguments, implementation)
+    section = replace(role.section, recompute_modules=modules)
+    layout, dtype = spec.layout, DTYPES[config.model.dtype]
+    numerics = Numerics.of(section, dtype, fused_optimizer=cuda)
+    longest = longest_sequence(config.rollout)
+    run = Execution.of(
+        section,
+        config.plan,
+        layout,
+        longest=longest,
+        element_bytes=dtype.itemsize,
+        fused=implementation.transformer_engine,
+    )
+    responses = config.trainer.prompts_per_update * config.rollout.samples_per_prompt
+    microbatches = num_microbatches(responses, section.tokens_per_microbatch, layout, longest)
+    ranks: list[RoleRank] = []
+    for stage in range(layout.pp):
+        chunks = stage_parameters(spec.hf_config, layout, stage, kind=ValueModel, names=role)
+        activations = stage_activations(
+            spec.arguments,
+            stage,
+            run,
+            section=section,
+            microbatches=microbatches,
+            largest_weight_elements=max(parameter.elements for chunk in chunks for parameter in chunk),
+            predicts_tokens=False,
+        )
+        states = stage_state(chunks, layout, stage, numerics)
+        if trained:
+            ranks += [_trained(section, state, activations) for state in states]
+        else:
+            ranks += [_frozen(section, state.parameters * dtype.itemsize, activations) for state in states]
+    return tuple(ranks)
 
 
-def _trained(section: Section, state: RankState, activations: StageActivations) -> RoleRank:
+def _trained(section: ActorConfig, state: RankState, activations: StageActivations) -> RoleRank:
     offload = section.offload
     away = sum(
         size
@@ -204,7 +210,7 @@ def _trained(section: Section, state: RankState, activations: StageActivations) 
     )
 
 
-def _frozen(section: Section, weights_bytes: int, activations: StageActivations) -> RoleRank:
+def _frozen(section: ActorConfig, weights_bytes: int, activations: StageActivations) -> RoleRank:
     """Outside megatron's buffers, so without their padding."""
     leaves = section.offload.params
     return RoleRank(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.config.models import LoraConfig
+from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.megatron.lora.weights import attach_adapters
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.sharded import meta_model
@@ -20,6 +21,7 @@ def stage_parameters(
     kind: type[PolicyModel] = PolicyModel,
     *,
     lora: LoraConfig | None = None,
+    names: KeyNames = POLICY,
 ) -> list[list[HeldParameter]]:
     """What the ranks of a pipeline stage hold of a model of class `kind`, by chunk and in megatron's order, with the
     adapters of `lora`.
@@ -27,7 +29,7 @@ def stage_parameters(
     Raises: ConfigError for a model that cannot be built.
     """
     # Context parallelism divides tokens, no weights; its ranks share gradients like data-parallel ones.
-    with meta_model(hf_config, replace(layout, cp=1), stage * layout.stage_size, kind) as chunks:
+    with meta_model(hf_config, replace(layout, cp=1), stage * layout.stage_size, kind, names=names) as chunks:
         if lora is not None and lora.rank:
             attach_adapters(chunks, replace(lora, path=None), hf_config, replace(layout, cp=1), seed=0)
         return [

@@ -32,7 +32,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import StageActivations, stage_activations
 from mcore_rl.planner.batches import batch_arithmetic
 from mcore_rl.planner.candidates import candidate_layouts, parallel_of
-from mcore_rl.planner.engine import GIB, EngineRank, engine_rank
+from mcore_rl.planner.engine import GIB, EngineRank
 from mcore_rl.planner.flops import step_flops
 from mcore_rl.planner.model_size import is_parameter, model_size
 from mcore_rl.planner.phases import Phases, rank_phases, usable_bytes
@@ -134,8 +134,7 @@ class _Search:
 
     @cached_property
     def engine(self) -> EngineRank:
-        job = self.job
-        return engine_rank(job.config, job.rows, job.arguments, element_bytes=job.element_bytes, cuda=job.cuda)
+        return self.job.engine_rank()
 
     def stage_weights(self, layout: TrainLayout, stage: int) -> _Weights:
         layers = layout.stage_layers(self.job.arguments.transformer["num_layers"])[stage]
@@ -191,7 +190,7 @@ class _Search:
                     job.arguments,
                     stage,
                     job.execution(),
-                    config=config,
+                    section=config.actor,
                     microbatches=batch_arithmetic(config, layout).most_microbatches,
                     largest_weight_elements=max(self._vocabulary(layout), self._expert_weight(layout)),
                 )

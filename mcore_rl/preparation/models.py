@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from mcore_rl.config import (
     num_reward_model_ranks,
     validate_critic,
 )
-from mcore_rl.config.names import role_key, role_keys
+from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.defaults import uses_cuda
-from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, has_judge_engines, server_key, template_text, uses_judge
-from mcore_rl.config.rules.roles import as_actor, keys_of
+from mcore_rl.config.rules.judge import has_judge_engines, server_key, template_text, uses_judge
+from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.data.chat.limits import try_out
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -47,18 +46,20 @@ from model_converters.mapping.table import bind
 logger = logging.getLogger(__name__)
 
 
-def check_implementation(config: Config, spec: ModelSpec) -> None:
-    """What trainer ranks could not be built from; they run on this machine or on one with the same packages."""
-    spec.implementation(config, look(cuda=uses_cuda(config.cluster)))
+def check_implementation(role: ModelRole, cluster: ClusterConfig, spec: ModelSpec) -> None:
+    """Reject a model that Megatron ranks cannot build with the packages of this machine.
+
+    Ranks run here or on hosts with the same packages.
+    """
+    spec.implementation(role, cluster.gpus_per_node, look(cuda=uses_cuda(cluster)))
 
 
 def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
     """What can be refused of a critic before it is built."""
     validate_critic(config)
-    with role_keys(keys_of(config.critic)):
-        view = as_actor(config, config.critic)
-        spec = ModelSpec.value_model(view, num_critic_ranks(config))
-        check_implementation(view, spec)
+    role = ModelRole.critic(config)
+    spec = ModelSpec.value_model(role, num_critic_ranks(config))
+    check_implementation(role, config.cluster, spec)
     layout = spec.layout
     if actor.dp % layout.dp and layout.dp % actor.dp:
         raise ConfigError(
@@ -76,49 +77,51 @@ def reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
             f"reward_model.hf_path={section.hf_path} has no effect: algorithm.policy_loss.name="
             f"{config.algorithm.policy_loss.name} is supervised; set it to null"
         )
-    with role_keys(keys_of(section)):
-        view = as_actor(config, section)
-        spec = ModelSpec.value_model(view, num_reward_model_ranks(config))
-        check_implementation(view, spec)
-        try:
-            with HFCheckpoint(view.model.hf_path) as checkpoint:
-                rows, dropped = resolve_value_head(checkpoint, required=True)
-                bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
-                check_complete(bound, checkpoint.shapes, dropped=dropped)
-                checkpoint.unlisted.check_copies()
-        except ConversionError as error:
-            raise ConfigError(
-                f"{role_key('model.hf_path')}={view.model.hf_path}: {' '.join(str(error).split())}; set "
-                f"{role_key('model.hf_path')} to a sequence classification checkpoint with one label"
-            ) from None
+    role = ModelRole.reward_model(config)
+    spec = ModelSpec.value_model(role, num_reward_model_ranks(config))
+    check_implementation(role, config.cluster, spec)
+    try:
+        with HFCheckpoint(role.model.hf_path) as checkpoint:
+            rows, dropped = resolve_value_head(checkpoint, required=True)
+            bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
+            check_complete(bound, checkpoint.shapes, dropped=dropped)
+            checkpoint.unlisted.check_copies()
+    except ConversionError as error:
+        key = role.checkpoint
+        raise ConfigError(
+            f"{key}={role.model.hf_path}: {' '.join(str(error).split())}; set {key} to a sequence classification "
+            "checkpoint with one label"
+        ) from None
     return spec.layout
 
 
-def check_weights(config: Config) -> int:
-    """Number of parameters in the HF directory (0 with random_init). Reads headers, and tensors that are stored twice;
-    every tensor that the model needs must be there, whole, and none besides."""
-    key, keep = role_key("actor.mtp_loss_coefficient"), config.actor.mtp_loss_coefficient > 0
-    none = f"{key}={config.actor.mtp_loss_coefficient}, but there are no multi-token-prediction layers; set {key} to 0"
+def check_weights(role: ModelRole) -> int:
+    """Check the model's HF directory and return the number of parameters in it, or 0 with random_init.
+
+    Every tensor of the model must be there, whole, and no others. Reads headers, and tensors that are stored twice.
+    """
+    key, coefficient = role.key("mtp_loss_coefficient"), role.section.mtp_loss_coefficient
+    directory, keep = role.model.hf_path, coefficient > 0
     try:
-        side_files(Path(config.model.hf_path))
-        if config.model.random_init:
+        side_files(Path(directory))
+        if role.model.random_init:
             return 0
-        with HFCheckpoint(config.model.hf_path) as checkpoint:
+        with HFCheckpoint(directory) as checkpoint:
             hf_config, dropped = resolve_mtp(checkpoint.config, checkpoint.shapes, keep=keep)
             if keep and not num_mtp_layers(hf_config):
-                raise ConversionError(none)
+                raise ConversionError(
+                    f"{key}={coefficient}, but there are no multi-token-prediction layers; set {key} to 0"
+                )
             bound, _ = resolve_copies(
                 bind(checkpoint.family.rows(hf_config), hf_config, torch.float32), checkpoint.shapes
             )
             check_complete(bound, checkpoint.shapes, dropped=dropped)
             check_copies(checkpoint, bound)
             for note in checkpoint.unlisted.notes:
-                logger.warning("%s=%s: %s", role_key("model.hf_path"), config.model.hf_path, note)
+                logger.warning("%s=%s: %s", role.checkpoint, directory, note)
             return sum(math.prod(shape) for name, shape in checkpoint.shapes.items() if name not in set(dropped))
     except ConversionError as error:
-        raise ConfigError(
-            f"{role_key('model.hf_path')}={config.model.hf_path}: {' '.join(str(error).split())}"
-        ) from None
+        raise ConfigError(f"{role.checkpoint}={directory}: {' '.join(str(error).split())}") from None
 
 
 def check_adapters(config: Config, hf_config: dict[str, Any]) -> int:
@@ -142,16 +145,13 @@ def check_reference(config: Config, hf_config: dict[str, Any], needs: Needs) -> 
     path = config.reference.hf_path
     if path is None:
         return
-    view = replace(config, model=replace(config.model, hf_path=path, random_init=False))
-    with role_keys({"model.hf_path": "reference.hf_path"}):
-        same = model_arguments(policy_config(view)[0]) == model_arguments(hf_config)
-        if same:
-            check_weights(view)
-    if not same:
+    role = ModelRole.reference(config)
+    if model_arguments(policy_config(role)[0], role.checkpoint) != model_arguments(hf_config):
         raise ConfigError(
             f"reference.hf_path={path} is of another architecture than model.hf_path={config.model.hf_path}; set it to "
             "a checkpoint of the same model, or to null"
         )
+    check_weights(role)
 
 
 def check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> None:
@@ -166,15 +166,14 @@ def check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> 
     judge = config.judge
     score_reader(judge)
     if has_judge_engines(config):
-        with role_keys(JUDGE_KEYS):
-            view = as_policy(config)
-            check_engine_model(view, policy_config(view)[0])
-            check_weights(view)
+        hf_config, _ = policy_config(ModelRole.judge(config))
+        check_engine_model(EngineRole.judge(config), config.algorithm, hf_config)
+        check_weights(ModelRole.judge(config))
     if (path := judge.tokenizer_path or judge.hf_path) is not None:
-        with role_keys(JUDGE_KEYS):
-            tokenizer = load_tokenizer(path)
-            questions = partial(JudgePrompts, tokenizer, template_text(judge))
-            try_out(questions, role_key("model.tokenizer_path"), "")
+        key = "judge.tokenizer_path"
+        tokenizer = load_tokenizer(path, key)
+        questions = partial(JudgePrompts, tokenizer, template_text(judge))
+        try_out(questions, key, "")
         check_room(questions(), prompts, judge.max_prompt_tokens)
     if judge.url is not None:
         try_server(judge, server_key(judge))

@@ -93,7 +93,7 @@ def check_exports(config: Config) -> None:
 def _check_model(config: Config) -> None:
     """Weights and tokenizer; what is in them is looked at when a run begins."""
     model = Path(config.model.hf_path)
-    read_hf_config(config)
+    read_hf_config(config.model)
     if not config.model.random_init and not any(model.glob("*.safetensors")):
         raise ConfigError(f"model.hf_path={model}: no safetensors there; set it to a directory with the weights")
     if config.model.tokenizer_path is not None and not Path(config.model.tokenizer_path).exists():

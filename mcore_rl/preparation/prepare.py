@@ -11,6 +11,7 @@ from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
 from mcore_rl.algorithms.aggregation import check_mode
 from mcore_rl.algorithms.registry import configured_loss
 from mcore_rl.config import Config
+from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.defaults import settle_dtype, uses_cuda
 from mcore_rl.config.rules.episodes import has_turns
 from mcore_rl.config.rules.lora import uses_lora
@@ -88,9 +89,9 @@ def prepare(config: Config) -> Prepared:
     settle_dtype(config, cuda=uses_cuda(config.cluster))
     spec = ModelSpec.policy(config)
     hf_config, layout = spec.hf_config, spec.layout
-    check_engine_model(config, hf_config)
-    check_implementation(config, spec)
-    parameters = check_weights(config)
+    check_engine_model(EngineRole.rollout(config), config.algorithm, hf_config)
+    check_implementation(ModelRole.policy(config), config.cluster, spec)
+    parameters = check_weights(ModelRole.policy(config))
     actor_parameters = check_adapters(config, hf_config) if uses_lora(config.actor) else parameters
     chosen, needs = _check_algorithm(config)
     critic = None
@@ -110,7 +111,7 @@ def prepare(config: Config) -> Prepared:
         check_reward_function(config.reward, SandboxRunner(config.sandbox))
         tools, notes = check_episode(config, tokenizer)
         prompts, reports, parts = _load_prompts(config, tokenizer, tools)
-        notes += [*parts.notes, *overridden_fields(config, hf_config)]
+        notes += [*parts.notes, *overridden_fields(config.model, hf_config)]
         if reward_model is not None:
             inputs = RewardInputs(config)
             for name, loaded in prompts.items():

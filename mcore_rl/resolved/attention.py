@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mcore_rl.config.names import role_key
+from mcore_rl.config.roles import POLICY
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.versions import dotted, release
@@ -110,14 +110,15 @@ bfloat16 only. Sources: of TransformerEngine 2.11. Its unfused attention, which 
 the scores of all pairs of tokens, and context-parallel ranks cannot share it."""
 
 
-def pick(installed: Installed, dtype: str, heads: Heads) -> Backend:
-    """What TransformerEngine will pick.
+def pick(installed: Installed, dtype: str, heads: Heads, checkpoint_key: str = POLICY.checkpoint) -> Backend:
+    """Return the backend that TransformerEngine will pick; `checkpoint_key` names the model in errors.
 
     Raises: ConfigError naming the key, where nothing takes the rows.
     """
     if dtype != "bfloat16":
-        key = role_key("model.dtype")
-        raise ConfigError(f"{key}={dtype}: attention on GPUs takes packed rows in bfloat16 only; set {key}=bfloat16")
+        raise ConfigError(
+            f"model.dtype={dtype}: attention on GPUs takes packed rows in bfloat16 only; set model.dtype=bfloat16"
+        )
     lacking = {}
     for backend in BACKENDS:
         lacking[backend.name] = backend.lacks(installed, heads)
@@ -125,7 +126,7 @@ def pick(installed: Installed, dtype: str, heads: Heads) -> Backend:
             return backend
     reasons = "; ".join(f"{name}: {reason}" for name, reason in lacking.items())
     raise ConfigError(
-        f"{role_key('model.hf_path')}: no attention on this GPU takes packed rows of heads of {heads} ({reasons}); "
+        f"{checkpoint_key}: no attention on this GPU takes packed rows of heads of {heads} ({reasons}); "
         "install what is missing, use another model, or uninstall transformer-engine: attention is then torch's"
     )
 

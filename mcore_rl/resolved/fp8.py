@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.config.names import role_key
+from mcore_rl.config.roles import KeyNames
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.versions import dotted, release
@@ -53,14 +53,14 @@ def row_multiple(fp8: str) -> int:
     return 1 if fp8 == "none" else RECIPES[fp8].tokens
 
 
-def require_recipe(fp8: str, installed: Installed, *, engine: bool) -> None:
+def require_recipe(fp8: str, installed: Installed, *, engine: bool, names: KeyNames) -> None:
     """Raises: ConfigError for a recipe that does not exist or that this machine cannot have. `engine` says whether the
     model is built from TransformerEngine's layers."""
-    key = f"{role_key('actor.fp8')}={fp8}"
+    key = f"{names.key('fp8')}={fp8}"
     if fp8 not in RECIPES:
         raise ConfigError(f"{key} must be one of none, {', '.join(RECIPES)}")
     if not installed.cuda:
         raise ConfigError(f"{key} needs a CUDA device; set it to none")
     lacks = RECIPES[fp8].lacks(installed) or ("" if engine else "needs layers of transformer-engine")
     if lacks:
-        raise ConfigError(f"{key} {lacks}; set {role_key('actor.fp8')} to another recipe or none")
+        raise ConfigError(f"{key} {lacks}; set {names.key('fp8')} to another recipe or none")

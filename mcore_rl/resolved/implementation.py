@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.names import role_key
+from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.config.rules.defaults import settled_dtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.attention import Heads, pick
@@ -45,6 +45,8 @@ class Wanted:
     cp: int = 1
     expert_ranks: int = 1
     gpus_per_node: int | None = None
+    names: KeyNames = POLICY
+    """Keys of the model's role, for errors."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def wanted(
     layout: TrainLayout,
     arguments: ModelArguments,
     gpus_per_node: int | None = None,
+    names: KeyNames = POLICY,
 ) -> Wanted:
     """What a configuration wants for a model in a layout."""
     sizes = arguments.transformer
@@ -123,6 +126,7 @@ def wanted(
         cp=layout.cp,
         expert_ranks=layout.ep * layout.etp,
         gpus_per_node=gpus_per_node,
+        names=names,
     )
 
 
@@ -166,10 +170,10 @@ def _layers(installed: Installed, wanted: Wanted) -> Choice:
 
 def _attention(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
     if engine:
-        backend = pick(installed, settled_dtype(wanted.dtype, cuda=True), wanted.heads)
+        backend = pick(installed, settled_dtype(wanted.dtype, cuda=True), wanted.heads, wanted.names.checkpoint)
         return Choice(backend.name, f"TransformerEngine's first choice for packed rows; it needs {backend.needs}")
     if installed.cuda and wanted.cp > 1:
-        key, lora = role_key("actor.parallel.cp"), role_key("actor.lora.rank")
+        key, lora = wanted.names.key("parallel.cp"), wanted.names.key("lora.rank")
         remedy = f"set {lora}=0 or {key}=1" if wanted.adapters else f"install transformer-engine or set {key}=1"
         whose = "those of a model with adapters are megatron's local ones" if wanted.adapters else "it is not installed"
         raise ConfigError(
@@ -211,7 +215,7 @@ def _dispatcher(installed: Installed, wanted: Wanted) -> Choice:
         return Choice("alltoall", "the model has no experts")
     if wanted.dispatcher != "auto":
         _check_dispatcher(installed, wanted)
-        return Choice(wanted.dispatcher, f"{role_key('actor.moe.dispatcher')}={wanted.dispatcher}")
+        return Choice(wanted.dispatcher, f"{wanted.names.key('moe.dispatcher')}={wanted.dispatcher}")
     if wanted.gpus_per_node is None or wanted.expert_ranks <= wanted.gpus_per_node:
         return Choice("alltoall", "all experts are on one node")
     if not installed.cuda:
@@ -226,7 +230,7 @@ def _check_dispatcher(installed: Installed, wanted: Wanted) -> None:
     if wanted.dispatcher == "allgather" and wanted.ep > 1:
         problem = (
             "gathers rows of equal length, but packed rows differ between the ranks of "
-            f"{role_key('actor.parallel.ep')}={wanted.ep}; set it to alltoall"
+            f"{wanted.names.key('parallel.ep')}={wanted.ep}; set it to alltoall"
         )
     elif wanted.dispatcher == "allgather" and wanted.pp > 1:
         problem = "is refused by megatron where pipeline stages exchange rows of any length; set it to alltoall"
@@ -235,15 +239,15 @@ def _check_dispatcher(installed: Installed, wanted: Wanted) -> None:
     elif wanted.dispatcher == "deepep" and not installed.deep_ep:
         problem = "needs the package deep_ep of DeepEP 1; set it to auto or alltoall"
     elif wanted.dispatcher == "deepep" and wanted.tp * wanted.ep == 1:
-        problem = f"needs {role_key('actor.parallel.ep')} > 1 (or tp > 1); set it to auto or alltoall"
+        problem = f"needs {wanted.names.key('parallel.ep')} > 1 (or tp > 1); set it to auto or alltoall"
     if problem:
-        raise ConfigError(f"{role_key('actor.moe.dispatcher')}={wanted.dispatcher} {problem}")
+        raise ConfigError(f"{wanted.names.key('moe.dispatcher')}={wanted.dispatcher} {problem}")
 
 
 def _fp8(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
-    key = f"{role_key('actor.fp8')}={wanted.fp8}"
+    key = f"{wanted.names.key('fp8')}={wanted.fp8}"
     if wanted.fp8 != "none":
-        require_recipe(wanted.fp8, installed, engine=engine)
+        require_recipe(wanted.fp8, installed, engine=engine, names=wanted.names)
     return Choice(wanted.fp8, key)
 
 

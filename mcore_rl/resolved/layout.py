@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.config.models import MoeConfig, ParallelConfig
-from mcore_rl.config.names import role_key
+from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.config.rules.validation import check_ranks_divide
 from mcore_rl.errors import ConfigError
 from model_converters.errors import ConversionError, LayoutError
@@ -13,21 +13,21 @@ from model_converters.families import ModelArguments, family_for
 from model_converters.mapping.layout import TrainLayout
 
 
-def model_arguments(hf_config: dict[str, Any]) -> ModelArguments:
-    """What the model's family says of it.
+def model_arguments(hf_config: dict[str, Any], key: str = POLICY.checkpoint) -> ModelArguments:
+    """Return the model's sizes and settings from its family; `key` names the model's directory in errors.
 
     Raises: ConfigError for a model_type or a setting in config.json that no family supports.
     """
     try:
         return family_for(hf_config).model_arguments(hf_config)
     except ConversionError as error:
-        raise ConfigError(f"{role_key('model.hf_path')}: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error
 
 
-def check_experts(moe: MoeConfig, sizes: dict[str, Any]) -> None:
-    """Refuses settings that the model, of ModelArguments.transformer `sizes`, has no use for.
+def check_experts(moe: MoeConfig, sizes: dict[str, Any], names: KeyNames = POLICY) -> None:
+    """Reject settings of experts that the model does not have. `sizes` is ModelArguments.transformer.
 
-    Raises: ConfigError naming the `actor.moe` key.
+    Raises: ConfigError naming the `moe` key.
     """
     unused = {name: getattr(moe, name) for name in ("aux_loss_coefficient", "z_loss_coefficient", "bias_update_rate")}
     unused["router_replay"] = moe.router_replay if moe.router_replay != "none" else 0
@@ -39,17 +39,18 @@ def check_experts(moe: MoeConfig, sizes: dict[str, Any]) -> None:
     for name, value in unused.items():
         if value:
             default = "none" if name == "router_replay" else 0
-            raise ConfigError(
-                f"{role_key(f'actor.moe.{name}')}={value}, but the model has no {lacks}; set it to {default}"
-            )
+            key = names.key(f"moe.{name}")
+            raise ConfigError(f"{key}={value}, but the model has no {lacks}; set it to {default}")
 
 
-def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str, Any]) -> TrainLayout:
-    """The layout of `world_size` trainer ranks, checked against the model.
+def train_layout(
+    parallel: ParallelConfig, world_size: int, hf_config: dict[str, Any], names: KeyNames = POLICY
+) -> TrainLayout:
+    """Return the layout of `world_size` trainer ranks, checked against the model.
 
-    Raises: ConfigError naming the `actor.parallel` key that does not fit.
+    Raises: ConfigError naming the `parallel` key that does not fit.
     """
-    arguments = model_arguments(hf_config)
+    arguments = model_arguments(hf_config, names.checkpoint)
     sizes = arguments.transformer
     etp = parallel.etp
     if etp is None:
@@ -57,18 +58,18 @@ def train_layout(parallel: ParallelConfig, world_size: int, hf_config: dict[str,
     for key in ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers"):
         value = getattr(parallel, key)
         if value is not None and value < 1:
-            raise ConfigError(f"{role_key(f'actor.parallel.{key}')} is {value}; it must be at least 1")
-    check_ranks_divide(parallel, world_size, etp)
-    _check_tensor_axis(parallel, sizes)
-    _check_expert_axes(parallel, sizes, etp)
-    _check_sequence_parallel(parallel, sizes)
+            raise ConfigError(f"{names.key(f'parallel.{key}')} is {value}; it must be at least 1")
+    check_ranks_divide(parallel, world_size, etp, names)
+    _check_tensor_axis(parallel, sizes, names)
+    _check_expert_axes(parallel, sizes, etp, names)
+    _check_sequence_parallel(parallel, sizes, names)
     if parallel.pipeline_layout is None:
-        _check_stages(parallel, sizes["num_layers"])
+        _check_stages(parallel, sizes["num_layers"], names)
     try:
         layout = _layout(parallel, world_size, etp)
     except LayoutError as error:
-        raise ConfigError(f"{role_key('actor.parallel')}.{error}") from error
-    _check_pipeline_layout(layout, arguments)
+        raise ConfigError(f"{names.key('parallel')}.{error}") from error
+    _check_pipeline_layout(layout, arguments, names)
     return layout
 
 
@@ -93,7 +94,7 @@ def _layout(parallel: ParallelConfig, world_size: int, etp: int) -> TrainLayout:
     )
 
 
-def _check_tensor_axis(parallel: ParallelConfig, sizes: dict[str, Any]) -> None:
+def _check_tensor_axis(parallel: ParallelConfig, sizes: dict[str, Any], names: KeyNames) -> None:
     divided = {
         "attention heads": sizes["num_attention_heads"],
         "units of the feed-forward layer": sizes["ffn_hidden_size"],
@@ -104,13 +105,11 @@ def _check_tensor_axis(parallel: ParallelConfig, sizes: dict[str, Any]) -> None:
         del divided["units of the feed-forward layer"]
     for what, count in divided.items():
         if count % parallel.tp:
-            raise ConfigError(
-                f"{role_key('actor.parallel.tp')}={parallel.tp} does not divide the model's {count} {what}"
-            )
+            raise ConfigError(f"{names.key('parallel.tp')}={parallel.tp} does not divide the model's {count} {what}")
     groups = sizes["num_query_groups"]
     if groups % parallel.tp and parallel.tp % groups:
         raise ConfigError(
-            f"{role_key('actor.parallel.tp')}={parallel.tp} is neither a divisor nor a multiple of the model's "
+            f"{names.key('parallel.tp')}={parallel.tp} is neither a divisor nor a multiple of the model's "
             f"{groups} key/value heads"
         )
 
@@ -119,31 +118,26 @@ def _all_layers_sparse(sizes: dict[str, Any]) -> bool:
     return bool(sizes.get("num_moe_experts")) and all(sizes.get("moe_layer_freq", [1]))
 
 
-def _check_expert_axes(parallel: ParallelConfig, sizes: dict[str, Any], etp: int) -> None:
+def _check_expert_axes(parallel: ParallelConfig, sizes: dict[str, Any], etp: int, names: KeyNames) -> None:
     experts = sizes.get("num_moe_experts")
     if not experts:
         if parallel.ep != 1:
-            raise ConfigError(
-                f"{role_key('actor.parallel.ep')}={parallel.ep}, but the model has no experts; set it to 1"
-            )
+            raise ConfigError(f"{names.key('parallel.ep')}={parallel.ep}, but the model has no experts; set it to 1")
         if etp != parallel.tp:
-            raise ConfigError(f"{role_key('actor.parallel.etp')}={etp}, but the model has no experts; leave it unset")
+            raise ConfigError(f"{names.key('parallel.etp')}={etp}, but the model has no experts; leave it unset")
         return
     if experts % parallel.ep:
-        raise ConfigError(
-            f"{role_key('actor.parallel.ep')}={parallel.ep} does not divide the model's {experts} experts"
-        )
+        raise ConfigError(f"{names.key('parallel.ep')}={parallel.ep} does not divide the model's {experts} experts")
     if sizes["moe_ffn_hidden_size"] % etp:
         raise ConfigError(
-            f"{role_key('actor.parallel.etp')}={etp} does not divide the {sizes['moe_ffn_hidden_size']} units of an "
-            "expert"
+            f"{names.key('parallel.etp')}={etp} does not divide the {sizes['moe_ffn_hidden_size']} units of an expert"
         )
 
 
-def _check_sequence_parallel(parallel: ParallelConfig, sizes: dict[str, Any]) -> None:
-    key = role_key("actor.parallel.sequence_parallel")
+def _check_sequence_parallel(parallel: ParallelConfig, sizes: dict[str, Any], names: KeyNames) -> None:
+    key = names.key("parallel.sequence_parallel")
     if parallel.sequence_parallel and parallel.tp == 1:
-        raise ConfigError(f"{key}=true needs {role_key('actor.parallel.tp')} > 1; leave it unset")
+        raise ConfigError(f"{key}=true needs {names.key('parallel.tp')} > 1; leave it unset")
     if parallel.tp == 1 or sequence_parallel(parallel, parallel.tp):
         return
     reason = None
@@ -152,45 +146,44 @@ def _check_sequence_parallel(parallel: ParallelConfig, sizes: dict[str, Any]) ->
     elif sizes.get("num_moe_experts"):
         reason = "megatron trains mixture-of-experts models with tensor parallelism only on split sequences"
     if reason:
-        raise ConfigError(f"{key}=false with {role_key('actor.parallel.tp')}={parallel.tp}: {reason}; leave it unset")
+        raise ConfigError(f"{key}=false with {names.key('parallel.tp')}={parallel.tp}: {reason}; leave it unset")
 
 
-def _check_pipeline_layout(layout: TrainLayout, arguments: ModelArguments) -> None:
+def _check_pipeline_layout(layout: TrainLayout, arguments: ModelArguments, names: KeyNames) -> None:
     if layout.pipeline_layout is None:
         return
     try:
         layout.stage_layers(arguments.transformer["num_layers"])
     except LayoutError as error:
-        raise ConfigError(f"{role_key('actor.parallel')}.{error}") from error
+        raise ConfigError(f"{names.key('parallel')}.{error}") from error
     if layout.num_mtp_layers != arguments.mtp_num_layers:
         raise ConfigError(
-            f"{role_key('actor.parallel.pipeline_layout')}={layout.pipeline_layout} places {layout.num_mtp_layers} "
+            f"{names.key('parallel.pipeline_layout')}={layout.pipeline_layout} places {layout.num_mtp_layers} "
             f"multi-token-prediction layers (m), but {arguments.mtp_num_layers} are built: the model's own with "
-            f"{role_key('actor.mtp_loss_coefficient')} above 0, else none"
+            f"{names.key('mtp_loss_coefficient')} above 0, else none"
         )
 
 
-def _check_stages(parallel: ParallelConfig, num_layers: int) -> None:
+def _check_stages(parallel: ParallelConfig, num_layers: int, names: KeyNames) -> None:
     chunks = parallel.vpp or 1
     ends = {"first_stage_layers": parallel.first_stage_layers, "last_stage_layers": parallel.last_stage_layers}
     fixed = {key: layers for key, layers in ends.items() if layers is not None}
     if parallel.pp == 1:
         if fixed or chunks > 1:
             key = next(iter(fixed), "vpp")
-            raise ConfigError(f"{role_key(f'actor.parallel.{key}')} is set, but {role_key('actor.parallel.pp')} is 1")
+            raise ConfigError(f"{names.key(f'parallel.{key}')} is set, but {names.key('parallel.pp')} is 1")
         return
     for key, layers in fixed.items():
         if layers % chunks:
             raise ConfigError(
-                f"{role_key('actor.parallel.vpp')}={chunks} does not divide "
-                f"{role_key(f'actor.parallel.{key}')}={layers}"
+                f"{names.key('parallel.vpp')}={chunks} does not divide {names.key(f'parallel.{key}')}={layers}"
             )
     stages = parallel.pp - len(fixed)
     rest = num_layers - sum(fixed.values())
     fits = rest == 0 if stages == 0 else rest > 0 and rest % (stages * chunks) == 0
     if not fits:
         raise ConfigError(
-            f"{role_key('actor.parallel.pp')}={parallel.pp} with vpp={parallel.vpp} and stages fixed by "
+            f"{names.key('parallel.pp')}={parallel.pp} with vpp={parallel.vpp} and stages fixed by "
             f"{fixed or 'nothing'} does not divide the model's {num_layers} layers; change "
-            f"{role_key('actor.parallel.pp')}, vpp, first_stage_layers or last_stage_layers"
+            f"{names.key('parallel.pp')}, vpp, first_stage_layers or last_stage_layers"
         )

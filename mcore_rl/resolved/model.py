@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config import num_trainer_ranks, read_hf_config
-from mcore_rl.config.names import role_key
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import Implementation, choose, wanted
 from mcore_rl.resolved.layout import check_experts, model_arguments, train_layout
@@ -35,71 +35,74 @@ class ModelSpec:
 
     @classmethod
     def policy(cls, config: Config, num_ranks: int | None = None) -> ModelSpec:
-        """The actor's; `num_ranks` as num_trainer_ranks unless given.
+        """Resolve the policy on `num_ranks` ranks, by default those of num_trainer_ranks.
 
         Raises: ConfigError.
         """
-        hf_config, left_out = policy_config(config)
-        return _spec(config, hf_config, num_ranks or num_trainer_ranks(config), left_out)
+        role = ModelRole.policy(config)
+        hf_config, left_out = policy_config(role)
+        return _spec(role, hf_config, num_ranks or num_trainer_ranks(config), left_out)
 
     @classmethod
-    def value_model(cls, view: Config, num_ranks: int) -> ModelSpec:
-        """Of a critic or a reward model, in the configuration that has it in the actor's place (`as_actor`).
+    def value_model(cls, role: ModelRole, num_ranks: int) -> ModelSpec:
+        """Resolve a critic or a reward model.
 
         Raises: ConfigError.
         """
-        return _spec(view, value_config(view), num_ranks, left_out=0)
+        return _spec(role, value_config(role), num_ranks, left_out=0)
 
-    def implementation(self, config: Config, installed: Installed) -> Implementation:
-        """What it is built from, where this is installed.
+    def implementation(self, role: ModelRole, gpus_per_node: int, installed: Installed) -> Implementation:
+        """Choose what the model is built from, where `installed` is available.
 
-        Raises: ConfigError for what is asked for by name and cannot be had, recomputation included.
+        Raises: ConfigError for a setting that is requested by name and cannot be had, recomputation included.
         """
-        nodes = config.cluster.gpus_per_node
-        chosen = choose(installed, wanted(config.actor, config.model, self.layout, self.arguments, nodes))
-        recompute_arguments(config.actor, self.arguments, self.layout, chosen)
+        request = wanted(role.section, role.model, self.layout, self.arguments, gpus_per_node, role)
+        chosen = choose(installed, request)
+        recompute_arguments(role.section, self.arguments, self.layout, chosen, role)
         return chosen
 
 
-def policy_config(config: Config) -> tuple[dict[str, Any], int]:
-    """config.json as the policy is trained: multi-token-prediction layers are in it only when they have a loss; and how
-    many were left out.
+def policy_config(role: ModelRole) -> tuple[dict[str, Any], int]:
+    """Return config.json of the policy as it is trained, and how many multi-token-prediction layers were left out.
 
-    Raises: ConfigError for one that cannot be read, of no known family, or without the layers that were asked for.
+    These layers stay in it only if they have a loss.
+
+    Raises: ConfigError for a file that cannot be read, an unknown family, or missing layers that have a loss.
     """
-    directory, coefficient = config.model.hf_path, config.actor.mtp_loss_coefficient
-    hf_config = read_hf_config(config)
+    coefficient = role.section.mtp_loss_coefficient
+    path = f"{role.checkpoint}={role.model.hf_path}"
+    hf_config = read_hf_config(role.model, role.checkpoint)
     try:
         family_for(hf_config)
         layers = num_mtp_layers(hf_config)
     except ConversionError as error:
-        raise ConfigError(f"{role_key('model.hf_path')}={directory}: {error}") from error
+        raise ConfigError(f"{path}: {error}") from error
     if not coefficient:
         return without_mtp(hf_config), layers
     if not layers:
-        key = role_key("actor.mtp_loss_coefficient")
+        key = role.key("mtp_loss_coefficient")
         raise ConfigError(
-            f"{key}={coefficient}, but {role_key('model.hf_path')}={directory} has no multi-token-prediction layers "
-            f"(num_nextn_predict_layers); set {key} to 0"
+            f"{key}={coefficient}, but {path} has no multi-token-prediction layers (num_nextn_predict_layers); set "
+            f"{key} to 0"
         )
     return hf_config, 0
 
 
-def value_config(view: Config) -> dict[str, Any]:
-    """config.json of the value model at model.hf_path.
+def value_config(role: ModelRole) -> dict[str, Any]:
+    """Return config.json of a value model.
 
-    Raises: ConfigError for one that cannot be read, or of no known family.
+    Raises: ConfigError for a file that cannot be read, or an unknown family.
     """
-    hf_config = read_hf_config(view)
+    hf_config = read_hf_config(role.model, role.checkpoint)
     try:
         family_for(hf_config)
         return value_model_config(hf_config)
     except ConversionError as error:
-        raise ConfigError(f"{role_key('model.hf_path')}={view.model.hf_path}: {error}") from error
+        raise ConfigError(f"{role.checkpoint}={role.model.hf_path}: {error}") from error
 
 
-def _spec(config: Config, hf_config: dict[str, Any], num_ranks: int, left_out: int) -> ModelSpec:
-    arguments = model_arguments(hf_config)
-    layout = train_layout(config.actor.parallel, num_ranks, hf_config)
-    check_experts(config.actor.moe, arguments.transformer)
+def _spec(role: ModelRole, hf_config: dict[str, Any], num_ranks: int, left_out: int) -> ModelSpec:
+    arguments = model_arguments(hf_config, role.checkpoint)
+    layout = train_layout(role.section.parallel, num_ranks, hf_config, role)
+    check_experts(role.section.moe, arguments.transformer, role)
     return ModelSpec(hf_config, arguments, layout, left_out)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_rl.config.models import ActorConfig
-from mcore_rl.config.names import role_key
+from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import Implementation
 from model_converters.families import ModelArguments
@@ -46,7 +46,11 @@ Source: megatron.core.transformer.transformer_config (0.16.1)."""
 
 
 def recompute_arguments(
-    actor: ActorConfig, arguments: ModelArguments, layout: TrainLayout, implementation: Implementation
+    actor: ActorConfig,
+    arguments: ModelArguments,
+    layout: TrainLayout,
+    implementation: Implementation,
+    names: KeyNames = POLICY,
 ) -> dict[str, Any]:
     """TransformerConfig's.
 
@@ -55,16 +59,16 @@ def recompute_arguments(
     if actor.recompute == "none":
         return {}
     if actor.recompute == "full":
-        _check_layers(actor.recompute_layers, arguments, layout)
+        _check_layers(actor.recompute_layers, arguments, layout, names)
         return {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": actor.recompute_layers,
         }
     if actor.recompute != "selective":
-        raise ConfigError(f"{role_key('actor.recompute')} is {actor.recompute!r}; known: none, selective, full")
+        raise ConfigError(f"{names.key('recompute')} is {actor.recompute!r}; known: none, selective, full")
     modules = recomputed_modules(actor, arguments, implementation)
-    key = f"{role_key('actor.recompute_modules')}={','.join(modules)}"
+    key = f"{names.key('recompute_modules')}={','.join(modules)}"
     if len(set(modules)) < len(modules):
         raise ConfigError(f"{key} must name modules, each once")
     for module in modules:
@@ -74,9 +78,7 @@ def recompute_arguments(
         if missing:
             raise ConfigError(f"{key}: {module}: {missing}; leave it out")
         if module in ("moe_act", "layernorm") and implementation.fp8.value == "delayed":
-            raise ConfigError(
-                f"{key}: {module} cannot be recomputed with {role_key('actor.fp8')}=delayed; leave it out"
-            )
+            raise ConfigError(f"{key}: {module} cannot be recomputed with {names.key('fp8')}=delayed; leave it out")
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
@@ -98,9 +100,9 @@ def recomputed_modules(actor: ActorConfig, arguments: ModelArguments, implementa
     return [module for module in cheap if not MODULES[module](sizes, implementation)] or ["core_attn"]
 
 
-def _check_layers(layers: int, arguments: ModelArguments, layout: TrainLayout) -> None:
+def _check_layers(layers: int, arguments: ModelArguments, layout: TrainLayout, names: KeyNames) -> None:
     """megatron 0.16.1 runs past the last layer of a stage that `layers` does not divide."""
-    key = f"{role_key('actor.recompute_layers')}={layers}"
+    key = f"{names.key('recompute_layers')}={layers}"
     if layers > 1 and arguments.mtp_num_layers:
         raise ConfigError(f"{key}: megatron recomputes multi-token-prediction layers one by one; set it to 1")
     stages = layout.stage_layers(arguments.transformer["num_layers"])

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mcore_rl.config.names import role_keys
 from mcore_rl.config.schema import Config
 from mcore_rl.data.chat.limits import try_out
 from mcore_rl.data.chat.messages import with_answer
@@ -39,8 +38,7 @@ class RewardInputs:
     def __init__(self, config: Config) -> None:
         path = str(config.reward_model.hf_path)
         self._policy_tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
-        with role_keys({"model.tokenizer_path": "reward_model.hf_path"}):
-            self._tokenizer = load_tokenizer(path)
+        self._tokenizer = load_tokenizer(path, "reward_model.hf_path")
         self.reencoded = not same_encoding(self._tokenizer, self._policy_tokenizer)
         self._style: ChatStyle | None = None
         if self.reencoded and self._tokenizer.chat_template is not None:

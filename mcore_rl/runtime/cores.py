@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
 from mcore_rl.resolved.costs import sequence_cost
@@ -21,7 +22,7 @@ def shares_cores(config: Config) -> bool:
     asked before Ray starts."""
     if uses_cuda(config.cluster) or THREADS in os.environ:
         return False
-    return sequence_cost(policy_config(config)[0]).per_token >= SMALL
+    return sequence_cost(policy_config(ModelRole.policy(config))[0]).per_token >= SMALL
 
 
 def share_cores(peers: int) -> None:

@@ -93,14 +93,15 @@ ROLES = [("dense", {}), ("tied", {"pp": 2}), ("moe", {"ep": 2}), ("odd", {"tp": 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_critic_and_a_reward_model_hold_what_their_plan_says(directories: dict[str, str], dtype: str) -> None:
+    from mcore_rl.config.roles import ModelRole
     from mcore_rl.planner.roles import role_ranks
 
     cases = [(directories[model], layout, dtype) for model, layout in ROLES]
     held = launch(role_bytes, 2, cases)
     for index, (directory, parallel, _) in enumerate(cases):
         config = role_config(directory, parallel, dtype)
-        trained = role_ranks(config, config.critic, 2, trained=True, cuda=False)
-        frozen = role_ranks(config, config.reward_model, 2, trained=False, cuda=False)
+        trained = role_ranks(config, ModelRole.critic(config), 2, trained=True, cuda=False)
+        frozen = role_ranks(config, ModelRole.reward_model(config), 2, trained=False, cuda=False)
         planned = [(trained[rank].resident, frozen[rank].resident) for rank in range(2)]
         assert [ranks[index] for ranks in held] == planned, f"{Path(directory).name} {parallel}"
         assert all(rank.working > rank.resident for rank in (*trained, *frozen))
@@ -118,7 +119,7 @@ def role_config(directory: str, parallel: dict[str, Any], dtype: str) -> Any:
 
 def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[tuple[int, int]]:
     """Of a critic after an update, and of a frozen model of the same kind."""
-    from mcore_rl.config.rules.roles import as_actor
+    from mcore_rl.config.roles import ModelRole
     from mcore_rl.megatron.model.model import build_model
     from mcore_rl.megatron.model.value_model import ValueModel
     from mcore_rl.megatron.optim.optimizer import in_bfloat16
@@ -133,8 +134,8 @@ def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[
         batch = critic.values([share], policy_batch.chunks())
         critic.update(batch, 0, {sample: own + 1 for sample, own in batch.values.items()})
         _, *sizes = allocated(critic.model.chunks, critic.trained.optimizer)
-        view = as_actor(config, config.reward_model)
-        chunks = build_model(critic.hf_config, view.actor, view.model, critic.layout, kind=ValueModel)
+        role = ModelRole.reward_model(config)
+        chunks = build_model(critic.hf_config, role.section, role.model, critic.layout, kind=ValueModel)
         bare = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
         frozen = sum(tensor.nbytes for chunk in bare for tensor in chunk.parameters())
         found.append((sum(sizes), frozen))
@@ -144,6 +145,7 @@ def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[
 def plan_states(
     directory: str, parallel: dict[str, Any], dtype: str, actor: dict[str, Any], num_ranks: int
 ) -> list[tuple[int, ...]]:
+    from mcore_rl.config.roles import ModelRole
     from mcore_rl.megatron.model.model import DTYPES
     from mcore_rl.planner.stages import stage_parameters
     from mcore_rl.planner.state import Numerics, stage_state
@@ -152,7 +154,7 @@ def plan_states(
 
     config = policy_batch.config(directory, parallel, 64)
     vars(config.actor).update(actor)
-    hf_config, _ = policy_config(config)
+    hf_config, _ = policy_config(ModelRole.policy(config))
     layout = train_layout(config.actor.parallel, num_ranks, hf_config)
     numerics = Numerics.of(config.actor, DTYPES[dtype], fused_optimizer=False)
     states = [

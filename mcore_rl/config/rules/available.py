@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_rl.config.algorithm import is_supervised
-from mcore_rl.config.names import role_key
+from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -57,14 +57,14 @@ def missing_engine(config: Config) -> str | None:
     )
 
 
-def check_sglang_model(config: Config, hf: dict[str, Any]) -> None:
+def check_sglang_model(role: EngineRole, hf: dict[str, Any]) -> None:
     """SGLang takes every layer of Qwen3-MoE for one with experts. On CPU it gives a model that its ranks do not divide
     more heads, and wider MLPs, without a word.
 
     Raises: ConfigError for such a model.
     """
-    tp, key, engine = config.rollout.tp, role_key("rollout.tp"), role_key("rollout.engine")
-    if config.rollout.engine != "sglang":
+    tp, key, engine = role.section.tp, role.key("tp"), role.key("engine")
+    if role.section.engine != "sglang":
         return
     if hf.get("model_type") == "qwen3_moe" and (hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1):
         raise ConfigError(f"{engine}=sglang cannot run a qwen3_moe with dense layers (mlp_only_layers); set it to vllm")
@@ -115,13 +115,13 @@ def _rdt_problems(config: Config) -> list[str]:
     return [f"weights.transport={RDT} needs {key}; or set it to auto" for key, there in wanted.items() if not there]
 
 
-def check_rdt_model(config: Config, hf: dict[str, Any]) -> None:
+def check_rdt_model(transport: str, hf: dict[str, Any]) -> None:
     """vLLM's sharded_rdt takes modules that tensors fill whole, and vLLM pads a vocabulary.
 
     Raises: ConfigError for such a one.
     """
     size = int(hf.get("vocab_size", 0))
-    if config.weights.transport == RDT and size % VOCABULARY_PADDING:
+    if transport == RDT and size % VOCABULARY_PADDING:
         raise ConfigError(
             f"weights.transport={RDT} needs a vocab_size that is a multiple of {VOCABULARY_PADDING}, and the model has "
             f"{size}; set it to auto"

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mcore_rl.config.models import ActorConfig
-from mcore_rl.config.names import role_keys
 from mcore_rl.config.reward import JudgeConfig
+from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.unused import refuse_unless_default
-from mcore_rl.config.rules.validation import check_model, read_hf_config
-from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.config.rules.validation import check_engine_sizes, read_hf_config
+from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 PLACEHOLDERS = re.compile(r"\{(prompt|response|ground_truth)\}")
 NEEDED = ("prompt", "response")
-JUDGE_KEYS = {
-    "rollout": "judge",
-    "model.hf_path": "judge.hf_path",
-    "model.tokenizer_path": "judge.tokenizer_path",
-}
-"""Of a policy's keys -> of the judge, for role_keys."""
-
-
 OF_A_SERVER = ("url", "served_model", "api_key_variable", "timeout_seconds", "max_retries")
 """Keys of the section that a judge on engines of the run's own has no use for."""
 OF_ENGINES = ("engine", "dtype", "num_engines", "tp", "kv_cache_gib", "gpu_memory_fraction", "enforce_eager")
@@ -39,22 +29,6 @@ def uses_judge(config: Config) -> bool:
 def has_judge_engines(config: Config) -> bool:
     """Whether the judge runs on engines of the run's own."""
     return config.judge.hf_path is not None
-
-
-def as_policy(config: Config) -> Config:
-    """The configuration in which the judge stands where shared code looks for the model and its engines."""
-    judge, names = config.judge, {field.name for field in fields(RolloutConfig)}
-    assert judge.hf_path is not None
-    same = {field.name: getattr(judge, field.name) for field in fields(JudgeConfig) if field.name in names}
-    same["engine"] = judge.engine or config.rollout.engine
-    model = replace(
-        config.model,
-        hf_path=judge.hf_path,
-        tokenizer_path=judge.tokenizer_path,
-        dtype=judge.dtype or config.model.dtype,
-        random_init=False,
-    )
-    return replace(config, model=model, rollout=RolloutConfig(**same), actor=ActorConfig())
 
 
 def validate_judge(config: Config) -> None:
@@ -84,9 +58,8 @@ def validate_judge(config: Config) -> None:
             "set one of the two"
         )
     if has_judge_engines(config):
-        with role_keys(JUDGE_KEYS):
-            view = as_policy(config)
-            check_model(view, read_hf_config(view))
+        role = EngineRole.judge(config)
+        check_engine_sizes(role, read_hf_config(role.model, role.checkpoint), config.weights.transport)
 
 
 def template_text(judge: JudgeConfig) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mcore_rl.config.roles import ROLLOUT, KeyNames
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.receiver import RanksReceiver
@@ -39,6 +40,7 @@ class SglangEngine(SteppedEngine):
         capture_routing: bool = False,
         hosts: EngineHosts = ONE_HOST,
         decode: Decode | None = None,
+        names: KeyNames = ROLLOUT,
     ) -> None:
         super().__init__(rollout_config, captures_routing=capture_routing, decode=decode)
         if torch.cuda.is_available():  # not checked earlier: cluster.device=auto is resolved with torch
@@ -46,7 +48,7 @@ class SglangEngine(SteppedEngine):
         self._eos_token_ids = list(eos_token_ids)
         settings = RankSettings(
             model=str(model_dir),
-            overrides=engine_overrides(model_dir, load_weights=load_weights),
+            overrides=engine_overrides(model_dir, load_weights=load_weights, key=names.checkpoint),
             rank=0,
             num_ranks=rollout_config.tp,
             init_method="",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mcore_rl.config.roles import POLICY
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.hosts import EngineHosts
 from mcore_rl.weights.engine_config import engine_overrides
@@ -32,12 +33,14 @@ def set_environment(timeout_seconds: float) -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-def model_arguments(model_dir: str | Path, *, dtype: str, seed: int, load_weights: bool) -> dict[str, Any]:
+def model_arguments(
+    model_dir: str | Path, *, dtype: str, seed: int, load_weights: bool, key: str = POLICY.checkpoint
+) -> dict[str, Any]:
     """Return the EngineArgs of the model. Without `load_weights` the weights are random."""
     arguments: dict[str, Any] = {"model": str(model_dir), "dtype": dtype, "seed": seed}
     # "auto" prefers consolidated*.safetensors, if present, to the files in the index.
     arguments["load_format"] = "hf" if load_weights else "dummy"
-    arguments["hf_overrides"] = engine_overrides(model_dir, load_weights=load_weights)
+    arguments["hf_overrides"] = engine_overrides(model_dir, load_weights=load_weights, key=key)
     return arguments
 
 

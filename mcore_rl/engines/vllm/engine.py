@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from mcore_rl.config.names import role_key
+from mcore_rl.config.roles import ROLLOUT, KeyNames
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.receiver import RanksReceiver
@@ -53,6 +53,7 @@ class VllmEngine(SteppedEngine):
         hosts: EngineHosts = ONE_HOST,
         decode: Decode | None = None,
         pulls_weights: bool = False,
+        names: KeyNames = ROLLOUT,
     ) -> None:
         set_environment(timeout_seconds)
         super().__init__(rollout_config, captures_routing=capture_routing, decode=decode)
@@ -60,12 +61,12 @@ class VllmEngine(SteppedEngine):
         self._asleep: set[str] = set()
         self._routed: dict[str, list[np.ndarray]] = defaultdict(list)
         """Experts that vLLM has returned so far, by request. GPUs only."""
-        arguments = model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=load_weights)
+        arguments = model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=load_weights, key=names.checkpoint)
         if capture_routing and torch.cuda.is_available():
             arguments["enable_return_routed_experts"] = True
         if pulls_weights:
             arguments |= ray_arguments()
-        self._engine = _start(engine_arguments(rollout_config, hosts) | arguments, rollout_config)
+        self._engine = _start(engine_arguments(rollout_config, hosts) | arguments, rollout_config, names)
         self._core = self._engine.engine_core
         self._ranks = EngineRanks(self._engine, name, timeout_seconds, hosts.names[1:])
         self._ranks.call("unlink_queues")
@@ -205,7 +206,7 @@ class VllmEngine(SteppedEngine):
         return routing
 
 
-def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
+def _start(arguments: dict[str, Any], config: RolloutConfig, names: KeyNames) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -215,9 +216,9 @@ def _start(arguments: dict[str, Any], config: RolloutConfig) -> Any:
         # vLLM raises ValueError for every mistake; only the text shows that the cache is too small.
         if "cache" in str(error):
             name = "gpu_memory_fraction" if torch.cuda.is_available() else "kv_cache_gib"
-            size = f"{role_key(f'rollout.{name}')} ({getattr(config, name):g})"
+            size = f"{names.key(name)} ({getattr(config, name):g})"
             raise ConfigError(f"{size} is too small: {error}") from error
-        raise ConfigError(f"vLLM cannot run this model with this {role_key('rollout')} section: {error}") from error
+        raise ConfigError(f"vLLM cannot run this model with this {names.prefix} section: {error}") from error
 
 
 @functools.lru_cache(maxsize=256)

@@ -31,7 +31,9 @@ def random_state_object(model: RankModel) -> StateObject:
     return StateObject(_key(model), stream.getvalue())
 
 
-def restore_random_state(model: RankModel, reader: DcpReader, *, same_layout: bool, updates_done: int) -> None:
+def restore_random_state(
+    model: RankModel, reader: DcpReader, *, same_layout: bool, seed: int, updates_done: int
+) -> None:
     """The saved streams where the layout is the same, and the kind of device; else streams seeded by run.seed and the
     number of updates, so that a resumed run is repeatable and does not draw again what it drew before."""
     state = reader.read_object(_key(model)) if same_layout else None
@@ -39,7 +41,7 @@ def restore_random_state(model: RankModel, reader: DcpReader, *, same_layout: bo
     if state is not None and state["device"].shape == _get_all_rng_states()[1].shape:
         _set_all_rng_states(state["host"], state["device"], state["named"])
     else:
-        parallel.seed_streams(model.config.run.seed + _UPDATES_BETWEEN_SEEDS * updates_done)
+        parallel.seed_streams(seed + _UPDATES_BETWEEN_SEEDS * updates_done)
 
 
 def _key(model: RankModel) -> str:

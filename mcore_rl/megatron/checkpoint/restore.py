@@ -59,7 +59,7 @@ def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = 
     agree(problem)
     trained, model, reference = role.trained, role.trained.model, role.trained.reference
     check_reference_kept(directory, reader.shapes, kept_here=reference is not None)
-    check_adapters(directory, common.get("adapters"), adapter_identity(model.config.actor.lora, model.hf_config))
+    check_adapters(directory, common.get("adapters"), adapter_identity(model.role.section.lora, model.hf_config))
     trained.memory.load("params", "optimizer")
     blocks = blocks_to_load(model.chunks, trained.optimizer)
     if reference is not None:
@@ -77,6 +77,7 @@ def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = 
             model,
             reader,
             same_layout=common["layout"] == asdict(model.layout),
+            seed=trained.seed,
             updates_done=common["optimizer_updates"],
         )
     except (ConversionError, KeyError) as error:

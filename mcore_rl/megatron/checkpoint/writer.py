@@ -71,14 +71,14 @@ class CheckpointWriter:
         objects = (random_state_object(model), *extra_states(model.chunks))
         state = ShardedRankState(tuple(block.chunk for block in blocks), objects, {})
         self._files = tuple(plan_files(model.rank, state, _dtypes(blocks), MAX_FILE_BYTES))
-        self._side_files = model.config.model.hf_path, model.hf_config
+        self._side_files = model.role.model.hf_path, model.hf_config
         self._common = {
             "layout": asdict(model.layout),
-            "adapters": adapter_identity(model.config.actor.lora, model.hf_config),
+            "adapters": adapter_identity(model.role.section.lora, model.hf_config),
             "optimizer_updates": updates_done(trained.optimizer),
             "scheduler": trained.scheduler.state_dict(),
         }
-        self._dtype = model.config.model.dtype
+        self._dtype = model.role.model.dtype
 
     def write(self) -> RankReport:
         """Writes this rank's files, durably, and lets go of the tensors.

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mcore_rl.config.names import role_key
+from mcore_rl.config.roles import POLICY
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import unwrap
@@ -20,8 +20,10 @@ from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
 
 
-def load_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, layout: TrainLayout) -> None:
-    """Load this rank's slices of every tensor into the model, in place.
+def load_hf(
+    chunks: Sequence[torch.nn.Module], directory: str | Path, layout: TrainLayout, key: str = POLICY.checkpoint
+) -> None:
+    """Load this rank's slices of every tensor into the model, in place. `key` names the directory in errors.
 
     Names and shapes of model and directory must match in both directions; this is checked before any data is read.
     Multi-token-prediction tensors are skipped if the model has no such layers. Not collective: each rank reads its own
@@ -38,4 +40,4 @@ def load_hf(chunks: Sequence[torch.nn.Module], directory: str | Path, layout: Tr
             bound, _ = resolve_copies(bind(checkpoint.family.rows(config), config, dtype), checkpoint.shapes)
             load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped)
     except ConversionError as error:
-        raise ConfigError(f"{role_key('model.hf_path')}={directory}: {error}") from error
+        raise ConfigError(f"{key}={directory}: {error}") from error

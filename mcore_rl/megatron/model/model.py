@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
-from mcore_rl.config.names import role_key
+from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.config.rules.defaults import settled_dtype
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
@@ -58,6 +58,7 @@ def build_model(
     gpus_per_node: int | None = None,
     kind: type[PolicyModel] = PolicyModel,
     installed: Installed | None = None,
+    names: KeyNames = POLICY,
 ) -> list[PolicyModel]:
     """Build this rank's chunks, one per virtual pipeline stage, in the order that forward_backward_func expects.
 
@@ -71,10 +72,13 @@ def build_model(
     Raises: ConfigError for a dtype, recompute mode or model that cannot be built.
     Collective: all ranks, after parallel.initialize.
     """
-    arguments = model_arguments(hf_config)
-    check_experts(actor_config.moe, arguments.transformer)
-    implementation = choose(installed or here(), wanted(actor_config, model_config, layout, arguments, gpus_per_node))
-    config = transformer_config(arguments, actor_config, model_config, layout, implementation)
+    arguments = model_arguments(hf_config, names.checkpoint)
+    check_experts(actor_config.moe, arguments.transformer, names)
+    request = wanted(actor_config, model_config, layout, arguments, gpus_per_node, names)
+    implementation = choose(installed or here(), request)
+    config = transformer_config(arguments, actor_config, model_config, layout, implementation, names)
+    if config.normalization != "RMSNorm" and not implementation.transformer_engine:
+        raise ConfigError(f"normalization {config.normalization} needs TransformerEngine ({names.checkpoint})")
     stages = [None] if layout.vpp is None else range(layout.vpp)
     return [_build_chunk(kind, config, arguments, implementation, stage) for stage in stages]
 
@@ -85,6 +89,7 @@ def transformer_config(
     model_config: ModelConfig,
     layout: TrainLayout,
     implementation: Implementation,
+    names: KeyNames = POLICY,
 ) -> TransformerConfig:
     """Build Megatron's configuration: architecture, parallelism, and the options that the actor relies on.
 
@@ -102,7 +107,7 @@ def transformer_config(
         _parallel_arguments(layout, actor_config.parallel),
         _numeric_arguments(model_config),
         implementation.arguments(),
-        recompute_arguments(actor_config, arguments, layout, implementation),
+        recompute_arguments(actor_config, arguments, layout, implementation, names),
         _expert_arguments() if given.get("num_moe_experts") else {},
         {} if model_config.random_init else _skip_initialization(),
     )
@@ -269,8 +274,6 @@ def _finish_latent_attention(
 
 def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
     """Replace Megatron's local attention and norm, which support neither packed sequences nor sequence parallelism."""
-    if config.normalization != "RMSNorm":
-        raise ConfigError(f"normalization {config.normalization} needs TransformerEngine ({role_key('model.hf_path')})")
     spec.layer_norm = LocalRMSNorm
     for layer in spec.layer_specs:
         parts = layer.submodules

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
-from mcore_rl.config.names import role_keys
+from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron import cpu
@@ -43,8 +43,16 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
 )
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
 
-FLAGS = {f"actor.parallel.{field.name}": "--" + field.name.replace("_", "-") for field in fields(ParallelConfig)}
-"""Configuration key -> command-line flag of the converters, for error messages."""
+
+class FlagNames(KeyNames):
+    """The policy's keys, with the converters' flags for the sizes of a layout: parallel.tp is --tp."""
+
+    def key(self, name: str) -> str:
+        section, _, size = name.partition(".")
+        return "--" + size.replace("_", "-") if section == "parallel" and size in _SIZES else super().key(name)
+
+
+_SIZES = {field.name for field in fields(ParallelConfig)}
 
 
 def rank_state(
@@ -56,7 +64,7 @@ def rank_state(
     Raises: ConfigError, with the converter's flags (--tp) instead of keys, for a model that cannot be built or does not
     fit the layout; McoreRLError if this process is in a process group.
     """
-    with role_keys(FLAGS), meta_model(hf_config, layout, rank) as chunks:
+    with meta_model(hf_config, layout, rank, names=FlagNames("actor")) as chunks:
         tensors = canonical_tensors(chunks)
         entries = [entry for chunk in chunks for entry in _entries(chunk, naming)]
         return ShardedRankState(
@@ -68,7 +76,12 @@ def rank_state(
 
 @contextmanager
 def meta_model(
-    hf_config: dict[str, Any], layout: TrainLayout, rank: int, kind: type[PolicyModel] = PolicyModel
+    hf_config: dict[str, Any],
+    layout: TrainLayout,
+    rank: int,
+    kind: type[PolicyModel] = PolicyModel,
+    *,
+    names: KeyNames = POLICY,
 ) -> Iterator[list[PolicyModel]]:
     """Context with the chunks (class `kind`) of `rank` in `layout`, in bfloat16 on the meta device. Within the context,
     Megatron's parallel state is set up for `rank`.
@@ -77,12 +90,12 @@ def meta_model(
     """
     axes = {field.name for field in fields(ParallelConfig)} & {field.name for field in fields(layout)}
     sizes = {axis: getattr(layout, axis) for axis in axes}
-    layout = train_layout(ParallelConfig(**sizes), layout.world_size, hf_config)
+    layout = train_layout(ParallelConfig(**sizes), layout.world_size, hf_config, names)
     with _fake_process_group(layout, rank):
         with torch.device("meta"):
             model = ModelConfig(hf_path="", dtype="bfloat16")
             # TransformerEngine does not support the meta device; the local spec has the same keys and shapes.
-            chunks = build_model(hf_config, ActorConfig(), model, layout, kind=kind, installed=Installed())
+            chunks = build_model(hf_config, ActorConfig(), model, layout, kind=kind, installed=Installed(), names=names)
         yield chunks
 
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mcore_rl.config.names import role_key
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model.names import canonical_tensors
@@ -84,7 +83,7 @@ class ValueModel(PolicyModel):
 
 
 def load_value_model(
-    chunks: Sequence[torch.nn.Module], directory: str | Path, layout: TrainLayout, seed: int | None
+    chunks: Sequence[torch.nn.Module], directory: str | Path, layout: TrainLayout, seed: int | None, key: str
 ) -> None:
     """Load an HF classification model with one label (its head becomes the value head) or an HF causal model (the head
     is initialized with `seed`), like loading.load_hf.
@@ -104,7 +103,7 @@ def load_value_model(
             bound = bind(rows, value_model_config(checkpoint.config), dtype)
             load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped)
     except ConversionError as error:
-        raise ConfigError(f"{role_key('model.hf_path')}={directory}: {error}") from error
+        raise ConfigError(f"{key}={directory}: {error}") from error
 
 
 @torch.no_grad()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mcore_rl.config.models import ActorConfig, OptimizerSettings
-from mcore_rl.config.names import role_key
-from mcore_rl.config.schema import Config
+from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.schema import TrainerConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model.output import output_weight, unwrap
@@ -162,20 +162,20 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSe
     return optimizer
 
 
-def build_scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerParamScheduler:
+def build_scheduler(optimizer: MegatronOptimizer, role: ModelRole, num_updates: int) -> OptimizerParamScheduler:
     """Learning rate of update k = 1, 2, ...: lr k / (warmup + 1) up to lr at update warmup + 1, then constant or
-    falling towards min_lr, which update decay_steps + 1 would reach. No update has a rate of 0.
+    falling towards min_lr, which update decay_steps + 1 would reach. No update has a rate of 0. The run has
+    `num_updates` updates.
 
     Raises: ConfigError naming the key.
     """
-    settings = config.actor.optimizer
-    key = role_key("actor.optimizer")
+    settings, key = role.section.optimizer, role.key("optimizer")
     if settings.schedule not in SCHEDULES:
         raise ConfigError(f"{key}.schedule={settings.schedule} is not known. Known: {', '.join(SCHEDULES)}")
     if not 0 <= settings.min_lr <= settings.lr:
         raise ConfigError(f"{key}.min_lr={settings.min_lr} must be between 0 and {key}.lr={settings.lr}")
     warmup = settings.warmup_steps
-    decay = settings.decay_steps if settings.decay_steps is not None else updates_of_run(config)
+    decay = settings.decay_steps if settings.decay_steps is not None else num_updates
     if settings.schedule == "constant":
         decay = max(decay, warmup + 1)
     elif warmup >= decay:
@@ -198,9 +198,8 @@ def build_scheduler(optimizer: MegatronOptimizer, config: Config) -> OptimizerPa
     )
 
 
-def updates_of_run(config: Config) -> int:
-    """Optimizer updates from the first to the last step of the run."""
-    trainer = config.trainer
+def updates_of_run(trainer: TrainerConfig) -> int:
+    """Count the optimizer updates of the policy from the first to the last step of the run."""
     return trainer.steps * max(trainer.prompts_per_step // trainer.prompts_per_update, 1) * trainer.update_epochs
 
 

@@ -6,23 +6,21 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from mcore_rl.algorithms import advantage_options, estimator
-from mcore_rl.config.rules.lora import base_is_reference, uses_lora
+from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.rules.lora import base_is_reference
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.lora.weights import attach_adapters
 from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.loading import load_hf
-from mcore_rl.megatron.model.model import build_model
-from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.optim.offload import Offloader
+from mcore_rl.megatron.optim.optimizer import updates_of_run
+from mcore_rl.megatron.roles.chunks import policy_chunks
 from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_closure
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.roles.trained_model import TrainedModel
@@ -39,7 +37,6 @@ from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.topology import Topology
 from model_converters.families import family_for
-from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import TensorPlan
 from model_converters.mapping.plan import export_plan
 from model_converters.mapping.table import bind
@@ -69,10 +66,19 @@ class MegatronActor:
         spec = ModelSpec.policy(config, world_size)
         self.hf_config, self.layout = spec.hf_config, spec.layout
         if rank == 0 and spec.left_out:
-            _say_what_is_left_out(config, spec.left_out)
-        join_ranks(config, self.layout, rank, init_method)
-        self.chunks = policy_chunks(config, self.hf_config, self.layout)
-        self.trained = TrainedModel(config, self.hf_config, self.layout, rank, role="actor", chunks=self.chunks)
+            _warn_of_mtp_layers(config.model.hf_path, spec.left_out)
+        join_ranks(config.cluster, config.run.seed, self.layout, rank, init_method)
+        role = ModelRole.policy(config)
+        self.chunks = policy_chunks(role, spec, gpus_per_node=config.cluster.gpus_per_node, seed=config.run.seed)
+        self.trained = TrainedModel(
+            role,
+            self.hf_config,
+            self.layout,
+            rank,
+            chunks=self.chunks,
+            num_updates=updates_of_run(config.trainer),
+            seed=config.run.seed,
+        )
         self.model = self.trained.model
         self.ddp, self.optimizer, self.scheduler = self.trained.ddp, self.trained.optimizer, self.trained.scheduler
         self.routers, self.routing = self.model.routers, self.model.routing
@@ -374,25 +380,10 @@ class _Update:
         return torch.cat([none, *(self.chosen[sample] for sample in microbatch.samples)])
 
 
-def policy_chunks(config: Config, hf_config: dict[str, Any], layout: TrainLayout) -> list[PolicyModel]:
-    """This rank's chunks of the policy, with the weights of model.hf_path unless model.random_init, and adapters.
-
-    Raises: ConfigError.
-    Collective: all ranks, after join_ranks.
-    """
-    nodes = config.cluster.gpus_per_node
-    chunks = build_model(hf_config, config.actor, config.model, layout, gpus_per_node=nodes)
-    if not config.model.random_init:
-        load_hf(chunks, config.model.hf_path, layout)
-    if uses_lora(config.actor):
-        attach_adapters(chunks, config.actor.lora, hf_config, layout, seed=config.run.seed)
-    return chunks
-
-
-def _say_what_is_left_out(config: Config, mtp_layers: int) -> None:
+def _warn_of_mtp_layers(hf_path: str, mtp_layers: int) -> None:
     logger.warning(
         "model.hf_path=%s: multi-token prediction (num_nextn_predict_layers %d) is not trained; its tensors are "
         "left out of training, checkpoints and exports. actor.mtp_loss_coefficient above 0 trains it",
-        config.model.hf_path,
+        hf_path,
         mtp_layers,
     )

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from mcore_rl.algorithms.value_loss import compute_value_loss
-from mcore_rl.config.names import role_keys
-from mcore_rl.config.rules.roles import as_actor, keys_of
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.model import build_model
-from mcore_rl.megatron.model.output import PolicyModel
-from mcore_rl.megatron.model.value_model import ValueModel, initialize_head, load_value_model
+from mcore_rl.megatron.model.value_model import initialize_head, load_value_model
+from mcore_rl.megatron.optim.optimizer import updates_of_run
+from mcore_rl.megatron.roles.chunks import value_chunks
 from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_closure
 from mcore_rl.megatron.roles.trained_model import TrainedModel
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
@@ -26,7 +24,6 @@ from mcore_rl.megatron.step.rank_batch import ValuedBatch
 from mcore_rl.megatron.step.values import whole_values
 from mcore_rl.resolved.model import ModelSpec
 from mcore_rl.types import Metric, RankShare, TrajectoryBuffers
-from model_converters.mapping.layout import TrainLayout
 
 
 class MegatronCritic:
@@ -45,13 +42,19 @@ class MegatronCritic:
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         self.rank, self.world_size = rank, world_size
         self.clip_range, self.update_epochs = config.critic.clip_range, config.critic.update_epochs
-        with role_keys(keys_of(config.critic)):
-            self.config = as_actor(config, config.critic)
-            spec = ModelSpec.value_model(self.config, world_size)
-            self.hf_config, self.layout = spec.hf_config, spec.layout
-            join_ranks(self.config, self.layout, rank, init_method)
-            chunks = value_chunks(self.config, self.hf_config, self.layout)
-            self.trained = TrainedModel(self.config, self.hf_config, self.layout, rank, role="critic", chunks=chunks)
+        role, seed = ModelRole.critic(config), config.run.seed
+        spec = ModelSpec.value_model(role, world_size)
+        self.hf_config, self.layout = spec.hf_config, spec.layout
+        join_ranks(config.cluster, seed, self.layout, rank, init_method)
+        chunks = value_chunks(role, spec, gpus_per_node=config.cluster.gpus_per_node)
+        if role.model.random_init:
+            initialize_head(chunks, seed)
+        else:
+            load_value_model(chunks, role.model.hf_path, self.layout, seed, role.checkpoint)
+        num_updates = updates_of_run(config.trainer) * self.update_epochs
+        self.trained = TrainedModel(
+            role, self.hf_config, self.layout, rank, chunks=chunks, num_updates=num_updates, seed=seed
+        )
         self.model = self.trained.model
 
     def values(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> ValuedBatch:
@@ -138,18 +141,3 @@ class MegatronCritic:
             return loss, MicroBatchReport(float(loss.detach()), metrics, non_finite_samples(batch, suspects))
 
         return loss_closure(evaluate)
-
-
-def value_chunks(config: Config, hf_config: dict[str, Any], layout: TrainLayout) -> list[PolicyModel]:
-    """This rank's chunks of a value model with the weights of model.hf_path, unless model.random_init.
-
-    Raises: ConfigError.
-    Collective: all ranks, after join_ranks.
-    """
-    nodes, seed = config.cluster.gpus_per_node, config.run.seed
-    chunks = build_model(hf_config, config.actor, config.model, layout, gpus_per_node=nodes, kind=ValueModel)
-    if config.model.random_init:
-        initialize_head(chunks, seed)
-    else:
-        load_value_model(chunks, config.model.hf_path, layout, seed)
-    return chunks

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
@@ -32,13 +33,13 @@ the pass is to return for the micro-batch."""
 _CPU = torch.device("cpu")
 
 
-def join_ranks(config: Config, layout: TrainLayout, rank: int, init_method: str | None) -> None:
+def join_ranks(cluster: ClusterConfig, seed: int, layout: TrainLayout, rank: int, init_method: str | None) -> None:
     """Makes this process a rank of `layout`. `init_method` is tcp://host:port of the process group to join; None: the
     process is in one already.
 
     Collective: all ranks.
     """
-    timeout_seconds, seed = config.cluster.collective_timeout_seconds, config.run.seed
+    timeout_seconds = cluster.collective_timeout_seconds
     if init_method is None:
         parallel.initialize_groups(layout, timeout_seconds=timeout_seconds, seed=seed)
         return
@@ -65,17 +66,17 @@ class RankModel:
 
     def __init__(
         self,
-        config: Config,
+        role: ModelRole,
         hf_config: dict[str, Any],
         layout: TrainLayout,
         rank: int,
         *,
-        role: str,
+        name: str,
         chunks: list[PolicyModel],
         modules: list[Any],
     ) -> None:
-        self.role = role
-        self.config, self.hf_config, self.layout, self.rank = config, hf_config, layout, rank
+        self.role, self.name = role, name
+        self.hf_config, self.layout, self.rank = hf_config, layout, rank
         self.chunks, self.modules = chunks, modules
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         place = layout.coordinates(rank)
@@ -84,7 +85,7 @@ class RankModel:
         self.group = parallel_state.get_tensor_model_parallel_group() if layout.tp > 1 else None
         self.context = _context_part(layout)
         counts = place.tp == place.cp == place.dp == 0
-        self.routers = Routers(modules, config.actor.moe, counts=counts, role=role)
+        self.routers = Routers(modules, role.section.moe, counts=counts, role=name)
         model = chunks[0].config
         self.routing = RoutingStore(
             self.routers.layers,
@@ -94,15 +95,15 @@ class RankModel:
             context=self.context,
         )
         self.packing = Packing(
-            tokens=config.actor.tokens_per_microbatch,
+            tokens=role.section.tokens_per_microbatch,
             cost=sequence_cost(hf_config),
-            row_multiple=layout.tp * row_multiple(config.actor.fp8),
+            row_multiple=layout.tp * row_multiple(role.section.fp8),
             count_multiple=layout.pp if layout.vpp else 1,
             group=parallel_state.get_data_parallel_group() if layout.dp > 1 else None,
             device=self.device,
             context=self.context,
         )
-        self._forward_options = {"fp32_output": False} if config.model.dtype == "bfloat16" else {}
+        self._forward_options = {"fp32_output": False} if role.model.dtype == "bfloat16" else {}
 
     def microbatches(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> list[MicroBatch]:
         """The share, cut for this model; as build_microbatches."""
@@ -159,7 +160,7 @@ class RankModel:
             model=self.modules if len(self.modules) > 1 else self.modules[0],
             num_microbatches=len(batches),
             # Only first guesses: with variable_seq_lengths the stages tell each other the real shapes.
-            seq_length=self.config.actor.tokens_per_microbatch,
+            seq_length=self.role.section.tokens_per_microbatch,
             micro_batch_size=1,
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,

@@ -11,7 +11,7 @@ import torch
 
 from mcore_rl.algorithms import kl_penalty
 from mcore_rl.config.models import OffloadConfig
-from mcore_rl.config.names import role_keys
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.lora.adapters import base_only
 from mcore_rl.megatron.model.context import ContextPart
@@ -55,12 +55,12 @@ class FrozenPolicy:
         weights = replace(config.model, random_init=False)
         chunks = build_model(hf_config, config.actor, weights, layout, gpus_per_node=config.cluster.gpus_per_node)
         if path is not None:
-            with role_keys({"model.hf_path": "reference.hf_path"}):
-                load_hf(chunks, path, layout)
+            load_hf(chunks, path, layout, "reference.hf_path")
         modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
         for module in modules:
             module.requires_grad_(False)
-        self.model = RankModel(config, hf_config, layout, rank, role="reference", chunks=chunks, modules=modules)
+        role = ModelRole.policy(config)
+        self.model = RankModel(role, hf_config, layout, rank, name="reference", chunks=chunks, modules=modules)
         self.memory = Offloader(modules, None, OffloadConfig(params=section.offload))
         if path is None:
             self.copy_from(policy)

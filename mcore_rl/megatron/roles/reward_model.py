@@ -8,14 +8,13 @@ import numpy as np
 import torch
 
 from mcore_rl.config.models import OffloadConfig
-from mcore_rl.config.names import role_keys
-from mcore_rl.config.rules.roles import as_actor, keys_of
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.model import build_model
-from mcore_rl.megatron.model.value_model import ValueModel, load_value_model
+from mcore_rl.megatron.model.value_model import load_value_model
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.optim.optimizer import in_bfloat16
+from mcore_rl.megatron.roles.chunks import value_chunks
 from mcore_rl.megatron.roles.rank_model import RankModel, join_ranks
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.values import whole_values
@@ -34,23 +33,17 @@ class MegatronRewardModel:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
-        section = config.reward_model
-        self.rank = rank
-        with role_keys(keys_of(section)):
-            view = as_actor(config, section)
-            spec = ModelSpec.value_model(view, world_size)
-            hf_config, self.layout = spec.hf_config, spec.layout
-            join_ranks(view, self.layout, rank, init_method)
-            nodes = config.cluster.gpus_per_node
-            chunks = build_model(hf_config, section, view.model, self.layout, gpus_per_node=nodes, kind=ValueModel)
-            load_value_model(chunks, view.model.hf_path, self.layout, seed=None)
-            modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
-            for module in modules:
-                module.requires_grad_(False)
-            self.model = RankModel(
-                view, hf_config, self.layout, rank, role="reward_model", chunks=chunks, modules=modules
-            )
-        self.memory = Offloader(modules, None, OffloadConfig(params=section.offload.params))
+        self.rank, role = rank, ModelRole.reward_model(config)
+        spec = ModelSpec.value_model(role, world_size)
+        hf_config, self.layout = spec.hf_config, spec.layout
+        join_ranks(config.cluster, config.run.seed, self.layout, rank, init_method)
+        chunks = value_chunks(role, spec, gpus_per_node=config.cluster.gpus_per_node)
+        load_value_model(chunks, role.model.hf_path, self.layout, seed=None, key=role.checkpoint)
+        modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
+        for module in modules:
+            module.requires_grad_(False)
+        self.model = RankModel(role, hf_config, self.layout, rank, name=role.prefix, chunks=chunks, modules=modules)
+        self.memory = Offloader(modules, None, OffloadConfig(params=role.section.offload.params))
         self.memory.offload()
         self._padding_id: int | None = hf_config.get("pad_token_id")
 

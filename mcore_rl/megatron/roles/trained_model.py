@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.lora.weights import merged_tensors
 from mcore_rl.megatron.model.output import PolicyModel
@@ -49,23 +49,25 @@ class TrainedModel:
 
     def __init__(
         self,
-        config: Config,
+        role: ModelRole,
         hf_config: dict[str, Any],
         layout: TrainLayout,
         rank: int,
         *,
-        role: str,
         chunks: list[PolicyModel],
+        num_updates: int,
+        seed: int,
     ) -> None:
-        self.ddp = wrap_chunks(chunks, config.actor)
-        if config.model.random_init:
+        self.seed = seed
+        self.ddp = wrap_chunks(chunks, role.section)
+        if role.model.random_init:
             for chunk in self.ddp:
                 chunk.broadcast_params()
-        self.model = RankModel(config, hf_config, layout, rank, role=role, chunks=chunks, modules=self.ddp)
+        self.model = RankModel(role, hf_config, layout, rank, name=role.prefix, chunks=chunks, modules=self.ddp)
         gather_parameters(self.ddp)
-        self.optimizer = build_optimizer(self.ddp, config.actor.optimizer)
-        self.scheduler = build_scheduler(self.optimizer, config)
-        self.memory = Offloader(self.ddp, self.optimizer, config.actor.offload)
+        self.optimizer = build_optimizer(self.ddp, role.section.optimizer)
+        self.scheduler = build_scheduler(self.optimizer, role, num_updates)
+        self.memory = Offloader(self.ddp, self.optimizer, role.section.offload)
         self.reference: FrozenPolicy | None = None
 
     def accumulate_gradients(
@@ -87,7 +89,7 @@ class TrainedModel:
         Raises: NonFiniteError on every rank, naming the samples.
         """
         # An overlapped reduction is under way before the end of the pass says on which ranks the sum is wanted.
-        assert not (on_every_replica and self.model.config.actor.overlap_grad_reduce)
+        assert not (on_every_replica and self.model.role.section.overlap_grad_reduce)
         self.memory.load("params", "grads", "optimizer")
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
@@ -111,17 +113,17 @@ class TrainedModel:
         assert successful, f"update {update_index}: the optimizer skipped its step"
         self.scheduler.step(1)
         metrics: dict[str, Metric] = dict(self.model.routers.finish_update())
-        metrics |= {f"{model.role}/grad_norm_{kind}": norm for kind, norm in norms.items()}
+        metrics |= {f"{model.name}/grad_norm_{kind}": norm for kind, norm in norms.items()}
         if model.counts_tokens:
             metrics |= merge_metrics([report.metrics for report in reports])
             loss = sum(report.loss for report in reports)
-            metrics[f"{model.role}/loss"] = Mean(loss, 1 if model.speaks_for_all else 0)
-            metrics[f"{model.role}/trained_tokens"] = Total(sum(len(batch.targets) for batch in batches))
-            metrics[f"{model.role}/tokens"] = Total(sum(len(batch.tokens) for batch in batches))
+            metrics[f"{model.name}/loss"] = Mean(loss, 1 if model.speaks_for_all else 0)
+            metrics[f"{model.name}/trained_tokens"] = Total(sum(len(batch.targets) for batch in batches))
+            metrics[f"{model.name}/tokens"] = Total(sum(len(batch.tokens) for batch in batches))
         if model.speaks_for_all:
-            metrics[f"{model.role}/grad_norm"] = Mean(float(grad_norm), 1)
-            metrics[f"{model.role}/lr"] = Mean(rate, 1)
-            metrics[f"{model.role}/microbatches"] = Mean(len(batches), 1)
+            metrics[f"{model.name}/grad_norm"] = Mean(float(grad_norm), 1)
+            metrics[f"{model.name}/lr"] = Mean(rate, 1)
+            metrics[f"{model.name}/microbatches"] = Mean(len(batches), 1)
         return metrics
 
     def gather_parameters(self) -> None:

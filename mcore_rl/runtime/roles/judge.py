@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from mcore_rl.config.names import role_keys
 from mcore_rl.config.reward import JudgeConfig
-from mcore_rl.config.rules.judge import JUDGE_KEYS, as_policy, server_key, template_text
+from mcore_rl.config.roles import EngineRole
+from mcore_rl.config.rules.judge import server_key, template_text
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.data.transcripts import PromptSource
@@ -140,18 +140,19 @@ def _server(config: Config, key: str | None) -> ServerAnswerer:
 
 def _engine(config: Config, name: str) -> EngineAnswerer:
     """On judge.hf_path with its weights, which stay as they are; it sleeps."""
-    view = as_policy(config)
-    with role_keys(JUDGE_KEYS):
-        tokenizer = load_tokenizer(view.model.tokenizer_path or view.model.hf_path)
-        engine = engine_class(view.rollout.engine)(
-            view.model.hf_path,
-            view.rollout,
-            dtype=view.model.dtype,
-            eos_token_ids=eos_token_ids(tokenizer, view.model.hf_path),
-            seed=config.run.seed,
-            name=name,
-            timeout_seconds=config.cluster.collective_timeout_seconds,
-        )
+    role = EngineRole.judge(config)
+    hf_path = role.model.hf_path
+    tokenizer = load_tokenizer(role.model.tokenizer_path or hf_path, role.tokenizer)
+    engine = engine_class(role.section.engine)(
+        hf_path,
+        role.section,
+        dtype=role.model.dtype,
+        eos_token_ids=eos_token_ids(tokenizer, hf_path, role.tokenizer),
+        seed=config.run.seed,
+        name=name,
+        timeout_seconds=config.cluster.collective_timeout_seconds,
+        names=role,
+    )
     engine.sleep(keep_weights=True)
     return EngineAnswerer(engine, JudgePrompts(tokenizer, template_text(config.judge)), tokenizer, config.judge)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.available import (
     RDT,
     SGLANG_PYTHON,
@@ -110,11 +111,11 @@ def test_vllm_rdt_is_for_gpus_of_engines_beside_those_of_trainer_ranks(monkeypat
     with pytest.raises(
         ConfigError, match=r"vllm_rdt needs a vocab_size that is a multiple of 64, and the model has 97"
     ):
-        check_rdt_model(config, {"vocab_size": 97})
-    check_rdt_model(config, {"vocab_size": 128})
+        check_rdt_model(config.weights.transport, {"vocab_size": 97})
+    check_rdt_model(config.weights.transport, {"vocab_size": 128})
     assert (RDT, VOCABULARY_PADDING) == (VLLM_RDT, needs.VOCABULARY_PADDING)
     config.weights.transport = "auto"
-    check_rdt_model(config, {"vocab_size": 97})
+    check_rdt_model(config.weights.transport, {"vocab_size": 97})
     assert missing_nixl(config) is None
 
 
@@ -142,9 +143,9 @@ def test_a_model_that_sglang_would_silently_make_another_of_is_refused(
     config = Config()
     config.rollout.engine, config.rollout.tp = "sglang", tp
     with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
-        check_sglang_model(config, DIVIDED | changes)
+        check_sglang_model(EngineRole.rollout(config), DIVIDED | changes)
     config.rollout.engine = "vllm"
-    check_sglang_model(config, DIVIDED | changes)
+    check_sglang_model(EngineRole.rollout(config), DIVIDED | changes)
 
 
 def test_a_judges_engine_that_is_not_here_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import load_config, validate
-from mcore_rl.config.rules.judge import as_policy, server_key, template_text, validate_judge
+from mcore_rl.config.roles import EngineRole
+from mcore_rl.config.rules.judge import server_key, template_text, validate_judge
 from mcore_rl.errors import ConfigError
 
 HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
@@ -108,9 +109,9 @@ def test_a_servers_key_is_in_the_environment_and_nowhere_else(base: str, monkeyp
 
 
 def test_a_judges_engine_is_the_rollouts_unless_it_has_one(base: str, judge: str) -> None:
-    assert as_policy(load_config(base, [judge, GOOD, "rollout.engine=sglang"])).rollout.engine == "sglang"
+    assert EngineRole.judge(load_config(base, [judge, GOOD, "rollout.engine=sglang"])).section.engine == "sglang"
     of_its_own = [judge, GOOD, "rollout.engine=sglang", "judge.engine=vllm"]
-    assert as_policy(load_config(base, of_its_own)).rollout.engine == "vllm"
+    assert EngineRole.judge(load_config(base, of_its_own)).section.engine == "vllm"
 
 
 @pytest.mark.parametrize("override", ["judge.weight=2", "judge.tp=2", GOOD, "judge.score_pattern='(x)'"])
@@ -132,14 +133,14 @@ def test_the_template_may_be_a_file(base: str, judge: str, tmp_path: Path) -> No
     assert template_text(config.judge) == config.judge.template
 
 
-def test_shared_code_sees_the_judge_where_it_looks_for_the_model_and_its_engines(base: str, judge: str) -> None:
+def test_judge_role_has_judge_values_in_section_and_model(base: str, judge: str) -> None:
     given = ["judge.tp=2", "judge.max_prompt_tokens=99", "judge.kv_cache_gib=3", "judge.temperature=0.5"]
     config = load_config(base, [judge, GOOD, *given, "model.random_init=true", "model.tokenizer_path=/policy"])
-    view = as_policy(config)
-    assert (view.rollout.tp, view.rollout.max_prompt_tokens, view.rollout.kv_cache_gib) == (2, 99, 3)
-    assert view.rollout.temperature == 0.5
-    assert (view.model.hf_path, view.model.tokenizer_path) == (config.judge.hf_path, None)
-    assert (view.model.dtype, view.model.random_init) == ("auto", False)
+    role = EngineRole.judge(config)
+    assert (role.section.tp, role.section.max_prompt_tokens, role.section.kv_cache_gib) == (2, 99, 3)
+    assert role.section.temperature == 0.5
+    assert (role.model.hf_path, role.model.tokenizer_path) == (config.judge.hf_path, None)
+    assert (role.model.dtype, role.model.random_init) == ("auto", False)
     config.judge.dtype = "bfloat16"
-    assert as_policy(config).model.dtype == "bfloat16"
+    assert EngineRole.judge(config).model.dtype == "bfloat16"
     assert (config.rollout.tp, config.model.dtype, config.model.tokenizer_path) == (1, "auto", "/policy")

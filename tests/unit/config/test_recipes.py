@@ -164,7 +164,7 @@ def updates_per_step(config: Config) -> int:
 def test_every_recipe_is_valid_and_its_layout_fits_its_model(name: str) -> None:
     config = recipe(name)
     validate(config)
-    layout = train_layout(config.actor.parallel, num_trainer_ranks(config), read_hf_config(config))
+    layout = train_layout(config.actor.parallel, num_trainer_ranks(config), read_hf_config(config.model))
     nodes, slots = config.cluster.nodes, config.cluster.gpus_per_node
     apart = config.rollout.num_engines * config.rollout.tp if config.cluster.placement == "disaggregated" else 0
     assert layout.world_size + apart == nodes * slots

@@ -1,4 +1,4 @@
-"""The critic is checked as the actor is, and told of its own keys."""
+"""Roles: checks of the critic and the keys that errors name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import load_config, validate
-from mcore_rl.config.rules.roles import as_actor
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.validation import validate_critic
 from mcore_rl.errors import ConfigError
 
@@ -42,16 +42,14 @@ def test_ranks_of_a_critic_are_those_of_the_policy_also_where_it_leaves_slots_fr
         validate_critic(load_config(base, [*slots, "critic.num_ranks=3"]))
 
 
-def test_shared_code_sees_the_critic_and_its_checkpoint_where_it_looks_for_the_actor(base: str) -> None:
+def test_critic_role_has_its_own_section_checkpoint_and_keys(base: str) -> None:
     config = load_config(base, ["critic.recompute=full", "model.dtype=bfloat16"])
-    view = as_actor(config, config.critic)
-    assert (view.actor.recompute, view.model.hf_path) == ("full", config.model.hf_path)
-    assert view.trainer == config.trainer
-    config.trainer.update_epochs, config.critic.update_epochs = 2, 3
-    assert as_actor(config, config.critic).trainer.update_epochs == 6  # its schedule counts all of them
+    role = ModelRole.critic(config)
+    assert (role.section, role.model, role.checkpoint) == (config.critic, config.model, "model.hf_path")
     config.critic.hf_path = "/elsewhere"
-    view = as_actor(config, config.critic)
-    assert (view.model.hf_path, view.model.dtype) == ("/elsewhere", "bfloat16")
+    role = ModelRole.critic(config)
+    assert (role.model.hf_path, role.model.dtype, role.checkpoint) == ("/elsewhere", "bfloat16", "critic.hf_path")
+    assert role.key("parallel.tp") == "critic.parallel.tp"
     assert config.model.hf_path != "/elsewhere"
 
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.config import Config
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.preparation.models import check_weights
 from tests.tiny_models import add_mtp_layer, write_tiny_model
 
 
-def config_of(directory: Path, mtp: float = 0.0) -> Config:
-    view = SimpleNamespace(
-        model=SimpleNamespace(hf_path=str(directory), random_init=False),
-        actor=SimpleNamespace(mtp_loss_coefficient=mtp),
-    )
-    return cast(Config, view)
+def role_of(directory: Path, mtp: float = 0.0) -> ModelRole:
+    section = ActorConfig(mtp_loss_coefficient=mtp)
+    return ModelRole("actor", section=section, model=ModelConfig(hf_path=str(directory)))
 
 
 @pytest.fixture(scope="module")
@@ -68,22 +65,22 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", REJECTED)
 def test_check_weights_rejects_before_the_start(case: str, model: Path) -> None:
-    assert check_weights(config_of(model, mtp=0.1)) > 0
+    assert check_weights(role_of(model, mtp=0.1)) > 0
     damage, message = REJECTED[case]
     damage(model)
     with pytest.raises(ConfigError, match=rf"model\.hf_path=.*{message}"):
-        check_weights(config_of(model, mtp=0.1))
+        check_weights(role_of(model, mtp=0.1))
 
 
 def test_check_weights_without_mtp_ignores_its_copies(model: Path) -> None:
     change(model, "model.layers.4.embed_tokens.weight")
-    assert check_weights(config_of(model)) > 0
+    assert check_weights(role_of(model)) > 0
 
 
 def test_check_weights_names_harmless_files(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     add_file(model, 0)
     (model / "pytorch_model.bin").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
-        check_weights(config_of(model, mtp=0.1))
+        check_weights(role_of(model, mtp=0.1))
     assert "more.safetensors holds copies of listed tensors and is not read" in caplog.text
     assert "pytorch_model.bin is not read" in caplog.text

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.names import role_keys
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.attention import Heads, pick
 from mcore_rl.resolved.installed import Installed
@@ -55,8 +54,8 @@ def test_rows_that_nothing_takes_are_refused_with_every_reason(installed: Instal
 def test_float32_is_refused_by_its_key_in_every_role() -> None:
     with pytest.raises(ConfigError, match=r"model\.dtype=float32: .*set model\.dtype=bfloat16"):
         pick(HOPPER, "float32", Heads(128, 128))
-    with role_keys({"model.hf_path": "critic.hf_path"}), pytest.raises(ConfigError, match=r"critic\.hf_path: no atte"):
-        pick(HOPPER, "bfloat16", Heads(4, 4))
+    with pytest.raises(ConfigError, match=r"critic\.hf_path: no atte"):
+        pick(HOPPER, "bfloat16", Heads(4, 4), "critic.hf_path")
 
 
 def test_a_build_with_a_name_of_its_own_comes_after_its_release() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import Config, load_config
-from mcore_rl.config.names import role_keys
-from mcore_rl.config.rules.roles import as_actor, keys_of
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.installed import Installed, planned_machine
 from mcore_rl.resolved.model import ModelSpec, policy_config
@@ -45,12 +44,12 @@ def test_layers_without_a_loss_are_left_out_and_counted(config: Config) -> None:
 def test_layers_that_are_not_there_have_no_loss(tmp_path: Path) -> None:
     config = _config(tmp_path, "llama", ("actor.mtp_loss_coefficient=0.1",))
     with pytest.raises(ConfigError, match=r"^actor\.mtp_loss_coefficient=0\.1, but model\.hf_path=.* set .* to 0$"):
-        policy_config(config)
+        policy_config(ModelRole.policy(config))
 
 
 def test_a_value_model_has_neither_those_layers_nor_tied_embeddings(tmp_path: Path) -> None:
     config = _config(tmp_path, "deepseek_v3", tie_word_embeddings=True)
-    spec = ModelSpec.value_model(as_actor(config, config.critic), 1)
+    spec = ModelSpec.value_model(ModelRole.critic(config), 1)
     assert (spec.arguments.mtp_num_layers, spec.arguments.tied_embeddings) == (0, False)
 
 
@@ -58,11 +57,10 @@ def test_a_value_model_has_neither_those_layers_nor_tied_embeddings(tmp_path: Pa
 def test_a_config_json_that_no_family_reads_names_the_roles_key(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = _config(tmp_path, "deepseek_v3", **changes)
     config.critic.hf_path = config.model.hf_path
-    view = as_actor(config, config.critic)
     with pytest.raises(ConfigError, match=r"^model\.hf_path=/"):
         ModelSpec.policy(config)
-    with role_keys(keys_of(config.critic)), pytest.raises(ConfigError, match=r"^critic\.hf_path=/"):
-        ModelSpec.value_model(view, 1)
+    with pytest.raises(ConfigError, match=r"^critic\.hf_path=/"):
+        ModelSpec.value_model(ModelRole.critic(config), 1)
 
 
 def test_settings_for_experts_of_a_dense_model_are_refused_wherever_it_is_asked_for(tmp_path: Path) -> None:
@@ -73,8 +71,9 @@ def test_settings_for_experts_of_a_dense_model_are_refused_wherever_it_is_asked_
 
 def test_what_a_machine_lacks_is_refused_and_a_planned_one_has_it(config: Config) -> None:
     spec = ModelSpec.policy(config)
-    wants = replace(config, actor=replace(config.actor, recompute="selective", recompute_modules=["moe_act"]))
+    role, nodes = ModelRole.policy(config), config.cluster.gpus_per_node
+    wants = replace(role, section=replace(config.actor, recompute="selective", recompute_modules=["moe_act"]))
     with pytest.raises(ConfigError, match="needs grouped GEMM"):
-        spec.implementation(wants, CPU)
-    assert spec.implementation(wants, planned_machine(cuda=True)).transformer_engine
-    assert not spec.implementation(config, planned_machine(cuda=False)).transformer_engine
+        spec.implementation(wants, nodes, CPU)
+    assert spec.implementation(wants, nodes, planned_machine(cuda=True)).transformer_engine
+    assert not spec.implementation(role, nodes, planned_machine(cuda=False)).transformer_engine
