@@ -1,4 +1,4 @@
-"""Weight knowledge: how HF checkpoints and megatron-core models name, fuse and divide the same tensors.
+"""Conversion of weights between Hugging Face checkpoints and Megatron-Core models: names, fusion and sharding.
 
-Imports torch and safetensors' file format only; nothing of mcore_rl.
+The package imports torch only. Conversion and logit comparison also import mcore_rl.megatron, inside functions.
 """

@@ -1,4 +1,4 @@
-"""The table of supported families, from what the families say of themselves."""
+"""Tables of supported and rejected families, generated from each family's Description."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
 
 def as_lines() -> Iterator[str]:
-    """For a terminal: one line per family, what it covers and refuses below it."""
+    """Yield the catalogue as text: one line per family, followed by the features it supports and rejects."""
     width = max(map(len, [*FAMILIES, *REFUSED]))
     for model_type, family in sorted(FAMILIES.items()):
         about = family.description
@@ -29,7 +29,7 @@ def as_lines() -> Iterator[str]:
 
 
 def as_markdown() -> str:
-    """Two tables: the supported families, and those that are known and refused."""
+    """Return two Markdown tables: supported families, and known families that are rejected."""
     supported = [
         (f"`{name}`", about.models, about.covers, ", ".join(f"`{field}`" for field in _refused(about)), about.vllm_cpu)
         for name, about in ((name, family.description) for name, family in sorted(FAMILIES.items()))
@@ -45,9 +45,9 @@ def as_markdown() -> str:
 
 
 def write_between_markers(path: Path) -> None:
-    """Puts the Markdown tables between the two marker lines of a page.
+    """Replace the text between the two marker lines of a page by the Markdown tables.
 
-    Raises: ConversionError when the page cannot be read or lacks the markers.
+    Raises: ConversionError if the page cannot be read or lacks the markers.
     """
     try:
         page = path.read_text(encoding="utf-8")

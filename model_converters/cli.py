@@ -1,4 +1,4 @@
-"""`python -m model_converters`: verbs only; each prints its result, or one clear message and exit code 2."""
+"""Command line of the converters: `python -m model_converters COMMAND`. Bad input prints one message; exit code 2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from model_converters.table_output import as_json, as_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 a difference that verify found, 2 bad input, 130 interrupted."""
+    """Run one command. Returns the exit code: 0 done, 1 verify found a difference, 2 bad input, 130 interrupted."""
     parsed = build_parser().parse_args(arguments)
     verb: Callable[[argparse.Namespace], int] = parsed.verb
     try:
@@ -37,26 +37,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; python would complain once more when it flushes stdout.
+        # `head` or `less` closed the pipe. Redirect stdout, or Python reports the error again when it flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """One sub-command per verb; a verb is a function of the parsed arguments that returns the exit code."""
+    """Build the parser. Each subcommand sets `verb`, a function from the parsed arguments to the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m model_converters", description="Converts weights between HF and megatron-core."
+        prog="python -m model_converters", description="Convert weights between Hugging Face and Megatron-Core."
     )
-    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
-    show = verbs.add_parser("show", help="print the bound weight table: every row, its ranks and slices")
-    show.add_argument("--config", type=_path, required=True, help="config.json, or the HF directory that holds it")
-    show.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    show = verbs.add_parser("show", help="print the bound weight table: every row with its ranks and slices")
+    show.add_argument("--config", type=_path, required=True, help="config.json, or the HF directory that contains it")
+    show.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     show.add_argument("--drop-mtp", action="store_true", help=_DROP_MTP)
     add_layout_flags(show)
     show.set_defaults(verb=show_verb)
-    families = verbs.add_parser("families", help="list the model families: what is covered, what is refused")
-    families.add_argument("--markdown", action="store_true", help="as Markdown tables")
-    families.add_argument("--into", type=_path, metavar="PAGE", help="write the tables between the markers of a page")
+    families = verbs.add_parser("families", help="list supported and rejected model families")
+    families.add_argument("--markdown", action="store_true", help="print Markdown tables")
+    families.add_argument(
+        "--into", type=_path, metavar="PAGE", help="write the tables into a Markdown page, between its two markers"
+    )
     families.set_defaults(verb=families_verb)
     _add_to_mcore(verbs)
     _add_to_hf(verbs)
@@ -65,45 +67,51 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_to_mcore(verbs: Any) -> None:
-    verb = verbs.add_parser("to-mcore", help="HF directory -> megatron-core distributed checkpoint")
+    verb = verbs.add_parser("to-mcore", help="convert an HF directory to a Megatron-Core distributed checkpoint")
     verb.add_argument("--hf", type=_path, required=True, metavar="DIR", help="HF directory: config.json, safetensors")
-    verb.add_argument("--out", type=_path, required=True, metavar="DIR", help="the checkpoint; must not exist")
+    verb.add_argument("--out", type=_path, required=True, metavar="DIR", help="checkpoint to write; must not exist")
     verb.add_argument("--lora", type=_path, metavar="DIR", help="PEFT adapter to merge into the weights")
     _add_mtp_flags(verb)
-    verb.add_argument("--max-file-gib", type=_positive, default=2.0, metavar="X", help="size of its files (default 2)")
+    verb.add_argument("--max-file-gib", type=_positive, default=2.0, metavar="X", help="maximum file size (default 2)")
     verb.add_argument(
         "--logits",
         choices=get_args(Compare),
         default="auto",
-        help="run both models in float32 on a few random tokens (default auto: where they fit in memory, up to "
-        f"{COMPARED_PARAMETERS // 10**9} billion parameters); if they differ, nothing is written",
+        help="compare the logits of both models in float32 on a few random tokens; nothing is written if they differ "
+        f"(default auto: up to {COMPARED_PARAMETERS // 10**9} billion parameters and if both models fit in memory)",
     )
     add_layout_flags(verb)
     verb.set_defaults(verb=to_mcore_verb)
 
 
 def _add_to_hf(verbs: Any) -> None:
-    verb = verbs.add_parser("to-hf", help="distributed checkpoint of any layout -> HF directory")
-    verb.add_argument("--ckpt", type=_path, required=True, metavar="DIR", help="the directory that holds .metadata")
-    verb.add_argument("--out", type=_path, required=True, metavar="DIR", help="the HF directory; must not exist")
-    verb.add_argument("--hf", type=_path, metavar="DIR", help="config.json and tokenizer (default: the checkpoint's)")
-    verb.add_argument("--fp8", action="store_true", help="weights of linear layers in FP8, 128 x 128 blocks")
-    verb.add_argument("--max-shard-gib", type=_positive, default=5.0, metavar="X", help="size of its files (default 5)")
+    verb = verbs.add_parser("to-hf", help="convert a distributed checkpoint of any layout to an HF directory")
+    verb.add_argument("--ckpt", type=_path, required=True, metavar="DIR", help="directory that contains .metadata")
+    verb.add_argument("--out", type=_path, required=True, metavar="DIR", help="HF directory to write; must not exist")
+    verb.add_argument(
+        "--hf", type=_path, metavar="DIR", help="source of config.json and tokenizer files (default: the checkpoint)"
+    )
+    verb.add_argument("--fp8", action="store_true", help="write weights of linear layers in FP8, in 128 x 128 blocks")
+    verb.add_argument("--max-shard-gib", type=_positive, default=5.0, metavar="X", help="maximum file size (default 5)")
     verb.set_defaults(verb=to_hf_verb)
 
 
 def _add_verify(verbs: Any) -> None:
-    verb = verbs.add_parser("verify", help="certify that both hold the same model; exit code 1 and a list otherwise")
+    verb = verbs.add_parser(
+        "verify", help="compare an HF directory and a checkpoint bit for bit; exit code 1 if they differ"
+    )
     verb.add_argument("--hf", type=_path, required=True, metavar="DIR", help="HF directory")
-    verb.add_argument("--ckpt", type=_path, required=True, metavar="DIR", help="the directory that holds .metadata")
+    verb.add_argument("--ckpt", type=_path, required=True, metavar="DIR", help="directory that contains .metadata")
     verb.add_argument("--lora", type=_path, metavar="DIR", help="PEFT adapter that was merged into the weights")
     _add_mtp_flags(verb)
-    verb.add_argument("--logits", action="store_true", help="run both models in float32 on random tokens as well")
-    verb.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    verb.add_argument(
+        "--logits", action="store_true", help="also compare the logits of both models in float32 on random tokens"
+    )
+    verb.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     verb.set_defaults(verb=verify_verb)
 
 
-_DROP_MTP = "leave multi-token prediction out"
+_DROP_MTP = "drop the multi-token-prediction layers"
 
 
 def _add_mtp_flags(verb: argparse.ArgumentParser) -> None:
@@ -112,8 +120,8 @@ def _add_mtp_flags(verb: argparse.ArgumentParser) -> None:
         "--mtp-copies",
         choices=get_args(Copies),
         default="equal",
-        help="copies of embedding and head beside multi-token prediction: equal rejects a copy that differs from the "
-        "model's own tensor (default), main reads the model's own",
+        help="treatment of the copies of embedding and head that multi-token-prediction layers store: equal rejects a "
+        "copy that differs from the main model's tensor (default), main ignores the copies",
     )
 
 
@@ -125,27 +133,28 @@ def _positive(text: str) -> float:
 
 
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a Megatron layout; see layout_from."""
+    """Add the flags that layout_from reads."""
     flags = parser.add_argument_group("layout")
     flags.add_argument("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
     flags.add_argument("--pp", type=int, default=1, help="pipeline stages (default 1)")
-    flags.add_argument("--vpp", type=int, help="virtual chunks per pipeline stage")
+    flags.add_argument("--vpp", type=int, help="virtual pipeline chunks per stage")
     flags.add_argument("--ep", type=int, default=1, help="expert-parallel size (default 1)")
     flags.add_argument("--etp", type=int, help="tensor-parallel size of experts (default 1 with --ep > 1, else tp)")
-    flags.add_argument("--first-stage-layers", type=int, metavar="N", help="layers of the first pipeline stage")
-    flags.add_argument("--last-stage-layers", type=int, metavar="N", help="layers of the last pipeline stage")
+    flags.add_argument("--first-stage-layers", type=int, metavar="N", help="layers on the first pipeline stage")
+    flags.add_argument("--last-stage-layers", type=int, metavar="N", help="layers on the last pipeline stage")
     flags.add_argument(
         "--pipeline-layout",
         metavar="TEXT",
-        help="megatron's layout of pipeline stages, such as 'E|(tt|)*30tmL'; replaces the two above and --vpp",
+        help="Megatron's pipeline layout string, for example 'E|(tt|)*30tmL'; replaces --first-stage-layers, "
+        "--last-stage-layers and --vpp",
     )
-    flags.add_argument("--world-size", type=int, metavar="N", help="ranks (default: the fewest the sizes allow)")
+    flags.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: the minimum)")
 
 
 def layout_from(parsed: argparse.Namespace) -> TrainLayout:
-    """The layout that the flags describe.
+    """Build the layout that the flags describe.
 
-    Raises: LayoutError when the sizes do not fit.
+    Raises: LayoutError if the sizes do not fit.
     """
     etp = parsed.etp or (1 if parsed.ep > 1 else parsed.tp)
     sizes = [max(size, 1) for size in (parsed.tp, parsed.ep * etp)]
@@ -207,7 +216,7 @@ def show_verb(parsed: argparse.Namespace) -> int:
     config = read_hf_config(parsed.config)
     if parsed.drop_mtp:
         config = without_mtp(config)
-    family_for(config).model_arguments(config)  # a setting that no model is built from is refused before its table
+    family_for(config).model_arguments(config)  # rejects unsupported settings before the table is printed
     bound = bind(family_for(config).rows(config), config, weights_dtype(config))
     layout = layout_from(parsed)
     if parsed.json:

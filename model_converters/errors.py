@@ -1,4 +1,4 @@
-"""Typed errors of the converters. Both are ValueErrors: the caller's input is what must change."""
+"""Errors of the converters. Both are ValueErrors: the remedy is a change of the caller's input."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _LISTED = 12
 
 
 class ConversionError(ValueError):
-    """A checkpoint, configuration or tensor that cannot be converted; the message says which and why."""
+    """A checkpoint, configuration or tensor cannot be converted; the message names it and the reason."""
 
 
 class LayoutError(ConversionError):
-    """Parallel sizes that do not divide each other or the model; the message names both numbers."""
+    """Parallel sizes do not divide each other or the model; the message names both numbers."""
 
 
 def listing(items: Sequence[str]) -> str:
-    """The items joined for a message; a long list is cut and says how many more there are."""
+    """Join the first 12 items for a message and append the number of the others."""
     shown = ", ".join(items[:_LISTED])
     return f"{shown} and {len(items) - _LISTED} more" if len(items) > _LISTED else shown

@@ -1,4 +1,4 @@
-"""Paths on the command line."""
+"""Paths given on the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 
 
 def expanded_path(text: str) -> Path:
-    """The path with `~`, `~user`, `$NAME` and `${NAME}` replaced, for the arguments that a shell left as written.
+    """Expand `~`, `~user`, `$NAME` and `${NAME}` in a path, for arguments that the shell did not expand.
 
     Raises: argparse.ArgumentTypeError for an empty path, an unknown user, a variable that is not set, and a path that
     is not UTF-8.
@@ -20,7 +20,7 @@ def expanded_path(text: str) -> Path:
         raise argparse.ArgumentTypeError("the path is empty")
     path = os.path.expanduser(text)
     if path.startswith("~"):
-        raise argparse.ArgumentTypeError(f"{text}: there is no home directory of {path.partition('/')[0]}")
+        raise argparse.ArgumentTypeError(f"{text}: {path.partition('/')[0]} has no home directory")
     if not os.path.lexists(path):
         for match in _VARIABLE.finditer(path):
             if (match[1] or match[2]) not in os.environ:

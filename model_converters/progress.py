@@ -1,4 +1,4 @@
-"""One line on a terminal: how far, how fast, how long still."""
+"""Progress line of long conversions: bytes done, throughput and remaining time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _SECONDS_BETWEEN_LINES = 0.2
 
 
 class ByteProgress:
-    """Counts bytes and shows them when `stream` is a terminal; elsewhere it prints nothing.
+    """Byte counter that shows a progress line if `stream` is a terminal and prints nothing otherwise.
 
-    `done_bytes` were there before the start and do not count for the speed.
+    `done_bytes` were finished by an earlier call and are excluded from the throughput.
     """
 
     def __init__(self, verb: str, total_bytes: int, done_bytes: int = 0, stream: TextIO | None = None) -> None:
@@ -29,7 +29,7 @@ class ByteProgress:
             self._show()
 
     def line(self, seconds: float) -> str:
-        """What is shown after `seconds` of work."""
+        """Format the progress line after `seconds` of work."""
         total = max(self.total_bytes, 1)
         speed = (self.done_bytes - self._first_bytes) / seconds if seconds > 0 else 0.0
         left = _duration((total - self.done_bytes) / speed) if speed > 0 else "?"

@@ -1,4 +1,4 @@
-"""The bound table in a layout, for people and for machines."""
+"""Output of `python -m model_converters show`: the bound weight table in a layout, as text or JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ _HEADINGS = ("mcore", "HF", "transform", "axis", "ranks", "local shape", "slice 
 
 
 def as_json(config: HFConfig, bound: Sequence[BoundRow], layout: TrainLayout) -> dict[str, Any]:
-    """Keys: model_type, layout, rows; a row has mcore, hf, shapes, dtype, group, transform, axis, dim, exported and
-    shards; a shard has ranks, shape (local) and slices (hf, dim, start, length, local_start)."""
+    """Return the table as JSON values.
+
+    Keys: model_type, layout, rows. A row has mcore, hf, shapes, dtype, group, transform, axis, dim, exported and
+    shards. A shard has ranks, shape (local) and slices (hf, dim, start, length, local_start).
+    """
     placement = Placement(bound, layout)
     return {
         "model_type": config["model_type"],
@@ -58,7 +61,7 @@ def _row_json(bound: BoundRow, placement: Placement) -> dict[str, Any]:
 
 
 def as_table(config: HFConfig, bound: Sequence[BoundRow], layout: TrainLayout) -> Iterator[str]:
-    """Lines of text: one per shard of every row, columns aligned."""
+    """Yield text lines with aligned columns, one line per shard of each row."""
     placement = Placement(bound, layout)
     lines: list[tuple[str, ...]] = [_HEADINGS]
     for row in bound:
@@ -95,7 +98,7 @@ def _cells(bound: BoundRow, holding: Holding) -> tuple[str, ...]:
 
 
 def _joined(names: Sequence[str]) -> str:
-    """a.{b,c}.d for names that differ in the components between dots."""
+    """Join names that differ in some dot-separated components: a.b.d and a.c.d become a.{b,c}.d."""
     components = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(same[0] if len(set(same)) == 1 else f"{{{','.join(same)}}}" for same in components)
 

@@ -1,1 +1,1 @@
-"""Megatron-Core's distributed checkpoints: written, read, verified."""
+"""Megatron-Core distributed checkpoints (torch.distributed.checkpoint, DCP): writing, reading and verification."""

@@ -1,4 +1,4 @@
-"""Chunks of a megatron checkpoint, read from the slices of the HF tensors that they are made of."""
+"""Chunks of a Megatron checkpoint, composed of slices of HF tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from model_converters.mapping.table import BoundRow
 
 
 class ChunkSource:
-    """One rank's tensors, chunk by chunk; `loads` is the rank's load_plan.
+    """Reader of one rank's chunks; `loads` is the rank's load_plan.
 
-    Raises: ConversionError when the rank's model and its plan disagree, names or shapes.
+    Raises: ConversionError if names or shapes differ between the rank's model and its plan.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ChunkSource:
         _check_shapes(self._loads, state)
 
     def read(self, chunk: CheckpointChunk) -> torch.Tensor:
-        """The chunk, in memory of its own; padding is zero.
+        """Read a chunk into a new tensor; padding is zero.
 
         Raises: ConversionError.
         """
@@ -47,7 +47,7 @@ class ChunkSource:
         return out
 
     def _slices(self, chunk: CheckpointChunk) -> Iterator[tuple[str, int, int, Box]]:
-        """(HF name, dim, start, block of the chunk) of every slice."""
+        """Yield (HF name, dim, start, block of the chunk) for each HF slice of a chunk."""
         load = self._loads[chunk.mcore_name]
         for hf_name, piece in load.sources:
             piece_box = slice_box(load.shape, piece.dim, piece.local_start, piece.length)
@@ -74,15 +74,15 @@ def _check_shapes(loads: Mapping[str, TensorLoad], state: ShardedRankState) -> N
         if shape is None:
             problems.append(f"the model has no {name}")
         elif shape != load.shape and not (name in padded and shape >= load.shape and shape[1:] == load.shape[1:]):
-            problems.append(f"{name} is {shape} in the model, {load.shape} by the table")
+            problems.append(f"{name} is {shape} in the model, {load.shape} in the table")
     if problems:
         raise ConversionError(f"the weight table does not fit megatron's model: {listing(problems)}")
 
 
 def stored_dtypes(source: HFCheckpoint, bound: Sequence[BoundRow]) -> dict[str, torch.dtype]:
-    """mcore name -> dtype of the HF tensors it is made of, which is kept.
+    """Map mcore names to the dtype of their HF tensors; a conversion keeps this dtype.
 
-    Raises: ConversionError when tensors that megatron fuses differ in dtype.
+    Raises: ConversionError if tensors that Megatron fuses differ in dtype.
     """
     names: dict[str, list[str]] = {}
     for row in bound:
@@ -95,7 +95,7 @@ def stored_dtypes(source: HFCheckpoint, bound: Sequence[BoundRow]) -> dict[str, 
     ]
     if problems:
         raise ConversionError(
-            f"{source.directory}: megatron keeps tensors of different dtypes in one: {listing(problems)}; "
+            f"{source.directory}: megatron fuses tensors of different dtypes: {listing(problems)}; "
             "convert the source to one dtype first"
         )
     return {mcore: next(iter(parts.values())) for mcore, parts in dtypes.items()}

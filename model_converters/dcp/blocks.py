@@ -1,4 +1,4 @@
-"""What a megatron-core distributed checkpoint is made of: blocks of tensors, and small objects beside them."""
+"""Contents of a Megatron-Core distributed checkpoint: blocks of tensors and small pickled objects."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from model_converters.mapping.transforms import Shape
 
 Naming = Literal["default", "by layer", "stacked layers", "by expert"]
-"""How a checkpoint keys layers and experts. "default" is what a model of mcore-rl saves; the others are what other
-settings of megatron-core 0.16.1 give: layers never stacked, stacked even with experts, experts never stacked."""
+"""Scheme of the checkpoint keys of layers and experts. mcore-rl saves "default". The others come from other settings of
+megatron-core 0.16.1: one key per layer, layers stacked in one tensor even with experts, one key per expert."""
 
 
 class Box(NamedTuple):
-    """A block of a tensor: `shape` elements from `offset`, dimension by dimension."""
+    """Rectangular block of a tensor: `shape` elements starting at `offset`, one entry per dimension."""
 
     offset: Shape
     shape: Shape
 
     @staticmethod
     def of_view(view: torch.Tensor, whole: torch.Tensor) -> Box:
-        """Where `view`, a block of the tensor `whole`, lies in it."""
-        assert view.stride() == whole.stride(), "a shard is no block of its tensor"
+        """Return the block of `whole` that its view `view` covers."""
+        assert view.stride() == whole.stride(), "a shard is not a block of its tensor"
         left = int(view.storage_offset() - whole.storage_offset())
         offset = []
         for stride in whole.stride():
@@ -38,26 +38,26 @@ class Box(NamedTuple):
         return prod(self.shape)
 
     def overlap(self, other: Box) -> Box | None:
-        """What both cover, or None."""
+        """Return the intersection, or None if it is empty."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
         shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
         return Box(offset, shape) if all(size > 0 for size in shape) else None
 
     def moved(self, origin: Shape, target: Shape) -> Box:
-        """The same block where `origin` lies at `target`."""
+        """Translate the block so that position `origin` moves to `target`."""
         offset = tuple(start - a + b for start, a, b in zip(self.offset, origin, target, strict=True))
         return Box(offset, self.shape)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The block of `tensor`, a view."""
+        """Return this block of `tensor` as a view."""
         for dim, (start, size) in enumerate(zip(*self, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
 
 
 def slice_box(shape: Shape, dim: int, start: int, length: int) -> Box:
-    """`length` indices of `dim` from `start`, and all of every other dimension."""
+    """Return the block of `length` indices from `start` along `dim`, complete along every other dimension."""
     if not shape:
         return Box((), ())
     offset = tuple(start if d == dim else 0 for d in range(len(shape)))
@@ -65,7 +65,7 @@ def slice_box(shape: Shape, dim: int, start: int, length: int) -> Box:
 
 
 def range_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """The elements [start, stop) of a flattened tensor as blocks of it, in order; at most 2 len(shape) - 1."""
+    """Split elements [start, stop) of the flattened tensor into blocks, in order; at most 2 * len(shape) - 1 blocks."""
     if start >= stop:
         return []
     if not shape:
@@ -74,7 +74,7 @@ def range_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
         return [Box((start,), (stop - start,))]
     row = prod(shape[1:])
     first_whole, end_whole = -(-start // row), stop // row
-    if first_whole > end_whole:  # within one row
+    if first_whole > end_whole:  # the range lies within one row
         return _within_row(shape, end_whole, start - end_whole * row, stop - end_whole * row)
     head = _within_row(shape, first_whole - 1, start % row, row) if start % row else []
     tail = _within_row(shape, end_whole, 0, stop - end_whole * row)
@@ -89,7 +89,7 @@ def _within_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
 
 
 def flat_index(shape: Shape, offset: Shape) -> int:
-    """Where the element at `offset` lies in the flattened tensor."""
+    """Return the index in the flattened tensor of the element at `offset`."""
     index = 0
     for size, position in zip(shape, offset, strict=True):
         index = index * size + position
@@ -98,10 +98,11 @@ def flat_index(shape: Shape, offset: Shape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointChunk:
-    """The block `stored` of the checkpoint's tensor `key` is the block `local` of one rank's tensor `mcore_name`.
+    """Correspondence of a block of a checkpoint tensor and a block of a rank's parameter.
 
-    `stored` has leading axes of size 1 that `local` lacks: megatron stacks layers and experts. `padded`: the end of
-    the tensor is padding that another layout may cut elsewhere (the vocabulary).
+    Block `stored` of checkpoint tensor `key` (of shape `global_shape`) has the values of block `local` of the rank's
+    tensor `mcore_name`. Megatron stacks layers and experts, so `stored` has leading dimensions of size 1 that `local`
+    lacks. `padded`: the tensor ends with padding whose length depends on the layout (vocabulary).
     """
 
     key: str
@@ -114,7 +115,7 @@ class CheckpointChunk:
 
 @dataclass(frozen=True, slots=True)
 class StateObject:
-    """Something that is no tensor, as it is written: megatron's modules expect theirs when they load."""
+    """A pickled object that is not a tensor. Megatron's modules expect their objects when they load."""
 
     key: str
     data: bytes
@@ -122,7 +123,10 @@ class StateObject:
 
 @dataclass(frozen=True)
 class ShardedRankState:
-    """What one rank writes to a checkpoint, replicas left out; `shapes` are those of all its tensors by mcore name."""
+    """Chunks and objects that one rank writes to a checkpoint, without replicas.
+
+    `shapes`: mcore name -> local shape of every tensor of the rank, replicas included.
+    """
 
     chunks: tuple[CheckpointChunk, ...]
     objects: tuple[StateObject, ...]

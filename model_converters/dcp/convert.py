@@ -1,8 +1,8 @@
-"""HF directories to megatron-core distributed checkpoints, and back.
+"""Conversion between HF directories and Megatron-Core distributed checkpoints, and verification of the result.
 
-Keys, global shapes and offsets are megatron's own, asked of its model in the layout, so that any other layout loads
-what is written here, and what a trainer saved in any layout is read here. Functions of this module and of logits.py are
-the only places of the converters that know mcore_rl.megatron.
+Keys, global shapes and offsets come from Megatron's own model, built in the requested layout. A converted checkpoint
+can therefore be loaded in any other layout, and checkpoints that a trainer saved in any layout can be converted. Only
+this module, logits.py and the command line import mcore_rl.megatron, inside functions.
 """
 
 from __future__ import annotations
@@ -57,16 +57,18 @@ def to_mcore(
     max_file_bytes: int = MAX_FILE_BYTES,
     logits: Compare = "never",
 ) -> None:
-    """Writes the HF directory `hf` as a distributed checkpoint `out`, as the ranks of `layout` would, one after the
-    other; tensors keep their dtype, FP8 ones become what they stand for. In memory is one tensor of one rank at a time.
+    """Convert the HF directory `hf` to a distributed checkpoint `out`, saved as by the ranks of `layout`.
 
-    lora: directory of a PEFT adapter that is merged into the weights. drop_mtp: leave multi-token prediction out.
-    mtp_copies: see mtp.resolve_copies. logits: whether a few tokens go through
-    transformers' model of `hf` and megatron's of the checkpoint, which is let go if they differ; "auto": where both fit
-    into memory.
+    The ranks' files are written one after another, with one tensor in memory at a time. Tensors keep their dtype; FP8
+    weights are dequantised.
 
-    A killed conversion leaves `.<out>.partial`, and the same call finishes it; after an error in the input nothing is
-    left.
+    lora: directory of a PEFT adapter to merge into the weights.
+    drop_mtp: drop the multi-token-prediction layers.
+    mtp_copies: see mtp.Copies.
+    logits: whether to compare the logits of transformers and Megatron on a few tokens. The checkpoint is discarded if
+    they differ. "auto" compares if both models fit in memory.
+
+    A killed conversion leaves `.<out>.partial`, and the same call resumes it. An error in the input leaves nothing.
 
     Raises: ConversionError; LayoutError.
     """
@@ -93,14 +95,17 @@ def to_mcore(
         except OSError as error:
             problem = f"{out} cannot be written: {error.strerror or error}"
             raise ConversionError(
-                f"{problem}; {partial.directory} keeps what is done: the same command goes on"
+                f"{problem}; {partial.directory} keeps the finished files: repeat the command to resume"
             ) from error
         finally:
             partial.close()
 
 
 def _check_config(flag: str, directory: Path, config: dict[str, Any]) -> None:
-    """Raises: ConversionError naming the flag and the field for a configuration that no model is built from."""
+    """Reject a configuration from which no model can be built.
+
+    Raises: ConversionError naming the flag and the field.
+    """
     try:
         family_for(config).model_arguments(config)
     except ConversionError as error:
@@ -122,14 +127,14 @@ class _Conversion:
 def _plan(
     source: HFCheckpoint, layout: TrainLayout, max_file_bytes: int, *, keep_mtp: bool, mtp_copies: Copies
 ) -> _Conversion:
-    """Everything that can be wrong with the input is found here, before anything is written."""
+    """Plan the conversion. All errors of the input are raised here, before anything is written."""
     config, dropped = resolve_mtp(source.config, source.shapes, keep=keep_mtp)
     bound, dropped_copies = resolve_copies(_bound(config), source.shapes, mtp_copies)
     check_complete(bound, source.shapes, dropped=(*dropped, *dropped_copies))
     check_copies(source, bound)
     _print_notes(source, dropped, dropped_copies)
-    source.close()  # it opens again; the pages that were compared go
-    load_plan(bound, layout, 0)  # refuses a layout that does not divide the model
+    source.close()  # frees the mapped pages that check_copies compared; the files are reopened on the next read
+    load_plan(bound, layout, 0)  # raises for a layout that does not divide the model
     dtypes = stored_dtypes(source, bound)
     states = rank_states(config, layout)
     files = [f for rank, state in enumerate(states) for f in plan_files(rank, state, dtypes, max_file_bytes)]
@@ -139,14 +144,14 @@ def _plan(
 def _print_notes(source: HFCheckpoint, dropped: Sequence[str], dropped_copies: Sequence[str]) -> None:
     notes = list(source.unlisted.notes)
     if dropped:
-        notes.append(f"{len(dropped)} tensors of multi-token prediction are left out")
-    notes += [f"{name} is left out: the model's own tensor takes its place" for name in dropped_copies]
+        notes.append(f"{len(dropped)} tensors of multi-token prediction are dropped")
+    notes += [f"{name} is dropped: the main model's tensor replaces it" for name in dropped_copies]
     for note in notes:
         print(f"{source.directory}: {note}", file=sys.stderr)
 
 
 def _identity(conversion: _Conversion, lora: Path | None, max_file_bytes: int) -> dict[str, Any]:
-    """What a conversion must have in common with the one that it continues."""
+    """Properties that must be equal for a conversion to resume an earlier one."""
     planned = {file.name: file.num_bytes for file in conversion.files}
     return {
         "source": _fingerprint(conversion.source.directory),
@@ -167,23 +172,23 @@ def _check_space(
     partial: PartialCheckpoint, files: Sequence[PlannedFile], finished: Mapping[str, Sequence[Span]]
 ) -> None:
     needed = space_needed(file for file in files if file.name not in finished)
-    # A file that was cut off is written anew in its place.
+    # Unfinished files are overwritten, so their bytes count as free.
     reused = sum(f.stat().st_size for f in partial.directory.glob("*.distcp") if f.name not in finished)
     free = shutil.disk_usage(partial.directory).free + reused
     if needed > free:
-        # What an earlier conversion has done is worth more than the space it takes.
+        # Keep the finished files of an earlier call; discard a directory that this call has just created.
         partial.close() if finished else partial.discard()
         raise ConversionError(
-            f"{partial.target}: {needed / 2**30:.2f} GiB are needed, the disk has {free / 2**30:.2f} GiB free"
+            f"{partial.target}: the checkpoint needs {needed / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB free"
         )
 
 
 def _write(partial: PartialCheckpoint, conversion: _Conversion, spans: dict[str, list[Span]]) -> None:
-    """Writes the files that are not in `spans`, and adds them."""
+    """Write the files that are missing in `spans` and add them to it."""
     files = conversion.files
     done = sum(file.num_bytes for file in files if file.name in spans)
     if spans:
-        print(f"{partial.target}: {len(spans)} of {len(files)} files are there already", file=sys.stderr)
+        print(f"{partial.target}: resuming; {len(spans)} of {len(files)} files are finished", file=sys.stderr)
     with ByteProgress("to-mcore", sum(file.num_bytes for file in files), done) as progress:
         rank = -1
         for file in files:
@@ -198,12 +203,12 @@ def _write(partial: PartialCheckpoint, conversion: _Conversion, spans: dict[str,
 
 
 def _bound(config: dict[str, Any]) -> list[BoundRow]:
-    # The dtypes of the table are those of no file here: every tensor keeps its own.
+    # The dtype argument has no effect here: conversions keep the dtype of every tensor.
     return bind(family_for(config).rows(config), config, torch.bfloat16)
 
 
 def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming = "default") -> list[ShardedRankState]:
-    """What every rank of `layout` writes, in megatron's names; see mcore_rl.megatron.model.sharded.rank_state.
+    """Return the chunks and objects that each rank of `layout` saves; see mcore_rl.megatron.model.sharded.rank_state.
 
     Raises: ConversionError.
     """
@@ -211,7 +216,7 @@ def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming =
 
     try:
         with warnings.catch_warnings():
-            # megatron's: every optional package that is absent, every option of the model that has no effect.
+            # Megatron warns about missing optional packages and about options without effect.
             warnings.simplefilter("ignore")
             from mcore_rl.megatron.model.sharded import rank_state
 
@@ -229,13 +234,14 @@ def _write_format_files(directory: Path) -> None:
 def to_hf(
     ckpt: Path, out: Path, *, hf: Path | None = None, fp8: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Writes a distributed checkpoint of any layout as an HF directory `out`, one tensor in memory at a time; tensors
-    keep their dtype. Optimizer state beside the model is left out.
+    """Convert a distributed checkpoint of any layout to an HF directory `out`, with one tensor in memory at a time.
 
-    hf: the directory that holds config.json and the tokenizer files; None: the one inside the checkpoint. fp8: the
-    weights of linear layers as FP8 codes and scales.
+    Tensors keep their dtype. Optimizer state in the checkpoint is ignored.
 
-    Raises: ConversionError; then there is no `out`.
+    hf: directory with config.json and the tokenizer files; None: the copy inside the checkpoint.
+    fp8: write weights of linear layers as FP8 codes and scales.
+
+    Raises: ConversionError; `out` then does not exist.
     """
     described = side_files_of(ckpt, hf)
     config = read_hf_config(described)
@@ -244,7 +250,7 @@ def to_hf(
     checkpoint = open_checkpoint(ckpt, config)
     checkpoint.require_complete()
     record = read_record(ckpt)
-    # The record may only leave out copies.
+    # Trust the record only for tensors that are copies: a damaged record cannot remove a weight.
     sources = [plan for plan in checkpoint.plans if plan.hf_name not in record.absent & checkpoint.repeated]
     scales = {name: stored.dtype for name, stored in record.scales.items()}
     export = Fp8Export(checkpoint.config, _bound(checkpoint.config), scales, record.scales_of)
@@ -261,29 +267,30 @@ def to_hf(
 def _export(
     writer: HFWriter, plans: Mapping[str, TensorPlan], name: str, checkpoint: McoreCheckpoint, export: Fp8Export
 ) -> None:
-    """A function of its own, so that no tensor lives on while the next one is read."""
+    # A separate function, so that its local variables do not keep this tensor alive while the next one is read.
     for plan, piece, tensor in export.encoded(plans, name, checkpoint.read(name)):
         writer.write(plan, piece, tensor)
 
 
 def side_files_of(ckpt: Path, hf: Path | None = None) -> Path:
-    """The directory with the config.json of a checkpoint: `hf` when given, else the checkpoint's own.
+    """Return the directory with a checkpoint's config.json: `hf` if given, else the copy inside the checkpoint.
 
     Raises: ConversionError.
     """
     own = side_files_in(ckpt)
     if hf is None and not (own / "config.json").exists():
-        read_metadata(ckpt)  # what is no checkpoint at all is refused as such
+        read_metadata(ckpt)  # a directory that is not a checkpoint gets the error of read_metadata
         raise ConversionError(
-            f"{own / 'config.json'} does not exist: this checkpoint does not say which model it is of; "
-            "give the HF directory with --hf"
+            f"{own / 'config.json'} does not exist: this checkpoint does not name its model; give the HF directory "
+            "with --hf"
         )
     return hf or own
 
 
 def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
-    """The checkpoint, in whichever naming of layers and experts fits it best, and without multi-token prediction when
-    it holds nothing of it: trainers do not keep it.
+    """Open a checkpoint with the key scheme (`Naming`) that matches most of its keys.
+
+    Multi-token prediction is dropped from `config` if the checkpoint has none of its tensors: trainers may not keep it.
 
     Raises: ConversionError.
     """
@@ -311,14 +318,16 @@ def verify(
     mtp_copies: Copies = "equal",
     logits: bool = False,
 ) -> Certificate:
-    """Compares every tensor of an HF directory, merged with the adapter `lora`, with a distributed checkpoint, and what
-    the config.json of both describe; with `logits` also what the two models compute, each by its own config.json, when
-    every tensor is there. Tensors that `drop_mtp` and `mtp_copies` leave out of a conversion are not compared.
+    """Compare every tensor of an HF directory, merged with the adapter `lora`, with a distributed checkpoint.
 
-    Raises: ConversionError when either side is no model at all.
+    Also compares the computations that the two config.json files describe. `logits` additionally runs both models, each
+    with its own config.json, if no tensor is missing. Tensors that a conversion with `drop_mtp` and `mtp_copies` drops
+    are not compared.
+
+    Raises: ConversionError if either side is not a model.
     """
     if lora is not None and logits:
-        raise ConversionError("--logits runs the HF model as it is: it cannot be compared with --lora")
+        raise ConversionError("--logits runs the HF model without the adapter; remove --logits or --lora")
     with HFCheckpoint(hf, lora) as source:
         _check_config("--hf", hf, source.config)
         own = side_files_in(ckpt)

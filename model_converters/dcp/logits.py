@@ -1,4 +1,4 @@
-"""Whether megatron's model of a checkpoint computes what transformers' model of the HF directory does."""
+"""Comparison of logits: Megatron's model of a checkpoint against transformers' model of the HF directory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Compare = Literal["auto", "always", "never"]
 
 
 def should_compare_logits(source: HFCheckpoint, logits: Compare, lora: Path | None) -> bool:
-    """Whether a conversion compares logits; where it does not although "auto" was asked for, the reason is printed.
+    """Decide whether a conversion compares logits. With "auto", print the reason if it does not.
 
-    Raises: ConversionError for "always" of what transformers does not compute as it is written.
+    Raises: ConversionError for "always" if the source has an adapter or FP8 weights: transformers would not compute
+    with the converted values.
     """
     if logits == "never":
         return False
@@ -26,35 +27,38 @@ def should_compare_logits(source: HFCheckpoint, logits: Compare, lora: Path | No
     if lora is not None:
         reason = "transformers runs the HF model as it is, without --lora"
     elif source.block is not None:
-        reason = "transformers computes in FP8 where the checkpoint has what the weights stand for"
+        reason = "transformers computes in FP8, and the checkpoint has the dequantised weights"
     if logits == "always" and reason is not None:
         raise ConversionError(f"--logits always: {reason}")
     if logits == "auto" and reason is None and (size := reason_not_to_compare(source)):
-        reason = f"{size}; --logits always compares them"
+        reason = f"{size}; use --logits always to compare them"
     if reason is not None:
         print(f"logits are not compared: {reason}", file=sys.stderr)
     return reason is None
 
 
 def require_same_logits(hf: Path, ckpt: Path, config: dict[str, Any]) -> None:
-    """Raises: ConversionError when logits differ, or transformers cannot compute any."""
-    remedy = "nothing is written; --logits never converts all the same"
+    """Compare the logits of both models and print the largest difference.
+
+    Raises: ConversionError if they differ, or if transformers cannot load the model.
+    """
+    remedy = "nothing is written; use --logits never to convert without the comparison"
     try:
         difference = compare_logits(hf, ckpt, config)
     except ConversionError as error:
         raise ConversionError(f"--hf {hf}: {error}; {remedy}") from error
     if difference.problem is not None:
         raise ConversionError(
-            f"--hf {hf}: logits {difference.problem}: from its config.json transformers computes something else with "
-            f"these weights than megatron does; {remedy}"
+            f"--hf {hf}: logits {difference.problem}: with this config.json and these weights transformers and "
+            f"megatron compute different models; {remedy}"
         )
-    print(f"logits agree with those of transformers: they differ by at most {difference.max_abs_diff:.3g}")
+    print(f"logits agree with transformers: the largest difference is {difference.max_abs_diff:.3g}")
 
 
 def compare_logits(hf: Path, ckpt: Path, config: dict[str, Any]) -> LogitDifference:
-    """Both models in float32 on random tokens: transformers' of `hf`, megatron's of the checkpoint and `config`.
+    """Run both models in float32 on random tokens: transformers on `hf`, Megatron on the checkpoint and `config`.
 
-    Raises: ConversionError when one of them cannot be loaded.
+    Raises: ConversionError if either model cannot be loaded.
     """
     from mcore_rl.errors import McoreRLError
 

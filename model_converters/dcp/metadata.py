@@ -1,7 +1,7 @@
-"""Reads `.metadata` of torch.distributed.checkpoint, a pickle, without trusting it.
+"""Safe reader of `.metadata` of torch.distributed.checkpoint, which is a pickle.
 
-Only the classes that such metadata is made of can come out of it; naming anything else is an error, found before the
-pickle is executed past that name.
+The unpickler accepts only the classes that DCP metadata consists of. Any other name raises an error before the object
+is created.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ALLOWED = {
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     },
-    # megatron's writer keeps the plans of its ranks beside the metadata.
+    # Megatron's writer also stores the save plans of its ranks.
     "torch.distributed.checkpoint.planner": {
         "BytesIOWriteData",
         "SavePlan",
@@ -58,16 +58,16 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata is made of")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, which is not part of checkpoint metadata")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to data outside itself")
+        raise pickle.UnpicklingError("it refers to external data")
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """The metadata of a checkpoint; every extent in it is checked against itself and the sizes of the files.
+    """Read the metadata of a checkpoint and check the shapes, chunk extents and file names in it.
 
-    Raises: ConversionError naming the file and the tensor: missing, not metadata, or not all there.
+    Raises: ConversionError naming the file and the tensor, if the file is missing, not metadata, or damaged.
     """
     file = directory / METADATA_NAME
     try:
@@ -89,36 +89,39 @@ def read_metadata(directory: Path) -> Metadata:
 def _unpickle(stream: BinaryIO) -> Metadata:
     metadata = _MetadataUnpickler(stream).load()
     if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        raise pickle.UnpicklingError(f"it contains a {type(metadata).__name__}")
     return metadata
 
 
 def _no_checkpoint(directory: Path) -> str:
-    message = f"{directory} is no distributed checkpoint: it has no {METADATA_NAME}"
+    message = f"{directory} is not a distributed checkpoint: it has no {METADATA_NAME}"
     metadata_files = [*directory.glob(f"*/{METADATA_NAME}"), *directory.glob(f"*/*/{METADATA_NAME}")]
     inside = sorted(str(file.parent.relative_to(directory)) for file in metadata_files)
-    return message + (f"; these in it have: {', '.join(inside)}" if inside else "")
+    return message + (f"; these subdirectories have one: {', '.join(inside)}" if inside else "")
 
 
 def _check(metadata: Metadata) -> None:
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, BytesStorageMetadata):
             continue
-        _require(isinstance(key, str) and isinstance(stored, TensorStorageMetadata), f"{key!r} is no tensor")
+        _require(isinstance(key, str) and isinstance(stored, TensorStorageMetadata), f"{key!r} is not a tensor")
         _require(isinstance(stored.properties, TensorProperties), f"{key} has no properties")
         _require(isinstance(stored.properties.dtype, torch.dtype), f"{key} has no dtype")
         _check_sizes(key, stored.size)
         for chunk in stored.chunks:
-            _require(isinstance(chunk, ChunkStorageMetadata), f"{key} has a chunk that is none")
+            _require(isinstance(chunk, ChunkStorageMetadata), f"{key} has an invalid chunk")
             _check_sizes(key, chunk.offsets)
             _check_sizes(key, chunk.sizes)
-            _require(len(chunk.offsets) == len(chunk.sizes) == len(stored.size), f"{key} has a chunk of another rank")
+            same_ndim = len(chunk.offsets) == len(chunk.sizes) == len(stored.size)
+            _require(same_ndim, f"{key} has a chunk with another number of dimensions")
             ends = (start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            _require(all(end <= size for end, size in zip(ends, stored.size, strict=True)), f"{key} overflows")
+            fits = all(end <= size for end, size in zip(ends, stored.size, strict=True))
+            _require(fits, f"a chunk of {key} exceeds the tensor")
     for index, place in metadata.storage_data.items():
-        _require(isinstance(index, MetadataIndex) and isinstance(place, _StorageInfo), f"{index!r} has no place")
+        _require(isinstance(index, MetadataIndex) and isinstance(place, _StorageInfo), f"{index!r} has no location")
         name = place.relative_path
-        _require(isinstance(name, str) and name == Path(name).name and name != "..", f"{index.fqn} lies in {name!r}")
+        in_directory = isinstance(name, str) and name == Path(name).name and name != ".."
+        _require(in_directory, f"{index.fqn} is stored in {name!r}, outside the checkpoint")
         _check_sizes(index.fqn, (place.offset, place.length))
         _require(not place.transform_descriptors, f"{index.fqn} is compressed or encrypted")
 

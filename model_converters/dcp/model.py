@@ -1,4 +1,4 @@
-"""A megatron-core distributed checkpoint, read as the HF tensors that it holds."""
+"""Read access to a Megatron-Core distributed checkpoint by HF tensor names."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from model_converters.mapping.placement import Piece, TensorPlan, local_shape, s
 from model_converters.mapping.table import BoundRow
 from model_converters.mapping.transforms import Shape
 
-# What a trainer saves beside the model's weights (megatron-core 0.16.1; the reference is mcore-rl's).
+# Keys of trainer state next to the model's weights (megatron-core 0.16.1; `reference` is written by mcore-rl).
 _TRAINER_STATE = re.compile(r"((chained_\d+\.)?optimizer|reference)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredBlock:
-    """`target`, a block of an HF tensor, is `stored`, a block of the checkpoint's tensor of `chunk.key`."""
+    """Block `target` of an HF tensor and the block `stored` of checkpoint tensor `chunk.key` with its values."""
 
     chunk: CheckpointChunk
     stored: Box
@@ -32,13 +32,16 @@ class _StoredBlock:
 
 
 class McoreCheckpoint:
-    """HF tensors by name, assembled from whatever chunks hold them; only those are read. `config` and the table `bound`
-    describe the model.
+    """HF tensors of a checkpoint by name. Each is assembled from the chunks that contain it; no other chunk is read.
 
-    `chunks` say where a model keeps its tensors in a checkpoint: those of one rank that holds them all. `plans` are
-    the HF tensors that can be read, each one piece, in the order of the table; `problems` maps the others to why not;
-    `unknown` lists stored tensors that are neither the model's nor a trainer's; `redundant` maps HF names that an HF
-    directory may have as well to those that hold the same values; `repeated` are those of `plans` that it may lack.
+    `config` and the table `bound` describe the model; `chunks` locate its tensors in the checkpoint, for one rank that
+    holds the whole model.
+
+    plans: HF tensors that can be read, one piece each, in table order.
+    problems: other HF names of the table -> reason why they cannot be read.
+    unknown: checkpoint keys that belong neither to the model nor to a trainer's state.
+    redundant: optional HF names -> HF name with the same values.
+    repeated: names of `plans` that an HF directory may omit.
     """
 
     def __init__(
@@ -63,24 +66,27 @@ class McoreCheckpoint:
         reader.cache_bytes = max(map(plan_bytes, self.plans), default=0)
 
     def require_complete(self) -> None:
-        """Raises: ConversionError, ONE, listing all that cannot be read and all that has no row."""
+        """Require that the checkpoint contains exactly this model.
+
+        Raises: one ConversionError that lists every unreadable tensor and every tensor without a row.
+        """
         if any(key.startswith(PREFIX) for key in self.unknown):
             raise ConversionError(
-                f"{self._reader.directory} holds the adapters of a LoRA run and not the model under them; the run "
-                "writes both merged with trainer.export_hf, and the adapters with trainer.export_adapter"
+                f"{self._reader.directory} contains the adapters of a LoRA run without the base model; the run exports "
+                "the merged model with trainer.export_hf, and the adapters with trainer.export_adapter"
             )
         problems = [f"{name}: {problem}" for name, problem in self.problems.items()]
         problems += [f"{key} has no row in the weight table" for key in self.unknown]
         if problems:
-            raise ConversionError(f"{self._reader.directory} does not hold this model: {listing(problems)}")
+            raise ConversionError(f"{self._reader.directory} does not contain this model: {listing(problems)}")
 
     def dtype(self, name: str) -> torch.dtype:
         return self._reader.dtype(self._parts[name][0].chunk.key)
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole HF tensor; not to be written to.
+        """Read a whole HF tensor. It may share memory with a cached chunk: do not write to it.
 
-        Raises: ConversionError naming it.
+        Raises: ConversionError naming the tensor.
         """
         parts, shape = self._parts[name], self.shapes[name]
         try:
@@ -94,7 +100,7 @@ class McoreCheckpoint:
         return out
 
     def _fill(self, part: _StoredBlock, out: torch.Tensor) -> None:
-        """A function of its own, so that no block, a view of a whole chunk, lives on while the next chunk is read."""
+        # A separate function: the local `block` is a view of a whole chunk and must be freed before the next read.
         block = self._reader.read(part.chunk.key, part.stored)
         part.target.view(out).copy_(block.reshape(part.target.shape))
 
@@ -110,7 +116,7 @@ class McoreCheckpoint:
 
     def _problem(self, shape: Shape, parts: Sequence[_StoredBlock]) -> str | None:
         if sum(part.target.volume for part in parts) != prod(shape):
-            return "megatron's model does not hold it"
+            return "megatron's model does not contain it"
         for part in parts:
             problem = self._reader.problem(part.chunk.key, part.stored)
             if problem is None and not part.chunk.padded:
@@ -125,7 +131,7 @@ class McoreCheckpoint:
 
 
 def plan_bytes(plan: TensorPlan) -> int:
-    """Bytes of the whole tensor."""
+    """Return the bytes of the whole tensor."""
     return prod(plan.shape) * plan.dtype.itemsize
 
 

@@ -1,5 +1,4 @@
-"""A checkpoint that is still being written: a directory beside the target that a killed conversion leaves for the
-next one to finish."""
+"""Directory of a checkpoint that is being written. A killed conversion leaves it behind; the next call resumes it."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ from model_converters.errors import ConversionError, listing
 from model_converters.hf.side_files import sync
 
 Span = tuple[int, int]
-"""Where an entry of a file lies. Units: bytes, from the start of the file and long."""
+"""(offset, length) of an entry in a file. Units: bytes."""
 
 _IDENTITY = "conversion.json"
 _FINISHED = "finished.jsonl"
 
 
 class PartialCheckpoint:
-    """`.<name>.partial` beside the target, with what it is a conversion of and which of its files are complete.
+    """Directory `.<name>.partial` next to the target, with a record of the conversion and of its finished files.
 
-    A file counts when it was noted, which happens after it is durable, and has the noted length. Notes are JSON:
-    nothing found in the directory is ever unpickled.
+    A file counts as finished if it was recorded, which happens after its fsync, and has the recorded length. Records
+    are JSON: nothing in the directory is unpickled.
     """
 
     def __init__(self, target: Path | str) -> None:
@@ -34,10 +33,10 @@ class PartialCheckpoint:
         self._lock: int | None = None
 
     def open(self, identity: Mapping[str, Any]) -> dict[str, list[Span]]:
-        """Makes the directory, or enters one that a conversion of the same `identity` left; returns its finished files.
+        """Create the directory, or resume one with the same `identity`. Returns the spans of its finished files.
 
-        Raises: ConversionError when the target exists, another conversion holds the directory or left it, or it
-        cannot be made.
+        Raises: ConversionError if the target exists, another process writes it, the directory belongs to another
+        conversion, or it cannot be created.
         """
         if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
             raise ConversionError(f"{self.target} exists already; remove it or choose another directory")
@@ -52,7 +51,7 @@ class PartialCheckpoint:
         if recorded is None:
             self._start(identity)
             return {}
-        # Through JSON, as the recorded one: tuples are lists there.
+        # Convert to JSON and back: the recorded identity has lists instead of tuples.
         differing = _differences(recorded, json.loads(json.dumps(identity)))
         if differing:
             self.close()
@@ -63,18 +62,18 @@ class PartialCheckpoint:
         return self._read_finished()
 
     def note(self, name: str, spans: Sequence[Span]) -> None:
-        """Records that a file is complete and durable."""
+        """Record that a file is complete. Call it after the file's fsync."""
         with (self.directory / _FINISHED).open("a", encoding="utf-8") as opened:
             opened.write(json.dumps({"file": name, "spans": spans}) + "\n")
             opened.flush()
             os.fsync(opened.fileno())
 
     def publish(self) -> None:
-        """Renames the directory to the target, without the notes."""
+        """Remove the records and rename the directory to the target."""
         for name in (_FINISHED, _IDENTITY):
             (self.directory / name).unlink(missing_ok=True)
         for file in self.directory.iterdir():
-            if file.suffix != ".distcp":  # those were made durable one by one
+            if file.suffix != ".distcp":  # write_file has synced these
                 sync(file)
         sync(self.directory)
         os.rename(self.directory, self.target)
@@ -82,12 +81,12 @@ class PartialCheckpoint:
         self.close()
 
     def discard(self) -> None:
-        """Removes the directory."""
+        """Remove the directory."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self.close()
 
     def close(self) -> None:
-        """Lets another process have the directory."""
+        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -98,12 +97,12 @@ class PartialCheckpoint:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise ConversionError(f"another process is writing {self.target} at this moment") from None
+            raise ConversionError(f"another process is writing {self.target}") from None
 
     def _start(self, identity: Mapping[str, Any]) -> None:
-        """A directory without a readable identity holds nothing that could be finished."""
-        for left in self.directory.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        """Empty the directory and record the identity. Files without a readable identity cannot be resumed."""
+        for stale in self.directory.iterdir():
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         temporary = self.directory / f"{_IDENTITY}.new"
         temporary.write_text(json.dumps(identity, indent=1), encoding="utf-8")
         sync(temporary)
@@ -126,7 +125,7 @@ class PartialCheckpoint:
                 name, spans = note["file"], [(int(start), int(length)) for start, length in note["spans"]]
                 num_bytes = (self.directory / Path(name).name).stat().st_size
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # cut off by the kill, or its file is gone: the file is written again
+                continue  # the record is truncated or its file is missing: write the file again
             if spans and num_bytes == sum(spans[-1]):
                 spans_by_file[name] = spans
         return spans_by_file

@@ -1,4 +1,4 @@
-"""Reads blocks of the tensors in files of torch.distributed.checkpoint, whatever chunks they were saved in."""
+"""Reader of tensor blocks in torch.distributed.checkpoint files, independent of the chunks they were saved in."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from model_converters.mapping.transforms import Shape
 
 
 class DcpReader:
-    """The tensors of a checkpoint by key. The chunks read last are kept, up to `cache_bytes` of them, and at least one:
-    the tensors that megatron fuses are read one after the other from the same chunks."""
+    """Tensors of a checkpoint by key.
+
+    Caches the most recently read chunks, up to `cache_bytes` and at least one: HF tensors that Megatron fuses are read
+    one after another from the same chunks.
+    """
 
     def __init__(self, directory: Path, metadata: Metadata, cache_bytes: int = 0) -> None:
         self.directory, self.cache_bytes = directory, cache_bytes
@@ -36,7 +39,7 @@ class DcpReader:
         return dtype
 
     def problem(self, key: str, box: Box) -> str | None:
-        """Why the block cannot be read, found without reading it."""
+        """Return the reason why a block cannot be read, or None. Checks the metadata and file sizes only."""
         if key not in self._stored:
             return f"{self.directory} has no tensor {key}"
         if len(self.shapes[key]) != len(box.shape):
@@ -44,11 +47,11 @@ class DcpReader:
         overlaps = self._overlaps(key, box)
         covered = sum(common.volume for _, common in overlaps)
         if covered != box.volume:
-            return f"{self.directory} holds {covered} of the {box.volume} elements that it takes from {key}"
+            return f"{self.directory} has {covered} of the required {box.volume} elements of {key}"
         for chunk, _ in overlaps:
             place = self._storage.get(MetadataIndex(key, chunk.offset))
             if place is None:
-                return f"{self.directory} does not say where {key} {chunk.offset} is"
+                return f"{self.directory} has no location for {key} {chunk.offset}"
             file_bytes = self._size_of(place.relative_path)
             if place.offset + place.length > file_bytes:
                 return (
@@ -58,7 +61,7 @@ class DcpReader:
         return None
 
     def read(self, key: str, box: Box) -> torch.Tensor:
-        """The block; it may share memory with what the next call returns, so do not write to it.
+        """Read a block. It may share memory with a cached chunk: do not write to it.
 
         Raises: ConversionError naming the file and the key.
         """
@@ -69,19 +72,19 @@ class DcpReader:
         out = torch.empty(box.shape, dtype=self.dtype(key))
         for chunk, common in overlaps:
             target = common.moved(box.offset, (0,) * len(box.offset)).view(out)
-            # In one expression: no name keeps a chunk while the next one is read.
+            # One expression, so that no local variable keeps this chunk alive while the next one is read.
             target.copy_(common.moved(chunk.offset, (0,) * len(chunk.offset)).view(self._load(key, chunk)))
         return out
 
     def _overlaps(self, key: str, box: Box) -> list[tuple[Box, Box]]:
-        """(chunk, what it has of the block) for every chunk that has any."""
+        """Return (chunk, its intersection with the block) for every chunk that overlaps the block."""
         if key not in self._chunks:
             boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[key].chunks]
             self._chunks[key] = sorted(boxes)
         chunks = self._chunks[key]
         if not box.shape:
             return [(chunk, chunk) for chunk in chunks]
-        # Thousands of experts may be stacked in one tensor: look only where the first axis can overlap.
+        # A tensor can stack thousands of experts: restrict the search to chunks whose first dimension can overlap.
         longest = max((chunk.shape[0] for chunk in chunks), default=0)
         first = bisect_left(chunks, box.offset[0] - longest + 1, key=lambda chunk: chunk.offset[0])
         overlaps = []
@@ -106,13 +109,13 @@ class DcpReader:
         return tensor
 
     def has_object(self, key: str) -> bool:
-        """Whether `key`, megatron's unique key of an object, is there."""
+        """Return whether the object with Megatron's unique key `key` exists."""
         return MetadataIndex(key) in self._storage
 
     def read_object(self, key: str) -> Any:
-        """What is no tensor, as it was saved.
+        """Load an object that is not a tensor.
 
-        Raises: ConversionError naming the file and the key; KeyError where there is none.
+        Raises: ConversionError naming the file and the key; KeyError if the key does not exist.
         """
         return self._unpickle(self._storage[MetadataIndex(key)], key)
 
@@ -124,7 +127,7 @@ class DcpReader:
                 return torch.load(view, map_location="cpu", weights_only=True)
         except OSError as error:
             raise ConversionError(f"{file}: {what} cannot be read: {error.strerror}") from error
-        except Exception as error:  # torch.load raises whatever the damage leads to
+        except Exception as error:  # torch.load can raise any error on damaged data
             reason = str(error).split("\n", 1)[0] or type(error).__name__
             raise ConversionError(f"{file}: {what} is damaged: {reason}") from error
 

@@ -1,7 +1,8 @@
-"""A conversion's record of its source, beside config.json in the checkpoint, so that an unchanged model is exported as
-it was released: the tensors that the release lacks, and the scales of its FP8 blocks.
+"""Record of a conversion's source, stored next to config.json in the checkpoint.
 
-Scales cannot be computed again from the values: a block whose largest code is 224 has two possible power-of-two scales.
+It lists the table's tensors that the source lacks and keeps the scales of its FP8 blocks, so that an unchanged model is
+exported bit for bit as it was released. Scales cannot be recomputed from the values: a block whose largest code is 224
+has two possible power-of-two scales.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ _ABSENT_FILE, _SCALES_FILE = "source_tensors.json", "source_scales.safetensors"
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """`absent`: tensors of the table that the source lacks. `scales`: the scales of its FP8 weights, by weight."""
+    """Optional properties of a conversion's source.
+
+    absent: HF tensors of the table that the source lacks.
+    scales: name of an FP8 weight -> location of its scales.
+    """
 
     absent: frozenset[str] = frozenset()
     scales: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     def scales_of(self, name: str) -> torch.Tensor | None:
-        """The scales of a weight as they were stored; None for a weight that was not FP8."""
+        """Read the original scales of a weight; None if it was not FP8."""
         stored = self.scales.get(name)
         if stored is None:
             return None
@@ -46,7 +51,7 @@ class SourceRecord:
 
 
 def write_record(directory: Path, source: HFCheckpoint, bound: Sequence[BoundRow]) -> None:
-    """Adds the record of `source` to a checkpoint; `bound` is the whole table of the model.
+    """Write the record of `source` into a checkpoint; `bound` is the whole table of the model.
 
     Raises: OSError; ConversionError.
     """
@@ -71,9 +76,9 @@ def _write_scales(file: Path, scales: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_record(directory: Path) -> SourceRecord:
-    """The record in a checkpoint; an empty one where there is none, as in checkpoints of trainers.
+    """Read the record of a checkpoint; it is empty for checkpoints saved by a trainer.
 
-    Raises: ConversionError for one that is damaged.
+    Raises: ConversionError if the record is damaged.
     """
     folder = side_files_in(directory)
     scales = read_header(folder / _SCALES_FILE) if (folder / _SCALES_FILE).exists() else {}

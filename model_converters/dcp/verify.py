@@ -1,4 +1,4 @@
-"""The certificate that an HF directory and a megatron checkpoint hold the same model, bit for bit."""
+"""Bit-for-bit comparison of an HF directory and a Megatron checkpoint."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.shards import as_bytes
 from model_converters.progress import ByteProgress
 
-# Of two float32 implementations of one model; a wrong weight or setting moves logits by far more.
+# Tolerance relative to the largest logit, for two float32 implementations of a model. A wrong weight or setting changes
+# logits by far more.
 _LOGIT_TOLERANCE = 1e-3
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """Largest absolute difference of the two models' logits, and largest absolute logit."""
+    """Largest absolute difference of two models' logits, and the largest absolute logit."""
 
     max_abs_diff: float
     max_abs_logit: float
@@ -37,17 +38,19 @@ class LogitDifference:
     def problem(self) -> str | None:
         if self.max_abs_diff <= _LOGIT_TOLERANCE * max(self.max_abs_logit, 1.0):  # False for NaN
             return None
-        return f"differ by {self.max_abs_diff:.3g}; the largest is {self.max_abs_logit:.3g}"
+        return f"differ by up to {self.max_abs_diff:.3g}; the largest logit is {self.max_abs_logit:.3g}"
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """checksums: HF name -> BLAKE2b of the bytes of every tensor that is the same on both sides; mismatched: name ->
-    what differs, an HF name or, for what has no row, the checkpoint's own; missing: those that one side lacks.
+    """Result of a comparison.
 
-    quantised: those of `checksums` (the checkpoint's bytes) of which the HF directory holds the FP8 quantisation: its
-    codes and scales are bit for bit what rounding the checkpoint's values gives. config: fields of config.json by which
-    the two compute differently -> how they differ.
+    checksums: HF name -> BLAKE2b of the checkpoint's bytes, for every tensor that is equal on both sides.
+    mismatched: name -> difference; an HF name, or a checkpoint key for tensors without a row.
+    missing: names of `mismatched` that one side lacks.
+    quantised: names of `checksums` that are FP8 in the HF directory; the codes and scales equal, bit for bit, the
+    quantised checkpoint values.
+    config: field of config.json that changes the computation -> difference.
     """
 
     checksums: Mapping[str, str]
@@ -63,7 +66,7 @@ class Certificate:
 
     @property
     def checksum(self) -> str:
-        """One for all: of the names and checksums in alphabetical order."""
+        """BLAKE2b of all names and checksums in alphabetical order."""
         lines = "".join(f"{name} {self.checksums[name]}\n" for name in sorted(self.checksums))
         return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
@@ -80,7 +83,7 @@ class Certificate:
         }
 
     def as_table(self) -> Iterator[str]:
-        """What differs, name by name, then the verdict."""
+        """Yield one line per difference, then the summary."""
         width = max(map(len, self.mismatched), default=0)
         for name in sorted(self.mismatched):
             yield f"{name:{width}}  {self.mismatched[name]}"
@@ -88,28 +91,32 @@ class Certificate:
             yield f"config.json: {name} {difference}"
         total, same = len(self.checksums) + len(self.mismatched), len(self.checksums)
         rounded = f" ({len(self.quantised)} of them after FP8 rounding)" if self.quantised else ""
-        yield f"{same} of {total} tensors are the same bit for bit{rounded}; BLAKE2b of all: {self.checksum}"
+        yield f"{same} of {total} tensors are equal bit for bit{rounded}; BLAKE2b of all: {self.checksum}"
         if self.logits is not None:
-            yield f"logits {self.logits.problem or f'agree: they differ by at most {self.logits.max_abs_diff:.3g}'}"
+            agreement = f"agree: the largest difference is {self.logits.max_abs_diff:.3g}"
+            yield f"logits {self.logits.problem or agreement}"
 
 
 def config_differences(hf: HFConfig, own: HFConfig) -> dict[str, str]:
-    """Fields of config.json -> how they differ, of an HF directory and a checkpoint; none where both describe the same
-    computation, however they spell it. Of the fields that differ those are named which alone make a difference, or all.
-    Multi-token prediction, which a checkpoint may leave out, is not compared."""
-    theirs, ours = without_mtp(hf), without_mtp(own)
-    described = _described(ours)
-    if _described(theirs) == described:
+    """Compare the config.json files of an HF directory (`hf`) and a checkpoint (`own`). Returns field -> difference.
+
+    The result is empty if both files describe the same computation, whatever their spelling. It contains the fields
+    that change the computation on their own, or all differing fields if none does. Multi-token prediction is not
+    compared, because a checkpoint may lack it.
+    """
+    source, stored = without_mtp(hf), without_mtp(own)
+    stored_arguments = _model_arguments(stored)
+    if _model_arguments(source) == stored_arguments:
         return {}
-    differing = [key for key in sorted({*theirs, *ours}) if theirs.get(key, _ABSENT) != ours.get(key, _ABSENT)]
-    decisive = [key for key in differing if _described(_exchanged(ours, key, theirs)) != described]
+    differing = [key for key in sorted({*source, *stored}) if source.get(key, _ABSENT) != stored.get(key, _ABSENT)]
+    decisive = [key for key in differing if _model_arguments(_exchanged(stored, key, source)) != stored_arguments]
     return {
-        key: f"is {_value(theirs, key)} in the HF directory, {_value(ours, key)} in the checkpoint"
+        key: f"is {_value(source, key)} in the HF directory, {_value(stored, key)} in the checkpoint"
         for key in decisive or differing
     }
 
 
-def _described(config: HFConfig) -> ModelArguments | None:
+def _model_arguments(config: HFConfig) -> ModelArguments | None:
     try:
         return family_for(config).model_arguments(config)
     except ConversionError:
@@ -126,18 +133,18 @@ def _value(config: HFConfig, key: str) -> str:
 
 
 def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint, dropped: Collection[str] = ()) -> Certificate:
-    """Reads both sides tensor by tensor; `dropped` are tensors of the HF directory that are not compared.
+    """Compare both sides tensor by tensor, except the HF tensors in `dropped`.
 
-    Raises: ConversionError when the HF directory cannot be read.
+    Raises: ConversionError if the HF directory cannot be read.
     """
-    mismatched = dict.fromkeys(checkpoint.unknown, "is in the checkpoint, and has no row in the weight table")
+    mismatched = dict.fromkeys(checkpoint.unknown, "is in the checkpoint but has no row in the weight table")
     mismatched |= {name: f"cannot be read: {problem}" for name, problem in checkpoint.problems.items()}
     wanted = [name for name in source.shapes if name not in checkpoint.problems and name not in dropped]
     stored_names = {name: checkpoint.redundant.get(name, name) for name in wanted}
     mismatched |= {
         name: "is only in the HF directory" for name in wanted if stored_names[name] not in checkpoint.shapes
     }
-    # A copy that the HF directory lacks is no tensor of the checkpoint's own.
+    # `repeated` tensors are copies that an HF directory may omit: their absence is not a difference.
     mismatched |= {
         name: "is only in the checkpoint"
         for name in checkpoint.shapes
@@ -161,16 +168,16 @@ def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint, dropped: Collecti
 
 
 class _DifferenceError(Exception):
-    """One tensor is not the same on both sides."""
+    """A tensor differs between the two sides."""
 
 
 def _same(
     source: HFCheckpoint, checkpoint: McoreCheckpoint, name: str, stored_name: str, pool: ThreadPoolExecutor
 ) -> tuple[str, bool]:
-    """The checksum of a tensor on both sides, and whether they are the same only after FP8 rounding."""
-    ours, theirs = source.shapes[name], checkpoint.shapes[stored_name]
-    if ours != theirs:
-        raise _DifferenceError(f"is {ours} in the HF directory, {theirs} in the checkpoint")
+    """Compare one tensor. Returns its checksum, and whether the sides are equal only after FP8 rounding."""
+    source_shape, stored_shape = source.shapes[name], checkpoint.shapes[stored_name]
+    if source_shape != stored_shape:
+        raise _DifferenceError(f"is {source_shape} in the HF directory, {stored_shape} in the checkpoint")
     if source.dtype(name) != checkpoint.dtype(stored_name):
         raise _DifferenceError(
             f"is {source.dtype(name)} in the HF directory, {checkpoint.dtype(stored_name)} in the checkpoint"
@@ -180,7 +187,7 @@ def _same(
         stored = checkpoint.read(stored_name)
     except ConversionError as error:
         raise _DifferenceError(f"cannot be read: {error}") from error
-    # hashlib releases the interpreter: the two sides are hashed at once.
+    # hashlib releases the GIL: the two sides are hashed in parallel.
     first, second = pool.map(_checksum, ([wanted], [stored]))
     if first == second:
         return first, False
@@ -192,12 +199,15 @@ def _same(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Shapes: [elements, bytes of one]."""
+    """View a tensor as bytes. Shapes: -> [elements, itemsize]."""
     return tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.itemsize)
 
 
-def _checksum(handed_over: list[torch.Tensor]) -> str:
-    """Of the one tensor in the list, which is empty afterwards: a pool's thread lets go of its arguments only some time
-    after it has handed the result over, and by then the next tensors may have been read."""
-    tensor = handed_over.pop()
+def _checksum(holder: list[torch.Tensor]) -> str:
+    """Pop the only tensor of `holder` and return its checksum.
+
+    A pool thread keeps references to its arguments after it has returned the result. The list is emptied so that the
+    tensor is freed before the next one is read.
+    """
+    tensor = holder.pop()
     return hashlib.blake2b(as_bytes(tensor.contiguous()), digest_size=16).hexdigest()

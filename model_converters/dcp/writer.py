@@ -1,7 +1,7 @@
-"""Writes the files of torch.distributed.checkpoint, one tensor in memory at a time.
+"""Writer of torch.distributed.checkpoint files that keeps one tensor in memory at a time.
 
-torch's FileSystemWriter keeps every tensor of a file until the file is closed. The format is its own all the same:
-entries are torch.save'd one after the other, and its planner and its `finish` make and write the metadata.
+torch's FileSystemWriter keeps all tensors of a file in memory until the file is closed. This writer produces the same
+format: entries are written by torch.save one after another, and torch's planner and `finish` build the metadata.
 Source: torch.distributed.checkpoint.filesystem, default_planner (2.13).
 """
 
@@ -32,13 +32,13 @@ from model_converters.dcp.blocks import CheckpointChunk, ShardedRankState, State
 from model_converters.dcp.partial_checkpoint import Span
 from model_converters.errors import ConversionError, listing
 
-# What torch.save adds to a tensor, rounded up; for the space that a checkpoint needs.
+# Upper bound of the bytes that torch.save adds to a tensor, for the estimate of disk space.
 _ENTRY_BYTES = 2048
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One thing in a file; dtype is None for an object."""
+    """A tensor block or an object in a file; dtype is None for an object."""
 
     content: CheckpointChunk | StateObject
     dtype: torch.dtype | None
@@ -52,7 +52,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file of one rank, and the entries that it holds, in order."""
+    """A file of one rank and its entries, in order."""
 
     name: str
     rank: int
@@ -60,14 +60,17 @@ class PlannedFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of tensors."""
+        """Bytes of the tensors in the file."""
         return sum(entry.num_bytes for entry in self.entries)
 
 
 def plan_files(
     rank: int, state: ShardedRankState, dtypes: Mapping[str, torch.dtype], max_file_bytes: int
 ) -> Iterator[PlannedFile]:
-    """Deals what a rank writes to files of at most `max_file_bytes`, or of one larger tensor; dtypes by mcore name."""
+    """Distribute a rank's entries over files of at most `max_file_bytes`; a larger tensor gets a file of its own.
+
+    dtypes: mcore name -> dtype.
+    """
     entries: list[FileEntry] = [FileEntry(item, None) for item in state.objects]
     filled, number = 0, 0
     for chunk in state.chunks:
@@ -82,24 +85,24 @@ def plan_files(
 
 
 def space_needed(files: Iterable[PlannedFile]) -> int:
-    """Bytes on disk, a little too many."""
+    """Return an upper bound of the bytes on disk."""
     return sum(file.num_bytes + _ENTRY_BYTES * len(file.entries) for file in files)
 
 
 def plan_metadata(files: Sequence[PlannedFile]) -> Metadata:
-    """torch's metadata of the checkpoint, without the places of its entries.
+    """Build torch's metadata of the checkpoint; write_metadata adds the locations of the entries.
 
-    Raises: ConversionError when the chunks do not tile every tensor exactly once, or differ in dtype.
+    Raises: ConversionError if the chunks do not tile every tensor exactly once, or differ in dtype.
     """
     plans = [SavePlan([_write_item(entry) for entry in file.entries]) for file in files]
     try:
         _, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
     except (ValueError, AssertionError) as error:
-        raise ConversionError(f"the ranks of this layout do not hold every tensor exactly once: {error}") from error
+        raise ConversionError(f"the ranks of this layout do not cover every tensor exactly once: {error}") from error
     stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
     untiled = [key for key, tensor in stored.items() if sum(prod(c.sizes) for c in tensor.chunks) != prod(tensor.size)]
     if untiled:
-        raise ConversionError(f"the ranks of this layout hold only parts of {listing(untiled)}")
+        raise ConversionError(f"the ranks of this layout cover only parts of {listing(untiled)}")
     _check_dtypes(files)
     return metadata
 
@@ -111,7 +114,7 @@ def _check_dtypes(files: Sequence[PlannedFile]) -> None:
             dtype, name = first.setdefault(entry.content.key, (entry.dtype, entry.content.mcore_name))
             if dtype != entry.dtype:
                 raise ConversionError(
-                    f"{name} is {dtype} and {entry.content.mcore_name} is {entry.dtype}, but megatron keeps them in "
+                    f"{name} is {dtype} and {entry.content.mcore_name} is {entry.dtype}, but megatron stores them in "
                     f"one tensor, {entry.content.key}; convert the source to one dtype first"
                 )
 
@@ -162,14 +165,17 @@ def write_file(
 
 
 class _ObservedFile:
-    """A file being written from its start to its end, with someone who sees what is written."""
+    """Sequential output file that passes all written bytes to `on_write`."""
 
     def __init__(self, raw: BinaryIO, on_write: Callable[[bytes], None] | None) -> None:
         self._raw, self._on_write = raw, on_write
         self._failure: OSError | None = None
 
     def save(self, tensor: torch.Tensor) -> None:
-        """Raises: OSError; torch (2.13) makes a RuntimeError about positions of it while it cleans up."""
+        """Write a tensor with torch.save.
+
+        Raises: OSError. torch 2.13 replaces it by a RuntimeError about file positions; the original is raised here.
+        """
         try:
             torch.save(tensor, self)
         except RuntimeError as error:
@@ -196,7 +202,7 @@ class _ObservedFile:
 
 @contextmanager
 def _without_checksums() -> Iterator[None]:
-    """torch.load reads no CRC32, and computing it takes as long as writing."""
+    """Disable CRC32 in torch.save: torch.load does not check it, and computing it takes as long as writing."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -206,7 +212,7 @@ def _without_checksums() -> Iterator[None]:
 
 
 class _MetadataWriter(FileSystemWriter):
-    """Its metadata says nothing of the directory it was written in."""
+    """FileSystemWriter whose metadata does not contain the directory's path."""
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
@@ -215,7 +221,7 @@ class _MetadataWriter(FileSystemWriter):
 def write_metadata(
     directory: Path, metadata: Metadata, files: Sequence[PlannedFile], spans: Mapping[str, Sequence[Span]]
 ) -> None:
-    """Completes the metadata with the places of all entries and writes it."""
+    """Add the locations of all entries to the metadata and write it."""
     results = [
         WriteResult(_write_item(entry).index, length, _StorageInfo(file.name, start, length))
         for file in files

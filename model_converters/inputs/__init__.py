@@ -1,1 +1,1 @@
-"""Strict reading of files that come from outside: regular files, JSON, paths that stay inside a directory."""
+"""Strict reading of untrusted files: regular files only, unambiguous JSON, paths confined to a directory."""

@@ -1,7 +1,8 @@
-"""Regular files only, and only files that belong to a directory.
+"""Checks that a path is a regular file inside its directory.
 
-A named pipe blocks its reader, a device may never end, and a symbolic link can name any file of the user. The hub's
-cache is the one layout in which links have to leave: `snapshots/<commit>/<file>` points to `blobs/<hash>`.
+A named pipe blocks the reader, a device can return endless data, and a symbolic link can point to any file of the user.
+The only links that may leave the directory are in the Hugging Face cache: `snapshots/<commit>/<file>` points to
+`blobs/<hash>`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _KINDS = (
 
 
 def special_kind(file: Path) -> str | None:
-    """The kind of a path that is no regular file, links followed; None for a regular file and for an absent one."""
+    """Return the kind of a path that is not a regular file, after following links; None if it is one or is missing."""
     try:
         mode = file.stat().st_mode
     except OSError:
@@ -34,11 +35,11 @@ def special_kind(file: Path) -> str | None:
 def open_regular(file: Path) -> BinaryIO:
     """Open a regular file for reading.
 
-    Raises: ConversionError naming a file of another kind, without waiting for it; OSError.
+    Raises: ConversionError naming any other kind of file, without blocking on it; OSError.
     """
     kind = special_kind(file)
     if kind is None:
-        # Not blocking: the path may have become a named pipe since the check above.
+        # O_NONBLOCK: the path may have been replaced by a named pipe since the check above.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         kind = _kind(os.fstat(descriptor).st_mode)
         if kind is None:
@@ -48,10 +49,11 @@ def open_regular(file: Path) -> BinaryIO:
 
 
 def outside_target(file: Path, directory: Path) -> Path | None:
-    """The target of a path that leaves `directory` through `..`, as an absolute path or through symbolic links; None
-    for a path that stays inside. Links of a hub snapshot may end in the cache's `blobs`.
+    """Return the target of a path that leaves `directory` (by `..`, an absolute path or a symbolic link), else None.
 
-    Raises: ConversionError for a loop of links.
+    Links of a Hugging Face cache snapshot may point to the cache's `blobs`.
+
+    Raises: ConversionError for a loop of symbolic links.
     """
     home = directory.resolve()
     try:
@@ -65,15 +67,18 @@ def outside_target(file: Path, directory: Path) -> Path | None:
 
 
 def require_inside(file: Path, directory: Path) -> None:
-    """Raises: ConversionError naming a file that leaves `directory`, and its target."""
+    """Reject a path that leaves `directory`.
+
+    Raises: ConversionError naming the path and its target.
+    """
     target = outside_target(file, directory)
     if target is not None:
         raise ConversionError(
-            f"{file} leaves the model directory: it leads to {target}; replace it by a copy of the file, or remove it"
+            f"{file} leaves the model directory: it points to {target}; replace it by a copy of the file, or remove it"
         )
 
 
 def _kind(mode: int) -> str | None:
     if stat.S_ISREG(mode):
         return None
-    return next((name for test, name in _KINDS if test(mode)), "no regular file")
+    return next((name for test, name in _KINDS if test(mode)), "not a regular file")

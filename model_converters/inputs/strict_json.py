@@ -1,5 +1,8 @@
-"""JSON of files that come from outside. Two readers must not see two values in one file: repeated keys, NaN, infinity
-and text that is not UTF-8 are rejected, where Python's reader picks one of several meanings."""
+"""Strict JSON reader for untrusted files.
+
+Rejects repeated keys, NaN, infinity and text that is not UTF-8: Python's reader accepts them, and other readers of the
+same file may interpret them differently.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from model_converters.errors import ConversionError
 from model_converters.inputs.regular_files import open_regular
 
 _MAX_BYTES = 256 * 2**20
-"""No index comes near: that of a model with 671 billion parameters has 9 MB."""
+"""Maximum file size. The index of a model with 671 billion parameters has 9 MB."""
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
+    """Read a file that contains one JSON object.
 
     Raises: ConversionError naming the file and the key; FileNotFoundError.
     """
@@ -37,7 +40,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Raises: ValueError for bytes that are not exactly one JSON object; RecursionError."""
+    """Parse exactly one JSON object.
+
+    Raises: ValueError for anything else; RecursionError for deep nesting.
+    """
     value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unambiguous)
     if not isinstance(value, dict):
         raise ValueError(f"it holds {type(value).__name__}, not an object")
@@ -65,6 +71,6 @@ def _is_finite(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     if isinstance(value, str):
-        # Almost every name is ASCII, and that is known without looking at it again.
+        # Almost all names are ASCII; isascii() reads a flag of the string and needs no scan.
         return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
     return not isinstance(value, list) or all(map(_is_text, value))

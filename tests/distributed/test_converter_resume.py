@@ -197,7 +197,7 @@ def test_a_disk_that_fills_does_not_cost_what_is_done(
     code, _, errors = converting.alone(_on_a_disk_that_fills, hf, tmp_path / "out")
     assert code == 2
     assert "No space left on device" in errors
-    assert ".out.partial keeps what is done" in errors
+    assert ".out.partial keeps the finished files" in errors
     code, _, errors = converting.cli("to-mcore", "--hf", hf, "--out", tmp_path / "out", *_flags())
     assert (code, "3 of " in errors) == (0, True)
     assert _content(tmp_path / "out") == uninterrupted

@@ -266,7 +266,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(root: Path, saved: Any) -> No
 def test_the_converter_says_that_a_checkpoint_holds_adapters_alone(root: Path, saved: Any) -> None:
     code, _, errors = converting.cli("to-hf", "--ckpt", root / f"{CASES[0]} checkpoint", "--out", root / "converted")
     assert code == 2
-    assert "holds the adapters of a LoRA run and not the model under them" in errors
+    assert "contains the adapters of a LoRA run without the base model" in errors
     assert not (root / "converted").exists()
 
 

@@ -162,7 +162,7 @@ BREAKAGES = {
     "shard is a device": (lambda d: link(d / "part1.safetensors", "/dev/zero"), r"leads to /dev/zero"),
     "shard is a link that leaves": (
         lambda d: link(d / "part1.safetensors", (d / "part1.safetensors").rename(d.parent / "elsewhere")),
-        r"part1\.safetensors leaves the model directory: it leads to .*/elsewhere",
+        r"part1\.safetensors leaves the model directory: it points to .*/elsewhere",
     ),
     "shard is a loop of links": (
         lambda d: link(d / "part1.safetensors", d / "part1.safetensors"),
@@ -170,7 +170,7 @@ BREAKAGES = {
     ),
     "index is a link that leaves": (
         lambda d: link(d / "model.safetensors.index.json", "/etc/passwd"),
-        r"index\.json leaves the model directory: it leads to /etc/passwd",
+        r"index\.json leaves the model directory: it points to /etc/passwd",
     ),
     **{
         f"weight_map has {place!r}": (

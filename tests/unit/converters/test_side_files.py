@@ -55,7 +55,7 @@ def test_side_files_with_a_link_that_leaves_are_rejected(name: str, tmp_path: Pa
     source.mkdir()
     (source / name).symlink_to("../secret")
     for config in (None, {"model_type": "qwen3"}):
-        with pytest.raises(ConversionError, match=f"{name} leaves the model directory: it leads to .*secret"):
+        with pytest.raises(ConversionError, match=f"{name} leaves the model directory: it points to .*secret"):
             copy_side_files(source, tmp_path / "target", config)
     assert not (tmp_path / "target").exists()
 
