@@ -1,1 +1,1 @@
-"""Hugging Face directories: tensors in and out, FP8, adapters, what lies beside the weights."""
+"""Hugging Face model directories: reading and writing of tensors, FP8, LoRA adapters and non-weight files."""

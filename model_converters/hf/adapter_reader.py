@@ -1,7 +1,7 @@
-"""LoRA adapters in PEFT's format, merged while the base is read: W + scale * B A.
+"""Reader of LoRA adapters in PEFT's format. They are merged while the base weights are read: W + scale * B A.
 
-scale is alpha / r, or alpha / sqrt(r) with rsLoRA; rank_pattern and alpha_pattern name exceptions. Modules of
-modules_to_save were trained whole: their tensors replace those of the base.
+scale is alpha / r, or alpha / sqrt(r) with rsLoRA; rank_pattern and alpha_pattern override both per module. Tensors of
+modules_to_save replace whole tensors of the base model.
 Source: peft 0.21 tuners/lora (get_delta_weight, get_pattern_key), utils/save_and_load.
 """
 
@@ -29,23 +29,24 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _LORA = re.compile(r"\.lora_[A-Za-z_]+")
-# Fields that say how an adapter was trained or found its modules, which its tensors now say.
+# Fields about training or module selection. They do not affect a merge, which takes the modules from the tensor names.
 _IGNORED = set(
     """auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules inference_mode
     layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_config megatron_core
     peft_version qalora_group_size revision runtime_config target_modules task_type""".split()
 )
 _USED = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save"}
-# Of the ways to initialise A and B, those that leave the base weights as they were.
+# Initialisations of A and B that do not change the base weights.
 _BASE_PRESERVING = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class LoraAdapter:
-    """The updates of an adapter directory, and the tensors that replace others (`replaced`), by the name of the base
-    tensor that they change.
+    """A LoRA adapter: low-rank `updates` and whole `replaced` tensors, by base tensor name.
 
-    `shapes` are those of the base model's tensors; `tied`: its head is its embedding.
-    Raises: ConversionError, ONE, naming every field and tensor that cannot be merged, or does not fit the base.
+    shapes: shapes of the base model's tensors.
+    tied: whether the base model ties its head to its embedding.
+
+    Raises: one ConversionError that names every field and tensor that cannot be merged or does not fit the base model.
     """
 
     def __init__(self, directory: Path | str, shapes: Mapping[str, Shape], *, tied: bool = False) -> None:
@@ -63,7 +64,7 @@ class LoraAdapter:
         for module, sides in pairs.items():
             problems += self._misfits(module, sides, shapes.get(f"{module}.weight"))
         if not pairs and not self.replaced and not problems:
-            problems.append("it holds no tensor")
+            problems.append("it contains no tensor")
         if problems:
             raise ConversionError(f"{self.directory}: this adapter cannot be merged: {listing(problems)}")
         self.updates = {
@@ -95,7 +96,7 @@ class LoraAdapter:
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """scale * B A, with A [r, N] and B [M, r] in a file."""
+    """Update scale * B A of a weight [M, N]. Shapes: A [r, N], B [M, r]; both stay in the file."""
 
     module: str
     a: StoredTensor
@@ -107,10 +108,10 @@ class LowRankUpdate:
 
 
 class UpdateWindow:
-    """The rows of B and columns of A that a window of the weight needs, rounded up to whole tiles.
+    """Rows of B and columns of A for a window of the weight, rounded up to whole tiles.
 
-    Every product is that of a whole tile of the weight's own grid, so that no bit of an element depends on the slice
-    that it is read with: a matrix product of another size may add in another order.
+    Products are always computed for whole tiles of a grid fixed to the weight. A matrix product of another size may sum
+    in another order, and an element must have the same bits whatever slice it is read with.
     """
 
     def __init__(self, update: LowRankUpdate, row: int, column: int, shape: Shape) -> None:
@@ -131,7 +132,7 @@ class UpdateWindow:
             files.close()
 
     def add_to(self, values: torch.Tensor, *, row: int, column: int) -> None:
-        """Adds to float32 `values`, the part of one tile from element (row, column) of the weight on."""
+        """Add the update in place to float32 `values`: part of one tile, starting at element (row, column)."""
         top, left = row // TILE_ROWS * TILE_ROWS, column // TILE_COLUMNS * TILE_COLUMNS
         delta = (self._b[top] @ self._a[left]).mul_(self._scale)
         values += delta[row - top : row - top + values.shape[0], column - left : column - left + values.shape[1]]
@@ -153,7 +154,7 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
     if config.get("init_lora_weights") not in _BASE_PRESERVING:
         problems.append(
             f"init_lora_weights {config['init_lora_weights']!r}, which may have changed the base weights "
-            "(save the adapter converted to plain LoRA: path_initial_model_for_weight_conversion)"
+            "(save the adapter as plain LoRA: path_initial_model_for_weight_conversion)"
         )
     if not _is_number(config.get("r")) or config["r"] < 1:
         problems.append(f"r {config.get('r')!r}, which must be a number of at least 1")
@@ -164,7 +165,7 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
 
 
 def _compiled(config: Mapping[str, Any], field: str, problems: list[str]) -> list[tuple[re.Pattern[str], Any]]:
-    """(pattern of whole module names, value); what is no pattern or no number is added to `problems`."""
+    """Compile a pattern field to (regular expression, value). Appends invalid entries to `problems`."""
     patterns = config.get(field) or {}
     if not isinstance(patterns, Mapping):
         problems.append(f"{field} {patterns!r}, which must be an object")
@@ -172,11 +173,11 @@ def _compiled(config: Mapping[str, Any], field: str, problems: list[str]) -> lis
     compiled = []
     for pattern, value in patterns.items():
         if not _is_number(value) or (field == "rank_pattern" and value < 1):
-            problems.append(f"{field} {pattern!r}: {value!r}, which is not a possible value")
+            problems.append(f"{field} {pattern!r}: {value!r}, which is not a valid value")
         try:
             compiled.append((re.compile(rf"(.*\.)?({pattern})$"), value))
         except re.error:
-            problems.append(f"{field} {pattern!r}, which is no regular expression")
+            problems.append(f"{field} {pattern!r}, which is not a regular expression")
     return compiled
 
 
@@ -185,14 +186,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _pairs(header: Mapping[str, StoredTensor]) -> tuple[dict[str, dict[str, StoredTensor]], list[str]]:
-    """A and B by module, and the names of all other tensors."""
+    """Return A and B by module, and a problem for every other tensor."""
     pairs: dict[str, dict[str, StoredTensor]] = {}
     unknown = []
     for name, stored in header.items():
         if match := _TENSOR.fullmatch(name):
             pairs.setdefault(match["module"], {})[match["side"]] = stored
         else:
-            # PEFT copies base weights that might have changed, when it adapts the head or the embedding.
+            # PEFT also saves a copy of the base weight if the head or the embedding has an adapter.
             remedy = " (save the adapter with save_embedding_layers=False)" if not _LORA.search(name) else ""
             unknown.append(f"{name} is neither lora_A nor lora_B of a linear layer{remedy}")
     return pairs, unknown

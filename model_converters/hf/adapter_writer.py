@@ -1,4 +1,4 @@
-"""Writes LoRA adapters in PEFT's format; lora.py reads it."""
+"""Writer of LoRA adapters in PEFT's format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from model_converters.hf.writer import write_json
 
 @dataclass(frozen=True)
 class LoraDescription:
-    """What adapter_config.json says of adapters of one rank and scale."""
+    """Contents of adapter_config.json for adapters of one rank and scale."""
 
     rank: int
     alpha: float
@@ -29,7 +29,7 @@ class LoraDescription:
     base: str
 
     def as_config(self) -> dict[str, Any]:
-        """Source: peft 0.21 LoraConfig."""
+        """Return the fields of adapter_config.json. Source: peft 0.21 LoraConfig."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -47,9 +47,9 @@ class LoraDescription:
 
 
 def write_adapter(directory: Path | str, tensors: Mapping[str, torch.Tensor], description: LoraDescription) -> None:
-    """Writes whole tensors by PEFT's names; the directory appears whole, or not at all.
+    """Write whole tensors by PEFT name. The directory is written under another name and renamed when complete.
 
-    Raises: ConversionError when it exists and is not empty, or cannot be written.
+    Raises: ConversionError if the directory exists and is not empty, or cannot be written.
     """
     target = Path(directory).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -1,7 +1,7 @@
-"""Reads tensors whose values are computed from what the files hold: FP8 weights, and weights that LoRA changes.
+"""Tensors whose values are computed while they are read: dequantised FP8 weights and weights with a LoRA update.
 
-A window is read and computed in tiles of a grid that is fixed to the whole tensor, in float32, and rounded once, to
-the dtype of the target. So no slice needs a temporary of its own size, and every layout gets the same bits.
+Values are computed in float32 and rounded once, to the target's dtype, in tiles of a grid that is fixed to the whole
+tensor. Temporaries therefore have the size of a tile, and every layout gets the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from model_converters.hf.shards import StoredTensor
 
 @dataclass(frozen=True)
 class ComputedTensor:
-    """A matrix in a file, with the scales of its FP8 blocks, the update that an adapter adds, or both."""
+    """A matrix in a file with the scales of its FP8 blocks, a LoRA update, or both."""
 
     name: str
     weight: StoredTensor
@@ -29,19 +29,19 @@ class ComputedTensor:
     update: LowRankUpdate | None
 
     def read_into(self, files: TensorFiles, out: torch.Tensor, *, row: int, column: int) -> None:
-        """Fills `out` with the window of its shape from element (row, column) on.
+        """Fill `out` with the window of its shape that starts at element (row, column).
 
-        Raises: ConversionError when a file cannot be read or the scales are corrupt.
+        Raises: ConversionError if a file cannot be read or the scales are corrupt.
         """
         scales = self._scale_window(files, out, row, column)
         update = self.update.window(row, column, tuple(out.shape)) if self.update is not None else None
-        # Only the update depends on the grid, so a narrow window without one is computed in higher tiles.
+        # Only LoRA products depend on the grid. Without an update, use taller tiles for narrow windows.
         height = TILE_ROWS if update is not None else TILE_ROWS * max(1, TILE_COLUMNS // max(out.shape[1], 1))
         read = torch.empty(min(height, out.shape[0]), self.weight.shape[1], dtype=self.weight.dtype)
         buffer = torch.empty(height * min(TILE_COLUMNS, out.shape[1]))
         for rows in _bands(row, out.shape[0], height):
-            # Whole rows, also for a few of the columns: one read is faster than many small ones, and a disk's pages
-            # hold the rest anyway.
+            # Read whole rows even for a few columns: one large read is faster than many small ones, and the pages
+            # that the disk returns contain the other columns anyway.
             stored = read[: len(rows)]
             files.fill_rows(self.name, self.weight, stored, first=rows.start)
             for columns in _bands(column, out.shape[1], TILE_COLUMNS):
@@ -66,7 +66,7 @@ class ComputedTensor:
 
 
 def _bands(start: int, length: int, step: int) -> Iterator[range]:
-    """[start, start + length) cut at the multiples of `step`."""
+    """Split [start, start + length) at the multiples of `step`."""
     position = start
     while position < start + length:
         end = min((position // step + 1) * step, start + length)

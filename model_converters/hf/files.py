@@ -1,4 +1,4 @@
-"""Reads the bytes of tensors from safetensors files, each opened once."""
+"""Open safetensors files and reads of tensor bytes from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from model_converters.hf.shards import StoredTensor, as_bytes, read_exactly
 
 
 class TensorFiles:
-    """Open files. All reads raise ConversionError naming the file and the tensor."""
+    """Cache of open file descriptors. All reads raise ConversionError naming the file and the tensor."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
@@ -28,17 +28,17 @@ class TensorFiles:
         return self._descriptors[file]
 
     def read(self, name: str, stored: StoredTensor) -> torch.Tensor:
-        """The whole tensor, as stored."""
+        """Read a whole tensor in its stored dtype."""
         out = torch.empty(stored.shape, dtype=stored.dtype)
         self.fill(name, stored, out)
         return out
 
     def fill_rows(self, name: str, stored: StoredTensor, out: torch.Tensor, *, first: int) -> None:
-        """Fills `out` with rows of a matrix, as stored, from row `first` on."""
+        """Fill `out` with rows of a matrix, starting at row `first`."""
         self.fill(name, stored, out, skipped=first * stored.shape[1] * stored.dtype.itemsize)
 
     def fill(self, name: str, stored: StoredTensor, out: torch.Tensor, *, skipped: int = 0) -> None:
-        """Fills a contiguous CPU tensor of the stored dtype from `skipped` bytes into the stored tensor on."""
+        """Fill a contiguous CPU tensor of the stored dtype, starting `skipped` bytes into the stored tensor."""
         try:
             read_exactly(self.descriptor(stored.file), as_bytes(out), stored.offset + skipped)
         except (OSError, EOFError) as error:

@@ -1,13 +1,13 @@
-"""Export in FP8: which tensors are written as codes and scales, and what config.json then says.
+"""FP8 export: selection of quantised tensors, their plans, and quantization_config of config.json.
 
-A block must be seen whole to be quantised, so these tensors are written in one piece each, joined by the caller:
+Quantisation needs whole blocks, so the caller joins each tensor and writes it in one piece:
 
     export = Fp8Export(config, bound, scales)
     targets = export.plans(plans)              by_name = {plan.hf_name: plan for plan in targets}
     writer.begin(targets)
     for every HF tensor:
         for plan, piece, part in export.encoded(by_name, name, tensor): writer.write(plan, piece, part)
-    writer.finish(source)                      # quantization_config appears, or disappears, by itself
+    writer.finish(source)                      # adds or removes quantization_config
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SCALE_FORMAT = "scale_fmt"
 
 
 class Fp8Export:
-    """The choice of quantised weights and of their scales.
+    """Selection of the weights to quantise and of their scales.
 
-    A model that came in FP8 (`config` has its quantization_config) keeps the block size and the format of scales. With
-    the record of that release (`scales`: weight -> dtype of its scales) it also keeps which weights are quantised, and
-    every unchanged block has the same bytes. Of other models the weights of rows marked `fp8` are quantised, in blocks
-    of 128 x 128.
+    A model released in FP8 (`config` has quantization_config) keeps its block size and scale format. With the record of
+    the release (`scales`: weight -> dtype of its scales; `scales_of` reads them) it also keeps the set of quantised
+    weights, and every unchanged block keeps its bytes. For other models, the weights of rows marked `fp8` are quantised
+    in blocks of 128 x 128.
     """
 
     def __init__(
@@ -47,10 +47,9 @@ class Fp8Export:
         self._names = set(self._dtypes) or {name for row in bound if row.row.fp8 for name in row.hf}
 
     def plans(self, plans: Sequence[TensorPlan]) -> list[TensorPlan]:
-        """The plans with the weights that are quantised as FP8 codes, each followed by its scales.
+        """Replace the plan of each quantised weight by the plans of its FP8 codes and its scales.
 
-        Both are of one piece, which stands for the whole joined tensor. Check completeness before: the table has no
-        scales.
+        Both have one piece that covers the whole tensor. Check completeness before: the table has no rows for scales.
         """
         result = []
         for plan in plans:
@@ -66,9 +65,9 @@ class Fp8Export:
     def encoded(
         self, plans: Mapping[str, TensorPlan], name: str, tensor: torch.Tensor
     ) -> Iterator[tuple[TensorPlan, Piece, torch.Tensor]]:
-        """Arguments of HFWriter.write for one whole HF tensor: itself or, where it is planned in FP8, codes and scales.
+        """Yield the arguments of HFWriter.write for a whole HF tensor, or for its codes and scales if planned in FP8.
 
-        Raises: ConversionError naming the tensor when it cannot be quantised.
+        Raises: ConversionError naming the tensor if it cannot be quantised.
         """
         plan = plans[name]
         if plan.dtype != FP8:
@@ -91,13 +90,13 @@ class Fp8Export:
 
 
 def _block_of(config: Mapping[str, Any]) -> Block:
-    """The block size of the release, where it was FP8."""
+    """Return the block size of an FP8 release, else the default."""
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     return (block[0], block[1]) if block else EXPORT_BLOCK
 
 
 def _has_powers(config: Mapping[str, Any]) -> bool:
-    """Whether scales of the release are powers of two."""
+    """Return whether the scales of the release are powers of two."""
     return (config.get("quantization_config") or {}).get(_SCALE_FORMAT) == "ue8m0"
 
 
@@ -114,10 +113,10 @@ def is_quantised_from(
     *,
     power_of_two: bool = False,
 ) -> bool:
-    """Whether codes and scales are, bit for bit, what quantise() makes of `tensor`, or stand for exactly its values.
+    """Return whether codes and scales equal quantise(tensor) bit for bit, or represent its values exactly.
 
-    This is what can be certified of an FP8 export: its values differ from the weights by the rounding, the bytes do
-    not differ from what that rounding gives.
+    The values of an FP8 export differ from the weights by rounding, so verification compares the bytes with the result
+    of the same rounding.
     """
     if scales is None or codes.dtype != FP8 or codes.shape != tensor.shape:
         return False
@@ -132,7 +131,7 @@ def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def exported_config(config: Mapping[str, Any], plans: Iterable[TensorPlan]) -> dict[str, Any]:
-    """config.json for the tensors of `plans`: their dtype, and a quantization_config exactly when some are FP8."""
+    """Return `config` with the dtype of the planned tensors, and with quantization_config only if some are FP8."""
     plans = list(plans)
     quantised = {plan.hf_name for plan in plans if plan.dtype == FP8}
     others = [plan for plan in plans if plan.dtype != FP8 and not plan.hf_name.endswith(SCALE_SUFFIX)]
@@ -141,7 +140,7 @@ def exported_config(config: Mapping[str, Any], plans: Iterable[TensorPlan]) -> d
         dtype = str(others[0].dtype).removeprefix("torch.")
         kept |= {key: dtype for key in ("dtype", "torch_dtype") if key in kept}
     if quantised:
-        # Readers quantise every linear layer but those that are named.
+        # Readers treat every linear layer as quantised except the listed ones.
         unquantised = [p.hf_name for p in others if len(p.shape) == 2 and p.hf_name.endswith(".weight")]
         kept["quantization_config"] = {
             "quant_method": "fp8",

@@ -1,4 +1,4 @@
-"""HF checkpoints in and out: a lazy reader of slices that dequantises and merges on the way, and the writer."""
+"""Lazy reader of HF checkpoints that dequantises and merges adapters while reading; re-exports the writer."""
 
 from __future__ import annotations
 
@@ -31,25 +31,29 @@ __all__ = ["HFCheckpoint", "HFWriter"]
 
 
 def _require_floating(tensors: Mapping[str, StoredTensor]) -> None:
-    """Raises: ConversionError for a weight of integers, which only a quantised release or an error produces."""
+    """Reject integer weights: only quantised releases or damaged files have them.
+
+    Raises: ConversionError.
+    """
     for name, stored in tensors.items():
         if not stored.dtype.is_floating_point:
             raise ConversionError(f"{stored.file}: {name} has dtype {stored.dtype}; weights must be floating point")
 
 
 class HFCheckpoint:
-    """An HF directory: config.json and safetensors, one file or many with an index.
+    """An HF directory: config.json and safetensors, in one file or in shards with an index.
 
-    Construction reads the headers of all shards and checks them against the index and the file sizes; tensors are
-    read on demand, slice by slice. FP8 weights appear as what they stand for: their scales are no tensors of `shapes`,
-    and every read dequantises, in float32, rounded once to the dtype of the target. With `lora`, the directory of a
-    PEFT adapter, reads give the merged weights: base + scale * B A, likewise. Saved rotary frequencies are no tensors
-    of `shapes` either: they are compared with what config.json gives. `unlisted` names weight files that are not read.
+    The constructor reads the headers of all shards and checks them against the index and the file sizes. Tensors are
+    read on demand, slice by slice.
 
-    Raises: ConversionError naming the file: config.json missing or of an unsupported model_type or quantisation, no
-    weights, a shard missing or truncated, an index that does not fit its shards, unlisted files with other tensors,
-    FP8 weights and scales that do not fit each other, an adapter that does not fit the model, rotary frequencies of
-    another configuration.
+    - FP8 weights are dequantised in float32 and rounded once to the target's dtype; `shapes` does not contain scales.
+    - `lora`, the directory of a PEFT adapter, is merged the same way: base + scale * B A.
+    - Saved rotary frequencies are compared with config.json; `shapes` does not contain them.
+    - `unlisted` describes the weight files that are ignored.
+
+    Raises: ConversionError naming the file, for a missing config.json, an unsupported model_type or quantisation, a
+    missing or truncated shard, an index that does not fit its shards, unlisted files with other tensors, FP8 weights
+    and scales that do not match, an adapter that does not fit the model, and frequencies that contradict config.json.
     """
 
     def __init__(self, directory: Path | str, lora: Path | str | None = None) -> None:
@@ -89,7 +93,7 @@ class HFCheckpoint:
             raise ConversionError(f"{self.directory / 'config.json'}: {error}") from None
 
     def _adapter(self, directory: Path | str) -> LoraAdapter:
-        """The adapter, after its whole tensors have taken the place of the base's; these keep the base's dtype."""
+        """Load the adapter and substitute its whole tensors for base tensors; reads convert them to the base dtype."""
         adapter = LoraAdapter(directory, self.shapes, tied=flag(self.config, "tie_word_embeddings"))
         for name in adapter.replaced:
             self._replaced[name] = self.dtype(name)
@@ -111,40 +115,40 @@ class HFCheckpoint:
         self.close()
 
     def close(self) -> None:
-        """Closes the files. Views that are still alive keep their mapping."""
+        """Close the files. Existing views keep their mapping alive."""
         self._files.close()
         self._maps.clear()
 
     def dtype(self, name: str) -> torch.dtype:
-        """That of the values: for FP8 weights what config.json calls the model's dtype."""
+        """Return the dtype of the values; for FP8 weights this is the model's dtype in config.json."""
         stored = self._find(name)
         if name in self._replaced:
             return self._replaced[name]
         return weights_dtype(self.config) if name in self._scales else stored.dtype
 
     def position(self, name: str) -> tuple[str, int]:
-        """(file name, byte offset), for reading in the order of the disk."""
+        """Return (file name, byte offset), a sort key for sequential reading."""
         stored = self._find(name)
         return stored.file.name, stored.offset
 
     def stored(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the files hold, neither dequantised nor merged: (tensor, scales of its FP8 blocks or None)."""
+        """Read the stored (tensor, scales of its FP8 blocks or None) without dequantising or merging."""
         scales = self._scales.get(name)
         return self._files.read(name, self._find(name)), self._files.read(name, scales) if scales else None
 
     @property
     def quantised(self) -> tuple[str, ...]:
-        """Weights that the files hold in FP8."""
+        """Names of the weights that are stored in FP8."""
         return tuple(self._scales)
 
     def stored_scales(self, name: str) -> torch.Tensor:
-        """The scales of an FP8 weight, as the files hold them."""
+        """Read the scales of an FP8 weight in their stored dtype."""
         return self._files.read(name, self._scales[name])
 
     def view(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """A slice as a view of the mapped file: private memory, nothing is read before it is used.
+        """Return a slice as a view of the privately mapped file; pages are read on first use.
 
-        FP8 and merged weights have no such view; they are computed into memory of their own.
+        FP8 and merged weights are computed into new memory instead.
         """
         stored = self._find(name)
         if name in self._computed:
@@ -166,16 +170,16 @@ class HFCheckpoint:
         return whole.narrow(dim, start, length)
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, in memory of its own."""
+        """Read a whole tensor into new memory."""
         out = torch.empty(self._find(name).shape, dtype=self.dtype(name))
         self.read_into(name, out)
         return out
 
     def read_into(self, name: str, out: torch.Tensor, *, dim: int = 0, start: int = 0) -> None:
-        """Fills `out` with indices start ... start + out.shape[dim] of `dim`, converting dtype and device.
+        """Fill `out` with indices [start, start + out.shape[dim]) of `dim`, converting dtype and device.
 
-        A slice that is contiguous in the file goes straight into `out` when that is contiguous CPU memory of the
-        same dtype: no page of the file is mapped and nothing is copied twice.
+        A slice that is contiguous in the file is read directly into `out` if that is contiguous CPU memory of the same
+        dtype, without mapping the file or copying twice.
         """
         stored = self._find(name)
         _check_slice(name, stored, out, dim, start)
@@ -194,7 +198,7 @@ class HFCheckpoint:
         self._files.fill(name, stored, out, skipped=skipped)
 
     def _read_columns(self, name: str, out: torch.Tensor, dim: int, start: int) -> None:
-        """Through a mapping of its own: the pages that a view has touched stay in memory until the file is closed."""
+        # A separate mapping frees its pages on return; pages of the shared mapping stay until the file is closed.
         stored = self._find(name)
         first = stored.offset - stored.offset % mmap.ALLOCATIONGRANULARITY
         descriptor = self._files.descriptor(stored.file)

@@ -1,4 +1,4 @@
-"""Loads a rank's parameters from an HF directory, one tensor at a time."""
+"""Loading of a rank's parameters from an HF directory, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def load_tensors(
     *,
     dropped: Collection[str] = (),
 ) -> None:
-    """Fills this rank's mcore tensors (canonical name -> local tensor) in place, reading only the slices it owns.
+    """Fill this rank's mcore tensors (canonical name -> local tensor) in place, reading only the slices it owns.
 
-    The table must agree with the checkpoint and with `tensors`, names and shapes, before a byte is read; `dropped` are
-    tensors of the checkpoint that are left out on purpose (see mtp.resolve_mtp).
-    Raises: ConversionError listing all that disagrees; LayoutError.
+    Names and shapes of the table, the checkpoint and `tensors` are compared before any data is read. `dropped`: tensors
+    of the checkpoint that are ignored on purpose (see mtp.resolve_mtp).
+    Raises: ConversionError listing all differences; LayoutError.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     check_complete(bound, checkpoint.shapes, shapes, layout=layout, rank=rank, dropped=dropped)
@@ -41,15 +41,15 @@ def load_tensors(
         for hf_name in load.copies:
             if hf_name in checkpoint.shapes:
                 check_redundant(checkpoint, hf_name, load)
-    # In the order of the files, so that a disk reads forward only.
+    # Sort by file and offset for sequential disk reads.
     for _, _, hf_name, piece, target in sorted(reads, key=lambda read: read[:2]):
         checkpoint.read_into(hf_name, local_slice(target, piece), dim=piece.dim, start=piece.start)
 
 
 def check_copies(checkpoint: HFCheckpoint, bound: Sequence[BoundRow]) -> None:
-    """Reads every tensor that is stored twice, and both copies of weight files that are not listed.
+    """Compare all tensors that are stored twice, including copies in unlisted weight files.
 
-    Raises: ConversionError naming one that differs.
+    Raises: ConversionError naming a tensor that differs from its copy.
     """
     for load in load_plan(bound, TrainLayout(1), 0):
         for name in load.copies:
@@ -59,14 +59,17 @@ def check_copies(checkpoint: HFCheckpoint, bound: Sequence[BoundRow]) -> None:
 
 
 def check_redundant(checkpoint: HFCheckpoint, hf_name: str, load: TensorLoad) -> None:
-    """Raises: ConversionError when a tensor that is stored a second time differs from the one that is read."""
+    """Compare the redundant tensor `hf_name` with the tensors that `load` reads.
+
+    Raises: ConversionError if they differ.
+    """
     for own_name, piece in load.sources:
         source, other = (checkpoint.view(name, piece.dim, piece.start, piece.length) for name in (own_name, hf_name))
         if not torch.equal(source, other):
-            why = "config.json says that they are tied; set tie_word_embeddings to false or remove the tensor"
+            why = "config.json ties them; set tie_word_embeddings to false or remove the tensor"
             if hf_name not in load.bound.row.redundant:
                 why = (
-                    "multi-token prediction shares one tensor with the model; --mtp-copies main converts with the "
-                    "model's own, --drop-mtp without the layer (of a run: actor.mtp_loss_coefficient=0)"
+                    "megatron shares one tensor between multi-token prediction and the main model; --mtp-copies main "
+                    "uses the main model's tensor, --drop-mtp drops the layer (in a run: actor.mtp_loss_coefficient=0)"
                 )
             raise ConversionError(f"{checkpoint.directory}: {hf_name} differs from {own_name}, but {why}")

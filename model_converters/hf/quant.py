@@ -1,20 +1,20 @@
-"""FP8 block quantisation, as the checkpoints of DeepSeek-V3, Kimi-K2 and Qwen3-FP8 hold it.
+"""FP8 block quantisation in the format of DeepSeek-V3, Kimi-K2 and Qwen3-FP8 checkpoints.
 
-`X.weight` is float8 e4m3 [M, N] and `X.weight_scale_inv` [ceil(M / block rows), ceil(N / block columns)], in spite of
-its name the factor to multiply with: value = fp8 * scale of its block. The product is taken in float32 and rounded
-once, to the dtype of the target, so a slice has the values of the whole tensor whatever its borders.
+`X.weight` is float8 e4m3 [M, N]. `X.weight_scale_inv` [ceil(M / block rows), ceil(N / block columns)] is, despite its
+name, the factor to multiply with: value = fp8 * scale of its block. The product is computed in float32 and rounded
+once, to the target's dtype, so the values of a slice do not depend on its borders.
 
-What a round trip keeps, for weights that are bfloat16 once dequantised (u = 2^-8, its rounding unit) and no block of
-which is all below 1e-35:
-- quantise() is a function of the tensor alone, so an export can be proved by quantising again.
-- FP8 -> bfloat16 -> FP8 of what quantise() wrote from bfloat16 gives the same bytes, codes and scales: the largest
-  code of a block is 448, and 448 * (amax / 448) rounds back to amax.
-- Of another writer's tensor the codes come back wherever the largest code of the block is 448, because the values
-  moved by less than 2u and the codes are 2^-5 apart or more. The scale becomes that of the rounded maximum, at most u
-  away, so a value can move by one unit in the last place of bfloat16; once only, the next round trip is exact.
-- Blocks whose largest code is below 448, such as those with power-of-two scales (scale_fmt ue8m0), would be rescaled,
-  and their values rounded anew. Conversions record the scales of their source (dcp/source_record.py), and a block that
-  these represent exactly keeps them: an unchanged block has the same bytes again, whoever wrote it.
+Guarantees of a round trip FP8 -> bfloat16 -> FP8 (u = 2^-8 is the rounding unit of bfloat16; blocks with all values
+below 1e-35 are excluded):
+- quantise() depends on the tensor alone, so an export can be verified by quantising again.
+- Tensors that quantise() wrote from bfloat16 get the same bytes, codes and scales: the largest code of a block is 448,
+  and 448 * (amax / 448) rounds back to amax.
+- Tensors of another writer get the same codes in blocks whose largest code is 448: values moved by less than 2u, and
+  codes are at least 2^-5 apart. The scale is recomputed from the rounded maximum and differs by at most u, so a value
+  can change by one unit in the last place of bfloat16. This happens once; the next round trip is exact.
+- Blocks whose largest code is below 448, for example with power-of-two scales (scale_fmt ue8m0), would be rescaled and
+  rounded again. Conversions therefore record the scales of their source (dcp/source_record.py). A block that these
+  scales represent exactly keeps them, so an unchanged block gets the same bytes, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Block = tuple[int, int]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 EXPORT_BLOCK: Block = (128, 128)
-"""The block of every release and the only one that inference kernels take."""
+"""Block size of all releases, and the only one that inference kernels support."""
 SCALE_SUFFIX = "_scale_inv"
 TILE_ROWS, TILE_COLUMNS = 64, 2048
-"""What is computed at a time, so that the intermediate values stay in the cache."""
+"""Tile size of the computation, chosen so that intermediate values stay in the CPU cache."""
 
-# A factor above would overflow float32 against the largest code; no real scale comes near.
+# A larger scale would overflow float32 when multiplied with the largest code; real scales are far below.
 _LARGEST_SCALE = 2.0**112
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _CODE_FACTOR = 2.0**8
 
 
 def scale_shape(shape: Shape, block: Block) -> Shape:
-    """Shape of the scales of a weight [M, N]."""
+    """Return the shape of the scales of a weight [M, N]."""
     return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
 
 
@@ -60,7 +60,7 @@ def quantise(
     e4m3. `original_scales` [block rows, block columns] are the scales of the release: a block that they represent
     without error keeps its original scale.
 
-    Raises: ConversionError when the tensor is not a matrix or holds NaN or infinity.
+    Raises: ConversionError if the tensor is not a matrix or contains NaN or infinity.
     Source: DeepGEMM deep_gemm/utils/math.py per_block_cast_to_fp8 (use_ue8m0).
     """
     if tensor.dim() != 2:
@@ -87,7 +87,7 @@ def quantise(
 
 
 def _scales_of(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
-    # Below the smallest normal number amax / 448 would lose bits, or be 0.
+    # Below the smallest normal number, amax / 448 would lose bits or underflow to 0.
     scales = (amax / FP8_MAX).clamp_min(_SMALLEST_SCALE)
     if power_of_two:
         mantissas, exponents = torch.frexp(scales)
@@ -96,9 +96,9 @@ def _scales_of(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
 
 
 def _represents(scales: torch.Tensor, values: torch.Tensor, tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """For every block of a band, whether codes with these scales stand for exactly its values.
+    """Return for each block of one block row whether its values are exactly representable with the given scales.
 
-    Shapes: scales [blocks across]; values (float32) and tensor [rows, N] -> [blocks across].
+    Shapes: scales [block columns]; values (float32) and tensor [rows, N] -> bool [block columns].
     """
     spread = _spread(scales[None], width, 0, values.shape[1])
     codes = (values / spread).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
@@ -116,7 +116,7 @@ def _column_block_maxima(magnitudes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, dtype: torch.dtype) -> torch.Tensor:
-    """A whole weight [M, N] in `dtype`."""
+    """Dequantise a whole weight [M, N] to `dtype`."""
     out = torch.empty(codes.shape, dtype=dtype)
     window = ScaleWindow(scales, block, row=0, column=0, shape=tuple(codes.shape))
     buffer = torch.empty(TILE_ROWS, codes.shape[1])
@@ -128,10 +128,10 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, dtype: t
 
 
 class ScaleWindow:
-    """The scales of a window of a weight, spread over its columns: one float32 per block row and column.
+    """Scales of a window of a weight, expanded to one float32 per block row and element column.
 
-    `scales` are those of the whole weight, `row` and `column` the window's first, `shape` its size.
-    Raises: ConversionError when a scale is NaN, infinite or absurdly large.
+    `scales` belong to the whole weight; the window has the given shape and starts at element (row, column).
+    Raises: ConversionError if a scale is NaN, infinite or above 2^112.
     """
 
     def __init__(self, scales: torch.Tensor, block: Block, *, row: int, column: int, shape: Shape) -> None:
@@ -139,11 +139,11 @@ class ScaleWindow:
         self._first, self._column = row // self._block_rows, column
         needed = scales[self._first : -(-(row + shape[0]) // self._block_rows)].float()
         if not (needed.abs() <= _LARGEST_SCALE).all():
-            raise ConversionError("its scales hold NaN, infinity or absurd values; the file is corrupt")
+            raise ConversionError("its scales contain NaN, infinity or absurdly large values; the file is corrupt")
         self._spread = _spread(needed, width, column, shape[1]).mul_(_CODE_FACTOR)
 
     def dequantise(self, codes: torch.Tensor, out: torch.Tensor, *, row: int, column: int) -> None:
-        """Fills `out` (float32) with the values of `codes`, the part of the window from element (row, column) on."""
+        """Fill float32 `out` with the values of `codes`: part of the window, starting at element (row, column)."""
         _to_scaled_float32(codes, out)
         columns = slice(column - self._column, column - self._column + codes.shape[1])
         done = 0
@@ -155,22 +155,25 @@ class ScaleWindow:
 
 
 def _spread(scales: torch.Tensor, width: int, column: int, num_columns: int) -> torch.Tensor:
-    """[blocks down, blocks across] -> [blocks down, num_columns], from `column` on."""
+    """Expand scales to columns [column, column + num_columns).
+
+    Shapes: [block rows, block columns] -> [block rows, num_columns].
+    """
     blocks = torch.arange(column, column + num_columns).div_(width, rounding_mode="floor")
     return scales.index_select(1, blocks)
 
 
 def _to_scaled_float32(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """fp8 / 2^8 as float32, exactly.
+    """Convert FP8 codes to exact float32 values, divided by 2^8.
 
-    torch converts float8 one element at a time. The code s eeee mmm, put at the places of float16's bits as
-    s 0eeee mmm0000000, is the same number / 2^8, subnormals included, and integer operations and the conversion from
-    float16 are vector instructions: five times as fast (measured). Only NaN has no such place.
+    torch converts float8 one element at a time. The bits s eeee mmm, placed in a float16 as s 0eeee mmm0000000, are the
+    same number / 2^8, subnormals included. The integer operations and the conversion from float16 are vectorised, which
+    is five times as fast (measured). Only NaN has no such encoding.
     """
     signed = codes.view(torch.int8)
     if codes.numel() and (int(signed.max()) == 0x7F or int(codes.view(torch.uint8).max()) == 0xFF):
         out.copy_(codes).div_(_CODE_FACTOR)
         return
-    # The sign was extended into bit 14, the first of the exponent.
+    # Clear bit 14, the highest exponent bit, which the sign extension has set for negative codes.
     half = signed.to(torch.int16).mul_(2**7).bitwise_and_(~(1 << 14))
     out.copy_(half.view(torch.float16))

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are FP8, and which are the scales of which weight."""
+"""Assignment of FP8 scales to their weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0
 def split_scales(
     stored: Mapping[str, StoredTensor], block: Block | None, directory: Path
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
-    """(weights without the scales, scales by the name of their weight); `block` is that of config.json.
+    """Split the tensors into (weights, scales by weight name). `block` is the block size in config.json.
 
-    Raises: ConversionError, ONE, naming every scale without weight, weight without scale, scale of another shape or
+    Raises: one ConversionError naming every scale without a weight, weight without scales, scale of another shape or
     dtype, and every float8 tensor that is not block-quantised e4m3.
     """
     scales = {name: tensor for name, tensor in stored.items() if name.endswith(SCALE_SUFFIX)}
@@ -44,7 +44,7 @@ def split_scales(
         for name in sorted(quantised):
             problems += _misfit(name, weights[name], scales.get(name + SCALE_SUFFIX), block)
     if problems:
-        raise ConversionError(f"{directory}: its FP8 weights and scales do not fit: {listing(problems)}")
+        raise ConversionError(f"{directory}: FP8 weights and scales do not match: {listing(problems)}")
     return weights, {name: scales[name + SCALE_SUFFIX] for name in quantised}
 
 

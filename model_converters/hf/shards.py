@@ -1,7 +1,7 @@
-"""The safetensors file format: headers read with every extent checked, and headers written.
+"""The safetensors file format: reading and checking of headers, and writing.
 
-A file is: header length (uint64, little endian), a JSON header, then the data without holes. Reading the header
-ourselves is what tells a truncated shard apart, without touching its data.
+A file consists of the header length (uint64, little endian), a JSON header, and the data without gaps. Our own header
+reader detects a truncated shard without reading its data.
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
 
@@ -23,11 +23,11 @@ from model_converters.inputs.regular_files import open_regular
 from model_converters.inputs.strict_json import parse_object
 from model_converters.mapping.transforms import Shape
 
-# The format's own limit; a larger number is a file of another kind.
+# Limit of the format; a file of another format usually yields a larger number.
 _MAX_HEADER_BYTES = 100_000_000
 _PREFIX_BYTES = 8
 _METADATA = "__metadata__"
-# Reads of this size run at the speed of memcpy; one read of a whole tensor at three quarters of it (measured).
+# Reads of this size reach the speed of memcpy; one read of a whole tensor reaches three quarters of it (measured).
 _READ_BYTES = 256 * 2**10
 
 DTYPES: dict[str, torch.dtype] = {
@@ -49,7 +49,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor's bytes are. Units: offset and num_bytes in bytes, offset from the start of the file."""
+    """Location of a tensor in a file. Units: bytes; `offset` counts from the start of the file."""
 
     file: Path
     dtype: torch.dtype
@@ -59,9 +59,9 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a shard.
+    """Read the locations of all tensors of a shard.
 
-    Raises: ConversionError naming the file when it is missing, truncated, or not safetensors.
+    Raises: ConversionError naming the file if it is missing, truncated, or not safetensors.
     """
     try:
         with open_regular(file) as opened:
@@ -91,7 +91,7 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
         raise ConversionError(f"{file} is not a safetensors file: its header is not JSON ({error})") from error
     metadata = header.get(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ConversionError(f"{file} is not a safetensors file: {_METADATA} of its header must map texts to texts")
+        raise ConversionError(f"{file} is not a safetensors file: {_METADATA} must map strings to strings")
     return header
 
 
@@ -103,7 +103,7 @@ def _stored(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
         raise ConversionError(f"{file}: {name} has dtype {dtype_name}, which is not supported")
     if len(extent) != 2 or extent[1] < extent[0]:
-        raise ConversionError(f"{file}: {name} has data_offsets {list(extent)}; they must be its first and last byte")
+        raise ConversionError(f"{file}: {name} has data_offsets {list(extent)}; they must be [begin, end]")
     dtype, num_bytes = DTYPES[dtype_name], extent[1] - extent[0]
     if num_bytes != prod(shape) * dtype.itemsize:
         raise ConversionError(f"{file}: {name} {dtype_name} {shape} does not have {num_bytes} bytes")
@@ -111,7 +111,7 @@ def _stored(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
 
 
 def _sizes(file: Path, name: str, field: str, value: Any) -> Shape:
-    """A list of whole numbers; bool is a kind of int in Python."""
+    """Check a list of non-negative integers. bool is rejected, although it is a subclass of int."""
     if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
         raise ConversionError(f"{file}: {name} has {field} {value}; it must be a list of whole numbers, none negative")
     return tuple(value)
@@ -132,7 +132,7 @@ def _check_extents(file: Path, tensors: dict[str, StoredTensor], data_start: int
 def layout_shard(
     file: Path, tensors: Sequence[tuple[str, torch.dtype, Shape]]
 ) -> tuple[bytes, dict[str, StoredTensor]]:
-    """The header of a new shard, and where each tensor goes; wider dtypes first, so that all are aligned."""
+    """Return the header of a new shard and the location of each tensor. Wider dtypes come first, for alignment."""
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     begin = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):
@@ -149,13 +149,16 @@ def layout_shard(
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor; writing to it changes the tensor."""
-    # Not Tensor.numpy(): torch would never again resize the tensor's storage, which may belong to a live model.
+    """Return the memory of a contiguous CPU tensor; writing to it changes the tensor."""
+    # Tensor.numpy() would make the storage non-resizable for good, and it may belong to a live model.
     return np.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)).data
 
 
 def read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
-    """Raises: EOFError when the file ends first."""
+    """Fill `target` with bytes of the file, starting at `offset`.
+
+    Raises: EOFError if the file ends first.
+    """
     while target:
         read = os.preadv(descriptor, [target[:_READ_BYTES]], offset)
         if read == 0:
@@ -164,7 +167,10 @@ def read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
 
 
 def write_exactly(descriptor: int, source: memoryview, offset: int) -> None:
-    """Raises: OSError, as when the disk is full."""
+    """Write all bytes of `source` at `offset`.
+
+    Raises: OSError, for example if the disk is full.
+    """
     while source:
         written = os.pwrite(descriptor, source, offset)
         source, offset = source[written:], offset + written

@@ -1,4 +1,4 @@
-"""The files of an HF directory that are no weights and go wherever the weights go."""
+"""Non-weight files of an HF directory (configuration, tokenizer, code) that are copied along with the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model_converters.errors import ConversionError
 from model_converters.inputs.regular_files import open_regular, require_inside, special_kind
 
 HF_FOLDER = "config_and_tokenizer"
-"""Where a megatron checkpoint keeps them: named so that nobody takes it for a model with weights."""
+"""Folder of these files in a Megatron checkpoint. The name avoids the impression of a model directory with weights."""
 _OLDER_HF_FOLDER = "hf"
 
 _CONFIG = "config.json"
@@ -26,7 +26,7 @@ _PATTERNS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.*",
-    # Models whose tokenizer or configuration is code of their own.
+    # Models whose tokenizer or configuration comes with its own code.
     "*.model",
     "*.tiktoken",
     "*.py",
@@ -35,10 +35,11 @@ _SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 
 
 def copy_side_files(source: Path | str, target: Path | str, config: Mapping[str, Any] | None = None) -> None:
-    """Copies configuration, generation and tokenizer files into the directory `target`, durably; makes it. `config`
-    stands for the config.json of `source`, which may then be gone.
+    """Copy configuration, generation and tokenizer files into `target`, which is created, and fsync them.
 
-    Raises: ConversionError when there is no config.json, and as side_files; OSError.
+    `config` replaces the config.json of `source`, which may then be missing.
+
+    Raises: ConversionError if there is no config.json, and as side_files; OSError.
     """
     source, target = Path(source), Path(target)
     files = side_files(source)
@@ -56,30 +57,30 @@ def copy_side_files(source: Path | str, target: Path | str, config: Mapping[str,
 
 
 def side_files(source: Path) -> list[Path]:
-    """The files of a model directory that are copied with its weights.
+    """List the non-weight files of a model directory that are copied with its weights.
 
-    Raises: ConversionError naming a link that leaves the directory, whose target would be published with the model, a
-    link to nothing, and a directory, named pipe, socket or device in the place of a file.
+    Raises: ConversionError naming a link that leaves the directory (its target would be published with the model), a
+    dangling link, or a directory, named pipe, socket or device with the name of such a file.
     """
     found = sorted({file for pattern in _PATTERNS for file in source.glob(pattern)})
-    # A folder may be called tokenizer, but none is called tokenizer.json.
+    # A folder may be named `tokenizer`, but not `tokenizer.json`.
     files = [file for file in found if file.suffix in _SUFFIXES or not file.is_dir()]
     for file in files:
         require_inside(file, source)
-        kind = special_kind(file) or (None if file.exists() else "a link to nothing")
+        kind = special_kind(file) or (None if file.exists() else "a dangling link")
         if kind is not None:
             raise ConversionError(f"{file} is {kind}; it must be a regular file")
     return files
 
 
 def side_files_in(ckpt: Path) -> Path:
-    """Where a checkpoint keeps them, if it has any; one that is older has them under another name."""
+    """Return the folder of these files in a checkpoint; older checkpoints use another name. It may not exist."""
     older = ckpt / _OLDER_HF_FOLDER
     return older if older.is_dir() else ckpt / HF_FOLDER
 
 
 def sync(path: Path) -> None:
-    """Makes a file, or the names in a directory, durable."""
+    """Fsync a file or directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Whether a model is small enough to be run a second time, by transformers, only to be compared with."""
+"""Size limits of the logit comparison, which runs a model a second time in transformers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from model_converters.hf.io import HFCheckpoint
 
 COMPARED_PARAMETERS = 2 * 10**9
-"""What is run twice unasked: some tens of seconds on a CPU."""
+"""Largest model that is compared by default; the comparison takes some tens of seconds on a CPU."""
 _COPIES = 3
-"""Of the weights, in float32: transformers', megatron's, and what the reader holds on the way."""
+"""Float32 copies of the weights during the comparison: transformers, Megatron, and the reader's buffers."""
 
 
 def reason_not_to_compare(source: HFCheckpoint) -> str | None:
-    """Why a model is not run a second time unless that is asked for; None: it is small."""
+    """Return the reason why a model is not compared by default, or None if it is small enough."""
     parameters = sum(map(prod, source.shapes.values()))
     needed = _COPIES * torch.float32.itemsize * parameters
     if parameters > COMPARED_PARAMETERS:
         return f"the model has {parameters / 1e9:.1f} billion parameters"
     if needed > _available_bytes() / 2:
-        return f"{needed / 2**30:.1f} GiB are more than half of the free memory"
+        return f"the comparison needs {needed / 2**30:.1f} GiB, more than half of the free memory"
     return None
 
 

@@ -1,4 +1,4 @@
-"""An atomic, sharded writer of HF directories that many processes can feed. Callers import it from io.py."""
+"""Sharded, atomic writer of HF directories for many processes. Import it from io.py."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from model_converters.mapping.placement import Piece, TensorPlan
 
 
 class HFWriter:
-    """Writes an HF directory from planned pieces; the target appears whole, or not at all.
+    """Writer of an HF directory from planned pieces. The target appears only when it is complete.
 
-    The plans fix where every byte goes, so each piece is written in place, straight to its file, in any order, by any
-    process that sees the file system: nothing is gathered, and no rank holds more than its own piece.
+    The plans fix the file offset of every byte. Any process that shares the file system writes its pieces in place, in
+    any order: nothing is gathered, and no rank needs memory for more than its own piece.
 
         owner (one process):  begin(plans)   barrier   write(...)*           barrier   finish(source)
         every other process:            barrier   attach(plans) write(...)* close()  barrier
 
-    Everything goes to `.<name>.partial` beside the target, which is renamed at the end. As a context manager it
-    removes what it began when the block raises.
+    Files are written to `.<name>.partial` next to the target, which is renamed at the end. If a `with` block raises,
+    the owner removes the partial directory.
     """
 
     def __init__(self, directory: Path | str, max_shard_bytes: int = 5 * 2**30) -> None:
@@ -49,9 +49,9 @@ class HFWriter:
         self._owner = False
 
     def begin(self, plans: Sequence[TensorPlan]) -> None:
-        """Creates the partial directory and its shards, headers written, data still empty.
+        """Create the partial directory and its shards with their headers; the data are still empty.
 
-        Raises: ConversionError when the target exists and is not empty, cannot be created, or does not fit on the disk.
+        Raises: ConversionError if the target exists and is not empty, cannot be created, or does not fit on the disk.
         """
         if self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir())):
             raise ConversionError(f"{self.directory} exists already; remove it or choose another directory")
@@ -72,15 +72,16 @@ class HFWriter:
             raise ConversionError(f"{self.directory} cannot be written: {error}") from error
 
     def attach(self, plans: Sequence[TensorPlan]) -> None:
-        """Joins a directory that another process has begun with the same plans and max_shard_bytes."""
+        """Attach to a directory that the owner has begun with the same plans and max_shard_bytes."""
         self._lay_out(plans)
         if not self.partial.is_dir():
             raise ConversionError(f"{self.partial} does not exist; the owner must begin() before others attach()")
 
     def write(self, plan: TensorPlan, piece: Piece, tensor: torch.Tensor) -> None:
-        """Writes one piece in place, converted to the plan's dtype (but FP8, which needs its scales).
+        """Write one piece in place, converted to the plan's dtype. FP8 pieces must be quantised by the caller.
 
-        Raises: ConversionError when the piece is not planned, of another shape, written before, or the disk is full.
+        Raises: ConversionError if the piece is not planned, has another shape or was written before, or if the disk is
+        full.
         """
         self._check_piece(plan, piece, tensor)
         stored = self._stored[plan.hf_name]
@@ -99,17 +100,17 @@ class HFWriter:
         self._written.setdefault(plan.hf_name, set()).add(piece.start)
 
     def close(self) -> None:
-        """Makes this process's pieces durable and tells the owner which they are. Not for the owner."""
+        """Fsync this process's pieces and record their names for the owner. The owner calls finish instead."""
         self._sync_files()
         note = self.partial / f"pieces.{uuid.uuid4().hex}.json"
         write_json(note, {name: sorted(starts) for name, starts in self._written.items()})
 
     def finish(self, source: Path | str | None = None, config: Mapping[str, Any] | None = None) -> None:
-        """Checks that every piece was written, adds the index, config.json and tokenizer files, and renames.
+        """Check that every piece was written, add the index, config.json and tokenizer files, and rename the directory.
 
-        source: HF directory from which config.json, generation_config.json and tokenizer files are copied; config
-        replaces its config.json. The dtype and the quantization that config.json names become those of the tensors.
-        Raises: ConversionError listing the tensors that are incomplete; then nothing is renamed.
+        source: HF directory from which config.json, generation_config.json and tokenizer files are copied.
+        config: replaces the config.json of `source`. In both cases dtype and quantization are set to the written ones.
+        Raises: ConversionError listing the incomplete tensors; the directory is then not renamed.
         """
         self._merge_notes()
         incomplete = [
@@ -130,7 +131,7 @@ class HFWriter:
             raise ConversionError(f"{self.directory} cannot be written: {error}") from error
 
     def abort(self) -> None:
-        """Closes the files and, in the owner, removes the partial directory."""
+        """Close the files. The owner also removes the partial directory."""
         self._close_files()
         if self._owner:
             shutil.rmtree(self.partial, ignore_errors=True)
@@ -149,7 +150,7 @@ class HFWriter:
         if len(self._plans) != len(plans):
             raise ConversionError(f"{self.directory}: the plan names a tensor twice")
         if not plans:
-            raise ConversionError(f"{self.directory}: the plan holds no tensor")
+            raise ConversionError(f"{self.directory}: the plan contains no tensor")
         groups = _shard_groups(plans, self.max_shard_bytes)
         headers = {}
         for number, group in enumerate(groups, start=1):
@@ -164,7 +165,7 @@ class HFWriter:
         free = shutil.disk_usage(self.directory.parent).free
         if needed > free:
             raise ConversionError(
-                f"{self.directory}: {needed / 2**30:.2f} GiB are needed, the disk has {free / 2**30:.2f} GiB free"
+                f"{self.directory}: the model needs {needed / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB free"
             )
 
     def _check_piece(self, plan: TensorPlan, piece: Piece, tensor: torch.Tensor) -> None:
@@ -176,7 +177,7 @@ class HFWriter:
                 f"{plan.hf_name}: {piece} needs shape {plan.piece_shape(piece)}, got {tuple(tensor.shape)}"
             )
         if plan.dtype == FP8 and tensor.dtype != FP8:
-            raise ConversionError(f"{plan.hf_name} is planned in FP8; quantise it before it is written")
+            raise ConversionError(f"{plan.hf_name} is planned in FP8; quantise it before writing")
         if piece.start in self._written.get(plan.hf_name, ()):
             raise ConversionError(f"{plan.hf_name}: {piece} is written twice")
 
@@ -232,6 +233,7 @@ def _shard_groups(plans: Sequence[TensorPlan], max_shard_bytes: int) -> list[lis
 
 
 def write_json(file: Path, value: Any) -> None:
+    """Write a JSON file and fsync it."""
     with file.open("w", encoding="utf-8") as opened:
         json.dump(value, opened, indent=2)
         opened.write("\n")

@@ -52,7 +52,7 @@ def test_vllm_reads_every_file_without_an_index(directory: Path) -> None:
     (directory / "model-2.safetensors").rename(directory / "model.safetensors")
     (directory / "model-1.safetensors").unlink()
     assert read_by_vllm(directory, "hf") == {"model.safetensors", "consolidated.safetensors", "mtp.safetensors"}
-    with pytest.raises(ConversionError, match=r"consolidated\.safetensors holds .*mtp\.safetensors holds"):
+    with pytest.raises(ConversionError, match=r"consolidated\.safetensors contains .*mtp\.safetensors contains"):
         find_unlisted(directory, read_headers(directory))
 
 

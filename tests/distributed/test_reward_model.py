@@ -171,4 +171,4 @@ def _build_causal(rank: int, directory: str) -> str:
 
 def test_a_causal_model_has_no_score(directories: dict[str, str]) -> None:
     (message,) = launch(_build_causal, 1, directories["causal"])
-    assert message.startswith(f"reward_model.hf_path={directories['causal']}: there is no score head (score.weight)")
+    assert message.startswith(f"reward_model.hf_path={directories['causal']}: score.weight is missing")

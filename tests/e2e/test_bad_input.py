@@ -234,7 +234,7 @@ def test_a_reference_that_is_not_whole(refused: Callable[..., str], base: Path, 
 def test_a_reward_model_that_has_no_score(refused: Callable[..., str], base: Path, tmp_path: Path) -> None:
     policy = base.parent / "model"
     message = refused(f"reward_model.hf_path={policy}")
-    assert message.startswith(f"error: reward_model.hf_path={policy}: there is no score head (score.weight)")
+    assert message.startswith(f"error: reward_model.hf_path={policy}: score.weight is missing")
     assert "set reward_model.hf_path to a sequence classification checkpoint with one label" in message
     assert "algorithm.policy_loss.name=sft is supervised" in refused(f"reward_model.hf_path={policy}", *SFT)
     unknown = model_with(base, tmp_path, model_type="gpt_oss")

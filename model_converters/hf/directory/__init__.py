@@ -1,1 +1,1 @@
-"""The weight files of an HF directory: the files that its index lists, and the others."""
+"""Weight files of an HF directory: files listed in its index, and other files."""

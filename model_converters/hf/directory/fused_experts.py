@@ -1,4 +1,4 @@
-"""Experts fused into one tensor per layer, as transformers 5 keeps them in memory, and saves them on request."""
+"""Detection of experts fused into one tensor per layer: the in-memory format of transformers 5, saved on request."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ _FUSED = re.compile(r".*\.experts\.(gate_up_proj|gate_proj|up_proj|down_proj)(\.
 
 
 def refuse_fused_experts(stored: Mapping[str, StoredTensor], directory: Path) -> None:
-    """Raises: ConversionError naming the first of these tensors."""
+    """Reject directories with fused experts.
+
+    Raises: ConversionError naming the first such tensor.
+    """
     fused = [name for name in stored if _FUSED.fullmatch(name)]
     if fused:
         shape = list(stored[fused[0]].shape)
         raise ConversionError(
-            f"{directory}: {fused[0]} {shape} holds all experts of a layer in one tensor, as do {len(fused) - 1} more; "
-            "only one tensor per expert is supported: save the model with save_pretrained(..., "
-            "save_original_format=True)"
+            f"{directory}: {fused[0]} {shape} and {len(fused) - 1} more tensors hold all experts of a layer; only one "
+            "tensor per expert is supported: save the model with save_pretrained(..., save_original_format=True)"
         )

@@ -1,4 +1,4 @@
-"""The tensors of an HF directory, by the headers of the files that its index lists."""
+"""Tensors of an HF directory, from the headers of the files in its index."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SINGLE_NAME = "model.safetensors"
 
 
 def read_headers(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the listed files; without an index model.safetensors is the only one.
+    """Return every tensor of the listed files, or of model.safetensors if there is no index.
 
-    Raises: ConversionError naming the file: missing, outside of the directory, damaged, or not as the index has it.
+    Raises: ConversionError naming a file that is missing, outside of the directory, damaged, or differs from the index.
     """
     index = directory / INDEX_NAME
     if not _exists(index):
@@ -41,7 +41,7 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _exists(file: Path) -> bool:
-    # A link to nowhere is there as well: passed over, it would change which files are read.
+    # A dangling link counts as existing: ignoring it would silently select other files.
     return file.exists() or file.is_symlink()
 
 
@@ -53,7 +53,7 @@ def _read_single(directory: Path) -> dict[str, StoredTensor]:
     message = f"{directory} has neither {INDEX_NAME} nor {SINGLE_NAME}"
     shards = sorted(file.name for file in directory.glob("*.safetensors")) if directory.is_dir() else []
     if shards:
-        raise ConversionError(f"{message}; it has {listing(shards)}: add the index that lists their tensors")
+        raise ConversionError(f"{message}; it has {listing(shards)}: add the index of their tensors")
     raise ConversionError(message)
 
 
@@ -65,12 +65,12 @@ def _read_index(index: Path) -> dict[str, str]:
     if not found:
         raise ConversionError(f"{index} has an empty weight_map")
     if problems := _bad_places(found):
-        raise ConversionError(f"{index}: {listing(problems)}; a place must be the name of a file in this directory")
+        raise ConversionError(f"{index}: {listing(problems)}; each value must be the name of a file in this directory")
     return found
 
 
 def _bad_places(weight_map: Mapping[str, Any]) -> list[str]:
-    """Entries that are no relative path inside the directory."""
+    """Return the entries whose value is not a relative path inside the directory."""
     places: dict[Any, str] = {}
     for name, place in weight_map.items():
         places.setdefault(place if isinstance(place, str) else repr(place), name)

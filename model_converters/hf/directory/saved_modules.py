@@ -1,4 +1,4 @@
-"""Tensors of an adapter that replace whole tensors of the base: PEFT's modules_to_save."""
+"""Tensors of an adapter that replace whole tensors of the base model: PEFT's modules_to_save."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class SavedModules:
-    """`tensors` by the name of the base's tensor; `sources`: their names in the adapter."""
+    """Replacement tensors of an adapter.
+
+    modules: value of modules_to_save.
+    tensors: base tensor name -> replacement.
+    sources: names of the replacements in the adapter.
+    """
 
     modules: Any
     tensors: dict[str, StoredTensor]
     sources: frozenset[str]
 
     def problems(self, shapes: Mapping[str, Shape], adapted: Collection[str], *, tied: bool) -> list[str]:
-        """Reasons why the tensors cannot replace the base's, whose shapes are given; `adapted` are modules that have
-        a low-rank update as well. Of a tied model the head's copy is taken out of `tensors`."""
+        """Return the reasons why the tensors cannot replace the base tensors of the given shapes.
+
+        `adapted`: modules that have a low-rank update as well. For a tied model, removes the head from `tensors`.
+        """
         if not _is_list_of_names(self.modules):
             return [f"modules_to_save {self.modules!r}, which must be a list of names"]
         problems = [
@@ -42,19 +49,19 @@ class SavedModules:
         return problems
 
     def _tied_problems(self) -> list[str]:
-        """PEFT trains a copy of each module: embedding and head of a tied model part unless both are saved alike."""
+        """Check embedding and head of a tied model. PEFT trains copies: both must be saved with equal values."""
         found = [name for name in (_EMBEDDING, _HEAD) if name in self.tensors]
         if len(found) == 1:
             remedy = "merge the adapter with PEFT and save that model with tie_word_embeddings=false"
-            return [f"modules_to_save: {found[0]} alone would part the tied embedding and head; {remedy}"]
+            return [f"modules_to_save: {found[0]} alone would untie embedding and head; {remedy}"]
         if found and not same_bytes(self.tensors[_EMBEDDING], self.tensors[_HEAD]):
-            return ["modules_to_save: embedding and head of a tied model differ; see tie_word_embeddings"]
+            return ["modules_to_save: embedding and head differ, but the model ties them (tie_word_embeddings)"]
         self.tensors.pop(_HEAD, None)
         return []
 
 
 def saved_tensors(header: Mapping[str, StoredTensor], modules: Any) -> SavedModules:
-    """The tensors of an adapter that belong to one of `modules`, the value of modules_to_save."""
+    """Return the tensors of an adapter that belong to `modules`, the value of modules_to_save."""
     tensors: dict[str, StoredTensor] = {}
     sources = set()
     for name, stored in header.items():
@@ -68,7 +75,7 @@ def saved_tensors(header: Mapping[str, StoredTensor], modules: Any) -> SavedModu
 
 
 def _is_inside(name: str, modules: Sequence[str]) -> bool:
-    """Whether a tensor belongs to a module whose path ends with one of the names, or to a module within it."""
+    """Return whether a tensor belongs to a module whose path ends with one of the names, or to its submodules."""
     parts = name.split(".")[:-1]
     paths = [".".join(parts[: end + 1]) for end in range(len(parts))]
     return any(path.endswith(module) for path in paths for module in modules)
@@ -80,7 +87,7 @@ def _is_list_of_names(modules: Any) -> bool:
 
 def _misfit(name: str, stored: StoredTensor, shapes: Mapping[str, Shape]) -> list[str]:
     if name not in shapes:
-        return [f"the model has no {name}, which modules_to_save names"]
+        return [f"modules_to_save names {name}, which the model does not have"]
     if stored.shape != shapes[name] or not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
-        return [f"{name} of modules_to_save is {stored.dtype} {stored.shape}, the base's {shapes[name]}"]
+        return [f"{name} of modules_to_save is {stored.dtype} {stored.shape}, in the base model {shapes[name]}"]
     return []

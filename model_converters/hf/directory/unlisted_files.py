@@ -1,17 +1,18 @@
 """Weight files of an HF directory that its index does not list.
 
-Readers disagree on them: the trainer reads what the index lists; vLLM and SGLang read every `*.safetensors` where there
-is no index; transformers prefers model.safetensors to an index, and adds an adapter that lies beside the weights.
+Readers treat them differently. The trainer reads the files in the index. vLLM and SGLang read every `*.safetensors` if
+there is no index. transformers prefers model.safetensors to an index and applies an adapter in the same directory.
+Files that would change the model for some reader are rejected; the others are reported and ignored.
 
 | file | decision |
 |---|---|
-| `*.safetensors` with a tensor that the index does not list, or lists with another dtype, shape or bytes | rejected |
-| `*.safetensors` with copies of listed tensors | named |
-| `model.safetensors` beside an index, without some of its tensors | rejected |
-| `consolidated*.safetensors` (Mistral's format) | named beside an index, rejected without one |
+| `*.safetensors` with a tensor that the index lacks, or lists with another dtype, shape or bytes | rejected |
+| `*.safetensors` with copies of listed tensors | reported |
+| `model.safetensors` next to an index, without some of the listed tensors | rejected |
+| `consolidated*.safetensors` (Mistral's format) | reported if there is an index, else rejected |
 | `adapter_config.json`, `adapter_model.safetensors` | rejected |
-| PyTorch, GGUF, ONNX, Flax and TensorFlow weights | named |
-| folders with weight files, such as `original/` | named |
+| PyTorch, GGUF, ONNX, Flax and TensorFlow weights | reported |
+| folders with weight files, such as `original/` | reported |
 
 Source: transformers 5.19 modeling_utils._get_resolved_checkpoint_files and integrations.peft.maybe_load_adapters; vLLM
 0.32 model_loader.default_loader._prepare_weights; SGLang srt.model_loader.loader.
@@ -31,21 +32,24 @@ from model_converters.inputs.regular_files import open_regular, special_kind
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _OTHER_FORMATS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")
-# What trainers save beside the weights.
+# Prefixes of files that trainers save and that are not weights.
 _NO_WEIGHTS = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
 _COMPARED_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
 class Unlisted:
-    """`notes`: one line per file or folder that changes nothing. `copies`: (name, listed tensor, its copy); their bytes
-    are compared by `check_copies`."""
+    """Unlisted files that do not change the model.
+
+    notes: one line per file or folder, for the user.
+    copies: (name, listed tensor, copy in an unlisted file), to be compared by `check_copies`.
+    """
 
     notes: tuple[str, ...]
     copies: tuple[tuple[str, StoredTensor, StoredTensor], ...]
 
     def check_copies(self) -> None:
-        """Read every copy and its original.
+        """Compare every copy with its listed tensor.
 
         Raises: ConversionError naming the file and the tensors that differ.
         """
@@ -62,9 +66,9 @@ _REMEDY = f"add it to {INDEX_NAME}, or remove the file"
 
 
 def find_unlisted(directory: Path, stored: Mapping[str, StoredTensor]) -> Unlisted:
-    """The weight files beside those of the tensors `stored`. Of safetensors files the headers are read.
+    """Find the weight files that do not contain the tensors `stored`. Reads only the headers of safetensors files.
 
-    Raises: ConversionError, ONE, naming every file that changes the model for some reader.
+    Raises: one ConversionError naming every file that would change the model for some reader.
     """
     listed = {tensor.file for tensor in stored.values()}
     indexed = (directory / INDEX_NAME).exists()
@@ -76,17 +80,17 @@ def find_unlisted(directory: Path, stored: Mapping[str, StoredTensor]) -> Unlist
             continue
         if file.name in _ADAPTER_FILES:
             problems.append(
-                f"{file.name} is an adapter, which transformers adds and no other reader; merge it (--lora)"
+                f"{file.name} is an adapter, which transformers applies and other readers ignore; merge it (--lora)"
             )
         elif file.suffix != ".safetensors":
-            notes.append(f"{file.name}{'/' if file.is_dir() else ''} is not read")
+            notes.append(f"{file.name}{'/' if file.is_dir() else ''} is ignored")
         elif file.name.startswith("consolidated") and indexed:
-            notes.append(f"{file.name} (Mistral's format) is not read")
+            notes.append(f"{file.name} (Mistral's format) is ignored")
         else:
             problem, found = _compare(file, stored, whole=indexed and file.name == SINGLE_NAME)
             problems += problem
             copies += found
-            notes += [] if problem else [f"{file.name} holds copies of listed tensors and is not read"]
+            notes += [] if problem else [f"{file.name} contains copies of listed tensors and is ignored"]
     if problems:
         raise ConversionError(f"{directory}: weight files that {_source(indexed)} does not list: {'; '.join(problems)}")
     return Unlisted(tuple(notes), tuple(copies))
@@ -97,8 +101,7 @@ def _source(indexed: bool) -> str:
 
 
 def _weight_files(directory: Path) -> Iterator[Path]:
-    """Files with weights in any format, and folders that hold some; names that begin with a dot are skipped, as every
-    reader does."""
+    """Yield files with weights in any format, and folders that contain some. Like all readers, skips dotfiles."""
     for file in sorted(directory.iterdir()):
         if file.name.startswith("."):
             continue
@@ -125,7 +128,7 @@ def _is_weights(name: str) -> bool:
 def _compare(
     file: Path, stored: Mapping[str, StoredTensor], *, whole: bool
 ) -> tuple[list[str], list[tuple[str, StoredTensor, StoredTensor]]]:
-    """(problems, copies) of an unlisted safetensors file; `whole`: it must hold every listed tensor."""
+    """Return (problems, copies) of an unlisted safetensors file. `whole`: it must contain every listed tensor."""
     kind = special_kind(file)
     if kind is not None:
         return [f"{file.name} is {kind}"], []
@@ -138,11 +141,11 @@ def _compare(
     missing = sorted(set(stored) - set(header)) if whole else []
     problems = []
     if unknown:
-        problems.append(f"{file.name} holds {listing(unknown)}: {_REMEDY}")
+        problems.append(f"{file.name} contains {listing(unknown)}: {_REMEDY}")
     if others:
-        problems.append(f"{file.name} holds {listing(others)} with another dtype or shape: {_REMEDY}")
+        problems.append(f"{file.name} contains {listing(others)} with another dtype or shape: {_REMEDY}")
     if missing:
-        problems.append(f"{file.name} lacks {listing(missing)}, and transformers reads it alone: remove the file")
+        problems.append(f"{file.name} lacks {listing(missing)}, but transformers reads only this file: remove it")
     return problems, [(name, stored[name], tensor) for name, tensor in header.items() if name in stored]
 
 
@@ -151,7 +154,7 @@ def _kind(tensor: StoredTensor) -> tuple[object, ...]:
 
 
 def same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether two tensors of one dtype and shape are the same bit for bit."""
+    """Return whether two tensors of one dtype and shape are equal bit for bit."""
     with open_regular(first.file) as one, open_regular(second.file) as other:
         if os.path.sameopenfile(one.fileno(), other.fileno()) and first.offset == second.offset:
             return True

@@ -51,7 +51,7 @@ def test_saved_frequencies_are_no_weights(place, rotation, dtype, tmp_path):
     [
         (lambda saved: saved * 1.001, "element 0 is 1.001 instead of 1"),
         (lambda saved: torch.cat((saved[:-1], saved[-1:] / 8)), "element 31 is"),  # as another rope_scaling would
-        (lambda saved: saved[:-1], r"\(31,\) torch.float32; by config.json it holds 32 frequencies"),
+        (lambda saved: saved[:-1], r"\(31,\) torch.float32; config.json gives 32 frequencies"),
         (lambda saved: saved * torch.nan, "element 0 is nan"),
     ],
     ids=["other base", "scaled", "other head", "nan"],

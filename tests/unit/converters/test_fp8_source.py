@@ -185,7 +185,7 @@ def test_corrupt_scales_are_refused_with_the_name_of_the_weight(fp8_model, moe_c
     stored[NAME + SCALE][0, 0] = float("nan")
     with (
         HFCheckpoint(write(directory, moe_config, stored)) as checkpoint,
-        pytest.raises(ConversionError, match=f"{NAME}: its scales hold NaN"),
+        pytest.raises(ConversionError, match=f"{NAME}: its scales contain NaN"),
     ):
         checkpoint.read(NAME)
 

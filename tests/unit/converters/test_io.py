@@ -159,7 +159,7 @@ BREAKAGES = {
         r"part1\.safetensors is a directory",
     ),
     "shard is a socket": (lambda d: replace_by_socket(d / "part1.safetensors"), r"part1\.safetensors is a socket"),
-    "shard is a device": (lambda d: link(d / "part1.safetensors", "/dev/zero"), r"leads to /dev/zero"),
+    "shard is a device": (lambda d: link(d / "part1.safetensors", "/dev/zero"), r"points to /dev/zero"),
     "shard is a link that leaves": (
         lambda d: link(d / "part1.safetensors", (d / "part1.safetensors").rename(d.parent / "elsewhere")),
         r"part1\.safetensors leaves the model directory: it points to .*/elsewhere",
@@ -175,7 +175,7 @@ BREAKAGES = {
     **{
         f"weight_map has {place!r}": (
             lambda d, place=place: rewrite_json(d / "model.safetensors.index.json", {"weight_map": {"a": place}}),
-            r"index\.json: weight_map places a in .*; a place must be the name of a file",
+            r"index\.json: weight_map places a in .*; each value must be the name of a file",
         )
         for place in ("../part0.safetensors", "/etc/passwd", "x/../../y", "", 3, None, ["part0"], "part0\0")
     },
@@ -231,7 +231,7 @@ BREAKAGES = {
     ),
     "metadata is no map of texts": (
         lambda d: rewrite_header(d / "part0.safetensors", lambda header: header.update(__metadata__={"format": 1})),
-        r"__metadata__ of its header must map texts to texts",
+        r"__metadata__ must map strings to strings",
     ),
     "tensors overlap": (
         lambda d: rewrite_header(
@@ -352,7 +352,7 @@ def test_a_place_that_cannot_be_written_gives_a_clear_message(tmp_path):
 
 def test_a_checkpoint_larger_than_the_disk_is_refused_before_anything_is_written(tmp_path):
     huge = TensorPlan("a", (2**50,), torch.float32, "head", (Piece(0, "a", 0, 0, 0, 2**50, 0),))
-    with pytest.raises(ConversionError, match="GiB are needed, the disk has"):
+    with pytest.raises(ConversionError, match=r"needs .* GiB, the disk has"):
         HFWriter(tmp_path / "out").begin([huge])
     assert list(tmp_path.iterdir()) == []
 

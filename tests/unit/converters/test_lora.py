@@ -203,8 +203,8 @@ def test_saved_modules_replace_the_bases_as_in_peft(case, dtype, tmp_path):
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        ({"lm_head.weight": (24, 12)}, "lm_head.weight alone would part the tied embedding and head"),
-        ({"model.embed_tokens.weight": (24, 12)}, "embed_tokens.weight alone would part the tied embedding and head"),
+        ({"lm_head.weight": (24, 12)}, "lm_head.weight alone would untie embedding and head"),
+        ({"model.embed_tokens.weight": (24, 12)}, "embed_tokens.weight alone would untie embedding and head"),
         ({"model.embed_tokens.weight": (24, 12), "lm_head.weight": (24, 12)}, None),
     ],
 )
@@ -239,9 +239,9 @@ def test_saved_modules_that_do_not_fit_are_named(merged_moe):
     with pytest.raises(ConversionError) as error:
         HFCheckpoint(directory, lora=adapter)
     for message in (
-        "lm_head.weight of modules_to_save is torch.float32 (25, 12), the base's (23, 12)",
+        "lm_head.weight of modules_to_save is torch.float32 (25, 12), in the base model (23, 12)",
         f"{Q}.weight is saved whole and adapted",
-        "the model has no absent.weight, which modules_to_save names",
+        "modules_to_save names absent.weight, which the model does not have",
     ):
         assert message in str(error.value)
 
@@ -261,7 +261,7 @@ REFUSED = {
     "a field of tomorrow": ({"use_something_new": True}, "use_something_new True"),
     "no rank": ({"r": None}, "r None, which must be a number of at least 1"),
     "no alpha": ({"lora_alpha": None}, "lora_alpha None, which must be a number"),
-    "no regular expression": ({"rank_pattern": {"(": 4}}, r"rank_pattern '\(', which is no regular expression"),
+    "no regular expression": ({"rank_pattern": {"(": 4}}, r"rank_pattern '\(', which is not a regular expression"),
     "another rank": ({"r": 4}, rf"{Q}.lora_A torch.float32 \(3, 12\) instead of \(4, 12\)"),
 }
 
@@ -315,7 +315,7 @@ def test_everything_that_is_wrong_is_in_one_message(merged_moe):
             r"adapter_config.json cannot be read as JSON",
         ),
         (lambda d: (d / "adapter_model.safetensors").unlink(), r"adapter_model.safetensors does not exist"),
-        (lambda d: write_adapter(d, {}), "it holds no tensor"),
+        (lambda d: write_adapter(d, {}), "it contains no tensor"),
     ],
 )
 def test_a_broken_adapter_directory_is_named(damage, message, merged_moe):

@@ -123,7 +123,7 @@ def test_corrupt_scales_are_refused():
     codes, scales = random_fp8((200, 130), BLOCK)
     for value in (float("nan"), float("inf"), 1e38):
         scales[1, 1] = value
-        with pytest.raises(ConversionError, match="scales hold NaN"):
+        with pytest.raises(ConversionError, match="scales contain NaN"):
             dequantise(codes, scales, BLOCK, torch.bfloat16)
 
 

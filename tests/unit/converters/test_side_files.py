@@ -78,7 +78,7 @@ def test_side_files_of_the_hub_cache_are_copied_as_files(tmp_path: Path) -> None
     [
         (os.mkfifo, "a named pipe"),
         (os.mkdir, "a directory"),
-        (lambda path: path.symlink_to("absent"), "a link to nothing"),
+        (lambda path: path.symlink_to("absent"), "a dangling link"),
     ],
 )
 def test_side_files_that_are_no_files_are_rejected(make: Callable, kind: str, tmp_path: Path) -> None:

@@ -36,10 +36,10 @@ def single(tmp_path, dense_config):
 
 
 REJECTED = {
-    "mtp.safetensors": (MTP, r"mtp\.safetensors holds model\.layers\.4\.eh_proj\.weight: add it"),
-    "a-copy.safetensors": ({"a": A.bfloat16()}, "holds a with another dtype or shape"),
-    "b-copy.safetensors": ({"b": B[:4].clone()}, "holds b with another dtype or shape"),
-    "model.fp16.safetensors": ({"d": A.half()}, "holds d: add it"),
+    "mtp.safetensors": (MTP, r"mtp\.safetensors contains model\.layers\.4\.eh_proj\.weight: add it"),
+    "a-copy.safetensors": ({"a": A.bfloat16()}, "contains a with another dtype or shape"),
+    "b-copy.safetensors": ({"b": B[:4].clone()}, "contains b with another dtype or shape"),
+    "model.fp16.safetensors": ({"d": A.half()}, "contains d: add it"),
     "adapter_model.safetensors": ({"base_model.model.a.lora_A.weight": A}, "is an adapter, .*merge it"),
 }
 
@@ -64,7 +64,7 @@ def test_unlisted_files_that_cannot_be_read_are_rejected_together(sharded):
 def test_second_model_file_without_all_tensors_is_rejected(sharded):
     """transformers reads model.safetensors alone where there is one."""
     save_file({"a": A, "b": B}, sharded / "model.safetensors")
-    with pytest.raises(ConversionError, match=r"model\.safetensors lacks c, and transformers reads it alone"):
+    with pytest.raises(ConversionError, match=r"model\.safetensors lacks c, but transformers reads only this file"):
         HFCheckpoint(sharded)
 
 
@@ -88,7 +88,7 @@ def test_copies_of_listed_tensors_are_named_and_compared(layout, request):
     other = "model.safetensors" if layout == "sharded" else "model-00001-of-00001.safetensors"
     save_file({"a": A, "b": B, "c": C}, directory / other)
     with HFCheckpoint(directory) as checkpoint:
-        assert checkpoint.unlisted.notes == (f"{other} holds copies of listed tensors and is not read",)
+        assert checkpoint.unlisted.notes == (f"{other} contains copies of listed tensors and is ignored",)
         checkpoint.unlisted.check_copies()
     save_file({"a": A, "b": B + 1, "c": C}, directory / other)
     with HFCheckpoint(directory) as checkpoint, pytest.raises(ConversionError, match=f"{other} has other values of b"):
@@ -110,10 +110,10 @@ def test_consolidated_file_is_rejected_without_an_index(sharded):
     """Without one vLLM reads it with model.safetensors."""
     save_file({"layers.0.attention.wq.weight": A}, sharded / "consolidated.safetensors")
     with HFCheckpoint(sharded) as checkpoint:
-        assert checkpoint.unlisted.notes == ("consolidated.safetensors (Mistral's format) is not read",)
+        assert checkpoint.unlisted.notes == ("consolidated.safetensors (Mistral's format) is ignored",)
     (sharded / "model.safetensors.index.json").unlink()
     for file in sharded.glob("model-*"):
         file.unlink()
     save_file({"a": A}, sharded / "model.safetensors")
-    with pytest.raises(ConversionError, match=r"consolidated\.safetensors holds layers\.0\.attention\.wq\.weight"):
+    with pytest.raises(ConversionError, match=r"consolidated\.safetensors contains layers\.0\.attention\.wq\.weight"):
         HFCheckpoint(sharded)

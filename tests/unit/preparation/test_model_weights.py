@@ -82,5 +82,5 @@ def test_check_weights_names_harmless_files(model: Path, caplog: pytest.LogCaptu
     (model / "pytorch_model.bin").write_bytes(b"")
     with caplog.at_level(logging.WARNING):
         check_weights(role_of(model, mtp=0.1))
-    assert "more.safetensors holds copies of listed tensors and is not read" in caplog.text
-    assert "pytorch_model.bin is not read" in caplog.text
+    assert "more.safetensors contains copies of listed tensors and is ignored" in caplog.text
+    assert "pytorch_model.bin is ignored" in caplog.text
