@@ -1,1 +1,1 @@
-"""The weight table: rows, transforms, layouts, and who holds and writes what."""
+"""The weight table: rows, transforms, layouts, and plans for loading and export."""

@@ -1,4 +1,4 @@
-"""Proof that a table, a checkpoint, a model and a plan agree, before a byte moves."""
+"""Check that table, checkpoint, model and plan agree, before any data is read."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ def check_complete(
     plans: Sequence[TensorPlan] | None = None,
     dropped: Collection[str] = (),
 ) -> None:
-    """Compares the table with whatever is given; both ways, everything at once.
+    """Compare the table with all given arguments, in both directions.
 
-    hf_names: tensors of a checkpoint or an engine. model_names: canonical names of a model; of one rank when `rank`
-    is given, else of all ranks of `layout` together (None: one rank). Either may map names to shapes, and then the
-    shapes are compared too (of a model: the local ones, which needs `rank`). plans: must hold every HF tensor of the
-    table once, tiled exactly once. dropped: HF tensors that are not in the table on purpose.
+    hf_names: tensors of a checkpoint or an engine.
+    model_names: canonical names of a model, for one rank if `rank` is given, else for all ranks of `layout` together
+    (None: a single rank).
+    Both may map names to shapes, which are then compared too. Shapes of a model are local and require `rank`.
+    plans: must contain every HF tensor of the table once, tiled exactly once.
+    dropped: HF tensors that are missing in the table on purpose.
 
-    Raises: ConversionError, ONE, listing what is missing, unknown, claimed twice, of another shape or untiled.
+    Raises: one ConversionError listing everything that is missing, unknown, claimed twice, of another shape or untiled.
     """
     layout = layout or TrainLayout(1)
     problems: list[str] = []
@@ -78,7 +80,7 @@ def _compare(
 
 
 def tiling_problems(plans: Iterable[TensorPlan]) -> list[str]:
-    """One line per stretch of an HF tensor that no piece, or more than one piece, covers."""
+    """Return one line per range of an HF tensor that is covered by no piece or by more than one."""
     problems = []
     for plan in plans:
         dims = {piece.dim for piece in plan.pieces}

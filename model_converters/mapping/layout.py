@@ -1,4 +1,4 @@
-"""Where a rank of a Megatron training job sits, and which layers its stage holds."""
+"""Parallel layout of a Megatron training job: coordinates of a rank and layers of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from model_converters.mapping.pipeline_layout import DECODER, MTP, check_stages,
 
 
 class Coordinates(NamedTuple):
-    """A rank's index along every axis. tp, cp, dp place the dense weights; etp, ep, edp the experts; pp both."""
+    """Index of a rank along every parallel axis.
+
+    tp, cp and dp apply to dense weights; etp, ep and edp to experts; pp to both.
+    """
 
     tp: int
     cp: int
@@ -29,9 +32,9 @@ class TrainLayout:
     Experts: rank = etp + ETP * (ep + EP * (edp + EDP * pp)).
     Source: megatron.core.parallel_state.initialize_model_parallel, order "tp-cp-ep-dp-pp".
 
-    `pipeline_layout` (see pipeline_layout.py) fixes what every stage and chunk holds, and with it vpp.
+    `pipeline_layout` (see pipeline_layout.py) fixes the layers of every stage and virtual chunk, and thereby vpp.
 
-    Raises: LayoutError when the sizes do not divide the world.
+    Raises: LayoutError if the sizes do not divide the world size.
     """
 
     world_size: int
@@ -89,21 +92,21 @@ class TrainLayout:
                 f"pipeline_layout {text!r} has {len(stages)} stages, {chunks} for each of pp {self.pp}, but vpp is "
                 f"{self.vpp}; leave vpp unset"
             )
-        object.__setattr__(self, "vpp", chunks if chunks > 1 else None)  # frozen, and still being made
+        object.__setattr__(self, "vpp", chunks if chunks > 1 else None)  # the dataclass is frozen
 
     @property
     def num_mtp_layers(self) -> int | None:
-        """Multi-token-prediction layers that pipeline_layout places; None without it: as many as the model has."""
+        """Number of multi-token-prediction layers in pipeline_layout; None without one (all layers of the model)."""
         return None if self.pipeline_layout is None else self.pipeline_layout_stages()[-1].count(MTP)
 
     def pipeline_layout_stages(self) -> tuple[str, ...]:
-        """What pipeline_layout says of every stage, in the order in which data passes them."""
+        """Return the characters of every stage of pipeline_layout, in execution order."""
         assert self.pipeline_layout is not None
         return parse_stages(self.pipeline_layout)
 
     @property
     def dp(self) -> int:
-        """Data-parallel size of the dense weights, without context parallelism."""
+        """Data-parallel size of dense weights, context parallelism not included."""
         return self.world_size // (self.tp * self.cp * self.pp)
 
     @property
@@ -113,11 +116,14 @@ class TrainLayout:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage; stage p holds ranks p * stage_size up to (p + 1) * stage_size."""
+        """Ranks per pipeline stage; stage p consists of ranks [p * stage_size, (p + 1) * stage_size)."""
         return self.world_size // self.pp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Raises: LayoutError when the world has no such rank."""
+        """Return the coordinates of a rank.
+
+        Raises: LayoutError if the rank is not below the world size.
+        """
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is not in a world of {self.world_size}")
         pp, inner = divmod(rank, self.stage_size)
@@ -128,22 +134,22 @@ class TrainLayout:
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp, edp=edp)
 
     def dense_holders(self, stage: int, shard: int | None) -> range:
-        """Ranks that hold shard `shard` (None: the whole) of a dense weight of pipeline stage `stage`."""
+        """Return the ranks that hold tp shard `shard` (None: the whole tensor) of a dense weight of `stage`."""
         first = stage * self.stage_size
         if shard is None:
             return range(first, first + self.stage_size)
         return range(first + shard, first + self.stage_size, self.tp)
 
     def expert_holders(self, stage: int, ep: int, shard: int) -> range:
-        """Ranks that hold etp shard `shard` of the experts of expert-parallel index `ep` in stage `stage`."""
+        """Return the ranks that hold etp shard `shard` of the experts with expert-parallel index `ep` in `stage`."""
         first = stage * self.stage_size
         return range(first + shard + self.etp * ep, first + self.stage_size, self.etp * self.ep)
 
     def stage_layers(self, num_layers: int) -> list[list[range]]:
-        """Global layers by [pipeline stage][virtual chunk]; chunks are dealt to the stages in turn.
+        """Return the global layers by [pipeline stage][virtual chunk]. Chunks are assigned to the stages round-robin.
 
         Source: megatron.core.transformer.transformer_layer.get_transformer_layer_offset.
-        Raises: LayoutError when the layers do not divide.
+        Raises: LayoutError if the layers cannot be divided.
         """
         stages: list[list[range]] = [[] for _ in range(self.pp)]
         start = 0
@@ -153,7 +159,7 @@ class TrainLayout:
         return stages
 
     def stage_of_layer(self, num_layers: int) -> list[int]:
-        """Pipeline stage of every global layer."""
+        """Return the pipeline stage of every global layer."""
         stages = [0] * num_layers
         for stage, chunks in enumerate(self.stage_layers(num_layers)):
             for layers in chunks:
@@ -162,12 +168,15 @@ class TrainLayout:
         return stages
 
     def final_norm_stage(self, num_layers: int) -> int:
-        """Pipeline stage of the norm behind the last layer. Megatron puts it behind the last decoder layer where the
-        model has multi-token prediction (0.16.1), else on the last stage."""
+        """Return the pipeline stage of the final norm.
+
+        With multi-token prediction Megatron (0.16.1) puts it on the stage of the last decoder layer, otherwise on the
+        last stage.
+        """
         return self.stage_of_layer(num_layers)[-1] if self.num_mtp_layers else self.pp - 1
 
     def _chunk_counts(self, num_layers: int) -> list[int]:
-        """Decoder layers of every chunk, in the order in which data passes them."""
+        """Return the number of decoder layers of every chunk, in execution order."""
         if self.pipeline_layout is not None:
             counts = [stage.count(DECODER) for stage in self.pipeline_layout_stages()]
             if sum(counts) != num_layers:

@@ -1,4 +1,4 @@
-"""Who holds which shard of which bound row in a layout, and the values that plans are made of."""
+"""Placement of the shards of bound rows on ranks, and the data types of plans."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from model_converters.mapping.transforms import Segment, Shape
 
 
 class Piece(NamedTuple):
-    """`length` indices along `dim`: of the HF tensor from `start`, of the rank's local mcore tensor from `local_start`.
+    """Slice that an HF tensor and a rank's local mcore tensor have in common.
 
-    `part` is the HF tensor's index in its row. Along every other dimension a piece spans the whole tensor.
+    It has `length` indices along `dim`, from `start` in the HF tensor and from `local_start` in the mcore tensor, and
+    covers all other dimensions completely. `part` is the index of the HF tensor in its row.
     """
 
     rank: int
@@ -32,7 +33,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One HF tensor and the pieces that tile it, exactly once, along one dimension; sorted by start."""
+    """One HF tensor and the pieces that tile it exactly once along one dimension, sorted by start."""
 
     hf_name: str
     shape: Shape
@@ -47,7 +48,7 @@ class TensorPlan:
 
 
 class Holding(NamedTuple):
-    """One shard of a bound row: the ranks that hold it, all alike."""
+    """One shard of a bound row and the ranks that hold a replica of it."""
 
     ranks: range
     shard: int
@@ -55,7 +56,7 @@ class Holding(NamedTuple):
 
 
 class Placement:
-    """Answers, for one table and one layout, who holds what.
+    """Assignment of the shards of a table to the ranks of a layout.
 
     Raises: LayoutError listing everything that the layout does not divide.
     """
@@ -69,7 +70,7 @@ class Placement:
         self._check_mtp(bound)
 
     def holdings(self, bound: BoundRow) -> Iterator[Holding]:
-        """One per shard; none for a tied head that shares the first stage's tensor."""
+        """Yield one Holding per shard; none for a tied head that shares the embedding's tensor."""
         row, layout = bound.row, self.layout
         if row.copy_of_embedding and layout.pp == 1:
             return
@@ -94,7 +95,7 @@ class Placement:
         return 0 if bound.row.place == "embedding" else self.layout.pp - 1
 
     def shard_at(self, bound: BoundRow, at: Coordinates) -> tuple[int, int] | None:
-        """(shard, num_shards) of the row that the rank at `at` holds, or None."""
+        """Return (shard, num_shards) of the row on the rank with coordinates `at`, or None."""
         row, layout = bound.row, self.layout
         if self.stage(bound) != at.pp or (row.copy_of_embedding and layout.pp == 1):
             return None
@@ -130,14 +131,14 @@ class Placement:
 
 @lru_cache(maxsize=4096)
 def segments_of(row: Row, shard: int, num_shards: int) -> tuple[Segment, ...]:
-    """The row's transform applied to one shard (experts and layers share the result)."""
+    """Apply the row's transform to one shard. Cached, because layers and experts share rows."""
     if not row.shapes[0]:
         return (Segment(0, 0, 0, 1),)
     return row.transform.segments(row.shapes, row.dim, shard, num_shards)
 
 
 def local_shape(row: Row, num_shards: int) -> Shape:
-    """Shape of one rank's mcore tensor."""
+    """Return the shape of one rank's mcore tensor."""
     shape = row.shapes[0]
     if not shape:
         return ()

@@ -1,4 +1,4 @@
-"""Which slice of which HF tensor is on which rank: a pure function of the bound table and a layout."""
+"""Plans for loading and export: the slice of each HF tensor on each rank, a pure function of bound table and layout."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorLoad:
-    """What one rank reads for one local mcore tensor: sources are (HF name, piece), what they leave is padding.
-    `copies` are HF tensors that, where the checkpoint has them, must hold the same values."""
+    """Slices that one rank reads for one local mcore tensor.
+
+    sources: (HF name, piece); indices that no piece covers are padding.
+    copies: optional HF tensors that must have the same values.
+    """
 
     mcore_name: str
     shape: Shape
@@ -48,14 +51,14 @@ class TensorLoad:
 
 
 def local_shapes(bound: Sequence[BoundRow], layout: TrainLayout, rank: int) -> dict[str, Shape]:
-    """Canonical name -> shape of everything that `rank` holds."""
+    """Return canonical name -> local shape for all tensors of `rank`."""
     return {load.mcore_name: load.shape for load in load_plan(bound, layout, rank)}
 
 
 def local_shapes_by_rank(bound: Sequence[BoundRow], layout: TrainLayout) -> list[dict[str, Shape]]:
-    """local_shapes of every rank, in one pass over the table.
+    """Return local_shapes of every rank, in one pass over the table.
 
-    Raises: LayoutError listing everything that does not divide.
+    Raises: LayoutError listing everything that the layout does not divide.
     """
     placement = Placement(bound, layout)
     shapes_by_rank: list[dict[str, Shape]] = [{} for _ in range(layout.world_size)]
@@ -68,10 +71,10 @@ def local_shapes_by_rank(bound: Sequence[BoundRow], layout: TrainLayout) -> list
 
 
 def export_plan(bound: Sequence[BoundRow], layout: TrainLayout) -> list[TensorPlan]:
-    """Every HF tensor with the one writer of each of its slices; tensors of one layer are consecutive.
+    """Assign each slice of every HF tensor to one writing rank. Tensors of one layer are consecutive.
 
-    Replicas share the work: each slice goes to that holder which has the fewest bytes so far.
-    Raises: LayoutError listing everything that does not divide.
+    Each slice goes to the replica with the fewest bytes so far.
+    Raises: LayoutError listing everything that the layout does not divide.
     """
     placement = Placement(bound, layout)
     writers = _Writers()
@@ -91,7 +94,7 @@ def export_plan(bound: Sequence[BoundRow], layout: TrainLayout) -> list[TensorPl
 
 
 class _Writers:
-    """Per set of replicas a heap of (bytes so far, rank), so that a pick costs the logarithm of the replicas."""
+    """Choice of the least loaded writer, with a heap of (bytes so far, rank) per set of replicas."""
 
     def __init__(self) -> None:
         self._heaps: dict[range, list[tuple[int, int]]] = {}
@@ -108,9 +111,9 @@ class _Writers:
 
 
 def load_plan(bound: Sequence[BoundRow], layout: TrainLayout, rank: int) -> list[TensorLoad]:
-    """What `rank` holds and, for each tensor, the HF slices it is made of.
+    """Return the tensors of `rank`, each with its HF slices.
 
-    Raises: LayoutError listing everything that does not divide.
+    Raises: LayoutError listing everything that the layout does not divide.
     """
     placement, at = Placement(bound, layout), layout.coordinates(rank)
     rows_by_name: dict[str, list[tuple[BoundRow, tuple[int, int]]]] = {}
@@ -122,7 +125,7 @@ def load_plan(bound: Sequence[BoundRow], layout: TrainLayout, rank: int) -> list
 
 
 def _load(rank: int, rows: Sequence[tuple[BoundRow, tuple[int, int]]]) -> TensorLoad:
-    """Of several rows with one mcore tensor the first is read; a row that others repeat stands before them."""
+    """Plan one mcore tensor. If several rows share it, the first is read: a row precedes its copies (Row.repeats)."""
     row, (shard, num_shards) = rows[0]
     sources = tuple(
         (row.hf[part], Piece(rank, row.mcore, part, row.row.dim, start, length, local_start))
@@ -134,18 +137,18 @@ def _load(rank: int, rows: Sequence[tuple[BoundRow, tuple[int, int]]]) -> Tensor
 
 
 def local_slice(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The view of a rank's local mcore tensor that a piece stands for."""
+    """Return the view of a rank's local mcore tensor that a piece covers."""
     return tensor.narrow(piece.dim, piece.local_start, piece.length) if tensor.dim() else tensor
 
 
 def export_pieces(
     plan: Iterable[TensorPlan], tensors: Mapping[str, torch.Tensor], rank: int
 ) -> Iterator[tuple[TensorPlan, Piece, torch.Tensor]]:
-    """This rank's slices in HF layout, in the plan's order, all of them views of `tensors` (nothing is copied).
+    """Yield this rank's slices in HF layout, in the plan's order, as views of `tensors` without copies.
 
-    `tensors` maps canonical names to local mcore tensors. A view has the local tensor's dtype and device; copying it
-    into a buffer of the plan's dtype converts it. A slice along dim 0 is contiguous when its tensor is.
-    Raises: ConversionError when a tensor is missing or its shape does not fit.
+    `tensors` maps canonical names to local mcore tensors. A view keeps the dtype and device of its tensor; copy it into
+    a buffer of the plan's dtype to convert it. A slice along dim 0 of a contiguous tensor is contiguous.
+    Raises: ConversionError if a tensor is missing or its shape does not fit.
     """
     for tensor_plan in plan:
         for piece in tensor_plan.pieces:
@@ -154,7 +157,7 @@ def export_pieces(
             tensor = tensors.get(piece.mcore_name)
             if tensor is None:
                 raise ConversionError(
-                    f"rank {rank} has no {piece.mcore_name}, which it is to write to {tensor_plan.hf_name}"
+                    f"rank {rank} has no {piece.mcore_name}, which the plan writes to {tensor_plan.hf_name}"
                 )
             yield tensor_plan, piece, _fitting(tensor.detach(), tensor_plan, piece)
 

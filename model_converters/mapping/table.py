@@ -18,17 +18,19 @@ FINAL_NORM = "decoder.final_layernorm.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table, read both ways.
+    """One row of the weight table, used for loading and export.
 
-    `{l}` and `{e}` in the names stand for the global layer and expert index; they are bound to `layers` and
-    range(num_experts). `shapes` are those of the whole HF parts. `axis` is the parallel axis that divides `dim`
-    ("none": every rank of the stage holds it all), `split_by` the key of config.json that counts what is divided
-    (for messages). `copy_of_embedding` marks the head of a model with tied embeddings: with more than one pipeline
-    stage the last one holds its own copy, which is loaded but never exported. `redundant` HF names may be in a
-    checkpoint beside the row's own and must then hold the same values. `fp8`: FP8 releases keep this weight in
-    quantised blocks. `repeats` names an HF tensor that this row's must equal: another row has the same mcore tensor,
-    which is loaded through whichever of the two its rank holds, and written to both. A checkpoint may lack this row's
-    tensor (see mtp.resolve_copies).
+    mcore, hf: names. The placeholders `{l}` and `{e}` are bound to the global layers in `layers` and to
+    range(num_experts).
+    shapes: shapes of the whole HF tensors.
+    axis: parallel axis that divides `dim`; "none": every rank of the stage holds the whole tensor.
+    split_by: key of config.json with the number of divided units, for error messages.
+    copy_of_embedding: marks the head of a model with tied embeddings. With several pipeline stages the last one has its
+    own copy, which is loaded but never exported.
+    redundant: optional HF names in a checkpoint that must have the same values.
+    fp8: whether FP8 releases quantise this weight.
+    repeats: HF tensor that this row's HF tensor must equal. Two rows then share one mcore tensor: it is loaded through
+    either row and exported to both. A checkpoint may lack this row's HF tensor (see mtp.resolve_copies).
     """
 
     mcore: str
@@ -50,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class BoundRow:
-    """A row with exact names. group is "embedding", "layer.<l>", "head" or "mtp"; dtype is that of the HF tensors."""
+    """A row with exact names. `group` is "embedding", "layer.<l>", "head" or "mtp"; `dtype` is the HF dtype."""
 
     row: Row
     mcore: str
@@ -62,7 +64,7 @@ class BoundRow:
 
 
 def bind(rows: Sequence[Row], hf_config: Mapping[str, Any], dtype: torch.dtype) -> list[BoundRow]:
-    """Binds every placeholder; rows of one group are consecutive: embedding, layers, head, multi-token prediction.
+    """Bind all placeholders. Rows are ordered by group: embedding, layers, head, multi-token prediction.
 
     Raises: ConversionError listing every name that two rows claim and every layer that the model does not have.
     """

@@ -1,11 +1,11 @@
-"""How one rank's slice of an mcore tensor is composed of slices of HF tensors.
+"""Transforms: composition of one rank's slice of an mcore tensor from slices of HF tensors.
 
-Every transform is a table of segments along one dimension: `length` indices of the local mcore tensor from
-`local_start` are `length` indices of HF part `part` from `start`. The same table loads (read each HF slice straight
-into its place) and exports (each segment is a view of the local tensor), so a transform cannot disagree with its own
-inverse, and neither direction needs a temporary tensor.
+A transform is a list of segments along one dimension: `length` indices of the local mcore tensor from `local_start`
+equal `length` indices of HF tensor `part` from `start`. The same list is used for loading (each HF slice is read into
+its place) and for export (each segment is a view of the local tensor). The two directions therefore cannot disagree,
+and neither needs a temporary tensor.
 
-The segments belong to ONE shard: each HF part is sliced first, then the slices are joined. Joining whole parts and
+Segments describe ONE shard: each HF tensor is sliced first, then the slices are joined. Joining whole tensors and
 slicing afterwards would give rank 0 all of gate and rank 1 all of up.
 """
 
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 class Segment(NamedTuple):
-    """A run of indices that the local mcore tensor and one HF part have in common. Units: indices of the row's dim."""
+    """Range of indices that the local mcore tensor shares with one HF tensor. Units: indices of the row's dim."""
 
     part: int
     start: int
@@ -27,19 +27,19 @@ class Segment(NamedTuple):
 
 
 class Transform(Protocol):
-    """Maps the HF parts of a row to the shards of its mcore tensor; frozen and hashable."""
+    """Mapping of the HF tensors (parts) of a row to the shards of its mcore tensor. Frozen and hashable."""
 
     @property
     def num_parts(self) -> int: ...
 
     def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
-        """Why there cannot be so many shards, to follow the name of what is divided; "" when there can."""
+        """Return why `num_shards` is impossible, as a predicate that follows the name of the size; "" if possible."""
 
     def local_length(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> int:
-        """Length of every shard along `dim`: the same for all. What no segment covers is padding, zero."""
+        """Return the length of every shard along `dim`. Indices without a segment are zero padding."""
 
     def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
-        """The segments of shard `shard`, in the order of the local tensor; refusal() must be ""."""
+        """Return the segments of shard `shard` in the order of the local tensor. Requires refusal() == ""."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Same:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The HF tensor with rows of zeros behind it, as few as make the shards equal.
+    """The HF tensor, padded at the end with the fewest zero rows that make all shards equally long.
 
-    Worked example, 5 entries on 4 shards: 0 1 | 2 3 | 4 . | . .
+    Example, 5 rows on 4 shards: 0 1 | 2 3 | 4 . | . .
     """
 
     num_parts: int = 1
@@ -82,7 +82,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Heads(Same):
-    """The mcore tensor is the HF tensor, and only whole attention heads can be dealt to shards."""
+    """The mcore tensor is the HF tensor, and shards consist of whole attention heads."""
 
     num_parts: int = 1
     num_heads: int = 1
@@ -93,7 +93,7 @@ class Heads(Same):
 
 @dataclass(frozen=True)
 class GateUp:
-    """Gated linear unit: every shard holds [its rows of gate; its rows of up]."""
+    """Gated linear unit: a shard is [its rows of gate; its rows of up]."""
 
     num_parts: int = 2
 
@@ -110,10 +110,10 @@ class GateUp:
 
 @dataclass(frozen=True)
 class GroupedQKV:
-    """Attention input projection: per query group [q heads of the group; k head; v head], cut into equal shards.
+    """Fused attention projection: for each query group [q heads of the group; k head; v head], cut into equal shards.
 
-    Worked example, 4 heads in 2 groups: q0 q1 k0 v0 | q2 q3 k1 v1; with two shards each holds one group, with four
-    q0 q1 | k0 v0 | q2 q3 | k1 v1: megatron gathers the activations of such a group before it attends.
+    Example, 4 heads in 2 groups: two shards are q0 q1 k0 v0 | q2 q3 k1 v1, four are q0 q1 | k0 v0 | q2 q3 | k1 v1. If a
+    group is divided, Megatron gathers its activations before attention.
     """
 
     num_groups: int
@@ -146,9 +146,9 @@ class GroupedQKV:
 
 @dataclass(frozen=True)
 class Stacked:
-    """The HF parts, whole, one behind the other; every rank holds them all.
+    """Concatenation of the whole HF tensors; every rank holds all of them.
 
-    Worked example, three parts of 2: a0 a1 b0 b1 c0 c1
+    Example, three tensors of 2 rows: a0 a1 b0 b1 c0 c1
     """
 
     num_parts: int
@@ -169,10 +169,9 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Subset:
-    """Some `parts` of a tensor that `whole` composes of parts of `all_shapes`, each in its place; that of the others is
-    padding.
+    """Only some `parts` of the tensor that `whole` composes from HF tensors of `all_shapes`; the rest is padding.
 
-    Worked example, q and v of GroupedQKV with two heads in one group: q0 q1 . v0
+    Example, q and v of GroupedQKV with two heads in one group: q0 q1 . v0
     """
 
     whole: Transform
