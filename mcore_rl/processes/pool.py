@@ -23,12 +23,14 @@ _SECONDS_TO_EXIT = 5.0
 """Time to wait for the exit code of a process that has closed its connection."""
 
 
-class CallFailedError(WorkerDiedError):
+class LostWorkerError(WorkerDiedError):
+    """A worker has ended, did not answer in time, or failed in a call."""
+
+
+class CallFailedError(LostWorkerError):
     """A call raised an unexpected error. `traceback` is the end of its traceback."""
 
-    def __init__(self, message: str, traceback: str) -> None:
-        super().__init__(f"{message}:\n{traceback}")
-        self.traceback = traceback
+    traceback = ""
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,10 @@ class Worker:
         with contextlib.suppress(OSError):
             self.connection.send(message)
 
-    @property
-    def has_ended(self) -> bool:
-        return self.child is not None and self.child.exit_code is not None
-
-    def death(self, call: str) -> WorkerDiedError:
+    def death(self, call: str) -> LostWorkerError:
         """Return the error for a process that has ended or closed its connection."""
-        if self.child is None:
-            return WorkerDiedError(f"{self.name} ended in `{call}`")
-        code = exit_text(self.child.wait(_SECONDS_TO_EXIT))
-        return WorkerDiedError(f"{self.name} (process {self.child.pid}) ended in `{call}` with {code}")
+        status = "" if self.child is None else f" with {exit_text(self.child.wait(_SECONDS_TO_EXIT))}"
+        return LostWorkerError(f"{self.name} ended in `{call}`{status}")
 
     def state(self) -> str:
         """Return the state of a process that does not answer, as the end of a sentence."""
@@ -106,20 +102,19 @@ def results(workers: Sequence[Worker], call: str, seconds: float = math.inf, key
     call: name of the call in errors.
     seconds, key: the time limit for all answers, and its configuration key.
 
-    Raises: the error of this project that a call raised; WorkerDiedError if a call failed, or if a worker ended or did
-    not answer in time.
+    Raises: the error of this project that a call raised; LostWorkerError.
     """
     deadline, answers = time.monotonic() + seconds, list[tuple[str, Any]]()
     for worker in workers:
         while not worker.connection.poll(min(_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
             # A worker may wait in a collective for another one that has ended.
-            ended = next((each for each in workers if each.has_ended), None)
+            ended = next((each for each in workers if each.child and each.child.exit_code is not None), None)
             if ended is not None and not worker.connection.poll():  # it may have answered just before
-                _raise_errors(workers, answers, call)  # the cause, if a worker sent it before it ended
+                _raise_errors(workers, answers, call)  # the cause, if another worker has reported it
                 raise ended.death(call)
             if time.monotonic() > deadline:
                 late = f"{worker.name} did not answer `{call}` within {seconds:g} s ({key})"
-                raise WorkerDiedError(f"{late}: it {worker.state()}")
+                raise LostWorkerError(f"{late}: it {worker.state()}")
         try:
             answers.append(worker.connection.recv())
         except (EOFError, OSError):
@@ -130,9 +125,11 @@ def results(workers: Sequence[Worker], call: str, seconds: float = math.inf, key
 
 
 def _raise_errors(workers: Sequence[Worker], answers: Sequence[tuple[str, Any]], call: str) -> None:
-    for worker, (kind, text) in zip(workers, answers, strict=False):
+    for worker, (kind, traceback) in zip(workers, answers, strict=False):
         if kind == FAILED:
-            raise CallFailedError(f"{worker.name} failed in `{call}`", text)
+            failure = CallFailedError(f"{worker.name} failed in `{call}`:\n{traceback}")
+            failure.traceback = traceback
+            raise failure
     for kind, refusal in answers:
         if kind == REFUSED:
             error, message = refusal

@@ -1,13 +1,15 @@
-"""Progress of reading large files: a line that changes on a terminal, a line every 30 seconds elsewhere."""
+"""Progress of tokenisation: a line that changes on a terminal, a line every 30 seconds elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TextIO
+from typing import TextIO
+
+from mcore_rl.data.tokenised.blocks import Block
 
 QUIET_SECONDS = 2.0
 """Reading that takes less time shows nothing."""
@@ -15,41 +17,32 @@ _TERMINAL_SECONDS, _LOG_SECONDS = 0.2, 30.0
 """Time between two updates."""
 
 
-class RowProgress:
-    """Counts tokenised rows and shows them on `stream`, by default stderr, because stdout is for results."""
+def with_progress(
+    blocks: Iterable[Block], key: str, files: Sequence[Path], stream: TextIO | None = None
+) -> Iterator[Block]:
+    """Yield `blocks` and show how many rows have passed on `stream`, by default stderr: stdout is for results."""
+    stream = stream or sys.stderr
+    on_terminal, rows, started = stream.isatty(), 0, time.monotonic()
+    next_update = started + QUIET_SECONDS
+    with ExitStack() as stack:
+        show = None
+        for block in blocks:
+            rows += len(block.prompts)
+            now = time.monotonic()
+            if now >= next_update:
+                show = show or _display(stream, stack, on_terminal)
+                position = f"file {block.file + 1} of {len(files)}, " if len(files) > 1 else ""
+                speed = f"{rows / (now - started):,.0f} rows/s"
+                show(f"{key}: {rows:,} rows tokenised ({position}{files[block.file]})  {speed}")
+                next_update = now + (_TERMINAL_SECONDS if on_terminal else _LOG_SECONDS)
+            yield block
 
-    def __init__(self, key: str, files: Sequence[Path], stream: TextIO | None = None) -> None:
-        from rich.console import Console
 
-        self._key, self._files, self._rows = key, files, 0
-        self._console = Console(file=stream or sys.stderr)
-        self._status = self._console.status("")
-        self._started = time.monotonic()
-        self._next_update = self._started + QUIET_SECONDS
+def _display(stream: TextIO, stack: ExitStack, on_terminal: bool) -> Callable[[str], None]:
+    if not on_terminal:
+        return lambda line: print(line, file=stream, flush=True)
+    from rich.console import Console
+    from rich.text import Text
 
-    def advance(self, num_rows: int, file: int) -> None:
-        """Count `num_rows` more rows of the file with index `file`."""
-        self._rows += num_rows
-        now = time.monotonic()
-        if now < self._next_update:
-            return
-        line = self._line(file, now - self._started)
-        if self._console.is_terminal:
-            self._status.update(line)
-            self._status.start()
-        else:
-            print(line, file=self._console.file, flush=True)
-        self._next_update = now + (_TERMINAL_SECONDS if self._console.is_terminal else _LOG_SECONDS)
-
-    def _line(self, file: int, seconds: float) -> str:
-        position = f"file {file + 1} of {len(self._files)}, " if len(self._files) > 1 else ""
-        speed = f"{self._rows / seconds:,.0f} rows/s"
-        return f"{self._key}: {self._rows:,} rows tokenised ({position}{self._files[file]})  {speed}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._status.stop()
+    status = stack.enter_context(Console(file=stream).status(""))
+    return lambda line: status.update(Text(line))

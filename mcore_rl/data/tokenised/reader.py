@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mcore_rl.data.files import read_rows
 from mcore_rl.data.tokenised.blocks import Block, BlockTokeniser, RawBlock
-from mcore_rl.data.tokenised.progress import RowProgress
+from mcore_rl.data.tokenised.progress import with_progress
 from mcore_rl.errors import DataError
 from mcore_rl.processes import served
 from mcore_rl.processes.pool import map_in_order, started
@@ -24,7 +24,7 @@ _NAME = "a tokenising process (set data.workers=1 to do without)"
 
 
 def tokenised_blocks(files: Sequence[Path], tokeniser: BlockTokeniser) -> Iterator[Block]:
-    """Yield all rows of the files as blocks, in the order of the files; shows progress after a few seconds.
+    """Return all rows of the files as blocks, in the order of the files; shows progress after a few seconds.
 
     Raises: DataError for the first malformed row in this order; WorkerDiedError.
     """
@@ -34,10 +34,7 @@ def tokenised_blocks(files: Sequence[Path], tokeniser: BlockTokeniser) -> Iterat
     # With one block, starting a process takes longer than tokenising.
     in_processes = tokeniser.data_config.workers > 1 and len(first) > 1
     blocks = tokenise_in_processes(raw, tokeniser) if in_processes else map(tokeniser.tokenise, raw)
-    with RowProgress(tokeniser.key, files) as progress:
-        for block in blocks:
-            progress.advance(len(block.prompts), block.file)
-            yield block
+    return with_progress(blocks, tokeniser.key, files)
 
 
 def tokenise_in_processes(raw: Iterator[RawBlock], tokeniser: BlockTokeniser) -> Iterator[Block]:

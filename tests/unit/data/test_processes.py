@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,8 @@ import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.prompts import PromptSet, load_prompts
-from mcore_rl.data.tokenised.blocks import BlockTokeniser, RawBlock
-from mcore_rl.data.tokenised.progress import RowProgress
+from mcore_rl.data.tokenised.blocks import Block, BlockTokeniser, RawBlock
+from mcore_rl.data.tokenised.progress import with_progress
 from mcore_rl.data.tokenised.reader import tokenise_in_processes
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError, WorkerDiedError
@@ -97,39 +96,26 @@ def test_death_of_a_process_raises_instead_of_ending_the_data(tmp_path: Path, to
         list(tokenise_in_processes(blocks(), tokeniser))
 
 
-HOST = """
-import sys, time, psutil
-from pathlib import Path
-from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.tokenised.blocks import BlockTokeniser, RawBlock
-from mcore_rl.data.tokenised.reader import tokenise_in_processes
-from mcore_rl.data.tokenizer import load_tokenizer
-def blocks():
-    yield RawBlock(0, Path("a.jsonl"), [("a place", {"question": "a", "answer": "b"})])
-    print(psutil.Process().children()[0].pid, flush=True)
-    time.sleep(600)
-tokeniser = BlockTokeniser(load_tokenizer(sys.argv[1]), DataConfig(), RolloutConfig(), "data.train")
-list(tokenise_in_processes(blocks(), tokeniser))
-"""
-
-
-def test_processes_end_with_their_parent(tokenizer_file: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOST, str(tokenizer_file)], stdout=subprocess.PIPE, text=True) as host:
-        assert host.stdout is not None
-        child = psutil.Process(int(host.stdout.readline()))
-        host.kill()
-    child.wait(timeout=60)
-
-
 def test_progress_starts_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("mcore_rl.data.tokenised.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
-    stream = io.StringIO()
-    with RowProgress("data.train", [Path("a.jsonl"), Path("b.jsonl")], stream) as progress:
+
+    def blocks() -> Iterator[Block]:
         for seconds, file in ((0.5, 0), (1.9, 0), (2.5, 1), (10.0, 1), (40.0, 1)):
             now[0] = seconds
-            progress.advance(1000, file)
+            yield Block(file, [None] * 1000, [], Counter())  # type: ignore[list-item]
+
+    stream = io.StringIO()
+    assert len(list(with_progress(blocks(), "data.train", [Path("a.jsonl"), Path("b.jsonl")], stream))) == 5
     assert stream.getvalue().splitlines() == [
         "data.train: 3,000 rows tokenised (file 2 of 2, b.jsonl)  1,200 rows/s",
         "data.train: 5,000 rows tokenised (file 2 of 2, b.jsonl)  125 rows/s",
     ]
+
+
+def test_progress_on_a_terminal_changes_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_rl.data.tokenised.progress.QUIET_SECONDS", 0.0)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    list(with_progress([Block(0, [None] * 10, [], Counter())], "data.train", [Path("[a].jsonl")], stream))  # type: ignore[list-item]
+    assert "data.train: 10 rows tokenised ([a].jsonl)" in stream.getvalue()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -11,16 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
-from mcore_rl.config.reward import RewardConfig
-from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.sglang.processes import end_ranks, start_rank
 from mcore_rl.processes.child import Child, kill_all
 from mcore_rl.processes.tree import new_mark
-from mcore_rl.rewards.functions import Sample
-from mcore_rl.rewards.processes.pool import GradingPool
-from mcore_rl.rollout.tools.toolbox import ToolBox
 
 STARTS = {
     "child": "subprocess.Popen(SLEEP)",
@@ -96,39 +90,25 @@ def test_kill_spares_the_tree_of_another_child(tag: str) -> None:
     assert running(tag) == []
 
 
-def test_grading_pool_shut_down_leaves_no_process(tmp_path: Path, tag: str) -> None:
-    lines = "\n".join("    " + line for start in STARTS.values() for line in code(start, tag).splitlines())
-    (tmp_path / "graders.py").write_text(
-        f"def f(data_source, solution_str, ground_truth, extra_info=None):\n{lines}\n    return 1.0\n"
+PARENT = """
+import sys, time
+from mcore_rl.processes.child import start_module
+child, _ = start_module("calculating")
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_child_ends_with_its_parent_even_while_it_computes(tmp_path: Path) -> None:
+    (tmp_path / "calculating.py").write_text(
+        "from mcore_rl.processes.served import parent_socket\nparent_socket().send(b'1')\nwhile True: pass\n"
     )
-    pool = GradingPool(RewardConfig(function=f"{tmp_path / 'graders.py'}:f", workers=1))
-    try:
-        pool.submit({0: Sample("x", "y", "z", {})})
-        assert pool.collect([0])[0].reward == 1.0
-        await_running(tag)
-    finally:
-        pool.shutdown()
-    assert running(tag) == []
-
-
-def test_tools_shut_down_leave_no_process(tmp_path: Path, tag: str) -> None:
-    lines = "\n".join("    " + line for start in list(STARTS.values())[:4] for line in code(start, tag).splitlines())
-    (tmp_path / "starting.py").write_text(f"def start() -> str:\n{lines}\n    return 'started'\n")
-    schema = {"type": "function", "function": {"name": "start", "description": "", "parameters": {"type": "object"}}}
-    tools = tmp_path / "tools.yaml"
-    tools.write_text(yaml.safe_dump({"tools": [{"function": "starting.py:start", "tool_schema": schema}]}))
-
-    async def call() -> str:
-        box = await ToolBox.start(RolloutConfig(tools=str(tools)))
-        try:
-            answer = await box.call("episode", "start", {})
-            await_running(tag)
-            return answer.text
-        finally:
-            await box.shutdown()
-
-    assert asyncio.run(call()) == "started"
-    assert running(tag) == []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    child.wait(timeout=60)
 
 
 def test_sglang_ranks_ended_leave_no_process(tmp_path: Path, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:

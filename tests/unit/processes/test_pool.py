@@ -65,6 +65,7 @@ def test_results_returns_values_and_raises_errors_of_calls(module: str) -> None:
 
 def test_results_reports_death_and_time_limit(module: str) -> None:
     with started(module, "a worker", 2, {}) as workers:
+        assert call(workers, 1, 2) == [2, 4]  # both have started
         with pytest.raises(WorkerDiedError, match=r"within 0.2 s \(some.key\): it is sleeping"):
             call(workers, "sleep", 1, seconds=0.2)
         workers[1].send("exit")
