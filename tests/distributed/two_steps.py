@@ -56,12 +56,12 @@ def train_two_steps(actor: Any, between: Callable[[], Any] = lambda: None) -> No
 
 def held_tensors(actor: Any) -> dict[str, torch.Tensor]:
     """Copies of every parameter, main parameter and Adam moment that this rank holds."""
-    from mcore_rl.megatron.optim.optimizer_state import held_state
+    from mcore_rl.megatron.optim.optimizer_state import parameter_states
 
     actor.memory.load("params", "optimizer")
     actor.gather_parameters()
     tensors = {name: tensor.clone() for name, tensor in actor.tensors().items()}
-    states = held_state(actor.optimizer)
+    states = parameter_states(actor.optimizer)
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
     for index, state in ((index, states.get(id(parameter))) for index, parameter in enumerate(parameters)):
         if state is not None:

@@ -20,7 +20,7 @@ import torch
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.lora.adapters import Factor, adapter_parameters, has_adapters
 from mcore_rl.megatron.model.output import PolicyModel
-from mcore_rl.megatron.optim.optimizer_state import HeldState, held_state
+from mcore_rl.megatron.optim.optimizer_state import ParameterState, parameter_states
 from model_converters.dcp.blocks import Box, CheckpointChunk, StateObject, flat_index, range_boxes, slice_box
 from model_converters.dcp.reader import DcpReader
 
@@ -62,7 +62,7 @@ class _Placed:
 
 def blocks_to_load(models: list[PolicyModel], optimizer: MegatronOptimizer) -> list[LiveBlock]:
     """Everything that this rank holds: weights, and the optimizer state of its ranges."""
-    states = held_state(optimizer)
+    states = parameter_states(optimizer)
     blocks: list[LiveBlock] = []
     for placed in _all_placed(models):
         blocks += _weights(placed, 0, placed.tensor.numel())
@@ -74,7 +74,7 @@ def blocks_to_load(models: list[PolicyModel], optimizer: MegatronOptimizer) -> l
 
 def blocks_to_save(models: list[PolicyModel], optimizer: MegatronOptimizer) -> list[LiveBlock]:
     """What this rank writes: over all ranks, every element of every tensor exactly once."""
-    states = held_state(optimizer)
+    states = parameter_states(optimizer)
     blocks: list[LiveBlock] = []
     for placed in _all_placed(models):
         if not placed.optimized:
@@ -201,7 +201,7 @@ def _weights(placed: _Placed, start: int, stop: int) -> Iterator[LiveBlock]:
     return _blocks(placed, "", placed.tensor.detach().view(-1)[start:stop], start)
 
 
-def _state(placed: _Placed, state: HeldState, start: int, stop: int) -> Iterator[LiveBlock]:
+def _state(placed: _Placed, state: ParameterState, start: int, stop: int) -> Iterator[LiveBlock]:
     for name, flat in state.tensors.items():
         yield from _blocks(placed, f"optimizer.state.{name}.", flat[start - state.start : stop - state.start], start)
 

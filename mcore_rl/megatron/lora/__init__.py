@@ -1,1 +1,1 @@
-"""LoRA: what has adapters (table), the adapters themselves, where their values come from (weights) and go (export)."""
+"""LoRA: adapter modules (adapters), and their initial values and merging into weights (weights)."""

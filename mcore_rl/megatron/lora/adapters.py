@@ -1,15 +1,15 @@
-"""Low-rank adapters beside frozen projections: y = W x + scale * B (A x).
+"""Low-rank adapters of frozen projections: y = W x + scale * B (A x).
 
-| W is divided along | A | B | what tensor-parallel ranks exchange, r numbers per token and module |
+| W is sharded by | A | B | communication of tensor-parallel ranks, r numbers per token and module |
 |---|---|---|---|
-| rows (column-parallel) | whole | as W | A x of their own rows, where sequences are split; else its gradient |
-| columns (row-parallel) | as W | whole | A x, a partial sum on each rank |
-| nothing | whole | whole | nothing |
+| rows (column-parallel) | replicated | sharded like W | with sequence parallelism A x, otherwise its gradient |
+| columns (row-parallel) | sharded like W | replicated | A x, a partial sum on each rank |
+| not sharded | replicated | replicated | none |
 
-Where sequences are split, a whole matrix meets the tokens of one rank only: its gradient is a sum over the ranks, as
-that of a norm is, and is marked so. A projection that fuses several HF modules has one adapter with their A stacked and
-their B in the order of its rows (model_converters.families.parts.adapter_rows): a row of B multiplies with the A of its
-own module.
+With sequence parallelism a replicated matrix is applied to the tokens of one rank only, so its gradient must be summed
+over the ranks, like the gradient of a norm; its `sequence_parallel` attribute requests this. A projection that fuses
+several HF modules has one adapter: their A matrices are stacked, and the rows of B are in the order of the projection's
+rows (model_converters.families.parts.adapter_rows). Each row of B is multiplied only with the A of its own module.
 
 Source: Hu et al., LoRA (arXiv 2106.09685), section 4.1; rsLoRA (2312.03732); initial values as in peft's LoraLayer.
 """
@@ -38,12 +38,12 @@ from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 Read = Callable[[str, Shape], torch.Tensor]
-"""The whole of an adapter's tensor, by PEFT's name and its shape."""
+"""Returns an adapter's unsharded tensor, given its PEFT name and shape."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """Shard `shard` of one of an adapter's matrices, as this rank holds it."""
+    """This rank's shard of matrix A or B of an adapter."""
 
     bound: BoundRow
     shard: int
@@ -54,29 +54,30 @@ class Factor:
         return local_shape(self.bound.row, self.num_shards)
 
     def parts(self) -> Iterator[tuple[str, Shape, int, tuple[int, int, int]]]:
-        """(PEFT's name, its whole shape, dim, (start in it, start here, length)) of what the shard is made of."""
+        """Parts of the shard: (PEFT name, unsharded shape, dim, (start in the unsharded tensor, start in the shard,
+        length))."""
         row = self.bound.row
         for part, start, local_start, length in segments_of(row, self.shard, self.num_shards):
             yield self.bound.hf[part], row.shapes[part], row.dim, (start, local_start, length)
 
     def make(self, like: torch.Tensor) -> torch.nn.Parameter:
-        """Zeros, in the dtype and on the device of the weight `like`."""
-        made = torch.nn.Parameter(torch.zeros(self.shape, dtype=like.dtype, device=like.device))
+        """Create the parameter with zeros, in the dtype and on the device of the weight `like`."""
+        parameter = torch.nn.Parameter(torch.zeros(self.shape, dtype=like.dtype, device=like.device))
         if self.bound.row.axis != "none":
-            tensor_parallel.set_tensor_model_parallel_attributes(made, True, self.bound.row.dim, 1)
-        return made
+            tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, self.bound.row.dim, 1)
+        return parameter
 
     @torch.no_grad()
     def fill(self, parameter: torch.Tensor, read: Read) -> None:
-        """Takes the shard's parts of what `read` returns."""
+        """Copy the shard's parts of the tensors from `read` into `parameter`."""
         for name, shape, dim, (start, local_start, length) in self.parts():
             parameter.narrow(dim, local_start, length).copy_(read(name, shape).narrow(dim, start, length))
 
 
 class Adapter(torch.nn.Module):
-    """What is added to the output of one projection.
+    """Adapter of one projection; its result is added to the projection's output.
 
-    Parameters: a [P r, n], of the P modules that have an adapter; b [m, r]; n and m as of the weight on this rank.
+    Parameters: a [P r, n] for P adapted modules; b [m, r]; m and n: shape of the weight on this rank.
     """
 
     def __init__(self, a: Factor, b: Factor, config: TransformerConfig, scale: float, weight: torch.Tensor) -> None:
@@ -86,27 +87,27 @@ class Adapter(torch.nn.Module):
         self.a, self.b = a.make(weight), b.make(weight)
         self.split_sequence = config.sequence_parallel
         self.by_rows, self.by_columns = b.bound.row.axis != "none", a.bound.row.axis != "none"
-        for parameter, divided in ((self.a, self.by_columns), (self.b, self.by_rows)):
-            parameter.sequence_parallel = self.split_sequence and not divided  # type: ignore[attr-defined]
+        for parameter, sharded in ((self.a, self.by_columns), (self.b, self.by_rows)):
+            parameter.sequence_parallel = self.split_sequence and not sharded  # type: ignore[attr-defined]
         self.register_buffer("owners", _owners(b, len(a.bound.hf), weight.device), persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Shapes: the projection's input -> its output."""
+        """Compute scale * B (A x). Shapes: the projection's input -> its output."""
         return F.linear(self._exchange(F.linear(inputs, self.a)) * self.scale, self._wide_b())
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
-        """W + scale * B A in memory of its own: added in float32, rounded once."""
+        """Return W + scale * B A as a new tensor, computed in float32 and rounded once."""
         wide, a = self._wide_b().detach().float(), self.a.detach().float()
         return torch.addmm(weight.detach().float(), wide, a, alpha=self.scale).to(weight.dtype)
 
     def _wide_b(self) -> torch.Tensor:
-        """[m, P r]: every row of b in the columns of its module, zeros in the others."""
+        """Expand b to [m, P r]: each row is in the columns of its module; other columns are zero."""
         if self.owners is None:
             return self.b
         return torch.where(self.owners, self.b.unsqueeze(1), 0).flatten(1)
 
     def _exchange(self, low: torch.Tensor) -> torch.Tensor:
-        """Shapes: A x of this rank, [s, ..., P r] -> as the rows or the partial sums of B's input want it."""
+        """Communicate A x of this rank, [s, ..., P r], as required by the sharding of W (table above)."""
         if self.by_rows and self.split_sequence:
             return tensor_parallel.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
         if self.by_rows:
@@ -117,7 +118,7 @@ class Adapter(torch.nn.Module):
 
 
 def _owners(b: Factor, num_modules: int, device: torch.device) -> torch.Tensor | None:
-    """[m, P, 1]: whether a row of b belongs to a module; None where there is one, with all rows."""
+    """Mask [m, P, 1]: True if a row of b belongs to a module; None if one module has all rows."""
     owners = torch.zeros(b.shape[0], num_modules, 1, dtype=torch.bool)
     for part, _, local_start, length in segments_of(b.bound.row, b.shard, b.num_shards):
         owners[local_start : local_start + length, part] = True
@@ -125,9 +126,9 @@ def _owners(b: Factor, num_modules: int, device: torch.device) -> torch.Tensor |
 
 
 def attach(chunks: Sequence[PolicyModel], factors: dict[str, Factor], scale: float, read: Read) -> None:
-    """Freezes the chunks and gives every projection of which `factors` have a pair, by canonical name, an adapter with
-    the values that `read` returns. Before the chunks are wrapped."""
-    waiting = dict(factors)
+    """Freeze the chunks and add adapters, with values from `read`, to all projections for which `factors` contains A
+    and B (keys: canonical name + suffix). Call it before the chunks are wrapped."""
+    remaining = dict(factors)
     for chunk in chunks:
         chunk.requires_grad_(False)
         chunk.has_adapters = True
@@ -138,13 +139,13 @@ def attach(chunks: Sequence[PolicyModel], factors: dict[str, Factor], scale: flo
             if not isinstance(weight, torch.nn.Parameter):
                 continue
             name = canonical_name(chunk, f"{live_name}.weight").removesuffix(".weight")
-            if name + A in waiting:
-                a, b = waiting.pop(name + A), waiting.pop(name + B)
+            if name + A in remaining:
+                a, b = remaining.pop(name + A), remaining.pop(name + B)
                 module.adapter = Adapter(a, b, chunk.config, scale, weight)
                 a.fill(module.adapter.a, read)
                 b.fill(module.adapter.b, read)
                 module.register_forward_hook(_add)
-    assert not waiting, f"the model has no projection for {sorted(waiting)}"
+    assert not remaining, f"the model has no projection for {sorted(remaining)}"
 
 
 def _add(module: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:
@@ -154,13 +155,13 @@ def _add(module: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tens
 
 
 def _start_graph(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Recomputation records a gradient only where one of its inputs asks for it, and under frozen weights the first
-    layer's would not."""
+    """Make the embedding's output require a gradient. Activation recomputation records gradients only if an input
+    requires them, and with frozen weights the input of the first layer would not."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Adapter]]:
-    """(canonical name of the weight, its adapter) of all projections that have one."""
+    """Yield (canonical name of the weight, adapter) for all projections with an adapter."""
     for chunk in map(unwrap, chunks):
         for live_name, module in chunk.named_modules():
             if isinstance(module, Adapter):
@@ -168,12 +169,12 @@ def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Adapter]]
 
 
 def has_adapters(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether adapters are trained, which a rank without a layer has none of."""
+    """True if the run trains adapters, even if this rank has none (a stage without layers)."""
     return any(unwrap(chunk).has_adapters for chunk in chunks)
 
 
 def adapter_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Factor, torch.nn.Parameter]]:
-    """Every trained matrix of this rank with what it is."""
+    """Yield all trained matrices of this rank with their descriptions."""
     for _, adapter in adapters(chunks):
         for name, factor in adapter.factors.items():
             yield factor, getattr(adapter, name)
@@ -181,7 +182,7 @@ def adapter_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Fact
 
 @contextmanager
 def base_only(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within the block the chunks are the model under the adapters."""
+    """Context in which all adapters are disabled, so that the chunks compute the base model."""
     attached = [adapter for _, adapter in adapters(chunks)]
     for adapter in attached:
         adapter.enabled = False

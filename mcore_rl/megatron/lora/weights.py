@@ -1,4 +1,4 @@
-"""Where a LoRA run's weights come from and what others see of them: initial adapters, merged tensors."""
+"""Initial values of adapters, and weights with merged adapters for export and weight sync."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from model_converters.mapping.transforms import Shape
 
 
 class MergedTensors(Mapping[str, torch.Tensor]):
-    """Tensors by canonical name, live, but those under an adapter merged with it when they are asked for, in memory of
-    their own. The last one is kept: a fused projection is read once for every module in it."""
+    """Tensors by canonical name. A tensor with an adapter is merged on access into a new tensor; others share memory
+    with the model. The last merged tensor is cached, because a fused projection is read once per HF module in it."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], adapters: Mapping[str, Adapter]) -> None:
         self._tensors, self._adapters = tensors, adapters
@@ -37,7 +37,7 @@ class MergedTensors(Mapping[str, torch.Tensor]):
         if adapter is None:
             return self._tensors[name]
         if self._last is None or self._last[0] != name:
-            self._last = None  # before its successor needs memory
+            self._last = None  # free its memory before merging the next
             self._last = name, adapter.merged(self._tensors[name])
         return self._last[1]
 
@@ -49,7 +49,7 @@ class MergedTensors(Mapping[str, torch.Tensor]):
 
 
 def merged_tensors(chunks: Sequence[torch.nn.Module]) -> Mapping[str, torch.Tensor]:
-    """As names.canonical_tensors, with the adapters merged into what they adapt."""
+    """Return the tensors of names.canonical_tensors with adapters merged into their weights."""
     adapters_by_name = dict(adapters(chunks))
     tensors = canonical_tensors(chunks)
     return MergedTensors(tensors, adapters_by_name) if adapters_by_name else tensors
@@ -58,16 +58,16 @@ def merged_tensors(chunks: Sequence[torch.nn.Module]) -> Mapping[str, torch.Tens
 def attach_adapters(
     chunks: Sequence[PolicyModel], lora: LoraConfig, hf_config: dict[str, Any], layout: TrainLayout, *, seed: int
 ) -> None:
-    """Freezes the chunks and gives them the adapters of `lora`: those of its path, or new ones, the same in every
-    layout. Not collective.
+    """Freeze the chunks and add adapters: loaded from lora.path, or initialized, identically in every layout.
+    Not collective.
 
     Raises: ConfigError.
     """
-    at = layout.coordinates(dist.get_rank())
+    coordinates = layout.coordinates(dist.get_rank())
     dtype = next(chunks[0].parameters()).dtype
     bound = bound_adapters(lora, hf_config, dtype)
     placement = Placement([*bind(base_rows(hf_config), hf_config, dtype), *bound], layout)
-    shards = ((row, placement.shard_at(row, at)) for row in bound)
+    shards = ((row, placement.shard_at(row, coordinates)) for row in bound)
     factors = {row.mcore: Factor(row, *shard) for row, shard in shards if shard is not None}
     files = TensorFiles()
     read = _initial(seed) if lora.path is None else _stored(check_adapter(lora, hf_config), files)
@@ -78,15 +78,16 @@ def attach_adapters(
 
 
 def _initial(seed: int) -> Read:
-    """A as PEFT draws it, uniform in +-1 / sqrt(n), by a stream of its own; B zero."""
+    """Initialize like PEFT: A uniform in +-1 / sqrt(n), B zero. Each matrix has its own random stream, so that values
+    do not depend on the layout."""
 
     def read(name: str, shape: Shape) -> torch.Tensor:
-        drawn = torch.zeros(shape)
+        values = torch.zeros(shape)
         if ".lora_A." in name:
             digest = blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
             stream = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-            torch.nn.init.kaiming_uniform_(drawn, a=sqrt(5), generator=stream)
-        return drawn
+            torch.nn.init.kaiming_uniform_(values, a=sqrt(5), generator=stream)
+        return values
 
     return read
 

@@ -1,1 +1,1 @@
-"""The optimizer, its state, where that lies, and gradients' norms."""
+"""Optimizer, its state and offloading, and gradient norms."""

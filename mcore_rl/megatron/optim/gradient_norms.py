@@ -1,7 +1,7 @@
-"""The gradient's norm by kind of module: where an update comes from, and where it goes wrong.
+"""Gradient norms by kind of module, to see which modules dominate an update or have exploding gradients.
 
-Every gradient is counted once over all ranks, by megatron's own rules for tied embeddings and for what tensor-parallel
-ranks repeat, so the squares of all groups add up to the square of the norm that is clipped.
+Each gradient is counted once over all ranks, with Megatron's rules for tied embeddings and for parameters replicated
+over tensor-parallel ranks. The squares of all kinds therefore add up to the square of the norm used for clipping.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ _PARTS = (
     ("experts.", "experts"),
     ("mlp.", "mlp"),
 )
-"""Part of a live parameter's name -> kind; the first that fits."""
+"""Substring of a parameter's name -> kind; the first match counts."""
 
 
 def kind_of(name: str) -> str:
-    """The kind of module that a live parameter belongs to. A norm that TransformerEngine fuses into a projection is a
-    norm (`layer_norm_weight`); shared experts count as experts."""
+    """Kind of module of a parameter. Norms that TransformerEngine fuses into a projection (`layer_norm_weight`) count
+    as norms, shared experts as experts."""
     return next((kind for part, kind in _PARTS if part in name.replace("layer_norm", "norm")), "other")
 
 
 def gradient_norms(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> dict[str, Root]:
-    """This rank's share of the norm of every kind that it holds, before clipping; merging those of all ranks is exact.
-    Call it between the reduction of gradients and the optimizer's step. Not collective."""
+    """Compute this rank's part of the gradient norm of each kind, before clipping; merging the parts of all ranks is
+    exact. Call it between the gradient reduction and the optimizer step. Not collective."""
     kinds = {id(parameter): kind_of(name) for chunk in chunks for name, parameter in chunk.named_parameters()}
     squares: dict[str, list[torch.Tensor]] = {}
     for part in optimizer_parts(optimizer):
-        for gradient, parameter in _counted_here(part):
+        for gradient, parameter in _counted_on_rank(part):
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
             squares.setdefault(kinds[id(parameter)], []).append(norm.square())
     if not squares:
         return {}
-    # One transfer for all kinds: each would wait for the device.
-    sums = torch.stack([torch.stack(of_kind).sum(dtype=torch.float64) for of_kind in squares.values()]).tolist()
+    # One device-to-host transfer instead of one per kind.
+    sums = torch.stack([torch.stack(terms).sum(dtype=torch.float64) for terms in squares.values()]).tolist()
     return dict(zip(squares, map(Root, sums), strict=True))
 
 
-def _counted_here(part: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(gradient of what this rank owns, parameter), without what another rank counts."""
+def _counted_on_rank(part: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """List (gradient of the elements that this rank owns, parameter), without those that another rank counts."""
     counted = []
     for owned in main_parameters(part):
         parameter = owned.model

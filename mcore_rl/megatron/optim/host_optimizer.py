@@ -1,12 +1,13 @@
-"""Adam on the device with its state in host memory: actor.optimizer.cpu_offload.
+"""Adam on the device with optimizer state in host memory: actor.optimizer.cpu_offload.
 
-Float32 main parameters and moments lie in (on CUDA: pinned) host memory. A step takes them to the device piece by
-piece, updates the piece by the optimizer that would update all at once, copies the result into the weights and takes
-the state back: the same numbers to the bit, for 24 bytes per owned parameter over the bus and a device that holds one
-piece of state. Gradients stay where DDP reduces them. On the device remain, per parameter of a bfloat16 model, its
-weight (2 bytes) and gradient (4).
+Float32 main parameters and moments are in host memory (pinned on CUDA). A step processes them piece by piece: it copies
+a piece to the device, updates it with the inner optimizer, copies the result into the weights, and copies the state
+back. Results are bitwise the same as without offloading. Each step transfers 24 bytes per owned parameter, and the
+device holds only one piece of state. For a bfloat16 model, weights (2 bytes per parameter) and gradients (4 bytes)
+stay on the device.
 
-A main parameter keeps its identity, which megatron's lists of parameters rely on: its storage is empty between steps.
+Main parameters remain the same tensor objects, because Megatron keeps lists of them; between steps their storage is
+empty.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from mcore_rl.errors import OffloadedError
 from mcore_rl.megatron.optim.main_params import MainParameter, main_parameters
 
 PIECE_ELEMENTS = 1 << 26
-"""On the device at one time, 12 bytes each; a parameter is never cut."""
+"""Maximum number of parameters on the device at a time, 12 bytes each. A single parameter is not split."""
 SLAB_BYTES = 1 << 28
-"""Of pinned memory. torch rounds what it pins up to a power of two: whole slabs lose nothing to that."""
+"""Size of pinned allocations. torch rounds pinned allocations up to a power of two, so this size wastes nothing."""
 ALIGNMENT = 64
-"""Bytes: where a tensor starts in a slab."""
+"""Alignment of tensors in a slab, in bytes."""
 
 
 class HostOptimizer:
-    """Stands in for the inner optimizer of `part`, a DistributedOptimizer, and writes the weights itself as it steps.
+    """Replacement for the inner optimizer of `part`, a DistributedOptimizer; its step also updates the weights.
 
-    `param_groups` are the inner optimizer's; `state` too, its moments being tensors in host memory between steps.
-    Reading the values of a main parameter raises OffloadedError: `host_copy` has them.
+    `param_groups` and `state` are those of the inner optimizer; between steps the moments in `state` are host tensors.
+    Reading the values of a main parameter raises OffloadedError; use `host_copy`.
     """
 
     def __init__(self, part: Any) -> None:
@@ -44,10 +45,10 @@ class HostOptimizer:
         for owned in self._owned.values():
             if owned.is_copy:
                 self._host[id(owned.main)] = self._memory.take(owned.main)
-                self._send_away(owned)
-        _wait()
+                self._release(owned)
+        _synchronize()
         part.optimizer = self
-        # A step has done it for each piece; afterwards there is nothing on the device to copy from.
+        # The step already copied each piece into the weights; afterwards the device has no main parameters.
         part._copy_main_params_to_model_params = lambda: None
 
     @property
@@ -59,15 +60,15 @@ class HostOptimizer:
         return self._inner.state
 
     def host_copy(self, main: torch.Tensor) -> torch.Tensor:
-        """Where the values of a main parameter are between steps: written there, they are taken from there."""
+        """Host tensor with the values of a main parameter between steps. The next step uses values written to it."""
         return self._host[id(main)]
 
     def on_device(self) -> list[torch.Tensor]:
-        """The main parameters that are the model's own and stay."""
+        """Main parameters that are the model's own parameters and stay on the device."""
         return [owned.main for owned in self._owned.values() if not owned.is_copy]
 
     def pieces(self) -> Iterator[list[torch.Tensor]]:
-        """All main parameters, as many at a time as lie on the device together."""
+        """Yield all main parameters in the pieces in which they are moved to the device."""
         for group in self.param_groups:
             yield from _pieces(group["params"])
 
@@ -76,20 +77,24 @@ class HostOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates every main parameter that has a gradient, and the weights that they are copies of."""
+        """Update every main parameter that has a gradient, and the corresponding weights."""
         for group in self.param_groups:
-            counted: Any = None
+            step_count: Any = None
             for piece in _pieces([main for main in group["params"] if main.grad is not None]):
-                counted = self._step_piece(group, piece)
-            if counted is not None:
-                group["step"] = counted
-        _wait()
+                step_count = self._step_piece(group, piece)
+            if step_count is not None:
+                group["step"] = step_count
+        _synchronize()
 
     def _step_piece(self, group: dict[str, Any], piece: list[torch.Tensor]) -> Any:
-        """Returns the step count of the group, where the inner optimizer (apex, TransformerEngine) keeps one: it counts
-        every call, and pieces are one step."""
+        """Update one piece. Returns the group's new step count if the inner optimizer (apex, TransformerEngine) has
+        one.
+
+        These optimizers increment the count in every call, but all pieces belong to one step. Each piece therefore
+        starts from the old count.
+        """
         owned = [self._owned[id(main)] for main in piece]
-        hosts = [self._bring(each) for each in owned]
+        hosts = [self._load(each) for each in owned]
         whole, only = self._inner.param_groups, {**group, "params": piece}
         if torch.is_tensor(group.get("step")):
             only["step"] = group["step"].clone()
@@ -99,11 +104,11 @@ class HostOptimizer:
         finally:
             self._inner.param_groups = whole
         for each, host in zip(owned, hosts, strict=True):
-            self._return(each, host)
+            self._store(each, host)
         return only.get("step")
 
-    def _bring(self, owned: MainParameter) -> dict[str, torch.Tensor]:
-        """Takes state to the device; returns the host's moments by name."""
+    def _load(self, owned: MainParameter) -> dict[str, torch.Tensor]:
+        """Copy the state to the device. Returns the host tensors of the moments by name."""
         main, state = owned.main, self._inner.state.get(owned.main, {})
         hosts = {name: value for name, value in state.items() if name != "step" and torch.is_tensor(value)}
         for name, host in hosts.items():
@@ -115,7 +120,7 @@ class HostOptimizer:
             main.copy_(host, non_blocking=True)
         return hosts
 
-    def _return(self, owned: MainParameter, hosts: dict[str, torch.Tensor]) -> None:
+    def _store(self, owned: MainParameter, hosts: dict[str, torch.Tensor]) -> None:
         main, state = owned.main, self._inner.state[owned.main]
         for name, value in state.items():
             if name == "step" or not torch.is_tensor(value):
@@ -124,20 +129,21 @@ class HostOptimizer:
             state[name] = host.copy_(value, non_blocking=True)
         if owned.is_copy:
             owned.model.detach().view(-1)[owned.start : owned.start + main.numel()].copy_(main)
-            self._send_away(owned)
+            self._release(owned)
 
-    def _send_away(self, owned: MainParameter) -> None:
+    def _release(self, owned: MainParameter) -> None:
+        """Copy a main parameter to the host and free its device memory."""
         main = owned.main
         self._host[id(main)].copy_(main.detach(), non_blocking=True)
-        # The copy is queued on the stream that whoever gets this memory next is queued on too.
+        # Safe before the copy has finished: the next user of this memory is queued on the same stream.
         main.untyped_storage().resize_(0)
-        main.__class__ = _empty_class()
+        main.__class__ = _released_class()
 
 
 @contextlib.contextmanager
 def gradients_released(chunks: Sequence[Any]) -> Iterator[None]:
-    """Without the memory of DDP's gradient buffers, for main parameters while they are made on the device; the
-    gradients are zero afterwards."""
+    """Context in which DDP's gradient buffers have no memory, so that main parameters can be created on the device in
+    their place. The gradients are zero afterwards."""
     buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     storages = [(buffer.grad_data.untyped_storage(), buffer.grad_data.untyped_storage().nbytes()) for buffer in buffers]
     for storage, _ in storages:
@@ -152,14 +158,14 @@ def gradients_released(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 class _HostMemory:
-    """Host tensors cut from slabs."""
+    """Allocator of host tensors in large slabs."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """An uninitialised tensor of the shape and dtype of `like`."""
+        """Return an uninitialized tensor with the shape and dtype of `like`."""
         num_bytes = like.numel() * like.element_size()
         if self._used + num_bytes > self._slab.numel():
             size = max(SLAB_BYTES, num_bytes) if torch.cuda.is_available() else num_bytes
@@ -183,22 +189,23 @@ def _pieces(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield piece
 
 
-def _wait() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
 
 @cache
-def _empty_class() -> type:
-    """For main parameters without memory: megatron may set, read and scale gradients and ask for sizes, no more."""
-    about = (torch.Tensor.grad, torch.Tensor.shape, torch.Tensor.dtype, torch.Tensor.device, torch.Tensor.requires_grad)
-    allowed = {accessor for each in about for accessor in (each.__get__, each.__set__, each.__delete__)}  # type: ignore[attr-defined]
+def _released_class() -> type:
+    """Class of main parameters without memory. It allows only access to gradients, shape, dtype, device and sizes,
+    which Megatron uses between steps."""
+    kinds = (torch.Tensor.grad, torch.Tensor.shape, torch.Tensor.dtype, torch.Tensor.device, torch.Tensor.requires_grad)
+    allowed = {accessor for each in kinds for accessor in (each.__get__, each.__set__, each.__delete__)}  # type: ignore[attr-defined]
     allowed |= {torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.size, torch.Tensor.untyped_storage}
 
     def refuse(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in allowed:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        raise OffloadedError("main parameters lie in host memory (actor.optimizer.cpu_offload)")
+        raise OffloadedError("main parameters are in host memory (actor.optimizer.cpu_offload)")
 
     return type("MainParameterOnHost", (torch.Tensor,), {"__torch_function__": classmethod(refuse)})

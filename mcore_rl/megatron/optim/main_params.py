@@ -1,11 +1,11 @@
-"""The parameters that megatron's optimizers update, and those of the model behind them.
+"""Main parameters, which Megatron's optimizers update, and the corresponding model parameters.
 
 | optimizer | main parameter | this rank holds |
 |---|---|---|
 | DistributedOptimizer, bfloat16 | float32 copy | a range of the flattened parameter, by data-parallel rank |
-| DistributedOptimizer, float32 | the parameter itself | such a range |
-| Float16OptimizerWithFloat16Params | float32 copy | all of the parameter, on every data-parallel rank |
-| FP32Optimizer | the parameter itself | all of the parameter, on every data-parallel rank |
+| DistributedOptimizer, float32 | the parameter itself | a range of the flattened parameter, by data-parallel rank |
+| Float16OptimizerWithFloat16Params | float32 copy | the whole parameter, on every data-parallel rank |
+| FP32Optimizer | the parameter itself | the whole parameter, on every data-parallel rank |
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from megatron.core.optimizer.optimizer import (  # noqa: E402
 
 @dataclass(frozen=True)
 class MainParameter:
-    """`main`, which the inner optimizer updates, is elements [start, start + main.numel()) of `model`, flattened:
-    a float32 copy of them or, without is_copy, the very same memory. `sharded`: other data-parallel ranks have the
-    other elements."""
+    """A main parameter: the elements [start, start + main.numel()) of the flattened parameter `model`.
+
+    sharded: data-parallel ranks hold different ranges. is_copy: `main` is a float32 copy; otherwise it shares the
+    memory of `model`.
+    """
 
     model: torch.Tensor
     main: torch.Tensor
@@ -42,13 +44,13 @@ class MainParameter:
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers of a chain (dense and expert parameters) that have any parameters on this rank."""
+    """Optimizers of a chain (dense and expert parameters) that have parameters on this rank."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
 
 
 def main_parameters(part: Any) -> Iterator[MainParameter]:
-    """Of one optimizer of a chain."""
+    """Main parameters of one optimizer of a chain."""
     sharded = isinstance(part, DistributedOptimizer)
     for model, main, is_copy in _pairs(part):
         start = part._get_model_param_range_map(model)["param"].start if sharded else 0
@@ -63,7 +65,7 @@ def _pairs(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
         pairs = [(part.float16_groups, part.fp32_from_float16_groups, True)]
         pairs.append((part.fp32_from_fp32_groups, part.fp32_from_fp32_groups, False))
     else:
-        assert isinstance(part, FP32Optimizer), f"{type(part).__name__} is not one that this trainer builds"
+        assert isinstance(part, FP32Optimizer), f"unexpected optimizer {type(part).__name__}"
         groups = [group["params"] for group in part.optimizer.param_groups]
         pairs = [(groups, groups, False)]
     for models, mains, is_copy in pairs:

@@ -1,16 +1,16 @@
-"""Moves parameters, gradients and optimizer state of a rank between its device and host memory, between phases.
+"""Offloading of a rank's parameters, gradients and optimizer state from device to host memory between phases.
 
-Tensors keep their identity: the storages behind them lose their memory and get it back, so every view (a parameter of
-DDP's buffer, a gradient in its bucket, the optimizer's shard of a parameter) is valid again afterwards. What is moved
-at one time, in bytes per parameter of a bfloat16 model whose optimizer state lies on d data-parallel ranks:
+Tensor objects stay the same; only their storages are freed and allocated again. All views (parameters in DDP's buffer,
+gradients in their bucket, the optimizer's shards) are valid again after loading. Sizes in bytes per parameter of a
+bfloat16 model with optimizer state sharded over d data-parallel ranks:
 
-    params       2         DDP's parameter buffers (parameters themselves without the distributed optimizer)
-    grads        4         DDP's gradient buffers: dropped, since every update starts from zero
-    optimizer    12 / d    float32 main parameters and Adam's moments (8 / d in float32, whose parameters are the main
-                           ones)
+    params       2         DDP's parameter buffers (the parameters themselves without the distributed optimizer)
+    grads        4         DDP's gradient buffers: freed without a copy, since every update starts from zero
+    optimizer    12 / d    float32 main parameters and Adam's moments (8 / d in float32, where the parameters are the
+                           main parameters)
 
-On CUDA the host copies are pinned and kept for the next time. On CPU host and device are one memory: only gradients
-then save any, the rest behaves as on CUDA. Buffers of modules (rotary tables, expert biases) stay.
+On CUDA the pinned host copies are kept for reuse. On a CPU, host and device memory are the same, so only offloading
+gradients saves memory; otherwise the behavior is the same. Module buffers (rotary tables, expert biases) stay.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from mcore_rl.megatron.optim.main_params import optimizer_parts
 
 PARTS = ("params", "grads", "optimizer")
 PIECE_BYTES = 1 << 26
-"""Of pinned memory. torch rounds what it pins up to a power of two: whole pieces lose nothing to that."""
+"""Size of pinned allocations. torch rounds pinned allocations up to a power of two, so this size wastes nothing."""
 
 
 class Offloader:
-    """The three parts of one rank's state, each on its device or away. `load` and `offload` may be called in any
-    order and repeatedly; they move only what is not where it should be.
+    """Moves the three parts of a rank's state between device and host. `load` and `offload` may be called repeatedly in
+    any order; a part that is already in the right place is not moved.
 
-    While a part is away, torch refuses every operation on its tensors with OffloadedError: a storage without memory
-    would be read all the same, from anywhere.
+    While a part is offloaded, every torch operation on its tensors raises OffloadedError; otherwise torch would read
+    from invalid memory.
 
-    `chunks` are as wrap_chunks makes them or, without an optimizer, of a model that is not trained.
-    `offload` moves only what `settings` name. `span` times the moves.
+    chunks: from wrap_chunks or, without an optimizer, those of a model that is not trained.
+    settings: parts that `offload` may move.
+    span: timer of the transfers.
     """
 
     def __init__(
@@ -55,79 +56,79 @@ class Offloader:
         }
         self._parts = [part for part in PARTS if getattr(settings, part)]
         self._copies = {part: _HostCopy(piece_bytes) for part in PARTS if part != "grads"}
-        self._away: dict[str, _Away] = {}
+        self._offloaded: dict[str, _Offloaded] = {}
 
     @property
     def released_bytes(self) -> int:
-        """Device memory that the parts which are away gave up."""
-        return sum(away.num_bytes for away in self._away.values())
+        """Device memory freed by the offloaded parts."""
+        return sum(offloaded.num_bytes for offloaded in self._offloaded.values())
 
     def offload(self, parts: Iterable[str] = PARTS) -> int:
-        """Sends away those of `parts` that the settings name; returns released_bytes."""
-        leaving = [part for part in self._parts if part in parts and part not in self._away]
+        """Offload `parts`, except those excluded by the settings. Returns released_bytes."""
+        leaving = [part for part in self._parts if part in parts and part not in self._offloaded]
         if leaving:
             with self.span("offload"):
                 for part in leaving:
-                    self._send_away(part)
-                _return_memory()
+                    self._offload_part(part)
+                _empty_device_cache()
         return self.released_bytes
 
     def load(self, *parts: str) -> None:
-        """Brings parts back: parameters and optimizer state bit by bit, gradients as zeros."""
-        missing = [part for part in parts if part in self._away]
+        """Load parts: parameters and optimizer state bitwise unchanged, gradients as zeros."""
+        missing = [part for part in parts if part in self._offloaded]
         if missing:
             with self.span("load"):
                 for part in missing:
-                    self._bring_back(part)
+                    self._load_part(part)
 
-    def _send_away(self, part: str) -> None:
+    def _offload_part(self, part: str) -> None:
         storages = self._storages_of(part)
         if not all(storage.resizable() for storage in storages.values()):
-            raise OffloadedError(f"{part} cannot leave: Tensor.numpy() was called on one and binds its memory for ever")
+            raise OffloadedError(f"{part} cannot be offloaded: a call of Tensor.numpy() made a storage non-resizable")
         moved = [(storage, storage.nbytes()) for storage in storages.values()]
         if part in self._copies:
             self._copies[part].store(list(storages.values()))
-        # Of all parts: a float32 optimizer holds views of the parameters.
-        leaving = [tensor for tensor in self._here(PARTS) if tensor.untyped_storage().data_ptr() in storages]
+        # Guard tensors of all parts: the state of a float32 optimizer contains views of the parameters.
+        leaving = [tensor for tensor in self._on_device(PARTS) if tensor.untyped_storage().data_ptr() in storages]
         guarded: list[tuple[torch.Tensor, Any]] = [(tensor, type(tensor)) for tensor in leaving]
         for tensor, kind in guarded:
             tensor.__class__ = _guard_class(part, kind)
         for storage, _ in moved:
             storage.resize_(0)
-        self._away[part] = _Away(moved, guarded)
+        self._offloaded[part] = _Offloaded(moved, guarded)
 
     def _storages_of(self, part: str) -> dict[int, torch.UntypedStorage]:
-        """By address; without what belongs to an earlier part."""
-        earlier = {tensor.untyped_storage().data_ptr() for tensor in self._here(PARTS[: PARTS.index(part)])}
-        storages = [tensor.untyped_storage() for tensor in self._here([part])]
+        """Storages of `part` by address, without those that belong to an earlier part."""
+        earlier = {tensor.untyped_storage().data_ptr() for tensor in self._on_device(PARTS[: PARTS.index(part)])}
+        storages = [tensor.untyped_storage() for tensor in self._on_device([part])]
         return {
             storage.data_ptr(): storage
             for storage in storages
             if storage.nbytes() and storage.data_ptr() not in earlier
         }
 
-    def _here(self, parts: Iterable[str]) -> list[torch.Tensor]:
-        """The tensors of `parts`, less those that are away with whatever part."""
-        away = {id(tensor) for gone in self._away.values() for tensor, _ in gone.guarded}
-        return [tensor for part in parts for tensor in self._tensors[part]() if id(tensor) not in away]
+    def _on_device(self, parts: Iterable[str]) -> list[torch.Tensor]:
+        """Tensors of `parts`, without those that are offloaded with any part."""
+        offloaded = {id(tensor) for each in self._offloaded.values() for tensor, _ in each.guarded}
+        return [tensor for part in parts for tensor in self._tensors[part]() if id(tensor) not in offloaded]
 
-    def _bring_back(self, part: str) -> None:
-        away = self._away[part]
-        for storage, num_bytes in away.storages:
+    def _load_part(self, part: str) -> None:
+        offloaded = self._offloaded[part]
+        for storage, num_bytes in offloaded.storages:
             storage.resize_(num_bytes)
         if part in self._copies:
-            self._copies[part].restore([storage for storage, _ in away.storages])
+            self._copies[part].restore([storage for storage, _ in offloaded.storages])
         else:
-            for storage, _ in away.storages:
+            for storage, _ in offloaded.storages:
                 _bytes_of(storage).zero_()
-        for tensor, kind in away.guarded:
+        for tensor, kind in offloaded.guarded:
             tensor.__class__ = kind
-        del self._away[part]
+        del self._offloaded[part]
 
 
 @dataclass(frozen=True)
-class _Away:
-    """Storages with the bytes that they had, and the tensors over them with their classes."""
+class _Offloaded:
+    """Freed storages with their sizes in bytes, and the guarded tensors with their original classes."""
 
     storages: list[tuple[torch.UntypedStorage, int]]
     guarded: list[tuple[torch.Tensor, Any]]
@@ -138,7 +139,7 @@ class _Away:
 
 
 class _HostCopy:
-    """Storages, one after the other, in host memory that consists of pieces."""
+    """Concatenated copies of storages in pieces of host memory."""
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
@@ -148,22 +149,22 @@ class _HostCopy:
         pinned = torch.cuda.is_available()
         missing = sum(storage.nbytes() for storage in storages) - sum(piece.numel() for piece in self._pieces)
         while missing > 0:
-            # Always whole pieces, so that state which grew finds them where it left them.
+            # Allocate whole pieces only, so that existing pieces stay in use if the state grows.
             self._pieces.append(torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=pinned))
             missing -= self._piece_bytes
         for host, device in self._pairs(storages):
             host.copy_(device, non_blocking=True)
-        _wait()
+        _synchronize()
 
     def restore(self, storages: Sequence[torch.UntypedStorage]) -> None:
         for host, device in self._pairs(storages):
             device.copy_(host, non_blocking=True)
-        _wait()
+        _synchronize()
         if not torch.cuda.is_available():
-            self._pieces = []  # ordinary memory is had again at once; pinning it takes longer than the copy
+            self._pieces = []  # pageable memory is cheap to allocate; pinned memory is kept, as pinning is slow
 
     def _pairs(self, storages: Sequence[torch.UntypedStorage]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Equal stretches of host memory and storages."""
+        """Yield corresponding ranges of host pieces and storages, as bytes."""
         place = 0
         for storage in storages:
             device, done = _bytes_of(storage), 0
@@ -188,7 +189,8 @@ def _gradients(chunks: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Step counts, numbers that torch keeps on the host, are left out; so is state that lies on the host anyway."""
+    """Device tensors of the optimizer: without step counts, which torch keeps on the host, and without state that is in
+    host memory already."""
     for part in optimizer_parts(optimizer) if optimizer is not None else []:
         inner = part.optimizer
         if isinstance(inner, HostOptimizer):
@@ -210,22 +212,22 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
 
 
-def _wait() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
 
-def _return_memory() -> None:
-    """To the device, for another process; torch's allocator would keep it."""
+def _empty_device_cache() -> None:
+    """Return free memory from torch's caching allocator to the device, for other processes."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 @cache
 def _guard_class(part: str, kind: Any) -> type:
-    """A class for tensors of `kind` with which torch does nothing but raise."""
+    """Class for offloaded tensors of class `kind`, for which every torch operation raises."""
 
     def refuse(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise OffloadedError(f"{part} lie in host memory (actor.offload.{part}); load them before they are used")
+        raise OffloadedError(f"{part} are in host memory (actor.offload.{part}); load them before use")
 
     return type(f"Offloaded{kind.__name__}", (kind,), {"__torch_function__": classmethod(refuse)})

@@ -1,4 +1,4 @@
-"""Megatron's data parallelism and optimizer, set so that gradients are plain sums over tokens and ranks."""
+"""Megatron's data parallelism and optimizer, configured so that gradients are plain sums over tokens and ranks."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 SCHEDULES = ("constant", "linear", "cosine")
 BUCKET_PARAMETERS: int | None = None
-"""Parameters whose gradients are reduced in one call where reduction overlaps; None: megatron's own number."""
+"""Parameters per gradient bucket with overlapped reduction; None: Megatron's default."""
 
 
 def wrap_chunks(chunks: list[Any], actor: ActorConfig) -> list[DistributedDataParallel]:
-    """Puts every chunk into Float16Module (bfloat16) and DistributedDataParallel: gradients of the parameters add up
-    in `main_grad`, float32, over micro-batches, and are summed, never averaged, over data-parallel ranks.
+    """Wrap every chunk in Float16Module (for bfloat16) and DistributedDataParallel. Gradients accumulate in `main_grad`
+    (float32) over micro-batches and are summed, not averaged, over data-parallel ranks.
 
-    With actor.overlap_param_gather parameters are whole only after `gather_parameters`, or inside a forward pass.
+    With actor.overlap_param_gather, parameters are complete only after `gather_parameters` or within a forward pass.
 
     Collective: all ranks.
     """
     config = chunks[0].config
-    # DDP reads it when it is built: without it gradients would be divided by the data-parallel size.
+    # DDP reads this in its constructor. Otherwise it would divide gradients by the data-parallel size.
     assert config.calculate_per_token_loss
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=actor.distributed_optimizer,
         overlap_grad_reduce=actor.overlap_grad_reduce,
         overlap_param_gather=actor.overlap_param_gather,
-        # Only the interleaved schedule starts gathers for all stages at once.
+        # Only the interleaved schedule starts parameter gathers of all stages together.
         align_param_gather=actor.overlap_param_gather and len(chunks) > 1,
         bucket_size=BUCKET_PARAMETERS,
     )
@@ -59,16 +59,17 @@ def wrap_chunks(chunks: list[Any], actor: ActorConfig) -> list[DistributedDataPa
         for index, module in enumerate(modules)
     ]
     config.finalize_model_grads_func = sum_gradients
-    _overlap(wrapped, config)
+    _set_sync_functions(wrapped, config)
     return wrapped
 
 
-def _overlap(chunks: list[DistributedDataParallel], config: TransformerConfig) -> None:
-    """Tells megatron's schedules how to hold back and to start what overlaps, as its own training loop does."""
+def _set_sync_functions(chunks: list[DistributedDataParallel], config: TransformerConfig) -> None:
+    """Set the functions with which Megatron's schedules delay and start overlapped communication, as Megatron's own
+    training loop does."""
     settings = chunks[0].ddp_config
     if settings.overlap_grad_reduce:
-        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
-        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
+        config.no_sync_func = _single_or_list([chunk.no_sync for chunk in chunks])
+        config.grad_sync_func = _single_or_list([chunk.start_grad_sync for chunk in chunks])
     if settings.overlap_param_gather:
         if settings.align_param_gather:
             config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
@@ -77,21 +78,21 @@ def _overlap(chunks: list[DistributedDataParallel], config: TransformerConfig) -
                 _gather_output_weight(chunk)
 
 
-def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
-    """What the schedules of one and of several chunks take."""
+def _single_or_list(functions: list[Callable[..., Any]]) -> Any:
+    """Return the form that the schedules expect: a function for one chunk, a list for several."""
     return functions[0] if len(functions) == 1 else functions
 
 
 def _gather_output_weight(chunk: DistributedDataParallel) -> None:
-    """Waits for the output projection behind the decoder: the loss multiplies with its weight, so the module that
-    owns it, where megatron's hook is, is never called."""
+    """Wait for the gather of the output projection after the decoder's forward pass. Megatron's hook for this is on the
+    module, which is never called, because the loss uses its weight directly."""
     group = chunk.param_to_bucket_group[output_weight(chunk)]
     skip_next = chunk.ddp_config.align_param_gather
     unwrap(chunk).decoder.register_forward_hook(lambda *_: group.finish_param_sync(skip_next_bucket_dispatch=skip_next))
 
 
 def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
-    """Makes every parameter whole on its ranks after an optimizer step whose gathers overlap; else they are already.
+    """Complete all parameters after an optimizer step with overlapped gathers; otherwise do nothing.
 
     Collective: all ranks.
     """
@@ -101,7 +102,7 @@ def gather_parameters(chunks: list[DistributedDataParallel]) -> None:
 
 
 def parameters_are_gathered(chunks: list[DistributedDataParallel]) -> bool:
-    """Whether every parameter is whole on this rank. Not collective."""
+    """True if every parameter is complete on this rank. Not collective."""
     return all(_is_gathered(group) for group in _overlapped_groups(chunks))
 
 
@@ -116,28 +117,29 @@ def _is_gathered(group: Any) -> bool:
 
 
 def in_bfloat16(chunk: Any) -> Float16Module:
-    """Float16Module, which rounds buffers too, without rounding the bias that chooses experts (megatron 0.16.1 gives
-    it its dtype back at the next forward pass, not its bits)."""
-    kept = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
+    """Wrap in Float16Module without rounding the router's expert bias. Float16Module also rounds buffers;
+    megatron-core 0.16.1 restores the bias's dtype in the next forward pass, but not its precision."""
+    biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
     wrapped = Float16Module(chunk.config, chunk)
-    for name, buffer in kept.items():
+    for name, buffer in biases.items():
         router, _, attribute = name.rpartition(".")
         setattr(chunk.get_submodule(router), attribute, buffer)
     return wrapped
 
 
 def sum_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Megatron's reduction of gradients over data-, tensor- and pipeline-parallel ranks without its division by the
-    number of tokens: the loss is weighted already."""
+    """Reduce gradients over data-, tensor- and pipeline-parallel ranks with Megatron's function, but without dividing
+    by the number of tokens: the loss already contains its weights."""
     del num_tokens
     finalize_model_grads(model, None, **options)
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
-    """AdamW, sharded over data-parallel ranks where `chunks` are wrapped for that; float32 main parameters for bfloat16
-    models. With settings.cpu_offload its state is in host memory (host_optimizer.py).
+    """Build AdamW, sharded over data-parallel ranks if the chunks are wrapped for the distributed optimizer, with
+    float32 main parameters for bfloat16 models. With settings.cpu_offload its state is in host memory
+    (host_optimizer.py).
 
-    Collective: all ranks, after the weights are loaded (it copies them).
+    Collective: all ranks. Call it after the weights are loaded, because it copies them.
     """
     config = chunks[0].config
     chosen = OptimizerConfig(
@@ -163,11 +165,12 @@ def build_optimizer(chunks: list[DistributedDataParallel], settings: OptimizerSe
 
 
 def build_scheduler(optimizer: MegatronOptimizer, role: ModelRole, num_updates: int) -> OptimizerParamScheduler:
-    """Learning rate of update k = 1, 2, ...: lr k / (warmup + 1) up to lr at update warmup + 1, then constant or
-    falling towards min_lr, which update decay_steps + 1 would reach. No update has a rate of 0. The run has
-    `num_updates` updates.
+    """Build the learning-rate schedule of a run with `num_updates` updates.
 
-    Raises: ConfigError naming the key.
+    Update k = 1, 2, ... has the rate lr k / (warmup + 1) up to lr at update warmup + 1, then a constant or decaying
+    rate that would reach min_lr at update decay_steps + 1. No update has rate 0.
+
+    Raises: ConfigError that names the key.
     """
     settings, key = role.section.optimizer, role.key("optimizer")
     if settings.schedule not in SCHEDULES:
@@ -179,7 +182,7 @@ def build_scheduler(optimizer: MegatronOptimizer, role: ModelRole, num_updates: 
     if settings.schedule == "constant":
         decay = max(decay, warmup + 1)
     elif warmup >= decay:
-        raise ConfigError(f"{key}.warmup_steps={warmup} leaves nothing of the {decay} updates ({key}.decay_steps)")
+        raise ConfigError(f"{key}.warmup_steps={warmup} must be less than {key}.decay_steps ({decay} updates)")
     return OptimizerParamScheduler(
         optimizer,
         init_lr=settings.lr / (warmup + 1) if warmup else settings.lr,
@@ -192,26 +195,26 @@ def build_scheduler(optimizer: MegatronOptimizer, role: ModelRole, num_updates: 
         end_wd=settings.weight_decay,
         wd_incr_steps=decay,
         wd_incr_style="constant",
-        # A resumed run obeys its configuration; only the number of updates done comes from the checkpoint.
+        # A resumed run uses its configuration; only the number of completed updates comes from the checkpoint.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
 
 
 def updates_of_run(trainer: TrainerConfig) -> int:
-    """Count the optimizer updates of the policy from the first to the last step of the run."""
+    """Total number of optimizer updates of the policy in the run."""
     return trainer.steps * max(trainer.prompts_per_step // trainer.prompts_per_update, 1) * trainer.update_epochs
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:
-    """Of the next update."""
+    """Learning rate of the next update."""
     return float(optimizer.param_groups[0]["lr"])
 
 
 def materialize_state(optimizer: MegatronOptimizer) -> None:
-    """Makes Adam's moments exist (zero) before the first update, so that a checkpoint has tensors to load into.
+    """Create Adam's moments (zero) before the first update, so that a checkpoint can be loaded into them.
 
-    Main parameters keep their values: the step that creates the moments runs with learning rate and decay 0.
+    Main parameters keep their values: the step that creates the moments has learning rate and weight decay 0.
     """
     for part in optimizer_parts(optimizer):
         inner = part.optimizer

@@ -1,8 +1,8 @@
-"""What megatron's optimizers keep of each parameter, found by the parameter, whatever optimizer of 0.16.1 keeps it.
+"""Optimizer state by parameter, for all optimizers of megatron-core 0.16.1.
 
-Experts have an optimizer of their own where ep > 1 (a ChainedOptimizer), so the number of optimizers depends on the
-layout, and megatron's own state_dict, which is nested by it, does not load into another ("Expected 2 entries in state
-dict, but got 4": the four keys of one optimizer where two optimizers were wanted). By parameter there is no nesting.
+With ep > 1, experts have a separate optimizer in a ChainedOptimizer, so the number of optimizers depends on the layout.
+Megatron's own state_dict is nested by optimizer and cannot be loaded in a layout with another number of optimizers
+("Expected 2 entries in state dict, but got 4"). State by parameter has no such nesting.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ cpu.install()
 
 from megatron.core.optimizer.optimizer import MegatronOptimizer  # noqa: E402
 
-# The name that megatron's checkpoints give the main parameter.
-MAIN_PARAMETER = "param"
+MAIN_PARAMETER = "param"  # the name of the main parameter in Megatron's checkpoints
 
 
 @dataclass(frozen=True)
-class HeldState:
-    """Live state of elements [start, stop) of the flattened parameter: `tensors` by name, flat: Adam's moments, and
-    MAIN_PARAMETER where it is not the parameter itself. They are in host memory with actor.optimizer.cpu_offload.
-    `sharded`: other data-parallel ranks hold the other elements; else all of them hold the same."""
+class ParameterState:
+    """Optimizer state of the elements [start, stop) of a flattened parameter.
+
+    sharded: data-parallel ranks hold different ranges; otherwise all hold the whole parameter.
+    tensors: flat tensors by name, sharing memory with the optimizer: Adam's moments, and MAIN_PARAMETER unless it is
+    the parameter itself. They are in host memory with actor.optimizer.cpu_offload.
+    """
 
     start: int
     stop: int
@@ -38,10 +40,11 @@ class HeldState:
     tensors: Mapping[str, torch.Tensor]
 
 
-def held_state(optimizer: MegatronOptimizer) -> dict[int, HeldState]:
-    """By id of the model's parameter. Moments that do not exist before the first update are made: zero."""
+def parameter_states(optimizer: MegatronOptimizer) -> dict[int, ParameterState]:
+    """State of each parameter by the id of the model's tensor. Creates missing moments (zero) before the first
+    update."""
     _ensure_moments(optimizer)
-    states: dict[int, HeldState] = {}
+    states: dict[int, ParameterState] = {}
     for part in optimizer_parts(optimizer):
         inner = part.optimizer
         for owned in main_parameters(part):
@@ -51,28 +54,28 @@ def held_state(optimizer: MegatronOptimizer) -> dict[int, HeldState]:
                 tensors[MAIN_PARAMETER] = inner.host_copy(owned.main) if on_host else owned.main
             flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
             stop = owned.start + owned.main.numel()
-            assert all(tensor.numel() == stop - owned.start for tensor in flat.values()), f"unexpected: {list(flat)}"
-            states[id(owned.model)] = HeldState(owned.start, stop, owned.sharded, flat)
+            assert all(tensor.numel() == stop - owned.start for tensor in flat.values()), f"wrong size in {list(flat)}"
+            states[id(owned.model)] = ParameterState(owned.start, stop, owned.sharded, flat)
     return states
 
 
 def updates_done(optimizer: MegatronOptimizer) -> int:
-    """Adam's step count, the same for every parameter."""
+    """Adam's step count, which is the same for all parameters."""
     _ensure_moments(optimizer)
     counts = {int(count) for part in optimizer_parts(optimizer) for count in _step_counts(part.optimizer)}
-    assert len(counts) <= 1, f"parameters were updated {sorted(counts)} times"
+    assert len(counts) <= 1, f"parameters have different step counts: {sorted(counts)}"
     return counts.pop() if counts else 0
 
 
 def set_updates_done(optimizer: MegatronOptimizer, count: int) -> None:
-    """Sets the step count of every parameter, in the tensor of its own that torch's AdamW gave it: one tensor shared
-    by all, as megatron 0.16.1 loads it, would be incremented by each of them."""
+    """Set the step count of every parameter in place. torch's AdamW has one count tensor per parameter; loading by
+    megatron-core 0.16.1 shares one tensor among them, which is then incremented once per parameter."""
     for part in optimizer_parts(optimizer):
         for state in part.optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(count)
         for group in part.optimizer.param_groups:
-            if "step" in group:  # the fused Adams of apex and TransformerEngine count by group
+            if "step" in group:  # fused Adam of apex and TransformerEngine has one count per group
                 group["step"] = torch.full_like(group["step"], count) if torch.is_tensor(group["step"]) else count
 
 

@@ -1,4 +1,5 @@
-"""Packed micro-batches of a data-parallel rank's share of an update: concatenated sequences, not padded to equal length.
+"""Packed micro-batches of a data-parallel rank's share of an update: concatenated sequences, not padded to equal
+length.
 
 The token at position t is predicted by the hidden state at t - 1. Only the predictors of trained tokens are listed, so
 the output projection skips prompts. Tokens after the last predictor of a sequence have no effect and are not computed.
