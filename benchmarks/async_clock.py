@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.rollout.tasks import Until
+from mcore_rl.runtime.engines.process import Report
 from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER, Attendant
-from mcore_rl.runtime.roles.engine import Report
 from mcore_rl.types import RolloutScalars, RolloutTask
 
 SLOTS = 64
@@ -189,7 +189,7 @@ class Engine:
         """Tokens of requests that no slot has taken."""
         self._order = itertools.count()
         self._ended: list[tuple[int, int, RolloutScalars]] = []
-        self._requests_ended = 0
+        self._received = 0
         self._poll: Call | None = None
 
     def _run(self, tasks: Sequence[tuple[int, RolloutTask]], until: Until, forget: Sequence[int]) -> Call:
@@ -211,6 +211,7 @@ class Engine:
             return
         self._decode()
         for number, task in tasks:
+            self._received += task.num_responses
             tokens = self.clock.lengths[int(task.group_ids[0]) % len(self.clock.lengths)]
             begun = Begun(number, task, tokens, len(tokens), self.clock.version)
             self._waiting.extend((length, begun) for length in tokens.tolist())
@@ -243,7 +244,6 @@ class Engine:
         while self._running and self._running[0][0] <= self._decoded:
             _, _, begun = heapq.heappop(self._running)
             begun.left -= 1
-            self._requests_ended += 1
             if not begun.left:
                 os.link(self._records, str(begun.task.records))
                 self._ended.append((begun.number, next(self._key), scalars_of(begun, self.clock.version)))
@@ -253,7 +253,7 @@ class Engine:
     def _tell(self) -> None:
         if self._poll is not None and self._ended:
             left = len(self._running) + len(self._waiting)
-            self._poll.report = Report(self._ended, left, self.busy_seconds, self._requests_ended, 0)
+            self._poll.report = Report(self._ended, self._received, left, self.busy_seconds, 0)
             self.clock.end(self._poll)
             self._poll, self._ended = None, []
 

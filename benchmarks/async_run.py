@@ -1,4 +1,4 @@
-"""A simulated asynchronous run: the product's collector, stream and pool over engines of benchmarks.async_clock."""
+"""A simulated asynchronous run: the product's collector and scheduler over engines of benchmarks.async_clock."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.rollout.router import ROOM
 from mcore_rl.rollout.streaming.collector import StreamingCollector
-from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
-from mcore_rl.runtime.roles.engine_stream import EngineStream
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import Groups, Mean
 
 SAMPLES = 16
@@ -117,10 +116,9 @@ class _Run:
         self._seconds_per_token = step_seconds(SLOTS) / (SLOTS * setting.engines)
         records = write_ready_records(directory, SAMPLES)
         handles = [Engine(self.clock, records) for _ in range(setting.engines)]
-        engines = [PooledEngine(Up(f"engine {number}", [handle])) for number, handle in enumerate(handles)]
-        pool = EnginePool(engines, cast(Any, self.clock), room=ROOM * SLOTS)
-        pool.stream = EngineStream(pool, SLOTS)
-        self._collector = _collector(pool.stream, setting, directory)
+        engines = [FleetEngine(number, Up(f"engine {number}", [handle])) for number, handle in enumerate(handles)]
+        scheduler = Scheduler(Fleet(engines, cast(Any, self.clock)), SLOTS, streaming=True)
+        self._collector = _collector(scheduler, setting, directory)
         with self.clock.meter.driver():
             self._collector.published(0)
 
@@ -152,9 +150,9 @@ class _Run:
         assert oldest in self.measured.ages
 
 
-def _collector(stream: EngineStream, setting: Setting, directory: Path) -> StreamingCollector:
+def _collector(scheduler: Scheduler, setting: Setting, directory: Path) -> StreamingCollector:
     return StreamingCollector(
-        stream=stream,
+        stream=scheduler,
         sampler=PromptSampler(PROMPTS, 1),
         rollout=RolloutConfig(
             samples_per_prompt=SAMPLES,

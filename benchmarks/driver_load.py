@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.sizes import size
-from mcore_rl.runtime.roles.delivery import rows_by_rank
+from mcore_rl.runtime.delivery import rows_by_rank
 from mcore_rl.types import (
     Batch,
     BatchHandle,

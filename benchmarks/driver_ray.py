@@ -16,14 +16,14 @@ import ray
 from benchmarks.driver_load import DP_RANKS, ENGINES, Make, make_scalars, write_records
 from benchmarks.sizes import size
 from mcore_rl.config.schema import Config
-from mcore_rl.rollout.router import ROOM
 from mcore_rl.rollout.tasks import GivenUp, Until
 from mcore_rl.runtime.cluster import ray_cluster
+from mcore_rl.runtime.delivery import FetchRequest
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.roles.base import RankGroup, RankMap, RankProcess, RunProcess
-from mcore_rl.runtime.roles.delivery import Wanted
-from mcore_rl.runtime.roles.engine import Report
-from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
 from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.types import Mean, Metric, RankShares, RolloutScalars, RolloutTask
 
@@ -38,7 +38,7 @@ class ReadyEngine(RunProcess):
 
     def __init__(self, name: str, make: Make) -> None:
         super().__init__(name)
-        self._make = make
+        self._make, self._received = make, 0
         self._ready: dict[int, RolloutScalars] = {}
         """By the number of groups, which are counted from 0."""
 
@@ -49,7 +49,8 @@ class ReadyEngine(RunProcess):
     def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> Report:
         for _, task in tasks:
             write_records(Path(str(task.records)).parents[1], task)
-        return Report([(number, 0, self._scalars(task)) for number, task in tasks], 0, 0.0, 0, 0)
+        self._received += sum(task.num_responses for _, task in tasks)
+        return Report([(number, 0, self._scalars(task)) for number, task in tasks], self._received, 0, 0.0, 0)
 
     def _scalars(self, task: RolloutTask) -> RolloutScalars:
         count = len(task.group_ids)
@@ -95,7 +96,7 @@ class SilentTrainer(RankProcess):
         return [metrics if rank % self.peers == 0 else type(metrics)() for rank, metrics in enumerate(found)]
 
     @ray.method(num_returns=2)
-    def fetch(self, wanted: Wanted) -> Any:
+    def fetch(self, wanted: FetchRequest) -> Any:
         return None, len(wanted.rows)
 
     def recompute_logp(self, key: int, shares: RankShares, fetched: int) -> dict[str, Metric]:
@@ -136,7 +137,7 @@ def seconds_to_pass_on(calls: int) -> float:
 
 
 @contextmanager
-def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[EnginePool, TrainerGroup]]:
+def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[Scheduler, TrainerGroup]]:
     """ENGINES engines and DP_RANKS x peers trainer ranks, all of them handles of a few processes."""
     config = Config()
     config.cluster.device = "cpu"
@@ -151,9 +152,11 @@ def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[EnginePo
             dp_rank_of = tuple(rank // peers for rank in range(DP_RANKS * peers))
             ranks = RankMap(dp_rank_of, speakers=tuple(range(0, DP_RANKS * peers, peers)))
             nodes = [rank // RANKS_PER_NODE for rank in range(DP_RANKS * peers)]
-            pooled = [PooledEngine(Up(f"engine {number}", [handle])) for number, handle in enumerate(engine_handles)]
-            room = ROOM * Config().rollout.max_concurrent_requests
-            yield EnginePool(pooled, watch, room), TrainerGroup(trainer_handles, nodes, ranks, watch)
+            fleet = Fleet(
+                [FleetEngine(n, Up(f"engine {n}", [handle])) for n, handle in enumerate(engine_handles)], watch
+            )
+            scheduler = Scheduler(fleet, Config().rollout.max_concurrent_requests)
+            yield scheduler, TrainerGroup(trainer_handles, nodes, ranks, watch)
         finally:
             kill_all([*engines, *trainers])
 

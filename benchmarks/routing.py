@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.result import Result
 from benchmarks.sizes import size
-from mcore_rl.rollout.router import ROOM, Router, Work, cut
-from mcore_rl.rollout.stealing import Pieces, Tail, share
+from mcore_rl.rollout.tasks import ROOM, Tail, cut, share
+from mcore_rl.runtime.engines.balance import Balance, EngineKey
 
 ENGINES, SLOTS = size((512, 64), (8, 8))
 GROUPS, SAMPLES = size((8_192, 16), (64, 4))
@@ -90,6 +90,7 @@ class Engine:
     """(length, piece, response)."""
     left: dict[int, int] = field(default_factory=dict)
     """Requests of a piece that have not ended."""
+    received: int = 0
     last_begin: int = 0
 
     @property
@@ -98,6 +99,7 @@ class Engine:
 
     def add(self, piece: int, first: int, lengths: list[int], now: int) -> None:
         self.left[piece] = len(lengths)
+        self.received += len(lengths)
         self.waiting.extend((length, piece, first + i) for i, length in enumerate(lengths))
         self._fill(now)
 
@@ -145,7 +147,7 @@ class Routed:
     int64 [groups, samples]."""
 
     def __init__(self, lengths: np.ndarray, *, steals: bool) -> None:
-        self._mean, self._steals = float(lengths.mean()), steals
+        self._steals = steals
         self.seconds, self.ticks, self.reports, self.asked, self.stolen = 0.0, 0, 0, 0, 0
         self._engines = [Engine(SLOTS, ticks) for ticks in TICKS]
         self._clock: list[tuple[int, int]] = []
@@ -153,12 +155,11 @@ class Routed:
         self._more = [True] * ENGINES
         with self._timed():
             groups = cut(len(lengths), lengths.shape[1], ENGINES, SLOTS)
-            self._pieces = Pieces([(0, len(part) * lengths.shape[1]) for part in groups])
-            self._router = Router(ROOM * SLOTS)
-            for number in range(len(groups)):
-                self._offer(number)
+            self._balance = Balance(ROOM * SLOTS)
+            for task, part in enumerate(groups):
+                self._balance.add(task, 0, len(part) * lengths.shape[1])
             for index in range(ENGINES):
-                self._router.ask(index, Work(0, 0.0))
+                self._balance.join(EngineKey(index))
         self.tasks = len(groups)
         self._lengths = [lengths[part].ravel() for part in groups]
         self._assign()
@@ -168,18 +169,11 @@ class Routed:
 
     @property
     def pieces(self) -> int:
-        return len(self._pieces)
+        return len(self._balance.pieces)
 
     @property
     def last_begin(self) -> int:
         return max(engine.last_begin for engine in self._engines)
-
-    def _offer(self, number: int, *, first: bool = False) -> None:
-        piece = self._pieces[number]
-        self._router.offer(number, self._work(piece.last - piece.first), first=first)
-
-    def _work(self, requests: int) -> Work:
-        return Work(requests, requests * self._mean)
 
     def _advance(self, index: int) -> None:
         """To the next end of a request of that engine."""
@@ -188,9 +182,9 @@ class Routed:
         asks = not engine.running or (self._more[index] and not engine.waiting and engine.requests < SLOTS)
         with self._timed():
             if piece is not None:
-                self._router.finished(piece, index)
+                self._balance.finished(piece)
             if asks:
-                self._router.ask(index, self._work(engine.requests))
+                self._balance.report(EngineKey(index), engine.received, engine.requests)
         if asks:
             self.reports += 1
             self._assign()
@@ -200,22 +194,22 @@ class Routed:
     def _assign(self) -> None:
         while True:
             with self._timed():
-                given = self._router.assign()
-                more = self._router.has_more
-            for index, numbers in given.items():
-                self._give(index, numbers, more)
+                given = self._balance.assign()
+                more = self._balance.has_more
+            for key, numbers in given.items():
+                self._give(key.number, numbers, more)
             with self._timed():
-                asks = self._router.steal()
+                asks = self._balance.steal()
             if not asks:
                 return
-            for victim, free in asks:
-                self._ask(victim, free)
+            for key, free in asks:
+                self._ask(key.number, free)
 
     def _give(self, index: int, numbers: list[int], more: bool) -> None:
         engine = self._engines[index]
         self._more[index] = bool(numbers) and more
         for number in numbers:
-            piece = self._pieces[number]
+            piece = self._balance.pieces[number]
             engine.add(number, piece.first, self._lengths[piece.task][piece.first : piece.last].tolist(), self.ticks)
         heapq.heappush(self._clock, (engine.running[0][0], index))
 
@@ -225,13 +219,9 @@ class Routed:
         given_up = engine.give_up(free) if self._steals else []
         self.asked += 1
         with self._timed():
-            for tail in given_up:
-                rest = self._pieces.cut(tail.task, tail.first)
-                if self._pieces[tail.task].first == tail.first:
-                    self._router.finished(tail.task, victim)
-                self._offer(rest, first=True)
-            self._router.gave_up(victim, len(engine.waiting) if self._steals else 0)
-        self.stolen += sum(tail.last - tail.first for tail in given_up)
+            ends = [(tail.task, tail.first) for tail in given_up]
+            unstarted = len(engine.waiting) if self._steals else 0
+            self.stolen += self._balance.gave_up(EngineKey(victim), ends, unstarted)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

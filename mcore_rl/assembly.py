@@ -38,13 +38,13 @@ from mcore_rl.rollout.streaming.collector import Score, StreamingCollector
 from mcore_rl.rollout.streaming.replay import read_replay
 from mcore_rl.rollout.streaming.swaps import SwappingPublisher
 from mcore_rl.rollout.validator import RolloutValidator
+from mcore_rl.runtime.engines.fleet import Fleet
+from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.phases import Phase, Phases, shares_device
 from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.runtime.roles.base import RankMap, Role
 from mcore_rl.runtime.roles.critic import critic_role
-from mcore_rl.runtime.roles.engine_pool import EnginePool
-from mcore_rl.runtime.roles.engine_stream import EngineStream
 from mcore_rl.runtime.roles.judge import judge_role
 from mcore_rl.runtime.roles.reward_model import reward_model_role
 from mcore_rl.runtime.spans import SpanRecorder
@@ -125,28 +125,26 @@ class _Site:
         assert engines is not None
         journal = self._journal(signs_for(config))
         stages = self._stages(journal)
-        staged, scorers = StagedPool(engines, stages), self._scorers(stages)
+        publisher = SlicePublisher.connect(self.processes.trainers, engines, config)
+        engines.note = journal.note
+        scheduler = self._scheduler(engines, publisher, stages)
+        staged, scorers = StagedPool(scheduler, stages), self._scorers(stages)
         graded: RecordedPool = StepGradingPool(staged) if config.reward.batch == STEP else staged
         has_rules = config.reward.function != NO_RULE
         scored = ScoredPool(graded, scorers, has_rules=has_rules) if scorers else None
         pool = graded if scored is None else scored
         sampler = self._sampler(len(self.prepared.prompts["train"]))
         failures = GradingFailures(config.reward, journal.note)
-        publisher = SlicePublisher.connect(self.processes.trainers, engines, config)
         staged_publisher: Publisher = StagedPublisher(publisher, stages)
         collector: RolloutCollector | StreamingCollector
         in_flight: StreamingCollector | None = None
         if config.rollout.max_staleness:
-            stream = EngineStream(engines, concurrent_episodes(config.rollout))
-            engines.stream = stream
             score = None if scored is None else scored.scored
-            collector = in_flight = self._streaming(stream, sampler, failures, score)
+            collector = in_flight = self._streaming(scheduler, sampler, failures, score)
             finish = config.rollout.swap == FINISH
             staged_publisher = SwappingPublisher(staged_publisher, collector, finish)
         else:
             collector = self._collector(pool, sampler, failures)
-        engines.supply, engines.note = self._supply(publisher, stages), journal.note
-        engines.interrupted = None if stages.phases is None else stages.phases.interrupted
         reference, controllers = self._reference(journal)
         actor = StagedActor(self.processes.trainers, stages)
         return Run(
@@ -167,13 +165,13 @@ class _Site:
             estimates_tokens=not self.prepared.estimator.per_response,
             critic=self._critic(stages),
             reference=reference,
-            logp_gap=self._logp_gap(actor, engines, stages),
+            logp_gap=self._logp_gap(actor, scheduler, stages),
         )
 
-    def _logp_gap(self, actor: StagedActor, engines: EnginePool, stages: Stages) -> LogpGapCheck:
+    def _logp_gap(self, actor: StagedActor, scheduler: Scheduler, stages: Stages) -> LogpGapCheck:
         prepared, config = self.prepared, self.config
         prompt_tokens = np.diff(prepared.prompts["train"].offsets)
-        probe = PromptProbe(engines, prompt_tokens, config.rollout, config.run.seed)
+        probe = PromptProbe(scheduler, prompt_tokens, config.rollout, config.run.seed)
         return LogpGapCheck(config, actor, StagedProbe(probe, stages), prepared.layout.dp, self.say, prepared.cost)
 
     def _sampler(self, num_rows: int) -> PromptSampler:
@@ -184,6 +182,17 @@ class _Site:
             config.data.shuffle,
             weights=prepared.weights,
             curriculum=prepared.curriculum,
+        )
+
+    def _scheduler(self, fleet: Fleet, publisher: SlicePublisher, stages: Stages) -> Scheduler:
+        config = self.config
+        return Scheduler(
+            fleet,
+            concurrent_episodes(config.rollout),
+            streaming=config.rollout.max_staleness > 0,
+            steals=config.reward.manager != "batch",  # whose graders need all responses of a task on one engine
+            supply=self._supply(publisher, stages),
+            interrupted=None if stages.phases is None else stages.phases.interrupted,
         )
 
     @staticmethod
@@ -227,7 +236,8 @@ class _Site:
     def _describe(self, groups: Groups) -> dict[str, Metric]:
         """Compute the metrics of the step's responses, the engines and the judge."""
         engines, judge = self.processes.engines, self.processes.groups.get("judge")
-        of_groups = [group.take_figures() for group in (engines, judge) if group is not None]
+        of_groups = [] if engines is None else [engines.take_metrics()]
+        of_groups += [] if judge is None else [judge.take_figures()]
         overlong = self.config.reward.punishes_overlong
         unpunished = self.config.rollout.max_response_tokens - self.config.reward.overlong.buffer_tokens
         found = describe(groups, unpunished_tokens=unpunished if overlong else None)
@@ -310,11 +320,11 @@ class _Site:
         )
 
     def _streaming(
-        self, stream: EngineStream, sampler: PromptSampler, failures: GradingFailures, score: Score | None
+        self, scheduler: Scheduler, sampler: PromptSampler, failures: GradingFailures, score: Score | None
     ) -> StreamingCollector:
         config, source = self.config, self.config.rollout.replay_schedule
         return StreamingCollector(
-            stream=stream,
+            stream=scheduler,
             sampler=sampler,
             rollout=config.rollout,
             dynamic=config.algorithm.dynamic_sampling,

@@ -15,7 +15,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.records import join_parts, part_path
 from mcore_rl.ports import Collector
 from mcore_rl.rollout.failures import GradingFailures
-from mcore_rl.rollout.router import cut
+from mcore_rl.rollout.tasks import cut
 from mcore_rl.types import BuffersRef, Groups, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
 
 

@@ -1,4 +1,4 @@
-"""Tasks that run beside each other on one engine."""
+"""Tasks of rollouts: their size, and the thread pool that runs them concurrently on one engine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,74 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
-from mcore_rl.rollout.stealing import Tail, share
+import numpy as np
+
 from mcore_rl.types import RolloutScalars, RolloutTask, TrajectoryBuffers
+
+TASKS_PER_ENGINE = 2
+"""Minimum number of tasks per engine. Smaller tasks end more evenly and cost the driver more."""
+TASKS_PER_BATCH = 2
+"""Minimum number of tasks in the requests that an engine decodes concurrently."""
+ROOM = 2
+"""Maximum requests that an engine holds, in multiples of what it decodes concurrently. It reports when one multiple is
+left: the engine itself replaces finished requests and does not wait for the driver."""
+
+
+def cut(num_groups: int, samples: int, num_engines: int, num_concurrent: int) -> list[np.ndarray]:
+    """Indices of the groups of each task. An engine decodes `num_concurrent` requests concurrently.
+
+    The order of groups is kept, so that the order of responses does not depend on the number or speed of engines.
+    Groups stay whole, because their samples share the prompt in an engine's prefix cache.
+    """
+    if num_engines == 1:
+        return [np.arange(num_groups)] if num_groups else []
+    max_groups = max(1, num_concurrent // (TASKS_PER_BATCH * samples))
+    parts = max(num_engines * TASKS_PER_ENGINE, -(-num_groups // max_groups))
+    return [part for part in np.array_split(np.arange(num_groups), parts) if len(part)]
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Unstarted responses at the end of a task, from `first` up to `last` (exclusive), in groups of `samples`."""
+
+    task: int
+    first: int
+    last: int
+    samples: int
+
+
+def share(tails: Sequence[Tail], free: int) -> list[Tail]:
+    """Select what moves to an engine with `free` slots, so that as many requests wait there as here afterwards.
+
+    Whole groups move, from the end of the last tasks; a part of a group moves only if one group is too many. At least
+    one response moves if there is any.
+    """
+    waiting = sum(tail.last - tail.first for tail in tails)
+    left = target = min(waiting, (waiting + free + 1) // 2)
+    shared: list[Tail] = []
+    for tail in reversed(tails):
+        first = tail.last
+        while first > tail.first:
+            begin = max(tail.first, (first - 1) // tail.samples * tail.samples)
+            if first - begin > left:
+                break
+            left -= first - begin
+            first = begin
+        if first < tail.last:
+            shared.append(Tail(tail.task, first, tail.last, tail.samples))
+        if first > tail.first:  # the next group is too large
+            break
+    if left == target > 0:
+        last = next(tail for tail in reversed(tails) if tail.last > tail.first)
+        return [Tail(last.task, last.last - target, last.last, last.samples)]
+    return shared
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Is told of each request of a task, but for those that are withdrawn; called from any thread."""
+    """Callbacks for each request of a task that is not withdrawn; called from any thread."""
 
     begun: Callable[[], None]
     ended: Callable[[], None]
@@ -28,7 +88,7 @@ Withdraw = Callable[[Callable[[Collection[str]], Collection[str]]], None]
 
 
 class Until(Enum):
-    """What a caller waits for: that all tasks have ended; that more are asked for, or all have; or that any has."""
+    """Condition that ends an exchange: all tasks have ended; the engine can take more, or all have ended; any has."""
 
     ALL = "all"
     ASKS = "asks"
@@ -37,8 +97,8 @@ class Until(Enum):
 
 @dataclass(frozen=True)
 class Finished:
-    """A task by the number that the driver gave it; `request_ids`: of its responses, but for those that were given
-    up."""
+    """A finished task, by the number that the driver gave it. `request_ids` are those of its responses, without the
+    ones that were given up."""
 
     number: int
     request_ids: list[str]
@@ -46,42 +106,52 @@ class Finished:
     scalars: RolloutScalars
 
 
+class Exchange(NamedTuple):
+    """Tasks that finished since the last exchange, requests received so far, and received requests that have neither
+    ended nor been given up."""
+
+    finished: list[Finished]
+    requests_received: int
+    requests_left: int
+
+
 @dataclass(frozen=True)
 class GivenUp:
-    """(number of a task, the response at which it ends now) of those that others do the rest of; and how many requests
-    are left here that have not begun."""
+    """(number of a task, response at which it ends now) of each shortened task, and the number of unstarted requests
+    that are left."""
 
     ends: list[tuple[int, int]]
-    num_unbegun: int
+    num_unstarted: int
 
 
 class TaskRunner:
-    """Runs tasks with `run`, each in a thread: `num_threads` of them, and the others after them. It asks for more when
-    all requests have begun and fewer than `low` are left. `withdraw` takes requests from the engine."""
+    """Calls `run` for each task in one of `num_threads` threads; other tasks wait. The engine can take more when all
+    requests have started and fewer than `low` are left. `withdraw` removes requests from the engine."""
 
     def __init__(self, run: Run, withdraw: Withdraw, *, num_threads: int, low: int) -> None:
         self._run, self._withdraw, self._low = run, withdraw, low
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="task")
         self._changed = threading.Condition()
         self._tasks: dict[int, RolloutTask] = {}
-        """Those that run, in the order that they came, with the responses that have not been given up."""
-        self._requests_left = self._unbegun = self._requests_ended = 0
+        """Unfinished tasks in order of arrival, with the responses that have not been given up."""
+        self._requests_received = self._requests_left = self._unstarted = 0
         self._finished: list[Finished] = []
         self._error: BaseException | None = None
 
     def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
-        """Each under its number; beside those that run."""
+        """Start (number, task) pairs, concurrently with the others."""
         with self._changed:
             for number, task in tasks:
                 self._tasks[number] = task
+                self._requests_received += task.num_responses
                 self._requests_left += task.num_responses
-                self._unbegun += task.num_responses
+                self._unstarted += task.num_responses
                 self._pool.submit(self._do, number, task)
 
-    def exchange(self, tasks: Sequence[tuple[int, RolloutTask]], until: Until) -> tuple[list[Finished], int]:
-        """Begins `tasks`, and waits; returns what has finished since the last call, and how many requests are left.
+    def exchange(self, tasks: Sequence[tuple[int, RolloutTask]], until: Until) -> Exchange:
+        """Start `tasks` and wait.
 
-        Raises: what a task raised; what the others did is lost.
+        Raises: the first error of any task; results of the others are lost.
         """
         reached = {
             Until.ALL: lambda: not self._tasks,
@@ -94,28 +164,21 @@ class TaskRunner:
             if self._error is not None:
                 raise self._error
             finished, self._finished = self._finished, []
-            return finished, self._requests_left
+            return Exchange(finished, self._requests_received, self._requests_left)
 
     @property
     def num_left(self) -> tuple[int, int]:
-        """Of tasks, and of requests, that have not ended."""
+        """Numbers of unfinished tasks and requests."""
         with self._changed:
             return len(self._tasks), self._requests_left
 
-    @property
-    def requests_ended(self) -> int:
-        """Since the beginning, whether or not their tasks have."""
-        with self._changed:
-            return self._requests_ended
-
     def give_up(self, free: int) -> GivenUp:
-        """Lets go of requests that have not begun, of the ends of tasks, for an engine that could begin `free` of them
-        at once (stealing.share)."""
+        """Withdraw unstarted requests at the ends of tasks, for an engine with `free` slots (see `share`)."""
         ends: list[tuple[int, int]] = []
 
-        def choose(unbegun: Collection[str]) -> list[str]:
+        def choose(unstarted: Collection[str]) -> list[str]:
             with self._changed:
-                chosen = share([self._tail(number, task, unbegun) for number, task in self._tasks.items()], free)
+                chosen = share([self._tail(number, task, unstarted) for number, task in self._tasks.items()], free)
                 request_ids = []
                 for tail in chosen:
                     task = self._tasks[tail.task]
@@ -123,48 +186,47 @@ class TaskRunner:
                     self._tasks[tail.task] = replace(task, responses=(task.span[0], tail.first))
                 ends.extend((tail.task, tail.first) for tail in chosen)
                 self._requests_left -= len(request_ids)
-                self._unbegun -= len(request_ids)
+                self._unstarted -= len(request_ids)
                 self._changed.notify_all()
             return request_ids
 
         self._withdraw(choose)
         with self._changed:
-            return GivenUp(ends, self._unbegun)
+            return GivenUp(ends, self._unstarted)
 
-    def _tail(self, number: int, task: RolloutTask, unbegun: Collection[str]) -> Tail:
+    def _tail(self, number: int, task: RolloutTask, unstarted: Collection[str]) -> Tail:
         first, last = task.span
         begin = last
-        while begin > first and task.request_id(begin - 1) in unbegun:
+        while begin > first and task.request_id(begin - 1) in unstarted:
             begin -= 1
         return Tail(number, begin, last, task.samples_per_prompt)
 
     def _do(self, number: int, task: RolloutTask) -> None:
         try:
-            made = self._run(task, Progress(self._begin_request, self._end_request))
+            result = self._run(task, Progress(self._begin_request, self._end_request))
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
             return
         with self._changed:
-            task = self._tasks.pop(number)  # without what was given up
-            if made is not None:
+            task = self._tasks.pop(number)  # shorter if requests were given up
+            if result is not None:
                 request_ids = [task.request_id(response) for response in range(*task.span)]
-                self._finished.append(Finished(number, request_ids, *made))
+                self._finished.append(Finished(number, request_ids, *result))
             self._changed.notify_all()
 
     def _asks(self) -> bool:
-        return not self._unbegun and self._requests_left < self._low
+        return not self._unstarted and self._requests_left < self._low
 
     def _begin_request(self) -> None:
         with self._changed:
-            self._unbegun -= 1
-            if not self._unbegun:
+            self._unstarted -= 1
+            if not self._unstarted:
                 self._changed.notify_all()
 
     def _end_request(self) -> None:
         with self._changed:
             self._requests_left -= 1
-            self._requests_ended += 1
             if self._requests_left == self._low - 1:
                 self._changed.notify_all()

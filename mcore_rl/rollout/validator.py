@@ -12,8 +12,8 @@ from mcore_rl.data.records import join_parts, part_path
 from mcore_rl.ports import Validator
 from mcore_rl.rollout.collector import RolloutPool
 from mcore_rl.rollout.failures import GradingFailures
-from mcore_rl.rollout.router import cut
 from mcore_rl.rollout.scalars import join_scalars
+from mcore_rl.rollout.tasks import cut
 from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
 
 

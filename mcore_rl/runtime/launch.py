@@ -12,23 +12,21 @@ from typing import Any
 import ray
 
 from mcore_rl.config.rules.defaults import uses_cuda
-from mcore_rl.config.rules.episodes import concurrent_episodes
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.placement import Placement, place, visible_devices
-from mcore_rl.rollout.router import ROOM
 from mcore_rl.runtime.addresses import missing_interface
 from mcore_rl.runtime.agreement import HostFacts, Question, check_hosts
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.cores import shares_cores
 from mcore_rl.runtime.daemons import Daemons
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.start import EngineStart
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.output import ray_output_to
 from mcore_rl.runtime.phases import shares_device
 from mcore_rl.runtime.roles.base import RankMap, Role, Surroundings
-from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
-from mcore_rl.runtime.roles.engine_start import EngineStart
 from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
 from mcore_rl.weights.transports.hosts import this_host
@@ -42,7 +40,7 @@ class Processes:
     them, by the section that configures each."""
 
     trainers: TrainerGroup
-    engines: EnginePool | None
+    engines: Fleet | None
     groups: dict[str, Any] = field(default_factory=dict)
 
 
@@ -86,13 +84,13 @@ def launch(
             _check_hosts(config, started.watch)
         if config.cluster.address is not None and config.cluster.isolation != "none":
             _check_users(config, started.watch)
-        pool = _set_up(config, placement, prompts, roles, started, say)
+        fleet = _set_up(config, placement, prompts, roles, started, say)
         groups = {}
         for role in roles:
             section = role.guests.section
             nodes_of_role = [slot.node for slot in placement.guests[section]]
             groups[section] = role.group(started.beside[section], nodes_of_role, started.watch)
-        yield Processes(TrainerGroup(started.ranks, placement.ranks, trainers, started.watch), pool, groups)
+        yield Processes(TrainerGroup(started.ranks, placement.ranks, trainers, started.watch), fleet, groups)
 
 
 def _set_up(
@@ -102,19 +100,19 @@ def _set_up(
     roles: Sequence[Role],
     started: _Handles,
     say: Callable[[str], None],
-) -> EnginePool | None:
+) -> Fleet | None:
     """Everything at once, but what measures free memory that others would take meanwhile; returns when all is ready."""
     watch, ranks, engines = started.watch, started.ranks, started.engines
     address = watch.get([ranks[0].free_address.remote()])[0]
     of_ranks = watch.get([rank.visible_devices.remote() for rank in ranks]) if uses_cuda(config.cluster) else []
     references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
     starting = _set_up_engines(engines, config, placement, references, of_ranks)
-    pool = _pool(engines, config, watch) if engines else None
-    takes_turns = pool is not None and shares_device(config)
-    if pool is not None and takes_turns:
+    fleet = _fleet(engines, config, watch) if engines else None
+    takes_turns = fleet is not None and shares_device(config)
+    if fleet is not None and takes_turns:
         # An engine measures what is free when it starts: the next one, and the ranks, come once it sleeps.
         watch.get_started(starting)
-        pool.sleep(keep_weights=False)
+        fleet.sleep(keep_weights=False)
         say(f"{_count(len(engines), 'rollout engine')} ready")
     around = Surroundings(config, references, watch)
     starting |= _set_up_roles(roles, around, placement, started, of_ranks, takes_turns=takes_turns)
@@ -125,7 +123,7 @@ def _set_up(
         say("engines and models beside them ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
     if config.rollout.max_engine_restarts:
         watch.let_die([handle for engine in engines for handle in engine.handles])
-    return pool
+    return fleet
 
 
 def _set_up_roles(
@@ -269,15 +267,9 @@ def _set_up_engines(
     return starting
 
 
-def _pool(engines: Sequence[EngineStart], config: Config, watch: Watch) -> EnginePool:
-    rollout = config.rollout
-    return EnginePool(
-        [PooledEngine(engine) for engine in engines],
-        watch,
-        ROOM * concurrent_episodes(rollout),
-        rollout.max_engine_restarts,
-        steals=config.reward.manager != "batch",  # whose graders see a task's responses together
-    )
+def _fleet(engines: Sequence[EngineStart], config: Config, watch: Watch) -> Fleet:
+    fleet_engines = [FleetEngine(index, engine) for index, engine in enumerate(engines)]
+    return Fleet(fleet_engines, watch, config.rollout.max_engine_restarts)
 
 
 def _start(

@@ -14,7 +14,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import RECOMPUTE
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.ports import Publisher
-from mcore_rl.runtime.roles.engine_pool import EnginePool
+from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.weights.connection import Connection, check_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -36,7 +36,7 @@ class SlicePublisher:
     """
 
     trainers: TrainerGroup
-    engines: EnginePool
+    engines: Fleet
     plan: SyncPlan
     store: dist.TCPStore
     address: str
@@ -55,7 +55,7 @@ class SlicePublisher:
     """Whether they have to meet anew."""
 
     @staticmethod
-    def connect(trainers: TrainerGroup, engines: EnginePool, config: Config) -> SlicePublisher:
+    def connect(trainers: TrainerGroup, engines: Fleet, config: Config) -> SlicePublisher:
         """Plans the sync and brings all processes together. From then on, engines that are lost when no other is left
         get their weights from here.
 
@@ -89,7 +89,7 @@ class SlicePublisher:
         self.version = self.engines.version = version
         if self.engines.lack_weights(self._members):
             self.verify()
-            self.engines.supplied(self._members)
+            self.engines.mark_supplied(self._members)
         return version
 
     def verify(self) -> int:
@@ -128,7 +128,7 @@ class SlicePublisher:
                 self._broken = True
                 raise
 
-        return self.engines.insist(marked)
+        return self.engines.retry_on_engine_loss(marked)
 
     def _meet(self, members: Sequence[int]) -> None:
         """Makes windows, maps them everywhere and removes their names at once, so that no crash can leave them behind.
@@ -199,7 +199,7 @@ class PullPublisher(SlicePublisher):
         self.trainers.watch.get(received + producing.references)
 
 
-def _plan(trainers: TrainerGroup, engines: EnginePool, config: Config) -> SyncPlan:
+def _plan(trainers: TrainerGroup, engines: Fleet, config: Config) -> SyncPlan:
     watch, layout = trainers.watch, EngineLayout(config.rollout.tp, expert_parallel=config.rollout.expert_parallel)
     of_trainers = trainers.on_every_rank("endpoint")
     of_engines = engines.endpoints()

@@ -44,9 +44,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.resolved.placement import Guests
+from mcore_rl.runtime.delivery import Delivery, FetchRequest, fetch, rows_by_rank
+from mcore_rl.runtime.fanout import Calls, FanOut, call_all
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.roles.delivery import Delivery, Wanted, fetch, rows_by_rank
-from mcore_rl.runtime.roles.fanout import Calls, FanOut, call_all
 from mcore_rl.types import Batch, BatchHandle, merge_metrics
 
 
@@ -68,7 +68,7 @@ class RunProcess:
             write_output_to(Path(logs), name)
         self.name = name
         self.spans = SpanRecorder(name)
-        self._makers: dict[str, Any] = {}
+        self._producers: dict[str, Any] = {}
         meet_at(ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="watch")
@@ -108,13 +108,13 @@ class RunProcess:
         return self.spans.drain()
 
     @ray.method(num_returns=2)
-    def fetch(self, wanted: Wanted) -> tuple[None, TrajectoryBuffers]:
+    def fetch(self, wanted: FetchRequest) -> tuple[None, TrajectoryBuffers]:
         """For this process, and for ranks that read the same. The first says no more than that they have come."""
         return self.fetched(wanted)
 
-    def fetched(self, wanted: Wanted) -> tuple[None, TrajectoryBuffers]:
+    def fetched(self, wanted: FetchRequest) -> tuple[None, TrajectoryBuffers]:
         with self.spans.span("fetch trajectories"):
-            return None, fetch(wanted, self._makers)
+            return None, fetch(wanted, self._producers)
 
 
 class RankProcess(RunProcess):

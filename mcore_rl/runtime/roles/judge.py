@@ -25,9 +25,9 @@ from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import ServerAnswerer, served_model
 from mcore_rl.rewards.judge.worker import JudgeWorker, Share, shares
 from mcore_rl.rewards.task_parts import join_scores
+from mcore_rl.runtime.delivery import Delivery, Rows
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import Role, RunProcess, Surroundings, drain_spans, see_only
-from mcore_rl.runtime.roles.delivery import Delivery, Rows
 from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 

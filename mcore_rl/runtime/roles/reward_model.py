@@ -14,10 +14,10 @@ from mcore_rl.data.trajectories import split_rows
 from mcore_rl.ports import ResponseScorer
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.rewards.task_parts import TaskPart, join_scores, split_tasks
+from mcore_rl.runtime.delivery import Delivery, Rows
+from mcore_rl.runtime.fanout import FanOut
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RankMap, RankProcess, Role, Surroundings, drain_spans, see_only, set_up_ranks
-from mcore_rl.runtime.roles.delivery import Delivery, Rows
-from mcore_rl.runtime.roles.fanout import FanOut
 from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.types import RolloutResult, RolloutTask, Span, TrajectoryBuffers
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from mcore_rl.weights.transports.topology import Endpoint, Topology
 from dataclasses import dataclass
 
+from mcore_rl.runtime.delivery import DriverChunk
 from mcore_rl.runtime.roles.base import Held, RankGroup, TrainedRankProcess, batch_keys, joined, with_metrics
-from mcore_rl.runtime.roles.delivery import DriverChunk
 from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.types import Batch, BatchHandle, BuffersRef, TokenRefs, merge_metrics
 from mcore_rl.weights.transports.hosts import this_host

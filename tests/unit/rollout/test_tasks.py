@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mcore_rl.rollout.tasks import GivenUp, Progress, TaskRunner, Until
+from mcore_rl.rollout.tasks import GivenUp, Progress, Tail, TaskRunner, Until, cut, share
 from mcore_rl.types import RolloutTask, SamplingOptions
 
 SECONDS = 20.0
@@ -73,10 +75,49 @@ def caller() -> Iterator[ThreadPoolExecutor]:
 
 
 def numbers(call: Future[Any]) -> tuple[list[int], int]:
-    finished, left = call.result(SECONDS)
+    finished, _, left = call.result(SECONDS)
     for each in finished:
         assert (each.buffers, each.scalars) == (f"buffers {each.number}", f"scalars {each.number}")
     return sorted(each.number for each in finished), left
+
+
+@pytest.mark.parametrize(
+    ("groups", "engines", "tasks"), [(1, 1, 1), (700, 1, 1), (3, 2, 3), (8, 2, 4), (9, 2, 4), (100, 3, 13)]
+)
+def test_cut_keeps_groups_whole_and_in_order(groups: int, engines: int, tasks: int) -> None:
+    parts = cut(groups, samples=8, num_engines=engines, num_concurrent=128)
+    assert np.concatenate(parts).tolist() == list(range(groups))
+    assert all(map(len, parts))
+    assert len(parts) == tasks
+    assert engines == 1 or max(map(len, parts)) <= 128 // 2 // 8
+
+
+def test_share_balances_waiting_requests_and_keeps_groups_whole() -> None:
+    three = [Tail(0, 0, 8, 4), Tail(1, 6, 12, 4)]  # groups of 4, 4; 2, 4
+    assert share(three, free=0) == [Tail(1, 6, 12, 4)]
+    assert share(three, free=6) == [Tail(1, 6, 12, 4), Tail(0, 4, 8, 4)]
+    assert share(three, free=14) == [Tail(1, 6, 12, 4), Tail(0, 0, 8, 4)]
+    assert share([Tail(0, 0, 8, 8)], free=0) == [Tail(0, 4, 8, 8)]  # a group larger than what balances
+    assert share([Tail(0, 3, 8, 8), Tail(1, 8, 8, 8)], free=0) == [Tail(0, 5, 8, 8)]
+    assert share([Tail(0, 7, 8, 8)], free=0) == [Tail(0, 7, 8, 8)]
+    assert share([Tail(0, 8, 8, 8)], free=9) == []
+
+
+@given(
+    tails=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=6),
+    samples=st.integers(1, 8),
+    free=st.integers(0, 60),
+)
+def test_share_takes_ends_and_no_more_than_balances(tails: list[tuple[int, int]], samples: int, free: int) -> None:
+    given_ = [Tail(number, first, first + count, samples) for number, (first, count) in enumerate(tails)]
+    shared = share(given_, free)
+    waiting, moved = (sum(tail.last - tail.first for tail in some) for some in (given_, shared))
+    assert len({tail.task for tail in shared}) == len(shared)
+    assert all(given_[t.task].first <= t.first < t.last == given_[t.task].last for t in shared)
+    assert (moved > 0) == (waiting > 0)
+    assert moved - free <= waiting - moved + 1
+    splits = [t for t in shared if t.first % samples and t.first > given_[t.task].first]
+    assert len(splits) <= (len(shared) == 1)
 
 
 def test_it_asks_for_more_when_few_requests_are_left_and_says_what_has_ended(caller: ThreadPoolExecutor) -> None:
@@ -132,11 +173,10 @@ def test_requests_that_have_ended_are_counted_before_their_tasks_have(caller: Th
     engine.end_requests(20, 3)
     engine.end(20)
     assert numbers(call) == ([20], 1)
-    assert runner.requests_ended == 5
+    assert call.result().requests_received == 6
     engine.end_requests(10, 1)
     engine.end(10)
     assert numbers(caller.submit(runner.exchange, [], until=Until.ANY)) == ([10], 0)
-    assert runner.requests_ended == 6
 
 
 def test_what_a_task_raises_is_raised_at_once(caller: ThreadPoolExecutor) -> None:
@@ -160,7 +200,7 @@ def test_what_has_not_begun_is_given_up_from_the_ends_and_counts_no_more(caller:
     assert runner.give_up(free=1) == GivenUp([(10, 1)], 0)
     assert engine.withdrawn == ["train.20.0", "train.21.0", "train.11.0", "train.12.0"]
     assert runner.give_up(free=9) == GivenUp([], 0)
-    assert call.result(SECONDS)[1] == 1
+    assert call.result(SECONDS).requests_left == 1
     call = caller.submit(runner.exchange, [], until=Until.ALL)
     engine.end_requests(10, 1)
     engine.end(10)
@@ -169,4 +209,4 @@ def test_what_has_not_begun_is_given_up_from_the_ends_and_counts_no_more(caller:
 
 
 def test_without_tasks_nothing_is_waited_for() -> None:
-    assert TaskRunner(Engine().run, Engine().withdraw, num_threads=1, low=1).exchange([], until=Until.ALL) == ([], 0)
+    assert TaskRunner(Engine().run, Engine().withdraw, num_threads=1, low=1).exchange([], until=Until.ALL) == ([], 0, 0)

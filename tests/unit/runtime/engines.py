@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 
-from mcore_rl.rollout.stealing import Tail, share
-from mcore_rl.rollout.tasks import GivenUp, Until
-from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
+from mcore_rl.rollout.tasks import GivenUp, Tail, Until, share
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
 
 SAMPLES = 2
@@ -56,7 +56,7 @@ class Process:
 
     def __init__(self, name: str) -> None:
         self.name, self.runs, self.forgotten = name, 0, []
-        self.begun = self.asked = self.answers = self.begins = self.sleeps = 0
+        self.received = self.begun = self.asked = self.answers = self.begins = self.sleeps = 0
         self.given: list[RolloutTask] = []
         self.left: list[tuple[int, int]] = []
         """Number and key of tasks that have not ended."""
@@ -101,6 +101,7 @@ class Process:
 
     def take(self, tasks: list[tuple[int, RolloutTask]]) -> None:
         for number, task in tasks:
+            self.received += task.num_responses
             self.left.append((number, len(self.given)))
             self.given.append(task)
 
@@ -182,13 +183,14 @@ def tasks_of(count: int) -> list[RolloutTask]:
     ]
 
 
-def pool_over(watch: Watch, num_engines: int, **options: Any) -> EnginePool:
+def scheduler_over(
+    watch: Watch, num_engines: int, *, max_restarts: int = 3, note: Callable[[str], None] = str, **options: Any
+) -> Scheduler:
     watch.starts = [Start(f"engine {number}") for number in range(num_engines)]
-    engines = [PooledEngine(start) for start in watch.starts]
-    options = {"room": 4, "max_restarts": 3, "note": lambda line: None} | options
-    pool = EnginePool(engines, cast(Any, watch), **options)
-    pool.supply = lambda: pool.supplied(pool.up())
-    return pool
+    engines = [FleetEngine(number, start) for number, start in enumerate(watch.starts)]
+    fleet = Fleet(engines, cast(Any, watch), max_restarts, note)
+    options = {"slots_per_engine": 2, "supply": lambda: fleet.mark_supplied(fleet.up())} | options
+    return Scheduler(fleet, **options)
 
 
 def groups(results: Sequence[RolloutResult]) -> list[list[int]]:

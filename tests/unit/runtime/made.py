@@ -1,4 +1,4 @@
-"""Chunks of makers that are not there, for tests of those who read them."""
+"""Chunks of producers that are not there, for tests of those who read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.runtime.roles.delivery import Chunk, Part, Place
+from mcore_rl.runtime.delivery import Chunk, Part, Place
 from mcore_rl.types import BuffersRef, RolloutTask, SamplingOptions
 
 ROWS = 10
@@ -16,6 +16,6 @@ TASK = RolloutTask("train", NONE, NONE, 1, SamplingOptions(4), 1)
 
 
 def chunk(
-    maker: str, handle: Any, key: int, renew: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
+    producer: str, handle: Any, key: int, renew: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
 ) -> BuffersRef:
-    return BuffersRef(Chunk([Part(Place(maker, handle, key), 0, ROWS, (0, ROWS))], TASK, renew))
+    return BuffersRef(Chunk([Part(Place(producer, handle, key), 0, ROWS, (0, ROWS))], TASK, renew))

@@ -9,11 +9,11 @@ from typing import Any, cast
 import numpy as np
 
 from mcore_rl.errors import WorkerDiedError
-from mcore_rl.runtime.roles.delivery import Chunk
-from mcore_rl.runtime.roles.engine import Report
-from mcore_rl.runtime.roles.engine_stream import EngineStream
+from mcore_rl.runtime.delivery import Chunk
+from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutResult, RolloutTask, SamplingOptions
-from tests.unit.runtime.engines import Begin, Process, Watch, pool_over, scalars_of
+from tests.unit.runtime.engines import Begin, Process, Watch, scalars_of, scheduler_over
 
 MOST_WAITS = 10_000
 """Who waits more often would wait without end."""
@@ -22,7 +22,7 @@ MOST_WAITS = 10_000
 class StreamWatch(Watch):
     """Tasks end when the test says so; with a seed, some end in each wait, on some engines, in any order."""
 
-    attendant: EngineStream
+    attendant: Scheduler
     scalars_of = staticmethod(scalars_of)
 
     def __init__(self, seed: int | None) -> None:
@@ -60,8 +60,7 @@ class StreamWatch(Watch):
         process.left = [task for task in process.left if task not in ended]
         requests = sum(process.given[key].num_responses for _, key in process.left)
         of_tasks = [(number, key, self.scalars_of(process.given[key])) for number, key in ended]
-        done = sum(task.num_responses for task in process.given) - requests + self.ended_early
-        self.answers[call] = Report(of_tasks, requests - self.ended_early, self.busy_seconds, done, 0)
+        self.answers[call] = Report(of_tasks, process.received, requests - self.ended_early, self.busy_seconds, 0)
         return call
 
     def value(self, call: Any) -> Report | None:
@@ -103,11 +102,9 @@ class Once(dict[int, RolloutResult]):
         super().__setitem__(ticket, result)
 
 
-def stream_of(num_engines: int, *, seed: int | None = None, **options: Any) -> tuple[EngineStream, StreamWatch]:
+def stream_of(num_engines: int, *, seed: int | None = None, **options: Any) -> tuple[Scheduler, StreamWatch]:
     watch = StreamWatch(seed)
-    pool = pool_over(watch, num_engines, **options)
-    stream = pool.stream = EngineStream(pool, slots_per_engine=8)
-    return stream, watch
+    return scheduler_over(watch, num_engines, slots_per_engine=8, streaming=True, **options), watch
 
 
 def task_of(number: int, requests: int = 1, prompt_set: str = "train") -> RolloutTask:
@@ -115,15 +112,15 @@ def task_of(number: int, requests: int = 1, prompt_set: str = "train") -> Rollou
     return RolloutTask(prompt_set, rows, rows, requests, SamplingOptions(8), 1, f"part {number}")
 
 
-def begin(stream: EngineStream, sizes: Sequence[int], results: dict[int, RolloutResult]) -> dict[int, RolloutTask]:
+def begin(stream: Scheduler, sizes: Sequence[int], results: dict[int, RolloutResult]) -> dict[int, RolloutTask]:
     """Tasks of so many requests, by ticket."""
     tasks = [task_of(number, requests) for number, requests in enumerate(sizes)]
     return {stream.begin(task, results): task for task in tasks}
 
 
-def finish_all(stream: EngineStream, watch: StreamWatch) -> None:
+def finish_all(stream: Scheduler, watch: StreamWatch) -> None:
     """All tasks that engines have end at once."""
-    processes = [engine.handle for engine in stream.pool.engines if engine.handle.left]
+    processes = [engine.handle for engine in stream.fleet.engines if engine.handle.left]
     calls = [watch.finish(process.name, *range(len(process.left))) for process in processes]
     stream.ended(calls)
 
@@ -133,10 +130,10 @@ def tickets(watch: StreamWatch) -> list[list[int]]:
     return [[ticket for ticket, _ in start.processes[-1].left] for start in watch.starts]
 
 
-def makers(results: dict[int, RolloutResult]) -> dict[int, str]:
-    return {ticket: cast(Chunk, chunk).parts[0].place.maker for ticket, (chunk, _) in results.items()}
+def producers(results: dict[int, RolloutResult]) -> dict[int, str]:
+    return {ticket: cast(Chunk, chunk).parts[0].place.producer for ticket, (chunk, _) in results.items()}
 
 
-def supply(stream: EngineStream) -> None:
+def supply(stream: Scheduler) -> None:
     """As a publish does."""
-    stream.pool.supplied(stream.pool.up())
+    stream.fleet.mark_supplied(stream.fleet.up())

@@ -13,10 +13,10 @@ import pytest
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.tasks import Until
 from mcore_rl.runtime import health
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER, Watch
-from mcore_rl.runtime.roles.engine import Report
-from mcore_rl.runtime.roles.engine_pool import EnginePool, PooledEngine
-from mcore_rl.runtime.roles.engine_stream import EngineStream
 from mcore_rl.types import RolloutResult, RolloutScalars
 from tests.unit.runtime.engines import scalars_of, tasks_of
 from tests.unit.runtime.fake_ray import Call, Process, Ray, Remote
@@ -177,10 +177,12 @@ class Engine(Process):
 
     def __init__(self, ray: Ray) -> None:
         super().__init__(ray)
-        self.runs, self._done, self._waiting, self._requests_ended = 0, [], None, 0
+        self.runs, self._done, self._waiting = 0, [], None
+        self._requests_received = self._requests_ended = 0
         self.run, self.begin = Remote(self._run), Remote(self._begin)
 
     def _begin(self, tasks: Sequence[Any]) -> Call:
+        self._requests_received += sum(task.num_responses for _, task in tasks)
         for number, task in tasks:
             self.ray.after(1.0, partial(self._end, number, scalars_of(task)))
         return self.ended(None)
@@ -201,7 +203,8 @@ class Engine(Process):
         """Whoever waits, of what has ended."""
         if self._waiting is not None and not self._waiting.ended and self._done:
             self._requests_ended += sum(len(scalars.group_ids) for _, _, scalars in self._done)
-            self.ray.end(self._waiting, Report(self._done, 0, 0.0, self._requests_ended, 0))
+            left = self._requests_received - self._requests_ended
+            self.ray.end(self._waiting, Report(self._done, self._requests_received, left, 0.0, 0))
             self._done = []
 
 
@@ -232,15 +235,14 @@ class Start:
         return self.ray.call(3.0)
 
 
-def stream_of(ray: Ray, num_engines: int) -> tuple[EngineStream, list[Start], Watch]:
+def stream_of(ray: Ray, num_engines: int) -> tuple[Scheduler, list[Start], Watch]:
     watch = Watch()
     starts = [Start(f"engine {number}", watch, ray) for number in range(num_engines)]
     watch.let_die([start.handles[0] for start in starts])
-    engines = [PooledEngine(start) for start in starts]
-    pool = EnginePool(engines, watch, room=4, max_restarts=num_engines, note=lambda line: None)
-    pool.supply = lambda: pool.supplied(pool.up())
-    stream = pool.stream = EngineStream(pool, slots_per_engine=8)
-    return stream, starts, watch
+    engines = [FleetEngine(number, start) for number, start in enumerate(starts)]
+    fleet = Fleet(engines, watch, num_engines, note=lambda line: None)
+    scheduler = Scheduler(fleet, 8, streaming=True, supply=lambda: fleet.mark_supplied(fleet.up()))
+    return scheduler, starts, watch
 
 
 @pytest.mark.parametrize("dying", [(0,), (2,), (0, 1), (1, 0), (0, 2), (2, 0), (2, 1), (0, 1, 2)])
@@ -255,7 +257,7 @@ def test_engines_that_die_at_once_are_all_replaced(ray: Ray, dying: tuple[int, .
 def test_an_engine_that_is_not_up_in_time_starts_once_more_and_one_that_is_gets_weights(ray: Ray) -> None:
     """Its start takes 3 seconds."""
     stream, starts, watch = stream_of(ray, 2)
-    pool, watch.start_seconds = stream.pool, 2.0
+    pool, watch.start_seconds = stream.fleet, 2.0
     pool.lose(pool.engines[0], "engine 0 died")
     assert pool.up() == [1]
     ray.wait([Call()], timeout=2.5)
@@ -271,7 +273,7 @@ def test_every_engine_that_died_is_lost_whichever_is_asked_about_first(ray: Ray)
     stream, starts, _ = stream_of(ray, 3)
     starts[0].handles[0].die()
     starts[2].handles[0].die()
-    assert [stream.pool.is_lost(stream.pool.engines[number]) for number in (2, 0, 1)] == [True, True, False]
+    assert [stream.fleet.is_lost(stream.fleet.engines[number]) for number in (2, 0, 1)] == [True, True, False]
 
 
 def test_engines_that_die_one_after_the_other_while_the_trainer_is_waited_for_are_all_replaced_then(ray: Ray) -> None:
@@ -297,7 +299,7 @@ def test_a_process_that_was_replaced_is_not_asked_what_became_of_it(ray: Ray) ->
     results: dict[int, RolloutResult] = {}
     for task in tasks_of(4):
         stream.begin(task, results)
-    ray.after(0.2, lambda: stream.pool.lose(stream.pool.engines[0], "engine 0 holds other weights"))
+    ray.after(0.2, lambda: stream.fleet.lose(stream.fleet.engines[0], "engine 0 holds other weights"))
     assert watch.get([ray.call(0.5, "compared")]) == ["compared"]
     assert ray.seconds == pytest.approx(0.5)
     while len(results) < 4:

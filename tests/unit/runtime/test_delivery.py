@@ -12,16 +12,16 @@ import pytest
 
 from mcore_rl.data.trajectories import join_rows, take_rows
 from mcore_rl.errors import McoreRLError, WorkerDiedError
-from mcore_rl.runtime.roles import delivery
-from mcore_rl.runtime.roles.delivery import (
+from mcore_rl.runtime import delivery
+from mcore_rl.runtime.delivery import (
     Chunk,
     Delivery,
-    Forgotten,
-    Kept,
+    FetchRequest,
     Part,
     Place,
+    ReleasedKeys,
     Rows,
-    Wanted,
+    TrajectoryStore,
     fetch,
     rows_by_rank,
 )
@@ -71,11 +71,11 @@ def test_shares_find_their_own_trajectories_in_what_is_delivered(seed: int) -> N
     assert sorted(chain(*delivered)) == sorted((of.chunk_ids[s], of.rows[s]) for s in trained)  # each once
 
 
-def split(wanted: Rows | Wanted) -> list[np.ndarray]:
+def split(wanted: Rows | FetchRequest) -> list[np.ndarray]:
     return [wanted.rows[start:end] for start, end in pairwise(wanted.offsets)]
 
 
-def cut(kept: Kept, *wanted: tuple[int, Sequence[int]]) -> TrajectoryBuffers:
+def cut(kept: TrajectoryStore, *wanted: tuple[int, Sequence[int]]) -> TrajectoryBuffers:
     rows = rows_of(*[of_key for _, of_key in wanted])
     return kept.cut(np.array([key for key, _ in wanted]), rows.offsets, rows.rows)
 
@@ -84,30 +84,30 @@ def cut(kept: Kept, *wanted: tuple[int, Sequence[int]]) -> TrajectoryBuffers:
 class Reader:
     """A process in this one; notes what it was told to fetch."""
 
-    calls: list[Wanted] = field(default_factory=list)
+    calls: list[FetchRequest] = field(default_factory=list)
 
     @property
     def fetch(self) -> Reader:
         return self
 
-    def remote(self, wanted: Wanted) -> tuple[Wanted, str]:
+    def remote(self, wanted: FetchRequest) -> tuple[FetchRequest, str]:
         self.calls.append(wanted)
         return wanted, f"call {len(self.calls)}"
 
 
 @dataclass
 class Come:
-    """A Watch: what is to come of `lost` makers does not."""
+    """A Watch: what is to come of `lost` producers does not."""
 
     lost: frozenset[str] = frozenset()
     dependent_seconds: float = 9.0
 
     def blame_the_dead(self) -> None: ...
 
-    def get(self, references: Sequence[Wanted], needs: Sequence[Any]) -> None:
+    def get(self, references: Sequence[FetchRequest], needs: Sequence[Any]) -> None:
         assert {*needs} >= {handle for wanted in references for handle in wanted.handles.values()}
         for wanted in references:
-            if gone := self.lost & {*wanted.makers}:
+            if gone := self.lost & {*wanted.producers}:
                 raise WorkerDiedError(f"{gone} died")
 
 
@@ -121,9 +121,9 @@ def test_a_reader_is_told_its_rows_of_every_chunk_in_one_call() -> None:
     rows = [rows_of([0, 3], [1]), rows_of([], []), rows_of([], [2])]
     assert Delivery(readers, Come()).deliver(chunks, rows) == [("call 1",), (), ("call 1",)]
     first, third = readers[0].calls[0], readers[2].calls[0]
-    assert (first.makers, first.maker_of.tolist(), first.keys.tolist()) == (["a", "b"], [0, 1], [5, 6])
+    assert (first.producers, first.producer_of.tolist(), first.keys.tolist()) == (["a", "b"], [0, 1], [5, 6])
     assert (first.offsets.tolist(), first.rows.tolist()) == ([0, 2, 3], [0, 3, 1])
-    assert (third.makers, third.keys.tolist(), third.rows.tolist()) == (["b"], [6], [2])
+    assert (third.producers, third.keys.tolist(), third.rows.tolist()) == (["b"], [6], [2])
     assert (first.timeout_seconds, readers[1].calls) == (9.0, [])
 
 
@@ -137,16 +137,16 @@ def test_rows_of_a_chunk_that_several_made_come_in_its_order() -> None:
     reader = Reader()
     Delivery([reader], Come()).deliver([chunk("b", None, 1), whole], [rows_of([2], [3, 8, 5, 4, 6, 0])])  # type: ignore[arg-type]
     (call,) = reader.calls
-    wanted = zip(call.maker_of.tolist(), call.keys.tolist(), (rows.tolist() for rows in split(call)), strict=True)
-    makers = [(call.makers[maker], key, rows) for maker, key, rows in wanted]
-    assert makers == [("b", 1, [2]), ("a", 5, [3]), ("a", 7, [2]), ("b", 6, [1, 0]), ("a", 7, [0]), ("a", 5, [0])]
+    wanted = zip(call.producer_of.tolist(), call.keys.tolist(), (rows.tolist() for rows in split(call)), strict=True)
+    producers = [(call.producers[producer], key, rows) for producer, key, rows in wanted]
+    assert producers == [("b", 1, [2]), ("a", 5, [3]), ("a", 7, [2]), ("b", 6, [1, 0]), ("a", 7, [0]), ("a", 5, [0])]
 
 
 def test_a_reader_hears_of_a_maker_once() -> None:
     reader = Reader()
     group = Delivery([reader], Come())
-    for makers in ("a", "ab", "b"):
-        chunks = [chunk(maker, f"handle of {maker}", 1) for maker in makers]
+    for producers in ("a", "ab", "b"):
+        chunks = [chunk(producer, f"handle of {producer}", 1) for producer in producers]
         group.deliver(chunks, [rows_of(*[[0]] * len(chunks))])
     assert [call.handles for call in reader.calls] == [{"a": "handle of a"}, {"b": "handle of b"}, {}]
 
@@ -155,9 +155,9 @@ def test_what_a_lost_maker_kept_is_made_anew_and_fetched_from_there() -> None:
     asked: list[list[str]] = []
 
     def renew(chunks: Sequence[Chunk]) -> bool:
-        asked.append([each.parts[0].place.maker for each in chunks])
+        asked.append([each.parts[0].place.producer for each in chunks])
         for each in chunks:
-            if each.parts[0].place.maker == "b":
+            if each.parts[0].place.producer == "b":
                 each.parts = [Part(Place("c", "handle of c", 9), 0, 5, (0, 5))]
         return True
 
@@ -167,7 +167,7 @@ def test_what_a_lost_maker_kept_is_made_anew_and_fetched_from_there() -> None:
     assert group.deliver(chunks, [rows_of([0], [1]), rows_of([2], [])]) == [("call 2",), ("call 2",)]
     assert asked == [["a", "b"]]
     again = readers[0].calls[1]
-    assert (again.makers, again.keys.tolist(), again.handles) == (["a", "c"], [5, 9], {"c": "handle of c"})
+    assert (again.producers, again.keys.tolist(), again.handles) == (["a", "c"], [5, 9], {"c": "handle of c"})
 
 
 def test_a_failure_that_renewing_does_not_explain_is_raised() -> None:
@@ -177,7 +177,7 @@ def test_a_failure_that_renewing_does_not_explain_is_raised() -> None:
 
 
 def test_makers_keep_what_is_referred_to_and_no_longer() -> None:
-    kept, forgotten = Kept("engine 0"), Forgotten()
+    kept, forgotten = TrajectoryStore("engine 0"), ReleasedKeys()
     first, second = (forgotten.refer("engine 0", None, kept.keep(buffers(10 * i), [f"request {i}"])) for i in range(2))
     assert cut(kept, (1, [2])).versions.tolist() == [12]
     assert forgotten.take("engine 0") == []
@@ -185,7 +185,7 @@ def test_makers_keep_what_is_referred_to_and_no_longer() -> None:
     keys = forgotten.take("engine 0")
     assert keys == [0]
     assert (forgotten.take("engine 0"), forgotten.take("engine 1")) == ([], [])
-    assert kept.forget(keys) == ["request 0"]
+    assert kept.release(keys) == ["request 0"]
     with pytest.raises(McoreRLError, match="engine 0 has no trajectories under 0"):
         cut(kept, (1, [1]), (0, [0]))
     assert len(cut(kept, (1, range(5))).prompt_tokens) == 5
@@ -194,26 +194,26 @@ def test_makers_keep_what_is_referred_to_and_no_longer() -> None:
 
 def test_rows_of_many_makers_come_in_the_order_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makers alternate from chunk to chunk; each is called once."""
-    kept = {maker: Kept(maker) for maker in "ab"}
-    keys = [kept[maker].keep(buffers(10 * number)) for number, maker in enumerate("abab")]
+    kept = {producer: TrajectoryStore(producer) for producer in "ab"}
+    keys = [kept[producer].keep(buffers(10 * number)) for number, producer in enumerate("abab")]
     calls: list[str] = []
 
     @dataclass
     class Cut:
-        maker: str
+        producer: str
 
         @property
         def cut(self) -> Cut:
             return self
 
         def remote(self, *arguments: Any) -> TrajectoryBuffers:
-            calls.append(self.maker)
-            return kept[self.maker].cut(*arguments)
+            calls.append(self.producer)
+            return kept[self.producer].cut(*arguments)
 
     monkeypatch.setattr(delivery.ray, "get", lambda made, timeout: list(made))
     rows = rows_of([3, 0], [1], [2], [0, 4])
-    wanted = Wanted(["a", "b"], np.array([0, 1, 0, 1]), np.array(keys), rows.offsets, rows.rows, {}, 1.0)
-    fetched = fetch(wanted, {maker: Cut(maker) for maker in "ab"})
+    wanted = FetchRequest(["a", "b"], np.array([0, 1, 0, 1]), np.array(keys), rows.offsets, rows.rows, {}, 1.0)
+    fetched = fetch(wanted, {producer: Cut(producer) for producer in "ab"})
     assert calls == ["a", "b"]
     expected = join_rows([take_rows(buffers(10 * i), part) for i, part in enumerate(split(rows))])
     for name in ("tokens", "token_offsets", "prompt_tokens", "response_offsets", "logp_rollout", "versions", "trained"):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.rewards.judge.worker import Share
-from mcore_rl.runtime.roles.delivery import Wanted
+from mcore_rl.runtime.delivery import FetchRequest
 from mcore_rl.runtime.roles.judge import JudgeGroup
 from mcore_rl.types import BuffersRef, Mean, Metric, RolloutScalars, RolloutTask, SamplingOptions
 from tests.unit.runtime.made import chunk
@@ -31,7 +31,7 @@ class Fetch:
     """What a judge fetches, in words."""
 
     @staticmethod
-    def remote(wanted: Wanted) -> tuple[None, list[tuple[int, list[int]]]]:
+    def remote(wanted: FetchRequest) -> tuple[None, list[tuple[int, list[int]]]]:
         rows = np.split(wanted.rows, wanted.offsets[1:-1])
         return None, [(key, of_chunk.tolist()) for key, of_chunk in zip(wanted.keys.tolist(), rows, strict=True)]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.errors import ConfigError, NonFiniteError
+from mcore_rl.runtime.engines.process import EngineProcess, FollowerProcess
 from mcore_rl.runtime.roles.critic import CriticProcess
-from mcore_rl.runtime.roles.engine import EngineProcess, FollowerProcess
 from mcore_rl.runtime.roles.judge import JudgeProcess
 from mcore_rl.runtime.roles.origins import marks_errors, origin_of, with_origin
 from mcore_rl.runtime.roles.reward_model import RewardModelProcess

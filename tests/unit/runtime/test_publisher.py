@@ -117,7 +117,7 @@ class _DiedError(WorkerDiedError):
 
 
 class _Engines:
-    """What EnginePool does where an engine dies, without processes."""
+    """A Fleet without processes."""
 
     def __init__(self, processes: Processes) -> None:
         self.processes, self.max_restarts = processes, processes.max_restarts
@@ -137,7 +137,7 @@ class _Engines:
     def lack_weights(self, indices: Sequence[int]) -> bool:
         return not self.processes.without_weights.isdisjoint(indices)
 
-    def supplied(self, indices: Sequence[int]) -> None:
+    def mark_supplied(self, indices: Sequence[int]) -> None:
         self.processes.without_weights -= set(indices)
 
     def lose(self, engine: _Engine, why: str) -> None:
@@ -147,7 +147,7 @@ class _Engines:
         self.processes.without_weights.add(self.engines.index(engine))
         self.processes.starting[self.engines.index(engine)] = self.processes.slow
 
-    def insist(self, call: Callable[[], Any]) -> Any:
+    def retry_on_engine_loss(self, call: Callable[[], Any]) -> Any:
         while True:
             try:
                 return call()

@@ -13,9 +13,9 @@ import torch
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.step.rank_batch import RankBatch, ValuedBatch
+from mcore_rl.runtime.delivery import FetchRequest
 from mcore_rl.runtime.roles.base import RankMap
 from mcore_rl.runtime.roles.critic import CriticGroup, CriticProcess
-from mcore_rl.runtime.roles.delivery import Wanted
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
 from mcore_rl.types import Batch, Mean, RankShare, TokenRefs, Total
 from tests.unit.runtime.made import chunk
@@ -79,9 +79,9 @@ class Handle:
         class Method:
             remote: Any
 
-        def fetch(wanted: Wanted) -> tuple[None, str]:
-            (maker,), (key,) = wanted.makers, wanted.keys
-            return None, f"{maker} {key} {wanted.rows.tolist()}"
+        def fetch(wanted: FetchRequest) -> tuple[None, str]:
+            (producer,), (key,) = wanted.producers, wanted.keys
+            return None, f"{producer} {key} {wanted.rows.tolist()}"
 
         def call(*arguments: Any) -> Any:
             if name == "fetch":

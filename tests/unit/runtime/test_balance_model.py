@@ -13,47 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.rollout.router import ROOM, Router, Work, cut
-from mcore_rl.rollout.stealing import Pieces, Tail, share
-
-
-def test_as_many_wait_on_either_side_and_groups_stay_whole_where_they_fit() -> None:
-    three = [Tail(0, 0, 8, 4), Tail(1, 6, 12, 4)]  # groups of 4, 4; 2, 4
-    assert share(three, free=0) == [Tail(1, 6, 12, 4)]
-    assert share(three, free=6) == [Tail(1, 6, 12, 4), Tail(0, 4, 8, 4)]
-    assert share(three, free=14) == [Tail(1, 6, 12, 4), Tail(0, 0, 8, 4)]
-    assert share([Tail(0, 0, 8, 8)], free=0) == [Tail(0, 4, 8, 8)]  # a group larger than what balances
-    assert share([Tail(0, 3, 8, 8), Tail(1, 8, 8, 8)], free=0) == [Tail(0, 5, 8, 8)]
-    assert share([Tail(0, 7, 8, 8)], free=0) == [Tail(0, 7, 8, 8)]
-    assert share([Tail(0, 8, 8, 8)], free=9) == []
-
-
-@given(
-    tails=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=6),
-    samples=st.integers(1, 8),
-    free=st.integers(0, 60),
-)
-def test_what_is_shared_are_ends_and_no_more_than_balances(
-    tails: list[tuple[int, int]], samples: int, free: int
-) -> None:
-    given_ = [Tail(number, first, first + count, samples) for number, (first, count) in enumerate(tails)]
-    shared = share(given_, free)
-    waiting, moved = (sum(tail.last - tail.first for tail in some) for some in (given_, shared))
-    assert len({tail.task for tail in shared}) == len(shared)
-    assert all(given_[t.task].first <= t.first < t.last == given_[t.task].last for t in shared)
-    assert (moved > 0) == (waiting > 0)
-    assert moved - free <= waiting - moved + 1
-    splits = [t for t in shared if t.first % samples and t.first > given_[t.task].first]
-    assert len(splits) <= (len(shared) == 1)
-
-
-def test_pieces_of_a_task_stay_in_their_places() -> None:
-    pieces = Pieces([(0, 8), (4, 9)])
-    assert pieces.cut(1, 6) == 2
-    assert pieces.cut(2, 6) == 3  # all of it: under another number
-    assert pieces.cut(1, 5) == 4
-    assert (len(pieces), pieces.of_task(0), pieces.of_task(1)) == (4, [0], [1, 4, 3])
-    assert [(pieces[n].first, pieces[n].last) for n in pieces.of_task(1)] == [(4, 5), (5, 6), (6, 9)]
+from mcore_rl.rollout.tasks import ROOM, Tail, cut, share
+from mcore_rl.runtime.engines.balance import Balance, EngineKey
 
 
 @dataclass
@@ -67,6 +28,7 @@ class Engine:
     waiting: list[tuple[int, int]] = field(default_factory=list)
     last: dict[int, int] = field(default_factory=dict)
     """Where each piece that has not ended ends."""
+    received: int = 0
     more: bool = False
     called: bool = False
     alive: bool = True
@@ -86,19 +48,19 @@ class Model:
         deaths: dict[int, float] | None = None,
         steals: bool = True,
     ) -> None:
-        self.lengths, self.delay, self.steals = lengths.ravel(), delay, steals
+        self.lengths, self.delay = lengths.ravel(), delay
         self.samples = lengths.shape[1]
         self.engines = [Engine(speed, slots) for speed in speeds]
         parts = cut(len(lengths), self.samples, len(speeds), slots)
         self.starts = [int(groups[0]) * self.samples for groups in parts]
-        self.pieces = Pieces([(0, len(groups) * self.samples) for groups in parts])
-        self.router = Router(ROOM * slots)
-        for number in range(len(parts)):
-            self._offer(number)
+        self.balance = Balance(ROOM * slots, steals=steals)
+        self.pieces = self.balance.pieces
+        for task, groups in enumerate(parts):
+            self.balance.add(task, 0, len(groups) * self.samples)
         for index in range(len(speeds)):
-            self.router.ask(index, Work(0, 0.0))
+            self.balance.join(EngineKey(index))
         self.made: dict[int, tuple[int, int]] = {}
-        """Engine and number of the responses of pieces that the driver knows of."""
+        """Engine and number of responses of finished pieces."""
         self.now, self.stolen, self.last_end = 0.0, 0, 0.0
         self.asks: set[int] = set()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -115,28 +77,24 @@ class Model:
         """Numbers of responses, as often as they came."""
         found = []
         for task, start in enumerate(self.starts):
-            for number in self.pieces.of_task(task):
+            for number in self.balance.of_task(task):
                 piece = self.pieces[number]
                 assert self.made[number][1] == piece.last - piece.first
                 found += range(start + piece.first, start + piece.last)
         return found
 
-    def _offer(self, number: int, *, first: bool = False) -> None:
-        count = self.pieces[number].last - self.pieces[number].first
-        self.router.offer(number, Work(count, float(count)), first=first)
-
     def _at(self, moment: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (moment, next(self._order), event))
 
     def _drive(self) -> None:
-        for index, numbers in self.router.assign().items():
-            engine = self.engines[index]
+        for key, numbers in self.balance.assign().items():
+            index, engine = key.number, self.engines[key.number]
             assert not engine.called
             engine.called = True
             spans = [(n, self.pieces[n].first, self.pieces[n].last) for n in numbers]
-            more = bool(numbers) and self.router.has_more
+            more = bool(numbers) and self.balance.has_more
             self._at(self.now + self.delay(), lambda i=index, s=spans, m=more: self._begin(i, s, m))  # type: ignore[misc]
-        for victim, free in self.router.steal() if self.steals else ():
+        for (victim, _), free in self.balance.steal():
             assert victim not in self.asks
             self.asks.add(victim)
             self._at(self.now + self.delay(), lambda v=victim, f=free: self._give_up(v, f))  # type: ignore[misc]
@@ -146,6 +104,7 @@ class Model:
         for number, first, last in spans:
             assert number not in engine.last
             engine.last[number] = last
+            engine.received += last - first
             engine.waiting += [(number, response) for response in range(first, last)]
         engine.more = more
         self._fill(index)
@@ -178,18 +137,19 @@ class Model:
         engine.more = False
         unfinished = {number for number, _ in [*engine.running, *engine.waiting]}
         ended = {number: engine.last.pop(number) for number in [*engine.last] if number not in unfinished}
-        self._at(self.now + self.delay(), lambda: self._take(index, ended, left))
+        received = engine.received
+        self._at(self.now + self.delay(), lambda: self._take(index, ended, received, left))
 
-    def _take(self, index: int, ended: dict[int, int], left: int) -> None:
+    def _take(self, index: int, ended: dict[int, int], received: int, left: int) -> None:
         engine = self.engines[index]
         if not engine.alive:
             return
         engine.called = False
         for number, last in ended.items():
-            self.router.finished(number, index)
+            self.balance.finished(number)
             assert number not in self.made
             self.made[number] = index, last - self.pieces[number].first
-        self.router.ask(index, Work(left, float(left)))
+        self.balance.report(EngineKey(index), received, left)
         self._drive()
 
     def _give_up(self, victim: int, free: int) -> None:
@@ -218,22 +178,17 @@ class Model:
             return
         self.asks.remove(victim)
         for tail in chosen:
-            rest = self.pieces.cut(tail.task, tail.first)
-            assert self.pieces[rest].last == tail.last
-            if self.pieces[tail.task].first == tail.first:
-                self.router.finished(tail.task, victim)
-            self._offer(rest, first=True)
-            self.stolen += tail.last - tail.first
-        self.router.gave_up(victim, unbegun)
+            assert self.pieces[tail.task].last == tail.last
+        self.stolen += self.balance.gave_up(EngineKey(victim), [(tail.task, tail.first) for tail in chosen], unbegun)
         self._drive()
 
     def _die(self, index: int) -> None:
         self.engines[index].alive = False
         self.asks.discard(index)
-        self.router.leave(index)
+        self.balance.leave([EngineKey(index)])
         for number in [number for number, (maker, _) in self.made.items() if maker == index]:
             del self.made[number]
-            self._offer(number)
+            self.balance.requeue([number])
         self._drive()
 
 

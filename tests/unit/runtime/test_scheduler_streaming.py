@@ -11,11 +11,11 @@ from typing import cast
 
 import pytest
 
-from mcore_rl.runtime.roles import engine_stream
-from mcore_rl.runtime.roles.delivery import Chunk
-from mcore_rl.runtime.roles.engine import Report
-from mcore_rl.runtime.roles.engine_pool import PooledEngine
-from mcore_rl.runtime.roles.engine_stream import Poll
+from mcore_rl.runtime.delivery import Chunk
+from mcore_rl.runtime.engines import scheduler
+from mcore_rl.runtime.engines.balance import EngineKey
+from mcore_rl.runtime.engines.fleet import FleetEngine
+from mcore_rl.runtime.engines.process import Report
 from mcore_rl.types import RolloutResult, Total
 from tests.unit.runtime.engines import Begin, groups, scalars_of
 from tests.unit.runtime.streams import Once, begin, finish_all, stream_of, supply, task_of, tickets
@@ -52,7 +52,7 @@ def test_nobody_who_has_more_than_another_gets_a_task(seed: int) -> None:
         assert stream.running_requests == sum(loads.values())
 
 
-class CountedEngine(PooledEngine):
+class CountedEngine(FleetEngine):
     looks = 0
 
     @property
@@ -63,7 +63,7 @@ class CountedEngine(PooledEngine):
 
 def test_placing_a_task_does_not_look_at_all_engines() -> None:
     stream, watch = stream_of(512)
-    stream.pool.engines[:] = [CountedEngine(start) for start in watch.starts]
+    stream.fleet.engines[:] = [CountedEngine(number, start) for number, start in enumerate(watch.starts)]
     results: dict[int, RolloutResult] = {}
     begin(stream, [8] * 512, results)  # each has been looked at
     CountedEngine.looks = 0
@@ -101,7 +101,7 @@ def test_results_come_to_whoever_began_them_and_those_of_a_validation_beside_wha
     stream.attend(lambda: heard.append(len(mine)))
     tasks = begin(stream, [2] * 6, mine)
     asked = [task_of(100 + number, 3, "validation") for number in range(5)]
-    came = stream.pool.run(asked)
+    came = stream.run(asked)
     assert groups(came) == [[100 + number] * 3 for number in range(5)]
     assert mine  # some of them have ended beside it
     assert len(mine) in heard
@@ -203,7 +203,7 @@ def test_what_nobody_refers_to_is_forgotten_by_its_maker_with_the_next_waiting_c
 
 def test_the_idle_fraction_is_what_engines_do_not_say_they_were_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(engine_stream, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(perf_counter=lambda: now))
     stream, watch = stream_of(2)
     stream.idle_fraction()
     begin(stream, [1] * 6, {})
@@ -247,8 +247,7 @@ def test_lengths_and_what_was_taken_over_of_journals_are_counted(monkeypatch: py
     monkeypatch.setattr(watch, "scalars_of", lambda task: replace(scalars_of(task), tokens_taken_over=5))
     begin(stream, [3, 1, 2], {})
     finish_all(stream, watch)
-    assert stream.pool.take_figures()["engine/tokens_taken_over"] == Total(15)
-    assert stream.pool.mean_tokens == 7
+    assert stream.fleet.take_metrics()["engine/tokens_taken_over"] == Total(15)
 
 
 def test_requests_that_have_ended_make_room_before_their_tasks_do() -> None:
@@ -289,8 +288,8 @@ def test_tokens_that_were_carried_over_are_counted_once() -> None:
     stream, _ = stream_of(1)
     begin(stream, [1], {})
     for total in (5, 5, 12):
-        stream._learn(Poll(0, "engine 0"), Report([], 0, 0.0, 0, total))
-    assert stream.pool.take_figures()["engine/tokens_carried_over"] == Total(12)
+        stream._take_report(EngineKey(0), Report([], 1, 0, 0.0, total))
+    assert stream.fleet.take_metrics()["engine/tokens_carried_over"] == Total(12)
 
 
 def test_slots_are_those_of_engines_that_have_weights() -> None:
@@ -302,7 +301,7 @@ def test_slots_are_those_of_engines_that_have_weights() -> None:
     supply(stream)
     assert stream.slots == 24
     for name in ("engine 0", "engine 1", "engine 2"):
-        stream.pool.lose(stream.pool.engines[int(name[-1])], "lost")
+        stream.fleet.lose(stream.fleet.engines[int(name[-1])], "lost")
     assert stream.slots == 8  # of those that come back; a run that submits nothing would wait without end
 
 

@@ -12,11 +12,21 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import WorkerDiedError
-from mcore_rl.runtime.roles.delivery import Chunk
-from mcore_rl.runtime.roles.engine_stream import EngineStream
+from mcore_rl.runtime.delivery import Chunk
+from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutScalars, RolloutTask
 from tests.unit.runtime.engines import Begin, Process, groups, scalars_of
-from tests.unit.runtime.streams import Once, StreamWatch, begin, finish_all, makers, stream_of, supply, task_of, tickets
+from tests.unit.runtime.streams import (
+    Once,
+    StreamWatch,
+    begin,
+    finish_all,
+    producers,
+    stream_of,
+    supply,
+    task_of,
+    tickets,
+)
 
 
 def test_a_death_in_the_wait_of_somebody_else_moves_nothing_before_the_stream_waits() -> None:
@@ -31,9 +41,9 @@ def test_a_death_in_the_wait_of_somebody_else_moves_nothing_before_the_stream_wa
     assert tickets(watch) == [[0, 2], [1, 3]]
     assert lost.runs == 1  # nobody asks it in vain again and again
     assert not results
-    assert stream.pool.num_restarts == 0
+    assert stream.fleet.num_restarts == 0
     stream.wait()
-    assert stream.pool.num_restarts == 1
+    assert stream.fleet.num_restarts == 1
     given = watch.present("engine 1").given
     assert [(task.group_ids[0], task.journals) for task in given] == [
         (1, ()), (3, ()), (0, ("engine 0.1",)), (2, ("engine 0.1",)),
@@ -41,7 +51,7 @@ def test_a_death_in_the_wait_of_somebody_else_moves_nothing_before_the_stream_wa
     watch.random = random.Random(0)
     while len(results) < len(tasks):
         stream.wait()
-    assert set(makers(results).values()) == {"engine 1"}
+    assert set(producers(results).values()) == {"engine 1"}
 
 
 def test_what_begins_after_a_death_was_seen_goes_to_the_others() -> None:
@@ -67,7 +77,7 @@ def test_a_failure_without_a_death_is_raised(brings: bool) -> None:
     watch.value = value  # type: ignore[method-assign]
     with pytest.raises(WorkerDiedError, match="a process failed"):
         stream.ended([call])
-    assert stream.pool.num_restarts == 0
+    assert stream.fleet.num_restarts == 0
 
 
 def test_one_loss_too_many_ends_the_run_where_the_stream_waits() -> None:
@@ -89,7 +99,7 @@ def test_what_an_engine_had_that_somebody_else_started_again_goes_to_others(supp
     tasks = begin(stream, [1, 1, 1, 1], results)
     call, old = watch.finish("engine 0", 0), watch.present("engine 0")
     watch.killed[id(old)] = "hung"
-    stream.pool.lose(stream.pool.engines[0], "it holds other weights")
+    stream.fleet.lose(stream.fleet.engines[0], "it holds other weights")
     if supplied:
         supply(stream)
         tasks |= begin(stream, [1, 1], results)
@@ -101,7 +111,7 @@ def test_what_an_engine_had_that_somebody_else_started_again_goes_to_others(supp
         assert all(call[0] != id(old) for call in stream.calls())
     assert sorted(results) == list(range(len(tasks)))
     living = {"engine 1", "engine 0 (started 2 times)"} if supplied else {"engine 1"}
-    assert set(makers(results).values()) == living
+    assert set(producers(results).values()) == living
     again = [task for start in watch.starts for process in start.processes for task in process.given if task.journals]
     assert sorted(int(task.group_ids[0]) for task in again) == [0, 2]
 
@@ -128,7 +138,7 @@ def test_where_no_engine_is_left_the_next_ones_get_weights_and_what_was_lost_bef
         supplies.append(len(stream.calls()))
         supply(stream)
 
-    stream.pool.supply = publish
+    stream.supply = publish
     results = Once()
     begin(stream, [1] * 4, results)
     watch.kill("engine 0")
@@ -156,7 +166,7 @@ class Drive:
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
         self.stream, self.watch = stream_of(3, seed=self.seed, max_restarts=100)
-        self.stream.pool.supply = self.publish
+        self.stream.supply = self.publish
 
     def begin(self) -> None:
         task = task_of(len(self.tasks), self.chance.randint(1, 4))
@@ -167,19 +177,19 @@ class Drive:
         self.watch.wait([], 0)
 
     def look(self) -> None:
-        self.stream.pool.lose_dead()
+        self.stream.fleet.reap_failed()
 
     def publish(self) -> None:
         """Sometimes before some engines are up again."""
         self.elsewhere()
         self.watch.slow = {start.name for start in self.watch.starts if self.chance.random() < 0.3}
-        up = self.stream.pool.up()
+        up = self.stream.fleet.up()
         self.elsewhere()
-        self.stream.pool.supplied(up)
+        self.stream.fleet.mark_supplied(up)
 
     def validate(self) -> None:
         asked = [task_of(1000 + number, 2, "validation") for number in range(3)]
-        assert groups(self.stream.pool.run(asked)) == [[1000 + number] * 2 for number in range(3)]
+        assert groups(self.stream.run(asked)) == [[1000 + number] * 2 for number in range(3)]
 
     def die(self) -> None:
         if self.deaths:
@@ -226,11 +236,11 @@ def test_every_task_comes_back_once_whoever_dies_with_the_journals_of_those_who_
     assert_level(stream, watch)
 
 
-def assert_level(stream: EngineStream, watch: StreamWatch) -> None:
+def assert_level(stream: Scheduler, watch: StreamWatch) -> None:
     """Nothing is under way any more, and every engine that lives counts as free."""
     assert stream.running_requests == 0
     watch.blame_the_dead()
-    stream.pool.lose_dead()
+    stream.fleet.reap_failed()
     watch.slow = set()
     supply(stream)
     stream.wait()
@@ -248,13 +258,13 @@ def test_what_only_a_lost_engine_keeps_is_made_again_beside_what_is_under_way() 
     under_way = begin(stream, [1] * 4, others)
     chunks = [cast(Chunk, results[ticket][0]) for ticket in tasks]
     before = [chunk.parts[0].place for chunk in chunks]
-    assert not stream.pool.renew(chunks)
+    assert not stream.renew(chunks)
     watch.kill("engine 0")
-    assert stream.pool.renew(chunks)
+    assert stream.renew(chunks)
     for chunk, place in zip(chunks, before, strict=True):
         [part] = chunk.parts
-        assert part.place.maker == "engine 1"
-        assert (part.place is place) == (place.maker == "engine 1")
+        assert part.place.producer == "engine 1"
+        assert (part.place is place) == (place.producer == "engine 1")
         assert (part.first, part.last) == part.responses == (0, 2)
     again = [task for task in watch.present("engine 1").given if task.records is None]
     assert [(task.group_ids[0], task.journals) for task in again] == [(0, ("engine 0.1",)), (2, ("engine 0.1",))]
@@ -276,8 +286,8 @@ def test_what_is_made_again_and_comes_out_otherwise_ends_the_run(monkeypatch: py
     begin(stream, [1] * 2, results)
     finish_all(stream, watch)
     watch.kill("engine 0")
-    with pytest.raises(WorkerDiedError, match=r"engine 0 was lost .* came out otherwise"):
-        stream.pool.renew([cast(Chunk, chunk) for chunk, _ in results.values()])
+    with pytest.raises(WorkerDiedError, match=r"engine 0 was lost .* differ after"):
+        stream.renew([cast(Chunk, chunk) for chunk, _ in results.values()])
 
 
 def test_restore_on_a_lost_engine_is_repeated_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,5 +312,5 @@ def test_restore_on_a_lost_engine_is_repeated_on_another(monkeypatch: pytest.Mon
     watch.kill("engine 0")
     (chunk,) = stream.restore(Path("file"), [(task, scalars_of(task))])
     [part] = cast(Chunk, chunk).parts
-    assert (part.place.maker, part.place.handle, part.place.key) == ("engine 1", takers[-1], 7)
+    assert (part.place.producer, part.place.handle, part.place.key) == ("engine 1", takers[-1], 7)
     assert [process.name for process in takers] == ["engine 0", "engine 1"]

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from mcore_rl.config.schema import Config
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
+from mcore_rl.runtime.engines.process import EngineProcess, FollowerProcess
 from mcore_rl.runtime.health import Watch, kill_all
-from mcore_rl.runtime.roles.engine import EngineProcess, FollowerProcess
 
 
 @dataclass

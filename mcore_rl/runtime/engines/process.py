@@ -24,12 +24,11 @@ from mcore_rl.rollout.journal import Journal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.probe import PROBE
 from mcore_rl.rollout.results import grades_of
-from mcore_rl.rollout.router import ROOM
 from mcore_rl.rollout.streaming.interface import JOURNAL, TRAJECTORIES
-from mcore_rl.rollout.tasks import GivenUp, Progress, TaskRunner, Until
+from mcore_rl.rollout.tasks import ROOM, GivenUp, Progress, TaskRunner, Until
 from mcore_rl.rollout.worker import RolloutWorker
+from mcore_rl.runtime.delivery import FetchRequest, TrajectoryStore
 from mcore_rl.runtime.roles.base import RunProcess, see_only
-from mcore_rl.runtime.roles.delivery import Kept, Wanted
 from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import (
@@ -50,15 +49,18 @@ MOST_THREADS = 1 << 12
 
 @dataclass(frozen=True)
 class Report:
-    """Number, key and scalars of the tasks that have ended since the last one; requests that have not; and since the
-    engine began: requests that have ended, seconds in which anything ran, and tokens of responses that were parked and
-    went on."""
+    """Report of an engine to the scheduler."""
 
     ended: list[tuple[int, int, RolloutScalars]]
+    """Number, key of the trajectories, and scalars of each task that finished since the last report."""
+    requests_received: int
+    """Since the engine started."""
     requests_left: int
+    """Requests that have neither ended nor been given up."""
     busy_seconds: float
-    requests_ended: int
+    """Seconds since the engine started in which anything ran."""
     tokens_carried_over: int
+    """Tokens of responses that were paused for new weights and continued, since the engine started."""
 
 
 @ray.remote(concurrency_groups={"watch": 2, "cut": 1, "run": 1, "engine": 2}, max_restarts=0)
@@ -69,7 +71,7 @@ class EngineProcess(RunProcess):
 
     def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
         super().__init__(name, logs, peers)
-        self._kept = Kept(name)
+        self._kept = TrajectoryStore(name)
         self._episodes = SpanRecorder(f"{name}, episodes")
 
     def setup(
@@ -120,15 +122,14 @@ class EngineProcess(RunProcess):
         self.loop.serve()
 
     @ray.method(concurrency_group="run")
-    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> Report:
+    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, released: list[int]) -> Report:
         """As TaskRunner.exchange. Trajectories are kept, and their requests in the journal, until a later call says to
         forget their keys."""
-        self.loop.release(self._kept.forget(forget))
+        self.loop.release(self._kept.release(released))
         with self.spans.span(f"generate {tasks[0][1].prompt_set}" if tasks else "generate"):
-            finished, requests_left = self._runner.exchange(tasks, until)
+            finished, received, left = self._runner.exchange(tasks, until)
         ended = [(task.number, self._kept.keep(task.buffers, task.request_ids), task.scalars) for task in finished]
-        ended_so_far = self._runner.requests_ended
-        return Report(ended, requests_left, self.loop.busy_seconds, ended_so_far, self.loop.tokens_carried_over)
+        return Report(ended, received, left, self.loop.busy_seconds, self.loop.tokens_carried_over)
 
     @ray.method(concurrency_group="engine")
     def begin(self, tasks: list[tuple[int, RolloutTask]]) -> None:
@@ -199,7 +200,7 @@ class EngineProcess(RunProcess):
             amend_part(part, rewards, accuracies, scores)
 
     @ray.method(concurrency_group="engine", num_returns=2)
-    def fetch(self, wanted: Wanted) -> tuple[None, TrajectoryBuffers]:
+    def fetch(self, wanted: FetchRequest) -> tuple[None, TrajectoryBuffers]:
         """As of every process, whose main thread does it where it does not step an engine."""
         return self.fetched(wanted)
 

@@ -16,16 +16,18 @@ import pytest
 
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.tasks import GivenUp
-from mcore_rl.runtime.roles.delivery import Chunk
-from mcore_rl.runtime.roles.engine import Report
-from mcore_rl.runtime.roles.engine_pool import EnginePool
+from mcore_rl.runtime.delivery import Chunk
+from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutTask, SamplingOptions, Total
-from tests.unit.runtime.engines import SAMPLES, GiveUp, Watch, groups, pool_over, scalars_of, tasks_of
+from tests.unit.runtime.engines import SAMPLES, GiveUp, Watch, groups, scalars_of, scheduler_over, tasks_of
 
 
 class DyingWatch(Watch):
     """Ends the oldest call at each wait, with the oldest of its engine's tasks done and the others begun; `dying[n]`
     are the processes that die at wait n, with their calls. With a seed, some calls end, in some order."""
+
+    attendant: Scheduler
 
     def __init__(self, dying: dict[int, list[str]], seed: int | None = None) -> None:
         super().__init__()
@@ -39,10 +41,10 @@ class DyingWatch(Watch):
         self.waits += 1
         for name in self.dying.pop(self.waits, []):
             self.dead[id(self.present(name))] = f"{name} died: killed"
-        ended = list(calls[:num_returns])
-        if self.random is not None:
-            ended = self.random.sample(list(calls), self.random.randint(num_returns, len(calls)))
-        return ended, [call for call in calls if call not in ended]
+        own = self.attendant.calls()
+        count = 1 if self.random is None else self.random.randint(1, len(own))
+        self.attendant.ended(own[:1] if self.random is None else self.random.sample(own, count))
+        return list(calls), []
 
     def value(self, call: Any) -> Report | GivenUp:
         process_id, number = call[:2]
@@ -57,7 +59,7 @@ class DyingWatch(Watch):
         for _, key in ended:
             record(process.given[key])
         requests = sum(process.given[key].num_responses for _, key in process.left)
-        return Report(report, requests, float(number), 0, 0)
+        return Report(report, process.received, requests, float(number), 0)
 
 
 def record(task: RolloutTask) -> None:
@@ -69,9 +71,9 @@ def record(task: RolloutTask) -> None:
 
 def pool_of(
     num_engines: int, dying: dict[int, list[str]] | None = None, *, seed: int | None = None, **options: Any
-) -> tuple[EnginePool, DyingWatch]:
+) -> tuple[Scheduler, DyingWatch]:
     watch = DyingWatch(dying or {}, seed)
-    return pool_over(watch, num_engines, **options), watch
+    return scheduler_over(watch, num_engines, **options), watch
 
 
 ALL = [[i] * SAMPLES for i in range(12)]
@@ -83,37 +85,37 @@ def test_every_result_comes_in_the_order_of_the_tasks_whoever_dies(dying: dict[i
     pool, _ = pool_of(3, dict(dying))
     results = pool.run(tasks_of(12))
     assert groups(results) == ALL
-    living = {engine.maker for engine in pool.engines}
-    assert {cast(Chunk, chunk).parts[0].place.maker for chunk, _ in results} <= living
-    restarts = pool.take_figures()["engine/restarts"]
+    living = {engine.producer for engine in pool.fleet.engines}
+    assert {cast(Chunk, chunk).parts[0].place.producer for chunk, _ in results} <= living
+    restarts = pool.fleet.take_metrics()["engine/restarts"]
     assert restarts == Total(losses)
-    assert pool.lack_weights(range(3)) == (losses > 0)
+    assert pool.fleet.lack_weights(range(3)) == (losses > 0)
 
 
 def test_the_last_engine_is_waited_for_and_gets_weights_before_it_goes_on() -> None:
     pool, watch = pool_of(1, {3: ["engine 0"], 9: ["engine 0"]})
     assert groups(pool.run(tasks_of(12))) == ALL
     assert [len(start.processes) for start in watch.starts] == [3]
-    assert not pool.lack_weights([0])
+    assert not pool.fleet.lack_weights([0])
 
 
 def test_weights_wait_for_an_engine_that_starts_only_where_there_is_no_other() -> None:
     pool, watch = pool_of(3, {1: ["engine 1"], 2: ["engine 0"]})
     pool.run(tasks_of(12))
     watch.slow = {"engine 1"}
-    assert pool.up() == [0, 2]
-    assert pool.lack_weights([0])
-    pool.supplied([0, 2])
-    assert [engine.serves for engine in pool.engines] == [True, False, True]
+    assert pool.fleet.up() == [0, 2]
+    assert pool.fleet.lack_weights([0])
+    pool.fleet.mark_supplied([0, 2])
+    assert [engine.serves for engine in pool.fleet.engines] == [True, False, True]
     assert watch.slow == {"engine 1"}
     watch.slow = set()
-    assert pool.up() == [0, 1, 2]
-    assert pool.lack_weights([0, 1, 2])
-    for engine in pool.engines:
-        pool.max_restarts = 9
-        pool.lose(engine, "lost")
+    assert pool.fleet.up() == [0, 1, 2]
+    assert pool.fleet.lack_weights([0, 1, 2])
+    for engine in pool.fleet.engines:
+        pool.fleet.max_restarts = 9
+        pool.fleet.lose(engine, "lost")
     watch.slow = {"engine 0", "engine 1", "engine 2"}
-    assert pool.up() == [0, 1, 2]
+    assert pool.fleet.up() == [0, 1, 2]
     assert not watch.slow
 
 
@@ -134,22 +136,22 @@ def test_what_fails_without_a_death_is_no_loss() -> None:
     watch.value = value  # type: ignore[method-assign]
     with pytest.raises(WorkerDiedError, match="a process failed"):
         pool.run(tasks_of(2))
-    assert pool.num_restarts == 0
+    assert pool.fleet.num_restarts == 0
 
 
 def test_what_only_a_lost_engine_keeps_is_made_again_elsewhere_without_records() -> None:
     pool, watch = pool_of(2)
-    pool.version = 5
+    pool.fleet.version = 5
     results = pool.run(tasks_of(4))
-    pool.version = 6
+    pool.fleet.version = 6
     chunks = [cast(Chunk, chunk) for chunk, _ in results]
     before = [chunk.parts[0].place for chunk in chunks]
     assert not pool.renew(chunks)
     watch.dead[id(watch.starts[0].processes[-1])] = "engine 0 died: killed"
     assert pool.renew(chunks)
     for chunk, place in zip(chunks, before, strict=True):
-        assert chunk.parts[0].place.maker == "engine 1"
-        assert (chunk.parts[0].place is place) == (place.maker == "engine 1")
+        assert chunk.parts[0].place.producer == "engine 1"
+        assert (chunk.parts[0].place is place) == (place.producer == "engine 1")
     again = watch.starts[1].processes[0].given[-2:]
     assert [task.records for task in again] == [None, None]
     assert [task.journals for task in again] == [("engine 0.1",)] * 2
@@ -185,7 +187,7 @@ def test_stolen_parts_of_tasks_come_back_in_their_places_whoever_dies_meanwhile(
     """Calls end in any order, answers before or after the reports that follow them; up to three engines die."""
     chance = random.Random(seed)
     dying = {chance.randrange(1, 25): [f"engine {chance.randrange(3)}"] for _ in range(seed % 4)}
-    pool, watch = pool_of(3, dying, room=200, seed=seed)
+    pool, watch = pool_of(3, dying, slots_per_engine=100, seed=seed)
     tasks = [task_of(number, tmp_path) for number in range(14)]
     results = pool.run(tasks)
     assert groups(results) == [np.repeat(task.group_ids, 4).tolist() for task in tasks]
@@ -197,14 +199,14 @@ def test_stolen_parts_of_tasks_come_back_in_their_places_whoever_dies_meanwhile(
         for part in parts:  # what is kept there are these responses
             process = next(p for start in watch.starts for p in start.processes if p is part.place.handle)
             assert process.given[part.place.key].span == (part.first, part.last)
-    living = {engine.maker for engine in pool.engines}
-    assert {part.place.maker for chunk, _ in results for part in cast(Chunk, chunk).parts} <= living
+    living = {engine.producer for engine in pool.fleet.engines}
+    assert {part.place.producer for chunk, _ in results for part in cast(Chunk, chunk).parts} <= living
     assert len(list(tmp_path.iterdir())) == len(tasks)
 
 
 def test_nobody_is_left_who_would_give_up_what_the_next_run_brings(tmp_path: Path) -> None:
     """The answer comes after all else: the engine that was asked ends its task before."""
-    pool, watch = pool_of(2, room=240)
+    pool, watch = pool_of(2, slots_per_engine=120)
     pool.run([task_of(number, tmp_path) for number in range(2)])
     processes = [process for start in watch.starts for process in start.processes]
     assert sum(process.asked for process in processes) > 0
@@ -213,14 +215,14 @@ def test_nobody_is_left_who_would_give_up_what_the_next_run_brings(tmp_path: Pat
 
 def test_what_idle_engines_have_taken_is_counted_and_made_again_part_by_part(tmp_path: Path) -> None:
     """The first engine that ends its first task takes of what the others have not begun."""
-    pool, watch = pool_of(3, room=240, seed=1)
+    pool, watch = pool_of(3, slots_per_engine=120, seed=1)
     tasks = [task_of(number, tmp_path, num_groups=6) for number in range(10)]
     results = pool.run(tasks)
-    assert cast(Total, pool.take_figures()["engine/requests_stolen"]).value > 0
+    assert cast(Total, pool.fleet.take_metrics()["engine/requests_stolen"]).value > 0
     chunks = [cast(Chunk, chunk) for chunk, _ in results]
-    makers = {part.place.maker for chunk in chunks for part in chunk.parts}
-    assert len(makers) > 1
-    lost = max(makers)
+    producers = {part.place.producer for chunk in chunks for part in chunk.parts}
+    assert len(producers) > 1
+    lost = max(producers)
     watch.dead[id(watch.starts[int(lost[-1])].processes[-1])] = f"{lost} died: killed"
     before = [part for chunk in chunks for part in chunk.parts]
     assert pool.renew(chunks)
@@ -228,21 +230,27 @@ def test_what_idle_engines_have_taken_is_counted_and_made_again_part_by_part(tmp
         assert [0, *(part.last for part in chunk.parts)] == [*(part.first for part in chunk.parts), 24]
         assert all(one.last == other.first for one, other in pairwise(chunk.parts))
         for part in chunk.parts:
-            assert part.place.maker != lost
+            assert part.place.producer != lost
             assert part in before or part.place.handle.given[part.place.key].records is None
 
 
 class Turns:
     """The devices that engines and trainer ranks of `pool` hold in turn; notes the moves."""
 
-    def __init__(self, pool: EnginePool, watch: DyingWatch) -> None:
+    def __init__(self, pool: Scheduler, watch: DyingWatch) -> None:
         self.pool, self.watch, self.moves = pool, watch, list[str]()
         pool.interrupted, pool.supply = self.interrupted, self.supply
-        pool.call = self.call  # type: ignore[method-assign, assignment]
+        pool.fleet.sleep, pool.fleet.wake_up = self.sleep, self.wake_up  # type: ignore[method-assign]
 
-    def call(self, method: str, *arguments: Any) -> list[int]:
-        self.moves.append(f"{method} {arguments[0]}")
-        return [0]
+    def sleep(self, keep_weights: bool) -> int:
+        self.pool.fleet.settle()
+        self.moves.append(f"sleep {keep_weights}")
+        self.pool.fleet.asleep = True
+        return 0
+
+    def wake_up(self, part: str) -> None:
+        self.moves.append(f"wake_up {part}")
+        self.pool.fleet.asleep = part != "kv_cache"
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -250,13 +258,13 @@ class Turns:
         for start in self.watch.starts:  # no rank fetches from a stopped engine any more
             assert id(start.processes[-1]) not in self.watch.dead or start.processes[-1] in start.killed
         yield
-        self.pool.sleep(keep_weights=False)
+        self.pool.fleet.sleep(keep_weights=False)
         self.moves.append("trainer state returns")
 
     def supply(self) -> None:
-        self.pool.wake_up("weights")
-        self.pool.supplied(range(self.pool.num_engines))
-        self.pool.wake_up("kv_cache")
+        self.pool.fleet.wake_up("weights")
+        self.pool.fleet.mark_supplied(range(self.pool.fleet.num_engines))
+        self.pool.fleet.wake_up("kv_cache")
 
 
 @pytest.mark.parametrize("before_sleep", [False, True])
@@ -268,7 +276,7 @@ def test_renew_while_engines_sleep_wakes_them_and_returns_devices(before_sleep: 
     lost = watch.present("engine 0")
     if before_sleep:
         watch.dead[id(lost)] = "engine 0 did not answer for 20 s"
-    pool.sleep(keep_weights=False)
+    pool.fleet.sleep(keep_weights=False)
     if not before_sleep:
         assert not pool.renew(chunks)
         watch.dead[id(lost)] = "engine 0 did not answer for 20 s"
@@ -277,19 +285,18 @@ def test_renew_while_engines_sleep_wakes_them_and_returns_devices(before_sleep: 
     assert turns.moves == [
         "trainer state leaves", "wake_up weights", "wake_up kv_cache", "sleep False", "trainer state returns",
     ]  # fmt: skip
-    assert pool.num_restarts == 1
+    assert pool.fleet.num_restarts == 1
     assert watch.present("engine 0").sleeps == (0 if before_sleep else 1)
     assert watch.present("engine 1").sleeps == 0
-    makers = {engine.maker for engine in pool.engines}
-    assert {part.place.maker for chunk in chunks for part in chunk.parts} <= makers
+    producers = {engine.producer for engine in pool.fleet.engines}
+    assert {part.place.producer for chunk in chunks for part in chunk.parts} <= producers
     assert not pool.renew(chunks)
 
 
 def test_renew_while_engines_sleep_without_turns_makes_nothing() -> None:
     pool, watch = pool_of(2)
     chunks = [cast(Chunk, chunk) for chunk, _ in pool.run(tasks_of(4))]
-    pool.call = lambda *arguments: [0]  # type: ignore[method-assign, assignment]
-    pool.sleep(keep_weights=False)
+    pool.fleet.sleep(keep_weights=False)
     watch.dead[id(watch.present("engine 0"))] = "engine 0 died: killed"
     assert not pool.renew(chunks)
 
@@ -303,9 +310,9 @@ def test_insist_repeats_a_call_that_replaced_the_engine_itself() -> None:
         calls.append("call")
         if len(calls) == 1:
             watch.dead[id(watch.present("engine 0"))] = "engine 0 died: killed"
-            pool.lose_dead()
+            pool.fleet.reap_failed()
             raise WorkerDiedError("a process failed")
         return "graded"
 
-    assert pool.insist(call) == "graded"
-    assert pool.num_restarts == 1
+    assert pool.fleet.retry_on_engine_loss(call) == "graded"
+    assert pool.fleet.num_restarts == 1

@@ -1,0 +1,278 @@
+"""Delivery of trajectories from the processes that produced them to those that read them.
+
+Trajectories stay in the process that produced them until the driver releases them. A reader fetches only its own rows:
+the producer cuts them out, the reader joins them, and the rank's tensor and pipeline peers read the same object. So a
+trajectory crosses to another host once, and the number of the driver's calls does not grow with producers x readers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError
+
+from mcore_rl.data.trajectories import join_rows, ragged, take_rows
+from mcore_rl.errors import McoreRLError, PeerLostError, WorkerDiedError
+from mcore_rl.runtime.health import Watch
+from mcore_rl.types import Batch, BuffersRef, RolloutTask, TrajectoryBuffers
+
+
+@dataclass(frozen=True)
+class Place:
+    """Trajectories under `key` in the process `handle` with the name `producer`, which keeps them while this object
+    exists."""
+
+    producer: str
+    handle: Any
+    key: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows from `first` up to `last` (exclusive) of a chunk: the trajectories of the range `responses` of the task. A
+    response may have several trajectories. `digests` as in RolloutScalars."""
+
+    place: Place
+    first: int
+    last: int
+    responses: tuple[int, int]
+    digests: np.ndarray | None = None
+
+
+@dataclass
+class Chunk:
+    """A BuffersRef of one task's trajectories, in the order of `parts`. `renew` generates lost trajectories of chunks
+    again on other engines and returns whether there were any."""
+
+    parts: list[Part]
+    task: RolloutTask
+    renew: Callable[[Sequence[Chunk]], bool]
+
+
+@dataclass(frozen=True)
+class DriverChunk:
+    """A BuffersRef of trajectories that the driver made from texts."""
+
+    buffers: TrajectoryBuffers
+
+
+class TrajectoryStore:
+    """Trajectories that the producing process keeps."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._keys = itertools.count()
+        self._chunks: dict[int, TrajectoryBuffers] = {}
+        self._request_ids: dict[int, Sequence[str]] = {}
+
+    def keep(self, buffers: TrajectoryBuffers, request_ids: Sequence[str] = ()) -> int:
+        """Store trajectories with the ids of their requests; returns their key."""
+        key = next(self._keys)
+        self._chunks[key], self._request_ids[key] = buffers, request_ids
+        return key
+
+    def all_of(self, key: int) -> TrajectoryBuffers:
+        return self._chunks[key]
+
+    def release(self, keys: Sequence[int]) -> list[str]:
+        """Delete trajectories; returns the ids of their requests."""
+        for key in keys:
+            del self._chunks[key]
+        return [request_id for key in keys for request_id in self._request_ids.pop(key)]
+
+    def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
+        """Join rows `rows[offsets[i]:offsets[i + 1]]` of the trajectories under `keys[i]`.
+
+        Raises: McoreRLError for a key that does not exist (any more).
+        """
+        parts = []
+        for key, of_key in zip(keys.tolist(), np.split(rows, offsets[1:-1]), strict=True):
+            if key not in self._chunks:
+                raise McoreRLError(f"{self._name} has no trajectories under {key}")
+            parts.append(take_rows(self._chunks[key], of_key))
+        return join_rows(parts)
+
+
+@dataclass
+class ReleasedKeys:
+    """Keys of trajectories that nothing on the driver refers to any more, by producer."""
+
+    _keys: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def refer(self, producer: str, handle: Any, key: int) -> Place:
+        """A reference to trajectories; their key is released with its last use."""
+        place = Place(producer, handle, key)
+        weakref.finalize(place, self._keys[producer].append, key).atexit = False
+        return place
+
+    def take(self, producer: str) -> list[int]:
+        """Pop the keys released since the last call."""
+        keys = self._keys[producer]
+        taken = keys[:]
+        del keys[: len(taken)]
+        return taken
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of some chunks: `rows[offsets[i]:offsets[i + 1]]` of chunk number `chunks[i]`."""
+
+    chunks: np.ndarray
+    offsets: np.ndarray
+    rows: np.ndarray
+
+    @staticmethod
+    def of(by_chunk: Sequence[np.ndarray]) -> Rows:
+        """`by_chunk[i]` are the rows of chunk i."""
+        numbers = np.array([number for number, rows in enumerate(by_chunk) if len(rows)], np.int64)
+        nonempty = [by_chunk[number] for number in numbers]
+        return Rows(numbers, np.cumsum([0, *map(len, nonempty)]), np.concatenate([*nonempty, np.empty(0, np.int64)]))
+
+
+@dataclass(frozen=True)
+class FetchRequest:
+    """Rows for a reader: `rows[offsets[i]:offsets[i + 1]]` of the trajectories under `keys[i]` of the producer
+    `producers[producer_of[i]]`. `handles` are those of producers that the reader has not had a request for before."""
+
+    producers: list[str]
+    producer_of: np.ndarray
+    keys: np.ndarray
+    offsets: np.ndarray
+    rows: np.ndarray
+    handles: dict[str, Any]
+    timeout_seconds: float
+
+
+def fetch(request: FetchRequest, handles: dict[str, Any]) -> TrajectoryBuffers:
+    """Fetch all rows in their order, with one call per producer. Run by the reader, which keeps `handles` of producers
+    between calls.
+
+    Raises: PeerLostError naming a producer that does not answer.
+    """
+    handles |= request.handles
+    calls, places = [], []
+    for number, producer in enumerate(request.producers):
+        pieces = np.flatnonzero(request.producer_of == number)
+        of_producer, offsets = ragged(request.offsets, pieces)
+        calls.append(handles[producer].cut.remote(request.keys[pieces], offsets, request.rows[of_producer]))
+        places.append(of_producer)
+    try:
+        joined = join_rows(ray.get(calls, timeout=request.timeout_seconds))
+    except GetTimeoutError:
+        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+        silent = sorted(producer for producer, call in zip(request.producers, calls, strict=True) if call not in ready)
+        raise PeerLostError(f"no trajectories came from {', '.join(silent)} in {request.timeout_seconds:g} s") from None
+    order = np.argsort(np.concatenate(places))
+    return joined if np.array_equal(order, np.arange(len(order))) else take_rows(joined, order)
+
+
+class TrajectoryIndex:
+    """Places of the rows of chunks, as arrays over all parts: every reader has some rows of nearly every chunk."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        parts = [part for chunk in chunks for part in chunk.parts]
+        self._handles = {part.place.producer: part.place.handle for part in parts}
+        numbers = {producer: number for number, producer in enumerate(self._handles)}
+        self._producers = list(self._handles)
+        self._producer_of = np.array([numbers[part.place.producer] for part in parts], np.int64)
+        self._keys = np.array([part.place.key for part in parts], np.int64)
+        self._first = np.array([part.first for part in parts], np.int64)
+        lengths = [chunk.parts[-1].last for chunk in chunks]
+        self._begins = np.cumsum([0, *lengths])
+        """First row of each chunk among the rows of all chunks, and the number of all rows."""
+        begins = np.repeat(self._begins[:-1], [len(chunk.parts) for chunk in chunks])
+        self._ends = begins + np.array([part.last for part in parts], np.int64)
+
+    @property
+    def handles(self) -> list[Any]:
+        """Handles of all producers."""
+        return list(self._handles.values())
+
+    def request(self, rows: Rows, known: set[str], timeout_seconds: float) -> FetchRequest:
+        """Request for a reader that has the handles of the producers `known`."""
+        begins = np.repeat(self._begins[rows.chunks], np.diff(rows.offsets))
+        part_of = np.searchsorted(self._ends, begins + rows.rows, side="right")
+        edges = np.flatnonzero(np.diff(part_of, prepend=-1))
+        producers, producer_of = np.unique(self._producer_of[part_of[edges]], return_inverse=True)
+        names = [self._producers[number] for number in producers]
+        return FetchRequest(
+            names,
+            producer_of,
+            self._keys[part_of[edges]],
+            np.append(edges, len(part_of)),
+            rows.rows - self._first[part_of],
+            {name: self._handles[name] for name in names if name not in known},
+            timeout_seconds,
+        )
+
+
+@dataclass
+class Delivery:
+    """Delivery to a group of readers, which are processes with a method `fetch`. Used by the driver."""
+
+    readers: Sequence[Any]
+    watch: Watch
+    _known: list[set[str]] = field(init=False)
+    """Producers whose handles each reader has; a handle costs the reader a connection."""
+
+    def __post_init__(self) -> None:
+        self._known = [set() for _ in self.readers]
+
+    def deliver(self, chunks: Sequence[BuffersRef], rows: Sequence[Rows]) -> list[tuple[Any, ...]]:
+        """For every reader, a reference of all its rows in the order of `chunks`; () for a reader without rows. Returns
+        after the rows have arrived, so that the loss of a producer cannot break the calls that read them.
+
+        Raises: WorkerDiedError.
+        """
+        while True:
+            produced = [chunk for chunk in chunks if isinstance(chunk, Chunk)]
+            index = TrajectoryIndex(produced) if produced else None
+            fetched = {
+                number: _put(chunks, of_reader) if index is None else self._fetch(number, index, of_reader)
+                for number, of_reader in enumerate(rows)
+                if len(of_reader.rows)
+            }
+            try:
+                self.watch.get([arrived for arrived, _ in fetched.values()], [] if index is None else index.handles)
+                return [(fetched[number][1],) if number in fetched else () for number in range(len(rows))]
+            except WorkerDiedError:
+                self.watch.blame_the_dead()
+                if not produced or not produced[0].renew(produced):
+                    raise
+
+    def _fetch(self, reader: int, index: TrajectoryIndex, rows: Rows) -> tuple[Any, Any]:
+        """References of None, which is there when all rows have arrived, and of the rows."""
+        known = self._known[reader]
+        request = index.request(rows, known, self.watch.dependent_seconds)
+        arrived, trajectories = self.readers[reader].fetch.remote(request)
+        known.update(request.producers)
+        return arrived, trajectories
+
+
+def _put(chunks: Sequence[BuffersRef], rows: Rows) -> tuple[Any, Any]:
+    """As Delivery._fetch, for trajectories made by the driver."""
+    parts = zip(rows.chunks, np.split(rows.rows, rows.offsets[1:-1]), strict=True)
+    made = [take_rows(cast("DriverChunk", chunks[number]).buffers, of_chunk) for number, of_chunk in parts]
+    return ray.put(None), ray.put(join_rows(made))
+
+
+def rows_by_rank(batch: Batch, num_dp_ranks: int) -> tuple[list[Rows], np.ndarray]:
+    """Rows of the batch's chunks for each data-parallel rank, and the position of each sample in the rows delivered to
+    its rank: int32 [B]."""
+    samples = np.unique(np.concatenate([*batch.updates, np.empty(0, np.int64)]))
+    order = samples[np.lexsort((batch.rows[samples], batch.chunk_ids[samples], batch.dp_ranks[samples]))]
+    starts = np.searchsorted(batch.dp_ranks[order], np.arange(num_dp_ranks + 1))
+    rows = []
+    for start, end in itertools.pairwise(starts):
+        chunks, first = np.unique(batch.chunk_ids[order[start:end]], return_index=True)
+        rows.append(Rows(chunks, np.append(first, end - start), batch.rows[order[start:end]]))
+    places = np.zeros(len(batch), np.int32)
+    places[order] = np.arange(len(order)) - starts[batch.dp_ranks[order]]
+    return rows, places

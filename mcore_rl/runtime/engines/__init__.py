@@ -1,0 +1,1 @@
+"""Rollout engines: their processes, the fleet of them, and the scheduler of their tasks."""

@@ -1,0 +1,264 @@
+"""Policy of the scheduler's queue: the engine with the fewest requests gets the next piece of a task, and engines that
+have started everything take requests from the engine with the most unstarted ones."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mcore_rl.rollout.tasks import ROOM
+
+MAX_ENTRIES_PER_ENGINE = 16
+"""Size limit of the heap of loads; all but one entry of an engine are out of date."""
+
+
+class EngineKey(NamedTuple):
+    """One incarnation of an engine: its number in the fleet, and how often it was replaced before."""
+
+    number: int
+    incarnation: int = 0
+
+
+@dataclass
+class Piece:
+    """Responses of a task, from `first` up to `last` (exclusive), that one engine generates."""
+
+    task: int
+    first: int
+    last: int
+    engine: EngineKey | None = None
+    """The engine that has the piece and has not finished it."""
+
+    @property
+    def num_requests(self) -> int:
+        return self.last - self.first
+
+
+class Balance:
+    """Queue of pieces and loads of engines. Each operation costs at most the logarithm of the number of engines, except
+    for idle engines.
+
+    With `room`, an engine is given up to `room` requests, and one piece in any case if it has none. It is given more
+    only after it reported that it has started everything and has free slots. While other engines may have unstarted
+    requests, engines that got nothing stay candidates, and `steal` returns the engines to take requests from.
+    Without `room`, engines take pieces at any time and nothing is stolen.
+    """
+
+    def __init__(
+        self, room: int | None, *, steals: bool = True, serves: Callable[[EngineKey], bool] = lambda engine: True
+    ) -> None:
+        """`serves` returns whether an engine can be given pieces now."""
+        self._room, self._slots, self._serves = room, max(1, (room or 0) // ROOM), serves
+        self._steals = steals and room is not None
+        self.pieces: dict[int, Piece] = {}
+        self.running_requests = 0
+        """Unfinished requests, with those in the queue."""
+        self._num_added = 0
+        self._of_task: dict[int, list[int]] = {}
+        self._queue: deque[int] = deque()
+        self._given: dict[EngineKey, set[int]] = {}
+        """Unfinished pieces of each engine."""
+        self._loads: dict[EngineKey, int] = {}
+        """Unfinished requests of each engine."""
+        self._sent: dict[EngineKey, int] = {}
+        """Requests that each engine was given so far."""
+        self._candidates: set[EngineKey] = set()
+        """Engines that may be given pieces."""
+        self._heap: list[tuple[int, EngineKey]] = []
+        """(load, candidate), with entries that are out of date."""
+        self._unstarted: dict[EngineKey, int] = {}
+        """Upper bound of an engine's unstarted requests."""
+        self._victims: list[tuple[int, EngineKey]] = []
+        """Heap of (-unstarted, engine), with entries that are out of date."""
+        self._asked: dict[EngineKey, int] = {}
+        """Engines with a `steal` in progress, and the requests that they were given since it began."""
+
+    @property
+    def engines(self) -> Collection[EngineKey]:
+        return self._given.keys()
+
+    @property
+    def has_queue(self) -> bool:
+        return bool(self._queue)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether an engine that reports later may get something."""
+        return bool(self._queue) or (len(self._given) > 1 and self._may_steal())
+
+    def add(self, task: int, first: int, last: int) -> int:
+        """Append a piece to the queue; returns its number."""
+        number = self._new(task, first, last)
+        self.requeue([number])
+        return number
+
+    def of_task(self, task: int) -> list[int]:
+        """Numbers of a task's pieces, in the order of its responses."""
+        return sorted(self._of_task[task], key=lambda number: self.pieces[number].first)
+
+    def num_pieces(self, task: int) -> int:
+        return len(self._of_task[task])
+
+    def drop(self, task: int) -> None:
+        """Forget a finished task."""
+        for number in self._of_task.pop(task):
+            del self.pieces[number]
+
+    def requeue(self, numbers: Sequence[int], *, first: bool = False) -> None:
+        """Put pieces that no engine has at the end of the queue, or in front of everything else."""
+        if first:
+            self._queue.extendleft(sorted(numbers, reverse=True))
+        else:
+            self._queue.extend(numbers)
+        self.running_requests += sum(self.pieces[number].num_requests for number in numbers)
+
+    def is_candidate(self, engine: EngineKey) -> bool:
+        return engine in self._candidates
+
+    def join(self, engine: EngineKey) -> None:
+        """Make an engine without a call a candidate; its load stays."""
+        self._make_candidate(engine, self._loads.get(engine, 0))
+
+    def report(self, engine: EngineKey, received: int, left: int) -> None:
+        """Take a report: the engine has received so many requests so far and has not finished `left` of them, all of
+        which have started. Requests on their way to the engine count as unfinished."""
+        self._make_candidate(engine, self._sent.get(engine, 0) - received + left)
+
+    def finished(self, number: int) -> None:
+        engine = self.pieces[number].engine
+        assert engine is not None, f"piece {number} finished on no engine"
+        self._given[engine].remove(number)
+        self.pieces[number].engine = None
+
+    def leave(self, engines: Collection[EngineKey]) -> list[int]:
+        """Remove engines and put their unfinished pieces in front of the queue, in order; returns these pieces."""
+        numbers = sorted(number for engine in engines for number in self._given.pop(engine, ()))
+        for engine in engines:
+            self.running_requests -= self._loads.pop(engine, 0)
+            self._candidates.discard(engine)
+            for of_engine in (self._sent, self._unstarted, self._asked):
+                of_engine.pop(engine, None)
+        for number in numbers:
+            self.pieces[number].engine = None
+        self.requeue(numbers, first=True)
+        return numbers
+
+    def assign(self) -> dict[EngineKey, list[int]]:
+        """Pieces for each engine. With `room`, engines with unfinished work that get nothing, since they have no room
+        or nothing is left, are in the result with an empty list; they are no candidates before their next report."""
+        given: dict[EngineKey, list[int]] = {}
+        while self._queue and (engine := self._least_loaded()) is not None:
+            number = self._queue[0]
+            requests = self.pieces[number].num_requests
+            numbers = given.setdefault(engine, [])
+            if self._room is not None and self._given[engine] and self._loads[engine] + requests > self._room:
+                self._candidates.discard(engine)
+                continue
+            numbers.append(self._queue.popleft())
+            self.pieces[number].engine = engine
+            self._given[engine].add(number)
+            self._sent[engine] = self._sent.get(engine, 0) + requests
+            self._set_load(engine, self._loads[engine] + requests)
+            self.running_requests -= requests  # moved from the queue to the load
+        if self._room is not None:
+            self._note_given(given)
+        return given
+
+    def steal(self) -> list[tuple[EngineKey, int]]:
+        """(engine, free slots of the candidate) of engines that have to give up unstarted requests: those with the most
+        first, at most one per candidate, and each engine once at a time."""
+        if self._queue or len(self._candidates) <= len(self._asked) or not self._may_steal():
+            return []
+        steals: list[tuple[EngineKey, int]] = []
+        loads = sorted((self._loads[engine], engine) for engine in self._candidates)
+        candidates = iter(loads[len(self._asked) :])
+        while (victim := self._top_victim()) is not None and (candidate := next(candidates, None)) is not None:
+            heapq.heappop(self._victims)
+            self._asked[victim] = 0
+            steals.append((victim, max(0, self._slots - candidate[0])))
+        return steals
+
+    def gave_up(self, engine: EngineKey, ends: Sequence[tuple[int, int]], unstarted: int) -> int:
+        """Take an engine's answer to a steal: (piece, response at which it ends now) of each shortened piece, and the
+        number of unstarted requests that it has left. The rest of the pieces is put in front of the queue; returns its
+        number of requests."""
+        rests = [self._split(number, end) for number, end in ends]
+        for rest in rests:
+            self.requeue([rest], first=True)
+        self._set_unstarted(engine, unstarted + self._asked.pop(engine))
+        return sum(self.pieces[rest].num_requests for rest in rests)
+
+    def _split(self, number: int, end: int) -> int:
+        """End a piece before response `end`, which may leave it empty; returns the number of the new rest."""
+        piece = self.pieces[number]
+        assert piece.first <= end < piece.last, f"{piece} has no response {end}"
+        rest = self._new(piece.task, end, piece.last)
+        piece.last = end
+        if not piece.num_requests:
+            self.finished(number)
+            self._of_task[piece.task].remove(number)
+            del self.pieces[number]
+        return rest
+
+    def _new(self, task: int, first: int, last: int) -> int:
+        number, self._num_added = self._num_added, self._num_added + 1
+        self.pieces[number] = Piece(task, first, last)
+        self._of_task.setdefault(task, []).append(number)
+        return number
+
+    def _make_candidate(self, engine: EngineKey, load: int) -> None:
+        self._given.setdefault(engine, set())
+        self._candidates.add(engine)
+        self._set_unstarted(engine, 0)
+        self._set_load(engine, load)
+
+    def _set_load(self, engine: EngineKey, load: int) -> None:
+        self.running_requests += load - self._loads.get(engine, 0)
+        self._loads[engine] = load
+        heapq.heappush(self._heap, (load, engine))
+        if len(self._heap) > MAX_ENTRIES_PER_ENGINE * len(self._given):
+            self._heap = sorted((self._loads[each], each) for each in self._candidates)
+
+    def _least_loaded(self) -> EngineKey | None:
+        """The candidate with the fewest requests of those that serve."""
+        while self._heap:
+            load, engine = self._heap[0]
+            if engine in self._candidates and self._loads[engine] == load:
+                if self._serves(engine):
+                    return engine
+                self._candidates.discard(engine)
+            heapq.heappop(self._heap)
+        return None
+
+    def _note_given(self, given: dict[EngineKey, list[int]]) -> None:
+        """Remove candidates that got pieces and, if nothing is left to get, those with unfinished work."""
+        for engine, numbers in given.items():
+            requests = sum(self.pieces[number].num_requests for number in numbers)
+            if engine in self._asked:
+                self._asked[engine] += requests
+            self._set_unstarted(engine, self._unstarted[engine] + requests)
+        if not self._queue and not self._may_steal():
+            for engine in self._candidates - given.keys():
+                if self._given[engine]:
+                    given[engine] = []
+        self._candidates -= given.keys()
+
+    def _may_steal(self) -> bool:
+        return self._steals and (bool(self._asked) or self._top_victim() is not None)
+
+    def _top_victim(self) -> EngineKey | None:
+        """The engine that may have the most unstarted requests, of those without a steal in progress."""
+        while self._victims:
+            unstarted, engine = self._victims[0]
+            if self._unstarted.get(engine) == -unstarted and engine not in self._asked:
+                return engine
+            heapq.heappop(self._victims)
+        return None
+
+    def _set_unstarted(self, engine: EngineKey, unstarted: int) -> None:
+        self._unstarted[engine] = unstarted
+        if unstarted:
+            heapq.heappush(self._victims, (-unstarted, engine))

@@ -1,0 +1,260 @@
+"""The rollout engines of a run: which are alive, which start again, and which weights they hold. It knows no tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from mcore_rl.errors import ClusterDiedError, WorkerDiedError
+from mcore_rl.runtime.delivery import ReleasedKeys
+from mcore_rl.runtime.engines.balance import EngineKey
+from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.roles.base import drain_spans
+from mcore_rl.runtime.stops import STOPS
+from mcore_rl.types import Metric, Span, Total, merge_metrics
+from mcore_rl.weights.transports.topology import Endpoint
+
+T = TypeVar("T")
+
+
+class Start(Protocol):
+    """An EngineStart."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def handles(self) -> list[Any]: ...
+
+    @property
+    def journal(self) -> str | None: ...
+
+    def kill(self) -> None: ...
+
+    def again(self) -> Any: ...
+
+
+@dataclass
+class FleetEngine:
+    """One engine: its processes, and whether it is up and has weights."""
+
+    number: int
+    start: Start
+    incarnation: int = 0
+    """Times that it was replaced."""
+    starting: Any = None
+    """Result of its set-up while it starts again."""
+    deadline: float = 0.0
+    """Time limit of that start, by time.monotonic()."""
+    has_weights: bool = True
+    busy_seconds: float = 0.0
+    """Busy seconds from the engine's last report."""
+
+    @property
+    def handle(self) -> Any:
+        return self.start.handles[0]
+
+    @property
+    def serves(self) -> bool:
+        return self.starting is None and self.has_weights
+
+    @property
+    def key(self) -> EngineKey:
+        return EngineKey(self.number, self.incarnation)
+
+    @property
+    def producer(self) -> str:
+        """Name of the process as a producer of trajectories."""
+        return self.producer_of(self.incarnation)
+
+    def producer_of(self, incarnation: int) -> str:
+        """Name of one incarnation; no other process has had it."""
+        return f"{self.start.name} (started {incarnation + 1} times)" if incarnation else self.start.name
+
+
+@dataclass
+class Fleet:
+    """All rollout engines. One that dies or hangs starts again while the others work, and gets weights with the next
+    update after that."""
+
+    engines: list[FleetEngine]
+    watch: Watch
+    max_restarts: int = 0
+    note: Callable[[str], None] = print
+    """Shows a line to the user."""
+    version: int = field(default=0, init=False)
+    """Weight version; every engine that serves has this version or a later one."""
+    num_restarts: int = field(default=0, init=False)
+    released: ReleasedKeys = field(default_factory=ReleasedKeys, init=False)
+    asleep: bool = field(default=False, init=False)
+    _metrics: dict[str, Metric] = field(default_factory=dict, init=False)
+    _journals: dict[str, str] = field(default_factory=dict, init=False)
+    """Journal files of lost engines, by producer."""
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.engines)
+
+    @property
+    def serving(self) -> list[FleetEngine]:
+        return [engine for engine in self.engines if engine.serves]
+
+    def started(self) -> list[FleetEngine]:
+        """Engines that are not starting; waits if all are."""
+        if all(engine.starting is not None for engine in self.engines):
+            self.settle()
+        return [engine for engine in self.engines if engine.starting is None]
+
+    def producer_of(self, key: EngineKey) -> str:
+        return self.engines[key.number].producer_of(key.incarnation)
+
+    def journal_of(self, producer: str) -> str | None:
+        """The journal that a lost engine left, if there is one."""
+        return self._journals.get(producer)
+
+    def lose(self, engine: FleetEngine, why: str) -> None:
+        """Start an engine again; it has no weights then.
+
+        Raises: WorkerDiedError after `max_restarts` restarts; KeyboardInterrupt if a stop was requested, because the
+        signal may have gone to all processes.
+        """
+        STOPS.end()
+        if self.num_restarts == self.max_restarts:
+            raise WorkerDiedError(f"{why} (rollout.max_engine_restarts={self.max_restarts})")
+        self.num_restarts += 1
+        self.count("engine/restarts", 1)
+        first_line = why.splitlines()[0]
+        self.note(f"warning: {first_line}; it starts again ({self.num_restarts} of {self.max_restarts} times)")
+        if engine.start.journal is not None:
+            self._journals[engine.producer] = engine.start.journal
+        engine.incarnation += 1
+        engine.busy_seconds, engine.has_weights = 0.0, False
+        engine.starting, engine.deadline = engine.start.again(), self.watch.start_deadline()
+
+    def is_lost(self, engine: FleetEngine) -> bool:
+        """Return whether some process of the engine has died; waits a few seconds for the death to be reported."""
+        if all(self.watch.lost(handle) is None for handle in engine.start.handles):
+            self.watch.blame_the_dead(engine.start.handles)  # the death of another process explains nothing here
+        return any(self.watch.lost(handle) is not None for handle in engine.start.handles)
+
+    def failed(self) -> list[FleetEngine]:
+        """Engines with a process that was lost since the last `reap_failed`."""
+        if not self.watch.any_lost:
+            return []
+        lost = self.watch.lost
+        return [engine for engine in self.engines if any(lost(handle) is not None for handle in engine.start.handles)]
+
+    def reap_failed(self) -> None:
+        """Start failed engines again."""
+        for engine in self.failed():
+            reasons = [why for handle in engine.start.handles if (why := self.watch.lost(handle)) is not None]
+            self.lose(engine, reasons[0])
+
+    def settle(self) -> None:
+        """Wait until every engine is up."""
+
+        def wait() -> None:
+            for engine in self.engines:
+                if engine.starting is not None:
+                    self.watch.get_started({engine.starting: engine.start.handles})
+                    engine.starting = None
+
+        self.reap_failed()
+        self.retry_on_engine_loss(wait)
+
+    def up(self) -> list[int]:
+        """Indices of engines that can take weights. Engines that start are not waited for, unless all do."""
+
+        def look() -> None:
+            for engine in self.engines:
+                if engine.starting is not None and self.watch.has_started(
+                    engine.starting, engine.start.handles, engine.deadline
+                ):
+                    engine.starting = None
+
+        self.reap_failed()
+        self.retry_on_engine_loss(look)
+        return [engine.number for engine in self.started()]
+
+    def retry_on_engine_loss(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`, which is repeated after every loss of an engine.
+
+        Raises: errors of `call` that no loss explains.
+        """
+        while True:
+            before = self.num_restarts
+            try:
+                return call()
+            except ClusterDiedError:
+                raise
+            except WorkerDiedError:
+                self.watch.blame_the_dead()
+                self.reap_failed()
+                if self.num_restarts == before:  # `call` may have replaced an engine itself
+                    raise
+
+    def lack_weights(self, indices: Sequence[int]) -> bool:
+        """Return whether any of these engines has no weights yet."""
+        return any(not self.engines[index].has_weights for index in indices)
+
+    def mark_supplied(self, indices: Sequence[int]) -> None:
+        """Note that these engines have the present weights."""
+        for engine in (self.engines[index] for index in indices):
+            if not engine.has_weights:
+                self.note(f"{engine.start.name} is up again, with the weights of version {self.version}")
+            engine.has_weights = True
+
+    def endpoints(self) -> list[Endpoint]:
+        """Weight endpoints of all engine ranks, engine by engine."""
+        calls = [engine.handle.endpoints.remote() for engine in self.engines]
+        return [endpoint for of_engine in self.watch.get(calls) for endpoint in of_engine]
+
+    def sleep(self, keep_weights: bool) -> int:
+        """Free the memory of every engine; returns the bytes freed by all of them."""
+        self.asleep = True
+        return sum(self._on_every_engine(lambda engine: engine.handle.sleep.remote(keep_weights)))
+
+    def wake_up(self, part: str) -> None:
+        """Give "weights" or "kv_cache" back to every engine."""
+        self._on_every_engine(lambda engine: engine.handle.wake_up.remote(part))
+        self.asleep = part != "kv_cache"  # which comes last
+
+    def start_asleep(self) -> None:
+        """Start lost engines again and put them to sleep like the others."""
+        before = [engine.incarnation for engine in self.engines]
+
+        def start() -> None:
+            self.settle()
+            started = [engine for engine in self.engines if engine.incarnation != before[engine.number]]
+            self.watch.get([engine.handle.sleep.remote(False) for engine in started])
+
+        self.retry_on_engine_loss(start)
+
+    def _on_every_engine(self, begin: Callable[[FleetEngine], Any]) -> list[Any]:
+        """Results of a call of every engine. All must be up: one that starts would take memory that others use."""
+
+        def call() -> list[Any]:
+            self.settle()
+            return self.watch.get([begin(engine) for engine in self.engines])
+
+        return self.retry_on_engine_loss(call)
+
+    def count(self, name: str, number: int) -> None:
+        self.add_metric(name, Total(number))
+
+    def add_metric(self, name: str, metric: Metric) -> None:
+        self._metrics = merge_metrics([self._metrics, {name: metric}])
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Metrics since the last call: idle fraction of the engines, restarts, tokens of lost engines that others
+        continued from, and requests that idle engines took from others."""
+        metrics, self._metrics = self._metrics, {}
+        none = dict.fromkeys(("engine/restarts", "engine/tokens_taken_over", "engine/requests_stolen"), Total(0))
+        return {**none, **metrics}
+
+    def spans(self) -> list[Span]:
+        self.reap_failed()
+        return self.retry_on_engine_loss(
+            lambda: drain_spans(self.watch, [engine.handle for engine in self.engines if engine.starting is None])
+        )

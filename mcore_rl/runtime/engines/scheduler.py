@@ -1,0 +1,391 @@
+"""Scheduler of rollout tasks: one queue for all engines of the fleet.
+
+    submit -> queue -> engine: run (waits) or begin (while run waits) -> report -> result
+                 ^-- unfinished pieces of lost engines, and unstarted requests that idle engines take over
+
+A batch (`run`) is done by engines that take work as they have room and steal from each other at the end. In a streaming
+run (`begin`) engines have work all the time: each task goes to the least loaded engine at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from mcore_rl.errors import McoreRLError, WorkerDiedError
+from mcore_rl.rollout.streaming.interface import SavedTasks
+from mcore_rl.rollout.tasks import ROOM, GivenUp, Until
+from mcore_rl.runtime.delivery import Chunk, Place
+from mcore_rl.runtime.engines.balance import Balance, EngineKey
+from mcore_rl.runtime.engines.fleet import Fleet
+from mcore_rl.runtime.engines.grading import amend, grade, probe
+from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.saved_tasks import restore_tasks, save_tasks
+from mcore_rl.runtime.engines.submissions import (
+    FinishedPiece,
+    Submission,
+    chunk_of,
+    lost_parts,
+    replace_part,
+    task_again,
+    whole_part,
+)
+from mcore_rl.types import BuffersRef, Grades, Mean, RolloutResult, RolloutScalars, RolloutTask
+
+
+def _no_supply() -> None:
+    raise McoreRLError("engines were lost before any had weights")
+
+
+@dataclass
+class Scheduler:
+    """Runs tasks on the engines of `fleet`: a GradingPool, a ProbedPool, a TaskStream, and the attendant of the watch.
+
+    Ended calls are taken in every wait of the driver. Work of a lost engine is queued again only in `wait`, where
+    nothing else is in progress: code that publishes weights meanwhile notices the death and restarts the engine itself.
+    It continues from the engine's journal or, without one, is generated again. Both give the same responses, because a
+    response depends only on its prompt, its seed and the weights.
+    """
+
+    fleet: Fleet
+    slots_per_engine: int
+    """Requests that an engine decodes concurrently."""
+    streaming: bool = False
+    steals: bool = True
+    """Whether engines without unstarted requests take some of others in a batch."""
+    supply: Callable[[], None] = _no_supply
+    """Publishes the present weights to engines that started again."""
+    interrupted: Callable[[], AbstractContextManager[None]] | None = None
+    """Phases.interrupted, if engines and trainer ranks share devices."""
+    _balance: Balance = field(init=False)
+    _submissions: dict[int, Submission] = field(default_factory=dict, init=False)
+    """By ticket; a task of `run` stays until `run` returns, because the loss of an engine also loses its results."""
+    _num_submitted: int = field(default=0, init=False)
+    _unfinished: set[int] = field(default_factory=set, init=False)
+    """Tickets of `run` with unfinished pieces."""
+    _runs: dict[Any, EngineKey] = field(default_factory=dict, init=False)
+    """Calls that wait for finished tasks; at most one per engine."""
+    _begins: dict[Any, EngineKey] = field(default_factory=dict, init=False)
+    _steals: dict[Any, EngineKey] = field(default_factory=dict, init=False)
+    _idle: set[int] = field(default_factory=set, init=False)
+    """Engines without a call in `_runs`."""
+    _dead: set[EngineKey] = field(default_factory=set, init=False)
+    """Engines whose death was noticed, also before they are started again."""
+    _carried: dict[EngineKey, int] = field(default_factory=dict, init=False)
+    """Tokens carried over according to the last report."""
+    _gathers: bool = field(default=False, init=False)
+    _num_restarts: int = field(default=0, init=False)
+    """Restarts of engines at the last look for their tasks."""
+    _turns: int = field(default=0, init=False)
+    _looked: float = field(default_factory=time.perf_counter, init=False)
+    _busy_before: dict[EngineKey, float] = field(default_factory=dict, init=False)
+    _on_end: Callable[[], None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        room = None if self.streaming else ROOM * self.slots_per_engine
+        self._balance = Balance(room, steals=self.steals, serves=self._serves)
+        self._idle = set(range(self.fleet.num_engines))
+        self.fleet.watch.attendant = self
+
+    @property
+    def num_engines(self) -> int:
+        return self.fleet.num_engines
+
+    @property
+    def running_requests(self) -> int:
+        return self._balance.running_requests
+
+    @property
+    def slots(self) -> int:
+        """Requests that all engines with weights decode concurrently."""
+        return self.slots_per_engine * max(1, len(self.fleet.serving))
+
+    def attend(self, heard: Callable[[], None]) -> None:
+        """Call `heard` whenever tasks have ended, in any wait of the driver; it must not wait itself."""
+        self._on_end = heard
+
+    def begin(self, task: RolloutTask, results: dict[int, RolloutResult]) -> int:
+        """Submit a task without waiting; its result is put into `results` under the returned ticket."""
+        return self._submit(task, results)
+
+    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
+        """Generate all tasks with the present weights; results are in the order of the tasks.
+
+        Raises: WorkerDiedError if an engine is lost after `max_restarts` restarts.
+        """
+        if not self.streaming:
+            self.idle_fraction()
+        results = self._run([replace(task, version=self.fleet.version) for task in tasks])
+        if not self.streaming and all(task.prompt_set == "train" for task in tasks):
+            self.fleet.add_metric("engine/idle_fraction", self.idle_fraction())
+        return results
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Send tasks that begin in the block at its end, by fewer calls."""
+        outer, self._gathers = self._gathers, True
+        try:
+            yield
+        finally:
+            self._gathers = outer
+        if not outer:
+            self._assign()
+
+    def wait(self) -> None:
+        """Wait until something has ended, or for a moment. Call it only where the driver does nothing else.
+
+        Raises: as Watch.wait; WorkerDiedError if an engine is lost after `max_restarts` restarts.
+        """
+        self._recover()
+        self.fleet.watch.wait([], 0)
+
+    def rest(self) -> None:
+        """Wait until every request has ended or is paused until the next weights."""
+        while self._balance.has_queue or not self.fleet.retry_on_engine_loss(self._rests):
+            self.wait()
+
+    def _rests(self) -> bool:
+        handles = [engine.handle for engine in self.fleet.engines if self._serves(engine.key)]
+        counts = self.fleet.watch.get([handle.num_running.remote() for handle in handles])
+        num_tasks, num_running = sum(tasks for tasks, _ in counts), sum(running for _, running in counts)
+        return num_tasks == len(self._submissions) and not num_running
+
+    def grade(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[Grades]:
+        return grade(self.fleet, tasks, results)
+
+    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
+        amend(self.fleet, tasks, results)
+
+    def probe(self, task: RolloutTask) -> dict[str, RolloutResult]:
+        """As ProbedPool.probe, on all engines that have weights. Metrics of steps do not include it."""
+        return probe(self.fleet, task, self.renew)
+
+    def save(self, directory: Path, chunks: Sequence[BuffersRef], tickets: Sequence[int]) -> SavedTasks:
+        """As TaskStream.save: each engine writes its own part."""
+        kept, latest = [cast(Chunk, chunk) for chunk in chunks], dict[int, tuple[RolloutTask, EngineKey | None]]()
+
+        def save() -> SavedTasks:
+            self._recover()
+            self.renew(kept)
+            # A task that ends in a repetition is still on the engine that had it.
+            latest.update({ticket: self._located(ticket) for ticket in tickets if ticket in self._submissions})
+            return save_tasks(self.fleet, directory, kept, list(latest.values()))
+
+        return self.fleet.retry_on_engine_loss(save)
+
+    def restore(self, path: Path, made: Sequence[tuple[RolloutTask, RolloutScalars]]) -> list[BuffersRef]:
+        """As TaskStream.restore: engines take files in turn."""
+
+        def restore() -> list[Place]:
+            engine = self.fleet.engines[self._turns % self.num_engines]
+            self._turns += 1
+            return restore_tasks(self.fleet, engine, path, [task.request_ids for task, _ in made])
+
+        places = self.fleet.retry_on_engine_loss(restore)
+        return [
+            chunk_of(task, [whole_part(place, task, scalars)], self.renew)
+            for place, (task, scalars) in zip(places, made, strict=True)
+        ]
+
+    def renew(self, chunks: Sequence[Chunk]) -> bool:
+        """Generate trajectories again that were lost with their engine; return whether there are any. Sleeping engines
+        are woken for it and sleep again afterwards."""
+        fleet = self.fleet
+        if not fleet.asleep:
+            return self._renew(chunks)
+        if self.interrupted is None or not (fleet.watch.any_lost or lost_parts(self.fleet, chunks)):
+            return False
+        for engine in fleet.failed():
+            engine.start.kill()  # ranks that fetch from it have to free their devices next
+        with self.interrupted():
+            fleet.start_asleep()
+            self.supply()
+            return self._renew(chunks)
+
+    def idle_fraction(self) -> Mean:
+        """Share of the engines' time since the last call in which they had nothing to do."""
+        now = time.perf_counter()
+        elapsed, self._looked = now - self._looked, now
+        seconds = elapsed * self.num_engines
+        busy = {engine.key: engine.busy_seconds for engine in self.fleet.engines}
+        worked = sum(min(elapsed, value - self._busy_before.get(key, 0.0)) for key, value in busy.items())
+        self._busy_before = busy
+        return Mean(max(0.0, seconds - max(0.0, worked)), seconds)
+
+    def calls(self) -> list[Any]:
+        """As Attendant.calls."""
+        return [*self._runs, *self._begins, *self._steals]
+
+    def ended(self, calls: Sequence[Any]) -> None:
+        """As Attendant.ended."""
+        for call in calls:
+            if (key := self._runs.pop(call, None)) is not None:
+                self._idle.add(key.number)
+                self._take_report(key, self._value(call, key))
+            elif (key := self._steals.pop(call, None)) is not None:
+                self._take_given_up(key, self._value(call, key))
+            elif (key := self._begins.pop(call, None)) is not None:
+                self._value(call, key)
+        with self.together():  # tasks that begin now go with the call that waits for the next end
+            if self._on_end is not None:
+                self._on_end()
+
+    def _submit(self, task: RolloutTask, results: dict[int, RolloutResult] | None) -> int:
+        ticket, self._num_submitted = self._num_submitted, self._num_submitted + 1
+        self._submissions[ticket] = Submission(task, results)
+        if results is None:
+            self._unfinished.add(ticket)
+        self._balance.add(ticket, *task.span)
+        if not self._gathers:
+            self._assign()
+        return ticket
+
+    def _run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
+        with self.together():
+            tickets = [self._submit(task, None) for task in tasks]
+        while True:
+            self._recover()
+            # Answers to steals are awaited too: a later answer would give up requests of the next run.
+            if not (self._unfinished or self._steals):
+                return [self._result(ticket) for ticket in tickets]
+            self.fleet.watch.wait([], 0)
+
+    def _take_report(self, key: EngineKey, report: Report | None) -> None:
+        if report is None:
+            return
+        engine, fleet = self.fleet.engines[key.number], self.fleet
+        engine.busy_seconds = report.busy_seconds
+        if self.streaming:
+            fleet.count("engine/tokens_carried_over", report.tokens_carried_over - self._carried.get(key, 0))
+            self._carried[key] = report.tokens_carried_over
+        for number, kept_key, scalars in report.ended:
+            fleet.count("engine/tokens_taken_over", scalars.tokens_taken_over)
+            place = fleet.released.refer(engine.producer, engine.handle, kept_key)
+            self._finish(number, FinishedPiece(key, place, scalars))
+        self._balance.report(key, report.requests_received, report.requests_left)
+
+    def _finish(self, number: int, finished: FinishedPiece) -> None:
+        self._balance.finished(number)
+        ticket = self._balance.pieces[number].task
+        submission = self._submissions[ticket]
+        submission.finish(number, finished)
+        if len(submission.pieces) < self._balance.num_pieces(ticket):
+            return
+        if submission.results is None:
+            self._unfinished.discard(ticket)
+        else:
+            submission.results[ticket] = self._result(ticket)
+
+    def _take_given_up(self, key: EngineKey, given_up: GivenUp | None) -> None:
+        if given_up is None:
+            return
+        self._unfinished |= {self._balance.pieces[number].task for number, _ in given_up.ends}
+        moved = self._balance.gave_up(key, given_up.ends, given_up.num_unstarted)
+        if moved:
+            self.fleet.count("engine/requests_stolen", moved)
+
+    def _result(self, ticket: int) -> RolloutResult:
+        """The result of a finished task, which is forgotten."""
+        pieces = {number: self._balance.pieces[number] for number in self._balance.of_task(ticket)}
+        self._balance.drop(ticket)
+        return self._submissions.pop(ticket).result(pieces, self.renew)
+
+    def _task_of(self, number: int) -> RolloutTask:
+        piece = self._balance.pieces[number]
+        return self._submissions[piece.task].task_of(piece)
+
+    def _value(self, call: Any, key: EngineKey) -> Any:
+        """The result of a call; None if its engine is lost."""
+        engine = self.fleet.engines[key.number]
+        if engine.key != key:  # started again already; nothing is left that would explain the failure
+            return None
+        try:
+            return self.fleet.watch.value(call)
+        except WorkerDiedError:
+            if not self.fleet.is_lost(engine):
+                raise
+            self._dead.add(key)
+            return None
+
+    def _serves(self, key: EngineKey) -> bool:
+        """Whether the engine has weights and is not known to be dead."""
+        engine = self.fleet.engines[key.number]
+        return engine.serves and engine.incarnation == key.incarnation and key not in self._dead
+
+    def _assign(self) -> None:
+        """Send queued pieces to engines, and ask engines to give up requests for idle ones."""
+        engines = self.fleet.engines
+        idle = [key for key in [engines[index].key for index in self._idle] if self._serves(key)]
+        for key in idle:
+            if not self._balance.is_candidate(key):
+                self._balance.join(key)
+        given = self._balance.assign()
+        if self.streaming:  # one call always waits at each engine
+            given |= {key: [] for key in idle if key not in given}
+        until = Until.ANY if self.streaming else Until.ASKS if self._balance.has_more else Until.ALL
+        for key, numbers in given.items():
+            engine, tasks = engines[key.number], [(number, self._task_of(number)) for number in numbers]
+            if key.number in self._idle:
+                self._idle.remove(key.number)
+                released = self.fleet.released.take(engine.producer)
+                # An engine that gets nothing now gets nothing before all that it has has ended.
+                condition = until if tasks or self.streaming else Until.ALL
+                self._runs[engine.handle.run.remote(tasks, condition, released)] = key
+            elif tasks:
+                self._begins[engine.handle.begin.remote(tasks)] = key
+        for key, free in self._balance.steal():
+            self._steals[engines[key.number].handle.give_up.remote(free)] = key
+
+    def _recover(self) -> None:
+        """Start lost engines again and queue their work for others."""
+        self.fleet.reap_failed()
+        if self._num_restarts != self.fleet.num_restarts:
+            self._num_restarts = self.fleet.num_restarts
+            self._requeue_lost()
+        if not any(engine.serves for engine in self.fleet.engines):
+            self.supply()
+        self._assign()
+
+    def _requeue_lost(self) -> None:
+        """Queue unfinished pieces of engines that were replaced, and finished ones that `run` has not returned."""
+        serving = {engine.key for engine in self.fleet.serving}
+        lost = [key for key in {*self._balance.engines, *self._carried} if key not in serving]
+        again: set[tuple[int, EngineKey]] = set()
+        for ticket, submission in self._submissions.items():
+            gone = {number: piece.engine for number, piece in submission.pieces.items() if piece.engine in lost}
+            again |= {(ticket, key) for key in gone.values()}
+            for number in gone:
+                del submission.pieces[number]
+            if gone:
+                self._unfinished.add(ticket)
+                self._balance.requeue(sorted(gone))
+        for piece in self._balance.pieces.values():
+            if piece.engine is not None and piece.engine in lost:
+                again.add((piece.task, piece.engine))
+        self._balance.leave(lost)
+        for ticket, key in sorted(again):
+            self._submissions[ticket].continue_from(self.fleet.journal_of(self.fleet.producer_of(key)))
+        for key in lost:
+            self._carried.pop(key, None)
+        self._idle |= {key.number for key in self._runs.values() if key in lost}
+        for calls in (self._runs, self._begins, self._steals):
+            for call in [call for call, key in calls.items() if key in lost]:
+                del calls[call]
+
+    def _located(self, ticket: int) -> tuple[RolloutTask, EngineKey | None]:
+        (number,) = self._balance.of_task(ticket)  # streaming tasks are not split
+        return self._submissions[ticket].task, self._balance.pieces[number].engine
+
+    def _renew(self, chunks: Sequence[Chunk]) -> bool:
+        self.fleet.reap_failed()
+        lost = lost_parts(self.fleet, chunks)
+        if not lost:
+            return False
+        tasks = [task_again(self.fleet, chunk, part) for chunk, part in lost]
+        for (chunk, part), (again, _) in zip(lost, self._run(tasks), strict=True):
+            replace_part(chunk, part, again)
+        return True

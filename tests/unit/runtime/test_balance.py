@@ -1,0 +1,207 @@
+"""Policy of the scheduler's queue: least loaded engine first, room, losses, and steals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mcore_rl.runtime.engines.balance import Balance, EngineKey
+
+ENGINES = [EngineKey(number) for number in range(3)]
+FIRST, SECOND, THIRD = ENGINES
+
+
+def balance(num_engines: int, room: int | None, sizes: list[int]) -> Balance:
+    """One task per size; all engines are candidates without work."""
+    made = Balance(room)
+    for task, size in enumerate(sizes):
+        made.add(task, 0, size)
+    for engine in ENGINES[:num_engines]:
+        made.join(engine)
+    return made
+
+
+class Reports:
+    """Received requests of engines, as their reports count them."""
+
+    def __init__(self, balance: Balance) -> None:
+        self.balance, self.received = balance, dict.fromkeys(ENGINES, 0)
+
+    def assign(self) -> dict[EngineKey, list[int]]:
+        given = self.balance.assign()
+        for engine, numbers in given.items():
+            self.received[engine] += sum(self.balance.pieces[number].num_requests for number in numbers)
+        return given
+
+    def report(self, engine: EngineKey, left: int, *finished: int) -> None:
+        for number in finished:
+            self.balance.finished(number)
+        self.balance.report(engine, self.received[engine], left)
+
+
+def reports(num_engines: int, room: int | None, sizes: list[int]) -> Reports:
+    return Reports(balance(num_engines, room, sizes))
+
+
+def test_assign_prefers_the_engine_with_fewest_requests() -> None:
+    assert balance(2, 100, [50, 20, 20, 20, 5]).assign() == {FIRST: [0, 4], SECOND: [1, 2, 3]}
+
+
+def test_assign_fills_engines_evenly_and_again_after_reports() -> None:
+    made = reports(2, 4, [2] * 7)
+    assert made.assign() == {FIRST: [0, 2], SECOND: [1, 3]}
+    assert made.assign() == {}
+    made.report(SECOND, 1, 3)  # one of task 1
+    assert made.assign() == {SECOND: [4]}
+    made.report(FIRST, 0, 0, 2)
+    assert made.assign() == {FIRST: [5, 6]}
+    assert not made.balance.has_queue
+
+
+def test_candidates_with_work_are_released_and_idle_ones_stay() -> None:
+    made = reports(2, 4, [2])
+    assert made.assign() == {FIRST: [0]}
+    made.report(FIRST, 1)
+    assert made.assign() == {FIRST: []}
+    made.balance.add(1, 0, 2)
+    assert made.assign() == {SECOND: [1]}
+
+
+def test_piece_larger_than_the_room_gets_an_idle_engine() -> None:
+    made = reports(1, 4, [9, 1])
+    assert made.assign() == {FIRST: [0]}
+    made.report(FIRST, 0, 0)
+    assert made.assign() == {FIRST: [1]}
+
+
+def test_pieces_of_a_lost_engine_come_first() -> None:
+    made = reports(2, 4, [2] * 5)
+    assert made.assign() == {FIRST: [0, 2], SECOND: [1, 3]}
+    assert made.balance.leave([FIRST]) == [0, 2]
+    made.report(SECOND, 0, 1, 3)
+    assert made.assign() == {SECOND: [0, 2]}
+    made.balance.leave([SECOND])
+    assert made.assign() == {}
+    made.balance.join(THIRD)
+    assert made.assign() == {THIRD: [0, 2]}
+    assert made.balance.running_requests == 3 * 2
+
+
+def test_lost_candidate_gets_nothing() -> None:
+    made = balance(2, 4, [2])
+    made.leave([FIRST])
+    assert made.assign() == {SECOND: [0]}
+
+
+def test_engine_that_does_not_serve_gets_nothing() -> None:
+    made = Balance(None, serves=lambda engine: engine != FIRST)
+    for engine in ENGINES:
+        made.join(engine)
+    for task in range(4):
+        made.add(task, 0, 1)
+    assert made.assign() == {SECOND: [0, 2], THIRD: [1, 3]}
+
+
+def test_without_room_engines_take_pieces_at_any_time() -> None:
+    made = reports(2, None, [4, 1, 2])
+    assert made.assign() == {FIRST: [0], SECOND: [1, 2]}
+    made.balance.add(3, 0, 9)
+    assert made.assign() == {SECOND: [3]}
+    made.balance.report(SECOND, received=3, left=1)  # the last piece is on its way
+    assert made.balance.running_requests == 4 + 1 + 9
+    assert made.balance.steal() == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_engines_share_work_by_their_speed(seed: int) -> None:
+    """Simulated: engine i takes 1 + i seconds per request and reports when half of its room is free."""
+    sizes = np.random.default_rng(seed).integers(5, 15, 400).tolist()
+    made = reports(3, 40, sizes)
+    left: dict[EngineKey, list[int]] = {engine: [] for engine in ENGINES}
+    clock, done = dict.fromkeys(ENGINES, 0.0), dict.fromkeys(ENGINES, 0)
+    while True:
+        for engine, given in made.assign().items():
+            left[engine] += given
+        busy = [engine for engine in ENGINES if left[engine]]
+        if not busy:
+            break
+        engine = min(busy, key=lambda engine: clock[engine])
+        number = left[engine].pop(0)
+        clock[engine] += (1 + engine.number) * sizes[number]
+        done[engine] += sizes[number]
+        made.report(engine, sum(sizes[number] for number in left[engine]), number)
+    assert sum(done.values()) == sum(sizes)
+    shares = np.array(list(done.values())) / sum(sizes)
+    assert np.allclose(shares, [6 / 11, 3 / 11, 2 / 11], atol=0.03), shares
+
+
+def test_idle_engine_stays_a_candidate_while_others_may_give_up_requests() -> None:
+    made = reports(3, 8, [4] * 5)  # 4 slots
+    balance = made.balance
+    assert made.assign() == {FIRST: [0, 3], SECOND: [1, 4], THIRD: [2]}
+    assert balance.steal() == []
+    made.report(THIRD, 1)
+    assert (made.assign(), balance.steal()) == ({}, [(FIRST, 3)])  # three of its four slots are free
+    assert (made.assign(), balance.steal()) == ({}, [])  # one steal per candidate
+    balance.gave_up(FIRST, [], 0)
+    assert (made.assign(), balance.steal()) == ({}, [(SECOND, 3)])
+    assert balance.gave_up(SECOND, [(4, 2)], 2) == 2
+    assert made.assign() == {THIRD: [5]}
+    assert [(balance.pieces[n].first, balance.pieces[n].last) for n in balance.of_task(4)] == [(0, 2), (2, 4)]
+    made.report(FIRST, 3)
+    assert (made.assign(), balance.steal()) == ({}, [(SECOND, 1)])
+    balance.gave_up(SECOND, [], 0)
+    assert (made.assign(), balance.steal()) == ({}, [(THIRD, 1)])
+    balance.gave_up(THIRD, [], 0)
+    assert made.assign() == {FIRST: []}  # nothing is left to get
+    assert not balance.has_more
+
+
+def test_requests_given_during_a_steal_can_be_stolen_later() -> None:
+    """The answer may have been sent before the engine received them."""
+    made = reports(2, 8, [4, 4])
+    assert made.assign() == {FIRST: [0], SECOND: [1]}
+    made.report(FIRST, 0)
+    assert made.balance.steal() == [(SECOND, 4)]
+    made.report(SECOND, 1)
+    made.balance.add(2, 0, 3)
+    made.balance.add(3, 0, 6)
+    assert made.assign() == {FIRST: [2], SECOND: [3]}
+    made.balance.gave_up(SECOND, [], 0)
+    made.report(FIRST, 0)
+    assert made.balance.steal() == [(SECOND, 4)]
+
+
+def test_candidate_waits_for_the_answer_of_the_only_victim() -> None:
+    made = reports(2, 8, [4, 4])
+    assert made.assign() == {FIRST: [0], SECOND: [1]}
+    made.report(FIRST, 1)
+    assert (made.assign(), made.balance.steal()) == ({}, [(SECOND, 3)])
+    assert (made.assign(), made.balance.has_more) == ({}, True)
+    made.balance.gave_up(SECOND, [], 0)
+    assert made.assign() == {FIRST: []}
+
+
+def test_one_engine_steals_from_nobody() -> None:
+    made = reports(1, 8, [4])
+    assert made.assign() == {FIRST: [0]}
+    assert not made.balance.has_more
+
+
+def test_pieces_of_a_task_stay_in_order_when_split() -> None:
+    made = Balance(100)
+    made.join(FIRST)
+    for task, span in enumerate([(0, 8), (4, 9)]):
+        made.add(task, *span)
+    assert made.assign() == {FIRST: [0, 1]}
+    made._asked[FIRST] = 0
+    assert made.gave_up(FIRST, [(1, 6)], 0) == 3
+    assert made.assign() == {}
+    made.join(SECOND)
+    assert made.assign() == {SECOND: [2]}
+    made._asked[SECOND] = 0
+    assert made.gave_up(SECOND, [(2, 6)], 0) == 3  # all of it, under a new number
+    assert (made.of_task(0), made.of_task(1)) == ([0], [1, 3])
+    assert [(made.pieces[n].first, made.pieces[n].last) for n in made.of_task(1)] == [(4, 6), (6, 9)]
+    made.drop(1)
+    assert list(made.pieces) == [0]
