@@ -50,7 +50,7 @@ MAY_IMPORT = {
 """Folder or top-level module -> what it may import beside itself and what ANYONE may. Modules of the command line,
 which put the parts together, are absent: they may import anything, and nothing above may import them."""
 
-MAX_FILES = 15
+MAX_FILES = 20
 """Of one folder of the product, without its __init__.py."""
 
 ONE_DOOR = {
