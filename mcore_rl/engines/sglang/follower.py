@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.hosts import EngineHosts
-from mcore_rl.engines.sglang.processes import end_ranks, start_rank
-from mcore_rl.processes.tree import new_mark
+from mcore_rl.engines.sglang.processes import start_rank
+from mcore_rl.processes.child import kill_all
 
 
 def follow(
@@ -16,10 +16,9 @@ def follow(
 ) -> None:
     """See engines.vllm.follower.follow. The ranks receive their settings from the first host."""
     address = f"{hosts.address}:{hosts.commands_port}"
-    mark = new_mark()
-    ranks = [start_rank(rank, config.tp, address, hosts.key, mark) for rank in hosts.ranks(config.tp)]
+    ranks = [start_rank(rank, config.tp, address, hosts.key) for rank in hosts.ranks(config.tp)]
     try:
-        while all(process.poll() is None for process in ranks):
+        while all(rank.exit_code is None for rank in ranks):
             time.sleep(0.2)
     finally:
-        end_ranks(ranks, mark)
+        kill_all(ranks)

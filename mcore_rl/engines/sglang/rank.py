@@ -1,58 +1,61 @@
-"""Process of an SGLang rank: `python -m mcore_rl.engines.sglang.rank SOCKET|HOST:PORT RANK`.
+"""Process of an SGLang rank: `python -m mcore_rl.engines.sglang.rank SOCKET|HOST:PORT RANK PARENT_PID`.
 
 engines.sglang.processes starts it with the interpreter of SGLang's environment. It receives (method, arguments) and
-replies ("ok", result), ("refused", (type, text)) for a McoreRLError, or ("error", text) for any other exception.
+replies as served.answer does.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import os
-import signal
 import sys
 import time
-import traceback
 from multiprocessing.connection import Client, Connection
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.engines.sglang.settings import RankSettings, disable_nagle
-from mcore_rl.errors import McoreRLError
+from mcore_rl.parent_death import die_with
+from mcore_rl.processes import served
+
+if TYPE_CHECKING:
+    from mcore_rl.engines.sglang.scheduler import SteppedScheduler
 
 KEY_VARIABLE = "MCORE_RL_ENGINE_KEY"
-_PR_SET_PDEATHSIG = 1
-_TRACE_LINES = 12
+START = "start"
 
 
-def main(address: str, rank: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # die with the parent, however it ends
-    key = bytes.fromhex(os.environ.pop(KEY_VARIABLE))
-    with _connect(address, key) as pipe:
-        pipe.send(rank)
-        settings: RankSettings = pipe.recv()
-        try:
-            from mcore_rl.engines.sglang import cpu
+class Rank:
+    """Handles the engine's calls. START creates the scheduler; other calls name a method of it."""
 
-            cpu.prepare()
-            import sglang.srt.managers.scheduler  # noqa: F401  (the modules that `patch` changes)
+    def __init__(self) -> None:
+        self._scheduler: SteppedScheduler | None = None
 
-            cpu.patch()
-            from mcore_rl.engines.sglang.scheduler import SteppedScheduler
+    def call(self, call: tuple[str, tuple[Any, ...]]) -> Any:
+        method, arguments = call
+        if method == START:
+            self._scheduler = _scheduler(*arguments)
+            return self._scheduler.vocab_size
+        return getattr(self._scheduler, method)(*arguments)
 
-            scheduler = SteppedScheduler(settings)
-        except Exception as error:
-            pipe.send(("error", _traceback_text(error)))
-            return
-        pipe.send(("ok", scheduler.vocab_size))
-        while True:
-            try:
-                method, arguments = pipe.recv()
-            except EOFError:
-                return
-            try:
-                pipe.send(("ok", getattr(scheduler, method)(*arguments)))
-            except McoreRLError as error:
-                pipe.send(("refused", (type(error), str(error))))
-            except Exception as error:
-                pipe.send(("error", _traceback_text(error)))
+
+def main(address: str, rank: int, parent: int) -> None:
+    die_with(parent)
+    with _connect(address, bytes.fromhex(os.environ.pop(KEY_VARIABLE))) as connection:
+        connection.send(rank)
+        with contextlib.suppress(EOFError):
+            served.serve_calls(connection, Rank().call)
+
+
+def _scheduler(settings: RankSettings) -> SteppedScheduler:
+    from mcore_rl.engines.sglang import cpu
+
+    cpu.prepare()
+    import sglang.srt.managers.scheduler  # noqa: F401  (the modules that `patch` changes)
+
+    cpu.patch()
+    from mcore_rl.engines.sglang.scheduler import SteppedScheduler
+
+    return SteppedScheduler(settings)
 
 
 def _connect(address: str, key: bytes) -> Connection:
@@ -65,18 +68,14 @@ def _connect(address: str, key: bytes) -> Connection:
     host, _, port = address.rpartition(":")
     while True:
         try:
-            pipe = Client((host, int(port)), family="AF_INET", authkey=key)
+            connection = Client((host, int(port)), family="AF_INET", authkey=key)
         except ConnectionRefusedError:
             time.sleep(0.5)
             continue
-        disable_nagle(pipe)
-        return pipe
-
-
-def _traceback_text(error: Exception) -> str:
-    return "\n".join("".join(traceback.format_exception(error)).splitlines()[-_TRACE_LINES:])
+        disable_nagle(connection)
+        return connection
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     os._exit(0)  # SGLang's threads would keep the process alive

@@ -12,9 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.engines.sglang.processes import end_ranks, start_rank
 from mcore_rl.processes.child import Child, kill_all
-from mcore_rl.processes.tree import new_mark
 
 STARTS = {
     "child": "subprocess.Popen(SLEEP)",
@@ -109,18 +107,3 @@ def test_child_ends_with_its_parent_even_while_it_computes(tmp_path: Path) -> No
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     child.wait(timeout=60)
-
-
-def test_sglang_ranks_ended_leave_no_process(tmp_path: Path, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\nexec {sys.executable} -c "{code(STARTS["daemon"], tag)}import time; time.sleep(99)"\n'
-    )
-    python.chmod(0o755)
-    monkeypatch.setenv("MCORE_RL_SGLANG_PYTHON", str(python))
-    mark = new_mark()
-    ranks = [start_rank(rank, 2, "address", b"key", mark) for rank in range(2)]
-    await_running(tag)
-    end_ranks(ranks, mark)
-    assert running(tag) == []
-    assert [rank.returncode for rank in ranks] == [-9, -9]
