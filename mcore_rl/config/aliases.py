@@ -1,4 +1,4 @@
-"""What to call a key that does not exist: the names of other trainers, and the nearest of ours."""
+"""Suggestions for unknown keys: key names of other trainers, and similar keys."""
 
 from __future__ import annotations
 
@@ -161,18 +161,18 @@ ALIASES = {
     "n_gpus_per_node": "cluster.gpus_per_node",
     "actor_num_gpus_per_node": "cluster.gpus_per_node",
 }
-"""How keys of verl, slime, TRL and OpenRLHF end -> ours of the same meaning."""
+"""Endings of keys of verl, slime, TRL and OpenRLHF, mapped to our key with the same meaning."""
 _SIMILAR = 0.8
-"""Least ratio of difflib at which a key is spelt like another."""
+"""Minimum difflib ratio of similarly spelled keys."""
 _SIMILAR_WORDS = 0.6
-"""Least ratio without the sections that both have."""
+"""Minimum difflib ratio without shared leading sections."""
 _GENERIC = ("dir", "enable", "hf_path", "kwargs", "name", "path", "weight")
-"""Last words that say nothing without a similar section."""
+"""Last components that are too generic to match without a similar section."""
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:
-    """The key or section of `known` that `key` stands for: one of the same meaning, else one with the same last word in
-    a similar section, else one that is spelt alike; None where nothing is similar."""
+    """Return the key or section in `known` that `key` probably means, or None: an alias, else a key with the same last
+    component in a similar section, else a similarly spelled key."""
     words = key.replace("-", "_").lower().split(".")
     endings = [".".join(words[start:]) for start in range(len(words))]
     if alias := next((ALIASES[ending] for ending in endings if ending in ALIASES), None):
@@ -188,6 +188,6 @@ def nearest(key: str, known: Sequence[str]) -> str | None:
 
 
 def _differ_little(words: list[str], others: list[str]) -> bool:
-    """Compares without the sections that both have: these alone make long keys similar."""
+    """Compare without shared leading sections, which alone make long keys similar."""
     shared = next((i for i, (a, b) in enumerate(zip(words, others, strict=False)) if a != b), 0)
     return difflib.SequenceMatcher(None, ".".join(words[shared:]), ".".join(others[shared:])).ratio() >= _SIMILAR_WORDS

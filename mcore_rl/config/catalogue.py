@@ -1,4 +1,4 @@
-"""Every key of the configuration, as `mcore-rl keys` tells it."""
+"""Catalogue of all configuration keys, as printed by `mcore-rl keys`."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ UNITS = {
     "tokens_per_microbatch": "tokens",
     "vpp": "chunks",
 }
-"""How names end -> the unit that they say; other units stand with their fields."""
+"""Units by the ending of a key's name; other units are set with the field."""
 
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """What is to be known of a key. `required`: there is no default; `choices` are all values but null."""
+    """Description of a key. `required`: there is no default. `choices`: all values except null."""
 
     key: str
     type: str
@@ -65,7 +65,7 @@ class KeyEntry:
     text: str
 
     def shown(self) -> str:
-        """For a terminal: the key with its default and what it may be, below it the text."""
+        """Format for a terminal: the key with its default and allowed values, then the description."""
         default = "" if self.required else f" = {_written(self.default)}"
         facts = [self.type, "required" if self.required else None, self.unit, self.range, " | ".join(self.choices)]
         head = f"{self.key}{default}  [{', '.join(fact for fact in facts if fact)}]"
@@ -74,14 +74,15 @@ class KeyEntry:
 
 
 def find_keys(word: str = "") -> list[KeyEntry]:
-    """Every key, or those that have `word` in their name or at the beginning of a word of their text.
+    """Return the keys with `word` in their name or at the beginning of a word of their description; all keys by
+    default.
 
-    Raises: ConfigError where there is none.
+    Raises: ConfigError if there is none.
     """
     begins = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
     keys = [entry for entry in map(_entry, leaves(Config())) if word.lower() in entry.key or begins.search(entry.text)]
     if not keys:
-        raise ConfigError(f"no key has {word!r} in its name or its text; `mcore-rl keys` lists all of them")
+        raise ConfigError(f"no key has {word!r} in its name or description; `mcore-rl keys` lists all keys")
     return keys
 
 
@@ -104,13 +105,13 @@ def _entry(leaf: Leaf) -> KeyEntry:
 
 
 def _text(section: type, name: str) -> str:
-    """The string under a field, of the class itself or of the one that it inherits the field from."""
+    """Return the string below a field, in the class or in a base class."""
     return next((texts[name] for texts in map(_texts, section.__mro__[:-1]) if name in texts), "")
 
 
 @cache
 def _texts(section: type) -> dict[str, str]:
-    """Fields of a class that have a string under them; only the source has these strings."""
+    """Return the strings below the fields of a class. They exist only in the source code."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(tree, ast.ClassDef)
     texts = {}
@@ -122,5 +123,5 @@ def _texts(section: type) -> dict[str, str]:
 
 
 def _written(value: Any) -> str:
-    """As in a configuration file."""
+    """Format a value as in a configuration file."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")

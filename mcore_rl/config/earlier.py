@@ -1,4 +1,4 @@
-"""The configurations of a run directory: config.yaml of the last start, config.<n>.yaml of those before."""
+"""Configurations in a run directory: config.yaml of the last start, config.<n>.yaml of earlier starts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mcore_rl.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
 NOT_OF_THE_RUN = ("run.dir", "cluster.address", "slurm.", "plan.")
-"""Keys, and sections, that say where a run is started and nothing of what it does."""
+"""Keys and sections that describe where a run is started, not what it computes."""
 _UNKNOWN = object()
 
 
 def replace_config(config: Config, directory: Path) -> list[str]:
-    """Writes config.yaml. Where it says something else than the one that is there, that one stays as config.<n>.yaml;
-    returns the keys of the run that changed, as `key: old -> new`."""
+    """Write config.yaml; a different existing one is kept as config.<n>.yaml. Returns the changed keys of the run as
+    `key: old -> new`."""
     path = directory / CONFIG_FILE
     new = as_yaml(config)
     before = path.read_text(encoding="utf-8") if path.exists() else new
@@ -39,7 +39,7 @@ def _keep(path: Path, text: str) -> None:
     taken = {int(number): other for other in path.parent.glob("config.*.yaml") if (number := _number(other)).isdigit()}
     last = max(taken, default=0)
     if last and taken[last].read_text(encoding="utf-8") == text:
-        return  # kept already, by a start that ended before it wrote its own
+        return  # already kept by a start that ended before it wrote its own configuration
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8", opener=for_the_owner) as file:
         file.write(text)
@@ -53,8 +53,8 @@ def _number(path: Path) -> str:
 
 
 def _changed(before: str, new: str) -> Iterator[tuple[str, str, str]]:
-    """Key, old and new value of what two resolved configurations say differently; a key that an older version did not
-    have had its default."""
+    """Yield key, old value and new value where two resolved configurations differ. A key that an older version did not
+    have had its default value."""
     defaults = OmegaConf.to_container(OmegaConf.structured(Config))
     old, now = _tree(before), _tree(new)
     for key in known_keys():
@@ -70,8 +70,8 @@ def _tree(text: str) -> Any:
     except yaml.YAMLError:
         return {}
     try:
-        return settled(tree, expand=False) if isinstance(tree, dict) else tree  # older versions wrote a path on its own
-    except ConfigError:  # a value that an older version accepted: compared as it is written
+        return settled(tree, expand=False) if isinstance(tree, dict) else tree  # older versions did not write lists
+    except ConfigError:  # a value that only an older version accepts is compared as written
         return tree
 
 

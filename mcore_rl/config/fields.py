@@ -1,4 +1,4 @@
-"""What a key of the configuration may hold, kept with its field: `lr: float = setting(1e-6, minimum=0)`."""
+"""Allowed values of configuration keys, stored with their fields: `lr: float = setting(1e-6, minimum=0)`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from mcore_rl.errors import ConfigError
 
 T = TypeVar("T")
 DOMAIN = "domain"
-"""Where a field's metadata has its Domain."""
+"""Key of the Domain in a field's metadata."""
 
 
 @dataclass(frozen=True)
 class Domain:
-    """Values that a key may hold. The bounds `above` and `below` are themselves refused. `function`: also
-    module_or_file.py:name, a user's; `path`: of a file or directory, of
-    several in a list, or of those that a mapping is about. `one_or_more`: a value on its own is a list of one."""
+    """Allowed values of a key. The bounds `above` and `below` are exclusive.
+
+    `function`: module_or_file.py:name of a user's function is also allowed. `path`: the value is a path, a list of
+    paths, or a mapping with paths. `one_or_more`: a single value stands for a list of one.
+    """
 
     minimum: float | None = None
     above: float | None = None
@@ -41,7 +43,7 @@ class Domain:
         return " and ".join(words for words, _, _ in self._bounds()) or None
 
     def demand(self, value: Any) -> str | None:
-        """What `value`, or one of a mapping's, would have to be and is not; None where it may stay."""
+        """Return the requirement that `value` (or a value of a mapping) violates, or None."""
         if isinstance(value, str):
             known = not self.choices or value in self.choices or (self.function and names_function(value))
             return None if known else self._listed()
@@ -81,7 +83,7 @@ def setting(
     unit: str | None = None,
     one_or_more: bool = False,
 ) -> T:
-    """A dataclass field with a Domain."""
+    """Create a dataclass field with a Domain."""
     domain = Domain(minimum, above, maximum, below, choices, function, path, unit, one_or_more)
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata={DOMAIN: domain})
@@ -90,7 +92,7 @@ def setting(
 
 @dataclass(frozen=True)
 class Leaf:
-    """A key and where its value is."""
+    """Key of the configuration and the place of its value."""
 
     key: str
     section: Any
@@ -115,8 +117,7 @@ class Leaf:
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
-    """Every key of a dataclass of the schema and of the sections in it, also of those in lists; keys begin with
-    `prefix`."""
+    """Yield all keys of a section and its subsections, including dataclasses in lists; keys start with `prefix`."""
     for each in fields(section):
         value = getattr(section, each.name)
         if is_dataclass(value):
@@ -129,17 +130,16 @@ def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
 
 
 def check_domains(section: Any, prefix: str = "") -> None:
-    """Raises: ConfigError for the first value that its key may not hold."""
+    """Raise ConfigError for the first value that its key does not allow."""
     for leaf in leaves(section, prefix):
         if (demand := leaf.domain.demand(leaf.value)) is not None:
             raise ConfigError(f"{leaf.key}={leaf.value} must be {demand}{', or null' if leaf.may_be_null else ''}")
 
 
 def make_paths_absolute(section: Any) -> None:
-    """Replaces every path, and every path of a user's file, by its absolute form: other processes need not run in the
-    directory of this one.
+    """Make all paths, including those of users' files, absolute, because other processes may run in another directory.
 
-    Raises: ConfigError where the working directory is not UTF-8.
+    Raises: ConfigError if the working directory is not UTF-8.
     """
     for leaf in leaves(section):
         if leaf.domain.function and isinstance(leaf.value, dict):
@@ -151,7 +151,7 @@ def make_paths_absolute(section: Any) -> None:
 
 
 def _absolute(key: str, paths: Any) -> Any:
-    """A mapping of numbers has its paths in the keys, any other one in the values."""
+    """Make the paths absolute; a mapping to numbers has paths as keys, other mappings have paths as values."""
     if isinstance(paths, dict):
         in_values = all(isinstance(value, list) for value in paths.values())
         return {

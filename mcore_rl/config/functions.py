@@ -1,7 +1,7 @@
-"""Functions that users bring: what a key names as `module_or_file.py:function`.
+"""User functions, named as `module_or_file.py:function` in the configuration.
 
-A file's path is relative to the working directory. Each process loads what it calls, and loads a file once, whatever
-names it: a function crosses processes as its name, never as a reference into a module that the other may not have.
+A file's path is relative to the working directory. Each process loads the functions that it calls, and each file once.
+Functions are sent between processes by name, never pickled, since the receiver may not have loaded the module.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ FORM = "module_or_file.py:function"
 
 
 def names_function(spec: str) -> bool:
-    """Whether `spec` has the form of a user's function: names of ours have no colon."""
+    """Return True if `spec` has the form of a user function; built-in names have no colon."""
     return ":" in spec
 
 
 def absolute_spec(spec: str) -> str:
-    """`spec` for a process with another working directory; what names no file stays as it is."""
+    """Make the path of a file in `spec` absolute, for processes in another working directory."""
     file, colon, function = spec.rpartition(":")
     return f"{os.path.abspath(file)}:{function}" if colon and file.endswith(".py") else spec
 
 
 def load_function(key: str, spec: str, instead: str = "", *, may_be_async: bool = False) -> Callable[..., Any]:
-    """The function that `key=spec` names; `instead` says what else the key could hold, for the message.
+    """Load the function that `key=spec` names. `instead` describes other allowed values, for the error message.
 
     Raises: ConfigError naming `key` and the cause.
     """
@@ -57,7 +57,7 @@ def load_function(key: str, spec: str, instead: str = "", *, may_be_async: bool 
 
 
 def load_object(key: str, spec: str, instead: str = "") -> Any:
-    """Whatever `key=spec` names, as load_function finds it; not None.
+    """Load the object that `key=spec` names; it is never None.
 
     Raises: ConfigError naming `key` and the cause.
     """
@@ -74,7 +74,7 @@ def load_object(key: str, spec: str, instead: str = "") -> Any:
 
 
 def load_module(key: str, path: str) -> ModuleType:
-    """A user's file as a whole.
+    """Load a user's file as a module.
 
     Raises: ConfigError naming `key` and the cause.
     """
@@ -85,14 +85,14 @@ def load_module(key: str, path: str) -> ModuleType:
 def check_call(
     told: str, function: Callable[..., Any], given: Collection[str], options: Mapping[str, Any], form: str
 ) -> None:
-    """Whether `function` takes the keywords `given` and `options`; `told` (key=value) and `form`, how it should look,
-    are for the message.
+    """Check that `function` accepts the keywords `given` and `options`. `told` (key=value) and `form` (the expected
+    signature) are used in the message.
 
     Raises: ConfigError.
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a builtin without one
+    except ValueError:  # a builtin without a signature
         return
     try:
         signature.bind(**dict.fromkeys(given), **options)

@@ -1,4 +1,4 @@
-"""Reads YAML plus `key=value` overrides into a checked Config; writes the resolved one beside the run."""
+"""Loading of the configuration from YAML and `key=value` overrides, and writing of the resolved configuration."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["as_yaml", "for_the_owner", "known_keys", "load_config", "write_resol
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, needs_data: bool = True) -> Config:
-    """Merges defaults, the YAML file and the overrides, in this order. Without needs_data, data.train may be unset.
+    """Merge defaults, the YAML file and the overrides, in this order. Without needs_data, data.train may be unset.
 
-    Raises: ConfigError for a file that cannot be read, an unknown key (naming a similar one, if there is one), a value
-    of the wrong type, and a key without which nothing can start.
+    Raises: ConfigError for a file that cannot be read, an unknown key (naming a similar one, if any), a value of the
+    wrong type, or a missing required key.
     """
     _refuse_blanks(overrides)
     path = expanded("CONFIG", os.fspath(path))
@@ -39,7 +39,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
             merged = OmegaConf.merge(merged, settled(tree))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{source}: {_first_line(error)}") from None
-        except TypeError as error:  # OmegaConf's for a mapping where a list may stand, and the reverse
+        except TypeError as error:  # raised by OmegaConf for a mapping instead of a list, and vice versa
             raise ConfigError(f"{source}: a value has the wrong form: {error}") from None
     try:
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
@@ -48,13 +48,14 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
 
 
 def as_yaml(config: Config) -> str:
-    """The whole configuration as YAML that load_config reads back equal."""
+    """Format the whole configuration as YAML; load_config reads back an equal one."""
     tree = OmegaConf.to_container(OmegaConf.structured(config))
     return yaml.dump(tree, Dumper=YamlDumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
 def write_resolved(config: Config, path: Path) -> None:
-    """Writes the whole configuration as YAML, atomically; only its owner may read it, as slurm.environment is there."""
+    """Write the whole configuration as YAML, atomically. The file is readable only by its owner, because
+    slurm.environment may hold secrets."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8", opener=for_the_owner) as file:
         file.write(as_yaml(config))
@@ -64,7 +65,7 @@ def write_resolved(config: Config, path: Path) -> None:
 
 
 def for_the_owner(path: str, flags: int) -> int:
-    """An opener of files that nobody else may read."""
+    """Opener of files that only their owner may read."""
     return os.open(path, flags, 0o600)
 
 
@@ -83,7 +84,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 def _refuse_blanks(overrides: Sequence[str]) -> None:
-    """`trainer.steps = 3` are three words of a command line."""
+    """Reject blanks around `=`: the shell passes `trainer.steps = 3` as three arguments."""
     for place, word in enumerate(overrides):
         key, _, value = word.partition("=")
         before, after = overrides[max(0, place - 1) : place], list(overrides[place + 1 : place + 3])
@@ -107,9 +108,9 @@ def _parse_override(item: str) -> dict[str, Any]:
     except (yaml.YAMLError, RecursionError, ValueError):
         value = text
     if isinstance(value, bool | int | float) and takes_only_text(key):
-        value = text  # `no`, `1.10` and `007` as they are written
+        value = text  # keep `no`, `1.10` and `007` as written
     if isinstance(value, dict | list) and not text.lstrip().startswith(("{", "[")):
-        value = text  # 'Score: (\d+)' is a text: nobody writes YAML's block style on a command line
+        value = text  # 'Score: (\d+)' is a string: on a command line, YAML's block style is not intended
     tree: Any = value
     for part in reversed(key.split(".")):
         tree = {part: tree}

@@ -1,4 +1,4 @@
-"""Files that users bring, as modules: each is loaded once in a process, and children that it spawns find it again."""
+"""Loading of users' files as modules: once per process, and importable in spawned child processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mcore_rl.config.stand_ins.check import check_verl_names
 from mcore_rl.errors import ConfigError
 
 FILES_VARIABLE = "MCORE_RL_USER_FILES"
-"""Environment variable with the files of this process by module name, as JSON, for children that it spawns."""
+"""Environment variable with the loaded files by module name (JSON), inherited by spawned processes."""
 _PREFIX = "mcore_rl_user_"
 
 
 class _UserFiles(MetaPathFinder):
-    """Finds modules that a parent process loaded from files."""
+    """Finder for modules that a parent process loaded from files."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -38,7 +38,7 @@ _FINDER = _UserFiles()
 
 
 def provide_user_files() -> None:
-    """Let a spawned process import what its parent loaded: it unpickles functions and classes by their module."""
+    """Make the files of the parent process importable: unpickling functions and classes imports their module."""
     provide_verl_names()
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)
@@ -47,7 +47,7 @@ def provide_user_files() -> None:
 
 
 def load_file(told: str, path: Path) -> ModuleType:
-    """Return the module of a file. Its folder becomes the last one that imports search, for the files beside it.
+    """Load a file as a module. Its folder is appended to the import path, for modules in the same folder.
 
     Raises: ConfigError that begins with `told`.
     """
@@ -68,7 +68,7 @@ def load_file(told: str, path: Path) -> ModuleType:
 
 
 def load_named(told: str, name: str) -> ModuleType:
-    """Return the module of a name.
+    """Import a module by name.
 
     Raises: ConfigError that begins with `told`.
     """
@@ -77,20 +77,20 @@ def load_named(told: str, name: str) -> ModuleType:
     except (Exception, SystemExit, MissingVerlName) as error:
         hint = "" if "/" not in name else " (a file's name must end in .py)"
         raise ConfigError(f"{told}: {name} does not import: {describe(error)}{hint}") from error
-    file = getattr(module, "__file__", None)  # modules in C that are part of the interpreter have none
+    file = getattr(module, "__file__", None)  # built-in C modules have no file
     if file is not None and file.endswith(".py") and not name.startswith("mcore_rl."):
         check_verl_names(told, Path(file))
     return module
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception on one line."""
+    """Format an exception on one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _load_alone(told: str, path: Path) -> ModuleType:
-    # The same name in every process, so that what the file defines (an exception that it raises) can be pickled.
+    # The module name is the same in every process, so that objects of the file, such as exceptions, can be pickled.
     name = f"{_PREFIX}{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -122,7 +122,7 @@ def _load_by_name(told: str, path: Path, name: str) -> ModuleType:
 
 
 def _package_of(path: Path) -> list[str]:
-    """Return the package's name: the folder, and those above it as long as they hold an __init__.py."""
+    """Return the components of the package's name: the folder, and its parents as long as they contain __init__.py."""
     folder = path.parent
     names = [folder.name]
     while (folder / "__init__.py").is_file() and (folder.parent / "__init__.py").is_file():
@@ -135,12 +135,12 @@ def _imports_relatively(path: Path) -> bool:
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return False  # its import reports that
+        return False  # the import reports the error
     return any(isinstance(node, ast.ImportFrom) and node.level > 0 for node in ast.walk(tree))
 
 
 def _check_siblings(told: str, folder: Path, loaded: Iterable[str]) -> None:
-    """Check the names of verl in the files beside a file that it has imported."""
+    """Check verl names in the imported files of the same folder."""
     for name in sorted(loaded):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and Path(file).suffix == ".py" and Path(file).is_relative_to(folder) and "site-packages" not in file:
@@ -153,6 +153,6 @@ def _known_files() -> dict[str, str]:
 
 
 def _add_folder(folder: Path) -> None:
-    """Append a folder to the module search path: at its end it hides no installed package."""
+    """Append a folder to the import path; at the end, it hides no installed package."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

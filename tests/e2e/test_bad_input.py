@@ -299,7 +299,7 @@ def test_adapters_that_the_model_cannot_have(refused: Callable[..., str], base: 
         lora, "actor.lora.path=/nowhere"
     )
     assert "trainer.export_adapter" in refused(lora, f"trainer.export_adapter={base.parent / 'model'}")
-    assert "model.random_init=True does not go with actor.lora.rank=4" in refused(lora, "model.random_init=true")
+    assert "model.random_init=True is not supported with actor.lora.rank=4" in refused(lora, "model.random_init=true")
 
 
 def test_a_wrong_command_line_exits_with_2_as_well() -> None:

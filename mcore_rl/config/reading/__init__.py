@@ -1,1 +1,1 @@
-"""From the text of files and command lines to values that fit the schema."""
+"""Conversion of configuration files and command-line overrides to values of the schema."""

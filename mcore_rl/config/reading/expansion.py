@@ -1,4 +1,4 @@
-"""`~` and environment variables in paths, replaced as a shell does; paths that are not UTF-8 are rejected."""
+"""Expansion of `~` and environment variables in paths; paths that are not UTF-8 are rejected."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 
 
 def expanded(key: str, path: str) -> str:
-    """`path` with `~`, `~user`, `$NAME` and `${NAME}` replaced. A path with `$` that exists as written stays.
+    """Expand `~`, `~user`, `$NAME` and `${NAME}` in a path. A path with `$` that exists is not changed.
 
-    Raises: ConfigError naming `key`, for an unknown user, a variable that is not set, and a path that is not UTF-8 or
-    has a NUL character.
+    Raises: ConfigError naming `key`, for an unknown user, an unset variable, a path that is not UTF-8, or a NUL
+    character.
     """
     check_utf8(key, path)
     if "\0" in path:
@@ -30,7 +30,7 @@ def expanded(key: str, path: str) -> str:
 
 
 def expanded_spec(key: str, spec: str) -> str:
-    """module_or_file.py:function with the file's path expanded; anything else as it is.
+    """Expand the file's path in module_or_file.py:function; other texts are not changed.
 
     Raises: ConfigError.
     """
@@ -39,7 +39,7 @@ def expanded_spec(key: str, spec: str) -> str:
 
 
 def check_utf8(key: str, text: str) -> None:
-    """Raises: ConfigError naming `key`, for a text with bytes that are not UTF-8."""
+    """Raise ConfigError naming `key` if a text has bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

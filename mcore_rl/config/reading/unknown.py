@@ -1,4 +1,4 @@
-"""Keys that the schema does not have, with the nearest ones that it has."""
+"""Rejection of keys that the schema does not have, with the nearest existing key."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mcore_rl.errors import ConfigError
 
 
 def known_keys() -> list[str]:
-    """Every leaf key of the schema, dotted."""
+    """Return all leaf keys of the schema, dotted and sorted."""
     return sorted(leaf.key for leaf in leaves(Config()))
 
 
 def refuse_unknown(tree: dict[str, Any], source: str) -> None:
-    """Raises: ConfigError for the first key of the tree that does not exist."""
+    """Raise ConfigError for the first key of the tree that does not exist."""
     for key in _unknown(tree, Config, ""):
         others = [section for section in _sections(Config, "") if not key.startswith(f"{section}.")]
         near = nearest(key, [*known_keys(), *others])
@@ -27,7 +27,7 @@ def refuse_unknown(tree: dict[str, Any], source: str) -> None:
 
 
 def _no_such_key(key: str) -> str:
-    """The keys of the deepest section of `key` that exists, else the sections."""
+    """List the keys of the deepest existing section of `key`, else the sections."""
     node: Any = Config
     parts, depth = key.split("."), 0
     while depth < len(parts) and is_dataclass(get_type_hints(node).get(parts[depth])):

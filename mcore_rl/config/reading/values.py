@@ -1,4 +1,4 @@
-"""Raw values of one file or override, in the form that the schema takes: nulls, lists of paths, expanded paths."""
+"""Normalization of raw values of a file or override for the schema: nulls, lists of paths, expanded paths."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 _IMAGE_FILE = re.compile(r"[~$/.]")
-"""How a container image that is a file begins; other images are names in a registry."""
+"""Beginning of a container image that is a file; other images are names in a registry."""
 
 _TEMPLATE_FILE = re.compile(r"(?!.*\{(?:prompt|response|ground_truth)\}).*\.txt")
 """A judge.template that names a file."""
 
 
 def settled(tree: dict[str, Any], *, expand: bool = True) -> dict[str, Any]:
-    """The tree of a file or an override with values as the schema takes them; `expand` replaces `~` and variables.
+    """Normalize the values of a file or override for the schema; `expand` replaces `~` and variables.
 
-    Empty text and the words None, none and NONE are null for keys that may be null. A path on its own, where a list of
-    paths may stand, is a list of one. A mapping at data.val moves to data.val_sets.
+    An empty text and the words None, none and NONE become null for keys that allow null. A single path becomes a list
+    of one where a list of paths is allowed. A mapping at data.val moves to data.val_sets.
 
     Raises: ConfigError naming the key.
     """
@@ -33,7 +33,7 @@ def settled(tree: dict[str, Any], *, expand: bool = True) -> dict[str, Any]:
 
 
 def takes_only_text(key: str) -> bool:
-    """Return whether `key` is a text, or a list of texts, that no number or truth value may replace."""
+    """Return True if `key` is a text, or a list of texts, and allows no number or boolean."""
     hint: Any = Config
     for part in key.split("."):
         section: Any = hint
@@ -59,7 +59,7 @@ def _section(tree: dict[str, Any], node: Any, prefix: str, expand: bool) -> dict
 
 
 def _types(hint: Any) -> list[Any]:
-    """The type of a field, the members of a union, and the items of lists."""
+    """Return the type of a field, the members of a union, and the item types of lists."""
     members = [hint, *get_args(hint)]
     return members + [item for each in members if get_origin(each) is list for item in get_args(each)]
 
@@ -71,7 +71,7 @@ def _is_text(types: list[Any]) -> bool:
 
 @cache
 def _described(node: Any) -> tuple[dict[str, Any], dict[str, Domain]]:
-    """Types and domains of the fields of a section, by name."""
+    """Return types and domains of a section's fields, by name."""
     return get_type_hints(node), {each.name: each.metadata.get(DOMAIN, Domain()) for each in fields(node)}
 
 
@@ -83,7 +83,7 @@ def _with_named_sets(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Key:
-    """Fits the value of one key, or of a place within it, to the type of its field."""
+    """Conversion of the value of a key, or of an element within it, to the type of its field."""
 
     def __init__(self, key: str, domain: Domain, expand: bool) -> None:
         self.key, self.domain, self.expand = key, domain, expand
@@ -119,7 +119,7 @@ class _Key:
         return _Key(key, self.domain, self.expand).fitted(value, hint)
 
     def _mapping(self, value: dict[Any, Any], hint: Any) -> dict[Any, Any]:
-        """A mapping of numbers has its paths in the keys, any other one in the values."""
+        """Convert a mapping; a mapping to numbers has paths as keys, other mappings have paths as values."""
         item, paths_are_keys = get_args(hint)[1], self.domain.path and get_args(hint)[1] is float
         made = {}
         for name, each in value.items():

@@ -1,4 +1,4 @@
-"""The YAML dialect of configuration files and overrides."""
+"""YAML dialect of configuration files and overrides."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _NONE_WORD = "tag:mcore-rl,2026:none"
 
 
 class NoneWord(str):
-    """`None`, `none` or `NONE` without quotes: null for a key that may be null."""
+    """Unquoted `None`, `none` or `NONE`: null for a key that allows null."""
 
     __slots__ = ()
 
 
 class YamlLoader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-4 as a string, though people write learning rates that way, and 12:00:00 as the number 43200,
-    though it is a time limit. It also reads None as a string; here that is a NoneWord. Dates such as 2026-11-25
-    are text: no key is a date, and directories are named by dates."""
+    """Loader of YAML 1.1 with changes: 1e-4 is a number (YAML 1.1: a string), 12:00:00 is a string (the number 43200),
+    such as a time limit, and None is a NoneWord. Dates such as 2026-11-25 are strings, since directories are named by
+    dates and no key is a date."""
 
 
 YamlLoader.yaml_implicit_resolvers = {
@@ -40,7 +40,7 @@ YamlLoader.add_constructor(_NONE_WORD, lambda loader, node: NoneWord(node.value)
 
 
 class YamlDumper(yaml.SafeDumper):
-    """Quotes every string that YamlLoader would read as another value."""
+    """Dumper that quotes every string that YamlLoader would read as another type."""
 
 
 YamlDumper.yaml_implicit_resolvers = YamlLoader.yaml_implicit_resolvers

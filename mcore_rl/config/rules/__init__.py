@@ -1,1 +1,1 @@
-"""When a run has a part, such as a judge, and what of its keys contradicts the rest."""
+"""Rules between configuration keys: conditions under which a part of a run exists, and contradictions."""

@@ -1,4 +1,4 @@
-"""What keys that are left to the machine mean on one."""
+"""Defaults that depend on the machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mcore_rl.config.schema import ClusterConfig, Config
 
 
 def uses_cuda(cluster: ClusterConfig) -> bool:
-    """Whether ranks and engines run on GPUs."""
+    """Return True if ranks and engines run on GPUs."""
     if cluster.device != "auto":
         return cluster.device == "cuda"
     import torch
@@ -15,13 +15,13 @@ def uses_cuda(cluster: ClusterConfig) -> bool:
 
 
 def settled_dtype(dtype: str, *, cuda: bool) -> str:
-    """What model.dtype=auto means: bfloat16 on GPUs, whose attention takes nothing else, float32 on the CPU, whose
-    kernels are fastest with it; every other as it is."""
+    """Resolve model.dtype=auto: bfloat16 on GPUs, whose attention kernels need it; float32 on CPU, where it is
+    fastest."""
     if dtype != "auto":
         return dtype
     return "bfloat16" if cuda else "float32"
 
 
 def settle_dtype(config: Config, *, cuda: bool) -> None:
-    """Puts what model.dtype means into its place, for everyone who asks later, config.yaml included."""
+    """Replace model.dtype=auto in the configuration, which is also written to config.yaml."""
     config.model.dtype = settled_dtype(config.model.dtype, cuda=cuda)

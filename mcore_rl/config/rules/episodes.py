@@ -1,4 +1,4 @@
-"""What the keys of episodes ask of each other, and which episode they choose."""
+"""Rules for episode keys, and the type of episode that they select."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ OF_TURNS = (
     *("max_turns", "max_turn_tokens", "max_episode_seconds", "max_concurrent_episodes"),
     *("failed_reward", "history", "long_history"),
 )
-"""Keys of the section that a single turn has no use for."""
+"""Keys that have no effect on single-turn episodes."""
 EPISODES_PER_REQUEST = 4
-"""Under way for each request that an engine decodes, unless the configuration says how many."""
+"""Default number of running episodes per request that an engine decodes."""
 
 
 def episode_of(rollout: RolloutConfig) -> str:
-    """What rollout.episode is, or stands for."""
+    """Return the value of rollout.episode, or the one that its default selects."""
     if rollout.episode is not None:
         return rollout.episode
     if rollout.environment is not None:
@@ -28,19 +28,20 @@ def episode_of(rollout: RolloutConfig) -> str:
 
 
 def has_turns(rollout: RolloutConfig) -> bool:
-    """Whether an episode may be more than one turn."""
+    """Return True if an episode may have more than one turn."""
     return episode_of(rollout) != SINGLE_TURN
 
 
 def concurrent_episodes(rollout: RolloutConfig) -> int:
-    """Of one engine, that are under way together; single turns are as many as it decodes."""
+    """Return the maximum number of running episodes per engine; single turns are limited by the requests that it
+    decodes."""
     if not has_turns(rollout):
         return rollout.max_concurrent_requests
     return rollout.max_concurrent_episodes or EPISODES_PER_REQUEST * rollout.max_concurrent_requests
 
 
 def check_episodes(config: Config) -> None:
-    """Raises: ConfigError naming keys that contradict each other."""
+    """Raise ConfigError naming keys that contradict each other."""
     rollout, chosen = config.rollout, episode_of(config.rollout)
     if is_supervised(config.algorithm):
         return
@@ -50,12 +51,12 @@ def check_episodes(config: Config) -> None:
         raise ConfigError("rollout.episode=environment needs rollout.environment=module_or_file.py:name of its class")
     if rollout.environment is not None and chosen != WITH_ENVIRONMENT:
         raise ConfigError(
-            f"rollout.environment={rollout.environment} is not used by rollout.episode={chosen}; leave one of them out"
+            f"rollout.environment={rollout.environment} is not used by rollout.episode={chosen}; remove one of them"
         )
     if rollout.tools is not None and chosen in (SINGLE_TURN, WITH_ENVIRONMENT):
-        raise ConfigError(f"rollout.tools={rollout.tools} is not used by rollout.episode={chosen}; leave it out")
+        raise ConfigError(f"rollout.tools={rollout.tools} is not used by rollout.episode={chosen}; remove it")
     if rollout.episode_kwargs and not (names_function(chosen) or chosen == WITH_ENVIRONMENT):
-        raise ConfigError(f"rollout.episode_kwargs is not used by rollout.episode={chosen}; leave it out")
+        raise ConfigError(f"rollout.episode_kwargs is not used by rollout.episode={chosen}; remove it")
     if chosen == SINGLE_TURN:
         remedy = "set rollout.episode, rollout.tools or rollout.environment"
         refuse_unless_default("rollout", rollout, remedy, OF_TURNS)
@@ -67,7 +68,7 @@ def _check_limits(rollout: RolloutConfig) -> None:
     if turn is not None and turn > response:
         raise ConfigError(
             f"rollout.max_turn_tokens={turn} exceeds rollout.max_response_tokens={response}, which counts all turns of "
-            "an episode and what is said between them; lower it"
+            "an episode and the messages between them; lower it"
         )
     seconds, tool_seconds = rollout.max_episode_seconds, rollout.max_tool_seconds
     if seconds is not None and rollout.tools is not None and tool_seconds > seconds:

@@ -1,4 +1,4 @@
-"""Which keys of the rewards go together."""
+"""Rules for the keys of section `reward`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_rl.errors import ConfigError
 
 
 def check_graders(config: Config) -> None:
-    """Raises: ConfigError for a key without effect, and for keys that contradict each other."""
+    """Raise ConfigError for a key without effect and for contradictory keys."""
     reward = config.reward
     if all(entry.function != BY_DATA_SOURCE for entry in reward.entries):
         refuse_unless_default("reward", reward, f"set reward.function={BY_DATA_SOURCE}", ["functions"])
@@ -28,46 +28,49 @@ def check_graders(config: Config) -> None:
 
 
 def _check_whole_steps(config: Config) -> None:
-    """All responses of a step are there at a time, and the function alone says what each is worth."""
+    """Check reward.batch=step: all responses of a step must exist at the same time, and only the function grades
+    them."""
     chosen, rollout = f"reward.batch={STEP}", config.rollout
     if rollout.max_staleness:
         raise ConfigError(
-            f"{chosen} grades all responses of a step together, and with rollout.max_staleness={rollout.max_staleness} "
-            f"groups are graded as they end; set reward.batch={GROUP}, or rollout.max_staleness=0"
+            f"{chosen} grades all responses of a step together, but with rollout.max_staleness="
+            f"{rollout.max_staleness} each group is graded when it ends; set reward.batch={GROUP}, or "
+            "rollout.max_staleness=0"
         )
     if has_turns(rollout):
         raise ConfigError(
-            f"{chosen} grades single turns, and rollout.episode={episode_of(rollout)} makes others; set "
-            f"reward.batch={GROUP}"
+            f"{chosen} supports single turns only, but rollout.episode={episode_of(rollout)}; set reward.batch={GROUP}"
         )
 
 
 def _check_kwargs(reward: RewardConfig) -> None:
-    """Built-in graders take no arguments."""
+    """Reject arguments of built-in graders, which take none."""
     for number, entry in enumerate(reward.entries):
         given = reward.functions.values() if entry.function == BY_DATA_SOURCE else [entry.function]
         if entry.kwargs and not any(map(names_function, given)):
             key = f"reward.weighted[{number}].kwargs" if reward.weighted else "reward.kwargs"
-            raise ConfigError(f"{key}={entry.kwargs} has no effect: {entry.function} takes none; leave {key} at {{}}")
+            raise ConfigError(
+                f"{key}={entry.kwargs} has no effect: {entry.function} takes no arguments; leave {key} at {{}}"
+            )
 
 
 def _check_manager(reward: RewardConfig) -> None:
     if reward.manager == NAIVE and reward.workers > 1:
         raise ConfigError(
-            f"reward.manager={NAIVE} grades one response after the other, and reward.workers={reward.workers}; set "
+            f"reward.manager={NAIVE} grades one response at a time, but reward.workers={reward.workers}; set "
             "reward.workers=1 or reward.manager=prime"
         )
     if reward.manager == NAIVE:
         refuse_unless_default("reward", reward, "set reward.manager=prime", ["max_concurrent_calls"])
     if reward.manager == DAPO and reward.overlong.enable is False:
         raise ConfigError(
-            f"reward.manager={DAPO} is reward.overlong.enable=true, which is false; leave it at null, or set "
-            "reward.manager=prime"
+            f"reward.manager={DAPO} enables reward.overlong, but reward.overlong.enable=false; leave it at null, or "
+            "set reward.manager=prime"
         )
     if reward.manager != BATCH:
         refuse_unless_default("reward", reward, f"set reward.manager={BATCH}", ["batch"])
     elif reward.weighted or not names_function(reward.function):
         raise ConfigError(
-            f"reward.manager={BATCH} hands responses over together, which {reward.chosen} does not take; set "
+            f"reward.manager={BATCH} grades several responses per call, which {reward.chosen} does not support; set "
             "reward.function=module_or_file.py:function"
         )

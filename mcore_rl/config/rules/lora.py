@@ -1,4 +1,4 @@
-"""When a run trains adapters, and what of their keys contradicts the rest."""
+"""Rules for LoRA adapters."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from mcore_rl.errors import ConfigError
 
 
 def uses_lora(actor: ActorConfig) -> bool:
-    """Whether adapters are trained in the place of the weights."""
+    """Return True if adapters are trained instead of the weights."""
     return actor.lora.rank > 0
 
 
 def base_is_reference(config: Config) -> bool:
-    """Whether the model under the adapters is the reference that a KL term compares with."""
+    """Return True if the base model of the adapters is the reference of the KL terms."""
     return uses_lora(config.actor) and config.reference.hf_path is None
 
 
 def check_lora(config: Config) -> None:
-    """Raises: ConfigError for a key that has no effect, or one that adapters cannot go with."""
+    """Raise ConfigError for a key without effect, or one that adapters do not support."""
     lora = config.actor.lora
     if not uses_lora(config.actor):
         remedy = "set actor.lora.rank above 0, so that there are adapters"
@@ -31,7 +31,7 @@ def check_lora(config: Config) -> None:
     refused = {
         "model.random_init": (
             config.model.random_init,
-            "checkpoints hold adapters only, and what is under them is read from model.hf_path again; set it to false",
+            "checkpoints contain adapters only, and the base model is read again from model.hf_path; set it to false",
         ),
         "actor.mtp_loss_coefficient": (
             config.actor.mtp_loss_coefficient,
@@ -39,7 +39,7 @@ def check_lora(config: Config) -> None:
         ),
         "actor.moe.bias_update_rate": (
             config.actor.moe.bias_update_rate,
-            "the bias belongs to the frozen weights, and no adapter could carry it; set it to 0",
+            "the bias belongs to the frozen weights; set it to 0",
         ),
         "actor.fp8": (
             config.actor.fp8 if config.actor.fp8 != "none" else None,
@@ -47,7 +47,7 @@ def check_lora(config: Config) -> None:
         ),
         "reference.refresh_every_steps": (
             config.reference.refresh_every_steps,
-            "the reference is the model under the adapters; a refreshed one would need its own; set it to 0",
+            "the reference is the base model without adapters and cannot change; set it to 0",
         ),
     }
     if base_is_reference(config) and not config.reference.offload:
@@ -57,23 +57,23 @@ def check_lora(config: Config) -> None:
         )
     for key, (value, reason) in refused.items():
         if value:
-            raise ConfigError(f"{key}={value} does not go with actor.lora.rank={lora.rank}: {reason}")
+            raise ConfigError(f"{key}={value} is not supported with actor.lora.rank={lora.rank}: {reason}")
 
 
 def refuse_suggestions(config: Config) -> None:
-    """Raises: ConfigError where adapters are trained."""
+    """Raise ConfigError if adapters are trained."""
     if uses_lora(config.actor):
         raise ConfigError(
-            f"--suggest counts gradients and optimizer state of all weights, and actor.lora.rank="
-            f"{config.actor.lora.rank} has few; plan a layout of your own without it, or set actor.lora.rank to 0 for "
-            "layouts that fit in any case"
+            f"--suggest assumes gradients and optimizer state for all weights, but actor.lora.rank="
+            f"{config.actor.lora.rank} trains only adapters; run plan on your own layout without --suggest, or set "
+            "actor.lora.rank to 0 for layouts that fit in any case"
         )
 
 
 def check_no_critic_lora(lora: LoraConfig) -> None:
-    """Raises: ConfigError naming the `critic` key."""
+    """Raise ConfigError naming the key in section `critic`."""
     for key, value, default in changed("critic.lora", lora):
         raise ConfigError(
-            f"{key}={value}: a value head starts from nothing and is trained whole, with the model that it reads; "
-            f"leave {key} at {default}"
+            f"{key}={value}: a critic is trained completely, since its value head starts random; leave {key} at "
+            f"{default}"
         )

@@ -1,4 +1,4 @@
-"""When a run has a reference policy, and what of its keys contradicts the rest."""
+"""Rules for the reference policy and the KL terms."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mcore_rl.errors import ConfigError
 
 
 def uses_reference(config: Config) -> bool:
-    """Whether the loss or the reward has a KL term."""
+    """Return True if the loss or the reward has a KL term."""
     return config.algorithm.kl.in_loss > 0 or config.algorithm.kl.in_reward > 0
 
 
 def check_reference(config: Config) -> None:
-    """Raises: ConfigError for a key that has no effect, or one that another needs."""
+    """Raise ConfigError for a key without effect, or one that needs another."""
     kl = config.algorithm.kl
     if kl.controller == "adaptive":
         _check_adaptive(kl)

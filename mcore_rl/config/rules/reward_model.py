@@ -1,4 +1,4 @@
-"""When a run has a reward model, and which keys of its section, or of the rewards, then have no effect."""
+"""Rules for the reward model, and for rewards as a whole."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ OF_A_FROZEN_MODEL = (
     "fp8",
     "offload.params",
 )
-"""Keys beside parallel.* that a model without gradients and vocabulary has a use for."""
+"""Keys, in addition to parallel.*, that affect a model without gradients and vocabulary."""
 
 
 def uses_reward_model(config: Config) -> bool:
-    """Whether a model on ranks of its own scores responses."""
+    """Return True if a reward model on its own ranks scores responses."""
     return config.reward_model.hf_path is not None
 
 
 def check_rewards(config: Config) -> None:
-    """Raises: ConfigError for a key without effect, and where nothing gives rewards."""
+    """Raise ConfigError for a key without effect, and if nothing gives rewards."""
     section = config.reward_model
     if section.hf_path is None:
         refuse_unless_default("reward_model", section, "set reward_model.hf_path")

@@ -1,4 +1,5 @@
-"""Rules for sampling: training samples from the distribution that the trainer computes, validation from any."""
+"""Sampling rules: training must sample from the distribution that the trainer computes; validation is not
+restricted."""
 
 from __future__ import annotations
 
@@ -11,26 +12,26 @@ MIN_TEMPERATURE = 0.01
 """vLLM 0.32 raises lower temperatures to this one without an error (sampling_params.py)."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
-"""Both bound the work per sampled token."""
+"""MAX_STOPS and MAX_STOP_CHARACTERS bound the work per sampled token."""
 _TRUNCATES = "samples from fewer tokens than the full softmax that the trainer computes"
 
 
 def untrainable(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> tuple[str, str] | None:
-    """The option with which the engine samples from another distribution than the trainer computes, and the reason with
-    the remedy; None if the two distributions are equal."""
+    """Return the option that makes the sampled distribution differ from the one that the trainer computes, with the
+    reason and remedy; None if they are equal."""
     if top_p < 1:
         return "top_p", f"{_TRUNCATES}; set it to 1"
     if top_k != -1:
         return "top_k", f"{_TRUNCATES}; set it to -1"
     if temperature == 0:
-        return "temperature", "is greedy, which is no distribution that could be trained; set it above 0"
+        return "temperature", "is greedy sampling, which has no distribution to train; set it above 0"
     if temperature < MIN_TEMPERATURE:
         return "temperature", f"is below {MIN_TEMPERATURE:g}, to which the engine raises it; set it to at least that"
     return None
 
 
 def stop_fault(stops: object) -> str | None:
-    """The reason why `stops` is not a list of stop strings; None if it is one."""
+    """Return the reason why `stops` is not a valid list of stop strings; None if it is valid."""
     if not isinstance(stops, list | tuple) or not all(isinstance(each, str) for each in stops):
         return "must be a text or a list of texts"
     if len(stops) > MAX_STOPS:
@@ -43,8 +44,8 @@ def stop_fault(stops: object) -> str | None:
 
 
 def check_sampling_keys(config: Config) -> None:
-    """Raises: ConfigError for keys with which sampling for training differs from the trained distribution, and for
-    keys of validation that contradict each other."""
+    """Raise ConfigError if training would sample from another distribution than the trained one, and for contradictory
+    validation keys."""
     rollout = config.rollout
     for name, value in (("top_k", rollout.top_k), ("validation_top_k", rollout.validation_top_k)):
         if value == 0:

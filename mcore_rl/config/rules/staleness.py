@@ -1,4 +1,4 @@
-"""What the keys of asynchronous rollouts ask of each other, and of the rest."""
+"""Rules for the keys of asynchronous training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OF_ASYNCHRONOUS_RUNS = ("max_staleness_hard", "swap", "partial_tokens", "replay_
 
 
 def check_staleness(config: Config) -> None:
-    """Raises: ConfigError naming keys that contradict each other, or what cannot run asynchronously."""
+    """Raise ConfigError naming contradictory keys, or a feature that does not support asynchronous training."""
     rollout = config.rollout
     if is_supervised(config.algorithm):
         return
@@ -25,57 +25,56 @@ def check_staleness(config: Config) -> None:
     asked = f"rollout.max_staleness={rollout.max_staleness}"
     if rollout.hard_staleness < rollout.max_staleness:
         raise ConfigError(
-            f"rollout.max_staleness_hard={rollout.max_staleness_hard} is below {asked}, the mean that it bounds; "
-            "raise it, or lower the mean"
+            f"rollout.max_staleness_hard={rollout.max_staleness_hard} is below {asked}, the average staleness; raise "
+            "it, or lower rollout.max_staleness"
         )
     _check_parking(config)
     if config.cluster.placement == "colocated":
         raise ConfigError(
-            f"{asked} generates while the trainer updates, and colocated engines take turns with the trainer ranks on "
-            "the same devices; set cluster.placement=disaggregated, or rollout.max_staleness=0"
+            f"{asked} generates while the trainer updates, but colocated engines share devices with the trainer ranks; "
+            "set cluster.placement=disaggregated, or rollout.max_staleness=0"
         )
     slots = concurrent_episodes(rollout)
     if rollout.samples_per_prompt > slots:
         raise ConfigError(
-            f"rollout.samples_per_prompt={rollout.samples_per_prompt} exceeds the {slots} requests that one engine "
-            f"has under way together, and with {asked} a group begins as a whole; raise "
-            "rollout.max_concurrent_requests"
+            f"rollout.samples_per_prompt={rollout.samples_per_prompt} exceeds the {slots} concurrent requests of an "
+            f"engine, and with {asked} all responses of a group start together; raise rollout.max_concurrent_requests"
         )
     _refuse_by_name(config, asked)
 
 
 def _check_parking(config: Config) -> None:
-    """Of responses that wait for the next weights, or for those that a replay says."""
+    """Check keys with which responses wait for later weights: partial_tokens and replay_schedule."""
     rollout = config.rollout
     if rollout.partial_tokens is not None and rollout.swap == FINISH:
         raise ConfigError(
-            f"rollout.partial_tokens={rollout.partial_tokens} lets responses wait for the next weights, and with "
-            "rollout.swap=finish the next weights wait for the responses; set rollout.swap=keep or recompute, or leave "
-            "rollout.partial_tokens at null"
+            f"rollout.partial_tokens={rollout.partial_tokens} pauses responses until the next weight version, but with "
+            "rollout.swap=finish the next version waits for all responses; set rollout.swap=keep or recompute, or "
+            "leave rollout.partial_tokens at null"
         )
     if rollout.replay_schedule is not None and (rollout.swap != RECOMPUTE or has_turns(rollout)):
         raise ConfigError(
-            f"rollout.replay_schedule={rollout.replay_schedule} repeats when weights changed under responses of one "
-            f"turn, whose KV cache was computed anew then, and rollout.swap is {rollout.swap}, rollout.episode "
-            f"{rollout.episode}; set rollout.swap=recompute, without turns, or leave rollout.replay_schedule at null"
+            f"rollout.replay_schedule={rollout.replay_schedule} supports single-turn episodes with "
+            f"rollout.swap=recompute, but rollout.swap is {rollout.swap} and rollout.episode is {rollout.episode}; set "
+            "rollout.swap=recompute and single turns, or leave rollout.replay_schedule at null"
         )
     if rollout.replay_schedule is not None and config.checkpoint.drain:
         raise ConfigError(
-            "checkpoint.drain=true waits until responses have ended, and those of a run with "
-            f"rollout.replay_schedule={rollout.replay_schedule} wait for later weights; set checkpoint.drain=false"
+            "checkpoint.drain=true waits until running responses have finished, but with "
+            f"rollout.replay_schedule={rollout.replay_schedule} they wait for later weights; set checkpoint.drain=false"
         )
 
 
 def _refuse_by_name(config: Config, asked: str) -> None:
-    """What works with synchronous rollouts only."""
+    """Reject features that only support synchronous rollouts."""
     if config.algorithm.advantage == "remax":
         raise ConfigError(
-            f"{asked}: the greedy baseline of algorithm.advantage=remax is that of the weights that sampled, which "
-            "have changed by then; choose another estimator, or set rollout.max_staleness=0"
+            f"{asked}: algorithm.advantage=remax needs a greedy baseline from the weights that sampled the group, but "
+            "these have changed; choose another estimator, or set rollout.max_staleness=0"
         )
     if config.actor.moe.router_replay == "engine" and config.rollout.swap != FINISH:
         raise ConfigError(
-            f"{asked} with rollout.swap={config.rollout.swap} lets responses begin with some weights and end with "
-            "others, and actor.moe.router_replay=engine replays the experts of one; set rollout.swap=finish, or the "
-            "replay to none"
+            f"{asked} with rollout.swap={config.rollout.swap} changes weights during responses, but "
+            "actor.moe.router_replay=engine replays the experts of one version; set rollout.swap=finish, or "
+            "actor.moe.router_replay=none"
         )

@@ -1,4 +1,4 @@
-"""Which keys about tools have no effect without tools, and what of them contradicts another."""
+"""Rules for the keys of tools."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ OF_TOOLS = (
     *("tool_parser", "tool_processes", "max_tool_seconds", "max_tool_calls_per_turn"),
     *("tool_answer_characters", "tool_answer_keep"),
 )
-"""Keys of the section that a run without tools has no use for."""
+"""Keys that have no effect without tools."""
 
 
 def check_tool_keys(config: Config) -> None:
-    """Raises: ConfigError."""
+    """Raise ConfigError for a tool key that is set without tools."""
     if config.rollout.tools is None:
         refuse_unless_default("rollout", config.rollout, "set rollout.tools", OF_TOOLS)

@@ -1,4 +1,4 @@
-"""Keys that are set and then have no effect: refused, so that nobody believes they had one."""
+"""Rejection of keys that are set but have no effect."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from mcore_rl.errors import ConfigError
 
 MAX_SHOWN = 60
-"""Characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 
 
 class Changed(NamedTuple):
-    """A key that is not at its default, both values as they would be written."""
+    """Key that is not at its default, with both values formatted."""
 
     key: str
     value: str
@@ -21,13 +21,13 @@ class Changed(NamedTuple):
 
 
 def changed(section: str, given: Any) -> Iterator[Changed]:
-    """Every key of `given`, the dataclass at `section`, and of the sections in it, that is not at its default."""
+    """Yield every key that is not at its default in `given`, the dataclass at `section`, and its subsections."""
     yield from _changed(section, given, type(given)())
 
 
 def refuse_unless_default(section: str, given: Any, remedy: str, names: Collection[str] | None = None) -> None:
-    """Raises: ConfigError for the first of `names` (default: all of them) in the section that is not at its default;
-    `remedy` says what to set for it to have an effect."""
+    """Raise ConfigError for the first key of `names` (default: all keys of the section) that is not at its default.
+    `remedy` names the setting with which the key has an effect."""
     for key, value, default in changed(section, given):
         if names is None or key.removeprefix(f"{section}.") in names:
             raise ConfigError(f"{key}={value} has no effect; {remedy}, or leave {key} at {default}")
@@ -43,6 +43,6 @@ def _changed(section: str, given: Any, default: Any) -> Iterator[Changed]:
 
 
 def written(value: Any) -> str:
-    """A value as a message shows it."""
+    """Format a value for a message."""
     text = "null" if value is None else str(value)
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

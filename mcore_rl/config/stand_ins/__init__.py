@@ -1,4 +1,4 @@
-"""verl's names for users' files where verl is not installed: modules with this project's functions."""
+"""Replacements of verl's modules for users' files if verl is not installed."""
 
 from mcore_rl.config.stand_ins.modules import MODULES, MissingVerlName, provide_verl_names
 

@@ -1,4 +1,4 @@
-"""Names of verl that a user's file needs and the stand-ins do not have, found in its syntax tree before a run."""
+"""Check of users' files, by their syntax tree, for names of verl that the stand-in modules do not provide."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Use(NamedTuple):
 def check_verl_names(told: str, path: Path) -> None:
     """Check that every name of verl in a file is provided, also inside functions and `try: ... except Exception`.
 
-    Imports in `try: ... except ImportError`, or alone in a `try` of the module, are optional and not checked.
+    Imports in `try: ... except ImportError`, or alone in a `try` at module level, are optional and not checked.
 
     Raises: ConfigError that begins with `told` and names file, line, name and remedy.
     """
@@ -37,7 +37,7 @@ def check_verl_names(told: str, path: Path) -> None:
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return  # its import reports that
+        return  # the import reports the error
     missing = next((use for use in sorted(_uses(tree)) if use.missing), None)
     if missing is not None:
         raise ConfigError(
@@ -80,7 +80,7 @@ def _used_by_import(node: ast.Import, modules: dict[str, str]) -> Iterator[_Use]
 
 
 def _bound_elsewhere(tree: ast.Module) -> Iterator[str]:
-    """Yield names that a file binds to something else too: `import math` beside verl's math."""
+    """Yield names that a file also binds to something else: `import math` in addition to verl's math."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
@@ -105,7 +105,7 @@ def _of_verl(module: str) -> bool:
 
 
 def _required(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a tree in order, without optional imports and those for type checkers."""
+    """Yield the nodes of a tree in order, without optional imports and imports for type checkers."""
     yield node
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
@@ -116,7 +116,8 @@ def _required(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_optional(node: ast.Try, *, top_level: bool) -> bool:
-    """Return whether a file prepares for the failure of an import: it catches ImportError, or guards nothing else."""
+    """Return True if a file handles a failing import: it catches ImportError, or the try block contains only
+    imports."""
     if any(map(_catches_import_error, node.handlers)):
         return True
     return top_level and all(isinstance(each, ast.Import | ast.ImportFrom | ast.Assign) for each in node.body)

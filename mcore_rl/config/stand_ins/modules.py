@@ -1,11 +1,10 @@
-"""verl's names for users' files where verl is not installed: modules whose contents are ours, made when they are
-imported.
+"""Stand-in modules for verl, used by users' files if verl is not installed. Their functions belong to this project.
 
-They are named here as texts, like a user's function: which room a name lives in matters to nobody until a file asks
-for it. Nothing else of verl is there; a file that needs more needs verl, and then sees verl's own.
+Functions are listed as `module:name` texts and imported when a file imports the module. Only these names exist; a file
+that needs more needs an installed verl, which then takes precedence.
 
-Published files call verl inside `try: ... except Exception: return 0`. A missing name is therefore no Exception
-(MissingVerlName), and check_verl_names finds it before the run.
+Published reward functions call verl inside `try: ... except Exception: return 0`. A missing name therefore raises
+MissingVerlName, which is not an Exception, and check_verl_names detects it before the run.
 """
 
 from __future__ import annotations
@@ -92,17 +91,18 @@ MODULES: dict[str, dict[str, str]] = {
         },
     },
 }
-"""Module -> name in it -> `module:name` of ours."""
+"""Module -> name in it -> `module:name` of the function that provides it."""
 
 REMEDY = "install verl beside mcore-rl, or write the function into the file"
 
 
 class MissingVerlName(BaseException):
-    """A file uses a name of verl that is not provided. Not an Exception: `except Exception` must not hide it."""
+    """A file uses a name of verl that is not provided. Not an Exception, so that `except Exception` cannot hide it."""
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Comes before other finders, because a folder named verl would hide it, but leaves an installed verl to them."""
+    """Finder placed before all others, because a folder named verl would hide the modules; an installed verl takes
+    precedence."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -119,17 +119,17 @@ class _StandIns(MetaPathFinder, Loader):
         module.__dict__["__getattr__"] = partial(_missing, module.__name__)
 
     def _is_ours(self) -> bool:
-        """No module of ours within a verl that is installed."""
+        """Return False if verl is installed: stand-ins are never mixed with its modules."""
         root = sys.modules.get("verl")
         if root is not None:
             return root.__spec__ is not None and root.__spec__.loader is self
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (spec for finder in others if (spec := finder.find_spec("verl", None)) is not None)
-        return not any(spec.origin for spec in specs)  # a folder without __init__.py has none
+        return not any(spec.origin for spec in specs)  # a folder without __init__.py has no origin
 
 
 def stands_in() -> bool:
-    """Return whether `import verl` finds the modules of this file."""
+    """Return True if `import verl` finds the modules of this file."""
     spec = importlib.util.find_spec("verl")
     return spec is not None and spec.loader is _FINDER
 
@@ -138,7 +138,7 @@ def _missing(module: str, name: str) -> NoReturn:
     """Raise for a name that a module does not have.
 
     `module.name` in a file raises MissingVerlName. `from module import name` and hasattr() get the usual error, which
-    files catch on purpose to do without verl.
+    files catch on purpose to work without verl.
     """
     error = f"{module}.{name} is not provided: verl is not installed; {REMEDY}"
     frame = sys._getframe(1)
@@ -152,6 +152,6 @@ _FINDER = _StandIns()
 
 
 def provide_verl_names() -> None:
-    """From now on this process imports them; for processes that load users' files."""
+    """Register the stand-ins in this process; for processes that load users' files."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)

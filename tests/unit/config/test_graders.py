@@ -57,8 +57,8 @@ def test_what_goes_together(base: str, overrides: list[str]) -> None:
             r"^reward\.manager=naive .* set reward\.workers=1 or reward\.ma",
         ),
         (["reward.manager=naive", "reward.max_concurrent_calls=4"], r"^reward\.max_concurrent_calls=4 has no effect"),
-        (["reward.manager=dapo", "reward.overlong.enable=false"], r"^reward\.manager=dapo is reward\.overlong\.enable"),
-        (["reward.manager=batch"], r"^reward\.manager=batch .* reward\.function=math does not take; set reward\.fun"),
+        (["reward.manager=dapo", "reward.overlong.enable=false"], r"^reward\.manager=dapo enables reward\.overlong"),
+        (["reward.manager=batch"], r"^reward\.manager=batch .* reward\.function=math does not support; set reward\.f"),
         (["reward.manager=batch", SEVERAL], r"^reward\.manager=batch .* reward\.weighted \(math, mine\.py:short\)"),
         (
             [*WHOLE_STEPS, "rollout.max_staleness=1"],
@@ -66,7 +66,7 @@ def test_what_goes_together(base: str, overrides: list[str]) -> None:
         ),
         (
             [*WHOLE_STEPS, "rollout.episode=tools", "rollout.tools=tools.yaml"],
-            r"^reward\.batch=step .* rollout\.episode=tools .* set reward\.batch=group",
+            r"^reward\.batch=step .* rollout\.episode=tools; set reward\.batch=group",
         ),
         (["reward.batch=task"], r"^reward\.batch=task has no effect; set reward\.manager=batch"),
         (["reward.functions={a: math}"], r"^reward\.functions=.* has no effect; set reward\.function=by_data_source"),
@@ -83,7 +83,10 @@ def test_what_goes_together(base: str, overrides: list[str]) -> None:
             ["reward.function=by_data_source", "reward.functions={a: maths}"],
             r"^reward\.functions=.*maths.* must be one of math, gsm8k, ",
         ),
-        (["reward.kwargs.a=1"], r"^reward\.kwargs=\{'a': '1'\} has no effect: math takes none; leave reward\.kwargs"),
+        (
+            ["reward.kwargs.a=1"],
+            r"^reward\.kwargs=\{'a': '1'\} has no effect: math takes no arguments; leave reward\.kwargs",
+        ),
         (["reward.weighted=[{function: gsm8k, kwargs: {a: b}}]"], r"^reward\.weighted\[0\]\.kwargs=.* has no effect"),
         (["reward.manager=fast"], r"^reward\.manager=fast must be one of naive, batch, prime, dapo"),
         (["reward.reward_manager=dapo"], r"unknown key reward\.reward_manager; did you mean reward\.manager"),

@@ -41,7 +41,7 @@ def test_the_bound_that_holds(given: dict[str, Any], bound: int) -> None:
         (config_of({"partial_tokens": 64}), r"^rollout\.partial_tokens=64 has no effect; set rollout\.max_staleness"),
         (
             config_of({"max_staleness": 1, "swap": "finish", "partial_tokens": 64}),
-            r"^rollout\.partial_tokens=64 lets .*rollout\.swap=finish .*; set rollout\.swap=keep or recompute",
+            r"^rollout\.partial_tokens=64 pauses .*rollout\.swap=finish .*; set rollout\.swap=keep or recompute",
         ),
         (
             config_of({"replay_schedule": "runs/a"}),
@@ -49,11 +49,11 @@ def test_the_bound_that_holds(given: dict[str, Any], bound: int) -> None:
         ),
         (
             config_of({"max_staleness": 1, "replay_schedule": "runs/a"}),
-            r"^rollout\.replay_schedule=runs/a repeats .*rollout\.swap is keep.*; set rollout\.swap=recompute",
+            r"^rollout\.replay_schedule=runs/a supports .*rollout\.swap is keep.*; set rollout\.swap=recompute",
         ),
         (
             config_of({"max_staleness": 1, "swap": "recompute", "replay_schedule": "runs/a", "episode": "a.py:b"}),
-            r"^rollout\.replay_schedule=runs/a repeats .*rollout\.episode a\.py:b; set .*without turns",
+            r"^rollout\.replay_schedule=runs/a supports .*rollout\.episode is a\.py:b; set .*single turns",
         ),
         (
             config_of(
@@ -72,11 +72,11 @@ def test_the_bound_that_holds(given: dict[str, Any], bound: int) -> None:
         ),
         (
             config_of({"max_staleness": 1, "samples_per_prompt": 9, "max_concurrent_requests": 8, "num_engines": 2}),
-            r"^rollout\.samples_per_prompt=9 exceeds the 8 requests that one engine",
+            r"^rollout\.samples_per_prompt=9 exceeds the 8 concurrent requests of an engine",
         ),
         (
             config_of({"max_staleness": 1}, algorithm=AlgorithmConfig(advantage="remax")),
-            r"^rollout\.max_staleness=1: the greedy baseline of algorithm\.advantage=remax",
+            r"^rollout\.max_staleness=1: algorithm\.advantage=remax needs a greedy baseline",
         ),
         (
             config_of({"max_staleness": 1}, actor=ActorConfig(moe=MoeConfig(router_replay="engine"))),

@@ -147,7 +147,7 @@ def test_expert_parallel_engines_need_experts(base: str, tmp_path: Path, key: st
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.temperature=0", "rollout.temperature=0 is greedy, which is no distribution"),
+        ("rollout.temperature=0", "rollout.temperature=0 is greedy sampling, which has no distribution"),
         ("rollout.temperature=0.009", "rollout.temperature=0.009 is below 0.01, to which the engine raises it"),
         ("rollout.temperature=2.5", "rollout.temperature=2.5 must be at most 2"),
         ("rollout.validation_temperature=2.5", "rollout.validation_temperature=2.5 must be at most 2"),
