@@ -42,7 +42,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_for(hf_config: HFConfig) -> Family:
-    """Raises: ConversionError listing the known families, or what a known one that is refused would need."""
+    """Return the family of a configuration's model_type.
+
+    Raises: ConversionError listing the supported families, or the missing features of a known unsupported one.
+    """
     model_type = str(hf_config.get("model_type"))
     if model_type in REFUSED:
         refusal = REFUSED[model_type]
@@ -55,7 +58,7 @@ def family_for(hf_config: HFConfig) -> Family:
 
 
 def missing_engine_fields(hf_config: HFConfig) -> dict[str, Any]:
-    """What inference engines read, and this configuration, as transformers writes it, lacks or has null.
+    """Return the fields that inference engines need and that transformers omits or writes as null in config.json.
 
     Raises: ConversionError as family_for.
     """
@@ -64,7 +67,7 @@ def missing_engine_fields(hf_config: HFConfig) -> dict[str, Any]:
 
 
 def engine_overrides(hf_config: HFConfig) -> dict[str, Any]:
-    """Fields of config.json that inference engines must see with other values to compute the model of transformers.
+    """Return fields of config.json to override for inference engines so that they compute the model of transformers.
 
     Raises: ConversionError as family_for.
     """
@@ -76,8 +79,7 @@ def engine_overrides(hf_config: HFConfig) -> dict[str, Any]:
 
 
 def check_for_engine(hf_config: HFConfig, engine: str) -> None:
-    """Reject a configuration from which the inference engine (vllm, sglang) computes another model than transformers,
-    whatever the overrides.
+    """Reject a configuration for which an engine (vllm, sglang) differs from transformers despite all overrides.
 
     Raises: ConversionError naming the field.
     """

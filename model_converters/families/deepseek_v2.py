@@ -1,5 +1,7 @@
-"""DeepSeek V2 and V2-Lite: V3's attention, softmax scores without a correction bias. Source: transformers
-models/deepseek_v2."""
+"""DeepSeek V2 and V2-Lite: attention of V3, softmax scores without a correction bias.
+
+Source: transformers models/deepseek_v2.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ from model_converters.families.parts.mla import (
 )
 from model_converters.mapping.table import Row
 
-# What config.json leaves out, as transformers' DeepseekV2Config has it.
+# Defaults of transformers' DeepseekV2Config for absent fields.
 _DEFAULTS = {
     "first_k_dense_replace": 0,
     "n_shared_experts": 2,
@@ -83,7 +85,7 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
 
 def _routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
     require(config, "scoring_func", "softmax", None, reason="this family's scores are a softmax")
-    # DeepSeek's own code normalises then, transformers does not.
+    # With true, DeepSeek's own code normalises the weights and transformers does not.
     require(config, "norm_topk_prob", False, reason="implementations of this family disagree on it")
     method = config.get("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
@@ -102,7 +104,7 @@ def _routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
 
 
 def _engine_values(config: HFConfig) -> dict[str, Any]:
-    """transformers ignores the groups unless topk_method uses them; vLLM always chooses among groups."""
+    """Return overrides that disable expert groups for greedy topk_method: transformers ignores them, vLLM does not."""
     greedy = config.get("topk_method", "greedy") == "greedy"
     groups = {key: 1 for key in ("n_group", "topk_group") if greedy and config.get(key, 1) not in (None, 1)}
     return groups | rotation_for_engines(config)
@@ -131,6 +133,6 @@ DEEPSEEK_V2 = Family(
         },
         vllm_cpu="runs",
     ),
-    # One group is no grouping; vLLM's routing on CPU stops where they are null.
+    # One group means no grouping; vLLM's routing on CPU fails if these are null.
     engine_fields={"n_group": 1, "topk_group": 1, "scoring_func": "softmax", "moe_layer_freq": 1},
 )

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1, and the same architecture in Kimi-K2 and Moonlight. Source: transformers models/deepseek_v3."""
+"""DeepSeek V3 and R1, and Kimi-K2 and Moonlight with the same architecture. Source: transformers models/deepseek_v3."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from model_converters.families.parts.mla import (
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.mapping.table import Row
 
-# What config.json leaves out, as transformers' DeepseekV3Config has it.
+# Defaults of transformers' DeepseekV3Config for absent fields.
 _DEFAULTS = {
     "first_k_dense_replace": 3,
     "n_group": 8,
@@ -99,7 +99,8 @@ _REFUSED = {
     **REFUSED_BY_LATENT_ATTENTION,
     **REFUSED_ROTATIONS,
 }
-# transformers has no other routing; without them vLLM takes softmax scores and no correction bias, and SGLang fails.
+# transformers supports no other routing. Without these fields vLLM uses softmax scores without correction bias, and
+# SGLang fails.
 _ENGINE_FIELDS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 DEEPSEEK_V3 = Family(
     "deepseek_v3",

@@ -1,5 +1,7 @@
-"""GLM-4.5 and GLM-4.6: grouped-query attention that rotates half of each head, DeepSeek V3's experts. Source:
-transformers models/glm4_moe."""
+"""GLM-4.5 and GLM-4.6: grouped-query attention with rotation of half of each head, and the experts of DeepSeek V3.
+
+Source: transformers models/glm4_moe.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.families.parts.rotary import rope_section
 from model_converters.mapping.table import Row
 
-# What config.json leaves out, as transformers' Glm4MoeConfig has it.
+# Defaults of transformers' Glm4MoeConfig for absent fields.
 _DEFAULTS = {
     "first_k_dense_replace": 1,
     "head_dim": COMPUTED,
@@ -50,7 +52,7 @@ _DEFAULTS = {
 
 
 def _with_defaults(config: HFConfig) -> HFConfig:
-    # With a null, heads are rotated whole.
+    # With null, transformers rotates whole heads.
     return with_defaults(config, _DEFAULTS, nullable=("partial_rotary_factor",))
 
 
@@ -93,7 +95,7 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
 
 
 def _engine_values(config: HFConfig) -> dict[str, Any]:
-    """With a null, transformers rotates whole heads and vLLM half of each."""
+    """Return the rotation for engines if partial_rotary_factor is null: transformers rotates whole heads, vLLM half."""
     if config.get("partial_rotary_factor", 0.5) is not None:
         return {}
     return {"rope_parameters": {"partial_rotary_factor": 1.0, **rope_section(config)[1]}}

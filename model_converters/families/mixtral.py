@@ -1,8 +1,8 @@
-"""Mixtral: Llama's attention, routed experts in every layer. Source: transformers models/mixtral.
+"""Mixtral: attention of Llama, routed experts in every layer. Source: transformers models/mixtral.
 
-Names are those of the hub, which transformers 5 writes too: w1 is gate, w3 is up, w2 is down, router and experts lie in
-block_sparse_moe. router_jitter_noise is not applied: it is noise on the router's input in training mode alone, and an
-update must see the probabilities that the engine sampled with.
+Tensor names follow the hub's checkpoints, which transformers 5 writes too: w1 is gate, w3 is up, w2 is down; router and
+experts are in block_sparse_moe. router_jitter_noise is not applied: it adds noise to the router's input in training
+only, but an update must compute the probabilities that the engine sampled with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from model_converters.families.parts.family import (
 from model_converters.families.parts.hf_config import HFConfig, explain_defaults, integer, with_defaults
 from model_converters.mapping.table import Row
 
-# What config.json leaves out, as transformers' MixtralConfig has it.
+# Defaults of transformers' MixtralConfig for absent fields.
 _DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 _NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2", size_key="intermediate_size")
 
@@ -40,7 +40,7 @@ def _sizes(config: HFConfig) -> AttentionSizes:
 
 
 def _num_experts(config: HFConfig) -> int:
-    # Where both spellings are there, transformers takes the second.
+    # If both spellings are present, transformers uses the second.
     return integer(config, "num_local_experts", "num_experts")
 
 

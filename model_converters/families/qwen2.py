@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, dense: q, k and v have biases, whatever config.json says. Source: transformers models/qwen2."""
+"""Qwen2 and Qwen2.5, dense. q, k and v always have biases. Source: transformers models/qwen2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from model_converters.families.parts.family import (
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, explain_defaults, integer, with_defaults
 from model_converters.mapping.table import Row
 
-# What config.json leaves out, as transformers' Qwen2Config has it.
+# Defaults of transformers' Qwen2Config for absent fields.
 _DEFAULTS = {"head_dim": COMPUTED, "num_key_value_heads": 32}
 
 

@@ -20,7 +20,7 @@ from model_converters.families.parts.family import (
 from model_converters.families.parts.hf_config import HFConfig, explain_defaults, integer, with_defaults
 from model_converters.mapping.table import Row
 
-# What config.json leaves out, as transformers' Qwen3Config has it: head_dim is that whatever hidden_size is.
+# Defaults of transformers' Qwen3Config for absent fields. head_dim does not depend on hidden_size.
 _DEFAULTS = {"head_dim": 128, "num_key_value_heads": 32}
 
 
@@ -29,7 +29,7 @@ def _with_defaults(config: HFConfig) -> HFConfig:
 
 
 def qwen3_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]:
-    """TransformerConfig arguments that all Qwen3 models share."""
+    """Return the TransformerConfig arguments that all Qwen3 models share."""
     return dict(decoder_arguments(config, sizes), add_qkv_bias=False, qk_layernorm=True)
 
 
@@ -60,7 +60,7 @@ QWEN3 = Family(
     own_fields=frozenset({"sliding_window"}),
     description=Description(
         models="Qwen3 0.6B to 32B",
-        covers="grouped-query attention with q and k norms, head_dim of its own, tied or untied embeddings",
+        covers="grouped-query attention with q and k norms, independent head_dim, tied or untied embeddings",
         refused={"use_sliding_window": True, **REFUSED_BY_ATTENTION, **REFUSED_ROTATIONS},
         vllm_cpu="runs",
     ),

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, routed experts in the sparse layers. Source: transformers models/qwen3_moe."""
+"""Qwen3-MoE: attention of Qwen3, routed experts in the sparse layers. Source: transformers models/qwen3_moe."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from model_converters.families.parts.hf_config import (
 from model_converters.families.qwen3 import qwen3_arguments
 from model_converters.mapping.table import Row
 
-# What config.json leaves out, as transformers' Qwen3MoeConfig has it.
+# Defaults of transformers' Qwen3MoeConfig for absent fields.
 _DEFAULTS = {"decoder_sparse_step": 1, "head_dim": COMPUTED, "norm_topk_prob": False, "num_key_value_heads": 4}
 
 
 def sparse_layers(config: HFConfig) -> list[int]:
-    """Layers with experts; the others have a dense MLP of intermediate_size."""
+    """Return the layers with experts; the others have a dense MLP of intermediate_size."""
     dense = set(whole_numbers(config, "mlp_only_layers"))
     step = integer(config, "decoder_sparse_step", default=1)
     layers = range(integer(config, "num_hidden_layers"))
@@ -41,7 +41,7 @@ def sparse_layers(config: HFConfig) -> list[int]:
 
 
 def _num_experts(config: HFConfig) -> int:
-    # transformers 5 writes num_local_experts where the hub's files have num_experts, and takes it where both are there.
+    # The hub's files have num_experts; transformers 5 writes num_local_experts and prefers it if both are present.
     return integer(config, "num_experts", "num_local_experts")
 
 

@@ -1,4 +1,4 @@
-"""Architectures that are known and refused, with what each would need. An entry goes when its family comes."""
+"""Known architectures that are not supported, with the missing features. Remove an entry when its family is added."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refusal:
-    """models: names that people know. missing: what would have to be written, with the field or tensor it is for."""
+    """An unsupported architecture.
+
+    models: names of well-known models.
+    missing: features to be implemented, each with the field or tensor that needs it.
+    """
 
     models: str
     missing: tuple[str, ...]
@@ -18,8 +22,8 @@ _SPARSE_ATTENTION = (
     "attention to the index_topk tokens that an indexer chooses (tensors self_attn.indexer.*): megatron-core 0.16.1's "
     "own (experimental_attention_variant 'dsa') refuses packed sequences and needs CUDA's fast_hadamard_transform"
 )
-# megatron-core 0.16.1 has arguments for the arithmetic: softmax_type, window_size, window_attn_skip_freq,
-# glu_linear_offset, activation_func_clamp_value, add_bias_linear. What is missing is on this side of it.
+# megatron-core 0.16.1 has arguments for this arithmetic: softmax_type, window_size, window_attn_skip_freq,
+# glu_linear_offset, activation_func_clamp_value, add_bias_linear. The missing parts are in this project.
 _SINKS = (
     "attention sinks (tensor self_attn.sinks) and sliding windows (layer_types, sliding_window) for packed sequences "
     "without TransformerEngine"

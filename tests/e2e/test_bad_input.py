@@ -294,7 +294,7 @@ def test_adapters_that_the_model_cannot_have(refused: Callable[..., str], base: 
     lora = "actor.lora.rank=4"
     message = refused(lora, "actor.lora.target_modules=[q_proj,gate_proj]")
     assert "actor.lora.target_modules=['q_proj', 'gate_proj']: gate_proj: only routed experts have it" in message
-    assert "possible are q_proj, k_proj, v_proj, o_proj" in message
+    assert "choose from q_proj, k_proj, v_proj, o_proj" in message
     assert "actor.lora.path=/nowhere: /nowhere/adapter_config.json does not exist" in refused(
         lora, "actor.lora.path=/nowhere"
     )

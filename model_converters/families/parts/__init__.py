@@ -1,1 +1,1 @@
-"""What several families share."""
+"""Rows, arguments and checks that several families share."""

@@ -1,14 +1,15 @@
-"""The weight table of a model's LoRA adapters, made of the model's own: every projection W, one or several HF modules
-fused, gets A and B with W + scale * B A, as rows of PEFT's names.
+"""Weight table of LoRA adapters under PEFT's names, derived from the model's table.
 
-| of W | A | B |
+Every projection W, which consists of one or several fused HF modules, gets A and B with W + scale * B A.
+
+| W | A | B |
 |---|---|---|
-| divided along its rows (column-parallel) | the modules' A [r, N] stacked, on every rank | rows as W has them |
-| divided along its columns (row-parallel) | columns as W has them | whole, on every rank |
-| not divided | the modules' A stacked | rows as W has them |
+| divided along its rows (column-parallel) | the modules' A [r, N] stacked, on every rank | rows divided like W |
+| divided along its columns (row-parallel) | columns divided like W | whole, on every rank |
+| not divided | the modules' A stacked | rows like W |
 
-Of a fused projection some modules may have an adapter and others none: B's rows of the others are padding.
-Worked example, q and v of one group with two heads, r = 1, h inputs: A [2, h] is (A_q; A_v), B [4, 1] (q0 q1 . v0).
+Some modules of a fused projection may have no adapter: their rows of B are padding.
+Example, q and v of one group with two heads, r = 1, h inputs: A [2, h] is (A_q; A_v), B [4, 1] is (q0 q1 . v0).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from model_converters.mapping.table import Row
 from model_converters.mapping.transforms import Same, Stacked, Subset
 
 A, B = ".adapter.a", ".adapter.b"
-"""What follows a projection's mcore name in the names of its adapter's two matrices."""
+"""Suffixes of the adapter's two matrices, appended to a projection's mcore name."""
 PREFIX = "base_model.model."
-"""Before a module's name in PEFT's names."""
+"""Prefix of module names in PEFT checkpoints."""
 _WEIGHT = ".weight"
 _REASONS = {
-    "embedding": "embeddings multiply with nothing, and the loss reads the output projection's weight itself",
-    "router": "routers are no linear layers, neither here nor to PEFT",
-    "expert": "only routed experts have it, and their grouped products have no place for adapters",
+    "embedding": "embeddings are not matrix products, and the loss reads the weight of the output projection directly",
+    "router": "routers are not linear layers, here and in PEFT",
+    "expert": "only routed experts have it, and their grouped GEMMs do not support adapters",
 }
 
 
@@ -43,22 +44,23 @@ def leaf(hf_name: str) -> str:
 
 
 def default_targets(rows: Sequence[Row]) -> list[str]:
-    """The names of all modules that can have an adapter, in the order of the table."""
+    """Return the names of all modules that can have an adapter, in table order."""
     return list(dict.fromkeys(leaf(name) for row in rows if _refusal(row) == "" for name in row.hf))
 
 
 def adapter_rows(rows: Sequence[Row], targets: Collection[str], rank: int) -> list[Row]:
-    """Rows of the adapters of rank `rank` of all modules whose last name is one of `targets`; none of `targets`: of
-    every module that can have one.
+    """Return the rows of rank-`rank` adapters for all modules whose last name component is in `targets`.
 
-    Raises: ConversionError for a target that the model does not have, or that can have no adapter.
+    Empty `targets` select every module that can have an adapter.
+
+    Raises: ConversionError for a target that the model lacks or that cannot have an adapter.
     """
     chosen = set(targets or default_targets(rows))
     known = default_targets(rows)
     for target in sorted(chosen - set(known)):
         reasons = {_refusal(row) for row in rows if row.hf and target in map(leaf, row.hf)}
         reason = next(iter(sorted(reasons)), "") or "the model has no such module"
-        raise ConversionError(f"{target}: {reason}; possible are {', '.join(known)}")
+        raise ConversionError(f"{target}: {reason}; choose from {', '.join(known)}")
     found = []
     for row in rows:
         parts = tuple(part for part, name in enumerate(row.hf) if leaf(name) in chosen)
@@ -68,18 +70,21 @@ def adapter_rows(rows: Sequence[Row], targets: Collection[str], rank: int) -> li
 
 
 def shared_with_experts(rows: Sequence[Row], targets: Collection[str]) -> list[str]:
-    """Those of `targets` that routed experts have as well. PEFT (0.21, with transformers 5) takes such a name, whole or
-    not, for that of the experts, whose matrices are fused, and reads no adapter of another module with it."""
+    """Return the `targets` that routed experts have as well.
+
+    PEFT (0.21, with transformers 5) applies such a name, complete or not, to the fused matrices of the experts and does
+    not load the adapters of other modules with this name.
+    """
     experts = {leaf(name) for row in rows if row.num_experts for name in row.hf}
     return [target for target in targets if target in experts]
 
 
 def _refusal(row: Row) -> str:
-    """Why a row's modules can have no adapter; "" when they can."""
+    """Return why a row's modules cannot have an adapter; "" if they can."""
     if row.place != "layer":
-        return _REASONS["embedding"] if row.place in ("embedding", "head") else "it predicts several tokens ahead"
+        return _REASONS["embedding"] if row.place in ("embedding", "head") else "it is a multi-token-prediction module"
     if len(row.shapes[0]) != 2 or not row.mcore.endswith(_WEIGHT):
-        return _REASONS["expert"] if row.num_experts else "it is no matrix"
+        return _REASONS["expert"] if row.num_experts else "it is not a matrix"
     if ".router." in row.mcore:
         return _REASONS["router"]
     return _REASONS["expert"] if row.num_experts else ""

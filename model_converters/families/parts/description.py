@@ -1,4 +1,4 @@
-"""What a family says of itself to people; the table of supported families is printed from it."""
+"""Description of a family for users; the catalogue of families is generated from it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ REFUSED_BY_ATTENTION: dict[str, Any] = {
     "layer_types": ["sliding_attention"],
     "quantization_config": {"quant_method": "gptq"},
 }
-"""What family.attention_sizes refuses for every family that calls it."""
+"""Fields that family.attention_sizes rejects, with an example value."""
 
 REFUSED_ROTATIONS: dict[str, Any] = {
     "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
     "partial_rotary_factor": 0.5,
 }
-"""What family.model_arguments refuses."""
+"""Fields that family.model_arguments rejects, with an example value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """One line of the table of supported families.
+    """One row of the catalogue of families.
 
-    models: names that people know. covers: what of the architecture loads, trains and exports. refused: fields of
-    config.json that are refused by name, each with a value that is (tests set it and expect the error). vllm_cpu:
-    "runs" where a test syncs the family into vLLM on CPU, else the error that vLLM gives.
+    models: names of well-known models.
+    covers: supported features of the architecture.
+    refused: fields of config.json that are rejected, each with a rejected value (tests set it and expect the error).
+    vllm_cpu: "runs" if a test syncs the family into vLLM on CPU, else the error that vLLM raises.
     """
 
     models: str

@@ -1,8 +1,8 @@
-"""Fields of config.json that vLLM or SGLang read and transformers does not use for a family: the engine of a run gets
-the value with which it computes the trained model, or the field is rejected by name.
+"""Fields of config.json that vLLM or SGLang read, but transformers does not use for a family.
 
-tests/contract/test_engine_fields.py lists the fields that the engines' sources read, and fails for one that is neither
-here nor used by transformers.
+A run overrides such a field for its engine, with the value that computes the trained model, or rejects it by name.
+tests/contract/test_engine_fields.py lists all fields that the engines' sources read, and fails for a field that is
+neither handled here nor used by transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from model_converters.families.parts.rotary import rope_section
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The neutral value is a size of the model, the argument `name` of megatron's TransformerConfig."""
+    """Neutral value that equals a size of the model: the argument `name` of Megatron's TransformerConfig."""
 
     name: str
 
@@ -83,31 +83,32 @@ _KIND_OF_MODEL = {
     "is_mm_prefix_lm": False,
 }
 NEUTRAL: Mapping[str, Any] = {**_WINDOWS, **_SCALES, **_PARAMETERS, **_SHAPES, **_ROTATION, **_KIND_OF_MODEL}
-"""Field -> the value with which an engine that reads it computes what transformers computes. A family's `own_fields`
-are excluded."""
+"""Field -> value with which an engine that reads it computes the model of transformers. Does not apply to a family's
+`own_fields`."""
 
 SUBMODELS = (
     *("text_config", "llm_config", "thinker_config", "vision_config", "audio_config", "sound_config"),
     *("decoder", "generator", "text_encoder"),
 )
-"""Objects for a model inside of the model, from which an engine would read the other fields."""
+"""Nested configurations of a submodel. Engines would read the model's fields from them."""
 
 _ASSUMED: Mapping[str, Callable[[HFConfig], Any]] = {
     "head_dim": lambda config: integer(config, "hidden_size") // integer(config, "num_attention_heads"),
     "tie_word_embeddings": lambda config: False,
     "moe_layer_freq": lambda config: 1,
 }
-"""Field -> the value with which an engine computes that does not read it."""
+"""Field -> value that an engine assumes if it does not read the field."""
 
 _EPSILON = 1e-4
-"""With it log-probabilities of a tiny model differ by less than 1e-4 nats; DeepSeek has 1e-6, Moonlight 1e-5."""
+"""Largest accepted rms_norm_eps: log-probabilities of a tiny model differ by less than 1e-4 nats. DeepSeek has 1e-6,
+Moonlight 1e-5."""
 
 ROTATION_INSIDE = ("rope_dim", "use_fope", "mrope_section", "xdrope_section", "is_deepseek_v4")
-"""Fields of rope_parameters with which an engine rotates in another way, and which transformers does not use."""
+"""Fields of rope_parameters that change the rotation in an engine and that transformers does not use."""
 
 
 def neutral_fields(family: Family, config: HFConfig) -> dict[str, Any]:
-    """The fields of NEUTRAL that config.json has with another value, with their neutral value.
+    """Return the neutral value of every field of NEUTRAL that has another value in config.json.
 
     Raises: ConversionError for a configuration that the family cannot represent.
     """
@@ -122,7 +123,7 @@ def neutral_fields(family: Family, config: HFConfig) -> dict[str, Any]:
 
 
 def refuse_for_engine(family: Family, config: HFConfig, engine: str) -> None:
-    """Reject what no override mends: fields that only their absence turns off, and fields that `engine` does not read.
+    """Reject fields that no override can fix: fields that take effect by their presence or that `engine` ignores.
 
     Raises: ConversionError.
     """
@@ -131,13 +132,13 @@ def refuse_for_engine(family: Family, config: HFConfig, engine: str) -> None:
     for key in SUBMODELS:
         if config.get(key) is not None:
             raise ConversionError(
-                f"config.json: {key} is not supported: inference engines read the model from it, and transformers' "
-                f"{family.model_type} does not; remove it"
+                f"config.json: {key} is not supported: inference engines read the model's fields from it, but "
+                f"transformers' {family.model_type} does not; remove it"
             )
     for key in sorted(family.absent_for_engines & config.keys()):
         raise ConversionError(
-            f"config.json: {key} {config[key]!r} is not supported: inference engines build another attention where it "
-            "is present, whatever its value; remove it"
+            f"config.json: {key} {config[key]!r} is not supported: inference engines build another attention if it is "
+            "present, whatever its value; remove it"
         )
 
 
@@ -152,22 +153,22 @@ def _refuse_unread(family: Family, config: HFConfig, engine: str) -> None:
     latent_epsilon, epsilon = family.model_arguments(config).latent_norm_epsilon, number(config, "rms_norm_eps", 0.0)
     if latent_epsilon is not None and epsilon > _EPSILON:
         raise ConversionError(
-            f"config.json: rms_norm_eps {epsilon} is not supported by {engine}, which uses it for the norms of latents "
-            f"too, where transformers has {latent_epsilon}; set it to at most {_EPSILON}"
+            f"config.json: rms_norm_eps {epsilon} is not supported by {engine}, which uses it for the latent norms too "
+            f"(transformers: {latent_epsilon}); set it to at most {_EPSILON}"
         )
 
 
 def _refuse_rotation(family: Family, config: HFConfig) -> None:
     name, found = rope_section(config)
     for key in ROTATION_INSIDE:
-        # The presence of mrope_section is enough for vLLM.
+        # vLLM reacts to the presence of mrope_section, whatever its value.
         if found.get(key) or (key == "mrope_section" and key in found):
             raise ConversionError(
-                f"config.json: {name}.{key} {found[key]!r} is not supported: inference engines rotate positions by it, "
-                f"and transformers' {family.model_type} does not; remove it"
+                f"config.json: {name}.{key} {found[key]!r} is not supported: it changes the rotation in inference "
+                f"engines, but not in transformers' {family.model_type}; remove it"
             )
     if found.get("type", found["rope_type"]) != found["rope_type"]:
         raise ConversionError(
-            f"config.json: {name}.rope_type {found['rope_type']!r} and {name}.type {found['type']!r} differ, and vLLM "
-            "does not start with both; remove one of them"
+            f"config.json: {name}.rope_type {found['rope_type']!r} and {name}.type {found['type']!r} differ, which "
+            "vLLM rejects; remove one of them"
         )

@@ -1,5 +1,6 @@
-"""Mixture-of-experts layers as DeepSeek and GLM build them: dense layers first, shared experts, sigmoid scores with a
-correction bias. Source: transformers models/deepseek_v3, models/glm4_moe.
+"""Mixture-of-experts layers of DeepSeek and GLM: dense first layers, shared experts, sigmoid scores, correction bias.
+
+Source: transformers models/deepseek_v3, models/glm4_moe.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from model_converters.mapping.transforms import Same
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Units: experts; elements. `shared_intermediate` is that of all shared experts together, which are one MLP."""
+    """Sizes of experts. Units: elements; num_experts and topk count experts.
+
+    `shared_intermediate` is the size of the one MLP that all shared experts form.
+    """
 
     hidden: int
     dense_intermediate: int
@@ -31,14 +35,17 @@ class ExpertSizes:
 
 
 def expert_sizes(config: HFConfig) -> ExpertSizes:
-    """Raises: ConversionError."""
+    """Read the sizes from config.json.
+
+    Raises: ConversionError.
+    """
     intermediate = integer(config, "moe_intermediate_size")
     sizes = ExpertSizes(
         hidden=integer(config, "hidden_size"),
         dense_intermediate=integer(config, "intermediate_size"),
         intermediate=intermediate,
         shared_intermediate=intermediate * integer(config, "n_shared_experts"),
-        # transformers knows a second spelling in each of these families, and takes it where both are there.
+        # In each of these families transformers accepts a second spelling and prefers it if both are present.
         num_experts=integer(config, "n_routed_experts", "num_local_experts", "num_experts"),
         topk=integer(config, "num_experts_per_tok"),
     )
@@ -50,35 +57,36 @@ def expert_sizes(config: HFConfig) -> ExpertSizes:
 
 
 def is_sparse(config: HFConfig, layer: int) -> bool:
-    """Whether the layer has experts: not the first first_k_dense_replace, then every moe_layer_freq-th."""
+    """Return whether a layer has experts: every moe_layer_freq-th layer, except the first first_k_dense_replace."""
     first = integer(config, "first_k_dense_replace", minimum=0)
     return layer >= first and layer % integer(config, "moe_layer_freq", default=1) == 0
 
 
 def sparse_pattern(config: HFConfig) -> list[bool]:
-    """is_sparse of every layer of the decoder."""
+    """Return is_sparse for every decoder layer."""
     return [is_sparse(config, layer) for layer in range(integer(config, "num_hidden_layers"))]
 
 
 def mtp_pattern(config: HFConfig) -> list[bool]:
-    """sparse_pattern of one multi-token-prediction layer: megatron builds it like the last layer of the decoder.
+    """Return sparse_pattern of a multi-token-prediction layer, which Megatron builds like the last decoder layer.
 
-    Raises: ConversionError when the configuration has it otherwise.
+    Raises: ConversionError if the configuration requires a different layer.
     """
     last = integer(config, "num_hidden_layers") - 1
     for layer in range(last + 1, last + 1 + num_mtp_layers(config)):
         if is_sparse(config, layer) != is_sparse(config, last):
             raise ConversionError(
-                f"config.json: num_nextn_predict_layers: by first_k_dense_replace and moe_layer_freq layer {layer} and "
-                f"the last layer of the decoder differ in having experts, which is not supported; set it to 0"
+                "config.json: num_nextn_predict_layers: by first_k_dense_replace and moe_layer_freq, only one of layer "
+                f"{layer} and the last decoder layer has experts, which is not supported; set it to 0"
             )
     return [is_sparse(config, last)]
 
 
 def mlp_and_expert_rows(sizes: ExpertSizes, pattern: Sequence[bool], *, corrected: bool = False) -> list[Row]:
-    """Dense MLPs, routers, routed and shared experts; `pattern` says of every layer whether it has experts.
+    """Return the rows of dense MLPs, routers, routed and shared experts.
 
-    `corrected`: routers have an e_score_correction_bias.
+    pattern: for every layer whether it has experts.
+    corrected: whether routers have an e_score_correction_bias.
     """
     dense = [layer for layer, has_experts in enumerate(pattern) if not has_experts]
     sparse = [layer for layer, has_experts in enumerate(pattern) if has_experts]
@@ -94,15 +102,17 @@ def mlp_and_expert_rows(sizes: ExpertSizes, pattern: Sequence[bool], *, correcte
 
 
 def shared_expert_rows(hidden: int, intermediate: int, layers: Sequence[int]) -> list[Row]:
-    """The experts that every token visits: one MLP, divided like a dense one."""
+    """Return the rows of the experts that process every token: one MLP, divided like a dense MLP."""
     prefixes = ("decoder.layers.{l}.mlp.shared_experts.", "model.layers.{l}.mlp.shared_experts.")
     split_by = "n_shared_experts * moe_intermediate_size"
     return gated_rows(prefixes, "", hidden, intermediate, axis="tp", split_by=split_by, layers=tuple(layers))
 
 
 def correction_bias_row(num_experts: int, layers: Sequence[int]) -> Row:
-    """Added to the scores for choosing experts, not for weighting them. float32, whatever the model's dtype: it is
-    moved in steps that bfloat16 cannot hold."""
+    """Return the row of the correction bias, which affects the choice of experts and not their weights.
+
+    It is float32 for every model dtype: its updates are smaller than the resolution of bfloat16.
+    """
     return Row(
         mcore="decoder.layers.{l}.mlp.router.expert_bias",
         hf=("model.layers.{l}.mlp.gate.e_score_correction_bias",),
@@ -114,7 +124,7 @@ def correction_bias_row(num_experts: int, layers: Sequence[int]) -> Row:
 
 
 def sparse_arguments(sizes: ExpertSizes, pattern: Sequence[bool], routing: dict[str, Any]) -> dict[str, Any]:
-    """TransformerConfig arguments of the experts; `routing` is the family's. Empty when no layer has experts."""
+    """Return the TransformerConfig arguments of experts and of the family's `routing`; empty without experts."""
     if not any(pattern):
         return {}
     return {
@@ -128,14 +138,17 @@ def sparse_arguments(sizes: ExpertSizes, pattern: Sequence[bool], routing: dict[
 
 
 def scaling_factor(config: HFConfig) -> float:
-    """routed_scaling_factor."""
+    """Read routed_scaling_factor."""
     return number(config, "routed_scaling_factor", positive=True)
 
 
 def sigmoid_routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
-    """Sigmoid scores, chosen with the correction bias, weighted without it and normalised over the chosen.
+    """Return the arguments of sigmoid routing.
 
-    Raises: ConversionError for what megatron computes otherwise, by name.
+    Experts are chosen by score plus correction bias. Their weights are the scores without bias, normalised over the
+    chosen experts.
+
+    Raises: ConversionError naming a field for which Megatron computes something else.
     """
     require(config, "scoring_func", "sigmoid", None, reason="this family's scores are sigmoids")
     require(config, "topk_method", "noaux_tc", None, reason="its experts are chosen with a correction bias")
@@ -143,7 +156,7 @@ def sigmoid_routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
     if normalised != (sizes.topk > 1):
         raise ConversionError(
             f"config.json: norm_topk_prob {normalised} with num_experts_per_tok {sizes.topk} is not supported: "
-            "megatron normalises the scores of several experts, and never that of one"
+            "megatron always normalises the scores of several experts, and never the score of a single one"
         )
     return {
         "moe_router_score_function": "sigmoid",
@@ -155,10 +168,12 @@ def sigmoid_routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
 
 
 def group_limits(config: HFConfig, sizes: ExpertSizes, *, best_of_group: int) -> dict[str, Any]:
-    """Tokens choose topk_group of n_group groups by the sum of the `best_of_group` best scores in a group, then their
-    experts within these.
+    """Return the arguments of group-limited routing.
 
-    Raises: ConversionError where megatron would sum another number of scores, by name.
+    A token chooses topk_group of n_group groups by the sum of the `best_of_group` best scores of each group, then its
+    experts within these groups.
+
+    Raises: ConversionError naming the fields if Megatron would sum another number of scores.
     """
     groups, chosen = integer(config, "n_group"), integer(config, "topk_group")
     if chosen > groups:
@@ -178,7 +193,7 @@ def group_limits(config: HFConfig, sizes: ExpertSizes, *, best_of_group: int) ->
     per_group = sizes.num_experts // groups
     if per_group < best_of_group or per_group * chosen < sizes.topk:
         raise ConversionError(
-            f"config.json: n_group {groups} leaves {per_group} experts in a group, too few for topk_group {chosen} "
-            f"and num_experts_per_tok {sizes.topk}"
+            f"config.json: n_group {groups} gives {per_group} experts per group, too few for topk_group {chosen} and "
+            f"num_experts_per_tok {sizes.topk}"
         )
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}

@@ -1,4 +1,4 @@
-"""What a model family must say of itself, and the parts that families with grouped-query attention share."""
+"""Definition of a model family, and rows and arguments shared by families with grouped-query attention."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from model_converters.mapping.transforms import GateUp, GroupedQKV, Same, Vocabu
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """What a GPTModel is built from. `transformer` holds keyword arguments of megatron's TransformerConfig as plain
-    values; activation_func is a name ("silu") that the megatron side turns into the function.
+    """Arguments of a GPTModel.
 
-    `mtp_num_layers` counts multi-token-prediction layers. `latent_norm_epsilon` is that of the two norms inside
-    multi-head latent attention, which megatron would give the model's own; None where there are no such norms.
+    transformer: keyword arguments of Megatron's TransformerConfig as plain values. activation_func is a name ("silu");
+    mcore_rl.megatron replaces it by the function.
+    mtp_num_layers: number of multi-token-prediction layers.
+    latent_norm_epsilon: epsilon of the two norms inside multi-head latent attention, for which Megatron would use the
+    model's epsilon; None without such norms.
     """
 
     transformer: dict[str, Any]
@@ -45,16 +47,17 @@ VLLM, SGLANG = frozenset({"vllm"}), frozenset({"sglang"})
 
 @dataclass(frozen=True)
 class Family:
-    """One model_type: its weight table and its model arguments, both functions of config.json, and what the table of
-    supported families says of it. `engine_fields`: what inference engines read in config.json, where transformers
-    writes nothing or null. `transformers_type`: under which model_type transformers has it, where that is another.
+    """One model_type with its weight table (`rows`) and `model_arguments`, both functions of config.json.
 
-    `architecture`: the class of transformers, by which inference engines select hf. `own_fields`: fields of
-    parts.engine_fields.NEUTRAL that transformers uses for this family as engines do. `absent_for_engines`: fields that
-    change an engine's model by their presence. `unread_by_engines`: fields that the engines named do not read for this
-    family. `engine_values`: values for engines that depend on the configuration.
+    engine_fields: fields that inference engines need in config.json and that transformers omits or writes as null.
+    transformers_type: model_type under which transformers registers the family, if different.
+    architecture: class name in transformers, by which inference engines select their implementation.
+    own_fields: fields of parts.engine_fields.NEUTRAL that transformers and engines use alike for this family.
+    absent_for_engines: fields whose presence changes an engine's model.
+    unread_by_engines: field -> engines that ignore it for this family.
+    engine_values: overrides for engines that depend on the configuration.
 
-    Raises (both): ConversionError for a configuration that the family cannot represent.
+    Raises (rows and model_arguments): ConversionError for a configuration that the family cannot represent.
     """
 
     model_type: str
@@ -81,9 +84,9 @@ class AttentionSizes:
 
 
 def attention_sizes(config: HFConfig, *, bias_of_qkv_only: bool = False) -> AttentionSizes:
-    """Sizes of grouped-query attention over all tokens; refuses the settings that no table here has a row for.
+    """Read the sizes of grouped-query attention and reject unsupported attention settings.
 
-    `bias_of_qkv_only`: attention_bias of this family leaves o_proj without one.
+    bias_of_qkv_only: attention_bias of this family applies to q, k and v but not to o_proj.
     """
     refuse_unsupported(config)
     refuse_sliding_window(config)
@@ -103,7 +106,7 @@ def attention_sizes(config: HFConfig, *, bias_of_qkv_only: bool = False) -> Atte
 
 
 def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
-    """Embedding, final norm and head; a tied head is the embedding once more."""
+    """Return the rows of embedding, final norm and head. A tied head repeats the embedding."""
     vocab = integer(config, "vocab_size")
     tied = flag(config, "tie_word_embeddings")
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
@@ -133,12 +136,12 @@ def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
 
 
 def norm_row(mcore: str, hf: str, size: int, **place: Any) -> Row:
-    """A vector that every rank of the stage holds."""
+    """Return the row of a vector that every rank of the stage holds."""
     return Row(mcore=mcore, hf=(hf,), shapes=((size,),), transform=Same(), **place)
 
 
 def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
-    """The two norms around attention, fused q, k, v, and the output projection."""
+    """Return the rows of the norms before attention and MLP, fused q, k, v, and the output projection."""
     mcore, hf = "decoder.layers.{l}.", "model.layers.{l}."
     q_rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.head_dim
     return [
@@ -174,7 +177,7 @@ def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
 
 
 def qkv_bias_row(sizes: AttentionSizes, layers: Sequence[int]) -> Row:
-    """Biases of q, k and v, fused as their weights are."""
+    """Return the row of the biases of q, k and v, fused like their weights."""
     q_rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.head_dim
     return Row(
         mcore="decoder.layers.{l}.self_attention.linear_qkv.bias",
@@ -188,7 +191,7 @@ def qkv_bias_row(sizes: AttentionSizes, layers: Sequence[int]) -> Row:
 
 
 def qk_norm_rows(head_dim: int, layers: Sequence[int]) -> list[Row]:
-    """RMS norms of every query and key head."""
+    """Return the rows of the RMS norms of query and key heads."""
     mcore, hf = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
     return [
         norm_row(f"{mcore}{part}_layernorm.weight", f"{hf}{part}_norm.weight", head_dim, layers=tuple(layers))
@@ -197,14 +200,14 @@ def qk_norm_rows(head_dim: int, layers: Sequence[int]) -> list[Row]:
 
 
 def mlp_rows(hidden: int, intermediate: int, layers: Sequence[int]) -> list[Row]:
-    """A dense gated MLP."""
+    """Return the rows of a dense gated MLP."""
     prefixes = ("decoder.layers.{l}.mlp.", "model.layers.{l}.mlp.")
     return gated_rows(prefixes, "", hidden, intermediate, axis="tp", split_by="intermediate_size", layers=tuple(layers))
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What HF calls the parts of a layer with experts, and the key of config.json that sizes them."""
+    """HF names in a layer with experts, and the key of config.json with the experts' size."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -216,7 +219,7 @@ class ExpertNames:
 def expert_rows(
     hidden: int, intermediate: int, num_experts: int, layers: Sequence[int], *, names: ExpertNames = ExpertNames()
 ) -> list[Row]:
-    """The router and the routed experts of mixture-of-experts layers."""
+    """Return the rows of routers and routed experts."""
     mcore, hf = "decoder.layers.{l}.mlp.", f"model.layers.{{l}}.{names.block}."
     router = Row(
         mcore=f"{mcore}router.weight",
@@ -239,7 +242,7 @@ def gated_rows(
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     **sharing: Any,
 ) -> list[Row]:
-    """A gated MLP under the given (mcore, HF) prefixes; `sharing` says how its rows are divided and bound."""
+    """Return the rows of a gated MLP under (mcore, HF) prefixes. `sharing`: further arguments of Row (axis, layers)."""
     mcore, hf = prefixes
     up, down = (intermediate, hidden), (hidden, intermediate)
     return [
@@ -264,7 +267,7 @@ def gated_rows(
 
 
 def decoder_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]:
-    """TransformerConfig arguments of a pre-norm decoder with RMS norms and gated SiLU."""
+    """Return the TransformerConfig arguments of a pre-norm decoder with RMS norms and gated SiLU."""
     return {
         "num_layers": integer(config, "num_hidden_layers"),
         "hidden_size": sizes.hidden,
@@ -284,9 +287,11 @@ def decoder_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]
 
 
 def softmax_routing(config: HFConfig, num_experts: int, *, normalised: bool) -> dict[str, Any]:
-    """TransformerConfig arguments of a softmax router; `normalised` weights of the chosen experts sum to 1.
+    """Return the TransformerConfig arguments of a softmax router.
 
-    Raises: ConversionError for more experts per token than there are, and for one normalised expert per token.
+    normalised: whether the weights of the chosen experts sum to 1.
+
+    Raises: ConversionError for more experts per token than experts, and for one normalised expert per token.
     """
     topk = integer(config, "num_experts_per_tok")
     if topk > num_experts:
@@ -294,12 +299,12 @@ def softmax_routing(config: HFConfig, num_experts: int, *, normalised: bool) -> 
     if normalised and topk == 1:
         raise ConversionError(
             "config.json: num_experts_per_tok 1 with normalised weights (norm_topk_prob) makes every routing weight 1; "
-            "megatron refuses it"
+            "megatron rejects it"
         )
     return {
         "moe_router_topk": topk,
         "moe_router_score_function": "softmax",
-        # A softmax over the chosen logits equals the full softmax renormalised over the chosen experts.
+        # A softmax over the chosen logits equals the full softmax, renormalised over the chosen experts.
         "moe_router_pre_softmax": not normalised,
     }
 
@@ -311,8 +316,11 @@ def model_arguments(
     rope_types: tuple[str, ...] = ("default",),
     partial_rotation: bool = False,
 ) -> ModelArguments:
-    """Adds what GPTModel takes beside its TransformerConfig; `rope_types` are those that the family knows, and
-    `partial_rotation` is as `partial` in `rotary`."""
+    """Combine TransformerConfig arguments with the other arguments of GPTModel.
+
+    rope_types: rope types that the family supports.
+    partial_rotation: see `partial` of rotary.
+    """
     return ModelArguments(
         transformer=transformer,
         vocab_size=integer(config, "vocab_size"),

@@ -1,4 +1,4 @@
-"""Reading config.json, and refusing what a weight table cannot represent."""
+"""Typed access to config.json, and rejection of settings that a weight table cannot represent."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _ABSENT = "config.json has no "
 
 
 def read_hf_config(path: Path | str) -> dict[str, Any]:
-    """config.json of an HF directory, or the file itself.
+    """Read config.json; `path` is an HF directory or the file itself.
 
-    Raises: ConversionError naming the file when it is missing, not JSON, or names no model_type.
+    Raises: ConversionError naming the file if it is missing, not JSON, or has no model_type.
     """
     path = Path(path)
     if path.is_dir():
@@ -41,12 +41,15 @@ def read_hf_config(path: Path | str) -> dict[str, Any]:
 
 
 COMPUTED = "its default"
-"""As a default of `with_defaults`: what the rest of the configuration gives."""
+"""Marker in `defaults` of with_defaults: the default is computed from other fields."""
 
 
 class ConfigWithDefaults(dict[str, Any]):
-    """A configuration with the defaults of transformers for absent fields. `defaults` has the default of every field
-    that has one, `absent` those that config.json does not have."""
+    """Configuration in which absent fields have the defaults of transformers.
+
+    defaults: field -> default, without COMPUTED ones.
+    absent: the part of `defaults` whose fields config.json lacks.
+    """
 
     def __init__(self, config: HFConfig, defaults: HFConfig) -> None:
         self.defaults = {key: default for key, default in defaults.items() if default != COMPUTED}
@@ -55,10 +58,12 @@ class ConfigWithDefaults(dict[str, Any]):
 
 
 def with_defaults(config: HFConfig, defaults: HFConfig, *, nullable: Collection[str] = ()) -> ConfigWithDefaults:
-    """Add the defaults that the family's class in transformers has for absent fields. A null is no default:
-    transformers rejects it, or gives it another meaning (`nullable`: keys whose null the caller handles).
+    """Add the defaults of the family's configuration class in transformers for absent fields.
 
-    Raises: ConversionError for any other null, by name.
+    A null does not select the default: transformers rejects it or gives it another meaning. `nullable`: keys whose null
+    the caller handles.
+
+    Raises: ConversionError naming any other field that is null.
     """
     for key, default in defaults.items():
         if key in config and config[key] is None and key not in nullable:
@@ -67,8 +72,7 @@ def with_defaults(config: HFConfig, defaults: HFConfig, *, nullable: Collection[
 
 
 def explain_defaults(defaults: HFConfig) -> Callable[[Build[Built]], Build[Built]]:
-    """Decorate a function of config.json: its errors state which of the fields that they name are absent and have the
-    value of a default."""
+    """Decorate a function of config.json so that its errors note which of the fields they name are absent defaults."""
 
     def decorate(build: Build[Built]) -> Build[Built]:
         @functools.wraps(build)
@@ -89,16 +93,17 @@ def explain_defaults(defaults: HFConfig) -> Callable[[Build[Built]], Build[Built
 
 
 _COUNT_SUFFIXES, _MAX_COUNT = ("_layers", "_experts"), 100_000
-"""Every layer and every expert has rows in the table, so that a mistyped number would fill the memory."""
+"""Limit of fields that count layers or experts: each has rows in the table, and a typo would exhaust the memory."""
 
 
 def integer(config: HFConfig, *keys: str, default: int | None = None, minimum: int = 1) -> int:
-    """A whole number of at least `minimum`; further `keys` are other spellings of the first. `default` stands for what
-    is absent or null.
+    """Read a whole number of at least `minimum`. Further `keys` are other spellings of the first.
 
-    Raises: ConversionError for another value, for spellings that differ, and without a default for an absent one.
+    `default` applies if the field is absent or null.
+
+    Raises: ConversionError for another value, for spellings that differ, and for an absent field without default.
     """
-    # Another spelling that is null would be the one that transformers takes.
+    # A null first spelling counts as absent. A null second spelling is an error: transformers would use it.
     found = {key: config[key] for key in keys if key in config and (config[key] is not None or key != keys[0])}
     for key, value in found.items():
         if not _is_whole(value, minimum):
@@ -120,21 +125,22 @@ def integer(config: HFConfig, *keys: str, default: int | None = None, minimum: i
 def number(
     config: HFConfig, key: str, default: float | None = None, *, inside: str = "", positive: bool = False
 ) -> float:
-    """A finite number of at least 0, or above 0 where `positive`; `default` stands for what is absent, not for null.
-    `inside` names the object of config.json that `config` is.
+    """Read a finite number of at least 0, or above 0 if `positive`. `default` applies to an absent field, not to null.
+
+    inside: name of the object in config.json, if `config` is not its top level.
 
     Raises: ConversionError.
     """
     value = config.get(key, default)
     known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not known or value < 0 or (positive and value == 0):
-        wanted = "above 0" if positive else "of at least 0"
+        wanted = "above 0" if positive else "that is at least 0"
         raise ConversionError(f"config.json: {_full(key, inside)} is {_shown(value)}; it must be a number {wanted}")
     return float(value)
 
 
 def flag(config: HFConfig, key: str, default: bool = False) -> bool:
-    """True or false; `default` stands for what is absent, not for null.
+    """Read true or false. `default` applies to an absent field, not to null.
 
     Raises: ConversionError.
     """
@@ -145,7 +151,7 @@ def flag(config: HFConfig, key: str, default: bool = False) -> bool:
 
 
 def whole_numbers(config: HFConfig, key: str) -> list[int]:
-    """A list of whole numbers; empty where it is absent or null.
+    """Read a list of whole numbers; empty if the field is absent or null.
 
     Raises: ConversionError.
     """
@@ -158,7 +164,7 @@ def whole_numbers(config: HFConfig, key: str) -> list[int]:
 
 
 def section(config: HFConfig, key: str) -> HFConfig:
-    """An object inside of config.json; empty where it is absent or null.
+    """Read an object in config.json; empty if the field is absent or null.
 
     Raises: ConversionError.
     """
@@ -183,8 +189,9 @@ def _full(key: str, inside: str) -> str:
 
 
 def require(config: HFConfig, key: str, *supported: Any, reason: str) -> None:
-    """Refuses, by name, a setting that changes the maths; one that is absent does not, nor do the values `supported`.
-    Where transformers has a default for the absent field, that default is checked, and the message says so.
+    """Reject a setting that changes the computation, unless it is absent or has one of the `supported` values.
+
+    If the field is absent and transformers has a default for it, the default is checked and named in the message.
 
     Raises: ConversionError.
     """
@@ -200,14 +207,14 @@ def require(config: HFConfig, key: str, *supported: Any, reason: str) -> None:
             f"{_ABSENT}{key}, and transformers' default {json.dumps(value)} is not supported: {reason}; set "
             f"{key} to {' or '.join(values)}"
         )
-    # Without the field a default counts: leaving it out is advice only where the default is supported.
+    # Suggest to remove the field only if its default is supported.
     leave_out = key not in defaults or defaults[key] in supported
     allowed = " or ".join([*values, *(["unset"] if leave_out else [])])
     raise ConversionError(f"config.json: {key} {json.dumps(value)} is not supported, only {allowed}: {reason}")
 
 
 def weights_dtype(config: HFConfig) -> torch.dtype:
-    """The dtype that config.json gives the weights; bfloat16 when it names none."""
+    """Return the dtype of the weights in config.json; bfloat16 by default."""
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
@@ -215,7 +222,7 @@ def weights_dtype(config: HFConfig) -> torch.dtype:
     return dtype
 
 
-# What quantization_config may say of FP8 weights; the other keys are about activations or only name modules.
+# Accepted values in quantization_config of FP8 weights. The other accepted keys concern activations or list modules.
 _FP8_FIELDS: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
     "fmt": ("e4m3", None),
@@ -227,9 +234,9 @@ _FP8_FREE = {"weight_block_size", "modules_to_not_convert", "ignored_layers", "d
 
 
 def fp8_block(config: HFConfig) -> tuple[int, int] | None:
-    """(rows, columns) of the blocks in which FP8 weights are scaled; None when nothing is quantised.
+    """Return the block size (rows, columns) of FP8 weights; None if the model is not quantised.
 
-    Raises: ConversionError for every other kind of quantisation, by name.
+    Raises: ConversionError naming any other kind of quantisation.
     """
     refuse_nested(config)
     quantised = section(config, "quantization_config")
@@ -252,11 +259,16 @@ def fp8_block(config: HFConfig) -> tuple[int, int] | None:
 
 
 def refuse_unsupported(config: HFConfig) -> None:
-    """Raises: ConversionError for what no table of ours represents: quantisation but FP8 blocks, other activations,
-    layers that differ from each other by their number, attention that is not causal or not over all tokens."""
+    """Reject settings that no family supports.
+
+    These are quantisation other than FP8 blocks, activations other than SiLU, sizes that differ between layers, and
+    attention that is not causal or not over all tokens.
+
+    Raises: ConversionError.
+    """
     fp8_block(config)
-    require(config, "is_causal", True, reason="attention is causal; transformers attends in both directions otherwise")
-    reason = "inference engines attend by it to chunks of the text, and transformers and megatron to all tokens"
+    require(config, "is_causal", True, reason="attention is causal; otherwise transformers attends in both directions")
+    reason = "with it inference engines attend to chunks of the text; transformers and megatron attend to all tokens"
     require(config, "dual_chunk_attention_config", None, reason=reason)
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
@@ -265,7 +277,10 @@ def refuse_unsupported(config: HFConfig) -> None:
 
 
 def refuse_sliding_window(config: HFConfig) -> None:
-    """Raises: ConversionError when any layer attends to a window instead of all tokens."""
+    """Reject sliding-window attention.
+
+    Raises: ConversionError if any layer attends to a window instead of all tokens.
+    """
     layer_types = config.get("layer_types")
     if layer_types is not None:
         if not isinstance(layer_types, list | tuple) or not all(isinstance(kind, str) for kind in layer_types):
@@ -273,8 +288,8 @@ def refuse_sliding_window(config: HFConfig) -> None:
         others = sorted(set(layer_types) - {"full_attention"})
         if others:
             raise ConversionError(f"config.json: layer_types {others} are not supported, only 'full_attention'")
-    # Not every family of transformers reads layer_types. Where the size of the window is absent, those that have one
-    # have one of their own; null means full attention.
+    # Some families of transformers ignore layer_types. If sliding_window is absent, families with a window use their
+    # own default; null means full attention.
     window = config.get("sliding_window", 4096)
     if window is not None:
         integer(config, "sliding_window", default=1)

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek V2 and V3): rows and arguments. Source: transformers models/deepseek_v3.
 
-Queries and the joint latent of keys and values are projected down, normalised, and projected up to the heads; a part
-of each key that carries the position is shared by all heads. The down projections and norms are replicated over
-tensor-parallel ranks, the up projections divided by heads.
+Queries, and jointly keys and values, are projected down to latents, normalised, and projected up to the heads. All
+heads share the part of the key that carries the position. Down projections and norms are replicated over
+tensor-parallel ranks; up projections are divided by heads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from model_converters.families.parts.rotary import rope_section, scale_factor
 from model_converters.mapping.table import Row
 from model_converters.mapping.transforms import Heads, Same, Shape
 
-# transformers and DeepSeek's own code build these norms without the model's rms_norm_eps.
+# transformers and DeepSeek's own code do not use the model's rms_norm_eps for these norms.
 LATENT_NORM_EPSILON = 1e-6
 REFUSED_BY_LATENT_ATTENTION: dict[str, Any] = {
     **REFUSED_BY_ALL,
@@ -37,11 +37,11 @@ REFUSED_BY_LATENT_ATTENTION: dict[str, Any] = {
     "quantization_config": {"quant_method": "gptq"},
     "rope_interleave": False,
 }
-"""What latent_sizes refuses for every family that calls it; see Description.refused."""
+"""Fields that latent_sizes rejects, with an example value; see Description.refused."""
 OWN_FIELDS = frozenset({"v_head_dim"})
 ABSENT_FOR_ENGINES = frozenset({"index_topk", "compress_ratios"})
-"""Fields of Family for every family with latent attention. vLLM builds sparse or compressed attention where these are
-present, null included."""
+"""Values of Family.own_fields and Family.absent_for_engines for latent attention. vLLM builds sparse or compressed
+attention if a field of ABSENT_FOR_ENGINES is present, even with null."""
 _YARN_KEYS = {
     "rope_type",
     "type",
@@ -59,8 +59,11 @@ _YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attenti
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Units: heads, ranks of the latents, elements per head. `q_rank` is None where queries have no latent; a head's
-    query and key are `nope_dim` elements without and `rope_dim` with position."""
+    """Sizes of latent attention. Units: heads; elements for hidden, latent ranks and head dimensions.
+
+    `q_rank` is None if queries have no latent. Query and key of a head have `nope_dim` elements without position and
+    `rope_dim` elements with position.
+    """
 
     hidden: int
     num_heads: int
@@ -72,17 +75,22 @@ class LatentSizes:
 
 
 def latent_sizes(config: HFConfig) -> LatentSizes:
-    """Raises: ConversionError for what neither the rows nor megatron's attention express, by name."""
+    """Read the sizes of latent attention.
+
+    Raises: ConversionError naming a setting that the rows or Megatron's attention cannot represent.
+    """
     refuse_unsupported(config)
     refuse_sliding_window(config)
-    require(config, "attention_bias", False, reason="it adds biases that no row holds")
+    require(config, "attention_bias", False, reason="the table has no row for attention biases")
     require(config, "rope_interleave", True, reason="megatron pairs neighbouring elements of a latent head")
     for key in ("index_topk", "index_n_heads", "index_head_dim"):
         require(config, key, None, reason="the table has no row for the indexer of sparse attention")
     num_heads = integer(config, "num_attention_heads")
     require(config, "num_key_value_heads", num_heads, None, reason="latent attention has no groups of heads")
     rope_dim = integer(config, "qk_rope_head_dim")
-    require(config, "head_dim", rope_dim, reason="transformers rotates so much of a head, which is qk_rope_head_dim")
+    require(
+        config, "head_dim", rope_dim, reason="transformers rotates head_dim elements, which must be qk_rope_head_dim"
+    )
     if rope_dim % 2:
         raise ConversionError(f"config.json: qk_rope_head_dim {rope_dim} is odd, but rotation pairs its elements")
     return LatentSizes(
@@ -97,7 +105,7 @@ def latent_sizes(config: HFConfig) -> LatentSizes:
 
 
 def latent_attention_rows(sizes: LatentSizes, layers: Sequence[int]) -> list[Row]:
-    """The two norms around attention, and all projections of latent attention."""
+    """Return the rows of the norms before attention and MLP, and of all projections of latent attention."""
     where: dict[str, Any] = {"layers": tuple(layers)}
     mcore, hf = "decoder.layers.{l}.", "model.layers.{l}."
     return [
@@ -160,16 +168,16 @@ def _by_heads(mcore: str, hf: str, sizes: LatentSizes, per_head: Shape, where: d
 
 
 def as_attention_sizes(sizes: LatentSizes) -> AttentionSizes:
-    """What decoder_arguments takes: as many groups as heads."""
+    """Convert to the argument of decoder_arguments, with as many groups as heads."""
     return AttentionSizes(
         hidden=sizes.hidden, num_heads=sizes.num_heads, num_groups=sizes.num_heads, head_dim=sizes.value_dim
     )
 
 
 def latent_attention_arguments(config: HFConfig, sizes: LatentSizes, rotary_base: float) -> dict[str, Any]:
-    """Arguments of megatron's MLATransformerConfig beside those of every decoder.
+    """Return the arguments of Megatron's MLATransformerConfig that decoder_arguments does not contain.
 
-    Raises: ConversionError for position scaling that megatron cannot express, by name.
+    Raises: ConversionError naming a rope scaling that Megatron does not support.
     """
     return {
         "multi_latent_attention": True,
@@ -193,7 +201,7 @@ def _position_arguments(name: str, scaling: Mapping[str, Any]) -> dict[str, Any]
         unknown.remove("partial_rotary_factor")
     if unknown:
         raise ConversionError(f"config.json: rope scaling 'yarn' with {', '.join(unknown)} is not supported")
-    # Null is not the default: transformers then leaves the bounds of the ramp where they are between two elements.
+    # null differs from the default: transformers then does not round the bounds of the ramp.
     if scaling.get("truncate", True) is not True:
         raise ConversionError(f"config.json: {name}.truncate must be true or unset: megatron rounds the ramp's bounds")
     factor = scale_factor(scaling, name, "factor")
@@ -211,8 +219,10 @@ def _position_arguments(name: str, scaling: Mapping[str, Any]) -> dict[str, Any]
 
 
 def rotation_for_engines(config: HFConfig) -> dict[str, Any]:
-    """rope_parameters for inference engines. To transformers a null or a 0 of yarn's optional fields is the same as
-    absent; vLLM computes with the 0, and fails for the null."""
+    """Return rope_parameters for inference engines without optional yarn fields that are null or 0.
+
+    transformers treats these as absent; vLLM computes with 0 and fails for null.
+    """
     _, found = rope_section(config)
     unset = [key for key in _YARN_OPTIONAL if key in found and not found[key]]
     if found["rope_type"] != "yarn" or not unset:
@@ -221,7 +231,7 @@ def rotation_for_engines(config: HFConfig) -> dict[str, Any]:
 
 
 def _mscales(name: str, scaling: Mapping[str, Any]) -> tuple[float, float]:
-    """Both or none: with one of them transformers and megatron scale by different rules."""
+    """Read mscale and mscale_all_dim. With only one of them transformers and Megatron use different formulas."""
     read = {key: _optional(name, scaling, key) for key in ("mscale", "mscale_all_dim")}
     given = {key: value for key, value in read.items() if value}
     if len(given) == 1 and given != {"mscale": 1.0}:
@@ -232,5 +242,5 @@ def _mscales(name: str, scaling: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _optional(name: str, scaling: Mapping[str, Any], key: str) -> float:
-    """To transformers null and 0 are the same as absent."""
+    """Read an optional field of yarn. null and 0 mean absent, as in transformers."""
     return 0.0 if scaling.get(key) is None else number(scaling, key, inside=name)

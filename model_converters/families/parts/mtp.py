@@ -1,11 +1,11 @@
-"""Multi-token-prediction layers: their rows, and the decision to keep or to drop them.
+"""Multi-token-prediction (MTP) layers: rows, and the decision whether to keep them.
 
-Layer m of a model with L layers; what it shares with the model is stored once more beside it:
+Names of MTP layer m of a model with L decoder layers. HF stores a copy of the tensors shared with the main model:
 
 | mcore | HF |
 |---|---|
 | `mtp.layers.{m}.enorm`, `.hnorm`, `.eh_proj` | `model.layers.{L+m}.enorm`, `.hnorm`, `.eh_proj` |
-| `mtp.layers.{m}.transformer_layer.*` | `model.layers.{L+m}.*`, an ordinary layer |
+| `mtp.layers.{m}.transformer_layer.*` | `model.layers.{L+m}.*`, a decoder layer |
 | `mtp.layers.{m}.final_layernorm` | `model.layers.{L+m}.shared_head.norm` |
 | `embedding.word_embeddings` | `model.layers.{L+m}.embed_tokens`, equal to `model.embed_tokens` |
 | `output_layer` | `model.layers.{L+m}.shared_head.head`, equal to `lm_head` |
@@ -27,28 +27,31 @@ from model_converters.mapping.transforms import Same
 
 _KEY = "num_nextn_predict_layers"
 Copies = Literal["equal", "main"]
-"""Treatment of copies of embedding and head that differ from the model's own tensors, which megatron-core shares with
-multi-token prediction. equal: reject them. main: read the model's own."""
+"""Treatment of MTP copies of embedding and head that differ from the main model's tensors; megatron-core shares one
+tensor. equal: reject them. main: ignore the copies."""
 
 
 def num_mtp_layers(config: HFConfig) -> int:
-    """Raises: ConversionError."""
+    """Read the number of MTP layers.
+
+    Raises: ConversionError.
+    """
     return integer(config, _KEY, default=0, minimum=0)
 
 
 def without_mtp(config: HFConfig) -> dict[str, Any]:
-    """The configuration of the same model without multi-token prediction."""
+    """Return the configuration of the same model without MTP layers."""
     return {**config, _KEY: 0} if num_mtp_layers(config) else dict(config)
 
 
 def resolve_mtp(
     config: HFConfig, hf_names: Iterable[str], *, keep: bool = True
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Decides on multi-token prediction: it stays when the checkpoint has its tensors and the caller wants them.
+    """Keep the MTP layers if the checkpoint has their tensors and `keep` is set; otherwise drop them.
 
-    Returns: the configuration whose table fits, and the checkpoint's tensors that are dropped on purpose, for
-    check_complete. A checkpoint that has some of the tensors keeps them all: what lacks is then found missing. With
-    num_nextn_predict_layers 0 the layers of the checkpoint are dropped.
+    Returns: the configuration of the matching table, and the names of the dropped tensors, for check_complete.
+    If the checkpoint has only some of the tensors, the layers are kept and check_complete reports the missing ones.
+    With num_nextn_predict_layers 0 the checkpoint's MTP layers are dropped.
     """
     first, names = integer(config, "num_hidden_layers"), list(hf_names)
     count = num_mtp_layers(config)
@@ -62,8 +65,7 @@ def resolve_mtp(
 
 
 def _num_stored(names: Sequence[str], first: int) -> int:
-    """Layers from `first` on that have the projection which only multi-token prediction has; an ordinary layer that
-    config.json does not count is not among them."""
+    """Count the stored MTP layers from `first` on, recognised by eh_proj, which decoder layers do not have."""
     projected = {name.removesuffix(".eh_proj.weight") for name in names if name.endswith(".eh_proj.weight")}
     depth = 0
     while f"model.layers.{first + depth}" in projected:
@@ -74,10 +76,11 @@ def _num_stored(names: Sequence[str], first: int) -> int:
 def resolve_copies(
     bound: Sequence[BoundRow], hf_names: Collection[str], copies: Copies = "equal"
 ) -> tuple[list[BoundRow], tuple[str, ...]]:
-    """Decides on the second copies of embedding and head beside multi-token prediction. GLM-4.6 has none. A copy that
-    is absent, or with `copies` "main" every copy, is replaced by the model's own tensor.
+    """Decide on the MTP copies of embedding and head, which some releases (GLM-4.6) lack.
 
-    Returns: the table that the checkpoint fills, and the copies that are dropped on purpose, for check_complete.
+    Copies that are absent, or all copies with `copies` "main", are replaced by the main model's tensors.
+
+    Returns: the table that the checkpoint fills, and the names of the dropped copies, for check_complete.
     """
     replaced = [row.hf[0] for row in bound if row.row.repeats and (copies == "main" or row.hf[0] not in hf_names)]
     resolved = [_own_tensor(row) if row.hf[0] in replaced else row for row in bound]
@@ -90,9 +93,9 @@ def _own_tensor(bound: BoundRow) -> BoundRow:
 
 
 def mtp_rows(config: HFConfig, layer_rows: Sequence[Row]) -> list[Row]:
-    """Rows of all multi-token-prediction layers; `layer_rows` are those of one ordinary layer, whichever.
+    """Return the rows of all MTP layers; `layer_rows` are the rows of any one decoder layer.
 
-    Raises: ConversionError where embeddings are tied, which no released model with these layers has.
+    Raises: ConversionError if embeddings are tied; no released model combines both.
     """
     count = num_mtp_layers(config)
     if count and flag(config, "tie_word_embeddings"):
@@ -132,7 +135,7 @@ def _repeated(row: Row, hf: str) -> Row:
 
 
 def _moved(row: Row, mcore: str, hf: str) -> Row:
-    """A decoder layer's row as that of a multi-token-prediction layer."""
+    """Rename a decoder layer's row to an MTP layer."""
     return replace(
         row,
         mcore=row.mcore.replace("decoder.layers.{l}.", mcore),

@@ -1,6 +1,6 @@
-"""The names of quantisation methods, from everything that a release says about them.
+"""Detection of quantised releases, to reject them with the name of the method.
 
-| place | methods |
+| indication | methods |
 |---|---|
 | `quantization_config.quant_method` of config.json, of its text_config, or `compression_config` | all recent releases |
 | `quantization` of config.json | mlx |
@@ -9,7 +9,7 @@
 | `quantize_config.json`, `quant_config.json` | gptq and awq before config.json had the object |
 | names of tensors | releases without any of the above |
 
-FP8 e4m3 in blocks (`quant_method` fp8) is the one method that can be read; hf_config.fp8_block checks its fields.
+Only FP8 e4m3 in blocks (`quant_method` fp8) is supported; hf_config.fp8_block checks its fields.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from model_converters.errors import ConversionError
 from model_converters.inputs.strict_json import read_object
 
-REMEDY = "only FP8 e4m3 weights in blocks can be read; use the bfloat16 checkpoint"
+REMEDY = "only FP8 e4m3 weights in blocks are supported; use the bfloat16 checkpoint"
 
 _SECTIONS = ("quantization_config", "compression_config", "quantization")
 _NESTED = ("text_config", "llm_config", "language_config")
-# Fields that only one method has.
+# Fields that identify a method.
 _FIELDS = {
     "load_in_8bit": "bitsandbytes",
     "load_in_4bit": "bitsandbytes",
@@ -49,7 +49,7 @@ _TENSORS = (
 
 
 def method_of(quantised: Mapping[str, Any]) -> str:
-    """The name of the method that an object of config.json describes, with the algorithm where it names one."""
+    """Return the method that an object in config.json describes, followed by the algorithm if it names one."""
     named = quantised.get("quant_method")
     method = named if isinstance(named, str) and named else _method_by_fields(quantised)
     detail = quantised.get("quant_algo") or quantised.get("format")
@@ -61,8 +61,10 @@ def _method_by_fields(quantised: Mapping[str, Any]) -> str:
 
 
 def refuse_nested(config: Mapping[str, Any]) -> None:
-    """Raises: ConversionError for a description of quantised weights that is not at the top of config.json, where
-    engines find it and the reader of FP8 blocks does not."""
+    """Reject quantisation settings other than the top-level quantization_config: engines read them, fp8_block does not.
+
+    Raises: ConversionError.
+    """
     for section in ("", *_NESTED):
         inside = config.get(section) if section else config
         if not isinstance(inside, Mapping):
@@ -79,7 +81,10 @@ def refuse_nested(config: Mapping[str, Any]) -> None:
 
 
 def refuse_files(directory: Path) -> None:
-    """Raises: ConversionError for a file beside config.json that describes quantised weights."""
+    """Reject a directory with a separate file that describes quantised weights.
+
+    Raises: ConversionError.
+    """
     for name, method in _FILES.items():
         file = directory / name
         try:
@@ -96,8 +101,11 @@ def refuse_files(directory: Path) -> None:
 
 
 def refuse_tensors(names: Iterable[str], directory: Path) -> None:
-    """Raises: ConversionError for tensors that only a quantised release has, though config.json names no method."""
+    """Reject tensor names that only quantised releases have, although config.json names no method.
+
+    Raises: ConversionError.
+    """
     for name in names:
         for pattern, method in _TENSORS:
             if pattern.search(name):
-                raise ConversionError(f"{directory}: {name} is a tensor of {method} weights, not supported; {REMEDY}")
+                raise ConversionError(f"{directory}: {name} belongs to {method} weights, not supported; {REMEDY}")

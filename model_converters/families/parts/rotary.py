@@ -1,4 +1,4 @@
-"""RotarySettings position embedding, read from config.json as transformers 5 reads it."""
+"""Settings of rotary position embedding, read from config.json like transformers 5."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RotarySettings:
     fraction: float = 1.0
 
 
-# megatron-core 0.16.1 takes the factor alone; these are fixed in its rotary embedding.
+# megatron-core 0.16.1 accepts only the factor; these values are fixed in its rotary embedding.
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 _DEFAULT_BASE = 10_000.0
 _FIELDS = {
@@ -42,24 +42,24 @@ _FIELDS = {
     "type",
     *_LLAMA3,
 }
-# transformers moves this field of config.json into the object of these types, over what the object says itself.
+# For these rope types transformers copies this top-level field of config.json into the object and overwrites its value.
 _MOVED, _TYPES_OF_MOVED = "original_max_position_embeddings", ("llama3", "yarn")
 
 
 def rope_section(config: HFConfig) -> tuple[str, dict[str, Any]]:
-    """The object that says how positions are rotated, with its name: rope_scaling where there is one (transformers 4
-    wrote it, and 5 puts it in the place of rope_parameters, of which nothing is then read), else rope_parameters.
+    """Return the name and contents of the rotation settings: rope_scaling if present, else rope_parameters.
 
-    `rope_theta` and `partial_rotary_factor` of config.json itself are in it where the object has none.
+    transformers 4 wrote rope_scaling, and transformers 5 then ignores rope_parameters. Top-level `rope_theta` and
+    `partial_rotary_factor` are added if the object has none.
 
-    Raises: ConversionError for what is no object, and for one with an object per kind of layer.
+    Raises: ConversionError if the field is not an object, or contains one object per layer type.
     """
     sections = {name: dict(section(config, name)) for name in ("rope_scaling", "rope_parameters")}
     name = "rope_scaling" if sections["rope_scaling"] else "rope_parameters"
     found = sections[name]
     for key, value in found.items():
         if isinstance(value, Mapping):
-            raise ConversionError(f"config.json: {name}.{key} is an object: rotation by kind of layer is not supported")
+            raise ConversionError(f"config.json: {name}.{key} is an object: rotation per layer type is not supported")
     found.setdefault("rope_theta", config.get("rope_theta", _DEFAULT_BASE))
     if config.get("partial_rotary_factor") is not None:
         found.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
@@ -70,12 +70,12 @@ def rope_section(config: HFConfig) -> tuple[str, dict[str, Any]]:
 
 
 def rotary(config: HFConfig, *, known: tuple[str, ...] = ("default",), partial: bool = False) -> RotarySettings:
-    """Base and scaling, from where transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes them.
+    """Read base and scaling in the format of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters).
 
-    `partial`: the family rotates as much of each head as partial_rotary_factor says, all of it where that is null.
+    partial: whether the family rotates only partial_rotary_factor of each head (null: whole heads).
 
-    Raises: ConversionError for rope types that are not in `known`, for scaling that megatron cannot express and for
-    partial rotation in a family that has none.
+    Raises: ConversionError for rope types that are not in `known`, for scaling that Megatron does not support, and for
+    partial rotation in other families.
     """
     name, found = rope_section(config)
     rope_type = found["rope_type"]
@@ -98,16 +98,19 @@ def _type_key(found: Mapping[str, Any]) -> str:
 
 
 def _refuse_unknown_fields(found: Mapping[str, Any], name: str) -> None:
-    """Raises: ConversionError for a field of another variant, which transformers ignores and an engine may read."""
+    """Reject fields of other rope variants: transformers ignores them, but an engine may read them.
+
+    Raises: ConversionError.
+    """
     for key, value in found.items():
         if key not in _FIELDS and value is not None:
             raise ConversionError(f"config.json: {name}.{key} {value!r} is not supported; remove it")
 
 
 def inverse_frequencies(rotary: RotarySettings, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair of elements, float32.
+    """Return the radians per position of each pair of elements, in float32.
 
-    Shapes: [head_dim * fraction / 2]
+    Shapes: -> [head_dim * fraction / 2].
     """
     rotated = int(head_dim * rotary.fraction)
     frequencies = 1.0 / rotary.base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
@@ -129,7 +132,7 @@ def _llama3_factor(found: Mapping[str, Any], name: str) -> float:
 
 
 def scale_factor(found: Mapping[str, Any], name: str, key: str) -> float:
-    """A number of at least 1 that the scaling `found` cannot do without; `name` is where it stands.
+    """Read a required number of at least 1 from the scaling `found`, the object `name` of config.json.
 
     Raises: ConversionError.
     """

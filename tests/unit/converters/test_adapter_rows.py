@@ -60,13 +60,13 @@ def test_attention_dense_mlps_and_shared_experts_can_have_adapters(
 @pytest.mark.parametrize(
     ("kind", "target", "why"),
     [
-        ("qwen3_moe", "gate_proj", "gate_proj: only routed experts have it, and their grouped products"),
-        ("qwen3_moe", "gate", "gate: routers are no linear layers"),
+        ("qwen3_moe", "gate_proj", "gate_proj: only routed experts have it, and their grouped GEMMs"),
+        ("qwen3_moe", "gate", "gate: routers are not linear layers"),
         ("mixtral", "w1", "w1: only routed experts have it"),
-        ("qwen3", "lm_head", "lm_head: embeddings multiply with nothing, and the loss reads"),
-        ("qwen3", "embed_tokens", "embed_tokens: embeddings multiply with nothing"),
-        ("qwen3", "q_norm", "q_norm: it is no matrix"),
-        ("qwen3", "qkv_proj", "qkv_proj: the model has no such module; possible are q_proj, k_proj, v_proj, o_proj"),
+        ("qwen3", "lm_head", "lm_head: embeddings are not matrix products, and the loss reads"),
+        ("qwen3", "embed_tokens", "embed_tokens: embeddings are not matrix products"),
+        ("qwen3", "q_norm", "q_norm: it is not a matrix"),
+        ("qwen3", "qkv_proj", "qkv_proj: the model has no such module; choose from q_proj, k_proj, v_proj, o_proj"),
     ],
 )
 def test_what_can_have_none_is_refused_with_the_reason(kind: str, target: str, why: str) -> None:

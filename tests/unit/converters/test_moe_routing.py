@@ -27,7 +27,7 @@ def arguments(config, **changes):
         ({"num_experts_per_tok": 6}, "topk_group 2 with num_experts_per_tok 6.* = 3"),
         ({"topk_group": 5}, "topk_group 5 exceeds n_group 4"),
         ({"n_group": 3}, "n_routed_experts 8 is not a multiple of n_group 3"),
-        ({"n_group": 8}, "n_group 8 leaves 1 experts in a group"),
+        ({"n_group": 8}, "n_group 8 gives 1 experts per group"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds n_routed_experts 8"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),

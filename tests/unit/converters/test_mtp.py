@@ -98,7 +98,9 @@ def test_a_copy_that_differs_from_its_original_is_refused(shared, pp, family_con
     local = {name: torch.zeros(shape) for name, shape in local_shapes(bound, layout, last).items()}
     with (
         HFCheckpoint(write_hf(tmp_path / "hf", config, hf)) as checkpoint,
-        pytest.raises(ConversionError, match=rf"model\.layers\.4\.{shared}\.weight.*multi-token prediction shares"),
+        pytest.raises(
+            ConversionError, match=rf"model\.layers\.4\.{shared}\.weight.*between multi-token prediction and the main"
+        ),
     ):
         load_tensors(checkpoint, bound, layout, last, local)
 
@@ -109,8 +111,8 @@ def test_a_copy_that_differs_from_its_original_is_refused(shared, pp, family_con
         ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
         ({"num_nextn_predict_layers": True}, "num_nextn_predict_layers is True"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings with num_nextn_predict_layers 1"),
-        ({"first_k_dense_replace": 4}, "layer 4 and the last layer of the decoder differ"),
-        ({"moe_layer_freq": 2}, "layer 4 and the last layer of the decoder differ"),
+        ({"first_k_dense_replace": 4}, "only one of layer 4 and the last decoder layer has experts"),
+        ({"moe_layer_freq": 2}, "only one of layer 4 and the last decoder layer has experts"),
     ],
 )
 def test_layers_that_megatron_would_build_otherwise_are_refused(changes, message, family_configs):

@@ -93,7 +93,7 @@ def test_quantisation_file_that_quantises_nothing_is_accepted(dense_config, tmp_
 def test_tensors_of_a_method_that_config_json_omits_are_named(name, method, dense_config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dense_config))
     save_file({f"model.layers.0.self_attn.{name}": torch.zeros(4, dtype=torch.uint8)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConversionError, match=rf"model\.layers\.0\.self_attn\.{name} is a tensor of {method} weights"):
+    with pytest.raises(ConversionError, match=rf"model\.layers\.0\.self_attn\.{name} belongs to {method} weights"):
         HFCheckpoint(tmp_path)
 
 
