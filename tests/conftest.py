@@ -1,7 +1,7 @@
-"""What every test module must leave as it found it, and the environment in which all of them run.
+"""Environment of the tests, and a fixture that fails a module which leaves processes or shared memory behind.
 
-A process that a test started stays findable after its parent has died: it inherits SESSION_VARIABLE. Shared memory is
-looked up by the segment prefix of the project; only segments that no living process outside this session maps count.
+Processes of a test inherit SESSION_VARIABLE, so they are found after the death of their parent. Shared-memory segments
+are found by the project's prefix; segments of living processes outside this session do not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Hundreds of processes follow: each would compile the project anew.
+# The tests start hundreds of processes, and each would compile the project again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import psutil
@@ -28,27 +28,27 @@ SESSION_VARIABLE = "MCORE_RL_TEST_SESSION"
 SESSION = f"{os.getpid()}-{time.time_ns()}"
 SHARED_MEMORY = Path("/dev/shm")
 EVERY_TEST = bool(os.environ.get("MCORE_RL_EVERY_TEST"))
-ROOMS = ("e2e", "contract", "dist", "te", "architecture", "unit")
+ORDER = ("e2e", "contract", "distributed", "te", "architecture", "unit")
+"""Folders of tests, slowest first: otherwise one process would run the last slow test while the others are idle."""
 GRACE_SECONDS = float(os.environ.get("MCORE_RL_TEST_GRACE_SECONDS", "15"))
-"""How long what a test started may take to go once the test is over; Ray's daemons need a few seconds."""
+"""Time for processes to end after a test; Ray's daemons need a few seconds."""
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Python's own helpers: one of each per process, and they end with it."""
+"""Helper processes of multiprocessing: one of each per process; they end with it."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cuda(only=False): needs a CUDA device; only: and no CPU in its place")
-    config.addinivalue_line("markers", "gpus(count): needs so many of them")
+    config.addinivalue_line("markers", "cuda(only=False): needs a CUDA device; only=True: cannot run on a CPU instead")
+    config.addinivalue_line("markers", "gpus(count): needs this number of GPUs")
     config.addinivalue_line("markers", "te: needs transformer-engine")
     config.addinivalue_line("markers", "vllm: needs vLLM for CUDA")
     config.addinivalue_line("markers", "slow: takes more than about 20 seconds")
     config.addinivalue_line(
-        "markers", "on_demand: run with MCORE_RL_EVERY_TEST=1 only; what it covers, others do in part"
+        "markers", "on_demand: runs only with MCORE_RL_EVERY_TEST=1; other tests cover the facts in part"
     )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The longest first, so that no process is left with one of them when the others have nothing more to do.
-    items.sort(key=lambda item: next((place for place, room in enumerate(ROOMS) if room in item.path.parts), -1))
+    items.sort(key=lambda item: next((place for place, name in enumerate(ORDER) if name in item.path.parts), -1))
     if not EVERY_TEST:
         for item in items:
             if item.get_closest_marker("on_demand"):
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fails the module after which a process or a shared-memory segment of this session remains."""
+    """Fail a module after which a process or a shared-memory segment of this session remains."""
     previous = os.environ.get(SESSION_VARIABLE)
     os.environ[SESSION_VARIABLE] = SESSION
     segments = _segments()
@@ -69,7 +69,7 @@ def leaves_nothing_behind() -> Iterator[None]:
         del os.environ[SESSION_VARIABLE]
     else:
         os.environ[SESSION_VARIABLE] = previous
-    for process in _own_processes():  # else every later module would be blamed as well
+    for process in _own_processes():  # otherwise every later module would fail too
         process.kill()
     assert not left, f"left behind: {left}"
 
@@ -80,7 +80,7 @@ def _left_behind(segments_before: set[str]) -> list[str]:
 
 
 def _own_processes() -> list[psutil.Process]:
-    """Living processes started by this session: its descendants, and those whose parents are gone."""
+    """Return the living processes of this session: descendants, and processes whose parents have ended."""
     children = set(psutil.Process().children(recursive=True))
     # A forked child keeps its parent's initial environment, so it is found as a descendant only.
     found = children | {p for p in psutil.process_iter() if _environment(p).get(SESSION_VARIABLE) == SESSION}
@@ -88,7 +88,7 @@ def _own_processes() -> list[psutil.Process]:
 
 
 def _is_helper(process: psutil.Process) -> bool:
-    """What the fork server has forked has its command line too, but is no direct child."""
+    """Return True for a helper of multiprocessing, not for a child of the fork server (same command line)."""
     try:
         return process.ppid() == os.getpid() and any(helper in _command(process) for helper in HELPERS)
     except psutil.Error:
@@ -98,7 +98,7 @@ def _is_helper(process: psutil.Process) -> bool:
 def _environment(process: psutil.Process) -> dict[str, str]:
     try:
         return process.environ()
-    except (psutil.Error, OSError):  # gone, a zombie, or another user's
+    except (psutil.Error, OSError):  # ended, a zombie, or owned by another user
         return {}
 
 
@@ -121,7 +121,7 @@ def _segments() -> set[str]:
 
 
 def _is_own_segment(name: str) -> bool:
-    """Not one that a living process of another session (a run beside the tests) has made."""
+    """Return False for a segment of a living process of another session (a run next to the tests)."""
     pid = name.split("_")[-2]
     if not pid.isdigit() or not psutil.pid_exists(int(pid)):
         return True
