@@ -206,8 +206,8 @@ def test_another_model_or_dtype_is_refused_on_every_rank_by_tensor(outcome: list
     for rank in outcome:
         for name, expected in (
             ("deeper", "does not fit this model: it has no decoder.layers.4."),
-            ("shallower", "holds tensors that this model does not have: decoder.layers.2."),
-            ("bfloat16", "is torch.float32, here torch.bfloat16 (model.dtype)"),
+            ("shallower", "contains tensors that this model does not have: decoder.layers.2."),
+            ("bfloat16", "has dtype torch.float32, the model torch.bfloat16 (model.dtype)"),
         ):
             kind, message, same = rank[name]
             assert (kind, same) == ("CheckpointError", True)

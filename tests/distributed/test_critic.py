@@ -374,7 +374,7 @@ def test_what_cannot_be_is_refused_by_its_name(directories: dict[str, str], tmp_
     (found,) = launch(_refusals, 1, directories, str(tmp_path))
     # A vocabulary projection may be padded, so its first row would pass for a head.
     assert "CheckpointError" in found["policy's checkpoint"]
-    assert "output_layer.weight is (96, 32), here (1, 32)" in found["policy's checkpoint"]
+    assert "output_layer.weight has shape (96, 32), in the model (1, 32)" in found["policy's checkpoint"]
     assert "no old values" in found["no values"]
     assert found["short"].startswith("ValueError: sample 2")
     assert found["nan"].startswith("NonFiniteError")

@@ -254,11 +254,11 @@ def test_a_checkpoint_of_other_adapters_is_refused(root: Path, saved: Any) -> No
     assert found["rank"].endswith(
         "was saved with adapters; set actor.lora.rank=3, actor.lora.alpha=7.0, actor.lora.rslora=False, "
         "actor.lora.target_modules=['down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 'v_proj'], or "
-        "continue in another run.dir"
+        "set run.dir to a new directory"
     )
     assert found["alpha"] == found["targets"] == found["full"] == found["rank"]
     assert found["of a full run"].endswith(
-        "was saved without adapters; set actor.lora.rank=0, or continue in another run.dir"
+        "was saved without adapters; set actor.lora.rank=0, or set run.dir to a new directory"
     )
     assert found["untouched"]
 

@@ -339,8 +339,8 @@ def test_its_weights_leave_the_device_between_passes(lives: list[dict[str, Any]]
 
 def test_weights_of_a_reference_in_a_checkpoint_are_neither_left_out_nor_made_up(lives: list[dict[str, Any]]) -> None:
     for rank in lives:
-        assert "has the weights of a reference, and this run keeps none" in rank["not kept"]
-        assert "without has no reference, and this run keeps one" in rank["not found"]
+        assert "contains the weights of a reference, but this run saves none" in rank["not kept"]
+        assert "without does not contain the weights of a reference, but this run saves them" in rank["not found"]
 
 
 def test_a_refreshed_reference_goes_on_in_another_layout(lives: list[dict[str, Any]], directories: Any) -> None:

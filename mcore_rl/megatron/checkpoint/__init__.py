@@ -1,1 +1,1 @@
-"""Checkpoints of ranks: written while training goes on, read in any other layout."""
+"""Distributed checkpoints, written during training and readable in any other layout."""

@@ -1,11 +1,10 @@
-"""Which blocks of a checkpoint's tensors a rank of any layout holds, and where in its live tensors they lie.
+"""Mapping between blocks of a checkpoint's tensors and the tensors of a rank, for any layout.
 
-Model weights have megatron's keys, global shapes and offsets; of a LoRA run there are only the adapters, under PEFT's
-names. Optimizer state is sharded like the parameter it belongs
-to, under megatron's keys too: `optimizer.state.exp_avg.<key of the parameter>`. The distributed optimizer owns a range
-of a flattened parameter; a range of a matrix is part of a row, whole rows, and part of a row, so it is stored as up to
-three blocks. Nothing is gathered: what a rank owns it writes itself, weights included, and the ranks of a
-data-parallel group share the work of writing what all of them hold. Loading reads the same blocks in the new layout.
+Model weights have Megatron's keys, global shapes and offsets. A LoRA run stores only the adapters, under PEFT's names.
+Optimizer state is sharded like its parameter, under Megatron's keys: `optimizer.state.exp_avg.<key of the parameter>`.
+The distributed optimizer owns ranges of flattened parameters. A range of a matrix consists of a partial row, whole
+rows, and a partial row, so it is stored as up to three blocks. Nothing is gathered: each rank writes what it owns, and
+the ranks of a data-parallel group divide the tensors that all of them hold. Loading reads the blocks of the new layout.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # n
 
 @dataclass(frozen=True)
 class LiveBlock:
-    """`view`, a block of a live tensor, is the block `chunk.stored` of the checkpoint's tensor `chunk.key`; `stored`
-    has leading axes of size 1 that the view lacks."""
+    """A block of a tensor in memory (`view`) that corresponds to block `chunk.stored` of the checkpoint's tensor
+    `chunk.key`. `stored` may have additional leading dimensions of size 1."""
 
     chunk: CheckpointChunk
     view: torch.Tensor
 
 
 @dataclass(frozen=True)
-class _Placed:
-    """A parameter or buffer of the model, and the stored blocks that it is made of."""
+class _ModelTensor:
+    """A parameter or buffer of the model, its blocks in the checkpoint, and its replica id."""
 
     tensor: torch.Tensor
     chunks: tuple[CheckpointChunk, ...]
@@ -61,52 +60,52 @@ class _Placed:
 
 
 def blocks_to_load(models: list[PolicyModel], optimizer: MegatronOptimizer) -> list[LiveBlock]:
-    """Everything that this rank holds: weights, and the optimizer state of its ranges."""
+    """All blocks of this rank: weights, and the optimizer state of its ranges."""
     states = parameter_states(optimizer)
     blocks: list[LiveBlock] = []
-    for placed in _all_placed(models):
-        blocks += _weights(placed, 0, placed.tensor.numel())
-        state = states.get(id(placed.tensor))
+    for item in _model_tensors(models):
+        blocks += _weights(item, 0, item.tensor.numel())
+        state = states.get(id(item.tensor))
         if state is not None:
-            blocks += _state(placed, state, state.start, state.stop)
+            blocks += _state(item, state, state.start, state.stop)
     return blocks
 
 
 def blocks_to_save(models: list[PolicyModel], optimizer: MegatronOptimizer) -> list[LiveBlock]:
-    """What this rank writes: over all ranks, every element of every tensor exactly once."""
+    """Blocks that this rank writes. Over all ranks, every element of every tensor is written exactly once."""
     states = parameter_states(optimizer)
     blocks: list[LiveBlock] = []
-    for placed in _all_placed(models):
-        if not placed.optimized:
-            if is_main_replica(placed.replica):
-                blocks += _weights(placed, 0, placed.tensor.numel())
+    for item in _model_tensors(models):
+        if not item.optimized:
+            if is_main_replica(item.replica):
+                blocks += _weights(item, 0, item.tensor.numel())
             continue
-        state = states.get(id(placed.tensor))
-        # Replicas are numbered along (pipeline, tensor, data) ranks. The last share the work.
-        if state is None or any(placed.replica[:-1]):
+        state = states.get(id(item.tensor))
+        # Replica ids are (pipeline, tensor, data) ranks. Only data-parallel replicas divide the work.
+        if state is None or any(item.replica[:-1]):
             continue
-        start, stop = (state.start, state.stop) if state.sharded else _share(placed)
-        blocks += _weights(placed, start, stop)
-        blocks += _state(placed, state, start, stop)
+        start, stop = (state.start, state.stop) if state.sharded else _share(item)
+        blocks += _weights(item, start, stop)
+        blocks += _state(item, state, start, stop)
     return blocks
 
 
-REFERENCE = "reference."
-"""Before the keys of a reference's weights; the converter leaves them out."""
+REFERENCE_PREFIX = "reference."
+"""Key prefix of the weights of a reference model; the converter ignores them."""
 
 
 def reference_blocks(models: list[PolicyModel], *, to_save: bool) -> list[LiveBlock]:
-    """Weights of a model that is not trained: all that this rank holds, or what it writes of them."""
+    """Blocks of the weights of a reference model: all blocks of this rank, or those that it writes."""
     return [
         block
-        for placed in _all_placed(models)
-        if not to_save or is_main_replica(placed.replica)
-        for block in _blocks(placed, REFERENCE, placed.tensor.detach().view(-1), 0)
+        for item in _model_tensors(models)
+        if not to_save or is_main_replica(item.replica)
+        for block in _blocks(item, REFERENCE_PREFIX, item.tensor.detach().view(-1), 0)
     ]
 
 
 def extra_states(models: list[PolicyModel]) -> list[StateObject]:
-    """What TransformerEngine's modules keep beside tensors, such as scaling factors of FP8; replicas left out."""
+    """Extra states of TransformerEngine's modules, such as FP8 scaling factors, without replicas."""
     return [
         StateObject(entry.unique_key, _pickled([entry.data]))
         for _, _, entry in _objects(models)
@@ -115,7 +114,8 @@ def extra_states(models: list[PolicyModel]) -> list[StateObject]:
 
 
 def load_extra_states(models: list[PolicyModel], reader: DcpReader) -> None:
-    """Gives the modules theirs; one that was saved in parts by other ranks of another layout starts anew.
+    """Load the extra states into the modules. A state that another layout saved in different parts is not loaded, and
+    the module starts with a new one.
 
     Raises: ConversionError.
     """
@@ -128,7 +128,7 @@ def load_extra_states(models: list[PolicyModel], reader: DcpReader) -> None:
 
 
 def _objects(models: list[PolicyModel]) -> Iterator[tuple[int, str, ShardedObject]]:
-    """(index of the model, name in it, object)."""
+    """Yield (index of the model, name in the model, object)."""
     for index, model in enumerate(models):
         state = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group({}))
         for name, entry in state.items():
@@ -142,33 +142,34 @@ def _pickled(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def _share(placed: _Placed) -> tuple[int, int]:
-    """This data-parallel rank's even part of a parameter of which all hold the state."""
-    if getattr(placed.tensor, "allreduce", True):
+def _share(item: _ModelTensor) -> tuple[int, int]:
+    """This data-parallel rank's equal part of a parameter whose state all ranks of the group hold."""
+    if getattr(item.tensor, "allreduce", True):
         ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     else:
         ranks = parallel_state.get_expert_data_parallel_world_size()
-    size, index = placed.tensor.numel(), placed.replica[-1]
+    size, index = item.tensor.numel(), item.replica[-1]
     return size * index // ranks, size * (index + 1) // ranks
 
 
-def _all_placed(models: list[PolicyModel]) -> Iterator[_Placed]:
+def _model_tensors(models: list[PolicyModel]) -> Iterator[_ModelTensor]:
     if has_adapters(models):
-        # Under them nothing is trained, and model.hf_path has it.
-        yield from (_placed_factor(factor, parameter) for factor, parameter in adapter_parameters(models))
+        # The base model is frozen and can be loaded from model.hf_path.
+        yield from (_adapter_tensor(factor, parameter) for factor, parameter in adapter_parameters(models))
         return
     for model in models:
-        # With parameters themselves (megatron's sharded_state_dict keeps them), not what they hold.
+        # The entries refer to the parameters themselves, because sharded_state_dict does not detach them. Their ids
+        # are used to find the optimizer state.
         state = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group({}))
         for entry in nested_values(state):
             if isinstance(entry, ShardedTensorFactory):
-                yield _placed(entry, list(nested_values(entry.build())))
+                yield _model_tensor(entry, list(nested_values(entry.build())))
             elif isinstance(entry, ShardedTensor):
-                yield _placed(entry, [entry])
+                yield _model_tensor(entry, [entry])
 
 
-def _placed_factor(factor: Factor, parameter: torch.Tensor) -> _Placed:
-    """Under PEFT's names, in which no layout shows."""
+def _adapter_tensor(factor: Factor, parameter: torch.Tensor) -> _ModelTensor:
+    """Describe an adapter matrix under its PEFT name, which is independent of the layout."""
     shape = tuple(parameter.shape)
     chunks = tuple(
         CheckpointChunk(
@@ -178,10 +179,10 @@ def _placed_factor(factor: Factor, parameter: torch.Tensor) -> _Placed:
     )
     tensor_rank = parallel_state.get_tensor_model_parallel_rank() if factor.num_shards == 1 else 0
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return _Placed(parameter, chunks, (0, tensor_rank, data_rank))
+    return _ModelTensor(parameter, chunks, (0, tensor_rank, data_rank))
 
 
-def _placed(entry: Any, parts: list[ShardedTensor]) -> _Placed:
+def _model_tensor(entry: Any, parts: list[ShardedTensor]) -> _ModelTensor:
     chunks = tuple(
         CheckpointChunk(
             key=part.key,
@@ -193,26 +194,26 @@ def _placed(entry: Any, parts: list[ShardedTensor]) -> _Placed:
         )
         for part in parts
     )
-    assert isinstance(entry.replica_id, tuple), f"{entry.key} has replicas numbered along one axis only"
-    return _Placed(entry.data, chunks, entry.replica_id)
+    assert isinstance(entry.replica_id, tuple), f"{entry.key}: expected a replica id per parallel axis"
+    return _ModelTensor(entry.data, chunks, entry.replica_id)
 
 
-def _weights(placed: _Placed, start: int, stop: int) -> Iterator[LiveBlock]:
-    return _blocks(placed, "", placed.tensor.detach().view(-1)[start:stop], start)
+def _weights(item: _ModelTensor, start: int, stop: int) -> Iterator[LiveBlock]:
+    return _blocks(item, "", item.tensor.detach().view(-1)[start:stop], start)
 
 
-def _state(placed: _Placed, state: ParameterState, start: int, stop: int) -> Iterator[LiveBlock]:
+def _state(item: _ModelTensor, state: ParameterState, start: int, stop: int) -> Iterator[LiveBlock]:
     for name, flat in state.tensors.items():
-        yield from _blocks(placed, f"optimizer.state.{name}.", flat[start - state.start : stop - state.start], start)
+        yield from _blocks(item, f"optimizer.state.{name}.", flat[start - state.start : stop - state.start], start)
 
 
-def _blocks(placed: _Placed, prefix: str, flat: torch.Tensor, start: int) -> Iterator[LiveBlock]:
-    """`flat` are elements from `start` on of something shaped like the parameter."""
-    shape = tuple(placed.tensor.shape)
+def _blocks(item: _ModelTensor, prefix: str, flat: torch.Tensor, start: int) -> Iterator[LiveBlock]:
+    """Split `flat`, the elements from `start` on of a flattened tensor shaped like the parameter, into blocks."""
+    shape = tuple(item.tensor.shape)
     for box in range_boxes(shape, start, start + flat.numel()):
         first = flat_index(shape, box.offset) - start
         values = flat[first : first + box.volume].view(box.shape)
-        for chunk in placed.chunks:
+        for chunk in item.chunks:
             common = box.overlap(chunk.local)
             if common is not None:
                 within = common.moved(box.offset, (0,) * len(shape))
@@ -220,7 +221,7 @@ def _blocks(placed: _Placed, prefix: str, flat: torch.Tensor, start: int) -> Ite
 
 
 def _part(chunk: CheckpointChunk, common: Box, prefix: str) -> CheckpointChunk:
-    """The part of a chunk that lies at `common` in the local tensor."""
+    """Restrict a chunk to the block `common` of the local tensor."""
     stacked = len(chunk.stored.shape) - len(common.shape)
     inner = common.moved(chunk.local.offset, chunk.stored.offset[stacked:])
     stored = Box(chunk.stored.offset[:stacked] + inner.offset, (1,) * stacked + inner.shape)

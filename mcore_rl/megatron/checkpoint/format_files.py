@@ -1,5 +1,4 @@
-"""The small files that make a directory a distributed checkpoint of megatron's, and the state in them that no rank
-shards.
+"""Metadata files of Megatron's distributed checkpoint format, and the common state, which is not sharded.
 
 Source: megatron.core.dist_checkpointing (0.16.1).
 """
@@ -25,7 +24,7 @@ CONFIG_FILE = "metadata.json"
 
 
 def write_format_files(directory: str | Path, common: dict[str, Any] | None = None) -> list[str]:
-    """Adds metadata.json and the common state; returns their names.
+    """Write metadata.json and the common state. Returns the file names.
 
     Raises: OSError.
     """
@@ -36,7 +35,7 @@ def write_format_files(directory: str | Path, common: dict[str, Any] | None = No
 
 
 def read_common(directory: str | Path) -> dict[str, Any]:
-    """Raises: CheckpointError when it is not there or not readable."""
+    """Read the common state. Raises: CheckpointError if it is missing or cannot be read."""
     file = Path(directory) / COMMON_STATE_FNAME
     try:
         common = torch.load(file, weights_only=True)
@@ -44,5 +43,5 @@ def read_common(directory: str | Path) -> dict[str, Any]:
         reason = str(error).split("\n", 1)[0]
         raise CheckpointError(f"{file} cannot be read: {reason}") from error
     if not isinstance(common, dict):
-        raise CheckpointError(f"{file} holds a {type(common).__name__}")
+        raise CheckpointError(f"{file} contains a {type(common).__name__} instead of a dict")
     return common

@@ -1,4 +1,4 @@
-"""Random streams of a rank in a checkpoint. Another layout has other ranks: there the streams are seeded anew."""
+"""Saving and restoring of a rank's random streams. In another layout the streams are seeded anew."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ cpu.install()
 from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states  # noqa: E402
 
 _UPDATES_BETWEEN_SEEDS = 1_000_003
-"""Streams of neighbouring seeds, those of pipeline stages, must not meet: a prime beyond any number of stages."""
+"""Distance of the seeds of successive updates: a prime far larger than the seed offsets of pipeline stages, so that the
+seeds of different updates and stages do not coincide."""
 
 
 def random_state_object(model: RankModel) -> StateObject:
-    """The state of torch's generators and of megatron's named streams on this rank."""
+    """Save the state of torch's generators and Megatron's named streams on this rank."""
     host, device, named = _get_all_rng_states()
     stream = io.BytesIO()
     torch.save({"host": host, "device": device, "named": named}, stream)
@@ -34,10 +35,10 @@ def random_state_object(model: RankModel) -> StateObject:
 def restore_random_state(
     model: RankModel, reader: DcpReader, *, same_layout: bool, seed: int, updates_done: int
 ) -> None:
-    """The saved streams where the layout is the same, and the kind of device; else streams seeded by run.seed and the
-    number of updates, so that a resumed run is repeatable and does not draw again what it drew before."""
+    """Restore the saved streams if layout and device type are the same. Otherwise seed them by run.seed and the number
+    of updates, so that a resumed run is reproducible and does not repeat earlier random numbers."""
     state = reader.read_object(_key(model)) if same_layout else None
-    # The states of a GPU's generator and of a CPU's differ in size, and neither takes the other's.
+    # Generator states of GPU and CPU have different sizes and are not interchangeable.
     if state is not None and state["device"].shape == _get_all_rng_states()[1].shape:
         _set_all_rng_states(state["host"], state["device"], state["named"])
     else:
@@ -45,5 +46,5 @@ def restore_random_state(
 
 
 def _key(model: RankModel) -> str:
-    # As megatron names objects: offset and shape of the grid that they lie in.
+    # Megatron's naming of sharded objects: offset and shape of the grid of shards.
     return f"rng/shard_{model.rank}_{model.layout.world_size}"

@@ -1,4 +1,4 @@
-"""Fills the live tensors of a rank from a checkpoint that ranks of any layout wrote: each reads the blocks it holds."""
+"""Reading of a checkpoint written in any layout: each rank reads the blocks of its own tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mcore_rl.data.checksum import file_crc32
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
-from mcore_rl.megatron.checkpoint.blocks import REFERENCE, LiveBlock
+from mcore_rl.megatron.checkpoint.blocks import REFERENCE_PREFIX, LiveBlock
 from mcore_rl.types import SavedFile
 from model_converters.dcp.blocks import Box
 from model_converters.dcp.reader import DcpReader
@@ -19,23 +19,23 @@ from model_converters.errors import listing
 
 
 def verify_files(directory: Path, files: Sequence[SavedFile]) -> None:
-    """Compares every file with the size and checksum it was saved with. Each rank reads its share of the bytes.
+    """Compare size and checksum of every file with the saved values. Each rank reads an equal share of the bytes.
 
-    Raises: DamagedCheckpointError on every rank, naming the files.
+    Raises: DamagedCheckpointError on every rank, with the names of the files.
     Collective: all ranks.
     """
-    problems = (_damage(directory, file) for file in _share(files, dist.get_rank(), dist.get_world_size()))
+    problems = (_damage(directory, file) for file in _files_of_rank(files, dist.get_rank(), dist.get_world_size()))
     damage = "; ".join(problem for problem in problems if problem)
-    agree(DamagedCheckpointError(f"{directory} is damaged: {damage}") if damage else None)
+    raise_on_every_rank(DamagedCheckpointError(f"{directory} is damaged: {damage}") if damage else None)
 
 
-def _share(files: Sequence[SavedFile], rank: int, num_ranks: int) -> Iterator[SavedFile]:
-    """The files of one rank: the largest first to whoever has the fewest bytes, the same on every rank."""
+def _files_of_rank(files: Sequence[SavedFile], rank: int, num_ranks: int) -> Iterator[SavedFile]:
+    """Assign files to ranks, the largest first to the rank with the fewest bytes. Deterministic, so all ranks agree."""
     loads = [0] * num_ranks
     for file in sorted(files, key=lambda file: (-file.num_bytes, file.name)):
-        taker = loads.index(min(loads))
-        loads[taker] += file.num_bytes
-        if taker == rank:
+        reading_rank = loads.index(min(loads))
+        loads[reading_rank] += file.num_bytes
+        if reading_rank == rank:
             yield file
 
 
@@ -49,8 +49,9 @@ def _damage(directory: Path, file: SavedFile) -> str | None:
     return None if crc.value == file.crc32 else f"{file.name} has another checksum than was saved"
 
 
-def agree(problem: McoreRLError | None) -> None:
-    """Raises the problem of the first rank that has one, on every rank: a rank that went on alone would hang.
+def raise_on_every_rank(problem: McoreRLError | None) -> None:
+    """Raise the problem of the first rank that has one on every rank. Otherwise the other ranks would hang in the next
+    collective.
 
     Collective: all ranks.
     """
@@ -62,47 +63,51 @@ def agree(problem: McoreRLError | None) -> None:
 
 
 def check_reference_kept(directory: str, stored: Iterable[str], *, kept_here: bool) -> None:
-    """Whether the checkpoint, by its keys, has weights of a reference just where this run keeps some in its own.
+    """Check that the checkpoint (by its keys) contains reference weights if and only if this run saves them.
 
     Raises: CheckpointError.
     """
-    kept_there = any(key.startswith(REFERENCE) for key in stored)
+    kept_there = any(key.startswith(REFERENCE_PREFIX) for key in stored)
     if kept_there == kept_here:
         return
-    there, wanted = ("the weights of a", "none") if kept_there else ("no", "one")
+    there, here = ("contains", "saves none") if kept_there else ("does not contain", "saves them")
     raise CheckpointError(
-        f"{directory} has {there} reference, and this run keeps {wanted} in its checkpoints: set algorithm.kl.in_loss, "
-        "algorithm.kl.in_reward and reference.* as they were, or run.dir to a new directory"
+        f"{directory} {there} the weights of a reference, but this run {here}: restore the earlier values of "
+        "algorithm.kl.in_loss, algorithm.kl.in_reward and reference.*, or set run.dir to a new directory"
     )
 
 
 def check_adapters(directory: str, held: dict[str, Any] | None, wanted: dict[str, Any] | None) -> None:
-    """Raises: CheckpointError when what a checkpoint says of its adapters is not what the configuration wants; None:
-    all weights are trained."""
+    """Compare the adapter settings of the checkpoint with those of the configuration. None: all weights are trained.
+
+    Raises: CheckpointError.
+    """
     if held == wanted:
         return
     saved, remedy = "without adapters", "set actor.lora.rank=0"
     if held is not None:
         saved = "with adapters"
         remedy = "set " + ", ".join(f"actor.lora.{key}={value}" for key, value in held.items())
-    raise CheckpointError(f"{directory} was saved {saved}; {remedy}, or continue in another run.dir")
+    raise CheckpointError(f"{directory} was saved {saved}; {remedy}, or set run.dir to a new directory")
 
 
 def check_fit(reader: DcpReader, blocks: Sequence[LiveBlock], device: torch.device) -> None:
-    """The checkpoint must hold all that the ranks ask for, in the model's shapes and dtypes, and nothing besides.
+    """Check that the checkpoint contains all blocks of all ranks, in the model's shapes and dtypes, and nothing else.
 
-    Raises: CheckpointError on every rank, ONE, listing what is wrong.
+    Raises: CheckpointError, the same on every rank, that lists all differences.
     Collective: all ranks.
     """
     misfits = dict.fromkeys(problem for block in blocks if (problem := _misfit(reader, block)))
-    agree(CheckpointError(f"{reader.directory} does not fit this model: {listing(list(misfits))}") if misfits else None)
+    raise_on_every_rank(
+        CheckpointError(f"{reader.directory} does not fit this model: {listing(list(misfits))}") if misfits else None
+    )
     stored = sorted(reader.shapes)
     wanted = {block.chunk.key for block in blocks}
     asked = torch.tensor([key in wanted for key in stored], dtype=torch.int32, device=device)
     dist.all_reduce(asked, dist.ReduceOp.MAX)
     left = [key for key, some in zip(stored, asked.tolist(), strict=True) if not some]
     if left:
-        raise CheckpointError(f"{reader.directory} holds tensors that this model does not have: {listing(left)}")
+        raise CheckpointError(f"{reader.directory} contains tensors that this model does not have: {listing(left)}")
 
 
 def _misfit(reader: DcpReader, block: LiveBlock) -> str | None:
@@ -111,24 +116,24 @@ def _misfit(reader: DcpReader, block: LiveBlock) -> str | None:
     if stored_shape is None:
         return f"it has no {chunk.key}"
     if reader.dtype(chunk.key) != block.view.dtype:
-        return f"{chunk.key} is {reader.dtype(chunk.key)}, here {block.view.dtype} (model.dtype)"
+        return f"{chunk.key} has dtype {reader.dtype(chunk.key)}, the model {block.view.dtype} (model.dtype)"
     fits = stored_shape == chunk.global_shape or (chunk.padded and stored_shape[1:] == chunk.global_shape[1:])
     if not fits:
-        return f"{chunk.key} is {stored_shape}, here {chunk.global_shape}"
+        return f"{chunk.key} has shape {stored_shape}, in the model {chunk.global_shape}"
     part = _stored_part(reader, block)
     return reader.problem(chunk.key, part) if part is not None else None
 
 
 def _stored_part(reader: DcpReader, block: LiveBlock) -> Box | None:
-    """What the checkpoint has of the block; it may end earlier in the padding of the vocabulary."""
+    """Part of the block that the checkpoint contains. Its vocabulary padding may be shorter."""
     shape = reader.shapes[block.chunk.key]
     return block.chunk.stored.overlap(Box((0,) * len(shape), shape))
 
 
-def fill(reader: DcpReader, blocks: Sequence[LiveBlock]) -> None:
-    """Reads every block to its place; padding that the checkpoint lacks is zero.
+def read_blocks(reader: DcpReader, blocks: Sequence[LiveBlock]) -> None:
+    """Read every block into its tensor; padding that the checkpoint does not contain becomes zero.
 
-    Raises: ConversionError naming the file.
+    Raises: ConversionError that names the file.
     """
     with torch.no_grad():
         for block in blocks:

@@ -1,15 +1,17 @@
-"""Trainer state as a megatron-core distributed checkpoint: model, optimizer, schedule, random streams. What ranks of
-any layout saved, ranks of any other load: tp, pp, vpp, ep, etp, cp, dp, with or without the distributed optimizer.
+"""Restoring trainer state from a megatron-core distributed checkpoint: model, optimizer, schedule, random streams.
 
-| file | holds |
+Layouts of saving and loading may differ in tp, pp, vpp, ep, etp, cp, dp and in the use of the distributed optimizer.
+
+| file | contents |
 |---|---|
-| `__<rank>_<n>.distcp` | the blocks that a rank owns (train_state.py), in torch.distributed.checkpoint's format |
-| `.metadata`, `metadata.json` | where each block of each tensor is; that it is a checkpoint of megatron's |
-| `common.pt` | the layout, the number of updates, the schedule, which adapters |
-| `hf/` | configuration and tokenizer files, so that `python -m model_converters to-hf` makes a model of it |
+| `__<rank>_<n>.distcp` | blocks owned by a rank (blocks.py), in the format of torch.distributed.checkpoint |
+| `.metadata` | location of each block of each tensor |
+| `metadata.json` | format and version of Megatron's checkpoint |
+| `common.pt` | layout, number of updates, schedule, adapter settings |
+| `hf/` | configuration and tokenizer files, for `python -m model_converters to-hf` |
 
-Megatron's own `dist_checkpointing.load` reads the model; its optimizers' state_dict depends on their number, which
-depends on the layout (optimizer_state.py), so optimizers are saved and loaded here.
+Megatron's `dist_checkpointing.load` can read the model. Optimizer state is saved and loaded by this package, because
+Megatron's state_dict of optimizers depends on the layout (optimizer_state.py).
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from mcore_rl.megatron.checkpoint.blocks import blocks_to_load, load_extra_state
 from mcore_rl.megatron.checkpoint.format_files import read_common
 from mcore_rl.megatron.checkpoint.random_state import restore_random_state
 from mcore_rl.megatron.checkpoint.reader import (
-    agree,
     check_adapters,
     check_fit,
     check_reference_kept,
-    fill,
+    raise_on_every_rank,
+    read_blocks,
     verify_files,
 )
 from mcore_rl.megatron.optim.optimizer_state import set_updates_done
@@ -43,10 +45,11 @@ if TYPE_CHECKING:
 
 
 def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = ()) -> None:
-    """Restores what was saved, bit by bit whatever the layout, but for random streams (random_state.py); `files` are
-    compared with their checksums first.
+    """Restore the saved state, bitwise equal in any layout except for random streams (random_state.py). First compares
+    `files` with their checksums.
 
-    Raises: DamagedCheckpointError; CheckpointError when it is not of this model. Then nothing was loaded.
+    Raises: DamagedCheckpointError, or CheckpointError if the checkpoint does not fit the model; nothing was loaded
+    then.
     Collective: all ranks.
     """
     verify_files(Path(directory), files)
@@ -56,7 +59,7 @@ def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = 
         reader = DcpReader(Path(directory), read_metadata(Path(directory)))
     except (ConversionError, CheckpointError) as error:
         problem = CheckpointError(str(error))
-    agree(problem)
+    raise_on_every_rank(problem)
     trained, model, reference = role.trained, role.trained.model, role.trained.reference
     check_reference_kept(directory, reader.shapes, kept_here=reference is not None)
     check_adapters(directory, common.get("adapters"), adapter_identity(model.role.section.lora, model.hf_config))
@@ -67,7 +70,7 @@ def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = 
         blocks += reference_blocks(reference.model.chunks, to_save=False)
     check_fit(reader, blocks, model.device)
     try:
-        fill(reader, blocks)
+        read_blocks(reader, blocks)
         load_extra_states(model.chunks, reader)
         if reference is not None:
             reference.memory.offload()

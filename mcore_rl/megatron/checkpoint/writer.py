@@ -1,8 +1,8 @@
-"""One rank's part of a checkpoint: planned and, for an asynchronous save, copied while training stands still, then
-written by whichever thread; and what rank 0 adds when all ranks have written.
+"""Writing of a rank's part of a checkpoint, and of the metadata by rank 0.
 
-No collectives: a thread may write while the main one trains, and the ranks' reports travel to rank 0 by whatever
-channel the caller has. Nothing is gathered but the places of blocks.
+The constructor plans the files and, for an asynchronous save, copies the tensors while training is paused. Any thread
+can then write the files. When all ranks have written, rank 0 adds the metadata. No collectives are used, so a thread
+may write during training; the caller passes the ranks' reports (locations of blocks) to rank 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _VERSIONED = ("mcore-rl", "megatron-core", "torch")
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank has written: its files, and where in them each entry lies."""
+    """Files written by a rank, and the location of each entry in them."""
 
     saved: tuple[SavedFile, ...]
     planned: tuple[PlannedFile, ...]
@@ -49,8 +49,8 @@ class RankReport:
 
 
 class CheckpointWriter:
-    """Plans a rank's files when it is made; `write` writes them. With `snapshot` the tensors are copied to host memory
-    first, so that updates which follow do not show; else they must not change before `write` returns.
+    """Writer of a rank's files. With `snapshot` the constructor copies the tensors to host memory, so that training may
+    continue during `write`; without it they must not change before `write` returns.
 
     Not collective.
     """
@@ -64,7 +64,7 @@ class CheckpointWriter:
             trained.reference.memory.load("params")
             blocks += reference_blocks(trained.reference.model.chunks, to_save=True)
         self._views = {(block.chunk.key, block.chunk.stored): block.view for block in blocks}
-        assert len(self._views) == len(blocks), "a block is saved twice"
+        assert len(self._views) == len(blocks), "a block would be saved twice"
         self._copied = snapshot
         if snapshot:
             self._views = {place: _copy(view) for place, view in self._views.items()}
@@ -81,28 +81,28 @@ class CheckpointWriter:
         self._dtype = model.role.model.dtype
 
     def write(self) -> RankReport:
-        """Writes this rank's files, durably, and lets go of the tensors.
+        """Write this rank's files, sync them to disk, and release the tensors.
 
-        Raises: OSError naming the file, as when the disk is full; CheckpointError.
+        Raises: OSError that names the file, for example if the disk is full; CheckpointError.
         """
         saved, spans = [], {}
         for file in self._files:
             crc = Crc32()
-            with _named(self.directory / file.name):
+            with _path_in_errors(self.directory / file.name):
                 spans[file.name] = write_file(self.directory, file, self._tensor, lambda _: None, on_write=crc.see)
             saved.append(SavedFile(file.name, crc.num_bytes, crc.value))
         self._views.clear()
         return RankReport(tuple(saved), tuple(_without_contents(file) for file in self._files), spans)
 
     def finish(self, reports: Sequence[RankReport]) -> SavedState:
-        """Rank 0, when every rank has written: adds what makes a checkpoint of the files.
+        """Write the metadata on rank 0, after all ranks have written their files.
 
-        Raises: CheckpointError when the ranks did not write every tensor exactly once; OSError.
+        Raises: CheckpointError if the ranks did not write every tensor exactly once; OSError.
         """
         planned = [file for report in reports for file in report.planned]
         spans = {name: places for report in reports for name, places in report.spans.items()}
         source, hf_config = self._side_files
-        with _named(self.directory):
+        with _path_in_errors(self.directory):
             metadata = plan_metadata(planned)
             write_metadata(self.directory, metadata, planned, spans)
             names = [METADATA_NAME, *write_format_files(self.directory, self._common)]
@@ -110,7 +110,7 @@ class CheckpointWriter:
         for name in names:
             sync(self.directory / name)
         names += sorted(str(file.relative_to(self.directory)) for file in (self.directory / HF_FOLDER).iterdir())
-        added = [_summed(self.directory, name) for name in names]
+        added = [_with_checksum(self.directory, name) for name in names]
         description = {
             "world_size": len(reports),
             "layout": self._common["layout"],
@@ -130,8 +130,8 @@ class CheckpointWriter:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """What goes wrong while writing says where."""
+def _path_in_errors(path: Path) -> Iterator[None]:
+    """Context that adds `path` to errors raised while writing."""
     try:
         yield
     except OSError as error:
@@ -143,7 +143,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _copy(view: torch.Tensor) -> torch.Tensor:
-    # In storage of its own: torch.save would write all that a view is part of.
+    # In a new storage: torch.save would write the whole storage of a view.
     return view.detach().to("cpu", copy=True).contiguous()
 
 
@@ -152,7 +152,7 @@ def _dtypes(blocks: Sequence[LiveBlock]) -> dict[str, torch.dtype]:
 
 
 def _without_contents(file: PlannedFile) -> PlannedFile:
-    """As rank 0 needs it: objects without what they hold."""
+    """Remove the contents of objects, which rank 0 does not need."""
     entries = (
         FileEntry(StateObject(entry.content.key, b""), None) if isinstance(entry.content, StateObject) else entry
         for entry in file.entries
@@ -160,6 +160,6 @@ def _without_contents(file: PlannedFile) -> PlannedFile:
     return replace(file, entries=tuple(entries))
 
 
-def _summed(directory: Path, name: str) -> SavedFile:
+def _with_checksum(directory: Path, name: str) -> SavedFile:
     crc = file_crc32(directory / name)
     return SavedFile(name, crc.num_bytes, crc.value)

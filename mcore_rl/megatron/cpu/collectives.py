@@ -1,4 +1,4 @@
-"""Fixes for what gloo's collectives refuse. Upstream: torch 2.13 gloo, called by megatron-core 0.16.1."""
+"""Fixes for collectives that gloo does not support. Upstream: torch 2.13 gloo, called by megatron-core 0.16.1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def all_gather(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """dist.all_gather that also takes outputs of different sizes, as NCCL's does.
+    """Variant of dist.all_gather that supports outputs of different sizes, like NCCL.
 
     Collective: every rank of `group`, with the same sizes.
     """
@@ -36,7 +36,7 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """dist.reduce_scatter that also takes inputs of different sizes, as NCCL's does.
+    """Variant of dist.reduce_scatter that supports inputs of different sizes, like NCCL.
 
     Collective: every rank of `group`, with the same sizes.
     """
@@ -53,7 +53,7 @@ def reduce_scatter(
 
 @fix("uneven_collectives")
 def _uneven_collectives(this: Fix, _: None) -> None:
-    """Experts that are sharded by both EP and ETP gather token lists of different lengths; gloo raises or reads
-    past the shorter one."""
+    """Support gathers of different sizes. Experts sharded by EP and ETP gather token lists of different lengths; gloo
+    raises an error or reads beyond the end of the shorter one."""
     this.patch(DISTRIBUTED, "all_gather", all_gather)
     this.patch(DISTRIBUTED, "reduce_scatter", reduce_scatter)

@@ -19,7 +19,7 @@ _FACTORIES = (
 
 
 class _Stream:
-    """Stands for a CUDA stream or event: all work on a CPU is already in order."""
+    """Replacement for CUDA streams and events. It does nothing, because work on a CPU is already in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -48,11 +48,11 @@ def _null_context(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]
 
 @fix("cuda_calls")
 def _cuda_calls(this: Fix, _: None) -> None:
-    """Calls of torch.cuda that raise on a CPU build: schedules synchronise, MoE creates streams, parameters are
-    allocated on current_device()."""
+    """Replace functions of torch.cuda that fail in a CPU build. Schedules synchronize, MoE layers create streams, and
+    parameters are allocated on current_device()."""
     stream = _Stream()
-    answers = {
-        # "cpu", or within `with torch.device("meta")` that: models are built without memory there.
+    replacements = {
+        # "cpu", or "meta" within `with torch.device("meta")`, which builds models without memory.
         "current_device": lambda: torch.get_default_device().type,
         "synchronize": _nothing,
         "empty_cache": _nothing,
@@ -66,13 +66,13 @@ def _cuda_calls(this: Fix, _: None) -> None:
         "max_memory_allocated": _zero,
         "memory_reserved": _zero,
         "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=_null_context),
-        # The CPU generator plays the part of the device's. Not manual_seed_all: torch.manual_seed calls that.
+        # The CPU generator replaces the device's. manual_seed_all is not replaced, because torch.manual_seed calls it.
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed) and None,
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
     }
-    for name, answer in answers.items():
-        this.patch(CUDA, name, answer)
+    for name, replacement in replacements.items():
+        this.patch(CUDA, name, replacement)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -92,23 +92,23 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 @fix("device_literals")
 def _device_literals(this: Fix, _: None) -> None:
-    """`device="cuda"` is written out in schedules, optimizers, clip_grads and moe_utils; pinned memory asks for a
-    CUDA context."""
+    """Redirect `device="cuda"` literals (in schedules, optimizers, clip_grads and moe_utils) to the CPU, and drop
+    pin_memory, which requires a CUDA context."""
     for name in _FACTORIES:
         this.patch(TORCH, name, _on_cpu(getattr(torch, name)))
 
 
 @fix("tensor_cuda")
 def _tensor_cuda(this: Fix, _: None) -> None:
-    """Tied embeddings, rope and the distributed optimizer's state call Tensor.cuda(). On a CPU build the method
-    can only raise, so no other code can depend on it."""
+    """Make Tensor.cuda() return the tensor: tied embeddings, rope and the distributed optimizer call it. In a CPU build
+    the method always raises, so no other code can depend on it."""
     this.patch(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
 
 
 def _renamed(constants: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
         c.replace("torch.cuda.", "torch.", 1) if isinstance(c, str) and c.startswith("torch.cuda.")
-        # `x in ['a', 'b']` is compiled to a constant tuple
+        # The list of `x in ['a', 'b']` is compiled to a constant tuple.
         else _renamed(c) if isinstance(c, tuple)
         else c
         for c in constants
@@ -116,7 +116,7 @@ def _renamed(constants: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _functions(namespace: dict[str, Any], module: ModuleType) -> list[FunctionType]:
-    """All functions defined in `module`, methods included."""
+    """List all functions and methods defined in `module`."""
     functions: list[FunctionType] = []
     for value in namespace.values():
         if isinstance(value, type) and value.__module__ == module.__name__:
@@ -129,8 +129,8 @@ def _functions(namespace: dict[str, Any], module: ModuleType) -> list[FunctionTy
 
 
 def _rename_tensor_types(this: Fix, module: ModuleType) -> None:
-    """The optimizers sort parameters by Tensor.type() == 'torch.cuda.FloatTensor' and raise TypeError for a CPU
-    parameter. The names are constants of their code objects; Tensor.type itself stays as it is for everyone."""
+    """Rename tensor types in Megatron's optimizers, which test Tensor.type() == 'torch.cuda.FloatTensor' and raise
+    TypeError for CPU parameters. This changes the constants of their code objects; Tensor.type itself is unchanged."""
     for function in _functions(vars(module), module):
         code = function.__code__
         renamed = _renamed(code.co_consts)

@@ -1,7 +1,7 @@
-"""Single-pass kernels in the places of megatron.core's eager compositions. Upstream: megatron-core 0.16.1.
+"""Single-pass CPU kernels that replace sequences of eager operations in megatron-core 0.16.1.
 
-Results are the same up to rounding; with CUDA these are TransformerEngine's kernels. Whatever the kernels do not take
-(bfloat16, other rotations, capacity padding) goes to the original.
+They correspond to TransformerEngine's kernels on CUDA; results are the same up to rounding. Unsupported inputs
+(bfloat16, other rotations, capacity padding) use the original function.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from mcore_rl.megatron.cpu.registry import Fix, fix
 
 @fix("fused_rotary", "models.common.embeddings.rope_utils")
 def _fused_rotary(this: Fix, module: ModuleType) -> None:
-    """Slices the frequencies of every sequence in Python, in every layer, for queries and for keys."""
-    from mcore_rl.megatron.cpu.kernels.jit import takes
+    """Replace the rotary embedding of packed sequences, which slices frequencies per sequence in a Python loop, in
+    every layer, for queries and keys."""
+    from mcore_rl.megatron.cpu.kernels.jit import supports
     from mcore_rl.megatron.cpu.kernels.rotary import rotate
     from mcore_rl.megatron.model.context import ContextPart
 
@@ -33,10 +34,10 @@ def _fused_rotary(this: Fix, module: ModuleType) -> None:
         multi_latent_attention: bool = False,
         **other_rotations: bool,
     ) -> torch.Tensor:
-        if any(other_rotations.values()) or not takes(t):
+        if any(other_rotations.values()) or not supports(t):
             options = other_rotations | {"multi_latent_attention": multi_latent_attention}
             return original(t, cu_seqlens, freqs, mscale=mscale, cp_group=cp_group, **options)
-        if multi_latent_attention:  # its heads hold neighbours that turn together; all of them turn
+        if multi_latent_attention:  # pairs are adjacent dimensions, and all dimensions are rotated
             t = torch.cat((t[..., 0::2], t[..., 1::2]), -1)
         table = freqs.detach().flatten(1)
         cos, sin = ((function(table) * mscale).to(t.dtype) for function in (torch.cos, torch.sin))
@@ -48,32 +49,32 @@ def _fused_rotary(this: Fix, module: ModuleType) -> None:
 
 @fix("fused_swiglu", "transformer.mlp")
 def _fused_swiglu(this: Fix, module: ModuleType) -> None:
-    """Fused only in name on a CPU: eager operations, each a walk through [tokens * top-k, 2 * intermediate]."""
-    from mcore_rl.megatron.cpu.kernels.jit import takes
+    """Replace SwiGLU, which on a CPU consists of eager operations that each read [tokens * top-k, 2 * intermediate]."""
+    from mcore_rl.megatron.cpu.kernels.jit import supports
     from mcore_rl.megatron.cpu.kernels.swiglu import weighted_swiglu
 
     plain, weighted = module.bias_swiglu_impl, module.weighted_bias_swiglu_impl
 
     def swiglu(x: torch.Tensor, bias: Any, *options: Any) -> torch.Tensor:
-        if bias is not None or any(options) or not takes(x):
+        if bias is not None or any(options) or not supports(x):
             return plain(x, bias, *options)
         rows = x.flatten(0, -2)
         return weighted_swiglu(rows, rows.new_ones(len(rows))).unflatten(0, x.shape[:-1])
 
-    def swiglu_of_expert(x: torch.Tensor, bias: Any, weights: torch.Tensor, *options: Any) -> torch.Tensor:
-        if bias is not None or any(options) or not takes(x) or weights.dtype != x.dtype:
+    def expert_swiglu(x: torch.Tensor, bias: Any, weights: torch.Tensor, *options: Any) -> torch.Tensor:
+        if bias is not None or any(options) or not supports(x) or weights.dtype != x.dtype:
             return weighted(x, bias, weights, *options)
         return weighted_swiglu(x.flatten(0, -2), weights.flatten()).unflatten(0, x.shape[:-1])
 
     this.patch(module, "bias_swiglu_impl", swiglu)
-    this.patch(module, "weighted_bias_swiglu_impl", swiglu_of_expert)
+    this.patch(module, "weighted_bias_swiglu_impl", expert_swiglu)
 
 
 @fix("fused_permute", "transformer.moe.token_dispatcher")
 def _fused_permute(this: Fix, module: ModuleType) -> None:
-    """Adds rows through an index expanded to every element, and copies all tokens to put chunks into an order that
-    they have already (a single expert-parallel rank)."""
-    from mcore_rl.megatron.cpu.kernels.jit import takes
+    """Replace permutation of tokens. The original adds rows with an index expanded to every element, and copies all
+    tokens to sort chunks even if they are sorted (with a single expert-parallel rank)."""
+    from mcore_rl.megatron.cpu.kernels.jit import supports
     from mcore_rl.megatron.cpu.kernels.rows import add_rows, gather_rows
 
     permute, unpermute, sort_chunks = module.permute, module.unpermute, module.sort_chunks_by_idxs
@@ -81,7 +82,7 @@ def _fused_permute(this: Fix, module: ModuleType) -> None:
     def permute_rows(
         tokens: torch.Tensor, routing_map: torch.Tensor, probs: Any = None, drop_and_pad: bool = False, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        if drop_and_pad or not takes(tokens):
+        if drop_and_pad or not supports(tokens):
             return permute(tokens, routing_map, probs=probs, drop_and_pad=drop_and_pad, **options)
         by_expert = routing_map.T.contiguous()
         index = by_expert.nonzero()[:, 1].contiguous()
@@ -96,7 +97,7 @@ def _fused_permute(this: Fix, module: ModuleType) -> None:
         drop_and_pad: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        if probs is not None or drop_and_pad or not takes(permuted):
+        if probs is not None or drop_and_pad or not supports(permuted):
             return unpermute(permuted, index, restore_shape, probs=probs, drop_and_pad=drop_and_pad, **options)
         return add_rows(permuted, index, restore_shape[0])
 
@@ -114,7 +115,7 @@ def _fused_permute(this: Fix, module: ModuleType) -> None:
 
 @fix("grouped_experts", "transformer.moe.experts")
 def _grouped_experts(this: Fix, module: ModuleType) -> None:
-    """Runs each expert as a module of its own, cutting its rows out and joining its results by copies."""
+    """Replace SequentialMLP.forward, which runs each expert as a separate module and copies its inputs and outputs."""
     from mcore_rl.megatron.cpu.kernels.experts import grouped_linear
     from mcore_rl.megatron.cpu.kernels.swiglu import weighted_swiglu
 
@@ -134,12 +135,12 @@ def _grouped_experts(this: Fix, module: ModuleType) -> None:
 
 
 def _groupable(experts: Any, tokens: torch.Tensor, probs: torch.Tensor) -> bool:
-    """Whether the experts are plain SwiGLU layers, and nothing listens to their modules."""
-    from mcore_rl.megatron.cpu.kernels.jit import takes
+    """True if the experts are plain SwiGLU layers without hooks on their modules."""
+    from mcore_rl.megatron.cpu.kernels.jit import supports
 
     config = experts.config
     return (
-        takes(tokens)
+        supports(tokens)
         and probs.dtype == tokens.dtype
         and config.gated_linear_unit
         and config.activation_func is torch.nn.functional.silu

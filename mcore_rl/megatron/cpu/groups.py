@@ -1,4 +1,4 @@
-"""Gloo groups that share one device. Upstream: torch 2.13 gives each group a device of its own."""
+"""Gloo process groups that share one device. Upstream: torch 2.13 creates a device for each group."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.distributed import distributed_c10d
 from mcore_rl.megatron.cpu.registry import Fix, fix
 
 THREADS_PER_DEVICE = 2
-"""Of a group, which run its collectives: as torch has it."""
+"""Threads per group and device that run collectives; torch's default."""
 _Group = dist.ProcessGroupGloo
 
 
-class _SharingDevice(type):
-    """Groups made by it are torch's own, and every one of torch's is an instance."""
+class _SharedDeviceMeta(type):
+    """Creates torch's own groups with a shared device; every ProcessGroupGloo counts as an instance."""
 
     def __call__(cls, store: dist.Store, rank: int, size: int, *, timeout: timedelta) -> dist.ProcessGroupGloo:
         options = _Group._Options()
@@ -31,13 +31,13 @@ class _SharingDevice(type):
         return isinstance(instance, _Group)
 
 
-class GlooGroup(metaclass=_SharingDevice):
-    """In the place of ProcessGroupGloo."""
+class GlooGroup(metaclass=_SharedDeviceMeta):
+    """Replacement for ProcessGroupGloo whose groups share one device."""
 
 
 @cache
 def _devices(process: int, interfaces: str) -> list[Any]:
-    """Of this process, as threads do not survive a fork."""
+    """Gloo devices of process `process`. Cached per process, because threads do not survive a fork."""
     if not interfaces:
         return [_Group.create_default_device()]
     return [_Group.create_device(interface=name) for name in interfaces.split(",")]
@@ -45,6 +45,6 @@ def _devices(process: int, interfaces: str) -> list[Any]:
 
 @fix("one_gloo_device")
 def _one_gloo_device(this: Fix, _: None) -> None:
-    """A device has a thread that wakes a hundred times a second, and megatron makes 20 to 50 groups: ranks that share a
-    laptop's cores would spend a good part of them on waking. Groups of one device share the thread."""
+    """Share one gloo device among all groups. Each device has a thread that wakes up 100 times per second, and Megatron
+    creates 20 to 50 groups; these wake-ups take a considerable part of a laptop's cores."""
     this.patch(distributed_c10d, "ProcessGroupGloo", GlooGroup)

@@ -1,4 +1,4 @@
-"""The import hook: runs after each megatron.core module's own code."""
+"""Import hook that applies fixes to each megatron.core module after its code has run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGE = "megatron.core"
 
 
 class _Loader(SourceFileLoader):
-    """Executes a module as usual, then rebinds its torch, if it is to, and applies the fixes that name it."""
+    """Loader that executes a module, rebinds its torch if required, and applies the fixes of the module."""
 
     def __init__(self, fullname: str, path: str, fixes: frozenset[str], rebinds: bool) -> None:
         super().__init__(fullname, path)
@@ -30,8 +30,8 @@ class _Loader(SourceFileLoader):
 
 
 class MegatronFinder(MetaPathFinder):
-    """Finds megatron.core modules where they are, and loads them through _Loader, which applies `fixes` and, if it
-    `rebinds`, gives each module a torch of its own."""
+    """Finder that loads megatron.core modules with _Loader. fixes: names of fixes to apply. rebinds: replace torch in
+    each module by its proxy."""
 
     def __init__(self, fixes: frozenset[str], *, rebinds: bool) -> None:
         self._fixes, self._rebinds = fixes, rebinds

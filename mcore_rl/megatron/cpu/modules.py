@@ -13,8 +13,8 @@ from mcore_rl.megatron.cpu.registry import Fix, fix
 
 @fix("jit_fuser", "jit")
 def _jit_fuser(this: Fix, module: ModuleType) -> None:
-    """jit_fuser is torch.compile, which starts a C++ compiler at the first call of each fused function. The
-    module's own switch turns it off; it must be thrown before other modules import the name."""
+    """Disable jit_fuser (torch.compile), which starts a C++ compiler at the first call of each fused function. This
+    uses the module's own switch, before other modules import the name."""
     fuser = module.jit_fuser
     module.disable_jit_fuser()
     this.replaced.append((module, "jit_fuser", fuser, module.jit_fuser))
@@ -22,8 +22,8 @@ def _jit_fuser(this: Fix, module: ModuleType) -> None:
 
 @fix("generator_state", "tensor_parallel.random")
 def _generator_state(this: Fix, module: ModuleType) -> None:
-    """The RNG tracker reaches for torch.cuda.default_generators, which is empty. With the CPU generator in the
-    device's place, its warning that the CPU state changed within a fork is always true and means nothing."""
+    """Use the CPU generator in the RNG tracker instead of torch.cuda.default_generators, which is empty. The tracker's
+    warning that the CPU state changed within a fork is then always raised and irrelevant, so it is filtered."""
 
     def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
@@ -38,8 +38,9 @@ def _generator_state(this: Fix, module: ModuleType) -> None:
 
 @fix("checkpoint_without_output", "tensor_parallel.random", on_cuda=True)
 def _checkpoint_without_output(this: Fix, module: ModuleType) -> None:
-    """Recomputing norms asks for no FP8 by fp8=False, which counts as FP8 (`fp8 is not None`): it then calls
-    TransformerEngine, a NameError without it. And it releases storages that our kernels have seen."""
+    """Correct recomputation of norms. It passes fp8=False, but the class tests `fp8 is not None` and then calls
+    TransformerEngine, which raises NameError if it is missing. It also resizes storages, so kernels must keep them
+    resizable."""
     original = module.CheckpointWithoutOutput.__init__
 
     def initialize(self: Any, fp8: Any = None) -> None:
@@ -53,16 +54,16 @@ def _checkpoint_without_output(this: Fix, module: ModuleType) -> None:
 
 @fix("router_gemm", "transformer.moe.moe_utils", on_cuda=True)
 def _router_gemm(this: Fix, module: ModuleType) -> None:
-    """moe_router_dtype=fp32 tests `te_general_gemm is not None`, a name that is only bound when TransformerEngine
-    can be imported: NameError without it."""
+    """Define te_general_gemm, which moe_router_dtype=fp32 tests for None; without TransformerEngine the name is
+    undefined."""
     if "te_general_gemm" not in vars(module):
         this.patch(module, "te_general_gemm", None)
 
 
 @fix("split_sizes", "transformer.moe.token_dispatcher")
 def _split_sizes(this: Fix, module: ModuleType) -> None:
-    """The dispatcher turns split sizes into numpy arrays on their way from the device; those that are on the CPU
-    already stay tensors, which all_to_all_single refuses."""
+    """Convert split sizes to numpy also for CPU tensors. The dispatcher converts them only when it copies them from the
+    device, but all_to_all_single does not accept tensors."""
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -72,5 +73,6 @@ def _split_sizes(this: Fix, module: ModuleType) -> None:
 
 @fix("latent_attention", "transformer.multi_latent_attention", on_cuda=True)
 def _latent_attention(this: Fix, module: ModuleType) -> None:
-    """Without TransformerEngine TELinear is a mock, which isinstance refuses, and HAVE_TE is True all the same."""
+    """Set HAVE_TE correctly. Without TransformerEngine it is True, although TELinear is a mock that isinstance
+    rejects."""
     this.patch(module, "HAVE_TE", isinstance(module.TELinear, type))

@@ -1,7 +1,7 @@
-"""The view of torch that megatron.core modules get: torch itself, with a few names replaced.
+"""Proxy of torch for megatron.core modules: torch with a few names replaced.
 
-Only modules under megatron.core see it. Replacing the names in torch itself would reach torch._dynamo, Ray and
-transformers, and `torch.manual_seed` calls `torch.cuda.manual_seed_all`, which would recurse.
+Only modules of megatron.core use it. Replacing the names in torch itself would affect torch._dynamo, Ray and
+transformers, and `torch.manual_seed`, which calls `torch.cuda.manual_seed_all`, would recurse.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed
 
 
 class NamespaceProxy(ModuleType):
-    """Answers with its own attributes first and with those of the real module otherwise."""
+    """Module whose own attributes take precedence over the attributes of the real module."""
 
     cuda: ModuleType
     distributed: ModuleType
@@ -37,7 +37,7 @@ _PROXIES = {id(proxy.__dict__["real"]): proxy for proxy in (TORCH, CUDA, DISTRIB
 
 
 def rebind(module: ModuleType) -> None:
-    """Points every global of `module` that is torch, torch.cuda or torch.distributed to its proxy."""
+    """Replace globals of `module` that are torch, torch.cuda or torch.distributed by their proxies."""
     for name, value in list(vars(module).items()):
         proxy = _PROXIES.get(id(value))
         if proxy is not None:

@@ -1,4 +1,4 @@
-"""Named fixes: what each one patches is recorded, so that a test can take a single one back."""
+"""Registry of named fixes. It records what each fix patches, so that a test can undo a single fix."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _ABSENT = object()
 
 @dataclass
 class Fix:
-    """One upstream quirk and its repair.
+    """A fix for a problem in megatron-core or torch.
 
-    `module` is the megatron.core module whose import triggers it (without the `megatron.core.` prefix), or None
-    for a fix that is put in at installation.
+    module: megatron.core module after whose import the fix is applied (without the prefix `megatron.core.`); None: the
+    fix is applied at installation.
     """
 
     name: str
     module: str | None
     apply: Callable[[Fix, ModuleType | None], None]
     on_cuda: bool = False
-    """Whether it mends what is wrong without TransformerEngine, so with CUDA as well."""
+    """True if the problem is the missing TransformerEngine, so that the fix is also needed with CUDA."""
     replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
 
     def patch(self, owner: Any, attribute: str, value: Any) -> None:
-        """Sets owner.attribute, remembering what was there."""
-        # A function's __code__ is a slot, which its __dict__ does not show.
+        """Set owner.attribute and record the previous value."""
+        # __code__ of a function is a slot and not in its __dict__.
         before = getattr(owner, attribute) if isinstance(owner, FunctionType) else vars(owner).get(attribute, _ABSENT)
         self.replaced.append((owner, attribute, before, value))
         setattr(owner, attribute, value)
@@ -40,10 +40,10 @@ FIXES: dict[str, Fix] = {}
 def fix(
     name: str, module: str | None = None, *, on_cuda: bool = False
 ) -> Callable[[Callable[[Fix, Any], None]], Callable[[Fix, Any], None]]:
-    """Registers a function as the fix called `name`."""
+    """Register a function as the fix `name`."""
 
     def register(apply: Callable[[Fix, Any], None]) -> Callable[[Fix, Any], None]:
-        assert name not in FIXES, f"two fixes are called {name!r}"
+        assert name not in FIXES, f"two fixes have the name {name!r}"
         FIXES[name] = Fix(name, module, apply, on_cuda)
         return apply
 
@@ -52,8 +52,8 @@ def fix(
 
 @contextmanager
 def without(name: str) -> Iterator[None]:
-    """Takes the fix called `name` back for the length of the block: for tests, and to see whether a newer
-    upstream version still needs it. A fix that only acts while modules are imported cannot be undone this way."""
+    """Context in which the fix `name` is undone, for tests and to check if a newer upstream version still needs it. A
+    fix that acts only during imports cannot be undone this way."""
     replaced = FIXES[name].replaced
     assert replaced, f"fix {name!r} has not been applied"
     for owner, attribute, before, _ in reversed(replaced):

@@ -22,7 +22,7 @@ class LocalRMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type != "cpu":
             return super().forward(x)
-        from mcore_rl.megatron.cpu.kernels.jit import takes
+        from mcore_rl.megatron.cpu.kernels.jit import supports
         from mcore_rl.megatron.cpu.kernels.norm import rms_norm
 
-        return rms_norm(x, self.weight, self.eps) if takes(x) else super().forward(x)
+        return rms_norm(x, self.weight, self.eps) if supports(x) else super().forward(x)

@@ -1,5 +1,5 @@
-"""Single-pass CPU kernels where eager torch walks through memory once per operation.
+"""Single-pass CPU kernels; eager torch would read memory once per operation.
 
-What TransformerEngine's fused kernels are on a GPU: the same functions, in float32 and float64, compiled by numba for
-one core, which is what a rank has. Their oracles are the torch compositions that they replace.
+They correspond to TransformerEngine's fused kernels on a GPU, in float32 and float64, compiled by numba for one core,
+because a rank has one core. Tests compare them with the torch operations that they replace.
 """

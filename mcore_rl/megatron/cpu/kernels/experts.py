@@ -1,4 +1,4 @@
-"""Linear layers of several experts over rows that are sorted by expert."""
+"""Grouped linear layers: several experts, rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
-    """Every expert's own product x W^T, written where the next layer reads it.
+    """Compute x W^T of each expert for its rows, in one output tensor.
 
-    Shapes: x [N, i], the first rows[0] of them for expert 0, and so on; weights [o, i] -> [N, o].
+    Shapes: x [N, i], first rows[0] rows for expert 0, then rows[1] for expert 1, ...; weights [o, i] -> [N, o].
     """
     return _GroupedLinear.apply(x, rows, *weights)
 

@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""RMSNorm kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_rl.megatron.cpu.kernels.jit import array, kernel, row_sum
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
     Shapes: x [..., h], weight [h].
     """
@@ -43,7 +43,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _copy(weight: torch.Tensor) -> np.ndarray:
-    """numpy() forbids torch ever to resize a tensor's storage, here DDP's buffer, which offloading empties."""
+    """Copy the weight, because numpy() would make its storage (DDP's buffer) non-resizable, and offloading resizes
+    it."""
     return weight.clone().numpy()
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding of packed sequences."""
+"""Kernel of the rotary position embedding of packed sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_rl.megatron.cpu.kernels.jit import array, kernel
 
 
 def rotate(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Turns the first d_rot dimensions of each head, halves paired: (a, b) -> (a cos - b sin, b cos + a sin).
+    """Rotate the first d_rot dimensions of each head, pairing their halves: (a, b) -> (a cos - b sin, b cos + a sin).
 
     Shapes: t [T, heads, d]; cos, sin [P, d_rot], d_rot <= d; positions int64 [T], rows of the tables.
     """

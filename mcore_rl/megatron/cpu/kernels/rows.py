@@ -1,4 +1,4 @@
-"""Rows gathered by index and added back: how tokens reach their experts and return."""
+"""Gathering and adding of rows by index, to permute tokens to their experts and back."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from mcore_rl.megatron.cpu.kernels.jit import array, kernel
 
 
 def gather_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x[index]; the gradient of a row is the sum of those of its copies, in their order.
+    """Return x[index]. The gradient of a row is the sum of the gradients of its copies, in order.
 
     Shapes: x [R, ...], index int64 [N] -> [N, ...].
     """
-    return _Gather.apply(x, index)
+    return _GatherRows.apply(x, index)
 
 
 def add_rows(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
-    """The transpose of gather_rows: row i of the result is the sum of the x[n] with index[n] = i.
+    """Transpose of gather_rows: row i of the result is the sum of all x[n] with index[n] = i.
 
     Shapes: x [N, ...], index int64 [N] -> [rows, ...].
     """
-    return _Add.apply(x, index, rows)
+    return _AddRows.apply(x, index, rows)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index)
@@ -39,7 +39,7 @@ class _Gather(torch.autograd.Function):
         return _sums(grad, index, ctx.rows), None
 
 
-class _Add(torch.autograd.Function):
+class _AddRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
         ctx.save_for_backward(index)

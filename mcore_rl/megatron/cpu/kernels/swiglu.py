@@ -1,4 +1,4 @@
-"""SwiGLU of an expert, each token weighted by its routing probability."""
+"""Kernel of SwiGLU with each token weighted by its routing probability."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from mcore_rl.megatron.cpu.kernels.jit import array, kernel, row_sum
 
 _BLOCK_ELEMENTS = 1 << 16
-"""Sigmoids are torch's, which vectorises the exponential; a block of them stays in the cache of a core."""
+"""Sigmoids are computed by torch, which vectorizes the exponential, in blocks that stay in a core's cache."""
 
 
 def weighted_swiglu(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up * weight, where x is gate and up side by side.
+    """Compute silu(gate) * up * weight; the columns of x are gate, then up.
 
     Shapes: x [N, 2 f], weights [N] -> [N, f].
     """
@@ -43,7 +43,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
 
 def _sigmoids(x: torch.Tensor) -> Any:
-    """Yields blocks of rows with the sigmoids of their gates; the next block reuses the memory."""
+    """Yield blocks of rows with the sigmoids of their gates; the next block reuses the memory."""
     width = x.shape[1] // 2
     step = max(_BLOCK_ELEMENTS // max(width, 1), 1)
     scratch = x.new_empty(min(step, len(x)), width)
