@@ -1,7 +1,7 @@
-"""One node's part in a job's fabric test: `python -m mcore_rl.slurm.fabric_node`, as a SLURM task on every node.
+"""Fabric test of one node of a SLURM job: `python -m mcore_rl.slurm.fabric_node`, as a task on every node.
 
-The first node publishes where they meet as ATTEMPT/fabric_address, on a port of this start alone, and prints the
-report. Each node that is not to blame for anything leaves its name in ATTEMPT/sound; its last line says why not.
+The first node opens the store on a free port, publishes its address as ATTEMPT/fabric_address, and prints the report.
+Every node that is not blamed creates ATTEMPT/sound/NODE. The last line of output is the node's verdict.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from mcore_rl.doctor.fabric.board import Address, listen
-from mcore_rl.doctor.fabric.command import leave_the_unkillable
-from mcore_rl.doctor.fabric.report import as_text
+from mcore_rl.doctor.fabric.command import exit_if_unkillable
+from mcore_rl.doctor.fabric.place import open_place
+from mcore_rl.doctor.fabric.store import Address
 from mcore_rl.doctor.fabric.supervisor import START_TIMEOUTS, Limits, Place, supervise
 from mcore_rl.errors import McoreRLError
 from mcore_rl.slurm.meeting import address_here, is_first, publish, wait_for
@@ -22,12 +22,12 @@ from mcore_rl.slurm.node_check import node_name, put_name
 
 
 def main() -> int:
-    """Returns 1 when this node is to blame for something, or the test did not take place."""
+    """Run the test. Returns 1 if this node is blamed or the test could not run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--attempt", type=Path, required=True, help="directory of this start")
-    parser.add_argument("--nodes", type=int, required=True, help="how many take part")
+    parser.add_argument("--attempt", type=Path, required=True, help="directory of this start of the job")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
     parser.add_argument("--slots", type=int, required=True, help="ranks per node")
-    parser.add_argument("--timeout-seconds", type=int, required=True, help="of each stage")
+    parser.add_argument("--timeout-seconds", type=int, required=True, help="timeout of each stage")
     parser.add_argument("--slow-percent", type=int, required=True)
     options = parser.parse_args()
     try:
@@ -37,28 +37,25 @@ def main() -> int:
         print(f"{node_name()}: {error}")
         return 1
     if place.index == 0:
-        print(as_text(report))
+        print(report.as_text())
     problem = report.blamed().get(node_name())
     if problem is None:
         put_name(options.attempt / "sound")
     print(f"{node_name()}: {problem or 'sound'}", flush=True)
     exit_code = 0 if problem is None else 1
-    leave_the_unkillable(exit_code)
+    exit_if_unkillable(exit_code)
     return exit_code
 
 
 def _place(options: argparse.Namespace) -> Place:
     path: Path = options.attempt / "fabric_address"
-    index = int(os.environ["SLURM_NODEID"])
-    if not is_first():
-        published = wait_for(path, time.monotonic() + START_TIMEOUTS * options.timeout_seconds) or ""
-        host, _, port = published.rpartition(":")
-        return Place(index, options.nodes, node_name(), Address(host, int(port)))
-    host = address_here()
-    listener = listen(Address(host, 0))
-    address = Address(host, listener.getsockname()[1])
-    publish(str(address), path)
-    return Place(index, options.nodes, node_name(), address, listener)
+    if is_first():
+        place = open_place(0, options.nodes, node_name(), Address(address_here(), 0))
+        publish(str(place.address), path)
+        return place
+    published = wait_for(path, time.monotonic() + START_TIMEOUTS * options.timeout_seconds) or ""
+    host, _, port = published.rpartition(":")
+    return open_place(int(os.environ["SLURM_NODEID"]), options.nodes, node_name(), Address(host, int(port)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The fabric test on processes that are slowed, fail, die or hang: each is named, and none is left behind."""
+"""Fabric test with ranks that are slow, fail, die or hang: the report names them, and no process remains."""
 
 from __future__ import annotations
 
@@ -10,55 +10,79 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from torch import distributed as dist
 
-from mcore_rl.doctor.fabric.board import Address, listen
-from mcore_rl.doctor.fabric.rank import Hinder, unhindered
+from mcore_rl.doctor.fabric.bench import Bench
+from mcore_rl.doctor.fabric.place import open_place
+from mcore_rl.doctor.fabric.rank import RankSlot, run_rank
 from mcore_rl.doctor.fabric.report import Report
-from mcore_rl.doctor.fabric.supervisor import Limits, Place, supervise
+from mcore_rl.doctor.fabric.store import Address
+from mcore_rl.doctor.fabric.supervisor import Limits, RankMain, supervise
 from mcore_rl.runtime.addresses import free_port
 
 ROOT = Path(__file__).parents[2]
 BETWEEN = "all-reduce between two nodes"
-# A tenth: what the hinders take is a hundred times what is measured, and other processes of the machine take less.
+# A tenth: the faults take a hundred times as long as the measured work, more than other processes of the machine cause.
 LIMITS = Limits(timeout_seconds=60, slow_percent=10)
 
 
-def slow_product(rank: int, stage: str) -> None:
-    if (rank, stage) == (1, "matrix product"):
-        time.sleep(0.5)
+def slow_product(slot: RankSlot, supervisor: Connection) -> None:
+    if slot.rank == 1:
+        product = torch.matmul
+
+        def slow_matmul(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.5)
+            return product(*args, **kwargs)
+
+        torch.matmul = slow_matmul  # type: ignore[assignment]
+    run_rank(slot, supervisor)
 
 
-def slow_links(rank: int, stage: str) -> None:
-    if (rank, stage) == (1, BETWEEN):
-        time.sleep(1)
+def slow_links(slot: RankSlot, supervisor: Connection) -> None:
+    reduce = dist.all_reduce
+
+    def slow_reduce(values: torch.Tensor) -> None:
+        time.sleep(0.3 if dist.get_world_size() == 2 else 0)
+        reduce(values)
+
+    if slot.rank == 1:
+        dist.all_reduce = slow_reduce
+    run_rank(slot, supervisor)
 
 
-def fail_at_copy(rank: int, stage: str) -> None:
-    if (rank, stage) == (0, "copy on the device"):
+def fail_at_copy(slot: RankSlot, supervisor: Connection) -> None:
+    def fail(*_: object) -> float:
         raise RuntimeError("uncorrectable ECC error\nand a stack")
 
-
-def die_in_collective(rank: int, stage: str) -> None:
-    if (rank, stage) == (1, "all-reduce in a node"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hang_at_product(rank: int, stage: str) -> None:
-    if (rank, stage) == (1, "matrix product"):
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if slot.rank == 0:
+        Bench._copy = fail  # type: ignore[assignment, method-assign]
+    run_rank(slot, supervisor)
 
 
-def run(num_nodes: int, slots: int, hinder: Hinder, limits: Limits = LIMITS) -> list[Report]:
-    """The reports of pretended nodes, whose supervisors are threads of this process."""
-    listener = listen(Address("127.0.0.1", 0))
-    address = Address("127.0.0.1", listener.getsockname()[1])
-    places = [Place(node, num_nodes, f"n{node}", address, listener if node == 0 else None) for node in range(num_nodes)]
+def die_in_collective(slot: RankSlot, supervisor: Connection) -> None:
+    if slot.rank == 1:
+        dist.all_reduce = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    run_rank(slot, supervisor)
+
+
+def hang_at_product(slot: RankSlot, supervisor: Connection) -> None:
+    if slot.rank == 1:
+        torch.matmul = lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
+    run_rank(slot, supervisor)
+
+
+def run(num_nodes: int, slots: int, rank_main: RankMain, limits: Limits = LIMITS) -> list[Report]:
+    """Reports of simulated nodes, whose supervisors are threads of this process."""
+    first = open_place(0, num_nodes, "n0", Address("127.0.0.1", 0))
+    places = [first, *(open_place(node, num_nodes, f"n{node}", first.address) for node in range(1, num_nodes))]
     with ThreadPoolExecutor(num_nodes) as pool:
-        reports = list(pool.map(lambda place: supervise(place, slots, limits, hinder), places))
+        reports = list(pool.map(lambda place: supervise(place, slots, limits, rank_main), places))
     assert multiprocessing.active_children() == []
     return reports
 
@@ -67,18 +91,18 @@ def stages_of(report: Report) -> set[str]:
     return {figure.stage for figure in report.figures}
 
 
-@pytest.mark.on_demand  # so are slow nodes
-def test_a_slow_rank_is_named() -> None:
+@pytest.mark.on_demand
+def test_slow_rank_is_named() -> None:
     (report,) = run(1, 3, slow_product)
     (problem,) = [problem for problem in report.problems if problem.stage == "matrix product"]
     assert (problem.kind, problem.subject, problem.ranks) == ("slow", "rank 1 (n0, slot 1)", (1,))
     assert problem.value is not None
     assert problem.median_of_others is not None
     assert problem.value < problem.median_of_others / 10
-    assert "all-reduce in a node" in stages_of(report)  # to the end, all the same
+    assert "all-reduce in a node" in stages_of(report)  # the test continues
 
 
-def test_a_slow_node_is_named_by_both_of_its_pairs_and_all_nodes_have_one_report() -> None:
+def test_slow_node_is_named_on_all_nodes() -> None:
     reports = run(3, 1, slow_links)
     assert reports[0] == reports[1] == reports[2]
     between = [problem for problem in reports[0].problems if problem.stage == BETWEEN]
@@ -88,29 +112,28 @@ def test_a_slow_node_is_named_by_both_of_its_pairs_and_all_nodes_have_one_report
 
 
 @pytest.mark.parametrize(
-    ("hinder", "problem"),
+    ("rank_main", "problem"),
     [
         (fail_at_copy, "copy on the device: rank 0 (n0, slot 0): RuntimeError: uncorrectable ECC error"),
         (die_in_collective, "all-reduce in a node: rank 1 (n0, slot 1): its process died of SIGKILL"),
     ],
 )
-def test_a_rank_that_fails_or_dies_is_named_and_ends_the_test(hinder: Hinder, problem: str) -> None:
-    (report,) = run(1, 2, hinder)
+def test_failed_or_dead_rank_is_named_and_ends_the_test(rank_main: RankMain, problem: str) -> None:
+    (report,) = run(1, 2, rank_main)
     assert [str(p) for p in report.problems if p.kind == "failing"] == [f"failing: {problem}"]
     assert list(report.blamed()) == ["n0"]
 
 
-def test_a_rank_that_hangs_is_named_when_its_time_is_over_and_is_killed() -> None:
+def test_hanging_rank_is_named_after_the_timeout_and_killed() -> None:
     (report,) = run(1, 2, hang_at_product, Limits(timeout_seconds=15, slow_percent=0))
     (problem,) = report.problems
     assert str(problem) == "failing: matrix product: rank 1 (n0, slot 1): no answer within 15 s"
     assert stages_of(report) == {"matrix product"}
 
 
-def test_a_node_that_does_not_come_is_named() -> None:
-    listener = listen(Address("127.0.0.1", 0))
-    place = Place(0, 2, "n0", Address("127.0.0.1", listener.getsockname()[1]), listener, ("n0", "n1"))
-    report = supervise(place, 1, Limits(timeout_seconds=1), unhindered)
+def test_absent_node_is_named() -> None:
+    place = open_place(0, 2, "n0", Address("127.0.0.1", 0), ("n0", "n1"))
+    report = supervise(place, 1, Limits(timeout_seconds=1))
     assert [str(problem) for problem in report.problems] == ["failing: meeting: n1: has not come within 3 s"]
 
 
@@ -119,7 +142,7 @@ def start(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_two_commands_are_two_nodes_and_the_first_reports() -> None:
+def test_two_commands_form_two_nodes_and_the_first_reports() -> None:
     meeting = ["--rendezvous", f"127.0.0.1:{free_port()}", "--nodes", "2", "--slots", "2", "--slow-percent", "0"]
     nodes = [start(*meeting, "--node-rank", str(node), "--json") for node in range(2)]
     (first, errors), (second, more_errors) = [node.communicate(timeout=240) for node in nodes]
@@ -132,11 +155,11 @@ def test_two_commands_are_two_nodes_and_the_first_reports() -> None:
     assert ranks == [[0, 1], [2, 3], [0, 2], [1, 3], [0, 1, 2, 3]]
 
 
-def test_ranks_end_with_their_supervisor_however_that_ends() -> None:
+def test_ranks_end_with_a_killed_supervisor() -> None:
     node = start("--slots", "2")
     supervisor = psutil.Process(node.pid)
     try:
-        # Python's helper of spawned processes is a child too.
+        # The resource tracker of multiprocessing is a child too.
         while len(ranks := [p for p in supervisor.children() if "spawn_main" in " ".join(p.cmdline())]) < 2:
             assert node.poll() is None, node.communicate()
             time.sleep(0.05)
@@ -147,7 +170,7 @@ def test_ranks_end_with_their_supervisor_however_that_ends() -> None:
     node.communicate()
 
 
-def test_a_node_without_the_first_says_where_it_looked_for_it() -> None:
+def test_node_without_node_0_reports_the_address() -> None:
     words = ["--rendezvous", f"127.0.0.1:{free_port()}", "--nodes", "2", "--node-rank", "1", "--timeout", "1"]
     node = start(*words)
     output, errors = node.communicate(timeout=120)

@@ -1,6 +1,5 @@
-"""The fabric test, `mcore-rl doctor --node`: whether every device computes, copies and communicates as the others do.
+"""Fabric test, `mcore-rl doctor --node`: compares the speed of all devices, nodes and links, and checks results.
 
-Every node has a supervisor (supervisor) that starts a process per device (rank). Node 0's supervisor leads all ranks
-through the stages (plan), one after the other, by notes on a board that every process reads and writes (board). What a
-rank measures is in bench; what follows from the figures, and who is to blame, in verdict.
+Every node runs a supervisor (supervisor), which starts one process per device (rank). Supervisors exchange the results
+of each stage (plan) through a rendezvous store on node 0 (store), so that every node derives the same report (verdict).
 """

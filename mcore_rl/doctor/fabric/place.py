@@ -1,4 +1,4 @@
-"""Which node this is and where the nodes meet: alone, by --rendezvous, or in a SLURM job step."""
+"""Place of this node in the test: alone, given by --rendezvous, or derived from a SLURM job step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Mapping
 
-from mcore_rl.doctor.fabric.board import Address, listen
+from mcore_rl.doctor.fabric.store import Address, listen
 from mcore_rl.doctor.fabric.supervisor import Place
 from mcore_rl.errors import ConfigError
 
@@ -15,7 +15,7 @@ DEFAULT_PORT = 29400
 
 
 def place_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Place:
-    """From the options of the command, else from SLURM's variables; without either the node is alone.
+    """Return this node's place from the command's options or SLURM's variables; otherwise the node is alone.
 
     Raises: ConfigError.
     """
@@ -29,7 +29,15 @@ def place_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Pla
         return _place_in_step(options, environment, host)
     if options.port is not None:
         raise ConfigError("--port is for a SLURM job step: start the test with srun, or set --rendezvous HOST:PORT")
-    return _place(0, 1, host, Address("127.0.0.1", 0))
+    return open_place(0, 1, host, Address("127.0.0.1", 0))
+
+
+def open_place(index: int, num_nodes: int, host: str, address: Address, hosts: tuple[str, ...] = ()) -> Place:
+    """Return a node's place; node 0 opens the store's socket, on a free port if the port is 0. Raises: ConfigError."""
+    listener = listen(address) if index == 0 else None
+    if listener is not None and address.port == 0:
+        address = Address(address.host, listener.getsockname()[1])
+    return Place(index, num_nodes, host, address, listener, hosts)
 
 
 def _place_at_rendezvous(options: argparse.Namespace, host: str) -> Place:
@@ -42,11 +50,10 @@ def _place_at_rendezvous(options: argparse.Namespace, host: str) -> Place:
     name, _, port = options.rendezvous.rpartition(":")
     if not name or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"--rendezvous={options.rendezvous} must look like HOST:PORT")
-    return _place(options.node_rank, options.nodes, host, Address(name.strip("[]"), int(port)))
+    return open_place(options.node_rank, options.nodes, host, Address(name.strip("[]"), int(port)))
 
 
 def _place_in_step(options: argparse.Namespace, environment: Mapping[str, str], host: str) -> Place:
-    """The nodes of this job step; they meet on the first one."""
     hosts = expand_hosts(environment["SLURM_STEP_NODELIST"])
     if int(environment.get("SLURM_STEP_NUM_TASKS", len(hosts))) != len(hosts):
         raise ConfigError("the fabric test is one task per node: srun --ntasks-per-node=1 mcore-rl doctor --node")
@@ -54,19 +61,12 @@ def _place_in_step(options: argparse.Namespace, environment: Mapping[str, str], 
     if not 0 < port < 65536:
         raise ConfigError(f"--port={port} must be one of 1 to 65535")
     if len(hosts) == 1:
-        return _place(0, 1, host, Address("127.0.0.1", 0))
-    return _place(int(environment["SLURM_NODEID"]), len(hosts), host, Address(hosts[0], port), tuple(hosts))
-
-
-def _place(index: int, num_nodes: int, host: str, address: Address, hosts: tuple[str, ...] = ()) -> Place:
-    listener = listen(address) if index == 0 else None
-    if listener is not None and address.port == 0:
-        address = Address(address.host, listener.getsockname()[1])
-    return Place(index, num_nodes, host, address, listener, hosts)
+        return open_place(0, 1, host, Address("127.0.0.1", 0))
+    return open_place(int(environment["SLURM_NODEID"]), len(hosts), host, Address(hosts[0], port), tuple(hosts))
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Names of SLURM's short form: n[1-3,07],m2 is n1, n2, n3, n07 and m2."""
+    """Expand SLURM's list of hosts: n[1-3,07],m2 becomes n1, n2, n3, n07 and m2. scontrol is absent in containers."""
     return [name for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text) for name in _expand(part)]
 
 

@@ -1,14 +1,19 @@
-"""Who takes part in a fabric test and what is measured in which order; every process computes the same plan."""
+"""Stages of a fabric test. Every process derives the same plan."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+
+from mcore_rl.doctor.fabric.bench import Bench
+
+Probe = Callable[[Bench], float | None]
+Groups = dict[tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """The nodes under test, in order, each with `slots` consecutive ranks. `device` is cuda or cpu."""
+    """Nodes under test in order, each with `slots` consecutive ranks. device: cuda or cpu."""
 
     hosts: tuple[str, ...]
     slots: int
@@ -25,73 +30,77 @@ class Fabric:
         return tuple(range(node * self.slots, (node + 1) * self.slots))
 
     def device_name(self, rank: int) -> str:
-        """By its index on the node: GPU 3; on CPU slot 3."""
+        """Return the device's index on its node, such as `GPU 3`, on CPU `slot 3`."""
         return f"{'GPU' if self.device == 'cuda' else 'slot'} {rank % self.slots}"
 
     def rank_name(self, rank: int) -> str:
         return f"rank {rank} ({self.hosts[self.node_of(rank)]}, {self.device_name(rank)})"
 
 
-class Subject(Enum):
-    """What one figure of a stage is about, and so what it is compared with."""
-
-    DEVICE = "device"
-    NODE = "node"
-    LINK = "link"
-    WHOLE = "whole"
-
-
 @dataclass(frozen=True)
 class Stage:
-    """One measurement, made by all ranks at the same time, or by the groups of ranks that communicate in it. Stages of
-    one name are parts of one measurement: their figures are compared with each other. Its `probe` is a key of
-    bench.PROBES, its `unit` None where nothing is measured."""
+    """One measurement on all ranks at the same time.
+
+    Stages with the same name are parts of one measurement, whose figures are compared with each other.
+
+    probe: measurement, in `unit`.
+    unit: None if the probe only checks.
+    groups: ranks that communicate with each other -> name for the report. Single ranks if the stage does not
+    communicate; ranks in no group are idle.
+    link: the groups are links, whose slowness does not tell which of the two nodes causes it.
+    """
 
     name: str
-    probe: str
-    subject: Subject
+    probe: Probe
     unit: str | None
-    groups: tuple[tuple[int, ...], ...] = ()
+    groups: Groups
+    link: bool = False
 
     def group_of(self, rank: int) -> tuple[int, ...] | None:
-        """The ranks that this one communicates with, itself included; None where it has no part."""
         return next((group for group in self.groups if rank in group), None)
 
 
 TFLOPS, BANDWIDTH = "TFLOP/s", "GiB/s"
+DEVICE_STAGES: dict[str, tuple[Probe, str | None]] = {
+    "start": (Bench.start, None),
+    "matrix product": (Bench.matrix_product, TFLOPS),
+    "copy on the device": (Bench.copy, BANDWIDTH),
+    "copy from host to device": (Bench.copy_to_device, BANDWIDTH),
+    "copy from device to host": (Bench.copy_to_host, BANDWIDTH),
+}
 
 
 def stages(fabric: Fabric) -> list[Stage]:
-    """In the order in which they are run: what needs one device, one node, two nodes, all. So the fewest wait for what
-    is broken when it shows."""
-    nodes = range(len(fabric.hosts))
-    plan = [
-        Stage("start", "start", Subject.DEVICE, None),
-        Stage("matrix product", "matrix_product", Subject.DEVICE, TFLOPS),
-        Stage("copy on the device", "copy", Subject.DEVICE, BANDWIDTH),
-        Stage("copy from host to device", "copy_to_device", Subject.DEVICE, BANDWIDTH),
-        Stage("copy from device to host", "copy_to_host", Subject.DEVICE, BANDWIDTH),
-    ]
+    """Return the stages in order: one device, one node, two nodes, all nodes.
+
+    A fault shows in the smallest stage that contains it, where the fewest ranks wait for it.
+    """
+    hosts = fabric.hosts
+    devices: Groups = {(rank,): fabric.rank_name(rank) for rank in range(fabric.num_ranks)}
+    plan = [Stage(name, probe, unit, devices) for name, (probe, unit) in DEVICE_STAGES.items()]
     if fabric.slots > 1:
-        inside = tuple(fabric.ranks_of(node) for node in nodes)
-        plan.append(Stage("all-reduce in a node", "all_reduce", Subject.NODE, BANDWIDTH, inside))
-    for pairs in rounds_of_neighbours(len(fabric.hosts)):
-        # Slot by slot, all at once: where every device has a network card of its own, that is the one which it uses.
-        links = tuple(
-            (a, b) for one, other in pairs for a, b in zip(fabric.ranks_of(one), fabric.ranks_of(other), strict=True)
-        )
-        plan.append(Stage("all-reduce between two nodes", "all_reduce", Subject.LINK, BANDWIDTH, links))
-    if len(fabric.hosts) > 1:
-        everyone = (tuple(range(fabric.num_ranks)),)
-        plan.append(Stage("all-reduce of all nodes", "all_reduce", Subject.WHOLE, BANDWIDTH, everyone))
+        inside = map(fabric.ranks_of, range(len(hosts)))
+        nodes: Groups = {r: f"{host} (ranks {r[0]}-{r[-1]})" for host, r in zip(hosts, inside, strict=True)}
+        plan.append(Stage("all-reduce in a node", Bench.all_reduce, BANDWIDTH, nodes))
+    for pairs in rounds_of_neighbours(len(hosts)):
+        # Slot i with slot i, all at once, so that each device uses its own network card if it has one.
+        links: Groups = {
+            (a, b): f"{hosts[one]} - {hosts[other]}, {fabric.device_name(a)}"
+            for one, other in pairs
+            for a, b in zip(fabric.ranks_of(one), fabric.ranks_of(other), strict=True)
+        }
+        plan.append(Stage("all-reduce between two nodes", Bench.all_reduce, BANDWIDTH, links, link=True))
+    if len(hosts) > 1:
+        everyone: Groups = {tuple(range(fabric.num_ranks)): "all nodes"}
+        plan.append(Stage("all-reduce of all nodes", Bench.all_reduce, BANDWIDTH, everyone))
     return plan
 
 
 def rounds_of_neighbours(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """The ring of the nodes, cut into rounds in which no node has more than one partner.
+    """Split the ring of nodes into rounds in which every node has at most one partner.
 
-    Every node is in two pairs, so that a slow link can be told from a slow node, with a number of measurements that
-    grows with the number of nodes only. An odd ring needs a third round; two nodes have one pair.
+    Every node is in two pairs, which distinguishes a slow link from a slow node; the number of pairs grows linearly.
+    An odd ring needs a third round; two nodes have one pair.
     """
     if num_nodes < 2:
         return []

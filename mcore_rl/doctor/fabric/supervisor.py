@@ -1,38 +1,52 @@
-"""One node's part in the test: starts its ranks and watches over them. Node 0 also leads all ranks through the stages.
+"""Supervisor of one node: starts the node's ranks and leads them through the stages.
 
-Nothing here waits without a deadline, and no rank outlives its supervisor.
+Every wait has a deadline, and no rank outlives its supervisor.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing import connection
+from multiprocessing.context import SpawnProcess
 
 from mcore_rl.doctor.fabric.bench import num_slots
-from mcore_rl.doctor.fabric.board import Address, Board
 from mcore_rl.doctor.fabric.plan import Fabric, Stage, stages
-from mcore_rl.doctor.fabric.processes import Ranks
-from mcore_rl.doctor.fabric.rank import Hinder, unhindered
+from mcore_rl.doctor.fabric.rank import RankSlot, run_rank
 from mcore_rl.doctor.fabric.report import Report
-from mcore_rl.doctor.fabric.verdict import Answer, Figure, Offer, Problem, failing, figures_of, slow, unfit
-from mcore_rl.errors import McoreRLError
+from mcore_rl.doctor.fabric.store import Address, Exchange
+from mcore_rl.doctor.fabric.verdict import (
+    Offer,
+    Result,
+    figures_of,
+    find_failures,
+    find_slow,
+    plan_fabric,
+)
 
-POLL_SECONDS = 0.1
 START_TIMEOUTS = 3
-"""How many stage deadlines the nodes have to meet, and ranks to start: both load torch, maybe from a slow disk."""
-SECONDS_TO_SETTLE = 3.0
-"""How long, once a rank that others communicate with has failed, word of who died may take to come."""
-SECONDS_TO_PART = 10.0
-"""How long node 0 keeps the report for the others."""
+"""Timeout of the rendezvous and of the first stage, in multiples of the stage timeout: both load torch, possibly from
+a slow disk."""
+EXCHANGE_SECONDS = 10.0
+"""Time for the exchange of results between supervisors, in addition to the stage timeout."""
+KILL_SECONDS = 10.0
+"""Time that killed ranks may take to exit."""
+RankMain = Callable[[RankSlot, connection.Connection], None]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which node this is. `listener` is that of board.listen, on node 0; `hosts` names all nodes where they are known,
-    else they are known by what they say of themselves."""
+    """Index of this node and the address of the store.
+
+    listener: socket from store.listen(), on node 0.
+    hosts: names of all nodes, if known in advance.
+    """
 
     index: int
     num_nodes: int
@@ -44,137 +58,103 @@ class Place:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of each stage, and of what counts as slow: below so many percent of the others' median."""
+    """Timeout of a stage, and the percentage of the others' median below which a figure is slow."""
 
     timeout_seconds: float = 120
     slow_percent: float = 80
 
 
-def supervise(place: Place, slots: int | None, limits: Limits, hinder: Hinder = unhindered) -> Report:
-    """Takes part in a test; returns its report, the same on every node. `slots`: ranks of each node, None for all GPUs.
+def supervise(place: Place, slots: int | None, limits: Limits, rank_main: RankMain = run_rank) -> Report:
+    """Run the test and return its report, which is the same on every node.
 
+    slots: ranks per node; None: all GPUs.
+    rank_main: main function of the ranks; tests inject faults with it.
     Collective: all nodes.
-    Raises: McoreRLError when node 0 does not answer.
+    Raises: McoreRLError if node 0 is not reachable.
     """
-    board = Board(place.address, START_TIMEOUTS * limits.timeout_seconds, place.listener)
-    offer = Offer(place.host, *num_slots(slots))
-    board.post(f"node {place.index}", json.dumps(asdict(offer)))
-    if place.index == 0:
-        return _lead(board, place, slots, limits, hinder)
-    fabric = _wait_for_fabric(board, limits)
-    if fabric is not None:
-        _follow(board, place, fabric, limits, hinder)
-    report = Report.from_note(board.read("report") or "")
-    board.post(f"seen {place.index}", "")
-    return report
-
-
-def _lead(board: Board, place: Place, slots: int | None, limits: Limits, hinder: Hinder) -> Report:
-    offers = _gather(board, place, limits)
-    hosts = tuple(
-        offers[node].host if node in offers else (place.hosts[node] if place.hosts else f"node {node}")
-        for node in range(place.num_nodes)
-    )
-    fabric, problems = unfit(offers, hosts, slots, START_TIMEOUTS * limits.timeout_seconds)
-    figures: list[Figure] = []
+    seconds = START_TIMEOUTS * limits.timeout_seconds
+    exchange = Exchange(place.address, place.index, place.num_nodes, seconds, place.listener)
+    notes = exchange.gather("offer", json.dumps(Offer(place.host, *num_slots(slots))), seconds)
+    offers = {node: Offer(*json.loads(note)) for node, note in enumerate(notes) if note}
+    names = place.hosts or [f"node {node}" for node in range(place.num_nodes)]
+    hosts = [offers[node].host if node in offers else name for node, name in enumerate(names)]
+    fabric, problems = plan_fabric(offers, hosts, slots, seconds)
+    report = Report(fabric, fabric.device, [], problems)
     if not problems:
-        board.post("fabric", json.dumps(asdict(fabric)))
-        with Ranks(board, place.index, fabric, limits.timeout_seconds, hinder) as ranks:
-            figures, problems = _conduct(board, fabric, limits, ranks.post_deaths)
-    report = Report(fabric, board.read("device") or fabric.device, tuple(figures), tuple(problems))
-    board.post("report", report.to_note())
-    others = [node for node in offers if node != 0]
-    _poll(lambda: all(board.read(f"seen {node}") is not None for node in others), SECONDS_TO_PART)
+        with _Ranks(fabric, place, limits, rank_main) as ranks:
+            report = _run_stages(ranks, exchange, fabric, limits)
+    exchange.close(EXCHANGE_SECONDS)
     return report
 
 
-def _gather(board: Board, place: Place, limits: Limits) -> dict[int, Offer]:
-    """What every node that has come in time offers."""
-    offers: dict[int, Offer] = {}
-
-    def all_are_there() -> bool:
-        for node in range(place.num_nodes):
-            if node not in offers and (note := board.read(f"node {node}")):
-                offers[node] = Offer(**json.loads(note))
-        return len(offers) == place.num_nodes
-
-    _poll(all_are_there, START_TIMEOUTS * limits.timeout_seconds)
-    return offers
-
-
-def _wait_for_fabric(board: Board, limits: Limits) -> Fabric | None:
-    """None where the test ends before it begins."""
-    longest = 2 * START_TIMEOUTS * limits.timeout_seconds
-    if not _poll(lambda: any(map(board.read, ("fabric", "report"))), longest):
-        raise McoreRLError(f"node 0 of the fabric test has not begun within {longest:g} s")
-    note = board.read("fabric")
-    if note is None:
-        return None
-    fields = json.loads(note)
-    return Fabric(**fields | {"hosts": tuple(fields["hosts"])})
-
-
-def _follow(board: Board, place: Place, fabric: Fabric, limits: Limits, hinder: Hinder) -> None:
-    """Until node 0 has the report."""
-
-    def is_over() -> bool:
-        ranks.post_deaths()
-        return board.read("report") is not None
-
-    with Ranks(board, place.index, fabric, limits.timeout_seconds, hinder) as ranks:
-        longest = (len(stages(fabric)) + START_TIMEOUTS) * limits.timeout_seconds
-        if not _poll(is_over, longest):
-            raise McoreRLError(f"node 0 of the fabric test has not come to an end within {longest:g} s")
-
-
-def _conduct(
-    board: Board, fabric: Fabric, limits: Limits, watch: Callable[[], None]
-) -> tuple[list[Figure], list[Problem]]:
-    """Runs the stages one by one, and none after one that failed: its ranks might be waited for in vain."""
-    figures: list[Figure] = []
-    problems: list[Problem] = []
+def _run_stages(ranks: _Ranks, exchange: Exchange, fabric: Fabric, limits: Limits) -> Report:
+    """Run the stages in order, up to the first one that fails: later ones could wait for its failed ranks."""
+    report = Report(fabric, fabric.device, [], [])
     plan = stages(fabric)
     for number, stage in enumerate(plan):
-        board.post(f"go {number}", "")
         timeout = limits.timeout_seconds * (1 if number else START_TIMEOUTS)
-        answers = _collect(board, number, stage, fabric, timeout_seconds=timeout, watch=watch)
-        figures += figures_of(stage, fabric, answers)
-        problems += failing(stage, fabric, answers, timeout)
-        if problems:
+        own_results = ranks.run_stage(number, stage, timeout)
+        notes = exchange.gather(f"stage {number}", json.dumps(own_results), timeout + EXCHANGE_SECONDS)
+        results = {int(rank): Result(*result) for note in notes if note for rank, result in json.loads(note).items()}
+        if 0 in results and results[0].device:
+            report = replace(report, device=results[0].device)
+        report.figures.extend(figures_of(stage, results))
+        report.problems.extend(find_failures(stage, fabric, results, timeout))
+        if report.problems:
             break
-    for name, subject in {stage.name: stage.subject for stage in plan}.items():
-        measured = [figure for figure in figures if figure.stage == name]
-        problems += slow(subject, measured, fabric, limits.slow_percent)
-    return figures, problems
+    for stage in {stage.name: stage for stage in plan}.values():
+        report.problems.extend(find_slow(stage, report.figures, fabric, limits.slow_percent))
+    return report
 
 
-def _collect(
-    board: Board, number: int, stage: Stage, fabric: Fabric, *, timeout_seconds: float, watch: Callable[[], None]
-) -> Mapping[int, Answer]:
-    """The answers that come before the deadline; soon after a failure that others wait for in vain, what is there."""
-    answers: dict[int, Answer] = {}
-    began = time.monotonic()
-    broken: float | None = None
-    while len(answers) < fabric.num_ranks and time.monotonic() - began < timeout_seconds:
-        watch()
-        for rank in set(range(fabric.num_ranks)) - answers.keys():
-            if note := board.read(f"answer {number} {rank}"):
-                answers[rank] = Answer(**json.loads(note))
-            elif cause := board.read(f"death {rank}"):
-                answers[rank] = Answer(error=cause, died=True)
-        if stage.groups and broken is None and any(answer.error for answer in answers.values()):
-            broken = time.monotonic()
-        if broken is not None and time.monotonic() - broken > SECONDS_TO_SETTLE:
-            break
-        time.sleep(POLL_SECONDS)
-    return answers
+class _Ranks:
+    """Processes of this node's ranks, killed at the end of the block."""
+
+    def __init__(self, fabric: Fabric, place: Place, limits: Limits, rank_main: RankMain) -> None:
+        self._ranks: dict[connection.Connection, tuple[int, SpawnProcess]] = {}
+        context = multiprocessing.get_context("spawn")
+        for rank in fabric.ranks_of(place.index):
+            ours, theirs = context.Pipe()
+            slot = RankSlot(rank, fabric, place.address, limits.timeout_seconds)
+            process = context.Process(target=rank_main, args=(slot, theirs), daemon=True)
+            process.start()
+            theirs.close()  # so that our end reads EOF when the rank dies
+            self._ranks[ours] = rank, process
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for _, process in self._ranks.values():
+            process.kill()
+        deadline = time.monotonic() + KILL_SECONDS
+        for pipe, (_, process) in self._ranks.items():
+            process.join(max(0.0, deadline - time.monotonic()))  # a process that hangs in a driver cannot be killed
+            pipe.close()
+
+    def run_stage(self, number: int, stage: Stage, timeout_seconds: float) -> dict[int, Result]:
+        """Run one stage. Ranks that are idle or miss the deadline have no result."""
+        deadline = time.monotonic() + timeout_seconds
+        results: dict[int, Result] = {}
+        pending = [pipe for pipe, (rank, _) in self._ranks.items() if stage.group_of(rank)]
+        for pipe in pending:
+            with suppress(OSError):  # the rank died; reading from its pipe shows that
+                pipe.send(number)
+        while pending and time.monotonic() < deadline:
+            ready = connection.wait(pending, deadline - time.monotonic())
+            for pipe in [pipe for pipe in pending if pipe in ready]:
+                pending.remove(pipe)
+                rank, process = self._ranks[pipe]
+                try:
+                    results[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    results[rank] = Result(error=_death(process), died=True)
+        return results
 
 
-def _poll(condition: Callable[[], bool], timeout_seconds: float) -> bool:
-    """Whether it has come true in time."""
-    deadline = time.monotonic() + timeout_seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_SECONDS)
-    return True
+def _death(process: SpawnProcess) -> str:
+    process.join(KILL_SECONDS)
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"its process died of {signal.Signals(-code).name}"
+    return f"its process ended with exit code {code}"

@@ -1,4 +1,4 @@
-"""Which node this is comes from the options or from SLURM, and what does not fit is refused by its option."""
+"""Place of a node from the options or from SLURM; invalid options are named."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.doctor.command import add_arguments
-from mcore_rl.doctor.fabric.board import Address, listen
 from mcore_rl.doctor.fabric.place import expand_hosts, place_of
+from mcore_rl.doctor.fabric.store import Address, listen
 from mcore_rl.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ STEP = {
 }
 
 
-def test_a_node_alone_meets_itself_on_any_port() -> None:
+def test_single_node_uses_a_free_port() -> None:
     place = place_of(options(), {})
     assert (place.index, place.num_nodes, place.address.host) == (0, 1, "127.0.0.1")
     assert place.listener is not None
@@ -36,14 +36,14 @@ def test_a_node_alone_meets_itself_on_any_port() -> None:
         assert listener.getsockname() == ("127.0.0.1", place.address.port)
 
 
-def test_in_a_job_step_the_first_node_of_its_list_is_where_all_meet() -> None:
+def test_job_step_meets_at_its_first_node() -> None:
     place = place_of(options("--port", "1234"), STEP)
     assert (place.index, place.num_nodes, place.host, place.address) == (1, 3, "n2", Address("n1", 1234))
     assert place.hosts == ("n1", "n2", "n3")
     assert place.listener is None
 
 
-def test_a_step_of_one_node_and_a_batch_script_are_alone() -> None:
+def test_step_of_one_node_and_batch_script_are_single_nodes() -> None:
     for environment in (STEP | {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NODEID": "0"}):
         place = place_of(options(), environment)
         assert place.num_nodes == 1
@@ -51,7 +51,7 @@ def test_a_step_of_one_node_and_a_batch_script_are_alone() -> None:
         place.listener.close()
 
 
-def test_the_rendezvous_wins_over_slurm() -> None:
+def test_rendezvous_overrides_slurm() -> None:
     place = place_of(options(*"--rendezvous [fd00::1]:99 --nodes 2 --node-rank 1".split()), STEP)
     assert (place.index, place.num_nodes, place.address) == (1, 2, Address("fd00::1", 99))
 
@@ -65,7 +65,7 @@ def test_the_rendezvous_wins_over_slurm() -> None:
         ("r[1-2]n[1,3]", "r1n1 r1n3 r2n1 r2n3"),
     ],
 )
-def test_slurms_short_form_of_names(text: str, names: str) -> None:
+def test_expand_hosts_expands_brackets(text: str, names: str) -> None:
     assert expand_hosts(text) == names.split()
 
 
@@ -85,24 +85,24 @@ def test_slurms_short_form_of_names(text: str, names: str) -> None:
         ("--json", "--json belongs to the fabric test"),
     ],
 )
-def test_bad_options_are_refused_by_name(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_named(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words.split()]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_several_tasks_per_node_are_refused() -> None:
+def test_several_tasks_per_node_raise() -> None:
     with pytest.raises(ConfigError, match="--ntasks-per-node=1"):
         place_of(options(), STEP | {"SLURM_STEP_NUM_TASKS": "6"})
 
 
-def test_a_port_that_is_taken_is_said_to_be() -> None:
+def test_occupied_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             listen(Address("127.0.0.1", port))
 
 
-def test_a_name_that_means_loopback_here_only_is_listened_to_on_all_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_name_on_loopback_listens_on_all_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
     with listen(Address("this-node", 0)) as listener:

@@ -1,4 +1,4 @@
-"""A node's part in a job's fabric test: where it meets the others, and what it leaves for the job."""
+"""Fabric test of a SLURM node: rendezvous, and the files for the job script."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.doctor.fabric.board import Address
 from mcore_rl.doctor.fabric.plan import Fabric
 from mcore_rl.doctor.fabric.report import Report
+from mcore_rl.doctor.fabric.store import Address
 from mcore_rl.doctor.fabric.supervisor import Limits, Place
 from mcore_rl.doctor.fabric.verdict import Problem
 from mcore_rl.errors import McoreRLError
@@ -17,7 +17,7 @@ from mcore_rl.slurm import fabric_node
 
 
 class Job:
-    """Two nodes, of which the second is to blame; remembers where each was to meet."""
+    """Job of two nodes, of which the second is to blame. Records the places of both."""
 
     def __init__(self, attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.attempt, self._monkeypatch = attempt, monkeypatch
@@ -32,7 +32,7 @@ class Job:
         if place.listener is not None:
             place.listener.close()
         problem = Problem("slow", "copy", "rank 3 (n2, GPU 1)", "1 GiB/s", (3,), (1,))
-        return Report(Fabric(("n1", "n2"), 2, "cuda"), "H100", (), (problem,))
+        return Report(Fabric(("n1", "n2"), 2, "cuda"), "H100", [], [problem])
 
     def take_part(self, node: int) -> int:
         self._monkeypatch.setenv("SLURM_NODEID", str(node))
@@ -47,7 +47,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(tmp_path, monkeypatch)
 
 
-def test_the_others_meet_where_the_first_node_listens(job: Job) -> None:
+def test_nodes_meet_at_the_first_node(job: Job) -> None:
     job.take_part(0)
     job.take_part(1)
     first, second = job.places
@@ -56,7 +56,7 @@ def test_the_others_meet_where_the_first_node_listens(job: Job) -> None:
     assert (second.index, second.num_nodes, second.host, second.listener) == (1, 2, "n2", None)
 
 
-def test_a_node_to_blame_says_so_last_and_leaves_no_name(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blamed_node_prints_its_problem_and_leaves_no_file(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert job.take_part(0) == 0
     first = capsys.readouterr().out.splitlines()
     assert "slow: copy: rank 3 (n2, GPU 1): 1 GiB/s" in first
@@ -66,7 +66,7 @@ def test_a_node_to_blame_says_so_last_and_leaves_no_name(job: Job, capsys: pytes
     assert [path.name for path in (job.attempt / "sound").iterdir()] == ["n1"]
 
 
-def test_a_test_that_does_not_take_place_is_said(
+def test_unreachable_node_0_is_printed(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lost(*_: object) -> Report:
