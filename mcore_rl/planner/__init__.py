@@ -1,1 +1,1 @@
-"""Preflight: what a configuration needs, computed before anything starts and without a GPU."""
+"""Preflight: memory and time of a run, computed without a GPU before it starts."""

@@ -1,8 +1,8 @@
-"""What the forward pass of the trainer leaves for the backward pass, by component.
+"""Activations that the trainer's forward pass saves for the backward pass, by component.
 
-Every tensor that autograd saves is one line of a table: elements per token of the packed row, their bytes, and the
-recomputation that frees it. h is the hidden size, q and kv are heads x head size of queries and of keys, f is the
-intermediate size, k the experts per token; t = tp, s = tp with sequence parallelism (else 1).
+Every tensor that autograd saves is one line of a table: its bytes per token of the packed row, and the recomputed
+modules that free it. h is the hidden size, q and kv are heads x head size of queries and of keys, f is the intermediate
+size, k the experts per token; t = tp, s = tp with sequence parallelism (else 1).
 
 | component | saved per token | freed by |
 |---|---|---|
@@ -12,7 +12,7 @@ intermediate size, k the experts per token; t = tp, s = tp with sequence paralle
 | latent attention | both down projections before and after their norms, / s | |
 | latent attention, heads | q, k, v / t | mla_up_proj |
 | core attention | output q / t and a float32 log-sum per head | core_attn |
-| output projection | its input, q / t. One tensor with the line above, where the kernel writes the packed row | |
+| output projection | its input, q / t; the same tensor as the line above if the kernel writes the packed row | |
 | MLP input (dense, router, shared expert) | h / s | layernorm |
 | dense MLP | fc1's output 2 f / t, fc2's input f / t | mlp |
 | router | scores and map, 5 to 9 bytes x experts / s; indices, 16 to 32 bytes x k / s | moe |
@@ -20,23 +20,23 @@ intermediate size, k the experts per token; t = tp, s = tp with sequence paralle
 | experts, activation | n f / etp | moe, moe_act |
 | shared expert | 3 f_shared / t | moe, shared_experts |
 
-n = k etp / s x plan.moe_imbalance (1 where ep is 1: then a rank has all experts). Nothing is dropped: there is no
-capacity. Full recomputation keeps one hidden state of h / s per `actor.recompute_layers` layers, and while it works
-the whole table of so many layers.
+n = k etp / s x plan.moe_imbalance (1 if ep is 1, because then a rank has all experts). Experts have no capacity limit,
+so no token is dropped. Full recomputation saves one hidden state of h / s per `actor.recompute_layers` layers and,
+while it recomputes, the whole table of that many layers.
 
-Two implementations are told apart. The local one (CPU): float32 norms save their input, bfloat16 ones twice as float32;
-its core attention copies the packed row out of per-sequence outputs, and attention whose value size differs from that
-of queries (latent attention) keeps the probabilities, heads / t x the mean square length over the mean length. The
-engine's (CUDA, TransformerEngine): norms save their input in its dtype, and flash attention writes the packed row.
+The table covers two implementations. Local layers (CPU): float32 norms save their input, bfloat16 norms save it twice
+as float32; core attention copies the packed row out of per-sequence outputs; attention whose value size differs from
+the query size (latent attention) saves the probabilities, heads / t x the mean square length over the mean length.
+TransformerEngine (CUDA): norms save their input in its dtype, and flash attention writes the packed row.
 
-What is alive together: 1F1B holds min(pp - stage, m) of m micro-batches; the interleaved schedule its warm-up plus
-one, in units of chunks: 2 (pp - stage - 1) + (vpp - 1) pp + 1. Stages also keep their outputs (h / s). Added once: what
-one layer recomputes, the gradients of the component that saves most, the gradient of the largest weight before it is
-added to the buffer, and on the last stage the output projection: hidden states and statistics of the trained tokens,
-two tiles of logits, and float32 gradients of the hidden states and of the weight (see megatron/step/logprobs.py).
+Micro-batches in flight: 1F1B has min(pp - stage, m) of m micro-batches. The interleaved schedule has its warm-up plus
+one, in units of chunks: 2 (pp - stage - 1) + (vpp - 1) pp + 1. Stages also save their outputs (h / s). Added once: the
+tensors that one layer recomputes, the gradients of the widest component, the gradient of the largest weight before it
+is added to the buffer, and on the last stage the output projection: hidden states and statistics of the trained tokens,
+two tiles of logits, and float32 gradients of the hidden states and of the weight (megatron/step/logprobs.py).
 
 Source: megatron-core 0.16.1, and V. Korthikanti et al. 2022, "Reducing activation recomputation", section 4, for the
-accounting. tests/distributed/test_planned_activations.py compares the table with what autograd saves.
+accounting. tests/distributed/test_planned_activations.py compares the table with the tensors that autograd saves.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from model_converters.families import ModelArguments
 from model_converters.mapping.layout import TrainLayout
 
 
-class Saved(NamedTuple):
-    """One line of the table. `freed_by`: modules of selective recomputation, any of which frees it."""
+class SavedTensor(NamedTuple):
+    """One line of the table. `freed_by` lists modules of selective recomputation; each of them frees it."""
 
     component: str
     bytes_per_token: float
@@ -63,8 +63,10 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Execution:
-    """How a layer runs. `fused`: TransformerEngine's kernels; `square_length`: mean square over mean length of
-    sequences, tokens."""
+    """Settings that decide which tensors a layer saves.
+
+    `fused`: the layers are TransformerEngine's. `square_length`: mean square over mean length of sequences, in tokens.
+    """
 
     layout: TrainLayout
     element_bytes: int
@@ -102,106 +104,107 @@ class Execution:
 
     @property
     def scatter(self) -> int:
-        """Ranks that share the tokens between tensor-parallel regions."""
+        """Number of ranks over which tokens are split between tensor-parallel regions."""
         return self.layout.tp if self.sequence_parallel else 1
 
     def norm(self, width: float) -> float:
-        """Bytes that a norm of `width` elements saves."""
+        """Return the bytes that a norm of `width` elements saves."""
         wide = 8 if self.element_bytes == 2 and not self.fused else self.element_bytes
         return width * wide + 4
 
 
-def attention(sizes: dict[str, Any], run: Execution) -> Iterator[Saved]:
-    """The attention of a layer, with its norm."""
+def attention(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
+    """Yield the tensors of a layer's attention and its norm."""
     hidden, b = sizes["hidden_size"], run.element_bytes
-    yield Saved("norms", run.norm(hidden) / run.scatter)
-    yield Saved("attention", hidden * b / run.scatter, ("layernorm",))
+    yield SavedTensor("norms", run.norm(hidden) / run.scatter)
+    yield SavedTensor("attention", hidden * b / run.scatter, ("layernorm",))
     yield from (_latent if sizes.get("multi_latent_attention") else _grouped)(sizes, run)
 
 
-def _grouped(sizes: dict[str, Any], run: Execution) -> Iterator[Saved]:
+def _grouped(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
     t, b, head = run.layout.tp, run.element_bytes, sizes["kv_channels"]
     heads = sizes["num_attention_heads"] / t
     groups = max(sizes["num_query_groups"] / t, 1)
     q, kv = heads * head, groups * head
-    yield Saved("attention", (q + 2 * kv) * b)
+    yield SavedTensor("attention", (q + 2 * kv) * b)
     if sizes.get("qk_layernorm"):
-        # The norm of keys reads the fused tensor, which is counted; eager norms copy what they read.
+        # The norm of keys reads the fused qkv tensor, which is already counted. Eager norms copy their input.
         copied = kv if run.norm(1) - 4 != b else 0
-        yield Saved("norms", run.norm(head) / head * (q + copied) - 4 * (q + copied) / head + 4 * (heads + groups))
-    yield Saved("attention", (q + kv) * b)
+        norms = run.norm(head) / head * (q + copied) - 4 * (q + copied) / head + 4 * (heads + groups)
+        yield SavedTensor("norms", norms)
+    yield SavedTensor("attention", (q + kv) * b)
     if not run.fused:
-        yield Saved("attention", 4 * head * b)
+        yield SavedTensor("attention", 4 * head * b)
     yield from _core(q, heads, run)
 
 
-def _latent(sizes: dict[str, Any], run: Execution) -> Iterator[Saved]:
+def _latent(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
     t, s, b = run.layout.tp, run.scatter, run.element_bytes
     heads = sizes["num_attention_heads"] / t
     rope, nope, value = sizes["qk_pos_emb_head_dim"], sizes["qk_head_dim"], sizes["v_head_dim"]
     q_rank, kv_rank = sizes.get("q_lora_rank"), sizes["kv_lora_rank"]
     if q_rank:
-        yield Saved("attention", (run.norm(q_rank) + q_rank * b) / s)
-    yield Saved("attention", (run.norm(kv_rank) + (kv_rank + rope) * b) / s)
+        yield SavedTensor("attention", (run.norm(q_rank) + q_rank * b) / s)
+    yield SavedTensor("attention", (run.norm(kv_rank) + (kv_rank + rope) * b) / s)
     query = nope + rope
     if run.fused or query == value:
-        yield Saved("attention", heads * (2 * query + value) * b, ("mla_up_proj",))
+        yield SavedTensor("attention", heads * (2 * query + value) * b, ("mla_up_proj",))
         yield from _core(heads * value, heads, run)
         return
-    # Attention scales queries and keys into copies of its own, which stay.
-    yield Saved("attention", heads * 2 * query * b)
-    yield Saved("attention", heads * value * b, ("mla_up_proj",))
-    yield Saved("attention", 4 * rope * b)
-    yield Saved("core attention", heads * run.square_length * b, ("core_attn",))
-    yield Saved("attention", heads * value * b)
+    # Attention saves its own scaled copies of queries and keys.
+    yield SavedTensor("attention", heads * 2 * query * b)
+    yield SavedTensor("attention", heads * value * b, ("mla_up_proj",))
+    yield SavedTensor("attention", 4 * rope * b)
+    yield SavedTensor("core attention", heads * run.square_length * b, ("core_attn",))
+    yield SavedTensor("attention", heads * value * b)
 
 
-def _core(output: float, heads: float, run: Execution) -> Iterator[Saved]:
+def _core(output: float, heads: float, run: Execution) -> Iterator[SavedTensor]:
     b = run.element_bytes
-    yield Saved("core attention", 4 * heads + (0 if run.fused else output * b), ("core_attn",))
-    yield Saved("attention", output * b)
+    yield SavedTensor("core attention", 4 * heads + (0 if run.fused else output * b), ("core_attn",))
+    yield SavedTensor("attention", output * b)
 
 
-def dense_mlp(sizes: dict[str, Any], run: Execution) -> Iterator[Saved]:
-    """A dense MLP with its norm."""
+def dense_mlp(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
+    """Yield the tensors of a dense MLP and its norm."""
     hidden, b, s, t = sizes["hidden_size"], run.element_bytes, run.scatter, run.layout.tp
-    yield Saved("norms", run.norm(hidden) / s)
-    # The input of a recomputed MLP is what its checkpoint keeps.
-    yield Saved("mlp", hidden * b / s, ("layernorm",))
-    yield Saved("mlp", 3 * sizes["ffn_hidden_size"] * b / t, ("mlp",))
+    yield SavedTensor("norms", run.norm(hidden) / s)
+    # Not freed by mlp: recomputation starts from this input.
+    yield SavedTensor("mlp", hidden * b / s, ("layernorm",))
+    yield SavedTensor("mlp", 3 * sizes["ffn_hidden_size"] * b / t, ("mlp",))
 
 
-def experts(sizes: dict[str, Any], run: Execution) -> Iterator[Saved]:
-    """A mixture of experts with its norm."""
+def experts(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
+    """Yield the tensors of a mixture of experts and its norm."""
     hidden, b, s, layout = sizes["hidden_size"], run.element_bytes, run.scatter, run.layout
     width, topk, number = sizes["moe_ffn_hidden_size"], sizes["moe_router_topk"], sizes["num_moe_experts"]
-    yield Saved("norms", run.norm(hidden) / s)
-    yield Saved("moe", hidden * b / s, ("layernorm",))
+    yield SavedTensor("norms", run.norm(hidden) / s)
+    yield SavedTensor("moe", hidden * b / s, ("layernorm",))
     scores = 9 if sizes.get("moe_router_score_function") == "sigmoid" else 5
-    yield Saved("router", (scores * number + (24 if run.fused else 28) * topk) / s, ("moe",))
+    yield SavedTensor("router", (scores * number + (24 if run.fused else 28) * topk) / s, ("moe",))
     dispatched = topk * layout.etp / s * (run.imbalance if layout.ep > 1 else 1.0)
-    yield Saved("moe", dispatched * (hidden * b + 4), ("moe",))
-    yield Saved("moe", dispatched * 2 * width / layout.etp * b, ("moe",))
-    yield Saved("moe", dispatched * width / layout.etp * b, ("moe", "moe_act"))
+    yield SavedTensor("moe", dispatched * (hidden * b + 4), ("moe",))
+    yield SavedTensor("moe", dispatched * 2 * width / layout.etp * b, ("moe",))
+    yield SavedTensor("moe", dispatched * width / layout.etp * b, ("moe", "moe_act"))
     if shared := sizes.get("moe_shared_expert_intermediate_size"):
-        yield Saved("moe", 3 * shared / layout.tp * b, ("moe", "shared_experts"))
+        yield SavedTensor("moe", 3 * shared / layout.tp * b, ("moe", "shared_experts"))
 
 
 def is_sparse(sizes: dict[str, Any], layer: int) -> bool:
-    """Whether a layer (global index) has experts."""
+    """Return True if the layer (global index) has experts."""
     if not sizes.get("num_moe_experts"):
         return False
     frequency = sizes.get("moe_layer_freq", 1)
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % int(frequency) == 0
 
 
-def layer_table(sizes: dict[str, Any], run: Execution, *, sparse: bool) -> list[Saved]:
-    """All that one layer saves when nothing is recomputed."""
+def layer_table(sizes: dict[str, Any], run: Execution, *, sparse: bool) -> list[SavedTensor]:
+    """List the tensors that one layer saves without recomputation."""
     return [*attention(sizes, run), *(experts if sparse else dense_mlp)(sizes, run)]
 
 
-def kept(table: Sequence[Saved], run: Execution) -> dict[str, float]:
-    """Bytes per token of a layer by component, with selective recomputation."""
+def saved_bytes(table: Sequence[SavedTensor], run: Execution) -> dict[str, float]:
+    """Sum the saved bytes per token of a layer by component, with selective recomputation."""
     freed = set(run.modules) if run.recompute == "selective" else set()
     totals: dict[str, float] = {}
     for line in table:
@@ -211,9 +214,12 @@ def kept(table: Sequence[Saved], run: Execution) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Bytes per token of a model chunk: what a micro-batch leaves in it by component, what recomputation brings back
-    for a while, and the gradients of its widest component."""
+class ChunkActivations:
+    """Bytes per token of a model chunk.
+
+    `saved` is what one micro-batch saves, by component. `recomputed` are tensors that exist only while a layer is
+    recomputed. `gradients` are the gradients of the widest component.
+    """
 
     saved: dict[str, float]
     recomputed: float
@@ -224,8 +230,13 @@ class Chunk:
         return sum(self.saved.values())
 
 
-def chunk_activations(arguments: ModelArguments, layers: Sequence[int], run: Execution, *, last: bool) -> Chunk:
-    """One chunk with these layers (global indices); `last`: it ends with the final norm and what predicts tokens."""
+def chunk_activations(
+    arguments: ModelArguments, layers: Sequence[int], run: Execution, *, last: bool
+) -> ChunkActivations:
+    """Compute the activations of a chunk with these layers (global indices).
+
+    `last`: the chunk also has the final norm and the layers that predict tokens.
+    """
     sizes = arguments.transformer
     hidden = sizes["hidden_size"]
     tables = [layer_table(sizes, run, sparse=is_sparse(sizes, layer)) for layer in layers]
@@ -238,26 +249,26 @@ def chunk_activations(arguments: ModelArguments, layers: Sequence[int], run: Exe
         recomputed = max((sum(widths[i : i + run.recompute_layers]) for i in range(len(widths))), default=0.0)
     else:
         for table in tables:
-            _add(saved, kept(table, run))
+            _add(saved, saved_bytes(table, run))
             whole = sum(line.bytes_per_token for line in table)
-            recomputed = max(recomputed, whole - sum(kept(table, run).values()))
+            recomputed = max(recomputed, whole - sum(saved_bytes(table, run).values()))
     if last:
         _add(saved, {"norms": run.norm(hidden) / run.scatter})
         if arguments.mtp_num_layers:
             _add(saved, _multi_token(arguments, run))
     gradients = max((_widest(table) for table in tables), default=0.0)
-    return Chunk(saved, recomputed, gradients)
+    return ChunkActivations(saved, recomputed, gradients)
 
 
 def _multi_token(arguments: ModelArguments, run: Execution) -> dict[str, float]:
-    """A multi-token-prediction layer: an ordinary layer behind two norms and a projection of their joined outputs."""
+    """Compute the multi-token-prediction layers: two norms, a projection of their outputs, a layer."""
     sizes, hidden = arguments.transformer, arguments.transformer["hidden_size"]
     table = layer_table(sizes, run, sparse=is_sparse(sizes, sizes["num_layers"] - 1))
-    beside_layer = (3 * run.norm(hidden) + 2 * hidden * run.element_bytes) / run.scatter
-    return {"multi-token prediction": arguments.mtp_num_layers * (beside_layer + sum(kept(table, run).values()))}
+    before_layer = (3 * run.norm(hidden) + 2 * hidden * run.element_bytes) / run.scatter
+    return {"multi-token prediction": arguments.mtp_num_layers * (before_layer + sum(saved_bytes(table, run).values()))}
 
 
-def _widest(table: Sequence[Saved]) -> float:
+def _widest(table: Sequence[SavedTensor]) -> float:
     totals: dict[str, float] = {}
     for line in table:
         _add(totals, {line.component: line.bytes_per_token})
@@ -271,7 +282,7 @@ def _add(totals: dict[str, float], more: dict[str, float]) -> None:
 
 @dataclass(frozen=True)
 class StageActivations:
-    """Bytes of one rank of a stage at the widest moment of an update, and in a pass without gradients."""
+    """Peak activation bytes of one rank of a stage, in an update and in a pass without gradients."""
 
     components: dict[str, float]
     forward_only_bytes: float
@@ -282,7 +293,7 @@ class StageActivations:
 
 
 def in_flight(layout: TrainLayout, stage: int, microbatches: int) -> list[int]:
-    """Micro-batches alive at the widest moment, of every chunk of a stage.
+    """Return the maximum number of micro-batches in flight for every chunk of a stage.
 
     Source: megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches (0.16.1).
     """
@@ -291,7 +302,7 @@ def in_flight(layout: TrainLayout, stage: int, microbatches: int) -> list[int]:
     units = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
     counts = [0] * layout.vpp
     for unit in range(min(units, microbatches * layout.vpp)):
-        # Groups of pp micro-batches pass through one chunk after the other.
+        # Groups of pp micro-batches pass through the chunks one after the other.
         counts[unit // layout.pp % layout.vpp] += 1
     return counts
 
@@ -306,10 +317,10 @@ def stage_activations(
     largest_weight_elements: int,
     predicts_tokens: bool = True,
 ) -> StageActivations:
-    """The widest moment of an update on a rank of `stage`. The last one has the vocabulary's projection, or with
-    predicts_tokens=False a value head.
+    """Compute the peak activations of an update on a rank of `stage`.
 
-    Units: microbatches per update and rank.
+    The last stage has the output projection or, with predicts_tokens=False, a value head. `microbatches` is per update
+    and rank.
     """
     layout, hidden, b = run.layout, arguments.transformer["hidden_size"], run.element_bytes
     row = section.tokens_per_microbatch / layout.cp
@@ -320,11 +331,11 @@ def stage_activations(
         for index, layers in enumerate(chunks)
     ]
     components: dict[str, float] = {}
-    alive = in_flight(layout, stage, microbatches)
-    for chunk, count in zip(by_chunk, alive, strict=True):
+    counts = in_flight(layout, stage, microbatches)
+    for chunk, count in zip(by_chunk, counts, strict=True):
         _add(components, {name: value * row * count for name, value in chunk.saved.items()})
     if layout.pp > 1:
-        components["stage outputs"] = sum(alive) * hidden * b / run.scatter * row
+        components["stage outputs"] = sum(counts) * hidden * b / run.scatter * row
     components["recomputed"] = max(chunk.recomputed for chunk in by_chunk) * row
     components["gradients in flight"] = max(chunk.gradients for chunk in by_chunk) * row
     components["weight gradient"] = float(largest_weight_elements * b)
@@ -332,15 +343,15 @@ def stage_activations(
         components["logits"] = output_projection_bytes(arguments, run, section)
     elif last:
         components["values"] = 4 * hidden / run.scatter * row  # hidden states in float32
-    # Without gradients one layer's tensors live at a time, and the hidden states that it reads and writes.
+    # Without gradients only one layer's tensors exist at a time, plus the hidden states that it reads and writes.
     forward = max(chunk.gradients for chunk in by_chunk) * row + 2 * hidden * b * row
     return StageActivations(components, forward + (components.get("logits", 0.0) / 2))
 
 
 def output_projection_bytes(arguments: ModelArguments, run: Execution, section: ActorConfig) -> float:
-    """The deferred output projection of one micro-batch, backward pass included.
+    """Compute the bytes of the deferred output projection of one micro-batch, backward pass included.
 
-    All tokens of the row count as trained: a bound, close where responses are long.
+    All tokens of the row count as trained. This is an upper bound, which is tight for long responses.
     """
     hidden, b = arguments.transformer["hidden_size"], run.element_bytes
     tokens = section.tokens_per_microbatch / run.layout.cp

@@ -1,8 +1,7 @@
-"""The arithmetic of one step's batch: responses, tokens, micro-batches and updates.
+"""Number of responses, tokens, micro-batches and updates of one training step.
 
-Lengths are expectations: plan.mean_response_fraction of rollout.max_response_tokens, and the same fraction of
-rollout.max_prompt_tokens. A rank's micro-batches are its tokens over the budget, at least the whole sequences that
-one row takes, rounded up as the interleaved schedule wants them.
+Sequence lengths are expectations: plan.mean_response_fraction times rollout.max_prompt_tokens and
+rollout.max_response_tokens. A micro-batch is one packed row of whole sequences.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ from model_converters.mapping.layout import TrainLayout
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """Of one step. Lengths are in tokens; `microbatches` are those of one rank in one update, `most_microbatches` if
-    every sequence had full length."""
+    """Sizes of one training step. Lengths are in tokens.
+
+    `microbatches` counts the micro-batches of one rank in one update, for sequences of mean length.
+    `most_microbatches` is the same number for sequences of full length.
+    """
 
     responses: int
     updates: int
@@ -31,17 +33,17 @@ class BatchArithmetic:
 
     @property
     def mean_tokens(self) -> float:
-        """Of a sequence."""
+        """Mean length of a sequence."""
         return self.mean_prompt + self.mean_response
 
     @property
     def tokens(self) -> float:
-        """Of all sequences of a step."""
+        """Tokens of all sequences of a step."""
         return self.responses * self.mean_tokens
 
 
 def batch_arithmetic(config: Config, layout: TrainLayout) -> BatchArithmetic:
-    """What one step does, of expected lengths."""
+    """Compute the sizes of one training step."""
     trainer, rollout = config.trainer, config.rollout
     responses = trainer.prompts_per_step * rollout.samples_per_prompt
     per_update = trainer.prompts_per_update * rollout.samples_per_prompt
@@ -61,7 +63,10 @@ def batch_arithmetic(config: Config, layout: TrainLayout) -> BatchArithmetic:
 
 
 def num_microbatches(responses: int, row_tokens: int, layout: TrainLayout, length: float) -> int:
-    """Return the micro-batches of one rank in an update on `responses` sequences of `length` tokens each."""
+    """Count one rank's micro-batches in an update on `responses` sequences of `length` tokens each.
+
+    The interleaved schedule needs a multiple of the number of pipeline stages.
+    """
     per_row = max(int(row_tokens // length), 1)
     count = max(ceil(responses / layout.dp / per_row), 1)
     return count if layout.vpp is None else ceil(count / layout.pp) * layout.pp

@@ -1,4 +1,4 @@
-"""The layouts that `--suggest` tries: everything that divides the ranks and the model, with stages that are even."""
+"""Layouts that `--suggest` tries: all that divide the ranks and the model, with balanced pipeline stages."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mcore_rl.config.models import ParallelConfig
-from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.planner.plan import Job
 from mcore_rl.resolved.layout import train_layout
 from model_converters.mapping.layout import TrainLayout
 
 SHORTEST_PART = 4096
-"""Tokens of a row on one context-parallel rank, below which attention no longer hides the exchange of keys."""
+"""Minimum tokens of a row on one context-parallel rank. With fewer, attention does not hide the exchange of keys."""
 
 
 def candidate_layouts(job: Job) -> Iterator[TrainLayout]:
-    """Everything that divides the ranks and the model."""
+    """Yield all layouts that divide the ranks and the model."""
     sizes, world, node = job.arguments.transformer, job.layout.world_size, job.config.cluster.gpus_per_node
     experts = sizes.get("num_moe_experts") or 1
     tensor = [tp for tp in _divisors(node) if sizes["num_attention_heads"] % tp == 0]
@@ -34,7 +33,10 @@ def candidate_layouts(job: Job) -> Iterator[TrainLayout]:
 
 
 def _with_stages(job: Job, layout: TrainLayout) -> Iterator[TrainLayout]:
-    """The most even stages, and shorter ends, which hold the embeddings and in a pipeline the most micro-batches."""
+    """Yield balanced stages, and variants with a shorter first and last stage.
+
+    The ends hold the embeddings, and the first stage has the most micro-batches in flight.
+    """
     batch = job.config.trainer.prompts_per_update * job.config.rollout.samples_per_prompt
     if batch < layout.dp:
         return
@@ -59,19 +61,20 @@ def _ends(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
 
 
 def _buildable(job: Job, layout: TrainLayout) -> bool:
-    """Whether megatron's door accepts the layout."""
+    """Return True if the layout passes the checks of a run."""
     try:
-        train_layout(parallel_of(layout, job.config), layout.world_size, job.hf_config)
+        train_layout(parallel_of(layout, job.config.actor.parallel), layout.world_size, job.hf_config)
     except ConfigError:
         return False
     return True
 
 
-def parallel_of(layout: TrainLayout, config: Config) -> ParallelConfig:
+def parallel_of(layout: TrainLayout, base: ParallelConfig) -> ParallelConfig:
+    """Return the configuration of `layout` with the sequence parallelism of `base`."""
     names = ("tp", "pp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers")
     return ParallelConfig(
         **{name: getattr(layout, name) for name in names},
-        sequence_parallel=config.actor.parallel.sequence_parallel,
+        sequence_parallel=base.sequence_parallel,
     )
 
 

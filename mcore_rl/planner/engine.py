@@ -1,12 +1,12 @@
-"""What one rank of a rollout engine holds: its weights, and how much KV cache is left beside them.
+"""Memory of one rank of a rollout engine: weights, workspace and KV cache.
 
-Weights: matrices are divided by rollout.tp, the experts too (with rollout.expert_parallel whole experts, else
-slices: the same bytes); norms, routers and the down projections of latent attention are on every rank.
+Weights: matrices are divided by rollout.tp. Experts are divided too, as slices or (rollout.expert_parallel) as whole
+experts, which takes the same bytes. Norms, routers and the down projections of latent attention are on every rank.
 
-KV cache per token and layer: grouped queries 2 x groups / tp (at least one) x head size, latent attention
-kv_lora_rank + the rotary part, on every rank. On GPUs it gets rollout.gpu_memory_fraction of the memory, less weights
-and workspace: hidden states of the batch through the widest layer, and float32 logits of the running sequences, twice.
-On CPU it is rollout.kv_cache_gib.
+KV cache per token and layer: 2 x max(groups / tp, 1) x head size for grouped-query attention. Latent attention stores
+kv_lora_rank + the rotary part on every rank. On GPUs the cache gets rollout.gpu_memory_fraction of the memory minus
+weights and workspace. The workspace is the hidden states of a batch in the widest layer, plus float32 logits of the
+running sequences, twice. On CPU the cache is rollout.kv_cache_gib.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from model_converters.families import ModelArguments
 from model_converters.mapping.placement import local_shape
 from model_converters.mapping.table import BoundRow
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 ASLEEP_BYTES = GIB
-"""What a sleeping engine keeps: graphs, buffers and whatever is not in its pools."""
+"""Memory of a sleeping engine: CUDA graphs and buffers outside its memory pools."""
 DEFAULT_BATCHED_TOKENS = 8192
 """vLLM's default of max_num_batched_tokens for a server on current GPUs."""
 
 
 @dataclass(frozen=True)
 class EngineRank:
-    """Bytes of one engine rank. `sequences`: of full length, that the KV cache holds."""
+    """Bytes of one engine rank. `sequences` is the number of full-length sequences that the KV cache holds."""
 
     weights_bytes: int
     workspace_bytes: int
@@ -52,7 +52,7 @@ def engine_rank(
     element_bytes: int,
     cuda: bool,
 ) -> EngineRank:
-    """Return the bytes of an engine's fullest rank. kv_cache_bytes is negative if the weights alone do not fit."""
+    """Compute the bytes of an engine's fullest rank. kv_cache_bytes is negative if the weights alone do not fit."""
     weights = engine_weights(rows, rollout.tp, element_bytes)
     workspace = _workspace(rollout, arguments, element_bytes) if cuda else 0
     if cuda:
@@ -65,12 +65,12 @@ def engine_rank(
 
 
 def longest_sequence(rollout: RolloutConfig) -> int:
-    """Return the tokens of the longest prompt and response together."""
+    """Return the maximum length of prompt and response together, in tokens."""
     return rollout.max_prompt_tokens + rollout.max_response_tokens
 
 
 def engine_weights(rows: Sequence[BoundRow], tp: int, element_bytes: int) -> int:
-    """Bytes of the weights of the fullest rank."""
+    """Compute the weight bytes of the fullest rank."""
     total = 0.0
     for bound in rows:
         if bound.row.copy_of_embedding or bound.row.place == "mtp":
@@ -81,13 +81,13 @@ def engine_weights(rows: Sequence[BoundRow], tp: int, element_bytes: int) -> int
         elif bound.row.axis == "none":
             total += whole
         else:
-            # By the trainer's own transform: it repeats key-value heads where there are fewer than ranks.
+            # The trainer's transform repeats key-value heads if there are fewer heads than ranks; engines do the same.
             total += prod(local_shape(bound.row, tp))
     return int(total * element_bytes)
 
 
 def kv_bytes_per_token(sizes: dict[str, Any], tp: int, element_bytes: int) -> int:
-    """Of all layers, on one rank."""
+    """Compute the KV cache bytes of one token in all layers, on one rank."""
     if sizes.get("multi_latent_attention"):
         width = sizes["kv_lora_rank"] + sizes["qk_pos_emb_head_dim"]
     else:
@@ -100,7 +100,7 @@ def _workspace(rollout: RolloutConfig, arguments: ModelArguments, element_bytes:
     tokens = rollout.max_batched_tokens or DEFAULT_BATCHED_TOKENS
     widest = 2 * sizes["ffn_hidden_size"] / tp
     if sizes.get("num_moe_experts"):
-        # Dispatched tokens: every rank sees the whole batch, and a slice of each expert or a part of the experts.
+        # Every rank receives the dispatched tokens of the whole batch and computes its part of the experts.
         widest = max(widest, sizes["moe_router_topk"] * (sizes["hidden_size"] + 2 * sizes["moe_ffn_hidden_size"]) / tp)
     hidden = (4 * sizes["hidden_size"] + widest) * tokens * element_bytes
     running = min(rollout.max_concurrent_requests, tokens)

@@ -1,15 +1,15 @@
-"""Floating-point operations of a step, and what they take at the rates that `plan.*` assumes.
+"""Floating-point operations of a training step, and their time at the rates assumed in `plan.*`.
 
-A token costs 2 FLOP per weight that it is multiplied with (embedding lookups are none; the output projection only
-where a token is predicted), and causal attention 2 x heads x (query size + value size) per token before it, so half a
-sequence on average. A backward pass is two forward passes, under LoRA adapters one and a second of attention; full
-recomputation adds one, selective recomputation of core_attn adds attention.
+A token costs 2 FLOP per weight that multiplies it (none for embedding lookups; the output projection only where a token
+is predicted). Causal attention costs 2 x heads x (query size + value size) per preceding token, so half a sequence on
+average. A backward pass costs two forward passes; with LoRA adapters, one forward pass plus attention once more. Full
+recomputation adds a forward pass; selective recomputation of core_attn adds attention.
 
-Seconds: training phases take FLOP / (ranks x plan.peak_tflops x plan.mfu_*), where the guess contains bubbles and
-communication. Prompts likewise with plan.mfu_prefill. Decoding is bound by memory: every pass reads the engine's
-weights (a large batch meets all experts) and the KV cache of the running sequences at
-plan.memory_bandwidth_gib_per_second; there are as many passes as response tokens over running sequences, and no fewer
-than the longest response has tokens.
+Time of training phases: FLOP / (ranks x plan.peak_tflops x plan.mfu_*), where the assumed mfu includes pipeline bubbles
+and communication. Prefill: the same with plan.mfu_prefill. Decoding is bound by memory bandwidth: every engine step
+reads the weights (a large batch uses all experts) and the KV cache of the running sequences at
+plan.memory_bandwidth_gib_per_second. There are response tokens / running sequences steps, and at least as many as the
+longest response has tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.rules.lora import uses_lora
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import PlanConfig, RolloutConfig
 from mcore_rl.planner.batches import BatchArithmetic
-from mcore_rl.planner.engine import GIB, EngineRank
+from mcore_rl.planner.engine import GIB, EngineRank, longest_sequence
 from mcore_rl.planner.model_size import ModelSize
 from mcore_rl.resolved.costs import attention_flops
 from model_converters.families import ModelArguments
@@ -28,7 +29,7 @@ from model_converters.families import ModelArguments
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOP of one step, on all ranks together."""
+    """FLOP of one training step, summed over all ranks."""
 
     generate: float
     logp: float
@@ -37,7 +38,7 @@ class StepFlops:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """None where an assumption of `plan.*` is not set."""
+    """Time of each phase of a step. None if an assumption in `plan.*` is not set."""
 
     generate: float | None
     logp: float | None
@@ -45,7 +46,10 @@ class StepSeconds:
 
 
 def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float, predicted: float) -> float:
-    """Of one token in a sequence of mean_tokens; `predicted`: the share of tokens that the output projection sees."""
+    """Compute the FLOP of one token in a sequence of mean_tokens.
+
+    `predicted` is the share of tokens that pass through the output projection.
+    """
     hidden = arguments.transformer["hidden_size"]
     vocabulary = arguments.vocab_size * hidden
     tables = vocabulary if arguments.tied_embeddings else 2 * vocabulary
@@ -53,69 +57,79 @@ def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float
     return 2 * weights + attention_flops(arguments.transformer) * mean_tokens / 2
 
 
-def step_flops(config: Config, arguments: ModelArguments, size: ModelSize, batch: BatchArithmetic) -> StepFlops:
-    """One step of training."""
+def step_flops(
+    actor: ActorConfig, update_epochs: int, arguments: ModelArguments, size: ModelSize, batch: BatchArithmetic
+) -> StepFlops:
+    """Count the FLOP of one training step."""
     predicted = batch.mean_response / batch.mean_tokens
     forward = forward_flops(arguments, size, batch.mean_tokens, predicted)
     attention = attention_flops(arguments.transformer) * batch.mean_tokens / 2
-    # Frozen weights have no gradient; that of the adapters is small.
-    passes = 2 * forward + attention if uses_lora(config.actor) else 3 * forward
-    if config.actor.recompute == "full":
+    # Frozen weights have no gradient. The gradient of the adapters is small.
+    passes = 2 * forward + attention if uses_lora(actor) else 3 * forward
+    if actor.recompute == "full":
         passes += forward
-    elif config.actor.recompute == "selective" and "core_attn" in config.actor.recompute_modules:
+    elif actor.recompute == "selective" and "core_attn" in actor.recompute_modules:
         passes += attention
-    later = 1 - 1 / batch.updates * config.trainer.update_epochs if batch.updates > 1 else 0.0
+    later = 1 - 1 / batch.updates * update_epochs if batch.updates > 1 else 0.0
     return StepFlops(
         generate=batch.tokens * forward,
-        # The first update starts from the policy that it is to remember: only later samples have a pass.
+        # The first update computes the old log-probabilities in its own forward pass, so only later samples need one.
         logp=batch.tokens * later * forward,
-        update=batch.tokens * config.trainer.update_epochs * passes,
+        update=batch.tokens * update_epochs * passes,
     )
 
 
 def step_seconds(
-    config: Config, flops: StepFlops, batch: BatchArithmetic, engine: EngineRank, world_size: int
+    plan: PlanConfig,
+    rollout: RolloutConfig,
+    flops: StepFlops,
+    batch: BatchArithmetic,
+    engine: EngineRank,
+    world_size: int,
 ) -> StepSeconds:
-    """What the step takes, per phase."""
-    peak = config.plan.peak_tflops
-    rate = None if peak is None else world_size * peak * 1e12
+    """Compute the time of each phase of a step, with `world_size` trainer ranks."""
+    rate = None if plan.peak_tflops is None else world_size * plan.peak_tflops * 1e12
     return StepSeconds(
-        generate=_generation(config, flops, batch, engine),
-        logp=None if rate is None else flops.logp / (rate * config.plan.mfu_logp),
-        update=None if rate is None else flops.update / (rate * config.plan.mfu_update),
+        generate=_generation(plan, rollout, flops, batch, engine),
+        logp=None if rate is None else flops.logp / (rate * plan.mfu_logp),
+        update=None if rate is None else flops.update / (rate * plan.mfu_update),
     )
 
 
-def _generation(config: Config, flops: StepFlops, batch: BatchArithmetic, engine: EngineRank) -> float | None:
-    sequences = ceil(batch.responses / config.rollout.num_engines)
-    running = max(min(sequences, config.rollout.max_concurrent_requests, int(room(config, batch, engine))), 1)
-    passes = max(sequences * batch.mean_response / running, config.rollout.max_response_tokens)
-    return generation_seconds(config, flops, batch, engine, running=running, passes=passes)
+def _generation(
+    plan: PlanConfig, rollout: RolloutConfig, flops: StepFlops, batch: BatchArithmetic, engine: EngineRank
+) -> float | None:
+    sequences = ceil(batch.responses / rollout.num_engines)
+    running = max(min(sequences, rollout.max_concurrent_requests, int(cache_sequences(rollout, batch, engine))), 1)
+    steps = max(sequences * batch.mean_response / running, rollout.max_response_tokens)
+    return generation_seconds(plan, rollout, flops, batch, engine, running=running, steps=steps)
 
 
-def room(config: Config, batch: BatchArithmetic, engine: EngineRank) -> float:
-    """Sequences of mean length that an engine's KV cache holds."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    return engine.sequences * longest / batch.mean_tokens
+def cache_sequences(rollout: RolloutConfig, batch: BatchArithmetic, engine: EngineRank) -> float:
+    """Return the number of mean-length sequences that an engine's KV cache holds."""
+    return engine.sequences * longest_sequence(rollout) / batch.mean_tokens
 
 
 def generation_seconds(
-    config: Config,
+    plan: PlanConfig,
+    rollout: RolloutConfig,
     flops: StepFlops,
     batch: BatchArithmetic,
     engine: EngineRank,
     *,
     running: float,
-    passes: float,
-    anew: float = 0.0,
+    steps: float,
+    recomputed: float = 0.0,
 ) -> float | None:
-    """Of the engines, which share the responses of a step: their prompts, and decoding in `passes` passes of each
-    engine with `running` requests in it on average. `anew`: tokens of all engines whose KV cache is computed anew.
-    None where an assumption of `plan.*` is not set."""
-    rollout, peak, bandwidth = config.rollout, config.plan.peak_tflops, config.plan.memory_bandwidth_gib_per_second
+    """Compute the time in which the engines generate the responses of a step: prefill, then decoding.
+
+    Each engine runs `steps` engine steps with `running` requests on average. `recomputed` counts tokens, over all
+    engines, whose KV cache is computed again. None if an assumption in `plan.*` is not set.
+    """
+    peak, bandwidth = plan.peak_tflops, plan.memory_bandwidth_gib_per_second
     if peak is None or bandwidth is None:
         return None
-    prompts = flops.generate / batch.tokens * (batch.responses * batch.mean_prompt + anew)
-    prefill = prompts / (rollout.num_engines * rollout.tp * peak * 1e12 * config.plan.mfu_prefill)
+    prompts = flops.generate / batch.tokens * (batch.responses * batch.mean_prompt + recomputed)
+    prefill = prompts / (rollout.num_engines * rollout.tp * peak * 1e12 * plan.mfu_prefill)
     cache = running * (batch.mean_prompt + batch.mean_response / 2) * engine.kv_bytes_per_token
-    return prefill + passes * (engine.weights_bytes + cache) / (bandwidth * GIB)
+    return prefill + steps * (engine.weights_bytes + cache) / (bandwidth * GIB)

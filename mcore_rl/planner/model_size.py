@@ -1,4 +1,4 @@
-"""How many parameters the configured model has, in all, per token and on every rank: sums over its weight table."""
+"""Number of parameters of the model: in total, per token and on every rank. Sums over the weight table."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ from model_converters.mapping.table import BoundRow, bind
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters of a model. `active` are those that one token meets: everything but the experts that it is not
-    routed to, with both embeddings. `experts` are the routed experts alone."""
+    """Numbers of parameters of a model.
+
+    `active` counts the parameters that one token uses: both embeddings, all dense weights and the experts that the
+    token is routed to. `experts` counts the routed experts alone.
+    """
 
     total: int
     active: int
@@ -31,7 +34,7 @@ class ModelSize:
 
 
 def bound_rows(hf_config: dict[str, Any], dtype: torch.dtype, key: str = POLICY.checkpoint) -> list[BoundRow]:
-    """The model's weight table with exact names.
+    """Bind the model's weight table to exact names. `key` names the model in errors.
 
     Raises: ConfigError.
     """
@@ -42,12 +45,12 @@ def bound_rows(hf_config: dict[str, Any], dtype: torch.dtype, key: str = POLICY.
 
 
 def is_parameter(bound: BoundRow) -> bool:
-    """Not a buffer: the bias that chooses experts has no gradient and no optimizer state."""
+    """Return False for buffers: the expert bias of a router has no gradient and no optimizer state."""
     return not bound.mcore.endswith("expert_bias")
 
 
 def model_size(hf_config: dict[str, Any], rows: Sequence[BoundRow]) -> ModelSize:
-    """Counts every parameter once, whatever the layout."""
+    """Count every parameter once, independently of the layout."""
     total = experts = 0
     for bound in rows:
         if bound.row.copy_of_embedding or bound.row.repeats or not is_parameter(bound):
@@ -62,10 +65,10 @@ def model_size(hf_config: dict[str, Any], rows: Sequence[BoundRow]) -> ModelSize
 
 
 def parameters_by_rank(rows: Sequence[BoundRow], layout: TrainLayout) -> np.ndarray:
-    """How many parameters every rank holds by the weight table; a replicated one counts on each holder.
+    """Count the parameters of every rank from the weight table. A replicated parameter counts on each holder.
 
     Shapes: int64 [world_size].
-    Raises: LayoutError listing everything that does not divide.
+    Raises: LayoutError listing all sizes that cannot be divided.
     """
     placement = Placement(rows, layout)
     parameters = np.zeros(layout.world_size, np.int64)
@@ -74,7 +77,7 @@ def parameters_by_rank(rows: Sequence[BoundRow], layout: TrainLayout) -> np.ndar
         if not is_parameter(bound):
             continue
         for holding in placement.holdings(bound):
-            # Multi-token prediction repeats the embedding, which is one tensor where both would be.
+            # The embedding row of multi-token prediction is the same tensor on stages that hold both.
             key = (bound.mcore, holding.ranks)
             if key not in seen:
                 seen.add(key)

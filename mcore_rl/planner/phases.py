@@ -1,41 +1,44 @@
-"""Who holds a GPU's memory in each phase of a step.
+"""GPU memory by phase of a training step.
 
 | phase | trainer rank | colocated engine rank | other models |
 |---|---|---|---|
-| generate | what is not offloaded | weights, workspace, KV cache | what is not offloaded |
-| score | what is not offloaded | asleep | a reward model's pass, or a judge awake |
-| logp | weights, and what is not offloaded; one forward pass | asleep | the reference's weights |
-| critic | weights, and what is not offloaded | asleep | the critic's update |
-| update | everything, and activations | asleep | what is not offloaded |
-| sync | weights, and what is not offloaded | weights | what is not offloaded |
+| generate | state that is not offloaded | weights, workspace, KV cache | state that is not offloaded |
+| score | state that is not offloaded | asleep | forward pass of the reward model, or the judge awake |
+| logp | weights, state that is not offloaded, one forward pass | asleep | weights of the reference |
+| critic | weights, state that is not offloaded | asleep | update of the critic |
+| update | all state, activations | asleep | state that is not offloaded |
+| sync | weights, state that is not offloaded | weights | state that is not offloaded |
 
-With `actor.offload.*` parameters and optimizer state lie in host memory while they are away; gradients are dropped,
-not kept. With actor.optimizer.cpu_offload the optimizer's state is there all the time. On CPU ranks and engines are
-processes of their own, so nothing is shared and nothing sleeps.
+With `actor.offload.*`, parameters and optimizer state move to host memory. Gradients are dropped. With
+actor.optimizer.cpu_offload the optimizer state is in host memory all the time. On CPU, ranks and engines are separate
+processes: they share no memory and nothing sleeps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.models import OffloadConfig
+from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.planner.activations import StageActivations
+from mcore_rl.planner.colocated import ALONE, ColocatedModels, ColocatedRank
 from mcore_rl.planner.engine import ASLEEP_BYTES, GIB, EngineRank
-from mcore_rl.planner.roles import ALONE, Beside, RoleRank
 from mcore_rl.planner.state import RankState
 
 RESERVE_BYTES = 3 * GIB
-"""Of every GPU: CUDA contexts of two processes (0.5 GiB each), buffers of NCCL and workspaces of cuBLAS."""
+"""Reserve on every GPU: CUDA contexts of two processes (0.5 GiB each), NCCL buffers and cuBLAS workspaces."""
 FRAGMENTATION = 0.05
-"""Of the memory, which the allocator cannot hand out: measured figures lie between 2 and 8 % with expandable
-segments."""
+"""Share of GPU memory that fragmentation makes unusable. Measured: 2 to 8 % with expandable segments."""
 PHASES = ("generate", "score", "logp", "critic", "update", "sync")
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Bytes of one GPU by phase; on CPU of one trainer process. `host_bytes`: what the rank, and those of other models
-    beside it, put into host memory while the engine generates. `score` and `critic` are 0 without such a model."""
+    """Bytes of one GPU by phase; on CPU, bytes of one trainer process.
+
+    `host_bytes` is the host memory of this rank and of the models colocated with it during generation. `score` and
+    `critic` are 0 in a run without these models.
+    """
 
     generate: int
     logp: int
@@ -51,52 +54,49 @@ class Phases:
 
     @property
     def widest(self) -> str:
+        """Name of the phase with the highest use."""
         return max(self.by_name, key=lambda name: self.by_name[name])
 
     @property
     def by_name(self) -> dict[str, int]:
-        """The phases that there are, in the order of a step."""
+        """Bytes of the phases that this run has, in the order of a step."""
         every = {name: int(getattr(self, name)) for name in PHASES}
         return {name: size for name, size in every.items() if size or name not in ("score", "critic")}
 
 
 def rank_phases(
-    config: Config,
+    offload: OffloadConfig,
     state: RankState,
     activations: StageActivations,
     engine: EngineRank,
     *,
     shared: bool,
-    beside: Beside = ALONE,
+    models: ColocatedModels = ALONE,
 ) -> Phases:
-    """`shared`: the rank's GPU is an engine's too; `beside`: what other models hold of it."""
-    offload = config.actor.offload
-    stay = 0 if offload.grads else state.gradients_bytes
-    stay += 0 if offload.optimizer else state.optimizer_bytes
-    resident = stay + (0 if offload.params else state.weights_bytes)
-    asleep = ASLEEP_BYTES if shared else 0
-    reference = state.weights_bytes if beside.reference else 0
-    others = beside.resident + (0 if beside.reference_leaves else reference)
+    """Compute the memory of one trainer rank's GPU in each phase.
 
-    def at_work(role: RoleRank | None, trainer: int) -> int:
-        return 0 if role is None else trainer + asleep + others - role.resident + role.working
+    `shared` is true if an engine rank is on the same GPU. `models` are the other models on it.
+    """
+    kept, resident = state.kept_bytes(offload), state.resident_bytes(offload)
+    asleep = ASLEEP_BYTES if shared else 0
+    reference = state.weights_bytes if models.reference else 0
+    others = models.resident + (0 if models.reference_leaves else reference)
+
+    def at_work(rank: ColocatedRank | None, trainer: int) -> int:
+        return 0 if rank is None else trainer + asleep + others - rank.resident + rank.working
 
     return Phases(
         generate=resident + others + (engine.total_bytes if shared else 0),
-        score=max(at_work(beside.reward_model, resident), at_work(beside.judge, resident)),
-        logp=state.weights_bytes + stay + int(activations.forward_only_bytes) + asleep + beside.resident + reference,
-        critic=at_work(beside.critic, state.weights_bytes + stay),
-        # The optimizer steps when the activations are gone.
+        score=max(at_work(models.reward_model, resident), at_work(models.judge, resident)),
+        logp=state.weights_bytes + kept + int(activations.forward_only_bytes) + asleep + models.resident + reference,
+        critic=at_work(models.critic, state.weights_bytes + kept),
+        # The activations are freed before the optimizer step.
         update=state.total_bytes + max(int(activations.total_bytes), state.piece_bytes) + asleep + others,
-        sync=state.weights_bytes + stay + others + (engine.weights_bytes if shared else 0),
-        host_bytes=state.host_bytes
-        + (state.weights_bytes if offload.params else 0)
-        + (state.optimizer_bytes if offload.optimizer else 0)
-        + (reference if beside.reference_leaves else 0)
-        + beside.host_bytes,
+        sync=state.weights_bytes + kept + others + (engine.weights_bytes if shared else 0),
+        host_bytes=state.offloaded_bytes(offload) + (reference if models.reference_leaves else 0) + models.host_bytes,
     )
 
 
-def usable_bytes(config: Config) -> int:
-    """Of one GPU, for what the plan counts."""
-    return int(config.cluster.gpu_memory_gib * GIB * (1 - FRAGMENTATION)) - RESERVE_BYTES
+def usable_bytes(cluster: ClusterConfig) -> int:
+    """Return the bytes of one GPU that the plan may fill."""
+    return int(cluster.gpu_memory_gib * GIB * (1 - FRAGMENTATION)) - RESERVE_BYTES

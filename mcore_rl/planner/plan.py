@@ -1,4 +1,4 @@
-"""`mcore-rl plan`: everything that can be known of a run before it starts, without a GPU."""
+"""`mcore-rl plan`: memory, FLOP and time of a run, computed before it starts and without a GPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
 from mcore_rl.planner.asynchronous.overlap import Overlap, overlap_of
-from mcore_rl.planner.asynchronous.sides import Sides
+from mcore_rl.planner.asynchronous.times import StepTimes
 from mcore_rl.planner.batches import BatchArithmetic, batch_arithmetic
+from mcore_rl.planner.colocated import ColocatedRanks, colocated_ranks
 from mcore_rl.planner.engine import EngineRank, engine_rank, longest_sequence
 from mcore_rl.planner.flops import StepFlops, StepSeconds, step_flops, step_seconds
 from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size, parameters_by_rank
 from mcore_rl.planner.phases import Phases, rank_phases
-from mcore_rl.planner.roles import Roles, roles_of
 from mcore_rl.planner.stages import stage_parameters
-from mcore_rl.planner.state import HeldParameter, Numerics, RankState, stage_state
+from mcore_rl.planner.state import Numerics, RankState, StageParameter, stage_state
 from mcore_rl.planner.sync import WeightSync, weight_sync
-from mcore_rl.planner.verdict import Verdict, judge
+from mcore_rl.planner.verdict import Verdict, compare_with_cluster
 from mcore_rl.resolved.adapters import bound_adapters
 from mcore_rl.resolved.engine_model import check_engine_model
 from mcore_rl.resolved.implementation import Implementation
@@ -41,7 +41,7 @@ from model_converters.mapping.table import BoundRow
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """One trainer rank. Units: bytes."""
+    """Memory of one trainer rank. Units: bytes."""
 
     rank: int
     stage: int
@@ -52,7 +52,7 @@ class PlannedRank:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `mcore-rl plan` says; see docs/plan.md."""
+    """Result of `mcore-rl plan`; see docs/plan.md."""
 
     config: Config
     layout: TrainLayout
@@ -67,13 +67,13 @@ class Plan:
     verdict: Verdict
 
     @property
-    def sides(self) -> Sides:
-        return Sides(self.config, self.flops, self.batch, self.engine)
+    def step_times(self) -> StepTimes:
+        return StepTimes(self.config, self.flops, self.batch, self.engine)
 
     @property
     def overlap(self) -> Overlap | None:
-        """Of asynchronous runs."""
-        return overlap_of(self.sides, self.layout, self.sync)
+        """Overlap of generation and training; None for a synchronous run."""
+        return overlap_of(self.step_times, self.layout, self.sync)
 
     @property
     def fits(self) -> bool:
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def cannot_run(self) -> list[str]:
-        """What this version lacks for it, however much memory there is."""
+        """Features that the run needs and this version does not have."""
         return cannot_run(self.config)
 
     @property
@@ -89,7 +89,7 @@ class Plan:
         return max(self.ranks, key=lambda planned: planned.phases.peak_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """Keys as in the contract, and what the table shows besides."""
+        """Return the documented keys and the other values of the printed tables."""
         return {
             "fits": self.fits,
             "world_size": self.layout.world_size,
@@ -132,8 +132,10 @@ def _rank_json(planned: PlannedRank) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked configuration with what every part of a plan asks of it. `adapters`: the table of what is trained in
-    the place of `rows`, if anything is. `cuda`: device=auto plans for GPUs; `roles` are the models beside the policy.
+    """A checked configuration, with the resolved model that all parts of a plan use.
+
+    `adapters` is the weight table of the LoRA adapters, if any are trained. `cuda`: plan for GPUs; true for
+    device=auto. `colocated` are the models that share GPUs with the policy.
     """
 
     config: Config
@@ -142,11 +144,14 @@ class Job:
     rows: list[BoundRow]
     adapters: list[BoundRow]
     cuda: bool
-    roles: Roles
+    colocated: ColocatedRanks
 
     @classmethod
     def of(cls, config: Config) -> Job:
-        """Raises: ConfigError for what cannot work on any machine."""
+        """Check the configuration and resolve the model.
+
+        Raises: ConfigError for a run that cannot work on any machine.
+        """
         validate(config, run_here=False)
         cuda = config.cluster.device != "cpu"
         config = replace(config, model=replace(config.model))
@@ -160,8 +165,7 @@ class Job:
         config = replace(config, actor=replace(config.actor, recompute_modules=modules))
         rows = bound_rows(spec.hf_config, dtype)
         adapters = bound_adapters(lora, spec.hf_config, dtype) if uses_lora(config.actor) else []
-        roles = roles_of(config, cuda=cuda)
-        return cls(config, spec, implementation, rows, adapters, cuda, roles)
+        return cls(config, spec, implementation, rows, adapters, cuda, colocated_ranks(config, cuda=cuda))
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -185,11 +189,11 @@ class Job:
 
     @property
     def shared(self) -> bool:
-        """Whether trainer ranks and engines take turns on a GPU."""
+        """True if a trainer rank and an engine rank share each GPU."""
         return self.cuda and self.config.cluster.placement == "colocated"
 
     def execution(self) -> Execution:
-        """Describe how the policy's layers run."""
+        """Describe the execution of the policy's layers."""
         return Execution.of(
             self.config.actor,
             self.config.plan,
@@ -200,7 +204,7 @@ class Job:
         )
 
     def engine_rank(self) -> EngineRank:
-        """Return the bytes of the fullest rank of a rollout engine."""
+        """Compute the bytes of the fullest rank of a rollout engine."""
         rollout, cluster = self.config.rollout, self.config.cluster
         return engine_rank(
             rollout, cluster, self.rows, self.arguments, element_bytes=self.element_bytes, cuda=self.cuda
@@ -208,9 +212,9 @@ class Job:
 
 
 def make_plan(config: Config) -> Plan:
-    """Builds every pipeline stage of the model on the meta device, once, and counts.
+    """Plan a run. Builds every pipeline stage of the model once, on the meta device.
 
-    Raises: ConfigError for a layout or a setting that cannot work.
+    Raises: ConfigError for a layout or setting that cannot work.
     """
     job = Job.of(config)
     try:
@@ -228,16 +232,17 @@ def make_plan(config: Config) -> Plan:
     _check_counts([planned.state.parameters for planned in ranks], num_parameters)
     size = model_size(job.hf_config, job.rows)
     sync = weight_sync(config, job.rows, job.layout, cuda=job.cuda)
-    flops = step_flops(config, job.arguments, size, batch)
-    seconds = step_seconds(config, flops, batch, engine, job.layout.world_size)
-    verdict = judge(config, job.layout, [planned.phases for planned in ranks], engine, batch, sync, cuda=job.cuda)
+    flops = step_flops(config.actor, config.trainer.update_epochs, job.arguments, size, batch)
+    seconds = step_seconds(config.plan, config.rollout, flops, batch, engine, job.layout.world_size)
+    phases = [planned.phases for planned in ranks]
+    verdict = compare_with_cluster(config, job.layout, phases, engine, batch, sync, cuda=job.cuda)
     return Plan(config, job.layout, size, tuple(ranks), tuple(stages), engine, batch, flops, seconds, sync, verdict)
 
 
 def planned_activations(
-    job: Job, stage: int, chunks: list[list[HeldParameter]], batch: BatchArithmetic
+    job: Job, stage: int, chunks: list[list[StageParameter]], batch: BatchArithmetic
 ) -> StageActivations:
-    """The widest moment of an update on the ranks of a stage."""
+    """Compute the peak activations of an update on the ranks of a stage."""
     largest = max((parameter.elements for chunk in chunks for parameter in chunk if parameter.trained), default=0)
     return stage_activations(
         job.arguments,
@@ -250,20 +255,23 @@ def planned_activations(
 
 
 def planned_stage(
-    job: Job, stage: int, chunks: list[list[HeldParameter]], activations: StageActivations, engine: EngineRank
+    job: Job, stage: int, chunks: list[list[StageParameter]], activations: StageActivations, engine: EngineRank
 ) -> list[PlannedRank]:
-    """Every rank of a stage."""
+    """Plan every rank of a stage."""
     first = stage * job.layout.stage_size
     total, ranks = int(activations.total_bytes), []
     for rank, state in enumerate(stage_state(chunks, job.layout, stage, job.numerics), first):
-        beside = job.roles.at(rank)
-        phases = rank_phases(job.config, state, activations, engine, shared=job.shared, beside=beside)
+        models = job.colocated.at(rank)
+        phases = rank_phases(job.config.actor.offload, state, activations, engine, shared=job.shared, models=models)
         ranks.append(PlannedRank(rank, stage, state, total, phases))
     return ranks
 
 
 def _check_counts(built: list[int], by_table: np.ndarray) -> None:
-    """One rank of each stage was built; the weight table says that every other one holds as much."""
+    """Check the parameters of the built stages against the weight table, for every rank.
+
+    Raises: McoreRLError.
+    """
     wrong = np.flatnonzero(np.asarray(built) != by_table)
     if len(wrong):
         rank = int(wrong[0])

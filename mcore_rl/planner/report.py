@@ -1,4 +1,4 @@
-"""The plan as a person reads it."""
+"""Tables of a plan for the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcore_rl.planner.sync import WeightSync
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Summary, stages, the fullest rank, then errors and warnings."""
+    """Print summary, stages, the fullest rank, then warnings and errors."""
     console.print(_summary(plan))
     for table in _stages(plan):
         console.print(table)
@@ -39,7 +39,7 @@ def _conclusion(plan: Plan) -> str:
 
 
 def print_suggestions(found: Suggestions, console: Console) -> None:
-    """The layouts, best first, with what to set and what each gives up."""
+    """Print the layouts, fastest first, with the keys to set and the cost of each."""
     for place, suggestion in enumerate(found.suggestions, 1):
         checked = "confirmed by an exact plan" if suggestion.exact else "estimated"
         console.print(
@@ -98,7 +98,7 @@ def _time(plan: Plan) -> list[tuple[str, str]]:
     overlap = plan.overlap
     if overlap is not None:
         return overlap_rows(overlap)
-    ahead = if_asynchronous(plan.sides, plan.layout, plan.sync)
+    ahead = if_asynchronous(plan.step_times, plan.layout, plan.sync)
     return [("time per step", _seconds(plan)), *(gain_row(ahead, plan.seconds) if ahead is not None else [])]
 
 
@@ -110,8 +110,10 @@ def _seconds(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> list[Table]:
-    """What the fullest rank of each stage holds, and what is on its device in each phase: two tables, since one would
-    be wider than a terminal of 80 columns."""
+    """Build two tables for the fullest rank of each stage: its contents, and the use of its device in each phase.
+
+    One table would be wider than a terminal of 80 columns.
+    """
     size = plan.layout.stage_size
     fullest = [
         max(plan.ranks[stage * size : (stage + 1) * size], key=lambda planned: planned.phases.peak_bytes)
@@ -128,13 +130,13 @@ def _stages(plan: Plan) -> list[Table]:
 
 
 def _by_stage(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Table:
-    """One line for stages in a row that are alike."""
+    """Build a table with one line for each run of equal stages."""
     table = Table(title=title)
     for column in ("stage", *columns):
         table.add_column(column, justify="right", no_wrap=True)
-    for figures, alike in groupby(enumerate(rows), key=lambda line: line[1]):
-        stages = [stage for stage, _ in alike]
-        table.add_row(f"{stages[0]}-{stages[-1]}" if len(stages) > 1 else str(stages[0]), *figures)
+    for values, equal in groupby(enumerate(rows), key=lambda line: line[1]):
+        stages = [stage for stage, _ in equal]
+        table.add_row(f"{stages[0]}-{stages[-1]}" if len(stages) > 1 else str(stages[0]), *values)
     return table
 
 
@@ -172,5 +174,5 @@ def _gib(num_bytes: float) -> str:
 
 
 def _plain(message: str) -> str:
-    """Square brackets in a message are no markup."""
+    """Escape square brackets, which rich would read as markup."""
     return message.replace("[", r"\[")

@@ -1,22 +1,22 @@
-"""What the trainer holds between two passes, byte by byte: weights, gradients and optimizer state of every rank.
+"""Weights, gradients and optimizer state of every trainer rank, to the byte.
 
-The parameters come from megatron's own model, built on the meta device once per pipeline stage: the ranks of a stage
-hold equally many tensors of equal shapes in the same order, which `check` confirms by the weight table for every rank.
-What is allocated for them follows megatron-core 0.16.1:
+Parameters come from Megatron's own model, built on the meta device once per pipeline stage. All ranks of a stage hold
+tensors of the same shapes in the same order; the planner checks their number against the weight table for every rank.
+The allocation follows megatron-core 0.16.1:
 
-- A chunk's parameters lie in buffers, from the last to the first: one of the dense parameters, one of the experts
-  where ep > 1. With the distributed optimizer a parameter starts at a multiple of 64 elements, and a bucket ends at a
-  multiple of lcm(data-parallel size, 128). Without overlapping gradient reduction a buffer is one bucket, but for a
-  tied embedding, which has its own.
-- Weights in their dtype, and gradients in float32, take the whole buffer. Without the distributed optimizer there is no
+- The parameters of a model chunk are in buffers, last parameter first: one buffer for dense parameters, one for experts
+  if ep > 1. With the distributed optimizer, a parameter starts at a multiple of 64 elements and a bucket ends at a
+  multiple of lcm(data-parallel size, 128). Without overlapped gradient reduction a buffer is one bucket, except that a
+  tied embedding has a bucket of its own.
+- Weights (in their dtype) and gradients (float32) fill the whole buffer. Without the distributed optimizer there is no
   padding.
-- Data-parallel rank r of n owns the r-th of n equal stretches of every bucket. Its optimizer state is that of the
-  parameters in there: two float32 moments, and a float32 copy where the weights are in bfloat16. Experts are owned
-  over the expert-data-parallel ranks. Without the distributed optimizer every rank has the whole.
-- With actor.optimizer.cpu_offload the optimizer's state is in host memory instead, and a piece of it (or the largest
-  parameter's, if that is more) on the device during a step.
-- Weights under LoRA adapters are neither: they have no gradient and no optimizer state.
-- torch's AdamW counts steps in a float32 scalar per parameter; apex's and TransformerEngine's count per group.
+- Data-parallel rank r of n owns the r-th of n equal parts of every bucket. Its optimizer state covers the parameters in
+  that part: two float32 moments, and a float32 copy of bfloat16 weights. Experts are divided over the
+  expert-data-parallel ranks. Without the distributed optimizer every rank owns everything.
+- With actor.optimizer.cpu_offload the optimizer state is in host memory. During a step, one piece of it is on the
+  device (at least the state of the largest parameter).
+- Weights under LoRA adapters have no gradient and no optimizer state and are outside the buffers.
+- torch's AdamW stores a float32 step counter per parameter; apex and TransformerEngine store one per group.
 
 Source: core/distributed/{distributed_data_parallel,param_and_grad_buffer}.py, core/optimizer/distrib_optimizer.py.
 """
@@ -30,21 +30,25 @@ from math import lcm
 import numpy as np
 import torch
 
-from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.models import ActorConfig, OffloadConfig
 from mcore_rl.megatron.optim.host_optimizer import PIECE_ELEMENTS
 from model_converters.mapping.layout import TrainLayout
 
 ALIGNED_PARAMETER, ALIGNED_BUCKET = 64, 128
-"""Elements: megatron's alignment of a parameter's start and of a bucket's end."""
+"""Megatron's alignment of a parameter's start and of a bucket's end, in elements."""
 SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000
-"""Elements: megatron's buckets when the reduction of gradients overlaps with the backward pass."""
-STEP_BYTES = 4
+"""Megatron's bucket sizes with overlapped gradient reduction, in elements."""
+GRADIENT_BYTES, STEP_BYTES = 4, 4
+"""Bytes of a gradient element and of a step counter, both float32."""
 
 
 @dataclass(frozen=True)
-class HeldParameter:
-    """`expert`: reduced and owned over the expert-data-parallel group. `own_bucket`: a tied embedding of several
-    stages. `trained`: with a gradient and optimizer state; else it lies by itself, outside of megatron's buffers."""
+class StageParameter:
+    """Size of one parameter of a pipeline stage.
+
+    `expert`: reduced and owned over the expert-data-parallel group. `own_bucket`: a tied embedding that several stages
+    hold. `trained`: has a gradient and optimizer state; other parameters are outside Megatron's buffers.
+    """
 
     elements: int
     expert: bool = False
@@ -54,7 +58,10 @@ class HeldParameter:
 
 @dataclass(frozen=True)
 class Numerics:
-    """Of the trainer's state. `counts_steps`: the optimizer is torch's own. `on_host`: its state is in host memory."""
+    """Bytes per element of the training state, and where it is.
+
+    `counts_steps`: the optimizer is torch's own. `on_host`: optimizer state is in host memory.
+    """
 
     weight_bytes: int
     distributed_optimizer: bool
@@ -73,28 +80,14 @@ class Numerics:
         )
 
     @property
-    def state_bytes(self) -> int:
-        """Per owned element, wherever it lies: two moments, and a main copy of a weight that is not float32 itself."""
-        return 8 + (4 if self.weight_bytes < 4 else 0)
-
-    @property
     def optimizer_bytes(self) -> int:
-        """Of them on the device."""
-        return 0 if self.on_host else self.state_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Of them in host memory for good."""
-        return self.state_bytes if self.on_host else 0
-
-    def piece_bytes(self, largest: int) -> int:
-        """What a step has on the device of state that lies on the host; `largest`: elements of one parameter."""
-        return self.host_bytes * max(PIECE_ELEMENTS, largest)
+        """Optimizer state per owned element: two moments, and a float32 copy of a weight in a shorter dtype."""
+        return 8 + (4 if self.weight_bytes < 4 else 0)
 
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank's share. Units: elements, bytes."""
+    """Training state of one rank. Units: elements, bytes."""
 
     parameters: int
     weights_bytes: int
@@ -102,18 +95,60 @@ class RankState:
     optimizer_bytes: int
 
     host_bytes: int = 0
-    """In host memory for good; not in total_bytes."""
+    """Optimizer state that is always in host memory. Not part of total_bytes."""
     piece_bytes: int = 0
-    """On the device while a step updates it; not in total_bytes."""
+    """Optimizer state on the device during a step that updates it on the host. Not part of total_bytes."""
+
+    @classmethod
+    def of(
+        cls,
+        numerics: Numerics,
+        parameters: int,
+        trained: int,
+        owned: int,
+        *,
+        frozen: int = 0,
+        steps: int = 0,
+        largest: int = 0,
+    ) -> RankState:
+        """Convert numbers of elements to bytes.
+
+        `trained` are elements with a gradient, padding included, and `frozen` elements without. `owned` are elements
+        whose optimizer state this rank has: `steps` parameters in part or whole, of at most `largest` elements each.
+        """
+        state = owned * numerics.optimizer_bytes
+        counters = steps * STEP_BYTES if numerics.counts_steps else 0
+        piece = numerics.optimizer_bytes * max(PIECE_ELEMENTS, largest)
+        return cls(
+            parameters,
+            (trained + frozen) * numerics.weight_bytes,
+            trained * GRADIENT_BYTES,
+            counters + (0 if numerics.on_host else state),
+            host_bytes=state if numerics.on_host else 0,
+            piece_bytes=piece if numerics.on_host else 0,
+        )
 
     @property
     def total_bytes(self) -> int:
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
+    def kept_bytes(self, offload: OffloadConfig) -> int:
+        """Return the gradients and optimizer state that stay on the device between updates."""
+        return (0 if offload.grads else self.gradients_bytes) + (0 if offload.optimizer else self.optimizer_bytes)
+
+    def resident_bytes(self, offload: OffloadConfig) -> int:
+        """Return the state that stays on the device while this model is not used."""
+        return self.kept_bytes(offload) + (0 if offload.params else self.weights_bytes)
+
+    def offloaded_bytes(self, offload: OffloadConfig) -> int:
+        """Return the host memory of this rank while its model is not used. Offloaded gradients are dropped."""
+        weights = self.weights_bytes if offload.params else 0
+        return self.host_bytes + weights + (self.optimizer_bytes if offload.optimizer else 0)
+
 
 @dataclass(frozen=True)
-class Buffer:
-    """Parameters laid out in one buffer: where each starts and ends, and where its buckets do. Units: elements."""
+class BufferLayout:
+    """Layout of Megatron's gradient buffer: start and end of every parameter and bucket, in elements."""
 
     starts: np.ndarray
     ends: np.ndarray
@@ -124,8 +159,8 @@ class Buffer:
         return self.buckets[-1][1] if self.buckets else 0
 
     def owned(self, ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Elements, and parameters in part or whole, that each of `ranks` data-parallel ranks owns, and the most
-        elements that one of them has.
+        """Count what each of `ranks` data-parallel ranks owns: elements, parameters (in part or whole), and elements of
+        the largest of these.
 
         Shapes: int64 [ranks] each.
         """
@@ -143,14 +178,14 @@ class Buffer:
 
 
 def stage_state(
-    chunks: Sequence[Sequence[HeldParameter]], layout: TrainLayout, stage: int, numerics: Numerics
+    chunks: Sequence[Sequence[StageParameter]], layout: TrainLayout, stage: int, numerics: Numerics
 ) -> list[RankState]:
-    """The state of every rank of a stage, from what `stage_parameters` says of it."""
+    """Compute the state of every rank of a stage from the parameters of its chunks (`stage_parameters`)."""
     size, dense_ranks = layout.stage_size, layout.dp * layout.cp
     elements = frozen = 0
-    owned, shards, largest = (np.zeros(size, np.int64) for _ in range(3))
+    owned, steps, largest = (np.zeros(size, np.int64) for _ in range(3))
     inner = np.arange(size)
-    # The place of a rank among those that share its gradients; see TrainLayout for the order of ranks.
+    # Index of a rank in the group that shares its gradients. TrainLayout documents the order of ranks.
     groups = ((False, dense_ranks, inner // layout.tp), (True, layout.edp, inner // (layout.etp * layout.ep)))
     for index, chunk in enumerate(chunks):
         bucket = None
@@ -165,48 +200,50 @@ def stage_state(
             elements += buffer.elements
             if numerics.distributed_optimizer:
                 rank_elements, parts, most = buffer.owned(ranks)
-                owned, shards = owned + rank_elements[place], shards + parts[place]
+                owned, steps = owned + rank_elements[place], steps + parts[place]
                 largest = np.maximum(largest, most[place])
             else:
-                owned, shards = owned + buffer.elements, shards + len(trained)
+                owned, steps = owned + buffer.elements, steps + len(trained)
     parameters = sum(parameter.elements for chunk in chunks for parameter in chunk)
-    optimizer = owned * numerics.optimizer_bytes + shards * (STEP_BYTES if numerics.counts_steps else 0)
     return [
-        RankState(
+        RankState.of(
+            numerics,
             parameters,
-            (elements + frozen) * numerics.weight_bytes,
-            elements * 4,
-            int(optimizer[rank]),
-            host_bytes=int(owned[rank]) * numerics.host_bytes,
-            piece_bytes=numerics.piece_bytes(int(largest[rank])),
+            elements,
+            int(owned[rank]),
+            frozen=frozen,
+            steps=int(steps[rank]),
+            largest=int(largest[rank]),
         )
         for rank in range(size)
     ]
 
 
-def lay_out(held: Sequence[HeldParameter], ranks: int, bucket_elements: int | None, *, aligned: bool) -> Buffer:
-    """Megatron's buffer of `held`, last parameter first; `aligned` for the distributed optimizer."""
+def lay_out(
+    parameters: Sequence[StageParameter], ranks: int, bucket_elements: int | None, *, aligned: bool
+) -> BufferLayout:
+    """Lay out Megatron's buffer, last parameter first. `aligned` adds the padding of the distributed optimizer."""
     to_parameter, to_bucket = (ALIGNED_PARAMETER, lcm(ranks, ALIGNED_BUCKET)) if aligned else (1, 1)
     starts, ends, buckets = [], [], []
     bucket_start = position = 0
-    for parameter in reversed(held):
+    for parameter in reversed(parameters):
         alone = parameter.own_bucket and aligned
-        position = _up(position, to_parameter)
+        position = _round_up(position, to_parameter)
         if alone and position > bucket_start:
-            position = _up(position, to_bucket)
+            position = _round_up(position, to_bucket)
             buckets.append((bucket_start, position))
             bucket_start = position
         starts.append(position)
         position += parameter.elements
         ends.append(position)
         if alone or (bucket_elements is not None and position - bucket_start >= bucket_elements):
-            position = _up(position, to_bucket)
+            position = _round_up(position, to_bucket)
             buckets.append((bucket_start, position))
             bucket_start = position
     if position > bucket_start:
-        buckets.append((bucket_start, _up(position, to_bucket)))
-    return Buffer(np.array(starts, np.int64), np.array(ends, np.int64), tuple(buckets))
+        buckets.append((bucket_start, _round_up(position, to_bucket)))
+    return BufferLayout(np.array(starts, np.int64), np.array(ends, np.int64), tuple(buckets))
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

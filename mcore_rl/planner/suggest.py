@@ -1,20 +1,20 @@
-"""`mcore-rl plan --suggest`: layouts that fit the cluster, best first, and what each gives up.
+"""`mcore-rl plan --suggest`: layouts that fit the cluster, fastest first, and the cost of each.
 
-Every combination of tp, pp, ep, etp, cp that divides the ranks and the model is estimated (stages as even as they go;
-of recomputation and offloading the least that fits; the optimizer on the host where nothing else does), ranked by the
-time of a step, and the best one is confirmed by an exact plan.
+Every combination of tp, pp, ep, etp and cp that divides the ranks and the model is estimated, with balanced stages and
+the least recomputation and offloading that fits. Layouts with the optimizer on the host are tried only if no other
+layout fits. The layouts are sorted by step time; the first ones are confirmed by an exact plan, until one fits.
 
-The estimate, for ranking only:
+The estimated time is used for sorting only:
 
     time = (FLOP / rate x slowest stage / mean stage x recomputation x narrow + messages / bandwidth) x (1 + bubble)
-    narrow = 1 + 256 / (units of an expert or MLP on one rank): matrix products lose speed when they are thin
+    narrow = 1 + 256 / (units of an expert or MLP on one rank): narrow matrix products are slower
     bubble = (pp - 1) / micro-batches of a rank
     messages, per token and layer, in hidden states: tp 4 (tp - 1) / tp; experts, of a rank's own tokens,
     4 topk ((ep - 1) / ep + etp - 1); cp 3 x keys and values x (cp - 1) / cp. Per update and
     parameter 4 + weight bytes, over dp ranks
 
-A group of more ranks than a node has GPUs talks at the network's bandwidth. Source of the bubble: D. Narayanan et al.
-2021, "Efficient large-scale language model training on GPU clusters", section 2.2.
+A group with more ranks than a node has GPUs communicates at the network's bandwidth. Source of the bubble:
+D. Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from mcore_rl.config.models import OffloadConfig, ParallelConfig
+from mcore_rl.config.models import ActorConfig, OffloadConfig, ParallelConfig
 from mcore_rl.config.rules.lora import refuse_suggestions
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import ClusterConfig, Config
 from mcore_rl.planner.activations import StageActivations, stage_activations
 from mcore_rl.planner.batches import batch_arithmetic
 from mcore_rl.planner.candidates import candidate_layouts, parallel_of
@@ -42,12 +42,12 @@ from mcore_rl.resolved.recompute import recomputed_modules
 from model_converters.mapping.layout import TrainLayout
 
 PEAK_TFLOPS = 989.0
-"""Of an H100 in bfloat16, where plan.peak_tflops is not set."""
+"""Peak of an H100 in bfloat16, used if plan.peak_tflops is not set."""
 NODE_BYTES_PER_SECOND, NETWORK_BYTES_PER_SECOND = 200e9, 40e9
-"""Of one GPU, as collectives reach them: NVLink of a node, and 400 Gbit/s InfiniBand."""
+"""Bandwidth of one GPU in collectives: NVLink within a node, 400 Gbit/s InfiniBand between nodes."""
 THIN_UNITS = 256
 HOST_BYTES_PER_SECOND = 25e9
-"""Of one GPU's share of PCIe and of host memory."""
+"""One GPU's share of the bandwidth of PCIe and host memory."""
 OFFLOADS = (
     OffloadConfig(),
     OffloadConfig(optimizer=True),
@@ -56,12 +56,12 @@ OFFLOADS = (
 )
 WITH_HOST_OPTIMIZER = (OffloadConfig(), OffloadConfig(grads=True), OffloadConfig(grads=True, params=True))
 SELECTIVE_COST, MLP_COST, FULL_COST = 0.05, 0.2, 1 / 3
-"""FLOP of an update that recomputation adds: cheap modules, whole dense MLPs, everything."""
+"""Additional FLOP of an update: cheap modules recomputed, dense MLPs recomputed, everything recomputed."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One layout. `overrides` are what to set; `exact`: confirmed by a whole plan."""
+    """A layout that fits, with the keys to set (`overrides`). `exact`: confirmed by an exact plan."""
 
     overrides: tuple[str, ...]
     seconds: float
@@ -72,7 +72,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """`tried`: layouts that divide the ranks and the model. Empty `suggestions`: none of them fits."""
+    """Result of a search over `tried` layouts. `suggestions` is empty if none of them fits."""
 
     suggestions: tuple[Suggestion, ...]
     tried: int
@@ -97,7 +97,7 @@ class Suggestions:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Elements of a group of layers: divided by tp, on every rank, of routed experts."""
+    """Weight elements of a group of layers: divided by tp, replicated (`whole`), and in routed experts."""
 
     divided: int = 0
     whole: int = 0
@@ -109,13 +109,13 @@ class _Weights:
 
 @dataclass(frozen=True)
 class _Search:
-    """The model and the cluster that layouts are tried on."""
+    """Estimates for layouts of one model on one cluster."""
 
     job: Job
 
     @cached_property
     def by_group(self) -> dict[str, _Weights]:
-        """ "embedding", "layer.<l>", "head", "mtp"."""
+        """Weights by group: "embedding", "layer.<l>", "head", "mtp"."""
         weights: dict[str, _Weights] = {}
         for bound in self.job.rows:
             if not is_parameter(bound) or (bound.row.copy_of_embedding and self.job.arguments.tied_embeddings):
@@ -130,7 +130,8 @@ class _Search:
         config = self.job.config
         size = model_size(self.job.hf_config, self.job.rows)
         batch = batch_arithmetic(config, self.job.layout)
-        return step_flops(_with(config, recompute="none"), self.job.arguments, size, batch).update
+        actor = _with(config.actor, recompute="none")
+        return step_flops(actor, config.trainer.update_epochs, self.job.arguments, size, batch).update
 
     @cached_property
     def engine(self) -> EngineRank:
@@ -146,57 +147,58 @@ class _Search:
         return total + self.by_group["embedding"] if tied else total
 
     def state(self, layout: TrainLayout, stage: int, numerics: Numerics) -> RankState:
-        """Without padding."""
+        """Estimate the state of a stage's ranks, without the padding of Megatron's buffers."""
         weights = self.stage_weights(layout, stage)
         dense = weights.divided // layout.tp + weights.whole
         experts = weights.experts // (layout.ep * layout.etp)
         sharded = numerics.distributed_optimizer
         owned = dense // (layout.dp * layout.cp if sharded else 1) + experts // (layout.edp if sharded else 1)
         parameters = dense + experts
-        return RankState(
-            parameters,
-            parameters * numerics.weight_bytes,
-            parameters * 4,
-            owned * numerics.optimizer_bytes,
-            host_bytes=owned * numerics.host_bytes,
-            piece_bytes=numerics.piece_bytes(0),
-        )
+        return RankState.of(numerics, parameters, parameters, owned)
 
-    def variants(self, *, host_optimizer: bool) -> list[Config]:
-        """Ways to fit, from what costs least: recomputation and offloading. None where the optimizer cannot be on the
-        host."""
-        config, job = self.job.config, self.job
-        if host_optimizer and not (job.cuda and config.actor.distributed_optimizer):
+    def variants(self, *, host_optimizer: bool) -> list[ActorConfig]:
+        """List the combinations of recomputation and offloading, cheapest first.
+
+        The list is empty if the optimizer should be on the host and cannot be.
+        """
+        actor, job = self.job.config.actor, self.job
+        if host_optimizer and not (job.cuda and actor.distributed_optimizer):
             return []
-        configs = []
+        variants = []
         for recompute, modules in self.recomputations():
             for offload in (WITH_HOST_OPTIMIZER if host_optimizer else OFFLOADS) if job.shared else OFFLOADS[:1]:
-                chosen = _with(config, recompute=recompute, modules=modules, offload=offload)
-                chosen.actor.optimizer.cpu_offload = host_optimizer
-                configs.append(chosen)
-        return configs
+                chosen = _with(actor, recompute=recompute, modules=modules, offload=offload)
+                chosen.optimizer.cpu_offload = host_optimizer
+                variants.append(chosen)
+        return variants
 
     def phases(
-        self, config: Config, layout: TrainLayout, cache: dict[tuple[str, int], StageActivations]
+        self, actor: ActorConfig, layout: TrainLayout, cache: dict[tuple[str, int], StageActivations]
     ) -> list[Phases]:
-        """Of the stages that can be the fullest: the first, the one behind it, and the last. `cache` is of one
-        layout."""
-        job = replace(self.job, config=config, spec=replace(self.job.spec, layout=layout))
+        """Estimate the stages that can be the fullest: the first, the second and the last.
+
+        `cache` holds activations of this layout by (recomputation, stage).
+        """
+        job = replace(
+            self.job, config=replace(self.job.config, actor=actor), spec=replace(self.job.spec, layout=layout)
+        )
         phases_by_stage = []
         for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
-            key = config.actor.recompute, stage
+            key = actor.recompute, stage
             if key not in cache:
                 cache[key] = stage_activations(
                     job.arguments,
                     stage,
                     job.execution(),
-                    section=config.actor,
-                    microbatches=batch_arithmetic(config, layout).most_microbatches,
+                    section=actor,
+                    microbatches=batch_arithmetic(job.config, layout).most_microbatches,
                     largest_weight_elements=max(self._vocabulary(layout), self._expert_weight(layout)),
                 )
             state = self.state(layout, stage, job.numerics)
-            phases = rank_phases(config, state, cache[key], self.engine, shared=job.shared, beside=job.roles.widest)
-            phases_by_stage.append(phases)
+            models = job.colocated.widest
+            phases_by_stage.append(
+                rank_phases(actor.offload, state, cache[key], self.engine, shared=job.shared, models=models)
+            )
         return phases_by_stage
 
     def _vocabulary(self, layout: TrainLayout) -> int:
@@ -208,16 +210,16 @@ class _Search:
         return int(2 * sizes["ffn_hidden_size"] * sizes["hidden_size"] // layout.tp)
 
     def recomputations(self) -> list[tuple[str, list[str]]]:
-        """From none to full."""
+        """List the recomputation settings, from none to full."""
         by_model = replace(self.job.config.actor, recompute_modules=[])
         modules = recomputed_modules(by_model, self.job.arguments, self.job.implementation)
         return [("none", []), ("selective", modules), ("full", [])]
 
 
 def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:
-    """The best `limit` layouts for the cluster and the batch of `config`, whose own layout is not looked at.
+    """Return the best `limit` layouts for the cluster and the batch of `config`. Its own layout is ignored.
 
-    Raises: ConfigError for settings that no layout mends.
+    Raises: ConfigError for settings that are invalid in every layout.
     """
     refuse_suggestions(config)
     base = deepcopy(config)
@@ -227,10 +229,10 @@ def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:
     if search.engine.sequences < 1:
         return Suggestions((), 0, "rollout.tp: an engine rank has no room for one sequence; raise it")
     layouts = list(candidate_layouts(search.job))
-    # The optimizer on the host is for clusters that nothing else fits.
+    # An optimizer on the host costs most, so it is tried only if nothing else fits.
     fitting = _fitting(search, layouts, host_optimizer=False) or _fitting(search, layouts, host_optimizer=True)
     for index, (_, chosen) in enumerate(fitting[:limit]):
-        plan = make_plan(chosen)
+        plan = make_plan(replace(search.job.config, actor=chosen))
         if plan.fits:
             best = replace(fitting[index][0], exact=True, peak_bytes=plan.fullest.phases.peak_bytes)
             rest = [suggestion for suggestion, _ in fitting[index + 1 : index + limit]]
@@ -240,7 +242,7 @@ def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:
 
 
 def _fit_engines(config: Config) -> tuple[str, ...]:
-    """No more engines than there are GPUs for."""
+    """Lower rollout.num_engines to the number that fits on the GPUs; return the override, if any."""
     slots = config.cluster.nodes * config.cluster.gpus_per_node
     most = max(slots // config.rollout.tp, 1)
     if config.cluster.placement != "colocated" or config.rollout.num_engines <= most:
@@ -255,50 +257,54 @@ def _also(suggestion: Suggestion, overrides: tuple[str, ...]) -> Suggestion:
 
 def _fitting(
     search: _Search, layouts: Sequence[TrainLayout], *, host_optimizer: bool
-) -> list[tuple[Suggestion, Config]]:
-    """The layouts that fit, fastest first."""
+) -> list[tuple[Suggestion, ActorConfig]]:
+    """Return the layouts that fit, fastest first."""
     variants = search.variants(host_optimizer=host_optimizer)
     fitting = [best for layout in layouts if (best := _best(search, layout, variants)) is not None]
     return sorted(fitting, key=lambda pair: pair[0].seconds)
 
 
-def _best(search: _Search, layout: TrainLayout, variants: Sequence[Config]) -> tuple[Suggestion, Config] | None:
-    """The first of the variants that fits."""
+def _best(
+    search: _Search, layout: TrainLayout, variants: Sequence[ActorConfig]
+) -> tuple[Suggestion, ActorConfig] | None:
+    """Return the first variant that fits, or None."""
     cache: dict[tuple[str, int], StageActivations] = {}
+    usable = usable_bytes(search.job.config.cluster)
     for variant in variants:
         phases = search.phases(variant, layout, cache)
-        if not search.job.cuda or max(rank.peak_bytes for rank in phases) <= usable_bytes(variant):
+        if not search.job.cuda or max(rank.peak_bytes for rank in phases) <= usable:
             chosen = deepcopy(variant)
-            chosen.actor.parallel = parallel_of(layout, variant)
+            chosen.parallel = parallel_of(layout, variant.parallel)
             return _describe(search, layout, chosen, phases), chosen
     return None
 
 
 def _with(
-    config: Config, *, recompute: str, modules: Sequence[str] = (), offload: OffloadConfig | None = None
-) -> Config:
-    chosen = deepcopy(config)
-    chosen.actor.recompute = recompute
+    actor: ActorConfig, *, recompute: str, modules: Sequence[str] = (), offload: OffloadConfig | None = None
+) -> ActorConfig:
+    chosen = deepcopy(actor)
+    chosen.recompute = recompute
     if modules:
-        chosen.actor.recompute_modules = list(modules)
+        chosen.recompute_modules = list(modules)
     if offload is not None:
-        chosen.actor.offload = deepcopy(offload)
+        chosen.offload = deepcopy(offload)
     return chosen
 
 
-def _describe(search: _Search, layout: TrainLayout, chosen: Config, phases: Sequence[Phases]) -> Suggestion:
-    actor, gives_up = chosen.actor, []
+def _describe(search: _Search, layout: TrainLayout, actor: ActorConfig, phases: Sequence[Phases]) -> Suggestion:
+    gives_up = []
+    host_gib = _host_gib(search.job.config.cluster, phases)
     added = _recompute_cost(search, actor.recompute)
     if added:
         gives_up.append(f"{actor.recompute} recomputation: +{added:.0%} FLOP of an update")
     away = [part for part in ("params", "grads", "optimizer") if getattr(actor.offload, part)]
-    kept = [part for part in away if part != "grads"]  # gradients are dropped
+    kept = [part for part in away if part != "grads"]  # gradients are dropped, not copied
     if kept:
-        room = f"{_host_gib(chosen, phases):.0f} GiB of host memory per node"
-        gives_up.append(f"offload of {', '.join(kept)} while the engine generates: {room}, and the copies")
+        memory = f"{host_gib:.0f} GiB of host memory per node"
+        gives_up.append(f"offload of {', '.join(kept)} while the engine generates: {memory}, and the copies")
     if actor.optimizer.cpu_offload:
         gives_up.append(
-            f"optimizer on the host: {_host_gib(chosen, phases):.0f} GiB of host memory per "
+            f"optimizer on the host: {host_gib:.0f} GiB of host memory per "
             f"node, +{_host_seconds(search, layout):.0f} s per step"
         )
     bubble = _bubble(search, layout)
@@ -323,8 +329,8 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value).lower()
 
 
-def _host_gib(config: Config, phases: Sequence[Phases]) -> float:
-    return max(rank.host_bytes for rank in phases) * config.cluster.gpus_per_node / GIB
+def _host_gib(cluster: ClusterConfig, phases: Sequence[Phases]) -> float:
+    return max(rank.host_bytes for rank in phases) * cluster.gpus_per_node / GIB
 
 
 def _recompute_cost(search: _Search, recompute: str) -> float:
@@ -340,7 +346,7 @@ def _bubble(search: _Search, layout: TrainLayout) -> float:
 
 
 def _compute(search: _Search, layout: TrainLayout, recompute: float) -> float:
-    """Seconds of all updates of a step, at the pace of the longest stage."""
+    """Estimate the compute time of all updates of a step; the longest stage sets the pace."""
     plan, layers = search.job.config.plan, search.job.arguments.transformer["num_layers"]
     rate = layout.world_size * (plan.peak_tflops or PEAK_TFLOPS) * 1e12 * plan.mfu_update
     longest = max(sum(map(len, chunks)) for chunks in layout.stage_layers(layers))
@@ -351,7 +357,7 @@ def _compute(search: _Search, layout: TrainLayout, recompute: float) -> float:
 
 
 def _messages(search: _Search, layout: TrainLayout) -> dict[str, float]:
-    """Seconds of a step's communication by kind."""
+    """Estimate the communication time of a step by kind."""
     job = search.job
     sizes, b, node = job.arguments.transformer, job.element_bytes, job.config.cluster.gpus_per_node
     batch = batch_arithmetic(job.config, layout)
@@ -369,20 +375,20 @@ def _messages(search: _Search, layout: TrainLayout) -> dict[str, float]:
     keys = 2 * sizes["num_query_groups"] * sizes.get("kv_channels", 0) / layout.tp
     ring = 3 * tokens * layers * keys * b * (layout.cp - 1)
     seconds_by_kind["context parallelism"] = seconds(ring, layout.tp * layout.cp)
-    parameters = _held(search, layout)
+    parameters = _most_parameters(search, layout)
     reduced = parameters * (4 + b) * batch.updates if layout.dp * layout.cp > 1 else 0.0
     seconds_by_kind["gradient reduction"] = seconds(reduced, layout.stage_size)
     return seconds_by_kind
 
 
-def _held(search: _Search, layout: TrainLayout) -> int:
-    """Parameters of a rank of the fullest stage."""
+def _most_parameters(search: _Search, layout: TrainLayout) -> int:
+    """Return the parameters of a rank of the fullest stage."""
     stages = {0, min(1, layout.pp - 1), layout.pp - 1}
     return max(search.state(layout, stage, search.job.numerics).parameters for stage in stages)
 
 
 def _host_seconds(search: _Search, layout: TrainLayout) -> float:
-    """Of all updates of a step: main parameters and moments to the GPU and back."""
+    """Estimate the time in which main parameters and moments travel to the GPU and back, for all updates of a step."""
     owned = sum(weights.divided + weights.whole + weights.experts for weights in search.by_group.values())
     updates = batch_arithmetic(search.job.config, layout).updates
-    return owned / layout.world_size * 2 * search.job.numerics.state_bytes * updates / HOST_BYTES_PER_SECOND
+    return owned / layout.world_size * 2 * search.job.numerics.optimizer_bytes * updates / HOST_BYTES_PER_SECOND

@@ -1,4 +1,4 @@
-"""What one weight sync moves, and the least possible: every engine rank gets its own slices of each tensor."""
+"""Bytes of one weight sync, and their lower bound: every engine rank receives its own slices of each tensor."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from mcore_rl.config import num_trainer_ranks
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import ClusterConfig, Config, WeightsConfig
 from mcore_rl.errors import ConfigError
+from mcore_rl.planner.engine import GIB, MIB
 from mcore_rl.resolved.placement import Slot, place
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.routes import RankLocations
@@ -19,16 +20,15 @@ from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
 from model_converters.mapping.table import BoundRow
 
-MIB, GIB = 2**20, 2**30
-
 
 @dataclass(frozen=True)
 class WeightSync:
-    """Of one sync.
+    """Bytes, buckets and seconds of one weight sync.
 
-    `bytes_per_engine_rank`: what the fullest rank receives; `floor_bytes_per_engine_rank`: what it keeps.
-    `slots_bytes`: the windows in a host's memory. `busiest_sender_bytes`: to other devices. `seconds`: of what crosses
-    hosts, at plan.network_gib_per_second; None without it, or where nothing does.
+    `bytes_per_engine_rank`: received by the fullest rank. `floor_bytes_per_engine_rank`: the lower bound, which is the
+    size of its weights. `slots_bytes`: staging buffers in one host's memory. `busiest_sender_bytes`: sent to other
+    devices. `seconds`: time between hosts at plan.network_gib_per_second; None if that is not set or nothing crosses
+    hosts.
     """
 
     bytes_per_engine_rank: int
@@ -43,10 +43,13 @@ class WeightSync:
 
 
 def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *, cuda: bool) -> WeightSync:
-    """Raises: ConfigError for buckets that are too small for a row, or an engine that does not divide; LayoutError."""
+    """Count the bytes of one weight sync from the plan that a run would make.
+
+    Raises: ConfigError if a bucket is too small for a row or the engine's ranks do not divide the model; LayoutError.
+    """
     engine = EngineLayout(tp=config.rollout.tp, expert_parallel=config.rollout.expert_parallel)
     bucket_bytes = int(config.weights.bucket_mib * MIB)
-    placement = Placement(rows, layout)  # what it refuses is the trainer's
+    placement = Placement(rows, layout)  # outside the try: its errors are about the trainer's layout
     places = places_of(config, cuda=cuda)
     try:
         totals = count_totals(placement, ShardMap(rows, engine), places, bucket_bytes)
@@ -54,15 +57,16 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
         raise ConfigError(f"rollout.tp={config.rollout.tp}, weights.bucket_mib: {error}") from error
     bandwidth = config.plan.network_gib_per_second
     busiest = max(int(totals.sent_across.max()), int(totals.received_across.max()))
-    on_host = not cuda or transport(config, cuda=cuda) == "shared_memory"
-    num_windows = min(config.cluster.gpus_per_node if cuda else config.rollout.tp, len(totals.received))
+    kind = transport(config.weights, config.cluster, cuda=cuda)
+    on_host = not cuda or kind == "shared_memory"
+    num_buffers = min(config.cluster.gpus_per_node if cuda else config.rollout.tp, len(totals.received))
     return WeightSync(
         bytes_per_engine_rank=int(totals.received.max()),
         floor_bytes_per_engine_rank=int(totals.needed.max()),
         buckets=totals.buckets,
-        transport=transport(config, cuda=cuda),
+        transport=kind,
         total_bytes=int(totals.received.sum()),
-        slots_bytes=min(config.weights.num_buckets, totals.buckets) * bucket_bytes * num_windows if on_host else 0,
+        slots_bytes=min(config.weights.num_buckets, totals.buckets) * bucket_bytes * num_buffers if on_host else 0,
         bytes_crossing_hosts=int(totals.sent_across.sum()),
         busiest_sender_bytes=int(totals.sent.max()),
         seconds=busiest / (bandwidth * GIB) if bandwidth is not None and busiest else None,
@@ -70,11 +74,14 @@ def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *
 
 
 def places_of(config: Config, *, cuda: bool) -> RankLocations:
-    """As a run places its processes. Raises: ConfigError where they do not fit."""
+    """Place trainer and engine ranks like a run does.
+
+    Raises: ConfigError if they do not fit into the cluster.
+    """
     slots = config.cluster.gpus_per_node
     placement = place(config, on_gpus=cuda, num_engines=config.rollout.num_engines)
     trainers = [(node, rank if cuda else -1) for rank, node in enumerate(placement.ranks)]
-    others = count(len(trainers))  # devices that no trainer rank has
+    others = count(len(trainers))  # numbers of devices without a trainer rank
 
     def device(slot: Slot, rank: int) -> int:
         if not cuda:
@@ -90,10 +97,13 @@ def places_of(config: Config, *, cuda: bool) -> RankLocations:
     return RankLocations.of(trainers, engines)
 
 
-def gpu_window_bytes(config: Config, *, cuda: bool) -> int:
-    """What a sync keeps on a trainer rank's GPU all the time, at most: the slots of its window, and as many in which
-    what it sends to others is packed. Of what vLLM keeps for vllm_rdt nothing is known here."""
-    kind = transport(config, cuda=cuda)
+def staging_bytes(config: Config, *, cuda: bool) -> int:
+    """Return an upper bound of the staging buffers that weight syncs keep on a trainer rank's GPU.
+
+    A rank has slots for the weights that arrive and as many for the slices that it sends to other ranks. The buffers of
+    vLLM with vllm_rdt are not known and not counted.
+    """
+    kind = transport(config.weights, config.cluster, cuda=cuda)
     if not cuda or kind in ("shared_memory", "vllm_rdt"):
         return 0
     sends = kind == "network" or num_trainer_ranks(config) > 1
@@ -101,10 +111,10 @@ def gpu_window_bytes(config: Config, *, cuda: bool) -> int:
     return slots * ((kind == "cuda_ipc") + sends)
 
 
-def transport(config: Config, *, cuda: bool) -> str:
-    """How weights reach an engine rank at last: as weights.transport asks, or by what it shares with trainer ranks."""
-    if config.weights.transport != "auto":
-        return config.weights.transport
-    if config.cluster.placement == "colocated":
+def transport(weights: WeightsConfig, cluster: ClusterConfig, *, cuda: bool) -> str:
+    """Return how weights reach an engine rank: weights.transport, or the choice of auto."""
+    if weights.transport != "auto":
+        return weights.transport
+    if cluster.placement == "colocated":
         return "cuda_ipc" if cuda else "shared_memory"
-    return "shared_memory" if config.cluster.nodes == 1 else "network"
+    return "shared_memory" if cluster.nodes == 1 else "network"

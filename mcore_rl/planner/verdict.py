@@ -1,4 +1,4 @@
-"""Whether a plan fits, and what to set where it does not: every message begins with the key to change."""
+"""Comparison of a plan with the cluster. Every error names the keys to change."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config.models import ActorConfig, OffloadConfig
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
 from mcore_rl.planner.batches import BatchArithmetic
-from mcore_rl.planner.engine import GIB, EngineRank
+from mcore_rl.planner.engine import GIB, EngineRank, longest_sequence
 from mcore_rl.planner.phases import FRAGMENTATION, PHASES, RESERVE_BYTES, Phases, usable_bytes
 from mcore_rl.planner.sync import WeightSync
 from model_converters.mapping.layout import TrainLayout
@@ -16,14 +16,17 @@ from model_converters.mapping.layout import TrainLayout
 
 @dataclass(frozen=True)
 class Verdict:
-    """`errors` is empty exactly when the plan fits. `host_bytes_per_node`: offloaded state and sync buckets."""
+    """Result of the comparison. `errors` is empty exactly when the plan fits.
+
+    `host_bytes_per_node` is offloaded state and staging buffers.
+    """
 
     errors: tuple[str, ...]
     warnings: tuple[str, ...]
     host_bytes_per_node: int
 
 
-def judge(
+def compare_with_cluster(
     config: Config,
     layout: TrainLayout,
     phases: Sequence[Phases],
@@ -33,23 +36,23 @@ def judge(
     *,
     cuda: bool,
 ) -> Verdict:
-    """Compares the phases of all ranks, the engine and the host with what the cluster has."""
-    host = host_bytes_per_node(config, phases, sync)
-    errors = [*_device_errors(config, layout, phases, engine)] if cuda else []
-    errors += _engine_errors(config, engine)
-    errors += _host_errors(config, host)
-    return Verdict(tuple(errors), tuple(_warnings(config, layout, engine, batch)), host)
+    """Compare the memory of all phases, the engine and the hosts with the cluster."""
+    rollout, cluster = config.rollout, config.cluster
+    host = host_bytes_per_node(cluster.gpus_per_node, phases, sync)
+    errors = [*_device_errors(config, layout, phases)] if cuda else []
+    errors += _engine_errors(rollout, cluster, engine)
+    errors += _host_errors(cluster, host)
+    return Verdict(tuple(errors), tuple(_warnings(rollout, layout, engine, batch)), host)
 
 
-def host_bytes_per_node(config: Config, phases: Sequence[Phases], sync: WeightSync) -> int:
-    """Of the fullest node; consecutive ranks fill a node."""
-    size = config.cluster.gpus_per_node
+def host_bytes_per_node(size: int, phases: Sequence[Phases], sync: WeightSync) -> int:
+    """Return the host memory of the fullest node. Consecutive ranks share a node of `size` GPUs."""
     away = [sum(rank.host_bytes for rank in phases[i : i + size]) for i in range(0, len(phases), size)]
     return max(away) + sync.slots_bytes
 
 
-def _device_errors(config: Config, layout: TrainLayout, phases: Sequence[Phases], engine: EngineRank) -> Iterator[str]:
-    usable = usable_bytes(config)
+def _device_errors(config: Config, layout: TrainLayout, phases: Sequence[Phases]) -> Iterator[str]:
+    usable = usable_bytes(config.cluster)
     reserve = f"{RESERVE_BYTES / GIB:g} GiB and {FRAGMENTATION:.0%} are kept back"
     for name in PHASES:
         rank = max(range(len(phases)), key=lambda index: int(getattr(phases[index], name)))
@@ -60,7 +63,7 @@ def _device_errors(config: Config, layout: TrainLayout, phases: Sequence[Phases]
                 f"rank {rank} needs {needed / GIB:.1f} GiB of {usable / GIB:.1f} usable ({reserve}); "
                 f"{_remedy(config, layout, name, phases[rank])}"
             )
-    engines, slots = config.rollout.num_engines * config.rollout.tp, _engine_slots(config, layout)
+    engines, slots = config.rollout.num_engines * config.rollout.tp, _engine_slots(config.cluster, layout)
     if engines > slots:
         yield (
             f"rollout.num_engines x rollout.tp = {engines} GPUs, but {slots} are there for engines; lower "
@@ -68,9 +71,9 @@ def _device_errors(config: Config, layout: TrainLayout, phases: Sequence[Phases]
         )
 
 
-def _engine_slots(config: Config, layout: TrainLayout) -> int:
-    offered = config.cluster.nodes * config.cluster.gpus_per_node
-    return offered if config.cluster.placement == "colocated" else offered - layout.world_size
+def _engine_slots(cluster: ClusterConfig, layout: TrainLayout) -> int:
+    offered = cluster.nodes * cluster.gpus_per_node
+    return offered if cluster.placement == "colocated" else offered - layout.world_size
 
 
 def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> str:
@@ -85,7 +88,7 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
     elif phase in ("generate", "sync"):
         steps = [*away, "a lower rollout.gpu_memory_fraction" if phase == "generate" else "a higher rollout.tp"]
     else:
-        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        longest = longest_sequence(config.rollout)
         steps = [] if config.actor.recompute == "full" else ["actor.recompute=full"]
         if config.actor.tokens_per_microbatch > longest:
             steps.append(f"actor.tokens_per_microbatch={longest}")
@@ -100,26 +103,26 @@ def _not_offloaded(role: str, offload: OffloadConfig) -> list[str]:
     return [f"{role}.offload.{part}=true" for part in ("optimizer", "grads", "params") if not getattr(offload, part)]
 
 
-def _engine_errors(config: Config, engine: EngineRank) -> Iterator[str]:
+def _engine_errors(rollout: RolloutConfig, cluster: ClusterConfig, engine: EngineRank) -> Iterator[str]:
     if engine.sequences >= 1:
         return
-    longest = (config.rollout.max_prompt_tokens + config.rollout.max_response_tokens) * engine.kv_bytes_per_token
+    longest = longest_sequence(rollout) * engine.kv_bytes_per_token
     fixed = engine.weights_bytes + engine.workspace_bytes
-    if config.cluster.device == "cpu":
+    if cluster.device == "cpu":
         yield (
-            f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g} does not hold one sequence of "
+            f"rollout.kv_cache_gib={rollout.kv_cache_gib:g} does not hold one sequence of "
             f"rollout.max_prompt_tokens + rollout.max_response_tokens; set it to at least {longest / GIB:.3f}"
         )
     else:
         yield (
-            f"rollout.gpu_memory_fraction={config.rollout.gpu_memory_fraction:g} leaves no room for one sequence: an "
+            f"rollout.gpu_memory_fraction={rollout.gpu_memory_fraction:g} leaves no room for one sequence: an "
             f"engine rank needs {fixed / GIB:.1f} GiB for weights and workspace and {longest / GIB:.2f} GiB of KV "
             f"cache; raise rollout.tp or rollout.gpu_memory_fraction"
         )
 
 
-def _host_errors(config: Config, host: int) -> Iterator[str]:
-    limit = config.cluster.host_memory_gib
+def _host_errors(cluster: ClusterConfig, host: int) -> Iterator[str]:
+    limit = cluster.host_memory_gib
     if limit is not None and host > limit * GIB:
         yield (
             f"cluster.host_memory_gib={limit:g}: a node puts {host / GIB:.0f} GiB of offloaded state and weight "
@@ -127,10 +130,10 @@ def _host_errors(config: Config, host: int) -> Iterator[str]:
         )
 
 
-def _warnings(config: Config, layout: TrainLayout, engine: EngineRank, batch: BatchArithmetic) -> Iterator[str]:
-    if 1 <= engine.sequences < config.rollout.max_concurrent_requests:
+def _warnings(rollout: RolloutConfig, layout: TrainLayout, engine: EngineRank, batch: BatchArithmetic) -> Iterator[str]:
+    if 1 <= engine.sequences < rollout.max_concurrent_requests:
         yield (
-            f"rollout.max_concurrent_requests={config.rollout.max_concurrent_requests}: the KV cache holds "
+            f"rollout.max_concurrent_requests={rollout.max_concurrent_requests}: the KV cache holds "
             f"{engine.sequences:.1f} sequences of full length; more are preempted when they grow"
         )
     if layout.pp > 1 and batch.microbatches < layout.pp:

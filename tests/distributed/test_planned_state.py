@@ -94,14 +94,14 @@ ROLES = [("dense", {}), ("tied", {"pp": 2}), ("moe", {"ep": 2}), ("odd", {"tp": 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_critic_and_a_reward_model_hold_what_their_plan_says(directories: dict[str, str], dtype: str) -> None:
     from mcore_rl.config.roles import ModelRole
-    from mcore_rl.planner.roles import role_ranks
+    from mcore_rl.planner.colocated import value_model_ranks
 
     cases = [(directories[model], layout, dtype) for model, layout in ROLES]
     held = launch(role_bytes, 2, cases)
     for index, (directory, parallel, _) in enumerate(cases):
         config = role_config(directory, parallel, dtype)
-        trained = role_ranks(config, ModelRole.critic(config), 2, trained=True, cuda=False)
-        frozen = role_ranks(config, ModelRole.reward_model(config), 2, trained=False, cuda=False)
+        trained = value_model_ranks(config, ModelRole.critic(config), 2, trained=True, cuda=False)
+        frozen = value_model_ranks(config, ModelRole.reward_model(config), 2, trained=False, cuda=False)
         planned = [(trained[rank].resident, frozen[rank].resident) for rank in range(2)]
         assert [ranks[index] for ranks in held] == planned, f"{Path(directory).name} {parallel}"
         assert all(rank.working > rank.resident for rank in (*trained, *frozen))

@@ -1,4 +1,4 @@
-"""How to share a cluster's GPUs out so that neither side of an asynchronous run waits long for the other."""
+"""Division of a cluster's GPUs between trainer and engines that makes the slower of them as fast as possible."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
 
-from mcore_rl.config.schema import Config
-from mcore_rl.planner.asynchronous.sides import Sides
+from mcore_rl.config.schema import ClusterConfig, Config
+from mcore_rl.planner.asynchronous.times import StepTimes
 from model_converters.mapping.layout import TrainLayout
 
 
 @dataclass(frozen=True)
-class Split:
-    """`nodes`: rollout.nodes; 0: engines take the slots that the trainer ranks leave."""
+class GpuSplit:
+    """Numbers of trainer ranks and engines.
+
+    `nodes` is rollout.nodes; with 0 the engines use the GPUs that the trainer ranks leave free.
+    """
 
     num_ranks: int
     num_engines: int
     nodes: int = 0
 
     def overrides(self, config: Config) -> tuple[str, ...]:
-        """Keys to set, with which a run of `config` is shared out so."""
+        """Return the keys that change the split of `config` to this one."""
         cluster, rollout = config.cluster, config.rollout
         all_slots = (cluster.nodes - self.nodes) * cluster.gpus_per_node
         keys = [
@@ -32,26 +35,28 @@ class Split:
         return tuple(f"{key}={value}" for key, value, present in keys if value != present)
 
 
-def balanced(sides: Sides, layout: TrainLayout) -> Split:
-    """The split of the cluster's GPUs whose slower side is fastest; the present one, if none is better.
+def balanced(times: StepTimes, layout: TrainLayout) -> GpuSplit:
+    """Return the split with the shortest step, or the current split if no other is faster.
 
-    Whether the ranks have enough memory is not looked at.
+    Memory is not checked.
     """
-    present = Split(layout.world_size, sides.config.rollout.num_engines, sides.config.rollout.nodes)
-    return min([present, *splits(sides.config, layout)], key=lambda split: slower_seconds(sides, split))
+    current = GpuSplit(layout.world_size, times.config.rollout.num_engines, times.config.rollout.nodes)
+    return min([current, *splits(times.config, layout)], key=lambda split: slower_seconds(times, split))
 
 
-def slower_seconds(sides: Sides, split: Split) -> float:
-    """Of the side that takes longer. To be asked where both times are known."""
-    generate, train = sides.generate_seconds(split.num_engines), sides.train_seconds(split.num_ranks)
+def slower_seconds(times: StepTimes, split: GpuSplit) -> float:
+    """Return the time of the slower side. Both times must be known."""
+    generate, train = times.generate_seconds(split.num_engines), times.train_seconds(split.num_ranks)
     assert generate is not None
     assert train is not None
     return max(generate, train)
 
 
-def splits(config: Config, layout: TrainLayout) -> Iterator[Split]:
-    """Everything that the layout's sizes divide and that leaves room for an engine; whole nodes, if engines have nodes
-    of their own."""
+def splits(config: Config, layout: TrainLayout) -> Iterator[GpuSplit]:
+    """Yield all splits that the layout divides and that leave GPUs for an engine.
+
+    If engines have nodes of their own, the splits are whole nodes.
+    """
     cluster, batch = config.cluster, config.trainer.prompts_per_update * config.rollout.samples_per_prompt
     replica = layout.tp * layout.pp * layout.cp
     unit = lcm(replica, layout.etp * layout.ep * layout.pp)
@@ -59,19 +64,19 @@ def splits(config: Config, layout: TrainLayout) -> Iterator[Split]:
         offered = (cluster.nodes - nodes) * cluster.gpus_per_node
         fewest = max(offered // unit * unit, unit) if nodes else unit
         for num_ranks in range(fewest, min(offered, batch * replica) + 1, unit):
-            num_engines = room_for_engines(config, num_ranks, nodes)
+            num_engines = room_for_engines(cluster, config.rollout.tp, num_ranks, nodes)
             if num_engines:
-                yield Split(num_ranks, num_engines, nodes)
+                yield GpuSplit(num_ranks, num_engines, nodes)
 
 
-def room_for_engines(config: Config, num_ranks: int, nodes: int) -> int:
-    """Number of engines that fit in the last `nodes` nodes; with 0, in the slots that the ranks leave free.
+def room_for_engines(cluster: ClusterConfig, tp: int, num_ranks: int, nodes: int) -> int:
+    """Return the number of engines that fit in the last `nodes` nodes or, with 0, on the GPUs without a trainer rank.
 
-    resolved.placement places them in the same order.
+    resolved.placement places engines in the same order.
     """
-    slots, tp = config.cluster.gpus_per_node, config.rollout.tp
-    node, used = (config.cluster.nodes - nodes, 0) if nodes else divmod(num_ranks, slots)
-    free = config.cluster.nodes - node  # nodes, the first of which may hold ranks as well
+    slots = cluster.gpus_per_node
+    node, used = (cluster.nodes - nodes, 0) if nodes else divmod(num_ranks, slots)
+    free = cluster.nodes - node  # nodes; the first may also have trainer ranks
     if tp > slots:
         return (free - (used > 0)) * slots // tp
     return free * (slots // tp) - min(-(-used // tp), slots // tp)

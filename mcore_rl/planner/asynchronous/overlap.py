@@ -1,12 +1,12 @@
-"""How a step of an asynchronous run divides its time, who waits, and how old the groups are that it trains.
+"""Time and idleness of trainer and engines in an asynchronous step, and the mean staleness of trained groups.
 
-    step = max(g, T) + P    g: engines, T: trainer (see sides.py), P: the swap of the weights, in which both stop
+    step = max(g, T) + P    g: engines, T: trainer (see times.py), P: weight update, during which both stop
 
-Staleness of groups, by Little's law: mean = (groups under way + finished ones) / B when new weights come, between two
-of which B groups are trained.
+Staleness in versions, by Little's law, at the moment of a weight update (B groups are trained between two of them):
+mean = (groups in flight + finished groups) / B.
 
-    max_staleness                                       T >= g: finished groups pile up
-    min(max_staleness, groups under way / B + T / g)    T < g: in T so many have finished since the last batch
+    max_staleness                                     T >= g: finished groups accumulate up to the limit
+    min(max_staleness, groups in flight / B + T / g)  T < g: T / g of a batch has finished since the last batch
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.rules.staleness import check_staleness
 from mcore_rl.errors import ConfigError
-from mcore_rl.planner.asynchronous.balance import Split, balanced, slower_seconds
-from mcore_rl.planner.asynchronous.sides import Sides
+from mcore_rl.planner.asynchronous.balance import GpuSplit, balanced, slower_seconds
+from mcore_rl.planner.asynchronous.times import StepTimes
 from mcore_rl.planner.sync import WeightSync
 from model_converters.mapping.layout import TrainLayout
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How the GPUs would be shared out best. `overrides`: what to set for it; none where it is so already."""
+    """The fastest division of the GPUs, with the keys to set. `overrides` is empty if it is the current one."""
 
     engine_gpus: int
     trainer_gpus: int
@@ -35,7 +35,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Of one step. None where an assumption of `plan.*` is not set; a swap that is not known counts as 0."""
+    """Times of one asynchronous step. None if an assumption in `plan.*` is not set; an unknown swap counts as 0."""
 
     generate_seconds: float | None
     train_seconds: float | None
@@ -53,12 +53,12 @@ class Overlap:
 
     @property
     def trainer_idle_fraction(self) -> float | None:
-        """Of a step's time, in which it waits for responses."""
+        """Share of the step in which the trainer waits for responses."""
         return self._idle(self.train_seconds)
 
     @property
     def generator_idle_fraction(self) -> float | None:
-        """Of a step's time, in which no further group may begin."""
+        """Share of the step in which no further group may start."""
         return self._idle(self.generate_seconds)
 
     def _idle(self, busy: float | None) -> float | None:
@@ -91,18 +91,18 @@ class Overlap:
         }
 
 
-def overlap_of(sides: Sides, layout: TrainLayout, sync: WeightSync) -> Overlap | None:
-    """None for synchronous runs, and for those that generate nothing."""
-    config = sides.config
+def overlap_of(times: StepTimes, layout: TrainLayout, sync: WeightSync) -> Overlap | None:
+    """Compute the overlap of generation and training; None for synchronous and supervised runs."""
+    config = times.config
     rollout = config.rollout
     if rollout.max_staleness == 0 or is_supervised(config.algorithm):
         return None
-    generate, train = sides.generate_seconds(rollout.num_engines), sides.train_seconds(layout.world_size)
+    generate, train = times.generate_seconds(rollout.num_engines), times.train_seconds(layout.world_size)
     swap = sync.seconds if sync.bytes_crossing_hosts else 0.0
     staleness = balance = None
     if generate is not None and train is not None:
-        staleness = _mean_staleness(sides, generate, train)
-        balance = _balance(sides, balanced(sides, layout), swap)
+        staleness = _mean_staleness(times, generate, train)
+        balance = _balance(times, balanced(times, layout), swap)
     return Overlap(
         generate,
         train,
@@ -115,32 +115,34 @@ def overlap_of(sides: Sides, layout: TrainLayout, sync: WeightSync) -> Overlap |
     )
 
 
-def if_asynchronous(sides: Sides, layout: TrainLayout, sync: WeightSync) -> Overlap | None:
-    """What a synchronous run would be with rollout.max_staleness=1; None where it cannot be so, as on GPUs that trainer
-    ranks and engines share."""
-    config = sides.config
+def if_asynchronous(times: StepTimes, layout: TrainLayout, sync: WeightSync) -> Overlap | None:
+    """Compute the overlap of a synchronous run if it had rollout.max_staleness=1.
+
+    None if the run cannot be asynchronous, for example because trainer ranks and engines share GPUs.
+    """
+    config = times.config
     if config.rollout.max_staleness:
         return None
-    ahead = replace(config, rollout=replace(config.rollout, max_staleness=1))
+    asynchronous = replace(config, rollout=replace(config.rollout, max_staleness=1))
     try:
-        check_staleness(ahead)
+        check_staleness(asynchronous)
     except ConfigError:
         return None
-    return overlap_of(replace(sides, config=ahead), layout, sync)
+    return overlap_of(replace(times, config=asynchronous), layout, sync)
 
 
-def _mean_staleness(sides: Sides, generate: float, train: float) -> float:
-    rollout, batch = sides.config.rollout, sides.config.trainer.prompts_per_step
+def _mean_staleness(times: StepTimes, generate: float, train: float) -> float:
+    rollout, batch = times.config.rollout, times.config.trainer.prompts_per_step
     if train >= generate:
         return float(rollout.max_staleness)
-    under_way = sides.groups_under_way(rollout.num_engines)
-    return min(rollout.max_staleness, under_way / batch + train / generate)
+    in_flight = times.groups_in_flight(rollout.num_engines)
+    return min(rollout.max_staleness, in_flight / batch + train / generate)
 
 
-def _balance(sides: Sides, split: Split, swap: float | None) -> Balance:
+def _balance(times: StepTimes, split: GpuSplit, swap: float | None) -> Balance:
     return Balance(
-        engine_gpus=split.num_engines * sides.config.rollout.tp,
+        engine_gpus=split.num_engines * times.config.rollout.tp,
         trainer_gpus=split.num_ranks,
-        step_seconds=slower_seconds(sides, split) + (swap or 0.0),
-        overrides=split.overrides(sides.config),
+        step_seconds=slower_seconds(times, split) + (swap or 0.0),
+        overrides=split.overrides(times.config),
     )

@@ -1,4 +1,4 @@
-"""The overlap as a person reads it: rows of the plan's table."""
+"""Rows of the plan's table about asynchronous training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ UNKNOWN = "set plan.peak_tflops and plan.memory_bandwidth_gib_per_second"
 
 
 def overlap_rows(overlap: Overlap) -> list[tuple[str, str]]:
-    """Of an asynchronous run."""
+    """Format the rows of an asynchronous run."""
     return [("time per step", _time(overlap)), ("slots", _slots(overlap)), ("staleness", _staleness(overlap))]
 
 
 def gain_row(overlap: Overlap, seconds: StepSeconds) -> list[tuple[str, str]]:
-    """Of a synchronous run, which takes `seconds`; nothing where they are not known."""
+    """Format the possible gain of a synchronous run that takes `seconds`; no row if the times are unknown."""
     ahead, alone = overlap.step_seconds, (seconds.generate, seconds.logp, seconds.update, overlap.swap_seconds or 0.0)
     known = [value for value in alone if value is not None]
     if ahead is None or len(known) < len(alone):
@@ -31,11 +31,11 @@ def _time(overlap: Overlap) -> str:
         swap = f"{overlap.swap_seconds:.1f} s"
     return (
         f"{step:.1f} s: generate {generate:.1f} s beside logp and update {train:.1f} s, weight swap {swap}; "
-        f"{_who_waits(overlap)}"
+        f"{_waiting_side(overlap)}"
     )
 
 
-def _who_waits(overlap: Overlap) -> str:
+def _waiting_side(overlap: Overlap) -> str:
     for side, share in (
         ("the trainer waits", overlap.trainer_idle_fraction),
         ("engines wait", overlap.generator_idle_fraction),

@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.schema import ClusterConfig, Config, PlanConfig, RolloutConfig, TrainerConfig
-from mcore_rl.planner.asynchronous.sides import Sides
+from mcore_rl.planner.asynchronous.times import StepTimes
 from mcore_rl.planner.batches import batch_arithmetic
 from mcore_rl.planner.engine import GIB, EngineRank
 from mcore_rl.planner.flops import StepFlops
@@ -34,8 +34,8 @@ def config_of(**rollout: Any) -> Config:
     )
 
 
-def sides_of(config: Config, *, flops: StepFlops = FLOPS, engine: EngineRank = ENGINE) -> Sides:
-    return Sides(config, flops, batch_arithmetic(config, LAYOUT), engine)
+def sides_of(config: Config, *, flops: StepFlops = FLOPS, engine: EngineRank = ENGINE) -> StepTimes:
+    return StepTimes(config, flops, batch_arithmetic(config, LAYOUT), engine)
 
 
 def sync_of(seconds: float | None, crossing: int = 1) -> WeightSync:

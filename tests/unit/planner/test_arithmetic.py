@@ -69,7 +69,9 @@ def test_flop_of_a_token(deepseek: Config) -> None:
     assert forward_flops(arguments, size, 0, 1.0) == pytest.approx(2 * (size.active - embedding))
     attention = forward_flops(arguments, size, 1000, 1.0) - forward_flops(arguments, size, 0, 1.0)
     assert attention == 61 * 128 * 2 * (192 + 128) * 500
-    flops = step_flops(deepseek, arguments, size, batch_arithmetic(deepseek, ON_512))
+    flops = step_flops(
+        deepseek.actor, deepseek.trainer.update_epochs, arguments, size, batch_arithmetic(deepseek, ON_512)
+    )
     # Full recomputation: four forward passes; the first of eight updates needs no annotation.
     assert flops.update == pytest.approx(4 * flops.generate)
     assert flops.logp == pytest.approx(7 / 8 * flops.generate)

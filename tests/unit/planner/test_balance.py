@@ -10,9 +10,9 @@ import pytest
 from mcore_rl.config import num_trainer_ranks
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.planner.asynchronous.balance import Split, balanced, room_for_engines, splits
+from mcore_rl.planner.asynchronous.balance import GpuSplit, balanced, room_for_engines, splits
 from mcore_rl.planner.asynchronous.overlap import overlap_of
-from mcore_rl.planner.asynchronous.sides import Sides
+from mcore_rl.planner.asynchronous.times import StepTimes
 from mcore_rl.planner.engine import EngineRank
 from mcore_rl.planner.flops import StepFlops
 from mcore_rl.resolved.placement import place
@@ -40,26 +40,26 @@ def test_as_many_engines_as_a_run_places(tp: int) -> None:
         if own_nodes >= nodes or num_ranks > (nodes - own_nodes) * slots or (tp > slots and (nodes == 1 or tp % slots)):
             continue
         config = cluster_of(nodes, slots, tp=tp, num_ranks=num_ranks, own_nodes=own_nodes)
-        room = room_for_engines(config, num_ranks, own_nodes)
+        room = room_for_engines(config.cluster, config.rollout.tp, num_ranks, own_nodes)
         assert room == 0 or can_be_placed(config, room), (slots, nodes, own_nodes, num_ranks)
         assert not can_be_placed(config, room + 1), (slots, nodes, own_nodes, num_ranks)
 
 
 def test_slots_that_ranks_leave() -> None:
     config, layout = cluster_of(1, 8, tp=2, num_ranks=4), TrainLayout(4, ep=2)
-    assert list(splits(config, layout)) == [Split(2, 3), Split(4, 2), Split(6, 1)]
+    assert list(splits(config, layout)) == [GpuSplit(2, 3), GpuSplit(4, 2), GpuSplit(6, 1)]
 
 
 def test_whole_nodes_and_what_the_layout_divides() -> None:
     config, layout = cluster_of(5, 8, tp=4, own_nodes=1), TrainLayout(24, tp=4, pp=3)
     # 32 and 16 slots hold 24 and 12 ranks; two nodes leave as many ranks as there are slots.
-    assert list(splits(config, layout)) == [Split(24, 2, 1), Split(24, 4, 2), Split(12, 6, 3)]
-    assert Split(24, 4, 2).overrides(config) == ("rollout.nodes=2", "rollout.num_engines=4")
-    assert Split(12, 6, 3).overrides(config) == ("rollout.nodes=3", "rollout.num_engines=6", "actor.num_ranks=12")
+    assert list(splits(config, layout)) == [GpuSplit(24, 2, 1), GpuSplit(24, 4, 2), GpuSplit(12, 6, 3)]
+    assert GpuSplit(24, 4, 2).overrides(config) == ("rollout.nodes=2", "rollout.num_engines=4")
+    assert GpuSplit(12, 6, 3).overrides(config) == ("rollout.nodes=3", "rollout.num_engines=6", "actor.num_ranks=12")
     config.actor.num_ranks = 12
-    assert Split(12, 2, 1).overrides(config) == ()
-    assert Split(24, 2, 1).overrides(config) == ("actor.num_ranks=24",)
-    assert "actor.num_ranks=24" in Split(24, 4, 2).overrides(config)  # all slots, of which 12 were used
+    assert GpuSplit(12, 2, 1).overrides(config) == ()
+    assert GpuSplit(24, 2, 1).overrides(config) == ("actor.num_ranks=24",)
+    assert "actor.num_ranks=24" in GpuSplit(24, 4, 2).overrides(config)  # all slots, of which 12 were used
 
 
 def test_experts_divide_the_ranks_as_well_and_every_rank_has_a_response() -> None:
@@ -69,8 +69,8 @@ def test_experts_divide_the_ranks_as_well_and_every_rank_has_a_response() -> Non
     assert [split.num_ranks for split in splits(config, TrainLayout(2, tp=2))] == [2, 4]
 
 
-def work(config: Config, *, generate: float, train: float) -> Sides:
-    """Sides that take so many seconds on one GPU, whatever is in flight: prompts and updates, no decoding."""
+def work(config: Config, *, generate: float, train: float) -> StepTimes:
+    """StepTimes that take so many seconds on one GPU, whatever is in flight: prompts and updates, no decoding."""
     batch = sides_of(config).batch
     prompts = generate * 0.5e12 * batch.mean_tokens / batch.mean_prompt
     return replace(
@@ -83,7 +83,7 @@ def test_both_sides_take_as_long(own_nodes: int) -> None:
     config = cluster_of(8, 8, tp=8, own_nodes=own_nodes)
     config.rollout.num_engines = own_nodes
     sides, layout = work(config, generate=160, train=480), TrainLayout(num_trainer_ranks(config), tp=2)
-    assert balanced(sides, layout) == Split(48, 2, 2)
+    assert balanced(sides, layout) == GpuSplit(48, 2, 2)
     found = overlap_of(sides, layout, sync_of(1.0))
     assert found is not None
     assert found.balance is not None
@@ -97,7 +97,7 @@ def test_both_sides_take_as_long(own_nodes: int) -> None:
 
 def test_a_split_that_no_other_beats_stays() -> None:
     config = cluster_of(1, 4, tp=1, num_ranks=2)
-    assert balanced(work(config, generate=10, train=10), TrainLayout(2)) == Split(2, 2)
+    assert balanced(work(config, generate=10, train=10), TrainLayout(2)) == GpuSplit(2, 2)
     # On a CPU engines need no slots: more than the cluster has.
     config.rollout.num_engines, config.actor.num_ranks = 4, 4
-    assert balanced(work(config, generate=10, train=10), TrainLayout(4)) == Split(4, 4)
+    assert balanced(work(config, generate=10, train=10), TrainLayout(4)) == GpuSplit(4, 4)

@@ -45,12 +45,12 @@ def test_a_full_cache_decodes_fewer() -> None:
     # Two sequences of full length are four of mean length.
     sides = sides_of(config_of(max_concurrent_requests=100), engine=replace(ENGINE, sequences=2.0))
     assert sides.running_requests(2) == 8
-    assert sides.groups_under_way(2) == 16  # the others wait in the engines: two steps' groups are all there are
+    assert sides.groups_in_flight(2) == 16  # the others wait in the engines: two steps' groups are all there are
 
 
 def test_what_engines_take_when_all_ends_is_a_synchronous_step() -> None:
     sides = sides_of(config_of(swap="finish"))
-    synchronous = step_seconds(sides.config, FLOPS, sides.batch, ENGINE, LAYOUT.world_size)
+    synchronous = step_seconds(sides.config.plan, sides.config.rollout, FLOPS, sides.batch, ENGINE, LAYOUT.world_size)
     assert sides.generate_seconds(2) == synchronous.generate
 
 

@@ -1,4 +1,4 @@
-"""Who holds a GPU in each phase, worked out by hand: a policy, its engine, and the models beside it."""
+"""GPU memory by phase, calculated by hand: a policy, its engine and colocated models."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import pytest
 from mcore_rl.config.models import ActorConfig, OffloadConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import StageActivations
+from mcore_rl.planner.colocated import ColocatedModels, ColocatedRank, ColocatedRanks
 from mcore_rl.planner.engine import ASLEEP_BYTES, EngineRank
 from mcore_rl.planner.phases import Phases, rank_phases
-from mcore_rl.planner.roles import Beside, RoleRank, Roles
 from mcore_rl.planner.state import RankState
-from mcore_rl.planner.sync import gpu_window_bytes
+from mcore_rl.planner.sync import staging_bytes
 from mcore_rl.planner.verdict import _remedy
 from model_converters.mapping.layout import TrainLayout
 
 STATE = RankState(10, weights_bytes=20, gradients_bytes=40, optimizer_bytes=120)
 ACTIVATIONS = StageActivations({"all": 300.0}, forward_only_bytes=50.0)
 ENGINE = EngineRank(1000, 200, 4000, 1, 10.0)
-CRITIC = RoleRank(resident=7, working=700, host_bytes=70)
-REWARD = RoleRank(resident=3, working=30, host_bytes=33)
+CRITIC = ColocatedRank(resident=7, working=700, host_bytes=70)
+REWARD = ColocatedRank(resident=3, working=30, host_bytes=33)
 
 
-def phases(beside: Beside, *, offloaded: bool = False, shared: bool = True) -> Phases:
+def phases(models: ColocatedModels, *, offloaded: bool = False, shared: bool = True) -> Phases:
     actor = ActorConfig(offload=OffloadConfig(params=offloaded, grads=offloaded, optimizer=offloaded))
-    return rank_phases(Config(actor=actor), STATE, ACTIVATIONS, ENGINE, shared=shared, beside=beside)
+    return rank_phases(actor.offload, STATE, ACTIVATIONS, ENGINE, shared=shared, models=models)
 
 
 def test_a_policy_alone() -> None:
-    alone = phases(Beside())
+    alone = phases(ColocatedModels())
     assert alone.by_name == {
         "generate": 180 + 5200,
         "logp": 180 + 50 + ASLEEP_BYTES,
@@ -40,7 +40,9 @@ def test_a_policy_alone() -> None:
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_other_models_are_there_all_the_time_and_work_in_their_phases(offloaded: bool) -> None:
-    alone, found = (phases(beside, offloaded=offloaded) for beside in (Beside(), Beside(CRITIC, REWARD)))
+    alone, found = (
+        phases(models, offloaded=offloaded) for models in (ColocatedModels(), ColocatedModels(CRITIC, REWARD))
+    )
     for name in ("generate", "logp", "update", "sync"):
         assert found.by_name[name] == alone.by_name[name] + 7 + 3
     kept = 0 if offloaded else 160
@@ -52,16 +54,16 @@ def test_other_models_are_there_all_the_time_and_work_in_their_phases(offloaded:
 
 
 def test_a_judge_and_a_reward_model_score_one_after_the_other() -> None:
-    judge = RoleRank(resident=1, working=400, host_bytes=50)
-    both = phases(Beside(CRITIC, REWARD, judge))
+    judge = ColocatedRank(resident=1, working=400, host_bytes=50)
+    both = phases(ColocatedModels(CRITIC, REWARD, judge))
     assert both.score == 180 + ASLEEP_BYTES + 400 + 7 + 3
-    assert both.update == phases(Beside(CRITIC, REWARD)).update + 1
-    assert phases(Beside(judge=judge)).score == 180 + ASLEEP_BYTES + 400
+    assert both.update == phases(ColocatedModels(CRITIC, REWARD)).update + 1
+    assert phases(ColocatedModels(judge=judge)).score == 180 + ASLEEP_BYTES + 400
 
 
 @pytest.mark.parametrize(("leaves", "elsewhere", "host"), [(True, 0, 20), (False, 20, 0)])
 def test_a_reference_is_a_second_set_of_weights(leaves: bool, elsewhere: int, host: int) -> None:
-    alone, found = phases(Beside()), phases(Beside(reference=True, reference_leaves=leaves))
+    alone, found = phases(ColocatedModels()), phases(ColocatedModels(reference=True, reference_leaves=leaves))
     assert found.logp == alone.logp + 20
     assert found.host_bytes == host
     for name in ("generate", "update", "sync"):
@@ -69,25 +71,25 @@ def test_a_reference_is_a_second_set_of_weights(leaves: bool, elsewhere: int, ho
 
 
 def test_a_model_of_fewer_ranks_is_beside_the_first() -> None:
-    roles = Roles(critic=(CRITIC, RoleRank(1, 2, 3)), reward_model=(REWARD,))
-    assert [roles.at(rank).critic for rank in range(3)] == [CRITIC, RoleRank(1, 2, 3), None]
+    roles = ColocatedRanks(critic=(CRITIC, ColocatedRank(1, 2, 3)), reward_model=(REWARD,))
+    assert [roles.at(rank).critic for rank in range(3)] == [CRITIC, ColocatedRank(1, 2, 3), None]
     assert [roles.at(rank).reward_model for rank in range(2)] == [REWARD, None]
-    assert roles.widest == Beside(CRITIC, REWARD)
-    everywhere = Beside(judge=REWARD, reference=True)
-    assert Roles(everywhere=everywhere).at(5) == everywhere
+    assert roles.widest == ColocatedModels(CRITIC, REWARD)
+    everywhere = ColocatedModels(judge=REWARD, reference=True)
+    assert ColocatedRanks(everywhere=everywhere).at(5) == everywhere
 
 
 def test_what_to_set_names_the_role() -> None:
     config, layout = Config(), TrainLayout(1)
-    found = phases(Beside(CRITIC, REWARD))
+    found = phases(ColocatedModels(CRITIC, REWARD))
     assert _remedy(config, layout, "critic", found).startswith("set critic.recompute=full, or actor.offload.optimizer")
     assert "critic.offload.params=true" in _remedy(config, layout, "generate", found)
-    assert "critic.offload" not in _remedy(config, layout, "generate", phases(Beside()))
+    assert "critic.offload" not in _remedy(config, layout, "generate", phases(ColocatedModels()))
     assert "reward_model.parallel" in _remedy(config, layout, "score", found)
 
 
 def test_windows_of_weight_syncs_are_there_in_every_phase() -> None:
-    alone, found = phases(Beside()), phases(Beside(windows=9))
+    alone, found = phases(ColocatedModels()), phases(ColocatedModels(staging=9))
     assert {name: found.by_name[name] - size for name, size in alone.by_name.items()} == dict.fromkeys(alone.by_name, 9)
 
 
@@ -105,5 +107,5 @@ def test_windows_on_a_gpu(transport: str, placement: str, ranks: int, slots: int
     config = Config()
     config.cluster.nodes, config.cluster.gpus_per_node, config.cluster.placement = 2, 8, placement
     config.actor.num_ranks, config.weights.transport, config.weights.bucket_mib = ranks, transport, 64.0
-    assert gpu_window_bytes(config, cuda=True) == slots * 64 * 2**20
-    assert gpu_window_bytes(config, cuda=False) == 0
+    assert staging_bytes(config, cuda=True) == slots * 64 * 2**20
+    assert staging_bytes(config, cuda=False) == 0

@@ -7,12 +7,12 @@ import torch
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.megatron.optim.host_optimizer import PIECE_ELEMENTS
-from mcore_rl.planner.state import HeldParameter, Numerics, lay_out, stage_state
+from mcore_rl.planner.state import Numerics, StageParameter, lay_out, stage_state
 from model_converters.mapping.layout import TrainLayout
 
 
 def test_parameters_start_aligned_and_the_buffer_ends_so() -> None:
-    buffer = lay_out([HeldParameter(100), HeldParameter(65)], 3, None, aligned=True)
+    buffer = lay_out([StageParameter(100), StageParameter(65)], 3, None, aligned=True)
     # The last parameter comes first; 128 + 100 rounds up to a multiple of lcm(3, 128).
     assert buffer.starts.tolist() == [0, 128]
     assert buffer.ends.tolist() == [65, 228]
@@ -21,7 +21,7 @@ def test_parameters_start_aligned_and_the_buffer_ends_so() -> None:
 
 def test_every_element_has_one_owner() -> None:
     generator = np.random.default_rng(0)
-    held = [HeldParameter(int(size)) for size in generator.integers(1, 900, 40)]
+    held = [StageParameter(int(size)) for size in generator.integers(1, 900, 40)]
     for bucket in (None, 2_000):
         buffer = lay_out(held, 6, bucket, aligned=True)
         elements, parameters, largest = buffer.owned(6)
@@ -34,13 +34,13 @@ def test_every_element_has_one_owner() -> None:
 
 
 def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
-    held = [HeldParameter(500, own_bucket=True), HeldParameter(100)]
+    held = [StageParameter(500, own_bucket=True), StageParameter(100)]
     assert len(lay_out(held, 2, None, aligned=True).buckets) == 2
     assert len(lay_out(held, 2, None, aligned=False).buckets) == 1
 
 
 def test_bytes_with_and_without_the_distributed_optimizer() -> None:
-    chunk = [HeldParameter(1024), HeldParameter(512, expert=True)]
+    chunk = [StageParameter(1024), StageParameter(512, expert=True)]
     layout = TrainLayout(4, ep=2)
     actor = ActorConfig()
     numerics = Numerics.of(actor, torch.bfloat16, fused_optimizer=True)
@@ -56,7 +56,7 @@ def test_an_optimizer_on_the_host_leaves_six_bytes_per_parameter() -> None:
     actor = ActorConfig()
     actor.optimizer.cpu_offload = True
     numerics = Numerics.of(actor, torch.bfloat16, fused_optimizer=True)
-    (state,) = stage_state([[HeldParameter(1024)]], TrainLayout(1), 0, numerics)
+    (state,) = stage_state([[StageParameter(1024)]], TrainLayout(1), 0, numerics)
     assert (state.total_bytes, state.host_bytes) == (6 * 1024, 12 * 1024)
     # A piece, however little there is of it.
     assert state.piece_bytes == 12 * PIECE_ELEMENTS

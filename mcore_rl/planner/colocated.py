@@ -1,0 +1,217 @@
+"""GPU memory of the models that share GPUs with the policy: critic, reference, reward model and judge.
+
+The ranks of critic and reward model are processes of their own; rank i runs on the GPU of trainer rank i. Each loads
+its state for a call and moves the parts named in its `offload` section to host memory afterwards. Their parameters come
+from Megatron's own model, like the policy's (stages.py). A value head saves its float32 input for the backward pass.
+
+A judge is an engine that sleeps except while it scores. It is counted on every GPU even if it runs only on some.
+
+The reference has the policy's layout and parameters and runs in the same process; in a LoRA run it is the policy
+without its adapters. On CPU every process has its own memory, so no memory is shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mcore_rl.algorithms import advantage_options, estimator
+from mcore_rl.config import Config, num_critic_ranks, num_reward_model_ranks, validate_critic, validate_reward_model
+from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.models import OffloadConfig
+from mcore_rl.config.roles import EngineRole, ModelRole
+from mcore_rl.config.rules.judge import has_judge_engines, validate_judge
+from mcore_rl.config.rules.lora import base_is_reference
+from mcore_rl.config.rules.reference import uses_reference
+from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.model.model import DTYPES
+from mcore_rl.megatron.model.value_model import ValueModel
+from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
+from mcore_rl.planner.batches import num_microbatches
+from mcore_rl.planner.engine import ASLEEP_BYTES, engine_rank, longest_sequence
+from mcore_rl.planner.model_size import bound_rows
+from mcore_rl.planner.stages import stage_parameters
+from mcore_rl.planner.state import Numerics, RankState, stage_state
+from mcore_rl.planner.sync import staging_bytes
+from mcore_rl.resolved.engine_model import check_engine_model
+from mcore_rl.resolved.installed import planned_machine
+from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.resolved.model import ModelSpec, policy_config
+from mcore_rl.resolved.recompute import recomputed_modules
+
+
+@dataclass(frozen=True)
+class ColocatedRank:
+    """GPU bytes of one rank of another model: between its calls (`resident`) and at most during a call (`working`).
+
+    `host_bytes` is its host memory between calls.
+    """
+
+    resident: int
+    working: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class ColocatedModels:
+    """Memory of everything else on the GPU of one trainer rank.
+
+    `reference` adds a second copy of the policy's weights; with `reference_leaves` it is in host memory except during
+    its own forward pass. `staging` is the staging buffer of weight syncs.
+    """
+
+    critic: ColocatedRank | None = None
+    reward_model: ColocatedRank | None = None
+    judge: ColocatedRank | None = None
+    reference: bool = False
+    reference_leaves: bool = True
+    staging: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes on the GPU in every phase."""
+        return self.staging + sum(rank.resident for rank in self._ranks)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(rank.host_bytes for rank in self._ranks)
+
+    @property
+    def _ranks(self) -> list[ColocatedRank]:
+        return [rank for rank in (self.critic, self.reward_model, self.judge) if rank is not None]
+
+
+ALONE = ColocatedModels()
+
+
+@dataclass(frozen=True)
+class ColocatedRanks:
+    """All ranks of critic and reward model, in rank order. A tuple is empty without such a model, and on CPU.
+
+    `everywhere` holds what every trainer rank's GPU has.
+    """
+
+    critic: tuple[ColocatedRank, ...] = ()
+    reward_model: tuple[ColocatedRank, ...] = ()
+    everywhere: ColocatedModels = ALONE
+
+    def at(self, rank: int) -> ColocatedModels:
+        """Return the models on the GPU of trainer rank `rank`."""
+        critic, model = (ranks[rank] if rank < len(ranks) else None for ranks in (self.critic, self.reward_model))
+        return replace(self.everywhere, critic=critic, reward_model=model)
+
+    @property
+    def widest(self) -> ColocatedModels:
+        """The fullest rank of each model: an upper bound for every GPU."""
+        critic, model = (
+            max(ranks, key=lambda rank: rank.working, default=None) for ranks in (self.critic, self.reward_model)
+        )
+        return replace(self.everywhere, critic=critic, reward_model=model)
+
+
+def colocated_ranks(config: Config, *, cuda: bool) -> ColocatedRanks:
+    """Compute the memory of the run's other models, after the checks that a run makes.
+
+    Raises: ConfigError naming the role's own keys.
+    """
+    critic: tuple[ColocatedRank, ...] = ()
+    model: tuple[ColocatedRank, ...] = ()
+    if estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).needs.critic:
+        validate_critic(config)
+        critic = value_model_ranks(config, ModelRole.critic(config), num_critic_ranks(config), trained=True, cuda=cuda)
+    if uses_reward_model(config):
+        validate_reward_model(config)
+        role, ranks = ModelRole.reward_model(config), num_reward_model_ranks(config)
+        model = value_model_ranks(config, role, ranks, trained=False, cuda=cuda)
+    judge = judge_rank(config, cuda=cuda) if has_judge_engines(config) else None
+    reference = uses_reference(config) and not base_is_reference(config)
+    staging = 0 if is_supervised(config.algorithm) else staging_bytes(config, cuda=cuda)
+    everywhere = ColocatedModels(None, None, judge if cuda else None, reference, config.reference.offload, staging)
+    return ColocatedRanks(critic, model, everywhere) if cuda else ColocatedRanks(everywhere=everywhere)
+
+
+def judge_rank(config: Config, *, cuda: bool) -> ColocatedRank:
+    """Compute the memory of a judge's engine rank, asleep and at work.
+
+    Raises: ConfigError for a judge that cannot run, or without memory for one question.
+    """
+    validate_judge(config)
+    role = EngineRole.judge(config)
+    hf_config, _ = policy_config(ModelRole.judge(config))
+    check_engine_model(role, config.algorithm, hf_config)
+    dtype, key = DTYPES[role.model.dtype], role.checkpoint
+    engine = engine_rank(
+        role.section,
+        config.cluster,
+        bound_rows(hf_config, dtype, key),
+        model_arguments(hf_config, key),
+        element_bytes=dtype.itemsize,
+        cuda=cuda,
+    )
+    if engine.sequences < 1:
+        raise ConfigError(
+            f"judge.gpu_memory_fraction={config.judge.gpu_memory_fraction:g} (judge.kv_cache_gib on CPU) leaves no "
+            "room for one question and its answer; raise it, or judge.tp"
+        )
+    return ColocatedRank(resident=ASLEEP_BYTES, working=engine.total_bytes, host_bytes=engine.weights_bytes)
+
+
+def value_model_ranks(
+    config: Config, role: ModelRole, num_ranks: int, *, trained: bool, cuda: bool
+) -> tuple[ColocatedRank, ...]:
+    """Compute the memory of every rank of a critic (`trained`) or a reward model.
+
+    Raises: ConfigError.
+    """
+    spec = ModelSpec.value_model(role, num_ranks)
+    implementation = spec.implementation(role, config.cluster.gpus_per_node, planned_machine(cuda=cuda))
+    modules = recomputed_modules(role.section, spec.arguments, implementation)
+    section = replace(role.section, recompute_modules=modules)
+    layout, dtype = spec.layout, DTYPES[config.model.dtype]
+    numerics = Numerics.of(section, dtype, fused_optimizer=cuda)
+    longest = longest_sequence(config.rollout)
+    run = Execution.of(
+        section,
+        config.plan,
+        layout,
+        longest=longest,
+        element_bytes=dtype.itemsize,
+        fused=implementation.transformer_engine,
+    )
+    responses = config.trainer.prompts_per_update * config.rollout.samples_per_prompt
+    microbatches = num_microbatches(responses, section.tokens_per_microbatch, layout, longest)
+    ranks: list[ColocatedRank] = []
+    for stage in range(layout.pp):
+        chunks = stage_parameters(spec.hf_config, layout, stage, kind=ValueModel, names=role)
+        activations = stage_activations(
+            spec.arguments,
+            stage,
+            run,
+            section=section,
+            microbatches=microbatches,
+            largest_weight_elements=max(parameter.elements for chunk in chunks for parameter in chunk),
+            predicts_tokens=False,
+        )
+        states, offload = stage_state(chunks, layout, stage, numerics), section.offload
+        if trained:
+            ranks += [_trained(offload, state, activations) for state in states]
+        else:
+            ranks += [_frozen(offload, state.parameters * dtype.itemsize, activations) for state in states]
+    return tuple(ranks)
+
+
+def _trained(offload: OffloadConfig, state: RankState, activations: StageActivations) -> ColocatedRank:
+    return ColocatedRank(
+        resident=state.resident_bytes(offload),
+        working=state.total_bytes + max(int(activations.total_bytes), state.piece_bytes),
+        host_bytes=state.offloaded_bytes(offload),
+    )
+
+
+def _frozen(offload: OffloadConfig, weights_bytes: int, activations: StageActivations) -> ColocatedRank:
+    """Memory of a model without gradients. Its weights are outside Megatron's buffers, so they have no padding."""
+    return ColocatedRank(
+        resident=0 if offload.params else weights_bytes,
+        working=weights_bytes + int(activations.forward_only_bytes),
+        host_bytes=weights_bytes if offload.params else 0,
+    )
