@@ -78,7 +78,7 @@ def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
     from mcore_rl.preparation.preflight import check_exports, check_run
 
     check_run(config)
-    check_exports(config)
+    check_exports(config.trainer)
     from mcore_rl.preparation.run_lock import run_lock
     from mcore_rl.runtime.isolation.choice import isolate
     from mcore_rl.runtime.stops import STOPS
@@ -169,7 +169,7 @@ def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take
     prepared = prepare(config)
     if prepared.targets is not None:
         raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
-    directory = open_run_dir(config)
+    directory = open_run_dir(config.run)
     take_lock()
     check_newest(Path(config.run.dir))
     (directory / "rollouts").mkdir(exist_ok=True)

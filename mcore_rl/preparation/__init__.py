@@ -1,1 +1,1 @@
-"""What can be refused before a process starts, and the inputs that passed."""
+"""Checks of a run before its processes start."""

@@ -1,4 +1,4 @@
-"""Episodes, their tools and the chat template that renders them, tried before a run begins."""
+"""Trial of episodes, their tools and the chat template before a run starts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def check_episode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[dict[str, Any]], list[str]]:
-    """The schemas of the tools that prompts show, and what is to be told of how turns are rendered.
+    """Load the episode and its tools. Return the tool schemas for prompts, and notes about the rendering of turns.
 
-    Raises: ConfigError for an episode, a tool, a parser or a chat template that cannot be used.
+    Raises: ConfigError for an episode, tool, parser or chat template that cannot be used.
     """
     rollout = config.rollout
     if not has_turns(rollout):
@@ -28,9 +28,9 @@ def check_episode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     load_episode(rollout)
     schemas = check_tools(config)
     stop_ids = eos_token_ids(tokenizer, config.model.hf_path)
-    examine = partial(conversation_of, config, tokenizer, schemas, stop_ids)
-    try_out(examine, "model.tokenizer_path")
-    _, facts = examine()
+    load = partial(conversation_of, config, tokenizer, schemas, stop_ids)
+    try_out(load, "model.tokenizer_path")
+    _, facts = load()
     notes = []
     if schemas:
         ToolCallParser(rollout.tool_parser, str(tokenizer.chat_template), schemas)

@@ -1,4 +1,4 @@
-"""What can be refused of the models of a run before they are built; of weights the headers are read."""
+"""Checks of the models of a run before they are built. Of weights, only the headers are read."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mcore_rl.config import (
     num_reward_model_ranks,
     validate_critic,
 )
+from mcore_rl.config.models import LoraConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.rules.judge import has_judge_engines, server_key, template_text, uses_judge
@@ -55,7 +56,7 @@ def check_implementation(role: ModelRole, cluster: ClusterConfig, spec: ModelSpe
 
 
 def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
-    """What can be refused of a critic before it is built."""
+    """Check the critic and return its layout. `actor` is the layout of the policy."""
     validate_critic(config)
     role = ModelRole.critic(config)
     spec = ModelSpec.value_model(role, num_critic_ranks(config))
@@ -70,7 +71,7 @@ def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
 
 
 def reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
-    """What can be refused of a reward model before it is built; of its weights the headers are read."""
+    """Check the reward model and the headers of its weights, and return its layout."""
     section = config.reward_model
     if not needs.advantages:
         raise ConfigError(
@@ -124,19 +125,21 @@ def check_weights(role: ModelRole) -> int:
         raise ConfigError(f"{role.checkpoint}={directory}: {' '.join(str(error).split())}") from None
 
 
-def check_adapters(config: Config, hf_config: dict[str, Any]) -> int:
-    """Number of parameters of the adapters, and whether those to start from fit."""
-    lora = config.actor.lora
+def check_adapters(lora: LoraConfig, hf_config: dict[str, Any], *, exports: bool) -> int:
+    """Check the LoRA adapters and return the number of their parameters.
+
+    Adapters to start from must fit the model. With `exports`, PEFT must have names for all of them.
+    """
     bound = bound_adapters(lora, hf_config, torch.float32)
     if lora.path is not None:
         check_adapter(lora, hf_config)
-    if config.trainer.export_adapter is not None:
+    if exports:
         check_peft_names(lora, hf_config)
     return sum(math.prod(shape) for row in bound for shape in row.row.shapes)
 
 
 def check_reference(config: Config, hf_config: dict[str, Any], needs: Needs) -> None:
-    """What can be refused of a reference before it is built."""
+    """Check the reference of a KL term before it is built. `hf_config` is the policy's."""
     if not needs.advantages:
         raise ConfigError(
             f"algorithm.policy_loss.name={config.algorithm.policy_loss.name} is supervised and has no reference; set "
@@ -155,7 +158,7 @@ def check_reference(config: Config, hf_config: dict[str, Any], needs: Needs) -> 
 
 
 def check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> None:
-    """What can be refused of a judge, if there is one, before its engines start."""
+    """Check the judge, if the run has one, before its engines start."""
     if not uses_judge(config):
         return
     if not needs.advantages:

@@ -1,5 +1,8 @@
-"""What can be refused of a run in its first second: nothing here imports torch, transformers, Megatron, an engine or
-Ray, which takes longer than all of these checks. `preparation` has those that need them. Only cli and verbs use it."""
+"""Checks of the first second of a run, used by cli and verbs only.
+
+Nothing here imports torch, transformers, Megatron, an engine or Ray: each of these imports takes longer than all checks
+of this module. `prepare` has the checks that need them.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mcore_rl.config import Config, read_hf_config, validate, validate_reward_model
-from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import make_paths_absolute
 from mcore_rl.config.rules.available import cannot_run, missing_engine, missing_nixl
 from mcore_rl.config.rules.judge import server_key, template_text, uses_judge, validate_judge
 from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig, TrainerConfig
 from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.placement import place
 
 DEVICES = Path("/dev")
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd", "nvhost-gpu")
-"""What drivers make of a GPU: NVIDIA's, that of Windows' Linux, AMD's, and that of NVIDIA's boards."""
+"""Device files of GPU drivers: NVIDIA, WSL, AMD, NVIDIA Jetson."""
 
 
 def check_run(config: Config) -> None:
-    """Checks everything that a run on this machine needs and that is known at once, and makes paths absolute: other
-    processes need not run in this one's directory, nor read the file of a judge's template.
+    """Check the configuration and this machine, make paths absolute, and read the judge's template.
 
-    Raises: ConfigError, DataError for the first thing that cannot work.
+    Other processes may have another working directory and no access to the template's file.
+
+    Raises: ConfigError, DataError for the first setting that cannot work.
     """
     validate(config)
     validate_judge(config)
@@ -36,77 +41,84 @@ def check_run(config: Config) -> None:
         if problem is not None:
             raise ConfigError(problem)
     server_key(config.judge)
-    _check_cluster(config)
-    _check_device(config)
+    _check_cluster(config.cluster)
+    _check_device(config.cluster)
     place(
         config,
         on_gpus=config.cluster.device == "cuda",
         num_engines=0 if is_supervised(config.algorithm) else config.rollout.num_engines,
     )
-    _check_data(config)
+    _check_data(config.data, config.algorithm)
     make_paths_absolute(config)
     if uses_judge(config):
         config.judge.template = template_text(config.judge)
 
 
 def missing_files(config: Config) -> list[str]:
-    """What a run would not find of its files, were it here."""
+    """Return one message for each group of the run's files that is missing on this machine."""
     messages = []
-    for check in (_check_data, _check_model, validate_judge):
+    checks = (
+        lambda: _check_data(config.data, config.algorithm),
+        lambda: _check_model(config.model),
+        lambda: validate_judge(config),
+    )
+    for check in checks:
         try:
-            check(config)
+            check()
         except ConfigError as error:
             messages.append(str(error))
     return messages
 
 
 def has_gpu(devices: Path = DEVICES) -> bool:
-    """Whether a driver offers a GPU; asked of its device files, as no library is needed for them."""
+    """Return True if a driver offers a GPU. Device files are read because this needs no library."""
     return any(any(devices.glob(pattern)) for pattern in GPU_FILES)
 
 
-def _check_cluster(config: Config) -> None:
-    if config.cluster.nodes > 1 and config.cluster.address is None:
+def _check_cluster(cluster: ClusterConfig) -> None:
+    if cluster.nodes > 1 and cluster.address is None:
         raise ConfigError(
-            f"cluster.address must name the Ray cluster that offers cluster.nodes={config.cluster.nodes} nodes (a job "
+            f"cluster.address must name the Ray cluster that offers cluster.nodes={cluster.nodes} nodes (a job "
             "of `mcore-rl slurm` sets it by itself); on one machine set cluster.nodes=1 and more cluster.gpus_per_node"
         )
 
 
-def _check_device(config: Config) -> None:
-    """Of a cluster that is joined other machines have the GPUs."""
-    if config.cluster.device == "cuda" and config.cluster.address is None and not has_gpu():
+def _check_device(cluster: ClusterConfig) -> None:
+    """Require a GPU on this machine, unless the run joins a cluster, where other machines may have the GPUs."""
+    if cluster.device == "cuda" and cluster.address is None and not has_gpu():
         raise ConfigError(
             "cluster.device=cuda, but this machine has no GPU (there is no /dev/nvidia0); set cluster.device=cpu, or "
             "cluster.address to a Ray cluster that has GPUs"
         )
 
 
-def check_exports(config: Config) -> None:
-    """Raises: ConfigError where what a run is to leave exists already; one that is finished has left it."""
+def check_exports(trainer: TrainerConfig) -> None:
+    """Require that the export directories of an unfinished run do not exist.
+
+    Raises: ConfigError naming the key.
+    """
     for key in ("export_hf", "export_adapter"):
-        target = getattr(config.trainer, key)
+        target = getattr(trainer, key)
         if target is not None and Path(target).exists():
             raise ConfigError(f"trainer.{key}={target} exists already; remove it or name another directory")
 
 
-def _check_model(config: Config) -> None:
-    """Weights and tokenizer; what is in them is looked at when a run begins."""
-    model = Path(config.model.hf_path)
-    read_hf_config(config.model)
-    if not config.model.random_init and not any(model.glob("*.safetensors")):
-        raise ConfigError(f"model.hf_path={model}: no safetensors there; set it to a directory with the weights")
-    if config.model.tokenizer_path is not None and not Path(config.model.tokenizer_path).exists():
-        raise ConfigError(f"model.tokenizer_path={config.model.tokenizer_path} does not exist")
+def _check_model(model: ModelConfig) -> None:
+    """Require that files of weights and tokenizer exist. Their contents are checked when a run starts."""
+    directory = Path(model.hf_path)
+    read_hf_config(model)
+    if not model.random_init and not any(directory.glob("*.safetensors")):
+        raise ConfigError(f"model.hf_path={directory}: no safetensors there; set it to a directory with the weights")
+    if model.tokenizer_path is not None and not Path(model.tokenizer_path).exists():
+        raise ConfigError(f"model.tokenizer_path={model.tokenizer_path} does not exist")
 
 
-def _check_data(config: Config) -> None:
-    """Whether the files are there and of a known kind; rows are read only when they are asked for."""
-    data = config.data
+def _check_data(data: DataConfig, algorithm: AlgorithmConfig) -> None:
+    """Require that data files exist and have a known format. No rows are read."""
     find_files(data.train, "data.train")
     _check_set_names(data.val_sets)
     for key, names in data.validation.items():
-        if not is_supervised(config.algorithm):
+        if not is_supervised(algorithm):
             find_files(names, key)
     if data.weights and data.curriculum is not None:
         raise ConfigError(
@@ -117,7 +129,7 @@ def _check_data(config: Config) -> None:
 
 
 def _check_set_names(sets: Mapping[str, Sequence[str]] | None) -> None:
-    """Rejects names that cannot end the name of a metric."""
+    """Require names that can be the last part of a metric's name."""
     if sets is not None and not sets:
         raise ConfigError("data.val is an empty mapping; set it to {name: path}, to a path, or to null")
     for name in sets or ():

@@ -1,4 +1,4 @@
-"""Everything that can be refused before a process starts, after `preflight`, and the inputs that passed."""
+"""Checks before launch that need torch or the data, and the checked inputs of a run. `preflight` runs first."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
 from mcore_rl.algorithms.aggregation import check_mode
 from mcore_rl.algorithms.registry import configured_loss
 from mcore_rl.config import Config
+from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.defaults import settle_dtype, uses_cuda
 from mcore_rl.config.rules.episodes import has_turns
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.chat.limits import try_out
 from mcore_rl.data.columns import check_keys
 from mcore_rl.data.order.curriculum import Curriculum
@@ -53,13 +56,13 @@ from model_converters.mapping.layout import TrainLayout
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Of a checkpoint: a parameter, the float32 main copy of a bfloat16 one, and two float32 Adam moments.
 CHECKPOINT_BYTES_PER_PARAMETER = {"float32": 12, "bfloat16": 14}
+"""The parameter, the float32 main copy of a bfloat16 parameter, and two float32 Adam moments."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Checked inputs of a run: `prompts` for reinforcement learning, or `targets` for supervised training."""
+    """Checked inputs of a run: `prompts` for reinforcement learning, `targets` for supervised training."""
 
     layout: TrainLayout
     cost: SequenceCost
@@ -69,22 +72,23 @@ class Prepared:
     checkpoint_bytes: int
     estimator: Estimator
     critic: TrainLayout | None = None
-    """Of the critic, where the estimator needs one."""
+    """Layout of the critic, if the estimator needs one."""
     reward_model: TrainLayout | None = None
-    """Of the reward model, where responses are scored by one."""
+    """Layout of the reward model, if the run has one."""
     weights: RowWeights | None = None
-    """Of the rows that are drawn, where data.weights says any."""
+    """Sampling weights of the training rows, if data.weights is set."""
     curriculum: Curriculum | None = None
-    """What orders them, where data.curriculum names it."""
+    """Order of the training rows, if data.curriculum is set."""
     validation_parts: ValidationParts = field(default_factory=ValidationParts)
-    """Prompts of validation with metrics of their own."""
+    """Validation prompts that have a metric of their own."""
 
 
 def prepare(config: Config) -> Prepared:
-    """Checks what `preflight.check_run` had to leave, settles what this machine decides, and loads the data; writes
-    nothing.
+    """Run the checks that `preflight.check_run` leaves out, set defaults for this machine, and load the data.
 
-    Raises: ConfigError, DataError for the first thing that cannot work.
+    Writes no files.
+
+    Raises: ConfigError, DataError for the first setting or row that cannot work.
     """
     settle_dtype(config, cuda=uses_cuda(config.cluster))
     spec = ModelSpec.policy(config)
@@ -92,8 +96,12 @@ def prepare(config: Config) -> Prepared:
     check_engine_model(EngineRole.rollout(config), config.algorithm, hf_config)
     check_implementation(ModelRole.policy(config), config.cluster, spec)
     parameters = check_weights(ModelRole.policy(config))
-    actor_parameters = check_adapters(config, hf_config) if uses_lora(config.actor) else parameters
-    chosen, needs = _check_algorithm(config)
+    actor_parameters = parameters
+    if uses_lora(config.actor):
+        actor_parameters = check_adapters(
+            config.actor.lora, hf_config, exports=config.trainer.export_adapter is not None
+        )
+    chosen, needs = _check_algorithm(config.algorithm, config.trainer.critic_warmup_steps)
     critic = None
     if needs.advantages and chosen.needs.critic:
         critic = critic_layout(config, layout)
@@ -120,12 +128,13 @@ def prepare(config: Config) -> Prepared:
         check_keys(config.data, {"data.train": config.data.train})
         targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
         reports = [report]
-    drawn = prompts["train"] if targets is None else targets.prompts
-    weights, curriculum = _drawing(config, drawn, reports[0])
+    train = prompts["train"] if targets is None else targets.prompts
+    weights, curriculum = _row_order(config.data, train, reports[0], config.run.seed)
     check_judge(config, needs, prompts)
-    warnings = [*notes, *_try_rewards(config, prompts)]
+    warnings = [*notes, *_try_rewards(config.reward, prompts, multi_turn=has_turns(config.rollout))]
     trained = actor_parameters if critic is None else actor_parameters + parameters
-    checkpoint_bytes = _checkpoint_bytes(config, trained, parameters)
+    refreshed = parameters if uses_reference(config) and config.reference.refresh_every_steps else 0
+    checkpoint_bytes = _checkpoint_bytes(config.model.dtype, trained, refreshed)
     return Prepared(
         layout,
         sequence_cost(hf_config),
@@ -142,18 +151,15 @@ def prepare(config: Config) -> Prepared:
     )
 
 
-def _checkpoint_bytes(config: Config, trained: int, reference: int) -> int:
-    """Size of a checkpoint of `trained` parameters, and of a reference that moves during the run."""
-    size = trained * CHECKPOINT_BYTES_PER_PARAMETER[config.model.dtype]
-    if uses_reference(config) and config.reference.refresh_every_steps:
-        size += reference * (2 if config.model.dtype == "bfloat16" else 4)
-    return size
+def _checkpoint_bytes(dtype: str, trained: int, refreshed: int) -> int:
+    """Return the size of a checkpoint with `trained` parameters and a refreshed reference of `refreshed` parameters."""
+    return trained * CHECKPOINT_BYTES_PER_PARAMETER[dtype] + refreshed * (2 if dtype == "bfloat16" else 4)
 
 
 def _load_prompts(
     config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, PromptSet], list[LoadReport], ValidationParts]:
-    """Prompts of data.train, and of all sets of data.val together; they show the `tools`."""
+    """Load the prompts of data.train and, joined into one set, of data.val. Prompts show the `tools` to the model."""
     named = {"data.train": config.data.train, **config.data.validation}
     check_keys(config.data, named)
     loaded, reports = {}, []
@@ -176,16 +182,18 @@ def _load_prompts(
     prompts = {"train": loaded.pop("data.train")}
     if loaded:
         prompts["val"] = joined(list(loaded.values()))
-    sets = {key.removeprefix("data.val").removeprefix("."): each.data_sources for key, each in loaded.items()}
+    sets = {key.removeprefix("data.val").removeprefix("."): part.data_sources for key, part in loaded.items()}
     return prompts, reports, validation_parts(sets)
 
 
-def _drawing(config: Config, prompts: PromptSet, report: LoadReport) -> tuple[RowWeights | None, Curriculum | None]:
-    """What says how often rows are drawn; the curriculum is tried for the first epoch."""
-    weights = file_weights(config.data.weights, config.data.train)
-    if config.data.curriculum is None:
-        return None if weights is None else RowWeights(report.of_files, weights, config.run.seed), None
-    curriculum = Curriculum(config.data.curriculum, prompts, config.run.seed)
+def _row_order(
+    data: DataConfig, prompts: PromptSet, report: LoadReport, seed: int
+) -> tuple[RowWeights | None, Curriculum | None]:
+    """Build the sampling weights or the curriculum of the training rows. The curriculum's first epoch is tried."""
+    weights = file_weights(data.weights, data.train)
+    if data.curriculum is None:
+        return None if weights is None else RowWeights(report.of_files, weights, seed), None
+    curriculum = Curriculum(data.curriculum, prompts, seed)
     try:
         curriculum.order(0)
     except CurriculumError as error:
@@ -193,26 +201,23 @@ def _drawing(config: Config, prompts: PromptSet, report: LoadReport) -> tuple[Ro
     return None, curriculum
 
 
-def _check_algorithm(config: Config) -> tuple[Estimator, Needs]:
-    """Names and options that the registries refuse are refused here; the estimator, and what the loss needs."""
-    algorithm = config.algorithm
+def _check_algorithm(algorithm: AlgorithmConfig, critic_warmup_steps: int) -> tuple[Estimator, Needs]:
+    """Check names and options against the registries. Return the estimator and the needs of the loss."""
     chosen_estimator = estimator(algorithm.advantage, **advantage_options(algorithm))
-    if config.trainer.critic_warmup_steps and not chosen_estimator.needs.critic:
+    if critic_warmup_steps and not chosen_estimator.needs.critic:
         raise ConfigError(
-            f"trainer.critic_warmup_steps={config.trainer.critic_warmup_steps}, but algorithm.advantage="
-            f"{algorithm.advantage} has no critic; set it to 0, or algorithm.advantage=gae"
+            f"trainer.critic_warmup_steps={critic_warmup_steps}, but algorithm.advantage={algorithm.advantage} has no "
+            "critic; set it to 0, or algorithm.advantage=gae"
         )
     check_mode(algorithm.loss_aggregation)
     response_filter(algorithm)
     return chosen_estimator, configured_loss(algorithm).needs
 
 
-def _try_rewards(config: Config, prompts: dict[str, PromptSet]) -> list[str]:
-    """Warnings of calls of the reward functions, if responses will be graded."""
+def _try_rewards(reward: RewardConfig, prompts: dict[str, PromptSet], *, multi_turn: bool) -> list[str]:
+    """Call the reward functions on a few rows and return warnings. Supervised runs have no prompts and no calls."""
     if not prompts:
         return []
-    rows = rows_to_try(config.reward, prompts["train"].data_sources)
-    warnings = [
-        try_reward_function(config.reward, prompts["train"][row], multi_turn=has_turns(config.rollout)) for row in rows
-    ]
+    rows = rows_to_try(reward, prompts["train"].data_sources)
+    warnings = [try_reward_function(reward, prompts["train"][row], multi_turn=multi_turn) for row in rows]
     return [warning for warning in warnings if warning is not None]

@@ -1,4 +1,4 @@
-"""The run directory: made for its user alone, with the resolved configuration in it."""
+"""Creation of the run directory, which only its user can read, and of the resolved configuration in it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from mcore_rl.config import (
-    Config,
-)
+from mcore_rl.config import Config
 from mcore_rl.config.earlier import replace_config
+from mcore_rl.config.schema import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.trainer.checkpoints import Checkpoints
 
 CHECKPOINTS = "checkpoints"
 
 
-def open_run_dir(config: Config) -> Path:
-    """The run directory, which is made for this user alone if it is not there; one that is there keeps its mode."""
-    directory = Path(config.run.dir)
+def open_run_dir(run: RunConfig) -> Path:
+    """Return the run directory. If it is missing, create it for this user alone; otherwise keep its mode."""
+    directory = Path(run.dir)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
 
@@ -37,7 +36,7 @@ def make_run_dir(config: Config, checkpoint_bytes: int, take_lock: Callable[[], 
     """
     directory = Path(config.run.dir)
     try:
-        open_run_dir(config)
+        open_run_dir(config.run)
         take_lock()
         for name in ("rollouts", CHECKPOINTS):
             (directory / name).mkdir(exist_ok=True)
