@@ -1,4 +1,4 @@
-"""What the tests of checkpoint conversion share: one process that converts, and what real ranks load and save."""
+"""Helpers of conversion tests: conversions in a child process, and loading and saving on real ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.distributed.launch import launch
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls function(*args) in a process that has megatron-core imported and is in no process group."""
+    """Call function(*args) in a child process that has imported megatron-core and belongs to no process group."""
     (result,) = launch(_without_group, 1, function, args)
     return result
 
@@ -31,7 +31,7 @@ def _without_group(_: int, function: Callable[..., Any], args: tuple[Any, ...]) 
 
 
 def to_mcore(hf: Path, out: Path, sizes: dict[str, Any], max_file_bytes: int = 30_000) -> None:
-    """In a process of its own; files so small that every rank writes several."""
+    """Convert in a child process; the file size is so small that every rank writes several files."""
     alone(_to_mcore, hf, out, sizes, max_file_bytes)
 
 
@@ -42,7 +42,7 @@ def _to_mcore(hf: Path, out: Path, sizes: dict[str, Any], max_file_bytes: int) -
 
 
 def to_hf(ckpt: Path, out: Path, hf: Path | None = None) -> None:
-    """In a process of its own; several shards."""
+    """Convert in a child process to several shards."""
     alone(_to_hf, ckpt, out, hf)
 
 
@@ -53,7 +53,7 @@ def _to_hf(ckpt: Path, out: Path, hf: Path | None) -> None:
 
 
 def there_and_back(hf: Path, ckpt: Path, out: Path, sizes: dict[str, Any]) -> None:
-    """Both, in one process."""
+    """Convert to a checkpoint and back in one child process."""
     alone(_there_and_back, hf, ckpt, out, sizes)
 
 
@@ -63,8 +63,10 @@ def _there_and_back(hf: Path, ckpt: Path, out: Path, sizes: dict[str, Any]) -> N
 
 
 def cli(*arguments: object) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `python -m model_converters arguments`, in a process of its own. What a traceback
-    would end fails the test."""
+    """Run `python -m model_converters ARGUMENTS` in a child process. Returns (exit code, stdout, stderr).
+
+    An uncaught exception fails the test.
+    """
     result: tuple[int, str, str] = alone(_cli, tuple(map(str, arguments)))
     return result
 
@@ -78,7 +80,7 @@ def _cli(arguments: tuple[str, ...]) -> tuple[int, str, str]:
 
 
 def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Read by safetensors itself."""
+    """Read all tensors with the safetensors library."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         found |= load_file(file)
@@ -86,7 +88,7 @@ def hf_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(found: Path, wanted: Path) -> None:
-    """Names, dtypes and every bit."""
+    """Compare names, dtypes and every bit."""
     ours, theirs = hf_tensors(found), hf_tensors(wanted)
     assert set(ours) == set(theirs)
     assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in theirs.items()}
@@ -94,7 +96,7 @@ def assert_same_tensors(found: Path, wanted: Path) -> None:
 
 
 def build(hf_config: dict[str, Any], sizes: dict[str, Any]) -> tuple[list[Any], TrainLayout]:
-    """A real model on the ranks of the group that exists; its weights are undefined."""
+    """Build a real model in the current process group; its weights are undefined."""
     from mcore_rl.config.models import ActorConfig
     from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron.model import model, parallel
@@ -105,7 +107,7 @@ def build(hf_config: dict[str, Any], sizes: dict[str, Any]) -> tuple[list[Any], 
 
 
 def load_distributed(directory: str, chunks: list[Any]) -> None:
-    """Megatron's own reader fills the chunks; a tensor that it leaves alone stays NaN."""
+    """Load the chunks with Megatron's reader; tensors that it does not load stay NaN."""
     from megatron.core import dist_checkpointing
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
@@ -119,7 +121,7 @@ def load_distributed(directory: str, chunks: list[Any]) -> None:
 
 
 def save_distributed(rank: int, hf: str, directory: str, sizes: dict[str, Any], naming: str = "default") -> None:
-    """What real ranks save, in one of megatron's namings, of the model that load_hf gives them; runs on a rank."""
+    """Load the HF model on this rank and save it with Megatron, in one of its key schemes."""
     from megatron.core import dist_checkpointing
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 

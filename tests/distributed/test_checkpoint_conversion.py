@@ -1,4 +1,4 @@
-"""HF directories to distributed checkpoints and back: every bit, in any layout, for megatron's reader and writer."""
+"""Conversion of HF directories to distributed checkpoints and back, bit for bit, with Megatron's reader and writer."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ DENSE_LAYOUTS = (TP2, VPP2, UNEVEN)
 EXPERT_LAYOUTS = (ONE, UNEVEN, EP2, TP2_EP2, ALL, REPLICATED)
 MTP = {"num_nextn_predict_layers": 1}
 MIXED = {"mlp_only_layers": [1], "num_experts": 4}
-ODD = {"vocab_size": 97}  # no size of a vocabulary that more than one rank can share
+ODD = {"vocab_size": 97}  # a prime number: every tp > 1 needs padding
 
 
 def cases() -> list[Any]:
-    """Of every family one layout at least, and of every layout one family; all of them on demand."""
+    """Return cases so that every family and every layout occurs; all combinations on demand."""
     found: list[Any] = [("qwen3_moe", {}, sizes) for sizes in EXPERT_LAYOUTS]
     found += [("qwen3_moe", MIXED, ALL), ("qwen3", {}, UNEVEN), ("llama", {}, TP2), ("qwen2", {}, VPP2)]
     found += [("qwen2", {"tie_word_embeddings": True}, PP2), ("qwen2", ODD | {"tie_word_embeddings": True}, TP4)]
@@ -69,7 +69,7 @@ def _name(case: tuple[str, Sizes, Sizes]) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory):
-    """A tiny model of a family with changes to its configuration, written once by transformers."""
+    """Return a function that writes a tiny model of a family with a changed configuration, once per module."""
     written: dict[str, Path] = {}
 
     def write(family: str, **changes: Any) -> Path:
@@ -83,11 +83,13 @@ def source(tmp_path_factory: pytest.TempPathFactory):
     return write
 
 
-# ---- there and back ----
+# ---- round trips ----
 
 
 @pytest.mark.parametrize(("family", "changes", "sizes"), cases())
-def test_every_bit_comes_back(family: str, changes: Sizes, sizes: Sizes, source: Any, tmp_path: Path) -> None:
+def test_conversion_round_trip_restores_every_bit(
+    family: str, changes: Sizes, sizes: Sizes, source: Any, tmp_path: Path
+) -> None:
     hf = source(family, **changes)
     converting.there_and_back(hf, tmp_path / "mcore", tmp_path / "back", sizes)
     assert len(list((tmp_path / "mcore").glob("*.distcp"))) > sizes["world_size"]
@@ -98,8 +100,8 @@ def test_every_bit_comes_back(family: str, changes: Sizes, sizes: Sizes, source:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "mcore"]
 
 
-def test_dtypes_stay_as_they_are_tensor_by_tensor(source: Any, tmp_path: Path) -> None:
-    """A float32 router in a bfloat16 model, as many checkpoints have it."""
+def test_conversion_keeps_dtype_of_each_tensor(source: Any, tmp_path: Path) -> None:
+    """A float32 router in a bfloat16 model, which many checkpoints have."""
     hf = tmp_path / "hf"
     hf.mkdir()
     tensors = converting.hf_tensors(source("qwen3_moe"))
@@ -111,7 +113,7 @@ def test_dtypes_stay_as_they_are_tensor_by_tensor(source: Any, tmp_path: Path) -
     assert converting.hf_tensors(tmp_path / "back")["model.layers.0.mlp.gate.weight"].dtype == torch.float32
 
 
-def test_tokenizer_and_templates_travel_with_the_weights(source: Any, tmp_path: Path) -> None:
+def test_conversion_copies_tokenizer_and_templates(source: Any, tmp_path: Path) -> None:
     hf = tmp_path / "hf"
     shutil.copytree(source("qwen3"), hf)
     names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tiktoken.model", "tokenization_own.py"]
@@ -124,8 +126,8 @@ def test_tokenizer_and_templates_travel_with_the_weights(source: Any, tmp_path: 
     assert not (tmp_path / "back" / "notes.txt").exists()
 
 
-def test_a_vocabulary_that_others_padded_further_is_cut(source: Any, tmp_path: Path) -> None:
-    """Megatron-LM pads to a multiple of 128; config.json says how many entries are real."""
+def test_to_hf_removes_larger_vocabulary_padding(source: Any, tmp_path: Path) -> None:
+    """Megatron-LM pads to a multiple of 128; config.json has the real size."""
     hf, cut = source("qwen3"), tmp_path / "cut"
     converting.to_mcore(hf, tmp_path / "mcore", TP2)
     cut.mkdir()
@@ -148,9 +150,7 @@ def mtp_source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(ONE, PP2), (ALL, TP2_EP2)], ids=["one rank", "eight ranks"])
-def test_layers_for_multi_token_prediction_are_kept(
-    saved: Sizes, loaded: Sizes, mtp_source: Path, tmp_path: Path
-) -> None:
+def test_conversion_keeps_mtp_layers(saved: Sizes, loaded: Sizes, mtp_source: Path, tmp_path: Path) -> None:
     converting.there_and_back(mtp_source, tmp_path / "mcore", tmp_path / "back", saved)
     converting.assert_same_tensors(tmp_path / "back", mtp_source)
     assert read_hf_config(tmp_path / "back")["num_nextn_predict_layers"] == 1
@@ -161,7 +161,7 @@ def test_layers_for_multi_token_prediction_are_kept(
         assert [name for name in wanted if not np.array_equal(found[name], wanted[name])] == []
 
 
-def test_the_trainer_leaves_them_out_and_to_hf_says_so(mtp_source: Path, tmp_path: Path) -> None:
+def test_to_hf_checkpoint_without_mtp_lacks_layers(mtp_source: Path, tmp_path: Path) -> None:
     saved = tmp_path / "step_2"
     launch(_train_and_save, 2, str(mtp_source), str(saved), str(tmp_path / "exported"), {"ep": 2})
     converting.to_hf(saved, tmp_path / "back")
@@ -172,7 +172,7 @@ def test_the_trainer_leaves_them_out_and_to_hf_says_so(mtp_source: Path, tmp_pat
     assert "model.layers.4.eh_proj.weight" in json.loads(output)["mismatched"]
 
 
-def test_a_copy_that_is_none_is_refused(mtp_source: Path, tmp_path: Path) -> None:
+def test_to_mcore_differing_mtp_copy_is_rejected(mtp_source: Path, tmp_path: Path) -> None:
     hf = tmp_path / "hf"
     shutil.copytree(mtp_source, hf)
     tensors = converting.hf_tensors(hf)
@@ -184,7 +184,7 @@ def test_a_copy_that_is_none_is_refused(mtp_source: Path, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-# ---- what is changed on the way ----
+# ---- changes during the conversion ----
 
 
 def _read(directory: Path, lora: Path | None = None) -> dict[str, torch.Tensor]:
@@ -192,8 +192,8 @@ def _read(directory: Path, lora: Path | None = None) -> dict[str, torch.Tensor]:
         return {name: checkpoint.read(name) for name in checkpoint.shapes}
 
 
-def test_fp8_leaves_and_enters(source: Any, tmp_path: Path) -> None:
-    """The tensor-parallel cut is inside a block. Sizes are multiples of 128: others transformers reads wrongly."""
+def test_conversion_to_fp8_and_back(source: Any, tmp_path: Path) -> None:
+    """Shards end within a block. Sizes are multiples of 128, because transformers misreads others."""
     changes = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 384, "num_hidden_layers": 2}
     hf, mcore, fp8 = source("qwen3", **changes), tmp_path / "mcore", tmp_path / "fp8"
     converting.to_mcore(hf, mcore, TP2)
@@ -213,7 +213,7 @@ def test_fp8_leaves_and_enters(source: Any, tmp_path: Path) -> None:
     assert certificate["max_abs_logit_diff"] < 1e-4
 
 
-def test_a_changed_fp8_code_is_found(source: Any, tmp_path: Path) -> None:
+def test_verify_changed_fp8_code_is_found(source: Any, tmp_path: Path) -> None:
     mcore, fp8 = tmp_path / "mcore", tmp_path / "fp8"
     converting.to_mcore(source("qwen3"), mcore, ONE)
     assert converting.cli("to-hf", "--ckpt", mcore, "--out", fp8, "--fp8")[0] == 0
@@ -225,7 +225,7 @@ def test_a_changed_fp8_code_is_found(source: Any, tmp_path: Path) -> None:
     assert (code, json.loads(output)["mismatched"]) == (1, [name])
 
 
-def test_an_adapter_is_merged_on_the_way_in(source: Any, tmp_path: Path) -> None:
+def test_to_mcore_merges_lora_adapter(source: Any, tmp_path: Path) -> None:
     hf, lora, mcore = source("qwen3"), tmp_path / "lora", tmp_path / "mcore"
     lora.mkdir()
     targets = {"self_attn.q_proj": (64, 32), "mlp.down_proj": (32, 48)}
@@ -282,7 +282,7 @@ def _loaded(_: int, hf: str, mcore: str, sizes: Sizes) -> tuple[dict[str, np.nda
         ("qwen3", ODD, TP2, TP4),
     ],
 )
-def test_a_real_model_in_any_other_layout_loads_it(
+def test_converted_checkpoint_loads_in_other_layouts(
     family: str, changes: Sizes, saved: Sizes, loaded: Sizes, source: Any, tmp_path: Path
 ) -> None:
     hf = source(family, **changes)
@@ -299,8 +299,8 @@ def _logit_differences(pairs: dict[str, tuple[Path, Path]]) -> dict[str, float]:
     return {name: c.logits.max_abs_diff if c.holds and c.logits else -1.0 for name, c in certificates.items()}
 
 
-def test_every_family_computes_what_transformers_computes(source: Any, tmp_path: Path) -> None:
-    """2e-5 on logits of a spread above 1, in float32."""
+def test_converted_families_match_transformers_logits(source: Any, tmp_path: Path) -> None:
+    """Tolerance: 2e-5 in float32, for logits with a spread above 1."""
     pairs = {}
     for family in sorted(FAMILIES):
         pairs[family] = source(family), tmp_path / family
@@ -311,8 +311,8 @@ def test_every_family_computes_what_transformers_computes(source: Any, tmp_path:
     assert {name: difference for name, difference in found.items() if not 0 <= difference < 2e-5} == {}
 
 
-def test_logits_that_transformers_cannot_give_are_one_message(source: Any, tmp_path: Path) -> None:
-    """A directory that the converters read whole, with an attention that transformers does not have."""
+def test_verify_logits_transformers_failure_is_one_message(source: Any, tmp_path: Path) -> None:
+    """The converters accept this directory, but transformers does not know its attention implementation."""
     hf = tmp_path / "hf"
     shutil.copytree(source("qwen3"), hf)
     converting.to_mcore(hf, tmp_path / "mcore", ONE)
@@ -340,7 +340,7 @@ def _description(directory: Path) -> dict[str, Any]:
     ("family", "changes", "sizes"),
     [("qwen3_moe", {}, TP2_EP2), ("qwen3_moe", MIXED, VPP2), ("qwen3", {}, PP2), ("llama", {}, REPLICATED)],
 )
-def test_it_describes_what_real_ranks_of_that_layout_save(
+def test_to_mcore_metadata_equals_checkpoint_of_real_ranks(
     family: str, changes: Sizes, sizes: Sizes, source: Any, tmp_path: Path
 ) -> None:
     hf = source(family, **changes)
@@ -363,7 +363,7 @@ NAMINGS = ("default", "by layer", "stacked layers", "by expert")
         *(("qwen3_moe", naming) for naming in NAMINGS),
     ],
 )
-def test_every_naming_of_layers_and_experts_is_read(family: str, naming: str, source: Any, tmp_path: Path) -> None:
+def test_to_hf_reads_every_naming_of_layers_and_experts(family: str, naming: str, source: Any, tmp_path: Path) -> None:
     sizes = TP2_EP2 if family == "qwen3_moe" else TP2
     hf = source(family)
     launch(converting.save_distributed, sizes["world_size"], str(hf), str(tmp_path / "mcore"), sizes, naming)
@@ -391,7 +391,7 @@ def _train_and_save(rank: int, hf: str, directory: str, exported: str, parallel:
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"ep": 2}, {"pp": 2}], ids=str)
-def test_a_trainers_checkpoint_is_what_the_trainer_exports(parallel: Sizes, source: Any, tmp_path: Path) -> None:
+def test_to_hf_of_trainer_checkpoint_equals_trainer_export(parallel: Sizes, source: Any, tmp_path: Path) -> None:
     hf = source("qwen3_moe")
     launch(_train_and_save, 2, str(hf), str(tmp_path / "step_2"), str(tmp_path / "exported"), parallel)
     converting.to_hf(tmp_path / "step_2", tmp_path / "back")

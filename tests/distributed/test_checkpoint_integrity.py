@@ -1,4 +1,4 @@
-"""What is written is what there was when the save began, whole; what is damaged or of another model is not loaded."""
+"""Checkpoints are complete snapshots of the state at the start of the save; damaged or foreign ones are not loaded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _directory(root: str, name: str, rank: int) -> str:
 
 @pytest.fixture(scope="module")
 def outcome(root: str) -> list[dict[str, Any]]:
-    """Everything that two ranks are asked here, in one launch."""
+    """Results of all checks on two ranks, from one launch."""
     return launch(_all, 2, root)
 
 
@@ -97,7 +97,7 @@ def _shared(saved: Any) -> Any:
 
 
 def _before_any_update(actor: Any, directory: str) -> tuple[bool, bool]:
-    """Whether what is saved before the first update changes nothing, and counts no update, after it is loaded too."""
+    """Save before the first update. Returns whether the weights stay equal and both update counts are 0."""
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from mcore_rl.megatron.optim.optimizer_state import updates_done
     from tests.distributed.saving import save_checkpoint
@@ -112,7 +112,7 @@ def _before_any_update(actor: Any, directory: str) -> tuple[bool, bool]:
 
 
 def _isolated(actor: Any, directory: str) -> tuple[bool, bool]:
-    """Whether an update after the snapshot changed anything, and whether what is written afterwards shows it."""
+    """Update after the snapshot. Returns whether this changed the state, and whether the files have the older state."""
     import torch.distributed as dist
 
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
@@ -148,12 +148,12 @@ def _random_streams(actor: Any, directory: str) -> bool:
 
 
 def _damaged(files: tuple[SavedFile, ...], name: str) -> tuple[SavedFile, ...]:
-    """As if one bit of the file were another."""
+    """Return the files with a changed checksum for `name`."""
     return tuple(replace(file, crc32=file.crc32 ^ 1) if file.name == name else file for file in files)
 
 
 def _refused(actor: Any, directory: str, files: tuple[SavedFile, ...]) -> tuple[str, str, bool]:
-    """Kind and text of the refusal, and whether the weights stayed as they were."""
+    """Return type and text of the error, and whether the weights are unchanged."""
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
 
     before = [tensor.clone() for tensor in actor.tensors().values()]
@@ -171,17 +171,17 @@ def _unwritable(actor: Any, directory: str) -> tuple[int | None, str]:
     return caught.value.errno, str(caught.value.filename)
 
 
-def test_a_snapshot_shows_no_later_update(outcome: list[dict[str, Any]]) -> None:
+def test_checkpoint_snapshot_excludes_later_update(outcome: list[dict[str, Any]]) -> None:
     for rank in outcome:
         assert rank["isolated"] == (True, True)
 
 
-def test_a_checkpoint_before_the_first_update_counts_none(outcome: list[dict[str, Any]]) -> None:
+def test_checkpoint_before_first_update_counts_no_update(outcome: list[dict[str, Any]]) -> None:
     for rank in outcome:
         assert rank["before any update"] == (True, True)
 
 
-def test_every_file_is_in_the_account_with_its_bytes(outcome: list[dict[str, Any]], root: str) -> None:
+def test_checkpoint_reports_every_file_with_its_bytes(outcome: list[dict[str, Any]], root: str) -> None:
     directory = Path(root, "whole")
     files = {file.name: file for file in outcome[0]["files"]}
     assert set(files) == {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
@@ -190,11 +190,11 @@ def test_every_file_is_in_the_account_with_its_bytes(outcome: list[dict[str, Any
         assert (file.num_bytes, file.crc32) == (len(content), zlib.crc32(content))
 
 
-def test_random_streams_go_on_where_the_layout_is_the_same(outcome: list[dict[str, Any]]) -> None:
+def test_checkpoint_same_layout_restores_random_state(outcome: list[dict[str, Any]]) -> None:
     assert all(rank["random"] for rank in outcome)
 
 
-def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(outcome: list[dict[str, Any]]) -> None:
+def test_checkpoint_damaged_file_is_named_and_not_loaded(outcome: list[dict[str, Any]]) -> None:
     for rank in outcome:
         for name, (kind, message, same) in zip(("__0_0.distcp", "__1_0.distcp"), rank["damaged"], strict=True):
             assert kind == DamagedCheckpointError.__name__
@@ -202,7 +202,7 @@ def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(outcome: li
             assert same
 
 
-def test_another_model_or_dtype_is_refused_on_every_rank_by_tensor(outcome: list[dict[str, Any]]) -> None:
+def test_checkpoint_of_other_model_or_dtype_is_rejected(outcome: list[dict[str, Any]]) -> None:
     for rank in outcome:
         for name, expected in (
             ("deeper", "does not fit this model: it has no decoder.layers.4."),
@@ -214,7 +214,7 @@ def test_another_model_or_dtype_is_refused_on_every_rank_by_tensor(outcome: list
             assert expected in message
 
 
-def test_what_cannot_be_written_names_the_file(outcome: list[dict[str, Any]]) -> None:
+def test_checkpoint_write_failure_names_file(outcome: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(outcome):
         number, name = found["unwritable"]
         assert number == errno.ENOENT

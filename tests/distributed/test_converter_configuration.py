@@ -1,4 +1,4 @@
-"""What the converters' commands say to a config.json that is wrong, or that is read otherwise than by transformers."""
+"""Converter commands with a wrong config.json, or one that a family reads differently from transformers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pair(originals: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """Copies that a test may spoil."""
+    """Copies that a test may modify."""
     for name in ("hf", "mcore"):
         shutil.copytree(originals / name, tmp_path / name)
     return tmp_path / "hf", tmp_path / "mcore"
 
 
-def test_two_configurations_of_the_same_weights_are_told_apart(pair: tuple[Path, Path]) -> None:
+def test_verify_different_config_of_same_weights_fails(pair: tuple[Path, Path]) -> None:
     hf, mcore = pair
     config = json.loads((hf / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 100.0
@@ -50,9 +50,7 @@ def _reset(hf: Path, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["attention_dropout", "rms_norm_eps", "rope_parameters", "layer_types", "vocab_size"])
-def test_a_field_of_the_wrong_type_is_refused_by_name_and_flag(
-    field: str, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_convert_field_of_wrong_type_names_field_and_flag(field: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
     hf, mcore = pair
     _reset(hf, **{field: {"vocab_size": True}.get(field, "x")})
     for verb in (("to-mcore", "--out", tmp_path / "out"), ("verify", "--ckpt", mcore)):
@@ -66,7 +64,7 @@ def test_a_field_of_the_wrong_type_is_refused_by_name_and_flag(
 
 
 def _disagreeing(hf: Path, out: Path, *flags: str) -> tuple[int, str, str]:
-    """A conversion by a family that reads one field of config.json otherwise than transformers."""
+    """Convert with a family that reads one field of config.json differently from transformers."""
     return converting.alone(_convert_otherwise, str(hf), str(out), flags)  # type: ignore[no-any-return]
 
 
@@ -80,7 +78,7 @@ def _convert_otherwise(hf: str, out: str, flags: tuple[str, ...]) -> tuple[int, 
     return converting._cli(("to-mcore", "--hf", hf, "--out", out, *flags))
 
 
-def test_to_mcore_finds_that_transformers_computes_something_else(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_to_mcore_logits_that_differ_from_transformers_fail(pair: tuple[Path, Path], tmp_path: Path) -> None:
     hf, _ = pair
     code, _, errors = _disagreeing(hf, tmp_path / "out")
     assert code == 2

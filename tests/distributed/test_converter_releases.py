@@ -1,4 +1,4 @@
-"""Releases as they are published: converted and exported again, an unchanged one has the same bytes."""
+"""Conversion and export of releases: an unchanged release has the same bytes again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def with_mtp(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def changed(source: Path, target: Path, tensors: dict[str, torch.Tensor], **fields: object) -> Path:
-    """A copy of a model with other tensors and fields of config.json."""
+    """Copy a model with changed tensors and fields of config.json."""
     shutil.copytree(source, target)
     for file in target.glob("*.safetensors*"):
         file.unlink()
@@ -61,7 +61,7 @@ def test_to_hf_release_without_copies_comes_back_without_them(layout: dict, with
 
 
 @pytest.mark.parametrize("how", ["flag", "field"])
-def test_to_mcore_drops_the_layer_by_flag_or_field(how: str, with_mtp: Path, tmp_path: Path) -> None:
+def test_to_mcore_drops_mtp_by_flag_or_field(how: str, with_mtp: Path, tmp_path: Path) -> None:
     fields = {"num_nextn_predict_layers": 0} if how == "field" else {}
     hf = changed(with_mtp, tmp_path / "hf", stored(with_mtp), **fields)
     flags = ["--drop-mtp"] if how == "flag" else []
@@ -76,7 +76,7 @@ def test_to_mcore_drops_the_layer_by_flag_or_field(how: str, with_mtp: Path, tmp
     assert ("mtp." in converting.cli("show", "--config", hf, *flags)[1]) is False
 
 
-def test_to_mcore_diverged_copies_take_the_models_own(with_mtp: Path, tmp_path: Path) -> None:
+def test_to_mcore_mtp_copies_main_uses_main_tensors(with_mtp: Path, tmp_path: Path) -> None:
     tensors = stored(with_mtp)
     hf = changed(with_mtp, tmp_path / "hf", tensors | {name: tensors[name] + 1 for name in COPIES})
     command = ("to-mcore", "--hf", hf, "--out", tmp_path / "mcore", "--pp", 2)
@@ -95,7 +95,7 @@ def test_to_mcore_diverged_copies_take_the_models_own(with_mtp: Path, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3"])
 def test_to_hf_unchanged_ue8m0_release_has_the_same_bytes(kind: str, tmp_path: Path) -> None:
-    """Among its blocks are those whose largest code is 224, for which two scales are possible."""
+    """Some blocks have 224 as largest code, for which two scales are possible."""
     source = write_tiny_model(tmp_path / "bf16", kind)
     block, tensors = [16, 16], stored(source)
     released = {name: tensor.bfloat16() for name, tensor in tensors.items() if "correction_bias" not in name}

@@ -1,4 +1,4 @@
-"""A conversion that is killed goes on where it was; how much memory one takes."""
+"""Resuming of killed conversions, and memory of a conversion."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(hf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Every file of an undisturbed conversion."""
+    """Contents of all files of an uninterrupted conversion."""
     out = tmp_path_factory.mktemp("whole") / "out"
     converting.to_mcore(hf, out, SIZES, MAX_FILE_BYTES)
     return _content(out)
@@ -44,7 +44,7 @@ def _content(directory: Path) -> dict[str, bytes]:
 
 
 def _convert_and_die(hf: Path, out: Path, num_files: int, num_entries: int) -> None:
-    """SIGKILL after num_files files and num_entries entries of the next."""
+    """Kill the conversion after num_files files and num_entries entries of the next file."""
     from model_converters.dcp import convert as checkpoint
     from model_converters.mapping.layout import TrainLayout
 
@@ -68,7 +68,7 @@ def _convert_and_die(hf: Path, out: Path, num_files: int, num_entries: int) -> N
 
 
 @pytest.mark.parametrize(("num_files", "num_entries"), [(0, 0), (1, 2), (7, 0), (9, 3)])
-def test_only_the_rest_is_written_after_a_kill(
+def test_to_mcore_after_kill_writes_only_missing_files(
     num_files: int, num_entries: int, hf: Path, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
     out, partial = tmp_path / "out", tmp_path / ".out.partial"
@@ -99,14 +99,14 @@ def _lines(file: Path) -> list[str]:
 
 @pytest.fixture
 def killed(hf: Path, tmp_path: Path) -> Path:
-    """The partial directory of a conversion with five finished files."""
+    """Partial directory of a conversion with five finished files."""
     with pytest.raises(RankFailedError, match="exit code -9"):
         converting.alone(_convert_and_die, hf, tmp_path / "out", 5, 1)
     return tmp_path / ".out.partial"
 
 
 @pytest.mark.parametrize("damage", ["file cut", "file gone", "note cut", "notes gone"])
-def test_what_is_not_whole_is_written_again(
+def test_to_mcore_resume_rewrites_damaged_files(
     damage: str, killed: Path, hf: Path, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
     notes = killed / "finished.jsonl"
@@ -125,7 +125,7 @@ def test_what_is_not_whole_is_written_again(
     assert _content(tmp_path / "out") == uninterrupted
 
 
-def test_another_conversion_does_not_continue_it(killed: Path, hf: Path, tmp_path: Path) -> None:
+def test_to_mcore_other_conversion_does_not_resume(killed: Path, hf: Path, tmp_path: Path) -> None:
     other = write_tiny_model(tmp_path / "other", "qwen3_moe", seed=1)
     before = _content(killed)
     for source, flags, differing in (
@@ -139,7 +139,7 @@ def test_another_conversion_does_not_continue_it(killed: Path, hf: Path, tmp_pat
     assert _content(killed) == before
 
 
-def test_two_conversions_do_not_write_one_checkpoint(killed: Path, hf: Path, tmp_path: Path) -> None:
+def test_to_mcore_concurrent_conversion_is_rejected(killed: Path, hf: Path, tmp_path: Path) -> None:
     import fcntl
 
     holder = os.open(killed, os.O_RDONLY)
@@ -161,14 +161,14 @@ def _on_a_small_disk(hf: Path, out: Path) -> tuple[int, str, str]:
     return converting._cli(("to-mcore", "--hf", str(hf), "--out", str(out), *_flags()))
 
 
-def test_a_disk_that_is_too_small_is_found_before_anything_is_written(hf: Path, tmp_path: Path) -> None:
+def test_to_mcore_small_disk_is_rejected_before_writing(hf: Path, tmp_path: Path) -> None:
     code, _, errors = converting.alone(_on_a_small_disk, hf, tmp_path / "out")
     assert code == 2
     assert "0.00 GiB free" in errors
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_too_small_to_finish_keeps_what_is_done(killed: Path, hf: Path, tmp_path: Path) -> None:
+def test_to_mcore_resume_on_small_disk_keeps_finished_files(killed: Path, hf: Path, tmp_path: Path) -> None:
     before = _content(killed)
     code, _, errors = converting.alone(_on_a_small_disk, hf, tmp_path / "out")
     assert code == 2
@@ -191,9 +191,7 @@ def _on_a_disk_that_fills(hf: Path, out: Path) -> tuple[int, str, str]:
     return converting._cli(("to-mcore", "--hf", str(hf), "--out", str(out), *_flags()))
 
 
-def test_a_disk_that_fills_does_not_cost_what_is_done(
-    hf: Path, uninterrupted: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_to_mcore_full_disk_keeps_finished_files(hf: Path, uninterrupted: dict[str, bytes], tmp_path: Path) -> None:
     code, _, errors = converting.alone(_on_a_disk_that_fills, hf, tmp_path / "out")
     assert code == 2
     assert "No space left on device" in errors
@@ -214,16 +212,16 @@ LARGE = {
     "intermediate_size": 9216,
 }
 LARGEST_BYTES = 2048 * 9216 * 4
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 SLACK_BYTES = 64 * 2**20
 
 
 def _growth(verb: str, arguments: tuple[str, ...]) -> int:
-    """Bytes by which the peak of this process's memory grows."""
-    import mcore_rl.megatron.model.sharded  # noqa: F401  its import is no part of the conversion
+    """Return the growth of this process's peak memory in bytes."""
+    import mcore_rl.megatron.model.sharded  # noqa: F401  exclude the import from the measurement
     from model_converters.cli import main
 
-    # Otherwise malloc keeps freed blocks of up to 32 MiB each, more or fewer of them as it happens.
+    # Without this, malloc keeps a varying number of freed blocks of up to 32 MiB.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20) == 1
     Path("/proc/self/clear_refs").write_text("5")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -233,7 +231,7 @@ def _growth(verb: str, arguments: tuple[str, ...]) -> int:
 
 @pytest.fixture
 def large_hf(tmp_path: Path) -> Iterator[Path]:
-    """A model of six times its largest tensor; what a test makes beside it goes with it."""
+    """A model six times as large as its largest tensor; removed after the test, with files next to it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = tiny_fields("qwen3", **LARGE)
@@ -252,7 +250,7 @@ def large_hf(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_model(large_hf: Path, tmp_path: Path) -> None:
+def test_conversion_memory_is_bounded_by_largest_tensor(large_hf: Path, tmp_path: Path) -> None:
     mcore = tmp_path / "mcore"
     there = ("--hf", str(large_hf), "--out", str(mcore), "--tp", "2", "--logits", "never")
     back = ("--ckpt", str(mcore), "--out", str(tmp_path / "back"))
@@ -261,7 +259,7 @@ def test_memory_does_not_grow_with_the_model(large_hf: Path, tmp_path: Path) -> 
         "verify": converting.alone(_growth, "verify", ("--hf", str(large_hf), "--ckpt", str(mcore))),
         "to-hf": converting.alone(_growth, "to-hf", back),
     }
-    # A certificate needs both sides.
+    # Verification reads a tensor of both sides.
     largest = {"to-mcore": 2, "to-hf": 2, "verify": 3}
     bounds = {verb: count * LARGEST_BYTES + SLACK_BYTES for verb, count in largest.items()}
     assert {verb: num_bytes for verb, num_bytes in grown.items() if num_bytes > bounds[verb]} == {}

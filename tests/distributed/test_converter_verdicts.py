@@ -1,5 +1,4 @@
-"""What the converters' commands say to damaged, wrong and hostile input: the tensor's name, the exit code, and no
-output left behind."""
+"""Converter commands with damaged, wrong and malicious input: message, exit code, and no output files."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ EXPERT_KEY = "decoder.layers.0.mlp.experts.experts.linear_fc1.weight"
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """hf and mcore of one model; tp 2, ep 2."""
+    """Directory with `hf` and `mcore` (tp 2, ep 2) of one model."""
     root = tmp_path_factory.mktemp("originals")
     hf = write_tiny_model(root / "hf", "qwen3_moe", num_hidden_layers=2, num_experts=4)
     converting.to_mcore(hf, root / "mcore", {"world_size": 2, "tp": 2, "ep": 2}, max_file_bytes=10**9)
@@ -37,7 +36,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pair(originals: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """Copies that a test may spoil."""
+    """Copies that a test may modify."""
     for name in ("hf", "mcore"):
         shutil.copytree(originals / name, tmp_path / name)
     return tmp_path / "hf", tmp_path / "mcore"
@@ -48,10 +47,10 @@ def verify(hf: Path, mcore: Path) -> tuple[int, dict[str, Any]]:
     return code, json.loads(output)
 
 
-# ---- what is the same ----
+# ---- equal sides ----
 
 
-def test_the_certificate_of_an_honest_pair(pair: tuple[Path, Path]) -> None:
+def test_verify_equal_pair_certifies_all_tensors(pair: tuple[Path, Path]) -> None:
     hf, mcore = pair
     code, output, _ = converting.cli("verify", "--hf", hf, "--ckpt", mcore, "--logits", "--json")
     certificate = json.loads(output)
@@ -64,7 +63,7 @@ def test_the_certificate_of_an_honest_pair(pair: tuple[Path, Path]) -> None:
     assert f"{len(names)} of {len(names)} tensors are equal bit for bit" in output
 
 
-# ---- HF tensors that are not what was converted ----
+# ---- changed HF tensors ----
 
 
 def _rewrite(hf: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -89,7 +88,7 @@ def _one_bit(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _negative_zero(tensors: dict[str, torch.Tensor]) -> None:
-    """Equal to a zero for every comparison of floats."""
+    """Set an element to -0.0, which compares equal to 0.0."""
     tensors["model.norm.weight"][0] = -0.0
 
 
@@ -116,7 +115,7 @@ def _add(tensors: dict[str, torch.Tensor]) -> None:
         (_add, ["model.layers.7.surplus.weight"]),
     ],
 )
-def test_verify_names_exactly_what_was_changed(
+def test_verify_names_exactly_the_changed_tensors(
     change: Callable[[dict[str, torch.Tensor]], None], names: list[str], pair: tuple[Path, Path]
 ) -> None:
     hf, mcore = pair
@@ -128,7 +127,7 @@ def test_verify_names_exactly_what_was_changed(
     assert all(name in output for name in names)
 
 
-def test_verify_tells_zeros_of_two_signs_apart(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_verify_distinguishes_signed_zeros(pair: tuple[Path, Path], tmp_path: Path) -> None:
     hf, _ = pair
     _rewrite(hf, lambda tensors: tensors["model.norm.weight"].zero_())
     converting.to_mcore(hf, tmp_path / "again", {"world_size": 1})
@@ -156,7 +155,7 @@ def _truncate(hf: Path) -> None:
     ],
     ids=["missing", "surplus", "truncated", "no configuration", "no weights"],
 )
-def test_to_mcore_refuses_and_leaves_nothing(
+def test_to_mcore_bad_input_leaves_no_files(
     spoil: Callable[[Path], Any], part: str, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     hf, _ = pair
@@ -178,7 +177,7 @@ def test_to_mcore_refuses_and_leaves_nothing(
     ],
     ids=str,
 )
-def test_a_layout_that_does_not_fit_is_refused(
+def test_to_mcore_layout_that_does_not_fit_is_rejected(
     flags: list[str], part: str, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     code, _, errors = converting.cli("to-mcore", "--hf", pair[0], "--out", tmp_path / "out", *flags)
@@ -187,7 +186,7 @@ def test_a_layout_that_does_not_fit_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "mcore"]
 
 
-def test_what_exists_is_not_overwritten(pair: tuple[Path, Path]) -> None:
+def test_convert_existing_target_is_not_overwritten(pair: tuple[Path, Path]) -> None:
     hf, mcore = pair
     for arguments in (("to-mcore", "--hf", hf, "--out", mcore), ("to-hf", "--ckpt", mcore, "--out", hf)):
         code, _, errors = converting.cli(*arguments)
@@ -196,7 +195,7 @@ def test_what_exists_is_not_overwritten(pair: tuple[Path, Path]) -> None:
     assert verify(hf, mcore)[0] == 0
 
 
-# ---- checkpoints that are not what was written ----
+# ---- damaged checkpoints ----
 
 
 def _metadata(mcore: Path) -> Metadata:
@@ -256,7 +255,7 @@ def _lose_place(mcore: Path) -> None:
 
 
 def _grow(mcore: Path) -> None:
-    """Stacked, there would be an expert more than the model has."""
+    """Add an expert to the stacked tensor, one more than the model has."""
     metadata = _metadata(mcore)
     stored = metadata.state_dict_metadata[EXPERT_KEY]
     stored.size = torch.Size((5, *stored.size[1:]))
@@ -267,7 +266,7 @@ def _grow(mcore: Path) -> None:
     "spoil",
     [_truncate_stored, _remove_stored_file, _garble_stored, _lose_key, _lose_chunk, _lose_place, _grow],
 )
-def test_a_damaged_checkpoint_is_refused_by_tensor(
+def test_to_hf_damaged_checkpoint_names_tensor(
     spoil: Callable[[Path], None], pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     hf, mcore = pair
@@ -282,7 +281,7 @@ def test_a_damaged_checkpoint_is_refused_by_tensor(
     assert any(name.startswith(f"{LAYER}mlp.experts.") for name in certificate["mismatched"])
 
 
-def test_a_bit_that_flipped_in_the_checkpoint_is_found(pair: tuple[Path, Path]) -> None:
+def test_verify_flipped_bit_in_checkpoint_is_found(pair: tuple[Path, Path]) -> None:
     hf, mcore = pair
     _flip_stored_bit(mcore)
     code, certificate = verify(hf, mcore)
@@ -291,7 +290,7 @@ def test_a_bit_that_flipped_in_the_checkpoint_is_found(pair: tuple[Path, Path]) 
     assert certificate["mismatched"][0].startswith(f"{LAYER}mlp.experts.")
 
 
-def test_a_tensor_that_no_row_knows_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_to_hf_tensor_without_row_is_rejected(pair: tuple[Path, Path], tmp_path: Path) -> None:
     hf, mcore = pair
     metadata = _metadata(mcore)
     metadata.state_dict_metadata["decoder.adapter.weight"] = metadata.state_dict_metadata["output_layer.weight"]
@@ -306,7 +305,7 @@ def test_a_tensor_that_no_row_knows_is_refused(pair: tuple[Path, Path], tmp_path
     assert verify(hf, mcore)[1]["mismatched"] == ["decoder.adapter.weight"]
 
 
-# ---- hostile checkpoints ----
+# ---- malicious checkpoints ----
 
 
 class _Hostile:
@@ -334,7 +333,7 @@ def _refused(mcore: Path, tmp_path: Path) -> str:
     return errors
 
 
-def test_a_pickle_in_the_metadata_is_not_executed(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_metadata_malicious_pickle_is_not_executed(pair: tuple[Path, Path], tmp_path: Path) -> None:
     _, mcore = pair
     metadata = _metadata(mcore)
     metadata.planner_data = _HostileShell(tmp_path / "executed")
@@ -346,7 +345,7 @@ def test_a_pickle_in_the_metadata_is_not_executed(pair: tuple[Path, Path], tmp_p
     assert "is not the metadata of a distributed checkpoint" in _refused(mcore, tmp_path)
 
 
-def test_a_pickle_in_the_place_of_a_tensor_is_not_executed(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_reader_malicious_tensor_pickle_is_not_executed(pair: tuple[Path, Path], tmp_path: Path) -> None:
     hf, mcore = pair
     torch.save(_HostileShell(tmp_path / "executed"), mcore / "__9_0.distcp")
     metadata = _metadata(mcore)
@@ -363,7 +362,7 @@ def test_a_pickle_in_the_place_of_a_tensor_is_not_executed(pair: tuple[Path, Pat
 
 
 @pytest.mark.parametrize("place", ["../hf/model.safetensors", "/etc/passwd", "..", "a/b.distcp"])
-def test_files_outside_the_checkpoint_are_not_opened(place: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_metadata_path_outside_checkpoint_is_rejected(place: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
     _, mcore = pair
     metadata = _metadata(mcore)
     next(iter(metadata.storage_data.values())).relative_path = place
@@ -371,7 +370,7 @@ def test_files_outside_the_checkpoint_are_not_opened(place: str, pair: tuple[Pat
     assert f"is stored in {place!r}" in _refused(mcore, tmp_path)
 
 
-def test_a_directory_without_a_checkpoint_says_where_one_is(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_to_hf_parent_directory_names_checkpoint_inside(pair: tuple[Path, Path], tmp_path: Path) -> None:
     code, _, errors = converting.cli("to-hf", "--ckpt", tmp_path, "--out", tmp_path / "out")
     assert code == 2
     assert "it has no .metadata; these subdirectories have one: mcore" in errors

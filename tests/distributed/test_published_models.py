@@ -1,7 +1,7 @@
-"""Published models on hundreds of ranks, without their memory: what megatron builds on EVERY rank is what the table
-says, and together the ranks write every tensor of the checkpoint exactly once.
+"""Published models on hundreds of ranks, on the meta device.
 
-Two child processes are rank after rank on a fake process group, the model on the meta device.
+Every rank's Megatron model must match the weight table, and all ranks together must write every tensor of the
+checkpoint exactly once. Two child processes simulate one rank after another on a fake process group.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ PROOFS: dict[str, tuple[str, int, dict[str, int]]] = {
     "GLM-4.5": ("glm-4.5-355b", 128, {"tp": 4, "pp": 8, "ep": 16, "first_stage_layers": 10, "last_stage_layers": 10}),
 }
 ON_DEMAND = ("DeepSeek-V3 tp1 pp16 ep32", "DeepSeek-V3 tp8 pp16 ep8", "Qwen3-235B", "Kimi-K2")
-"""Half a minute to two each; what is special in them the others have as well."""
-# Elements of every tensor but FP8 scales. What the models' authors round to 671B (685B with multi-token prediction,
-# which repeats embedding and head), 235B, 1T, 141B and 355B.
+"""Cases that take 30 to 120 seconds each; the other cases cover their features."""
+# Elements of all tensors except FP8 scales. The authors round them to 671B (685B with multi-token prediction, which
+# repeats embedding and head), 235B, 1T, 141B and 355B.
 ELEMENTS = {
     "DeepSeek-V3": 684_489_845_504,
     "Qwen--Qwen3-235B-A22B": 235_093_634_560,
@@ -63,8 +63,10 @@ def children():
 
 
 def differences(config: dict[str, Any], layout: TrainLayout, start: int) -> tuple[list[str], int, int]:
-    """(what differs from the table, ranks looked at, peak memory in bytes) of every CHILDREN-th rank from `start`;
-    runs in a child."""
+    """Check every CHILDREN-th rank from `start`; runs in a child process.
+
+    Returns: (differences from the table, number of ranks, peak memory in bytes).
+    """
     from mcore_rl.megatron.model.names import canonical_tensors
     from mcore_rl.megatron.model.sharded import meta_model
 
@@ -90,9 +92,7 @@ def bound_rows(config: dict[str, Any]) -> list[BoundRow]:
 @pytest.mark.parametrize(
     "proof", [pytest.param(proof, marks=[pytest.mark.on_demand] * (proof in ON_DEMAND)) for proof in PROOFS]
 )
-def test_every_rank_holds_what_the_table_says_and_all_write_every_tensor_once(
-    proof: str, children: ProcessPoolExecutor
-) -> None:
+def test_published_model_ranks_match_table_and_write_once(proof: str, children: ProcessPoolExecutor) -> None:
     name, world_size, sizes = PROOFS[proof]
     config = published(name)
     layout = TrainLayout(world_size, **sizes)
@@ -110,8 +110,8 @@ def test_every_rank_holds_what_the_table_says_and_all_write_every_tensor_once(
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the published table of tensors")
-def test_every_published_tensor_of_671b_is_claimed_once_by_name_shape_and_dtype() -> None:
-    """With FP8 scales, which belong to their weights: 91,991 tensors. Multi-token prediction is kept."""
+def test_deepseek_671b_every_published_tensor_is_claimed_once() -> None:
+    """91,991 tensors, including FP8 scales and the multi-token-prediction layer."""
     published_rows = json.loads((SHARED / "tensor_tables" / "deepseek_v3_671b.json").read_text())["rows"]
     wanted = Counter()
     for row in published_rows:
@@ -130,7 +130,7 @@ def test_every_published_tensor_of_671b_is_claimed_once_by_name_shape_and_dtype(
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the published index")
-def test_every_tensor_of_a_published_mixtral_index_is_claimed_once() -> None:
+def test_mixtral_every_published_tensor_is_claimed_once() -> None:
     index = Path(SHARED / "hf_configs" / "mixtral-8x22b-layout.model.safetensors.index.json")
     content = json.loads(index.read_text())
     bound = bound_rows(published("mistralai--Mixtral-8x22B-v0.1"))

@@ -1,4 +1,4 @@
-"""Settings of config.json that change what a model computes, and what transformers makes of each."""
+"""Settings of config.json that change a model's computation, and facts about the model that transformers builds."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ _BASE = {"num_hidden_layers": 2, "intermediate_size": 24}
 
 
 def changes(kind: str) -> Iterator[Change]:
-    """What is set in a tiny configuration, one setting or a few that belong together."""
+    """Yield changes to a tiny configuration: one setting, or a few that belong together."""
     experts = _EXPERTS if kind not in ("llama", "qwen2", "qwen3") else {}
     latent = _LATENT if kind.startswith("deepseek") else {}
     yield {}
@@ -144,8 +144,8 @@ def _changed(fields: dict[str, Any], change: Change) -> dict[str, Any]:
 
 
 def facts_of_transformers(fields: dict[str, Any]) -> dict[str, Any]:
-    """What its own model of these fields computes with. Raises whatever it raises for one that it cannot run."""
-    # transformers writes into the objects that it is given.
+    """Return facts about transformers' model. Raises the errors of transformers for a model that it cannot run."""
+    # transformers modifies its arguments.
     config = AutoConfig.for_model(**copy.deepcopy(fields))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -185,7 +185,7 @@ def _routing(gate: Any) -> dict[str, Any]:
     limited = getattr(gate, "topk_method", "group_limited_greedy") == "group_limited_greedy"
     return {
         "experts per token": gate.top_k,
-        # Mixtral normalises always, DeepSeek V2 never.
+        # Mixtral always normalises, DeepSeek V2 never.
         "normalised": bool(getattr(gate, "norm_topk_prob", not hasattr(gate, "topk_method"))),
         "factor": getattr(gate, "routed_scaling_factor", 1.0),
         "groups": groups if limited and groups[0] != groups[1] else None,
@@ -193,7 +193,7 @@ def _routing(gate: Any) -> dict[str, Any]:
 
 
 def facts_of_ours(fields: dict[str, Any]) -> dict[str, Any]:
-    """The same of what the family's table and arguments say."""
+    """Return the same facts from the family's table and arguments."""
     family = FAMILIES[fields["model_type"]]
     arguments = family.model_arguments(fields)
     sizes = arguments.transformer
@@ -223,7 +223,7 @@ def facts_of_ours(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotation(arguments: Any, head_dim: int) -> tuple[torch.Tensor, float, float]:
-    """(frequencies, factor on cosines, factor on scores); for yarn transformers' own, of what we understood."""
+    """Return (frequencies, factor on cosines, factor on scores); for yarn by transformers, from our arguments."""
     sizes = arguments.transformer
     if sizes.get("rope_type") != "yarn":
         rotated = sizes.get("qk_pos_emb_head_dim", sizes["kv_channels"])

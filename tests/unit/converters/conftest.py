@@ -1,4 +1,4 @@
-"""Tiny models, and an oracle that builds every rank's tensors by hand, head by head and chunk by chunk."""
+"""Tiny models, and an oracle that builds each rank's tensors without the weight table, head by head."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ FAMILY_CONFIGS = {
 
 @pytest.fixture
 def family_configs() -> dict[str, dict]:
-    """A tiny configuration of every family, by model_type."""
+    """Return model_type -> tiny configuration, for every family."""
     return {name: dict(config) for name, config in FAMILY_CONFIGS.items()}
 
 
@@ -78,7 +78,7 @@ def moe_config() -> dict:
 
 
 def _random_hf(config: dict, seed: int = 0) -> Tensors:
-    """HF tensors of a model of any family, written down without the table."""
+    """Return random HF tensors of a model of any family, built without the table."""
     if config["model_type"] in deepseek_oracle.CONFIGS:
         return deepseek_oracle.random_hf(config, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -121,7 +121,7 @@ def _random_hf(config: dict, seed: int = 0) -> Tensors:
 
 
 def _fuse_qkv(hf: Tensors, prefix: str, config: dict, kind: str) -> torch.Tensor:
-    """Megatron's order, one head at a time: the q heads of a group, its k head, its v head."""
+    """Fuse q, k and v in Megatron's order: for each group its q heads, its k head, its v head."""
     head_dim, groups = config["head_dim"], config["num_key_value_heads"]
     per_group = config["num_attention_heads"] // groups
     rows = []
@@ -138,7 +138,7 @@ def _column(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
 
 
 def _vocabulary(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
-    """With zero rows appended until the ranks' shares are equal."""
+    """Append zero rows until the ranks' shares are equal, and return one share."""
     while len(tensor) % size:
         tensor = torch.cat([tensor, torch.zeros_like(tensor[:1])])
     return _column(tensor, index, size)
@@ -158,7 +158,7 @@ def _gated(hf: Tensors, ours: tuple[str, str], theirs: str, index: int, size: in
 
 
 def _local_mcore(hf: Tensors, config: dict, layout: TrainLayout, rank: int) -> Tensors:
-    """What Megatron's parallel layers would hold on `rank`."""
+    """Return the tensors of Megatron's parallel layers on `rank`."""
     if config["model_type"] in deepseek_oracle.CONFIGS:
         return deepseek_oracle.local_mcore(hf, config, layout, rank)
     at = layout.coordinates(rank)

@@ -1,4 +1,4 @@
-"""Tiny DeepSeek and GLM models, and every rank's tensors built by hand: what conftest has for the other families."""
+"""Tiny DeepSeek and GLM models and their oracle; conftest.py has the other families."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def random_hf(config: dict[str, Any], seed: int = 0) -> Tensors:
-    """HF tensors, written down without the table."""
+    """Return random HF tensors, built without the table."""
     generator = torch.Generator().manual_seed(seed)
     hidden, layers, mtp = config["hidden_size"], config["num_hidden_layers"], _mtp_layers(config)
     shapes: dict[str, tuple[int, ...]] = {
@@ -128,7 +128,7 @@ def _mlp_shapes(config: dict[str, Any], *, sparse: bool) -> dict[str, tuple[int,
 
 
 def local_mcore(hf: Tensors, config: dict[str, Any], layout: TrainLayout, rank: int) -> Tensors:
-    """What Megatron's parallel layers would hold on `rank`."""
+    """Return the tensors of Megatron's parallel layers on `rank`."""
     at, mtp = layout.coordinates(rank), _mtp_layers(config)
     local: Tensors = {}
     if at.pp == 0:

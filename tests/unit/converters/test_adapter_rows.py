@@ -1,4 +1,4 @@
-"""Which modules of a family can have an adapter, where the two matrices of each lie, and what is written of them."""
+"""Adapter rows: supported modules, placement of the two matrices, and the written adapter directory."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def rows_of(kind: str, **changes: Any) -> tuple[list[Row], dict[str, Any]]:
         ("deepseek_v3", {"q_lora_rank": None}, ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP]),
     ],
 )
-def test_attention_dense_mlps_and_shared_experts_can_have_adapters(
+def test_adapter_rows_default_targets_exclude_routed_experts(
     kind: str, changes: dict[str, Any], targets: list[str]
 ) -> None:
     rows, _ = rows_of(kind, **changes)
     found = default_targets(rows)
     assert sorted(found) == sorted(targets)
-    # Mixtral's routed experts have other names; those of Qwen3-MoE are alone with theirs unless some layers are dense.
+    # Routed experts of Mixtral have other names. Those of Qwen3-MoE share names with dense layers only if some exist.
     shared = MLP if changes.get("mlp_only_layers") or kind in ("glm4_moe", "deepseek_v3") else []
     assert shared_with_experts(rows, found) == shared
 
@@ -69,13 +69,13 @@ def test_attention_dense_mlps_and_shared_experts_can_have_adapters(
         ("qwen3", "qkv_proj", "qkv_proj: the model has no such module; choose from q_proj, k_proj, v_proj, o_proj"),
     ],
 )
-def test_what_can_have_none_is_refused_with_the_reason(kind: str, target: str, why: str) -> None:
+def test_adapter_rows_unsupported_target_raises_reason(kind: str, target: str, why: str) -> None:
     with pytest.raises(ConversionError, match=why):
         adapter_rows(rows_of(kind)[0], ["q_proj", target], RANK)
 
 
 def held(kind: str, targets: list[str], layout: TrainLayout, rank: int, **changes: Any) -> Iterator[Any]:
-    """(adapter row, shard, shards, base row) of what a rank holds."""
+    """Yield (adapter row, shard, num_shards, base row) for the adapters on a rank."""
     rows, config = rows_of(kind, **changes)
     base = bind(rows, config, torch.float32)
     bound = bind(adapter_rows(rows, targets, RANK), config, torch.float32)
@@ -103,10 +103,10 @@ def put_together(row: BoundRow, shard: int, num_shards: int, whole: dict[str, to
         ("deepseek_v3", [], TrainLayout(4, tp=2, pp=2, ep=2), {}),
     ],
 )
-def test_on_every_rank_a_and_b_multiply_to_its_shard_of_the_update(
+def test_adapter_rows_product_equals_shard_of_whole_update(
     kind: str, targets: list[str], layout: TrainLayout, changes: dict[str, Any]
 ) -> None:
-    """The update's own shard is cut as the weight's is, from whole modules' B A; that of others is zero."""
+    """The reference is the shard of whole modules' B A, divided like the weight; modules without adapter give zero."""
     seen: set[str] = set()
     for rank in range(layout.world_size):
         found = list(held(kind, targets, layout, rank, **changes))
@@ -139,7 +139,7 @@ def test_on_every_rank_a_and_b_multiply_to_its_shard_of_the_update(
     assert seen == {name for row in bind(adapter_rows(rows, targets, RANK), config, torch.float32) for name in row.hf}
 
 
-def test_peft_reads_the_description_that_is_written(tmp_path: Path) -> None:
+def test_write_adapter_config_is_read_by_peft(tmp_path: Path) -> None:
     tensors = {
         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.randn(3, 8).bfloat16(),
         "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": torch.randn(4, 6).t()[:, :3],
@@ -155,7 +155,7 @@ def test_peft_reads_the_description_that_is_written(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_an_adapter_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_adapter_failure_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"base_model.model.q_proj.lora_A.weight": torch.zeros(3, 8)}
 
     def fail(*_: Any) -> None:

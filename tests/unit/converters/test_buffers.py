@@ -1,4 +1,4 @@
-"""Rotary frequencies that old checkpoints hold: those of transformers' own module are let through, others refused."""
+"""Rotary frequencies in old checkpoints: equal to transformers' module they are accepted, otherwise rejected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from model_converters.mapping.table import bind
 from tests.tiny_models import LLAMA3, tiny_model, write_tiny_model
 
 ROTATIONS = {
-    "default": {"rope_type": "default", "rope_theta": 1e6},  # so low that float16 has few bits left for the lowest
+    "default": {"rope_type": "default", "rope_theta": 1e6},  # the lowest frequencies are subnormal in float16
     "llama3": LLAMA3,
 }
 
@@ -27,7 +27,7 @@ def saved_with(directory: Path, frequencies: dict[str, torch.Tensor]) -> Path:
 
 
 def llama(directory: Path, rotation: str = "default") -> tuple[Path, torch.Tensor]:
-    """A saved model with the frequencies that transformers computes for it."""
+    """Save a model. Returns its directory and the frequencies that transformers computes."""
     settings = {"rope_parameters": ROTATIONS[rotation], "num_hidden_layers": 2, "head_dim": 64}
     frequencies = tiny_model("llama", **settings).model.rotary_emb.inv_freq
     return write_tiny_model(directory, "llama", **settings), frequencies
@@ -36,7 +36,7 @@ def llama(directory: Path, rotation: str = "default") -> tuple[Path, torch.Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("place", ["model.layers.{l}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
-def test_saved_frequencies_are_no_weights(place, rotation, dtype, tmp_path):
+def test_saved_frequencies_are_not_converted(place, rotation, dtype, tmp_path):
     hf, frequencies = llama(tmp_path, rotation)
     names = {place.format(l=layer) for layer in range(2)}
     saved_with(hf, {name: frequencies.to(dtype, copy=True) for name in names})
@@ -56,7 +56,7 @@ def test_saved_frequencies_are_no_weights(place, rotation, dtype, tmp_path):
     ],
     ids=["other base", "scaled", "other head", "nan"],
 )
-def test_other_frequencies_are_another_model(spoil, message, tmp_path):
+def test_saved_frequencies_that_differ_are_rejected(spoil, message, tmp_path):
     hf, frequencies = llama(tmp_path)
     name = "model.layers.1.self_attn.rotary_emb.inv_freq"
     saved_with(hf, {name: spoil(frequencies)})
@@ -64,7 +64,7 @@ def test_other_frequencies_are_another_model(spoil, message, tmp_path):
         HFCheckpoint(hf)
 
 
-def test_a_name_that_only_looks_like_it_stays_unknown(tmp_path):
+def test_saved_frequencies_similar_name_stays_unknown(tmp_path):
     hf, frequencies = llama(tmp_path)
     saved_with(hf, {"model.layers.1.mlp.rotary_emb.inv_freq": frequencies})
     with HFCheckpoint(hf) as checkpoint:

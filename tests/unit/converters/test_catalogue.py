@@ -1,4 +1,4 @@
-"""The table of supported families, and the refusal of those that are known."""
+"""Catalogue of families: supported ones and known unsupported ones."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ ROOT = Path(__file__).parents[3]
 HUB = ROOT.parent / "shared" / "data" / "hf_configs"
 
 
-def test_the_page_is_what_the_code_says():
+def test_families_page_equals_generated_tables():
     page = (ROOT / "docs" / "families.md").read_text()
     found = page.partition(BEGIN)[2].partition(END)[0].strip()
     assert found == as_markdown(), "run: python -m model_converters families --into docs/families.md"
 
 
-def test_every_family_is_listed_once_and_none_is_both_supported_and_refused(capsys):
+def test_families_command_lists_every_family_once(capsys):
     assert main(["families"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
     assert names == [*sorted(FAMILIES), *sorted(REFUSED)]
     assert all(name == family.model_type for name, family in FAMILIES.items())
 
 
-def test_a_page_is_rewritten_between_its_markers_alone(tmp_path, capsys):
+def test_families_into_rewrites_only_between_markers(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"above\n{BEGIN}\nstale\n{END}\nbelow\n")
     for _ in range(2):
@@ -50,7 +50,7 @@ def test_a_page_is_rewritten_between_its_markers_alone(tmp_path, capsys):
         ("glm_moe_dsa", ["index_topk", "self_attn.indexer"]),
     ],
 )
-def test_a_known_architecture_is_refused_with_all_that_it_lacks(model_type, named):
+def test_family_for_known_unsupported_type_lists_missing_parts(model_type, named):
     with pytest.raises(ConversionError, match=f"'{model_type}'") as caught:
         family_for({"model_type": model_type})
     assert [what for what in named if what not in str(caught.value)] == []
@@ -58,7 +58,7 @@ def test_a_known_architecture_is_refused_with_all_that_it_lacks(model_type, name
 
 @pytest.mark.skipif(not HUB.is_dir(), reason="needs the hub's own config.json files")
 @pytest.mark.parametrize("name", ["openai--gpt-oss-20b", "openai--gpt-oss-120b", "zai-org--GLM-5"])
-def test_published_models_that_are_refused_end_the_command_with_one_message(name, capsys):
+def test_show_unsupported_published_model_exits_with_message(name, capsys):
     file = HUB / f"{name}_config.json"
     assert main(["show", "--config", str(file)]) == 2
     shown = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Blocks of tensors, against torch's own indexing."""
+"""Blocks of tensors, compared with torch's indexing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def boxes(draw, shape):
 
 
 @given(st.data())
-def test_an_overlap_holds_what_both_hold(data):
+def test_box_overlap_equals_common_elements(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
     first, second = data.draw(boxes(shape)), data.draw(boxes(shape))
     covered = torch.zeros(2, *shape)
@@ -36,7 +36,7 @@ def test_an_overlap_holds_what_both_hold(data):
 
 
 @given(st.data())
-def test_a_moved_block_holds_the_same_elements(data):
+def test_box_moved_selects_same_elements(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
     outer = data.draw(boxes(shape))
     inner = data.draw(boxes(outer.shape)).moved((0,) * len(shape), outer.offset)
@@ -44,7 +44,7 @@ def test_a_moved_block_holds_the_same_elements(data):
     assert torch.equal(inner.moved(outer.offset, (0,) * len(shape)).view(outer.view(whole)), inner.view(whole))
 
 
-def test_a_run_spans_every_other_dimension():
+def test_slice_box_spans_all_other_dimensions():
     whole = torch.arange(24).view(2, 3, 4)
     assert torch.equal(slice_box((2, 3, 4), 1, 1, 2).view(whole), whole[:, 1:3])
     assert slice_box((), 0, 0, 1) == Box((), ())
@@ -52,7 +52,7 @@ def test_a_run_spans_every_other_dimension():
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (4, 3), (1, 5), (3, 1), (2, 3, 4), (3, 1, 2, 2)])
-def test_a_range_of_a_flattened_tensor_is_a_few_blocks_in_order(shape):
+def test_range_boxes_tile_flat_range_in_order(shape):
     whole = torch.arange(math.prod(shape)).reshape(shape)
     for start in range(whole.numel() + 1):
         for stop in range(start, whole.numel() + 1):
@@ -64,7 +64,7 @@ def test_a_range_of_a_flattened_tensor_is_a_few_blocks_in_order(shape):
             assert all(flat_index(shape, box.offset) == part[0] for box, part in zip(boxes, parts, strict=True))
 
 
-def test_a_block_is_found_again_in_a_tensor_that_is_part_of_a_buffer():
+def test_box_of_view_finds_block_in_buffer_slice():
     whole = torch.arange(100.0)[10:34].view(4, 6)
     for box in (Box((0, 0), (4, 6)), Box((2, 0), (2, 6)), Box((1, 2), (2, 3))):
         assert Box.of_view(box.view(whole), whole) == box

@@ -1,4 +1,4 @@
-"""Whatever config.json says: either we compute with what transformers computes with, or we refuse the field by name."""
+"""Every setting of config.json either gives the model of transformers or is rejected by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = sorted(name for name, family in FAMILIES.items() if not family.transform
 
 
 def _named(change: dict[str, Any], message: str) -> bool:
-    """Whether the message names what was changed, or what it stands in."""
+    """Return whether the message names the changed field or the object that contains it."""
     inside = {key for value in change.values() if isinstance(value, dict) for key in value}
     words = {
         *change,
@@ -40,7 +40,7 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_setting_is_read_as_transformers_reads_it_or_refused_by_name(kind, caplog):
+def test_family_every_setting_matches_transformers_or_is_rejected(kind, caplog):
     caplog.set_level(logging.CRITICAL)
     problems, accepted = [], 0
     for change in changes(kind):
@@ -62,4 +62,4 @@ def test_every_setting_is_read_as_transformers_reads_it_or_refused_by_name(kind,
             continue
         problems += [f"{change}: {difference}" for difference in _differences(ours, theirs)]
     assert not problems, "\n".join(problems)
-    assert accepted > 30  # else the grid says little
+    assert accepted > 30  # a grid of rejected settings would prove little

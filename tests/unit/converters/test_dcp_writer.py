@@ -1,4 +1,4 @@
-"""Plans of checkpoint files, without megatron: what does not make a checkpoint is refused before it is written."""
+"""Plans and files of distributed checkpoints, without Megatron."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def planned(*chunks, dtypes=None, max_bytes=10**6):
     ],
     ids=["hole", "overlap", "beyond the end", "one rank's part"],
 )
-def test_chunks_must_tile_every_tensor(chunks, message):
+def test_plan_metadata_untiled_tensor_is_rejected(chunks, message):
     with pytest.raises(ConversionError, match=message):
         plan_metadata(planned(*chunks))
 
 
-def test_one_stored_tensor_has_one_dtype():
+def test_plan_metadata_mixed_dtypes_are_rejected():
     files = planned(chunk("a", 0, 4), chunk("b", 4, 4), dtypes={"a": FLOAT, "b": torch.bfloat16})
     with pytest.raises(ConversionError, match=r"a is torch\.float32 and b is torch\.bfloat16"):
         plan_metadata(files)
 
 
-def test_files_are_bounded_but_for_a_larger_tensor():
+def test_plan_files_split_at_size_except_larger_tensor():
     chunks = [chunk(str(i), 0, rows, rows, key=str(i)) for i, rows in enumerate((1, 2, 1, 20, 1, 3))]
     state = ShardedRankState(tuple(chunks), (StateObject("state/shard_0_1", b"x"),), {})
     files = list(plan_files(3, state, {one.mcore_name: FLOAT for one in chunks}, 48))
@@ -56,8 +56,8 @@ def test_files_are_bounded_but_for_a_larger_tensor():
     assert sum(len(file.entries) for file in files) == 7
 
 
-def test_torch_and_we_read_what_is_written(tmp_path):
-    """Values that no CRC protects, in chunks of two files, one of them a view."""
+def test_write_file_is_read_by_torch_and_reader(tmp_path):
+    """Two files without CRC; the tensor of one chunk is a view."""
     whole = torch.randn(8, 3)
     files = planned(chunk("a", 0, 5), chunk("b", 5, 3))
     parts = {"a": whole[:5].clone(), "b": whole[5:].clone()}
@@ -77,8 +77,8 @@ def test_torch_and_we_read_what_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("numbers", [3000, 100_000], ids=["when it is flushed", "within an entry"])
-def test_a_full_disk_is_the_error_that_it_is(tmp_path, numbers):
-    """torch turns what a write raises into a RuntimeError about positions in the file."""
+def test_write_file_full_disk_raises_oserror(tmp_path, numbers):
+    """torch converts errors of write() to a RuntimeError about positions in the file."""
     whole = CheckpointChunk("weight", (numbers,), Box((0,), (numbers,)), "a", Box((0,), (numbers,)))
     (file,) = planned(whole)
     (tmp_path / file.name).symlink_to("/dev/full")
@@ -86,7 +86,7 @@ def test_a_full_disk_is_the_error_that_it_is(tmp_path, numbers):
         write_file(tmp_path, file, lambda _: torch.zeros(numbers), lambda _: None)
 
 
-def test_every_byte_is_seen_in_order(tmp_path):
+def test_write_file_on_write_receives_all_bytes_in_order(tmp_path):
     (file,) = planned(chunk("a", 0, 8))
     seen = []
     write_file(

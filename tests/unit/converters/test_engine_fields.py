@@ -1,4 +1,4 @@
-"""Values of config.json for inference engines, and configurations that no engine computes as transformers does."""
+"""Overrides of config.json for inference engines, and configurations that no override can fix."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fields_of(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def added(name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Overrides beside those of the family's plain configuration."""
+    """Return the overrides that the family's plain configuration does not have."""
     plain = engine_overrides(fields_of(name))
     return {key: value for key, value in engine_overrides(fields).items() if plain.get(key, ...) != value}
 
@@ -58,7 +58,7 @@ def test_field_that_only_engines_read_gets_its_neutral_value(name: str) -> None:
         ("deepseek_v2", {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0}}, {"mscale_all_dim": ...}),
     ],
 )
-def test_rotation_that_engines_read_otherwise_is_overridden(
+def test_rotation_that_engines_read_differently_is_overridden(
     name: str, changes: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     found = added(name, fields_of(name, **changes))
@@ -68,7 +68,7 @@ def test_rotation_that_engines_read_otherwise_is_overridden(
     assert found["rope_parameters"]["rope_theta"] == 10000.0
 
 
-def test_groups_of_experts_that_greedy_routing_ignores_are_one_group() -> None:
+def test_engine_overrides_greedy_routing_has_one_group() -> None:
     groups = {"n_group": 4, "topk_group": 2}
     greedy = engine_overrides(fields_of("deepseek_v2", topk_method="greedy", **groups))
     assert (greedy["n_group"], greedy["topk_group"]) == (1, 1)
@@ -76,7 +76,7 @@ def test_groups_of_experts_that_greedy_routing_ignores_are_one_group() -> None:
     assert not groups.keys() & limited.keys()
 
 
-def test_architectures_of_another_class_are_replaced() -> None:
+def test_engine_overrides_other_architecture_is_replaced() -> None:
     for name, family in FAMILIES.items():
         architectures = [family.architecture]
         assert added(name, fields_of(name, architectures=["MistralForCausalLM"])) == {"architectures": architectures}
@@ -85,7 +85,7 @@ def test_architectures_of_another_class_are_replaced() -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_field_that_no_override_mends_is_rejected_by_name(name: str, engine: str) -> None:
+def test_check_for_engine_unfixable_field_is_rejected(name: str, engine: str) -> None:
     check_for_engine(fields_of(name), engine)
     rejected: list[dict[str, Any]] = [{key: {"num_hidden_layers": 2}} for key in SUBMODELS]
     rejected += [{"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, key: 8}} for key in ROTATION_INSIDE]
@@ -98,14 +98,14 @@ def test_field_that_no_override_mends_is_rejected_by_name(name: str, engine: str
             check_for_engine(fields_of(name) | changes, engine)
 
 
-def test_two_types_of_rotation_that_differ_are_rejected() -> None:
+def test_check_for_engine_contradicting_rope_types_are_rejected() -> None:
     rope = {"rope_type": "default", "type": "linear", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(ConversionError, match=r"\.rope_type 'default' and rope_parameters\.type 'linear'"):
         check_for_engine(fields_of("llama", rope_parameters=rope), "vllm")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_attention_that_is_not_causal_or_not_whole_is_rejected(name: str) -> None:
+def test_attention_not_causal_or_chunked_is_rejected(name: str) -> None:
     chunks = {"chunk_size": 262144, "local_size": 8192}
     for change in ({"is_causal": False}, {"is_causal": None}, {"dual_chunk_attention_config": chunks}):
         for build in (FAMILIES[name].rows, FAMILIES[name].model_arguments):
@@ -116,7 +116,7 @@ def test_attention_that_is_not_causal_or_not_whole_is_rejected(name: str) -> Non
 
 @pytest.mark.skipif(not HUB.is_dir(), reason="needs the hub's own config.json files")
 @pytest.mark.parametrize("path", sorted(HUB.glob("*_config.json")), ids=lambda path: path.stem)
-def test_published_config_is_accepted_and_needs_no_neutral_value(path: Path) -> None:
+def test_published_config_needs_no_neutral_values(path: Path) -> None:
     config = json.loads(path.read_text())
     if config["model_type"] in REFUSED or config["model_type"] not in FAMILIES:
         pytest.skip("the family is not supported")

@@ -1,4 +1,4 @@
-"""The tables against transformers' own models and files, and the refusals."""
+"""Weight tables compared with models and files of transformers, and rejected configurations."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ MODELS = {
 
 
 def weights_of(model):
-    """Parameters, and the buffers that are saved with them."""
+    """Yield the parameters and the saved buffers."""
     yield from model.parameters()
     yield from (buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
 
 
 def saved_by_transformers(name, directory):
-    """A random model written by transformers 5 itself."""
+    """Save a random model with transformers 5."""
     kind, options = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**(SIZES | options))
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for tensor in weights_of(model):
-        torch.nn.init.normal_(tensor, std=0.3)  # transformers starts biases at 0, where nothing would show
+        torch.nn.init.normal_(tensor, std=0.3)  # transformers initialises biases to 0, which would hide errors
     model.save_pretrained(directory)
     return model
 
@@ -89,7 +89,7 @@ def bound_rows(config):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_table_names_exactly_what_transformers_writes(name, tmp_path):
+def test_table_names_equal_transformers_checkpoint(name, tmp_path):
     model = saved_by_transformers(name, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -101,7 +101,7 @@ def test_the_table_names_exactly_what_transformers_writes(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_computes_the_same_logits_from_what_we_export(name, tmp_path):
+def test_export_gives_same_logits_in_transformers(name, tmp_path):
     model = saved_by_transformers(name, tmp_path / "hf")
     layout = TrainLayout(4, tp=2, pp=2, ep=2 if "moe" in name else 1)
     export_through(tmp_path / "hf", tmp_path / "out", layout)
@@ -111,7 +111,7 @@ def test_transformers_computes_the_same_logits_from_what_we_export(name, tmp_pat
         assert torch.equal(exported(tokens).logits, model(tokens).logits)
 
 
-def test_an_export_says_what_engines_read_and_transformers_leaves_out(tmp_path):
+def test_export_config_adds_missing_engine_fields(tmp_path):
     saved_by_transformers("moe-deepseek-v3", tmp_path / "hf")
     export_through(tmp_path / "hf", tmp_path / "out", TrainLayout(2, tp=2))
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out"))
@@ -120,14 +120,14 @@ def test_an_export_says_what_engines_read_and_transformers_leaves_out(tmp_path):
     assert not added.keys() & before.keys()
 
 
-def test_arguments_of_a_dense_model(tmp_path):
+def test_model_arguments_dense_model_match_transformers(tmp_path):
     model = saved_by_transformers("dense-tied", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     arguments = family_for(config).model_arguments(config)
     assert arguments.tied_embeddings
     assert arguments.vocab_size == 40
     assert arguments.max_position_embeddings == 64
-    # transformers' rotary module is the oracle for the base.
+    # transformers' rotary module is the reference for the base.
     inverse = 1.0 / arguments.rotary.base ** (torch.arange(0, 8, 2) / 8)
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, inverse)
     expected = {
@@ -151,7 +151,7 @@ def test_arguments_of_a_dense_model(tmp_path):
     assert arguments.transformer == expected
 
 
-def test_dense_layers_of_a_moe_model_are_those_that_transformers_builds(tmp_path):
+def test_qwen3_moe_dense_layers_match_transformers(tmp_path):
     model = saved_by_transformers("moe-dense-layers", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     transformer = family_for(config).model_arguments(config).transformer
@@ -164,7 +164,7 @@ def test_dense_layers_of_a_moe_model_are_those_that_transformers_builds(tmp_path
 
 
 @pytest.mark.parametrize("normalised", [True, False])
-def test_softmax_placement_gives_the_routing_weights_of_transformers(normalised, moe_config):
+def test_softmax_routing_weights_match_transformers(normalised, moe_config):
     config = moe_config | {"norm_topk_prob": normalised}
     transformer = family_for(config).model_arguments(config).transformer
     router_config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=normalised)
@@ -173,14 +173,14 @@ def test_softmax_placement_gives_the_routing_weights_of_transformers(normalised,
     hidden = torch.randn(7, 16)
     _, wanted, chosen = router(hidden)
     logits = hidden @ router.weight.T
-    # Megatron's two orders, as topk_routing_with_score_function has them.
+    # The two orders of operations in Megatron's topk_routing_with_score_function.
     if transformer["moe_router_pre_softmax"]:
         weights, experts = torch.topk(torch.softmax(logits, dim=-1), 2)
     else:
         top, experts = torch.topk(logits, 2)
         weights = torch.softmax(top, dim=-1)
     assert torch.equal(experts, chosen)
-    # Two float32 softmaxes that differ in the order of their additions.
+    # Tolerance: two float32 softmaxes with different summation orders.
     torch.testing.assert_close(weights, wanted, atol=1e-6, rtol=1e-6)
 
 
@@ -203,13 +203,13 @@ def test_softmax_placement_gives_the_routing_weights_of_transformers(normalised,
     ],
 )
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_what_cannot_be_represented_is_refused(change, message, kind, request):
+def test_family_unsupported_setting_is_rejected(change, message, kind, request):
     config = request.getfixturevalue(f"{kind}_config") | change
     with pytest.raises(ConversionError, match=message):
         family_for(config).model_arguments(config)
 
 
-def test_one_normalised_expert_is_refused(moe_config):
+def test_softmax_routing_single_normalised_expert_is_rejected(moe_config):
     config = moe_config | {"num_experts_per_tok": 1}
     with pytest.raises(ConversionError, match="num_experts_per_tok 1"):
         family_for(config).model_arguments(config)
@@ -218,7 +218,7 @@ def test_one_normalised_expert_is_refused(moe_config):
 @pytest.mark.parametrize(
     ("family", "field"), [(name, field) for name, family in FAMILIES.items() for field in family.description.refused]
 )
-def test_every_field_that_a_description_calls_refused_is_refused_by_name(family, field, family_configs):
+def test_description_refused_fields_are_rejected_by_name(family, field, family_configs):
     config = family_configs[family]
     FAMILIES[family].model_arguments(config)
     refused = FAMILIES[family].description.refused[field]
@@ -227,7 +227,7 @@ def test_every_field_that_a_description_calls_refused_is_refused_by_name(family,
     assert {"rope_scaling": "rope type"}.get(field, field) in str(from_arguments.value)
 
 
-def test_an_unknown_model_type_lists_the_known_ones():
+def test_family_for_unknown_type_lists_supported_types():
     with pytest.raises(ConversionError, match=r"'gemma' is not supported; known: .*qwen3, qwen3_moe"):
         family_for({"model_type": "gemma"})
 
@@ -246,7 +246,7 @@ def test_an_unknown_model_type_lists_the_known_ones():
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "only 'default' and 'llama3'"),
     ],
 )
-def test_what_llama_cannot_represent_is_refused(change, message, dense_config):
+def test_llama_unsupported_setting_is_rejected(change, message, dense_config):
     config = dense_config | {"model_type": "llama"} | change
     with pytest.raises(ConversionError, match=message):
         family_for(config).model_arguments(config)
@@ -270,7 +270,7 @@ HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
         ("mistralai--Mixtral-8x22B-v0.1", 140.621),
     ],
 )
-def test_published_sizes_of_real_models(name, billions):
+def test_published_models_have_published_parameter_counts(name, billions):
     config = json.loads((HUB / f"{name}_config.json").read_text())
     experts = {"num_experts", "num_local_experts"} & set(config)
     plans = export_plan(bound_rows(config), TrainLayout(8, tp=2, ep=4 if experts else 1))
@@ -281,7 +281,7 @@ def test_published_sizes_of_real_models(name, billions):
 
 
 @pytest.mark.skipif(not HUB.is_dir(), reason="needs the hub's own index")
-def test_every_name_and_byte_of_a_published_mixtral_is_claimed_once():
+def test_mixtral_published_index_is_claimed_exactly_once():
     config = json.loads((HUB / "mistralai--Mixtral-8x22B-v0.1_config.json").read_text())
     index = json.loads((HUB / "mixtral-8x22b-layout.model.safetensors.index.json").read_text())
     bound = bind(family_for(config).rows(config), config, torch.bfloat16)

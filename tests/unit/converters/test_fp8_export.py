@@ -1,4 +1,4 @@
-"""What is exported in FP8 is what transformers, the releases and we ourselves read."""
+"""FP8 export, read back by transformers and by our reader, and compared with releases."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from model_converters.mapping.plan import export_plan
 from model_converters.mapping.table import bind
 from tests.tiny_models import tiny_fields, write_tiny_model
 
-# Multiples of 128, as transformers' own dequantisation asks for.
+# Multiples of 128, which transformers' dequantisation requires.
 SIZES = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "num_hidden_layers": 2}
 EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "mlp_only_layers": [0]}
 MODELS = {"llama": ("llama", {}), "qwen3": ("qwen3", {}), "qwen3_moe": ("qwen3_moe", EXPERTS)}
 
 
 def plans_of(config, dtype=torch.bfloat16):
-    """(bound table, plans of whole bfloat16 tensors)."""
+    """Return (bound table, plans of whole bfloat16 tensors)."""
     bound = bind(family_for(config).rows(config), config, dtype)
     return bound, export_plan(bound, TrainLayout(1))
 
@@ -53,14 +53,14 @@ def stored(directory):
 
 @pytest.fixture(scope="module", params=MODELS)
 def exported(request, tmp_path_factory):
-    """(source in float32, its FP8 export) of a tiny model."""
+    """Directories of a tiny float32 model and of its FP8 export."""
     directory = tmp_path_factory.mktemp("fp8")
     kind, changes = MODELS[request.param]
     source = write_tiny_model(directory / "source", kind, **SIZES, **changes)
     return source, export(source, directory / "out", fp8=True)
 
 
-def test_transformers_loads_the_values_that_we_read(exported):
+def test_fp8_export_values_equal_in_transformers_and_reader(exported):
     _, out = exported
     plain = export(out, out.with_name("plain"), fp8=False)
     assert "quantization_config" not in json.loads((plain / "config.json").read_text())
@@ -77,7 +77,7 @@ def test_transformers_loads_the_values_that_we_read(exported):
     assert logits.float().std() > 0.1
 
 
-def test_projections_are_fp8_and_nothing_else_is(exported):
+def test_fp8_export_quantises_only_projections(exported):
     source, out = exported
     tensors = stored(out)
     config = json.loads((out / "config.json").read_text())
@@ -96,7 +96,7 @@ def test_projections_are_fp8_and_nothing_else_is(exported):
                 assert (name.removesuffix(".weight") in skipped) == (len(shape) == 2)
 
 
-def test_an_export_of_the_export_is_the_same_byte_for_byte(exported, tmp_path):
+def test_fp8_export_repeated_has_same_bytes(exported, tmp_path):
     _, out = exported
     again = export(out, tmp_path / "again", fp8=True)
     names = {file.name for file in out.iterdir()}
@@ -105,7 +105,7 @@ def test_an_export_of_the_export_is_the_same_byte_for_byte(exported, tmp_path):
         assert (again / name).read_bytes() == (out / name).read_bytes(), name
 
 
-def test_config_json_says_what_the_tensors_are():
+def test_exported_config_matches_tensor_dtypes():
     config = tiny_fields("qwen3_moe", torch_dtype="float32", quantization_config={"quant_method": "fp8"})
     bound, plans = plans_of(config | {"quantization_config": None})
     plain = {key: value for key, value in config.items() if key != "quantization_config"} | {"torch_dtype": "bfloat16"}
@@ -123,7 +123,7 @@ def test_config_json_says_what_the_tensors_are():
     }
 
 
-def test_the_weights_of_a_row_that_is_cut_are_planned_whole():
+def test_fp8_export_plans_divided_weights_whole():
     config = tiny_fields("qwen3_moe")
     bound = bind(family_for(config).rows(config), config, torch.bfloat16)
     chosen = Fp8Export(config, bound)
@@ -137,7 +137,7 @@ def test_the_weights_of_a_row_that_is_cut_are_planned_whole():
     assert len(plans["model.embed_tokens.weight"].pieces) == 2
 
 
-def test_a_weight_that_was_not_quantised_is_refused_by_the_writer(tmp_path):
+def test_writer_unquantised_fp8_weight_is_rejected(tmp_path):
     config = tiny_fields("qwen3")
     bound, plans = plans_of(config)
     chosen = Fp8Export(config, bound)
@@ -152,7 +152,7 @@ def test_a_weight_that_was_not_quantised_is_refused_by_the_writer(tmp_path):
         writer.abort()
 
 
-def test_a_changed_bit_is_not_certified():
+def test_is_quantised_from_changed_bit_is_false():
     weight = torch.randn(130, 140, generator=torch.Generator().manual_seed(0)).bfloat16()
     codes, scales = quantise(weight)
     assert is_quantised_from(weight, codes, scales)
@@ -166,12 +166,12 @@ HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
 
 
 @pytest.mark.skipif(not HUB.is_dir(), reason="needs the hub's own config.json files")
-def test_the_published_fp8_model_leaves_the_same_modules_unquantised():
+def test_fp8_export_unquantised_modules_match_release():
     config = json.loads((HUB / "Qwen--Qwen3-30B-A3B-FP8_config.json").read_text())
     bound, plans = plans_of(config)
     ours = exported_config(config, Fp8Export(config, bound).plans(plans))["quantization_config"]
     theirs = config["quantization_config"]
-    # They also list norms, which are no linear layers, and we the embedding, which is none.
+    # The release also lists norms and we list the embedding; neither is a linear layer.
     kept = {name for name in theirs["modules_to_not_convert"] if not name.endswith("norm")}
     assert set(ours["modules_to_not_convert"]) - {"model.embed_tokens"} == kept
     lists = {"modules_to_not_convert": None}

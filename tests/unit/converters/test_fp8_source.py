@@ -1,4 +1,4 @@
-"""Checkpoints with FP8 weights read as what they stand for."""
+"""Reading of FP8 checkpoints as dequantised values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(directory, config, tensors, **quantisation):
 
 
 def quantised(tensors, block=BLOCK):
-    """Every projection in FP8, as the releases have it, and its float32 value by plain arithmetic."""
+    """Quantise all projections. Returns the stored tensors and their float32 values by direct computation."""
     stored, values = {}, {}
     for name, tensor in tensors.items():
         if not name.endswith("_proj.weight"):
@@ -52,7 +52,7 @@ def fp8_model(tmp_path, moe_config, random_hf):
     return write(tmp_path / "hf", moe_config, stored), stored, values
 
 
-def test_weights_appear_as_their_values_and_scales_not_at_all(fp8_model):
+def test_fp8_source_shows_values_and_hides_scales(fp8_model):
     directory, stored, values = fp8_model
     with HFCheckpoint(directory) as checkpoint:
         assert checkpoint.shapes == {name: tuple(value.shape) for name, value in values.items()}
@@ -60,7 +60,7 @@ def test_weights_appear_as_their_values_and_scales_not_at_all(fp8_model):
             assert checkpoint.dtype(name) == torch.bfloat16
             assert torch.equal(checkpoint.read(name), value.bfloat16())
             assert torch.equal(checkpoint.view(name), value.bfloat16())
-            # One rounding only: a float32 target has the digits that bfloat16 would drop.
+            # Values are rounded once: a float32 target has digits that bfloat16 would lose.
             out = torch.empty(value.shape)
             checkpoint.read_into(name, out)
             assert torch.equal(out, value)
@@ -74,7 +74,7 @@ def test_weights_appear_as_their_values_and_scales_not_at_all(fp8_model):
     [TrainLayout(2, tp=2), TrainLayout(8, tp=4, pp=2, ep=2), TrainLayout(4, tp=2, ep=2, etp=2)],
     ids=["tp2", "tp4 pp2 ep2", "ep2 etp2"],
 )
-def test_every_rank_loads_what_it_would_load_from_the_values(layout, fp8_model, tmp_path, moe_config):
+def test_fp8_source_ranks_load_dequantised_slices(layout, fp8_model, tmp_path, moe_config):
     directory, _, values = fp8_model
     plain = tmp_path / "plain"
     plain.mkdir()
@@ -94,7 +94,7 @@ def test_every_rank_loads_what_it_would_load_from_the_values(layout, fp8_model, 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """Larger than the tiles in which values are computed, 64 x 2048, and blocks that divide neither."""
+    """A weight larger than the 64 x 2048 tiles of the computation, with blocks that divide neither size."""
     weight = torch.randn(150, 2500, generator=torch.Generator().manual_seed(0))
     stored, values = quantised({"a_proj.weight": weight}, block=(50, 96))
     directory = tmp_path_factory.mktemp("wide")
@@ -104,7 +104,7 @@ def wide(tmp_path_factory):
 
 @settings(max_examples=60, deadline=None)
 @given(dim=st.integers(0, 1), data=st.data())
-def test_slices_are_those_of_the_whole(wide, dim, data):
+def test_fp8_source_slices_equal_whole_tensor(wide, dim, data):
     checkpoint, value = wide
     start = data.draw(st.integers(0, value.shape[dim] - 1))
     length = data.draw(st.integers(1, value.shape[dim] - start))
@@ -116,14 +116,14 @@ def test_slices_are_those_of_the_whole(wide, dim, data):
     assert torch.equal(checkpoint.view("a_proj.weight", dim, start, length), wanted.bfloat16())
 
 
-def test_slices_outside_the_tensor_are_refused(wide):
+def test_read_into_slice_outside_tensor_is_rejected(wide):
     checkpoint, _ = wide
     with pytest.raises(ConversionError, match=r"a_proj.weight .* has no slice of shape \(2, 2500\) from 149"):
         checkpoint.read_into("a_proj.weight", torch.zeros(2, 2500), start=149)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
-def test_scales_may_be_kept_in_several_dtypes(dtype, tmp_path):
+def test_fp8_source_scale_dtypes_are_accepted(dtype, tmp_path):
     scales = torch.tensor([[0.25, 2.0], [0.5, 1.0]])
     codes = torch.randn(10, 6).to(FP8)
     stored = {"a_proj.weight": codes, "a_proj.weight_scale_inv": scales.to(dtype)}
@@ -157,7 +157,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_weights_and_scales_that_do_not_fit_are_named(misfit, fp8_model, moe_config):
+def test_fp8_source_mismatched_scales_are_named(misfit, fp8_model, moe_config):
     directory, stored, _ = fp8_model
     change, message = MISFITS[misfit]
     change(stored)
@@ -165,7 +165,7 @@ def test_weights_and_scales_that_do_not_fit_are_named(misfit, fp8_model, moe_con
         HFCheckpoint(write(directory, moe_config, stored))
 
 
-def test_all_misfits_are_in_one_message(fp8_model, moe_config):
+def test_fp8_source_all_mismatches_are_in_one_message(fp8_model, moe_config):
     directory, stored, _ = fp8_model
     other = NAME.replace("q_proj", "v_proj")
     del stored[NAME + SCALE], stored[other]
@@ -173,14 +173,14 @@ def test_all_misfits_are_in_one_message(fp8_model, moe_config):
         HFCheckpoint(write(directory, moe_config, stored))
 
 
-def test_fp8_that_config_json_does_not_mention_is_refused(fp8_model, moe_config):
+def test_fp8_source_without_quantization_config_is_rejected(fp8_model, moe_config):
     directory, _, _ = fp8_model
     (directory / "config.json").write_text(json.dumps(moe_config))
     with pytest.raises(ConversionError, match=r"91 FP8 tensors, such as model.layers.0.* config.json has no quant"):
         HFCheckpoint(directory)
 
 
-def test_corrupt_scales_are_refused_with_the_name_of_the_weight(fp8_model, moe_config):
+def test_fp8_source_corrupt_scales_name_the_weight(fp8_model, moe_config):
     directory, stored, _ = fp8_model
     stored[NAME + SCALE][0, 0] = float("nan")
     with (
@@ -206,19 +206,19 @@ def test_corrupt_scales_are_refused_with_the_name_of_the_weight(fp8_model, moe_c
         ({"kv_cache_scheme": {"num_bits": 8}}, r"\(fp8\): kv_cache_scheme is not supported"),
     ],
 )
-def test_other_quantisation_is_refused_by_name(change, message, dense_config):
+def test_fp8_block_other_quantisation_is_rejected_by_name(change, message, dense_config):
     config = dense_config | {"quantization_config": FP8_CONFIG | change}
     with pytest.raises(ConversionError, match=message):
         family_for(config).rows(config)
 
 
 @pytest.mark.parametrize("change", [{"fmt": None}, {"scale_fmt": "ue8m0"}, {"modules_to_not_convert": ["lm_head"]}])
-def test_what_the_releases_say_of_their_fp8_weights_is_accepted(change, dense_config):
+def test_fp8_block_fields_of_releases_are_accepted(change, dense_config):
     config = dense_config | {"quantization_config": FP8_CONFIG | change}
     assert family_for(config).rows(config)
 
 
-def test_a_dtype_that_is_none_is_refused(fp8_model, moe_config):
+def test_weights_dtype_unknown_name_is_rejected(fp8_model, moe_config):
     directory, stored, _ = fp8_model
     write(directory, moe_config, stored)
     config = json.loads((directory / "config.json").read_text()) | {"torch_dtype": "int4ish"}

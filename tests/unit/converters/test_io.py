@@ -16,7 +16,7 @@ from model_converters.mapping.plan import Piece, TensorPlan
 
 
 def sharded(directory, config, shards):
-    """A checkpoint of several files, written with the safetensors library."""
+    """A sharded checkpoint written by the safetensors library."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     weight_map = {}
@@ -37,7 +37,7 @@ def checkpoint_dir(tmp_path, dense_config):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "dim", "start", "length"), [("a", 0, 1, 2), ("a", 1, 2, 3), ("c", 2, 1, 4)])
-def test_slices_are_those_of_the_safetensors_library(name, dim, start, length, dtype, checkpoint_dir):
+def test_read_slices_equal_safetensors_library(name, dim, start, length, dtype, checkpoint_dir):
     whole = {}
     for file in checkpoint_dir.glob("*.safetensors"):
         whole |= load_file(file)
@@ -51,7 +51,7 @@ def test_slices_are_those_of_the_safetensors_library(name, dim, start, length, d
         assert checkpoint.shapes[name] == tuple(whole[name].shape)
 
 
-def test_a_slice_goes_into_part_of_a_larger_tensor_and_touches_nothing_else(checkpoint_dir):
+def test_read_into_view_changes_only_the_view(checkpoint_dir):
     out = torch.full((5, 6), -1.0)
     with HFCheckpoint(checkpoint_dir) as checkpoint:
         checkpoint.read_into("a", out[1:3], start=2)
@@ -59,7 +59,7 @@ def test_a_slice_goes_into_part_of_a_larger_tensor_and_touches_nothing_else(chec
     assert (out[[0, 3, 4]] == -1).all()
 
 
-def test_slices_outside_the_tensor_are_refused(checkpoint_dir):
+def test_read_into_slice_outside_tensor_is_rejected(checkpoint_dir):
     with HFCheckpoint(checkpoint_dir) as checkpoint:
         for out, start in ((torch.zeros(2, 6), 3), (torch.zeros(2, 5), 0), (torch.zeros(24), 0)):
             with pytest.raises(ConversionError, match=r"a .* has no slice of shape"):
@@ -93,7 +93,7 @@ def replace_by_pipe(file):
 
 def replace_by_socket(file):
     file.unlink()
-    with contextlib.chdir(file.parent), socket.socket(socket.AF_UNIX) as opened:  # the path of a socket is short
+    with contextlib.chdir(file.parent), socket.socket(socket.AF_UNIX) as opened:  # socket paths have about 100 bytes
         opened.bind(file.name)
 
 
@@ -261,7 +261,7 @@ BREAKAGES = {
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
-def test_broken_checkpoints_give_one_message_that_names_the_file(breakage, checkpoint_dir):
+def test_checkpoint_broken_names_file_in_one_message(breakage, checkpoint_dir):
     damage, message = BREAKAGES[breakage]
     damage(checkpoint_dir)
     with pytest.raises(ConversionError, match=message):
@@ -269,7 +269,7 @@ def test_broken_checkpoints_give_one_message_that_names_the_file(breakage, check
 
 
 def two_tensors():
-    """a [4, 6] in two pieces along dim 1 (ranks 0 and 1); b [3] whole."""
+    """Plan a [4, 6] in two pieces along dim 1 (ranks 0 and 1) and b [3] whole."""
     a = tuple(Piece(rank, "a", 0, 1, 3 * rank, 3, 0) for rank in range(2))
     return [
         TensorPlan("a", (4, 6), torch.float32, "embedding", a),
@@ -277,7 +277,7 @@ def two_tensors():
     ]
 
 
-def test_incomplete_tensors_are_named_and_nothing_appears(tmp_path):
+def test_writer_incomplete_tensors_are_named_and_not_published(tmp_path):
     plans = two_tensors()
     writer = HFWriter(tmp_path / "out")
     writer.begin(plans)
@@ -289,7 +289,7 @@ def test_incomplete_tensors_are_named_and_nothing_appears(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_block_that_raises_leaves_nothing_behind(tmp_path):
+def test_writer_exception_leaves_no_files(tmp_path):
     with pytest.raises(KeyboardInterrupt), HFWriter(tmp_path / "out") as writer:
         interrupted(writer)
     assert list(tmp_path.iterdir()) == []
@@ -300,7 +300,7 @@ def interrupted(writer):
     raise KeyboardInterrupt
 
 
-def test_a_piece_is_written_once_and_in_its_shape(tmp_path):
+def test_writer_rejects_repeated_or_misshapen_piece(tmp_path):
     plans = two_tensors()
     piece = plans[0].pieces[0]
     with HFWriter(tmp_path / "out") as writer:
@@ -316,7 +316,7 @@ def test_a_piece_is_written_once_and_in_its_shape(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_existing_target_is_left_alone(tmp_path):
+def test_writer_existing_target_is_not_changed(tmp_path):
     target = tmp_path / "out"
     target.mkdir()
     (target / "keep").write_text("mine")
@@ -326,7 +326,7 @@ def test_an_existing_target_is_left_alone(tmp_path):
     assert (target / "keep").read_text() == "mine"
 
 
-def test_leftovers_of_a_killed_writer_are_replaced(tmp_path):
+def test_writer_replaces_files_of_killed_writer(tmp_path):
     plans = two_tensors()
     HFWriter(tmp_path / "out").begin(plans)
     assert not (tmp_path / "out").exists()
@@ -344,20 +344,20 @@ def test_leftovers_of_a_killed_writer_are_replaced(tmp_path):
     assert torch.equal(found["b"].float(), values["b"])
 
 
-def test_a_place_that_cannot_be_written_gives_a_clear_message(tmp_path):
+def test_writer_unwritable_directory_raises_conversion_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConversionError, match=r"file/out cannot be written"):
         HFWriter(tmp_path / "file" / "out").begin(two_tensors())
 
 
-def test_a_checkpoint_larger_than_the_disk_is_refused_before_anything_is_written(tmp_path):
+def test_writer_full_disk_is_rejected_before_writing(tmp_path):
     huge = TensorPlan("a", (2**50,), torch.float32, "head", (Piece(0, "a", 0, 0, 0, 2**50, 0),))
     with pytest.raises(ConversionError, match=r"needs .* GiB, the disk has"):
         HFWriter(tmp_path / "out").begin([huge])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_configuration_and_tokenizer_files_come_along(tmp_path, dense_config):
+def test_writer_finish_copies_config_and_tokenizer(tmp_path, dense_config):
     source = tmp_path / "source"
     source.mkdir()
     names = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt")
@@ -375,7 +375,7 @@ def test_configuration_and_tokenizer_files_come_along(tmp_path, dense_config):
     shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
     found = {path.name for path in (tmp_path / "out").iterdir()}
     assert found == {*names, *shards, "config.json", "model.safetensors.index.json"}
-    # What readers take for the dtype of the weights must be that of the weights.
+    # The dtype in config.json must be the dtype of the weights.
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == dense_config | {"torch_dtype": "float32"}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 4 * 6 * 4 + 3 * 2
@@ -383,7 +383,7 @@ def test_configuration_and_tokenizer_files_come_along(tmp_path, dense_config):
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["directory is a link", "files are links of the hub's cache"])
-def test_links_that_stay_in_the_model_or_the_cache_are_read(whole, checkpoint_dir, tmp_path):
+def test_checkpoint_links_inside_directory_or_cache_are_read(whole, checkpoint_dir, tmp_path):
     snapshot = tmp_path / "models--x" / "snapshots" / "0f"
     if whole:
         snapshot.parent.mkdir(parents=True)

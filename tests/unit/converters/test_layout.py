@@ -6,12 +6,12 @@ from model_converters.errors import LayoutError
 from model_converters.mapping.layout import TrainLayout
 
 
-def test_chunks_are_dealt_to_stages_in_turn():
-    """The example in Megatron's own source: 8 layers, 2 stages, 2 virtual chunks."""
+def test_stage_layers_assigns_chunks_round_robin():
+    """The example in Megatron's source: 8 layers, 2 stages, 2 virtual chunks."""
     assert TrainLayout(2, pp=2, vpp=2).stage_layers(8) == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
 
 
-def test_uneven_stages():
+def test_stage_layers_uneven_first_and_last_stage():
     assert TrainLayout(4, pp=4, first_stage_layers=3, last_stage_layers=2).stage_layers(61 - 40) == [
         [range(3)],
         [range(3, 11)],
@@ -21,7 +21,7 @@ def test_uneven_stages():
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2}, {"tp": 4, "ep": 8, "pp": 2}])
-def test_holders_are_the_ranks_with_those_coordinates(sizes):
+def test_holders_are_ranks_with_matching_coordinates(sizes):
     layout = TrainLayout(32, **sizes)
     where = [layout.coordinates(rank) for rank in range(32)]
     assert len(set(where)) == 32
@@ -60,7 +60,7 @@ def test_holders_are_the_ranks_with_those_coordinates(sizes):
         ({"world_size": 2, "pp": 2, "pipeline_layout": "E(t)*99999999|L"}, "repeats more than"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes, message):
+def test_layout_sizes_that_do_not_fit_are_rejected(sizes, message):
     with pytest.raises(LayoutError, match=message) as caught:
         TrainLayout(**sizes)
     assert isinstance(caught.value, ValueError)
@@ -75,12 +75,12 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
         ({"pp": 4, "first_stage_layers": 7}, 6, "do not fit the 6 layers"),
     ],
 )
-def test_layers_that_do_not_divide_are_refused(sizes, layers, message):
+def test_stage_layers_indivisible_are_rejected(sizes, layers, message):
     with pytest.raises(LayoutError, match=message):
         TrainLayout(4, **sizes).stage_layers(layers)
 
 
-def test_a_pipeline_layout_fixes_the_layers_of_every_chunk_and_the_number_of_chunks():
+def test_pipeline_layout_fixes_chunks_and_vpp():
     layout = TrainLayout(2, pp=2, pipeline_layout="E|(tt|)*2tL")
     assert layout.vpp == 2
     assert layout.stage_layers(5) == [[range(0), range(2, 4)], [range(2), range(4, 5)]]
@@ -90,11 +90,11 @@ def test_a_pipeline_layout_fixes_the_layers_of_every_chunk_and_the_number_of_chu
         layout.stage_layers(6)
 
 
-def test_the_final_norm_follows_the_last_decoder_layer_where_tokens_further_ahead_are_predicted():
+def test_final_norm_stage_with_mtp_is_stage_of_last_decoder_layer():
     assert TrainLayout(2, pp=2, pipeline_layout="Ett|mL").final_norm_stage(2) == 0
     assert TrainLayout(2, pp=2, pipeline_layout="Ett|L").final_norm_stage(2) == 1
 
 
-def test_a_rank_outside_the_world_is_refused():
+def test_coordinates_rank_outside_world_is_rejected():
     with pytest.raises(LayoutError, match="rank 4 is not in a world of 4"):
         TrainLayout(4).coordinates(4)

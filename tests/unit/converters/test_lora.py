@@ -1,4 +1,4 @@
-"""Adapters merged on the way in, against PEFT's own merge; and what is refused."""
+"""Merging of LoRA adapters, compared with PEFT, and rejected adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = {
     "patterns": {
         "r": 4,
         "lora_alpha": 12,
-        # The first pattern that matches the end of a module's name wins.
+        # The first pattern that matches the end of a module name applies.
         "rank_pattern": {r"layers\.[01]\.self_attn\.q_proj": 8, "o_proj": 2, "self_attn.o_proj": 16},
         "alpha_pattern": {"down_proj": 7, r"model\.layers\.3\.self_attn\.v_proj": 3.5, "proj": 99},
     },
@@ -36,7 +36,7 @@ OPTIONS = {
 
 
 def peft_merged(directory, options):
-    """(base directory, adapter directory, tensors that PEFT merges in float32)."""
+    """Return (base directory, adapter directory, tensors merged by PEFT in float32)."""
     base = tiny_model("qwen3")
     base.save_pretrained(directory / "hf")
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def peft_merged(directory, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_the_merge_is_that_of_peft(options, tmp_path):
+def test_lora_merge_equals_peft(options, tmp_path):
     base, adapter, merged = peft_merged(tmp_path, OPTIONS[options])
     original = load_file(base / "model.safetensors")
     with HFCheckpoint(base, lora=adapter) as checkpoint:
@@ -59,7 +59,7 @@ def test_the_merge_is_that_of_peft(options, tmp_path):
         for name, wanted in merged.items():
             changed = name.split(".")[-2] in TARGETS
             assert torch.equal(wanted, original[name]) != changed
-            # Same operations in the same order, but a matrix product adds the r terms in an order of its own.
+            # Same operations in the same order, except the summation order of the r terms in a matrix product.
             torch.testing.assert_close(checkpoint.read(name), wanted, rtol=1e-6, atol=1e-6)
             assert torch.equal(checkpoint.read(name), original[name]) != changed
             assert torch.equal(checkpoint.stored(name)[0], original[name])
@@ -93,7 +93,7 @@ def random_pair(shape, rank=3, seed=0):
 
 @pytest.fixture
 def merged_moe(tmp_path, moe_config, random_hf):
-    """A MoE whose attention and single experts are adapted: checkpoint directories and the values by arithmetic."""
+    """MoE with adapters on attention and single experts: directories, and merged values by direct computation."""
     hf = random_hf(moe_config)
     modules = [name.removesuffix(".weight") for name in hf if name.endswith(("q_proj.weight", "o_proj.weight"))]
     modules += [f"model.layers.2.mlp.experts.{expert}.{part}_proj" for expert in (0, 5) for part in ("gate", "down")]
@@ -110,7 +110,7 @@ def merged_moe(tmp_path, moe_config, random_hf):
     [TrainLayout(2, tp=2), TrainLayout(8, tp=4, pp=2, ep=2), TrainLayout(4, tp=2, ep=2, etp=2)],
     ids=["tp2", "tp4 pp2 ep2", "ep2 etp2"],
 )
-def test_every_rank_loads_its_slices_of_the_merged_model(layout, merged_moe, tmp_path, moe_config):
+def test_lora_merge_ranks_load_merged_slices(layout, merged_moe, tmp_path, moe_config):
     directory, adapter, values = merged_moe
     with HFCheckpoint(directory, lora=adapter) as checkpoint:
         whole = {name: checkpoint.read(name) for name in checkpoint.shapes}
@@ -128,7 +128,7 @@ def test_every_rank_loads_its_slices_of_the_merged_model(layout, merged_moe, tmp
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """Larger than the tiles in which values are computed, 64 x 2048: a float32 and an FP8 weight, both adapted."""
+    """A float32 and an FP8 weight with adapters, both larger than the 64 x 2048 tiles of the computation."""
     directory = tmp_path_factory.mktemp("wide")
     weight = torch.randn(150, 2500, generator=torch.Generator().manual_seed(0))
     codes, scales = quantise(weight, (50, 96))
@@ -144,11 +144,11 @@ def wide(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["a.weight", "b.weight"])
-def test_wide_weights_are_merged_whether_fp8_or_not(wide, name):
+def test_lora_merge_wide_weight_with_and_without_fp8(wide, name):
     checkpoint, values = wide
     out = torch.empty(150, 2500)
     checkpoint.read_into(name, out)
-    # float32 sums of five products and the weight.
+    # Tolerance: float32 sums of five products and the weight.
     torch.testing.assert_close(out, values[name].float(), rtol=1e-5, atol=1e-6)
     rounded = torch.empty(150, 2500, dtype=torch.bfloat16)
     checkpoint.read_into(name, rounded)
@@ -157,7 +157,7 @@ def test_wide_weights_are_merged_whether_fp8_or_not(wide, name):
 
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(["a.weight", "b.weight"]), dim=st.integers(0, 1), data=st.data())
-def test_slices_have_the_bits_of_the_whole(wide, name, dim, data):
+def test_lora_merge_slices_equal_whole_tensor(wide, name, dim, data):
     checkpoint, _ = wide
     whole = torch.empty(150, 2500)
     checkpoint.read_into(name, whole)
@@ -177,8 +177,8 @@ SAVED = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", SAVED)
-def test_saved_modules_replace_the_bases_as_in_peft(case, dtype, tmp_path):
-    """The adapter is in float32; PEFT keeps the dtype of the base."""
+def test_saved_modules_replace_base_tensors_like_peft(case, dtype, tmp_path):
+    """The adapter is float32; PEFT keeps the base model's dtype."""
     tiny_model("qwen3").to(dtype).save_pretrained(tmp_path / "hf")
     options = peft.LoraConfig(target_modules=["q_proj"], r=4, modules_to_save=SAVED[case])
     model = peft.get_peft_model(tiny_model("qwen3"), options)
@@ -208,7 +208,7 @@ def test_saved_modules_replace_the_bases_as_in_peft(case, dtype, tmp_path):
         ({"model.embed_tokens.weight": (24, 12), "lm_head.weight": (24, 12)}, None),
     ],
 )
-def test_saved_modules_of_a_tied_model_must_stay_tied(saved, message, tmp_path, dense_config, random_hf):
+def test_saved_modules_that_untie_embeddings_are_rejected(saved, message, tmp_path, dense_config, random_hf):
     config = dense_config | {"tie_word_embeddings": True, "vocab_size": 24}
     directory = write(tmp_path / "hf", config, random_hf(config))
     modules = [name.split(".")[-2] for name in saved]
@@ -226,7 +226,7 @@ def test_saved_modules_of_a_tied_model_must_stay_tied(saved, message, tmp_path, 
         assert (checkpoint.read("model.embed_tokens.weight") == 3).all()
 
 
-def test_saved_modules_that_do_not_fit_are_named(merged_moe):
+def test_saved_modules_of_wrong_shape_are_named(merged_moe):
     directory, adapter, _ = merged_moe
     write_adapter(adapter, {Q: random_pair((48, 12))}, modules_to_save=["lm_head", "q_proj", "absent"])
     tensors = load_file(adapter / "adapter_model.safetensors")
@@ -267,7 +267,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_merged_is_refused_by_name(case, merged_moe):
+def test_lora_adapter_unsupported_field_is_rejected_by_name(case, merged_moe):
     directory, adapter, _ = merged_moe
     change, message = REFUSED[case]
     write_adapter(adapter, {Q: random_pair((48, 12))}, **change)
@@ -275,7 +275,7 @@ def test_what_cannot_be_merged_is_refused_by_name(case, merged_moe):
         HFCheckpoint(directory, lora=adapter)
 
 
-def test_everything_that_is_wrong_is_in_one_message(merged_moe):
+def test_lora_adapter_all_problems_are_in_one_message(merged_moe):
     directory, adapter, _ = merged_moe
     a, b = random_pair((48, 12))
     pairs = {
@@ -318,7 +318,7 @@ def test_everything_that_is_wrong_is_in_one_message(merged_moe):
         (lambda d: write_adapter(d, {}), "it contains no tensor"),
     ],
 )
-def test_a_broken_adapter_directory_is_named(damage, message, merged_moe):
+def test_lora_adapter_broken_directory_names_file(damage, message, merged_moe):
     directory, adapter, _ = merged_moe
     damage(adapter)
     with pytest.raises(ConversionError, match=message):

@@ -1,4 +1,4 @@
-"""What the routers of DeepSeek and GLM compute, and what of it megatron cannot: refused by name."""
+"""Routing and attention settings of DeepSeek and GLM, and rejection of settings that Megatron does not support."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def arguments(config, **changes):
         ({"n_shared_experts": 0}, "n_shared_experts is 0"),
     ],
 )
-def test_routing_that_megatron_computes_otherwise_is_refused(family, changes, message, family_configs):
+def test_sigmoid_routing_unsupported_by_megatron_is_rejected(family, changes, message, family_configs):
     with pytest.raises(ConversionError, match=message):
         arguments(family_configs[family], **changes)
 
@@ -49,7 +49,7 @@ def test_routing_that_megatron_computes_otherwise_is_refused(family, changes, me
         ({"mlp_bias": True}, "mlp_bias true"),
     ],
 )
-def test_softmax_routing_that_megatron_computes_otherwise_is_refused(changes, message, family_configs):
+def test_softmax_routing_unsupported_by_megatron_is_rejected(changes, message, family_configs):
     with pytest.raises(ConversionError, match=message):
         arguments(family_configs["deepseek_v2"], **changes)
 
@@ -67,7 +67,7 @@ def test_softmax_routing_that_megatron_computes_otherwise_is_refused(changes, me
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings None"),
     ],
 )
-def test_latent_attention_that_megatron_computes_otherwise_is_refused(family, changes, message, family_configs):
+def test_latent_attention_unsupported_by_megatron_is_rejected(family, changes, message, family_configs):
     with pytest.raises(ConversionError, match=message):
         arguments(family_configs[family], **changes)
 
@@ -85,7 +85,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
         ({"factor": None}, "factor None"),
     ],
 )
-def test_yarn_that_megatron_computes_otherwise_is_refused(changes, message, family_configs):
+def test_yarn_unsupported_by_megatron_is_rejected(changes, message, family_configs):
     with pytest.raises(ConversionError, match=message):
         arguments(family_configs["deepseek_v3"], rope_scaling=YARN | changes)
 
@@ -98,8 +98,8 @@ def test_yarn_that_megatron_computes_otherwise_is_refused(changes, message, fami
         ({"mscale": 0.7, "mscale_all_dim": 0.8, "truncate": True, "beta_fast": None}, (0.7, 0.8)),
     ],
 )
-def test_scales_of_yarn_multiply_attention_as_transformers_does(given, expressed, family_configs):
-    """transformers' own function is the oracle of the factor on cosines, its attention of that on the scores."""
+def test_yarn_attention_scale_matches_transformers(given, expressed, family_configs):
+    """References: transformers' rope function for the factor on cosines, its attention for the factor on scores."""
     import math
 
     import transformers
@@ -121,21 +121,21 @@ def test_scales_of_yarn_multiply_attention_as_transformers_does(given, expressed
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", *SIGMOID])
-def test_every_moe_layer_freqth_layer_has_experts(family, family_configs):
-    """DeepSeek's own rule; transformers knows frequency 1 only."""
+def test_sparse_pattern_follows_moe_layer_freq(family, family_configs):
+    """The rule of DeepSeek's own code; transformers supports only frequency 1."""
     config = family_configs[family] | {"num_nextn_predict_layers": 0, "first_k_dense_replace": 1, "moe_layer_freq": 2}
     assert arguments(config).transformer["moe_layer_freq"] == [0, 0, 1, 0]
     routers = [row.layers for row in family_for(config).rows(config) if row.mcore.endswith("router.weight")]
     assert routers == [(2,)]
 
 
-def test_a_model_without_sparse_layers_has_no_router(family_configs):
+def test_model_without_sparse_layers_has_no_router(family_configs):
     config = family_configs["deepseek_v3"] | {"first_k_dense_replace": 4, "num_nextn_predict_layers": 0}
     assert "num_moe_experts" not in arguments(config).transformer
     assert not any(".router." in row.mcore for row in family_for(config).rows(config))
 
 
-def test_the_correction_bias_is_float32_in_every_model(family_configs):
+def test_correction_bias_row_is_always_float32(family_configs):
     for family in SIGMOID:
         config = family_configs[family]
         biases = [row for row in family_for(config).rows(config) if row.mcore.endswith("expert_bias")]
@@ -143,6 +143,6 @@ def test_the_correction_bias_is_float32_in_every_model(family_configs):
 
 
 @pytest.mark.parametrize(("set_to", "expressed"), [(None, 0.5), (0.25, 0.25), (1.0, 1.0)])
-def test_glm_rotates_half_of_each_head_unless_told_otherwise(set_to, expressed, family_configs):
+def test_glm_partial_rotary_factor_sets_rotated_fraction(set_to, expressed, family_configs):
     changes = {} if set_to is None else {"partial_rotary_factor": set_to}
     assert arguments(family_configs["glm4_moe"], **changes).rotary.fraction == expressed

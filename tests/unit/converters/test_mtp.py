@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers: kept whole, or dropped on purpose, and what they share stays one."""
+"""Multi-token-prediction layers: kept or dropped, with copies of embedding and head."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_hf(directory, config, tensors):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_with_the_tensors_keeps_them_or_drops_exactly_them(family, family_configs, random_hf):
+def test_resolve_mtp_stored_layers_are_kept_or_all_dropped(family, family_configs, random_hf):
     config = family_configs[family]
     hf = random_hf(config)
     ordinary = random_hf(config | {"num_nextn_predict_layers": 0})
@@ -48,8 +48,8 @@ def test_a_checkpoint_with_the_tensors_keeps_them_or_drops_exactly_them(family, 
         check_complete(bound_rows(resolved), list(hf))
 
 
-def test_a_checkpoint_without_the_tensors_has_no_layer_whatever_config_json_says(family_configs, random_hf):
-    """transformers leaves them out when it saves, and num_nextn_predict_layers as it was."""
+def test_resolve_mtp_without_tensors_ignores_config_count(family_configs, random_hf):
+    """transformers does not save these layers, but keeps num_nextn_predict_layers in config.json."""
     config = family_configs["deepseek_v3"]
     saved = random_hf(without_mtp(config))
     for keep in (True, False):
@@ -58,7 +58,7 @@ def test_a_checkpoint_without_the_tensors_has_no_layer_whatever_config_json_says
         check_complete(bound_rows(resolved), list(saved), dropped=dropped)
 
 
-def test_half_of_the_tensors_are_missing_ones_and_strangers_stay_unknown(family_configs, random_hf):
+def test_resolve_mtp_partial_tensors_are_reported_missing(family_configs, random_hf):
     config = family_configs["deepseek_v3"]
     hf = random_hf(config)
     del hf["model.layers.4.eh_proj.weight"]
@@ -71,14 +71,14 @@ def test_half_of_the_tensors_are_missing_ones_and_strangers_stay_unknown(family_
         check_complete(bound_rows(resolved), list(hf), dropped=dropped)
 
 
-def test_a_layer_number_that_begins_like_the_dropped_one_is_another(family_configs):
+def test_resolve_mtp_drops_exact_layer_number_only(family_configs):
     config = family_configs["deepseek_v3"]
     names = ["model.layers.4.enorm.weight", "model.layers.40.enorm.weight"]
     assert resolve_mtp(config, names, keep=False)[1] == ("model.layers.4.enorm.weight",)
 
 
 @pytest.mark.parametrize(("pp", "read"), [(1, "model.embed_tokens"), (2, "model.layers.4.embed_tokens")])
-def test_the_last_stage_reads_the_embedding_that_lies_beside_the_layer(pp, read, family_configs):
+def test_mtp_last_stage_reads_embedding_copy(pp, read, family_configs):
     layout = TrainLayout(pp, pp=pp)
     loads = {load.mcore_name: load for load in load_plan(bound_rows(family_configs["deepseek_v3"]), layout, pp - 1)}
     assert [name for name, _ in loads[EMBEDDING].sources] == [f"{read}.weight"]
@@ -88,7 +88,7 @@ def test_the_last_stage_reads_the_embedding_that_lies_beside_the_layer(pp, read,
 
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("shared", ["embed_tokens", "shared_head.head"])
-def test_a_copy_that_differs_from_its_original_is_refused(shared, pp, family_configs, random_hf, tmp_path):
+def test_load_tensors_differing_mtp_copy_is_rejected(shared, pp, family_configs, random_hf, tmp_path):
     config = family_configs["deepseek_v3"]
     layout = TrainLayout(2 * pp, tp=2, pp=pp)
     hf = random_hf(config)
@@ -115,13 +115,13 @@ def test_a_copy_that_differs_from_its_original_is_refused(shared, pp, family_con
         ({"moe_layer_freq": 2}, "only one of layer 4 and the last decoder layer has experts"),
     ],
 )
-def test_layers_that_megatron_would_build_otherwise_are_refused(changes, message, family_configs):
+def test_mtp_rows_unsupported_by_megatron_are_rejected(changes, message, family_configs):
     config = family_configs["deepseek_v3"] | changes
     with pytest.raises(ConversionError, match=message):
         family_for(config).rows(config)
 
 
-def test_several_depths_follow_each_other(family_configs, random_hf):
+def test_mtp_rows_several_layers_are_consecutive(family_configs, random_hf):
     config = family_configs["glm4_moe"] | {"num_nextn_predict_layers": 2}
     bound = bound_rows(config)
     check_complete(bound, list(random_hf(config)))
@@ -141,10 +141,10 @@ def without_copies(hf):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", ["absent", "diverged"])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_copies_absent_or_diverged_load_the_models_own(
+def test_resolve_copies_absent_or_differing_use_main_tensors(
     pp, case, family, family_configs, random_hf, local_mcore, tmp_path
 ):
-    """GLM-4.6 has no copies; of copies that differ `main` takes the model's own tensors."""
+    """GLM-4.6 has no copies; with `main` the main model's tensors replace copies that differ."""
     config, layout = family_configs[family], TrainLayout(2 * pp, tp=2, pp=pp)
     hf = random_hf(config)
     wanted = local_mcore(hf, config, layout, layout.world_size - 1)
@@ -163,8 +163,8 @@ def test_copies_absent_or_diverged_load_the_models_own(
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "kimi_k2"])
-def test_count_of_zero_drops_the_stored_layers(family, family_configs, random_hf):
-    """Messages advise it, and the weights still have the layers."""
+def test_resolve_mtp_count_zero_drops_stored_layers(family, family_configs, random_hf):
+    """Error messages recommend count 0, and the checkpoint still has the layers."""
     config = family_configs[family]
     two = random_hf(config | {"num_nextn_predict_layers": 2})
     zero = config | {"num_nextn_predict_layers": 0}
@@ -176,8 +176,8 @@ def test_count_of_zero_drops_the_stored_layers(family, family_configs, random_hf
         check_complete(bound_rows(resolved), list(two), dropped=dropped)
 
 
-def test_count_of_zero_drops_no_ordinary_layer(family_configs, random_hf):
-    """Layers that config.json does not count may be a mistake in num_hidden_layers."""
+def test_resolve_mtp_count_zero_keeps_decoder_layers(family_configs, random_hf):
+    """Decoder layers beyond num_hidden_layers may be a mistake in config.json: they must not be dropped."""
     config = family_configs["deepseek_v3"] | {"num_nextn_predict_layers": 0}
     hf = random_hf(config | {"num_hidden_layers": 5})
     assert resolve_mtp(config, hf)[1] == ()

@@ -18,13 +18,13 @@ def bound_rows(config):
     return bind(family_for(config).rows(config), config, torch.bfloat16)
 
 
-def test_tensors_of_a_layer_are_consecutive_and_in_order(moe_config):
+def test_export_plan_orders_tensors_by_layer(moe_config):
     groups = [plan.group for plan in export_plan(bound_rows(moe_config), TrainLayout(4, pp=2, ep=2))]
     distinct = [group for index, group in enumerate(groups) if index == 0 or groups[index - 1] != group]
     assert distinct == ["embedding", "layer.0", "layer.1", "layer.2", "layer.3", "head"]
 
 
-def test_replicas_share_the_writing(dense_config):
+def test_export_plan_balances_bytes_over_replicas(dense_config):
     layout = TrainLayout(16, tp=2, pp=2)
     written = Counter()
     for plan in export_plan(bound_rows(dense_config), layout):
@@ -36,7 +36,7 @@ def test_replicas_share_the_writing(dense_config):
         assert max(shares) < 2 * sum(shares) / len(shares)
 
 
-def test_only_a_holder_writes_and_reads_are_what_it_holds(moe_config):
+def test_export_and_load_plans_use_only_holders(moe_config):
     layout = TrainLayout(16, tp=2, pp=2, ep=4, etp=2)
     bound = bound_rows(moe_config)
     sources = {
@@ -50,8 +50,8 @@ def test_only_a_holder_writes_and_reads_are_what_it_holds(moe_config):
             assert (plan.hf_name, piece.start, piece.length, piece.rank) in sources
 
 
-def test_plan_for_512_ranks_is_complete(moe_config):
-    """Sizes of a large model: 94 layers of 128 experts on 512 ranks, every element on exactly one writer."""
+def test_export_plan_512_ranks_is_complete(moe_config):
+    """94 layers of 128 experts on 512 ranks: every element has exactly one writer."""
     config = moe_config | {"num_hidden_layers": 94, "num_experts": 128, "mlp_only_layers": []}
     bound = bound_rows(config)
     plans = export_plan(bound, TrainLayout(512, pp=2, ep=32))
@@ -71,24 +71,24 @@ def test_plan_for_512_ranks_is_complete(moe_config):
         ({"world_size": 3, "pp": 3}, "4 layers cannot be divided evenly over 3 pipeline stages"),
     ],
 )
-def test_what_does_not_divide_is_named(sizes, message, moe_config):
+def test_plan_indivisible_size_is_named(sizes, message, moe_config):
     with pytest.raises(LayoutError, match=message):
         export_plan(bound_rows(moe_config), TrainLayout(**sizes))
 
 
-def test_expert_parallelism_needs_experts(dense_config):
+def test_plan_ep_without_experts_is_rejected(dense_config):
     with pytest.raises(LayoutError, match="ep 2 needs a model with experts"):
         export_plan(bound_rows(dense_config), TrainLayout(2, ep=2))
 
 
-def test_all_that_does_not_divide_is_named_at_once(moe_config):
+def test_plan_all_indivisible_sizes_are_named_at_once(moe_config):
     with pytest.raises(LayoutError) as caught:
         export_plan(bound_rows(moe_config), TrainLayout(9, tp=3, ep=3))
     for part in ("experts", "intermediate_size", "num_key_value_heads"):
         assert part in str(caught.value)
 
 
-def test_completeness_lists_everything_at_once(moe_config):
+def test_check_complete_lists_all_problems_at_once(moe_config):
     bound = bound_rows(moe_config)
     layout = TrainLayout(2, ep=2)
     plans = export_plan(bound, layout)
@@ -118,7 +118,7 @@ def test_completeness_lists_everything_at_once(moe_config):
         assert part in message
 
 
-def test_completeness_accepts_what_is_complete(moe_config):
+def test_check_complete_accepts_complete_plan(moe_config):
     bound = bound_rows(moe_config)
     layout = TrainLayout(4, pp=2, ep=2)
     for rank in range(4):
@@ -126,7 +126,7 @@ def test_completeness_accepts_what_is_complete(moe_config):
     check_complete(bound, [name for b in bound for name in b.hf], {b.mcore for b in bound}, layout=layout)
 
 
-def test_export_refuses_missing_and_misshapen_tensors(dense_config):
+def test_export_pieces_missing_or_misshapen_tensor_is_rejected(dense_config):
     bound, layout = bound_rows(dense_config), TrainLayout(2, tp=2)
     plans = export_plan(bound, layout)
     local = {name: torch.zeros(shape) for name, shape in local_shapes(bound, layout, 1).items()}

@@ -1,4 +1,4 @@
-"""The line on the terminal."""
+"""Progress line of conversions."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Terminal(io.StringIO):
         (0, 1.0, "to-hf   0%  0.00 of 4.00 GiB  0.00 GB/s  ? left"),
     ],
 )
-def test_speed_and_time_left(done: int, seconds: float, line: str) -> None:
+def test_progress_line_shows_speed_and_remaining_time(done: int, seconds: float, line: str) -> None:
     progress = ByteProgress("to-hf", 4 * 2**30, stream=Terminal())
     progress.advance(done)
     assert progress.line(seconds) == line
 
 
-def test_what_an_earlier_conversion_did_counts_for_the_way_and_not_for_the_speed() -> None:
+def test_progress_resumed_bytes_do_not_count_for_speed() -> None:
     progress = ByteProgress("to-mcore", 4 * 10**9, 2 * 10**9, Terminal())
     progress.advance(10**9)
     assert progress.line(1.0) == "to-mcore  75%  2.79 of 3.73 GiB  1.00 GB/s  0:01 left"
 
 
-def test_it_is_one_line_on_a_terminal_and_nothing_elsewhere() -> None:
+def test_progress_prints_only_on_terminal() -> None:
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
         with ByteProgress("verify", 100, stream=stream) as progress:

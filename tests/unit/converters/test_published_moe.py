@@ -1,4 +1,4 @@
-"""The published DeepSeek, Kimi and GLM models: every field of config.json has its effect, and every tensor its row."""
+"""Published DeepSeek, Kimi and GLM models: effect of every field of config.json, and a row for every tensor."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ IGNORED_BY_THE_MATHS = {
     "eos_token_id": 7,
     "use_cache": False,
     "transformers_version": "0",
-    "torch_dtype": "float32",  # of the file; the caller says in what dtype he wants the model
+    "torch_dtype": "float32",  # dtype of the file; the caller chooses the dtype of the model
     "ep_size": 4,
     "pretraining_tp": 4,
-    "seq_aux": False,  # of DeepSeek's own auxiliary loss, with aux_loss_alpha
+    "seq_aux": False,  # part of DeepSeek's auxiliary loss, with aux_loss_alpha
     "aux_loss_alpha": 0.5,
 }
 DEEPSEEK_V3: dict[str, Any] = {
@@ -136,7 +136,7 @@ def bound_rows(config: Mapping[str, Any]) -> list[BoundRow]:
 
 
 def meaning(config: Mapping[str, Any]) -> Any:
-    """All that a configuration decides, or the error that it is refused with."""
+    """Return everything that depends on a configuration, or its error message."""
     try:
         return family_for(config).rows(config), family_for(config).model_arguments(config)
     except ConversionError as error:
@@ -144,13 +144,13 @@ def meaning(config: Mapping[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", BILLIONS)
-def test_published_sizes(name):
+def test_published_config_has_published_parameter_count(name):
     bound = bound_rows(published(name))
     assert round(sum(prod(shape) for row in bound for shape in row.row.shapes) / 1e9, 3) == BILLIONS[name]
 
 
 def other_values(value: Any) -> list[Any]:
-    """Values of the same kind that a field might have instead."""
+    """Return other values of the field's type."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int | float):
@@ -161,11 +161,11 @@ def other_values(value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", BILLIONS)
-def test_every_field_has_an_effect_or_is_refused_or_none_of_the_maths_knows_it(name):
+def test_published_config_every_field_has_effect_or_is_inert(name):
     config = published(name)
     usual = meaning(config)
     assert not isinstance(usual, str), usual
-    # Greedy routing has no groups.
+    # Greedy routing ignores groups.
     unread = {"n_group", "topk_group"} if config.get("topk_method") == "greedy" else set()
     for field, value in config.items():
         if field in unread:
@@ -178,7 +178,7 @@ def test_every_field_has_an_effect_or_is_refused_or_none_of_the_maths_knows_it(n
 
 
 @pytest.mark.parametrize("key", ["index_topk", "index_n_heads", "index_head_dim"])
-def test_sparse_attention_is_refused_under_any_model_type(key):
+def test_sparse_attention_field_is_rejected_for_any_model_type(key):
     assert key in meaning(DEEPSEEK_V3 | {key: 64})
 
 
@@ -187,7 +187,7 @@ def inclusive(bounds: list[int] | None) -> range:
 
 
 def patterns() -> list[dict[str, Any]]:
-    """The tensors of DeepSeek-V3 as they are published, FP8 scales aside; layers and experts are inclusive."""
+    """Return name patterns and shapes of the published DeepSeek-V3 tensors, without FP8 scales; ranges are inclusive."""
     everywhere, sparse, dense = [0, 61], [3, 61], [0, 2]
     h, heads, layer = 7168, 128, "model.layers.{L}."
     gated = {
@@ -235,14 +235,14 @@ def claimed(bound: list[BoundRow]) -> list[tuple[str, tuple[int, ...], torch.dty
     return [(name, shape, row.dtype) for row in bound for name, shape in zip(row.hf, row.row.shapes, strict=True)]
 
 
-def test_every_tensor_of_deepseek_v3_has_exactly_one_row():
+def test_deepseek_v3_every_tensor_has_exactly_one_row():
     found = claimed(bound_rows(DEEPSEEK_V3))
     assert len(found) == 46_183
     assert {name: shape for name, shape, _ in found} == expanded(patterns())
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the published table of tensors")
-def test_the_published_table_of_tensors_says_the_same():
+def test_deepseek_v3_published_index_matches_table():
     table = json.loads((SHARED / "tensor_tables" / "deepseek_v3_671b.json").read_text())["rows"]
     weights = [row for row in table if not row["pattern"].endswith("weight_scale_inv")]
     found = claimed(bound_rows(published("deepseek-ai--DeepSeek-V3")))

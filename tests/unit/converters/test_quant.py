@@ -1,4 +1,4 @@
-"""FP8 block quantisation against naive arithmetic, brute force and transformers' own conversion."""
+"""FP8 block quantisation, compared with direct computation, exhaustive search and transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = (128, 128)
 
 
 def naive(codes, scales, block):
-    """float64: the product of two float32 numbers is exact."""
+    """Dequantise in float64, in which the product of two float32 numbers is exact."""
     wide = scales.double().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return codes.float().double() * wide[: codes.shape[0], : codes.shape[1]]
 
@@ -26,14 +26,14 @@ def naive(codes, scales, block):
 def random_fp8(shape, block, seed=0):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    codes[(codes & 0x7F) == 0x7F] = 0x7E  # NaN has its own test
+    codes[(codes & 0x7F) == 0x7F] = 0x7E  # NaN has a separate test
     scales = torch.rand(scale_shape(shape, block), generator=generator) * 1e-3 + 1e-5
     return codes.view(FP8), scales
 
 
-def test_every_code_has_the_value_that_torch_gives_it():
+def test_dequantise_every_code_equals_torch():
     codes = torch.arange(256, dtype=torch.uint8).view(FP8)
-    # One by one: a NaN among them takes another path for all.
+    # One by one: a NaN in a tensor changes the code path for all of it.
     values = torch.cat([dequantise(code.view(1, 1), torch.ones(1, 1), BLOCK, torch.float32) for code in codes]).view(-1)
     assert torch.equal(values.isnan(), codes.float().isnan())
     assert values.isnan().sum() == 2
@@ -44,7 +44,7 @@ def test_every_code_has_the_value_that_torch_gives_it():
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_a_window_has_the_values_of_the_whole(data):
+def test_scale_window_equals_whole_dequantisation(data):
     rows, columns = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 70))
     block = (data.draw(st.integers(1, 160)), data.draw(st.integers(1, 80)))
     codes, scales = random_fp8((rows, columns), block, data.draw(st.integers(0, 9)))
@@ -59,13 +59,13 @@ def test_a_window_has_the_values_of_the_whole(data):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_dequantisation_is_that_of_transformers(dtype):
+def test_dequantise_equals_transformers(dtype):
     codes, scales = random_fp8((384, 256), BLOCK)
     wanted = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=dtype)
     assert torch.equal(dequantise(codes, scales, BLOCK, dtype), wanted)
 
 
-def test_quantisation_has_the_names_shapes_and_dtypes_of_transformers():
+def test_quantise_names_shapes_dtypes_match_transformers():
     torch.manual_seed(0)
     weight = torch.randn(384, 256)
     config = SimpleNamespace(weight_block_size=BLOCK, scale_fmt="float")
@@ -74,7 +74,7 @@ def test_quantisation_has_the_names_shapes_and_dtypes_of_transformers():
     assert list(theirs) == ["a.weight", "a.weight_scale_inv"]
     assert codes.dtype == theirs["a.weight"].dtype
     assert scales.dtype == theirs["a.weight_scale_inv"].dtype
-    # They take two reciprocals where we divide once: the scale may differ in its last bit.
+    # transformers computes two reciprocals, we divide once: the last bit of the scale may differ.
     torch.testing.assert_close(scales, theirs["a.weight_scale_inv"], rtol=2**-22, atol=0)
     assert (codes.float() == theirs["a.weight"].float()).double().mean() > 0.999
 
@@ -87,7 +87,7 @@ def test_quantisation_has_the_names_shapes_and_dtypes_of_transformers():
     st.integers(1, 20),
     st.sampled_from([1e-43, 1e-38, 1e-3, 1e30]),
 )
-def test_every_code_is_the_nearest_one(rows, columns, block_rows, block_columns, size):
+def test_quantise_chooses_nearest_code(rows, columns, block_rows, block_columns, size):
     block = (block_rows, block_columns)
     torch.manual_seed(rows * columns)
     weight = torch.randn(rows, columns) * size
@@ -105,12 +105,12 @@ def test_every_code_is_the_nearest_one(rows, columns, block_rows, block_columns,
     every = every[~every.isnan()]
     exact = weight.double() / naive(torch.ones(rows, columns).to(FP8), scales, block)
     best = (exact[..., None] - every).abs().amin(-1)
-    # A quotient next to the middle of two codes may round to it in float32 first.
+    # A quotient close to the midpoint of two codes may first be rounded to the midpoint in float32.
     assert ((exact - codes.double()).abs() <= best + exact.abs() * 2**-23).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_cannot_be_quantised(value):
+def test_quantise_non_finite_is_rejected(value):
     weight = torch.randn(200, 130)
     weight[150, 129] = value
     with pytest.raises(ConversionError, match="NaN or infinity"):
@@ -119,7 +119,7 @@ def test_what_is_not_finite_cannot_be_quantised(value):
         quantise(torch.randn(3))
 
 
-def test_corrupt_scales_are_refused():
+def test_scale_window_corrupt_scales_are_rejected():
     codes, scales = random_fp8((200, 130), BLOCK)
     for value in (float("nan"), float("inf"), 1e38):
         scales[1, 1] = value
@@ -132,7 +132,7 @@ def round_trip(codes, scales):
     return values, *quantise(values)
 
 
-def test_what_we_wrote_from_bfloat16_comes_back_byte_for_byte():
+def test_quantise_round_trip_of_own_bfloat16_has_same_bytes():
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         weight = (torch.randn(300, 400, generator=generator) * 10.0 ** -(2 * seed)).bfloat16()
@@ -142,9 +142,9 @@ def test_what_we_wrote_from_bfloat16_comes_back_byte_for_byte():
         assert torch.equal(scales_again, scales)
 
 
-def test_what_others_wrote_from_float32_keeps_its_codes_and_moves_by_one_unit_once():
+def test_quantise_round_trip_of_float32_keeps_codes():
     torch.manual_seed(0)
-    codes, scales = quantise(torch.randn(512, 512) * 0.02)  # scales that bfloat16 does not have
+    codes, scales = quantise(torch.randn(512, 512) * 0.02)  # scales are not representable in bfloat16
     values, again, scales_again = round_trip(codes, scales)
     assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
     assert not torch.equal(scales_again, scales)
@@ -157,7 +157,7 @@ def test_what_others_wrote_from_float32_keeps_its_codes_and_moves_by_one_unit_on
     assert torch.equal(third_scales, scales_again)
 
 
-def test_power_of_two_scales_do_not_survive_requantisation():
+def test_quantise_without_record_changes_power_of_two_scales():
     torch.manual_seed(0)
     weight = torch.randn(256, 256)
     scales = torch.full((2, 2), 2.0**-6)
@@ -168,7 +168,7 @@ def test_power_of_two_scales_do_not_survive_requantisation():
 
 
 def random_codes(shape, largest, seed=0):
-    """e4m3 codes of magnitude at most `largest`, both zeros and subnormals among them."""
+    """Return e4m3 codes of magnitude at most `largest`, including both zeros and subnormals."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn)
     wrong = ~(codes.float().abs() <= largest)  # NaN as well
@@ -186,7 +186,7 @@ def random_codes(shape, largest, seed=0):
     ],
 )
 def test_quantise_unchanged_release_gives_the_same_bytes(kind, scale_dtype, largest):
-    """Whatever scale another writer chose for a block."""
+    """The scales of a block may have been chosen by any writer."""
     codes = random_codes((200, 130), largest)
     exponents = torch.randint(-20, 4, (4, 3), generator=torch.Generator().manual_seed(1))
     scales = torch.ldexp(torch.ones(4, 3), exponents) * (1 if kind == "power of two" else 1.37)
@@ -210,7 +210,7 @@ def test_quantise_unchanged_release_gives_the_same_bytes(kind, scale_dtype, larg
 
 @pytest.mark.parametrize("amax", [448.0, 449.0, 447.0, 224.0, 1.0, 1e-3, 3e38, 1e-37])
 def test_quantise_power_of_two_scale_is_the_smallest_that_fits(amax):
-    """The next power of two of amax / 448, by exact arithmetic (DeepGEMM's ceil_to_ue8m0)."""
+    """The reference is amax / 448, rounded up to a power of two in exact arithmetic (DeepGEMM's ceil_to_ue8m0)."""
     weight = torch.full((4, 4), float(torch.tensor(amax)))
     _, scales = quantise(weight, (4, 4), power_of_two=True)
     wanted = Fraction(1)

@@ -1,5 +1,4 @@
-"""Releases that cannot be read are rejected by the name of what they need: the quantisation method, the fused tensor,
-the field of the rotation."""
+"""Unsupported releases: the message names the quantisation method, the fused tensor or the rotation field."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ METHODS = sorted({method.value for method in QuantizationMethod} - {"fp8"} | {"m
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_of_transformers_is_rejected_by_name(method, dense_config):
+def test_quantisation_methods_of_transformers_are_rejected_by_name(method, dense_config):
     quantised = {"quant_method": method, "bits": 4}
     for config in ({"quantization_config": quantised}, {"text_config": {"quantization_config": quantised}}):
         with pytest.raises(ConversionError, match=rf"quantization_config \({method}\) is not supported"):
@@ -123,6 +122,6 @@ def test_field_of_another_rope_variant_is_rejected(field, dense_config):
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])
-def test_count_that_would_fill_the_memory_is_rejected(key, moe_config):
+def test_count_that_would_exhaust_memory_is_rejected(key, moe_config):
     with pytest.raises(ConversionError, match=rf"config\.json: {key} is 1000000000; it must be at most 100000"):
         family_for(moe_config).rows(moe_config | {key: 10**9})

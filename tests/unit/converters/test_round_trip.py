@@ -20,7 +20,7 @@ from model_converters.mapping.table import bind
 
 
 def grid():
-    """tp, pp, ep, etp in all combinations, with one, two or three times the fewest ranks they need; then odd ones."""
+    """Yield all combinations of tp, pp, ep, etp with 1, 2 or 3 times the minimum ranks, and some irregular layouts."""
     for number, (tp, pp, ep, etp) in enumerate(itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 8), (1, 2))):
         yield {"world_size": pp * math.lcm(tp, ep * etp) * (1 + number % 3), "tp": tp, "pp": pp, "ep": ep, "etp": etp}
     yield {"world_size": 4, "pp": 2, "vpp": 2, "ep": 2}
@@ -49,7 +49,7 @@ def assert_same(found, wanted):
 
 
 def cases():
-    """Every layout with experts; for dense families those whose experts take no part."""
+    """Yield (family, sizes): all layouts for families with experts, layouts with ep = etp = 1 for the others."""
     for sizes in grid():
         sparse = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
         yield from ((family, sizes) for family in sparse)
@@ -62,9 +62,7 @@ def case_name(value):
 
 
 @pytest.mark.parametrize(("family", "sizes"), cases(), ids=case_name)
-def test_every_rank_holds_what_megatron_slices_and_exports_it_back(
-    family, sizes, family_configs, random_hf, local_mcore, tmp_path
-):
+def test_round_trip_over_all_ranks_restores_hf_tensors(family, sizes, family_configs, random_hf, local_mcore, tmp_path):
     layout = TrainLayout(**sizes)
     config = family_configs[family]
     hf = random_hf(config)
@@ -86,9 +84,7 @@ def test_every_rank_holds_what_megatron_slices_and_exports_it_back(
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_tied_embeddings_reach_both_ends_of_the_pipeline_and_leave_once(
-    pp, dense_config, random_hf, local_mcore, tmp_path
-):
+def test_round_trip_tied_embeddings_load_twice_export_once(pp, dense_config, random_hf, local_mcore, tmp_path):
     config = dense_config | {"tie_word_embeddings": True}
     layout = TrainLayout(2 * pp, tp=2, pp=pp)
     hf = random_hf(config)
@@ -103,7 +99,7 @@ def test_tied_embeddings_reach_both_ends_of_the_pipeline_and_leave_once(
             assert_same(local, wanted)
 
 
-def test_a_second_copy_of_tied_embeddings_must_be_equal(dense_config, random_hf, tmp_path):
+def test_load_tensors_differing_tied_copy_is_rejected(dense_config, random_hf, tmp_path):
     config = dense_config | {"tie_word_embeddings": True}
     bound, layout = bound_rows(config), TrainLayout(1)
     local = {name: torch.zeros(shape) for name, shape in local_shapes(bound, layout, 0).items()}
@@ -119,23 +115,21 @@ def test_a_second_copy_of_tied_embeddings_must_be_equal(dense_config, random_hf,
         load_tensors(checkpoint, bound, layout, 0, local)
 
 
-def test_loading_converts_the_dtype_and_strides_of_the_target(moe_config, random_hf, local_mcore, tmp_path):
+def test_load_tensors_converts_dtype_and_strides(moe_config, random_hf, local_mcore, tmp_path):
     hf = {name: tensor.bfloat16() for name, tensor in random_hf(moe_config).items()}
     layout = TrainLayout(4, tp=2, ep=2)
     bound = bound_rows(moe_config, torch.bfloat16)
     with HFCheckpoint(write_hf(tmp_path / "hf", moe_config, hf)) as checkpoint:
         for dtype in (torch.bfloat16, torch.float32):
             wanted = {name: t.to(dtype) for name, t in local_mcore(hf, moe_config, layout, 3).items()}
-            # Twice as wide and then cut, so that no target is contiguous.
+            # Allocate twice the width and slice, so that no target is contiguous.
             local = {name: torch.zeros(*t.shape, 2, dtype=dtype)[..., 0] for name, t in wanted.items()}
             load_tensors(checkpoint, bound, layout, 3, local)
             assert_same(local, wanted)
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 3000, 10**9])
-def test_ranks_write_one_directory_that_safetensors_reads_back(
-    max_shard_bytes, moe_config, random_hf, local_mcore, tmp_path
-):
+def test_writer_several_ranks_write_readable_directory(max_shard_bytes, moe_config, random_hf, local_mcore, tmp_path):
     hf = random_hf(moe_config)
     layout = TrainLayout(8, tp=2, pp=2, ep=2, etp=2)
     plans = export_plan(bound_rows(moe_config), layout)
@@ -159,7 +153,7 @@ def test_ranks_write_one_directory_that_safetensors_reads_back(
         assert_same({name: checkpoint.read(name) for name in checkpoint.shapes}, hf)
 
 
-def test_exported_slices_are_views(moe_config, random_hf, local_mcore):
+def test_export_pieces_are_views(moe_config, random_hf, local_mcore):
     layout = TrainLayout(2, tp=2, etp=2)
     plans = export_plan(bound_rows(moe_config), layout)
     local = local_mcore(random_hf(moe_config), moe_config, layout, 1)

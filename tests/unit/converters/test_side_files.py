@@ -1,4 +1,4 @@
-"""What goes with the weights."""
+"""Files that are copied along with the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model_converters.errors import ConversionError
 from model_converters.hf.side_files import HF_FOLDER, copy_side_files, side_files_in
 
 
-def test_files_of_the_model_are_copied_and_no_others(tmp_path: Path) -> None:
+def test_copy_side_files_copies_only_model_files(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     wanted = ["chat_template.jinja", "config.json", "generation_config.json", "merges.txt", "tokenizer.json", "x.model"]
@@ -25,8 +25,8 @@ def test_files_of_the_model_are_copied_and_no_others(tmp_path: Path) -> None:
     assert all((tmp_path / "deep" / "target" / name).read_text() == name for name in wanted)
 
 
-def test_a_configuration_at_hand_replaces_the_file_or_its_absence(tmp_path: Path) -> None:
-    """A run outlives the directory that it started from."""
+def test_copy_side_files_config_argument_replaces_file(tmp_path: Path) -> None:
+    """The directory that a run started from may be gone when it saves."""
     source = tmp_path / "source"
     with pytest.raises(ConversionError, match=r"config\.json does not exist"):
         copy_side_files(source, tmp_path / "target")
@@ -38,7 +38,7 @@ def test_a_configuration_at_hand_replaces_the_file_or_its_absence(tmp_path: Path
         (source / "config.json").write_text("{}")
 
 
-def test_a_checkpoint_keeps_them_where_nobody_looks_for_a_model_and_an_older_one_where_it_has_them(
+def test_side_files_in_finds_current_and_older_folder(
     tmp_path: Path,
 ) -> None:
     assert HF_FOLDER == "config_and_tokenizer"
@@ -49,7 +49,7 @@ def test_a_checkpoint_keeps_them_where_nobody_looks_for_a_model_and_an_older_one
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "modeling_x.py", "x.model"])
 def test_side_files_with_a_link_that_leaves_are_rejected(name: str, tmp_path: Path) -> None:
-    """The target may be any file of the user, and an export is published."""
+    """The target may be a private file, and exports are published."""
     secret, source = tmp_path / "secret", tmp_path / "source"
     secret.write_text("{}")
     source.mkdir()
@@ -81,7 +81,7 @@ def test_side_files_of_the_hub_cache_are_copied_as_files(tmp_path: Path) -> None
         (lambda path: path.symlink_to("absent"), "a dangling link"),
     ],
 )
-def test_side_files_that_are_no_files_are_rejected(make: Callable, kind: str, tmp_path: Path) -> None:
+def test_side_files_that_are_not_regular_are_rejected(make: Callable, kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     make(tmp_path / "tokenizer.json")
     with pytest.raises(ConversionError, match=rf"tokenizer\.json is {kind}; it must be a regular file"):

@@ -10,7 +10,7 @@ from model_converters.families import family_for
 from model_converters.mapping.table import bind
 
 
-def test_names_claimed_twice_are_all_listed(moe_config):
+def test_bind_lists_all_names_claimed_twice(moe_config):
     rows = family_for(moe_config).rows(moe_config)
     qkv = next(row for row in rows if "linear_qkv" in row.mcore)
     other = replace(qkv, mcore="decoder.layers.{l}.other.weight", layers=(2,))
@@ -25,13 +25,13 @@ def test_names_claimed_twice_are_all_listed(moe_config):
     assert "layers.1." not in str(caught.value)
 
 
-def test_layers_outside_the_model_are_refused(moe_config):
+def test_bind_layer_outside_model_is_rejected(moe_config):
     rows = [replace(row, layers=(3, 4)) if row.layers else row for row in family_for(moe_config).rows(moe_config)]
     with pytest.raises(ConversionError, match=r"is bound to layers \[4\] of 4"):
         bind(rows, moe_config, torch.float32)
 
 
-def test_placeholders_are_bound_to_global_indices(moe_config):
+def test_bind_placeholders_get_global_indices(moe_config):
     names = {b.mcore: b for b in bind(family_for(moe_config).rows(moe_config), moe_config, torch.float32)}
     bound = names["decoder.layers.3.mlp.experts.linear_fc1.weight7"]
     assert bound.hf == ("model.layers.3.mlp.experts.7.gate_proj.weight", "model.layers.3.mlp.experts.7.up_proj.weight")

@@ -20,7 +20,7 @@ def config_file(tmp_path, moe_config):
     return path
 
 
-def test_json_tiles_every_hf_tensor_on_every_replica(config_file, capsys, moe_config):
+def test_show_json_slices_tile_every_hf_tensor(config_file, capsys, moe_config):
     flags = ["--tp", "2", "--pp", "2", "--ep", "2", "--etp", "2", "--world-size", "16", "--json"]
     assert main(["show", "--config", str(config_file), *flags]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -36,7 +36,7 @@ def test_json_tiles_every_hf_tensor_on_every_replica(config_file, capsys, moe_co
                 covered[piece["hf"]] |= set(range(piece["start"], piece["start"] + piece["length"]))
         assert covered == {name: set(range(size)) for name, size in sizes.items()}
     held = sum(len(shard["ranks"]) * prod(shard["shape"]) for row in shown["rows"] for shard in row["shards"])
-    # Norms, router: every rank of one stage (8); dense matrices: 4 replicas; experts: 2.
+    # Replicas: norms and router 8 (all ranks of a stage), dense matrices 4, experts 2.
     hidden, heads, vocab = 12, 48, 24  # one row of the vocabulary is padding
     per_layer = 2 * hidden * heads + 2 * hidden * 12
     norms = 8 * (4 * (2 * hidden + 2 * 6) + hidden) + 8 * 3 * 8 * hidden
@@ -44,7 +44,7 @@ def test_json_tiles_every_hf_tensor_on_every_replica(config_file, capsys, moe_co
     assert held == norms + dense + 2 * 3 * 8 * 3 * hidden * 4
 
 
-def test_table_names_ranks_and_slices(config_file, capsys):
+def test_show_table_names_ranks_and_slices(config_file, capsys):
     assert main(["show", "--config", str(config_file.parent), "--tp", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     qkv = [line.split() for line in lines if line.startswith("decoder.layers.0.self_attention.linear_qkv")]
@@ -61,7 +61,7 @@ def test_table_names_ranks_and_slices(config_file, capsys):
         (["--vpp", "2"], "set pp > 1"),
     ],
 )
-def test_bad_layouts_exit_with_2_and_one_line(flags, message, config_file, capsys):
+def test_show_bad_layout_exits_with_2(flags, message, config_file, capsys):
     assert main(["show", "--config", str(config_file), *flags]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -69,8 +69,8 @@ def test_bad_layouts_exit_with_2_and_one_line(flags, message, config_file, capsy
     assert captured.err.count("\n") == 1
 
 
-def test_module_runs_and_bears_a_reader_that_leaves(tmp_path, moe_config):
-    # Enough experts that the table is larger than a pipe's buffer.
+def test_module_closed_stdout_exits_quietly(tmp_path, moe_config):
+    # So many experts that the table exceeds the buffer of a pipe.
     config_file = tmp_path / "config.json"
     config_file.write_text(json.dumps(moe_config | {"num_experts": 512}))
     command = [sys.executable, "-m", "model_converters", "show", "--config", str(config_file), "--pp", "4"]
@@ -82,7 +82,7 @@ def test_module_runs_and_bears_a_reader_that_leaves(tmp_path, moe_config):
     assert errors == ""
 
 
-def test_a_missing_file_exits_with_2(tmp_path, capsys):
+def test_show_missing_file_exits_with_2(tmp_path, capsys):
     assert main(["show", "--config", str(tmp_path / "nothing.json")]) == 2
     assert "nothing.json does not exist" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Every transform cuts its parts into shards that hold each element once, in megatron's order, whatever the sizes."""
+"""Transforms distribute every element to exactly one shard, in Megatron's order, for random sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ sizes = st.integers(1, 6)
 
 @st.composite
 def cases(draw):
-    """(transform, whole HF parts along dim 0 or 1, the fused mcore tensor written down by hand, dim, shards)."""
+    """Draw (transform, whole HF tensors, dim, num_shards)."""
     kind, dim, num_shards = draw(st.sampled_from(["same", "vocabulary", "gate_up", "qkv"])), draw(st.integers(0, 1)), 1
     if kind == "qkv":
         groups, heads, width = draw(sizes), draw(sizes), draw(sizes)
@@ -30,7 +30,7 @@ def cases(draw):
 
 
 def whole(transform, parts, dim, shard, num_shards):
-    """What megatron holds on one rank, by chunking whole tensors."""
+    """Return the tensor of one Megatron rank, by chunking whole tensors."""
     if isinstance(transform, GateUp):
         return torch.cat([part.chunk(num_shards, dim)[shard] for part in parts], dim)
     if isinstance(transform, GroupedQKV):
@@ -44,7 +44,7 @@ def whole(transform, parts, dim, shard, num_shards):
 
 
 @given(cases())
-def test_segments_put_every_element_where_megatron_has_it(case):
+def test_segments_match_layout_of_megatron(case):
     transform, parts, dim, num_shards = case
     shapes = tuple(tuple(part.shape) for part in parts)
     assume(not transform.refusal(shapes, dim, num_shards))
@@ -64,8 +64,8 @@ def test_segments_put_every_element_where_megatron_has_it(case):
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 12))
-def test_a_refusal_says_what_does_not_fit_and_only_then(groups, heads, num_shards):
-    """Megatron wants key-value heads and ranks to be multiples of one another; then every cut has whole rows."""
+def test_grouped_qkv_refusal_only_for_impossible_shards(groups, heads, num_shards):
+    """Megatron requires that key-value heads divide the ranks or vice versa; then shards consist of whole rows."""
     transform = GroupedQKV(groups)
     shapes = ((groups * heads * 12, 2), (groups * 12, 2), (groups * 12, 2))
     refusal = transform.refusal(shapes, 0, num_shards)

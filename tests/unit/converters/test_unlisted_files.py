@@ -1,4 +1,4 @@
-"""Weight files that the index does not list: named where they change nothing, rejected where some reader takes them."""
+"""Weight files that the index does not list: rejected if some reader uses them, otherwise reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MTP = {"model.layers.4.eh_proj.weight": A.clone()}
 
 @pytest.fixture
 def sharded(tmp_path, dense_config):
-    """Two listed shards."""
+    """A directory with two listed shards."""
     (tmp_path / "config.json").write_text(json.dumps(dense_config))
     save_file({"a": A, "b": B}, tmp_path / "model-1.safetensors")
     save_file({"c": C}, tmp_path / "model-2.safetensors")
@@ -46,14 +46,14 @@ REJECTED = {
 
 @pytest.mark.parametrize("layout", ["sharded", "single"])
 @pytest.mark.parametrize("name", REJECTED)
-def test_unlisted_file_that_changes_the_model_is_rejected(name, layout, request):
+def test_find_unlisted_file_that_changes_model_is_rejected(name, layout, request):
     directory, (tensors, message) = request.getfixturevalue(layout), REJECTED[name]
     save_file(tensors, directory / name)
     with pytest.raises(ConversionError, match=message):
         HFCheckpoint(directory)
 
 
-def test_unlisted_files_that_cannot_be_read_are_rejected_together(sharded):
+def test_find_unlisted_unreadable_files_are_rejected_together(sharded):
     (sharded / "x.safetensors").write_bytes(b"version https://git-lfs")
     (sharded / "y.safetensors").mkdir()
     (sharded / "adapter_config.json").write_text("{}")
@@ -61,14 +61,14 @@ def test_unlisted_files_that_cannot_be_read_are_rejected_together(sharded):
         HFCheckpoint(sharded)
 
 
-def test_second_model_file_without_all_tensors_is_rejected(sharded):
-    """transformers reads model.safetensors alone where there is one."""
+def test_find_unlisted_incomplete_single_file_is_rejected(sharded):
+    """transformers reads only model.safetensors if it exists."""
     save_file({"a": A, "b": B}, sharded / "model.safetensors")
     with pytest.raises(ConversionError, match=r"model\.safetensors lacks c, but transformers reads only this file"):
         HFCheckpoint(sharded)
 
 
-def test_transformers_prefers_a_second_model_file_to_the_index(tmp_path):
+def test_transformers_prefers_single_file_to_index(tmp_path):
     directory = write_tiny_model(tmp_path / "hf", "qwen3")
     model = AutoModelForCausalLM.from_pretrained(directory)
     model.save_pretrained(tmp_path / "two", max_shard_size="40KB")
@@ -83,7 +83,7 @@ def test_transformers_prefers_a_second_model_file_to_the_index(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["sharded", "single"])
-def test_copies_of_listed_tensors_are_named_and_compared(layout, request):
+def test_find_unlisted_copies_are_reported_and_compared(layout, request):
     directory = request.getfixturevalue(layout)
     other = "model.safetensors" if layout == "sharded" else "model-00001-of-00001.safetensors"
     save_file({"a": A, "b": B, "c": C}, directory / other)
@@ -95,7 +95,7 @@ def test_copies_of_listed_tensors_are_named_and_compared(layout, request):
         checkpoint.unlisted.check_copies()
 
 
-def test_other_formats_are_named_and_trainer_state_is_not(sharded):
+def test_find_unlisted_reports_other_formats_not_trainer_state(sharded):
     for name in ("pytorch_model.bin", "model.gguf", "consolidated.00.pth", "training_args.bin", "optimizer.pt"):
         (sharded / name).write_bytes(b"")
     for folder, file in (("original", "consolidated.00.pth"), ("onnx", "model.onnx"), ("assets", "logo.png")):
@@ -106,8 +106,8 @@ def test_other_formats_are_named_and_trainer_state_is_not(sharded):
     assert names == {"pytorch_model.bin", "model.gguf", "consolidated.00.pth", "original/", "onnx/"}
 
 
-def test_consolidated_file_is_rejected_without_an_index(sharded):
-    """Without one vLLM reads it with model.safetensors."""
+def test_find_unlisted_consolidated_without_index_is_rejected(sharded):
+    """Without an index vLLM reads it in addition to model.safetensors."""
     save_file({"layers.0.attention.wq.weight": A}, sharded / "consolidated.safetensors")
     with HFCheckpoint(sharded) as checkpoint:
         assert checkpoint.unlisted.notes == ("consolidated.safetensors (Mistral's format) is ignored",)

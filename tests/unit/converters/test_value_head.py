@@ -1,4 +1,4 @@
-"""The value head: read where a checkpoint has one, else the trunk alone; nothing else is left out or made up."""
+"""Value heads: loaded if the checkpoint has one, otherwise only the trunk is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
 
 
 def _load(directory: Path, layout: TrainLayout, rank: int) -> Tensors:
-    """What the rank holds afterwards; the head only where the checkpoint has one."""
+    """Return the rank's tensors after loading; the head only if the checkpoint has one."""
     with HFCheckpoint(directory) as checkpoint:
         rows, dropped = resolve_value_head(checkpoint)
         bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
@@ -40,7 +40,7 @@ def _load(directory: Path, layout: TrainLayout, rank: int) -> Tensors:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_the_head_lies_whole_on_every_rank_of_the_last_stage(family, family_configs, random_hf, tmp_path):
+def test_value_head_is_whole_on_last_stage_ranks(family, family_configs, random_hf, tmp_path):
     config = family_configs[family]
     tensors = {name: t for name, t in random_hf(config).items() if name != "lm_head.weight"}
     tensors["score.weight"] = torch.randn(1, config["hidden_size"])
@@ -54,7 +54,7 @@ def test_the_head_lies_whole_on_every_rank_of_the_last_stage(family, family_conf
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_causal_model_gives_its_trunk_and_no_head(tied, family_configs, random_hf, tmp_path):
+def test_value_head_causal_model_loads_trunk_only(tied, family_configs, random_hf, tmp_path):
     config = family_configs["qwen2"]
     tensors = random_hf(config)
     if tied:
@@ -64,7 +64,7 @@ def test_a_causal_model_gives_its_trunk_and_no_head(tied, family_configs, random
     assert torch.equal(held["embedding.word_embeddings.weight"], tensors["model.embed_tokens.weight"])
 
 
-def test_multi_token_prediction_is_left_out(family_configs, random_hf, tmp_path):
+def test_value_head_model_drops_mtp_layers(family_configs, random_hf, tmp_path):
     config = family_configs["deepseek_v3"]
     assert config["num_nextn_predict_layers"]
     assert not [
@@ -81,21 +81,21 @@ def test_multi_token_prediction_is_left_out(family_configs, random_hf, tmp_path)
         ({"v_head.summary.weight": torch.ones(1, 12)}, "unknown: v_head.summary.weight"),
     ],
 )
-def test_another_head_is_refused(extra, message, family_configs, random_hf, tmp_path):
+def test_value_head_unsupported_head_is_rejected(extra, message, family_configs, random_hf, tmp_path):
     config = family_configs["qwen3"]
     directory = _write(tmp_path / "hf", config, random_hf(config) | extra)
     with pytest.raises(ConversionError, match=message.replace(".", r"\.")):
         _load(directory, TrainLayout(1), 0)
 
 
-def test_a_bias_of_zero_as_transformers_starts_with_is_no_bias(family_configs, random_hf, tmp_path):
+def test_value_head_zero_bias_is_accepted(family_configs, random_hf, tmp_path):
     config = family_configs["qwen3"]
     score = {"score.weight": torch.randn(1, 12), "score.bias": torch.zeros(1)}
     held = _load(_write(tmp_path / "hf", config, random_hf(config) | score), TrainLayout(1), 0)
     assert torch.equal(held[VALUE_HEAD], score["score.weight"])
 
 
-def test_the_table_of_a_value_model_exports_a_score_and_no_vocabulary(family_configs):
+def test_value_head_table_exports_score_without_lm_head(family_configs):
     from model_converters.families import family_for
 
     config = value_model_config(family_configs["qwen3"] | {"tie_word_embeddings": True})
