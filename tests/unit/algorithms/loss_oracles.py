@@ -1,7 +1,7 @@
-"""Policy losses written down from their papers: float64, one token at a time, plain loops.
+"""Reference implementations of the policy losses, written from the papers: float64, one token at a time, plain loops.
 
-Every function takes lists of rows (of scalars; logp of 0-dimensional tensors, so that autograd gives the gradient) and
-gives the loss of each trained token as {(row, column): scalar tensor}. `sg` is the papers' stop-gradient.
+Every function takes lists of rows of scalars (logp: 0-dimensional tensors, so that autograd computes the gradient) and
+returns the loss of each trained token as {(row, column): scalar tensor}. `sg` is the stop-gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def clip(x, low, high):
 
 
 def ppo_objective(ratio, advantage, low, high, dual):
-    """Eq. 7 of PPO, as something to maximise; the dual clip is max(., c A) for A < 0."""
+    """Compute eq. 7 of PPO, to be maximized; the dual clip is max(., c A) for A < 0."""
     objective = min(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage, key=lambda x: x.item())
     if dual is not None and advantage < 0:
         objective = max(objective, torch.tensor(dual * advantage, dtype=torch.float64), key=lambda x: x.item())
@@ -73,7 +73,7 @@ def gspo(logp, given, mask, clip_low=3e-4, clip_high=4e-4):
 
 
 def gmpo(logp, given, mask, clip_low=0.4, clip_high=0.4):
-    """prod_t min((rho^sgn A), clip(rho, e^-low, e^high)^sgn A)^(sgn A), to the power of 1 / |o|, times A."""
+    """Compute A times the 1 / |o|-th power of prod_t min((rho^sgn A), clip(rho, e^-low, e^high)^sgn A)^(sgn A)."""
     losses = {}
     for i, row in enumerate(logp):
         trained = row_tokens(mask, i)
@@ -121,7 +121,7 @@ def clip_cov_eligible(logp, given, mask, clip_low=0.2, clip_high=0.2, cov_low=1.
 
 
 def clip_cov(logp, given, mask, clip_low=0.2, clip_high=0.2, cov_ratio=1.0, cov_low=1.0, cov_high=5.0):
-    """With cov_ratio=1 nothing is random: all eligible tokens are chosen."""
+    """Require cov_ratio=1, which chooses all eligible tokens, so that nothing is random."""
     assert cov_ratio == 1.0
     chosen = clip_cov_eligible(logp, given, mask, clip_low, clip_high, cov_low, cov_high)
     losses = ppo_clip(logp, given, mask, clip_low, clip_high)
@@ -150,13 +150,13 @@ ORACLES = {
 
 
 def loss_and_gradient(name, given, options, upstream):
-    """Values [B, T] of the loss and the gradient of sum(upstream * loss) with respect to logp, in float64."""
+    """Return the loss [B, T] and the gradient of sum(upstream * loss) with respect to logp, in float64."""
     lists = {key: value.double().tolist() for key, value in given.items()}
     leaves = [[torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in row] for row in lists["logp"]]
     losses = ORACLES[name](leaves, lists, lists["mask"], **options)
     values, gradient = torch.zeros(2, *given["logp"].shape, dtype=torch.float64)
     total = sum(upstream[token].double() * loss for token, loss in losses.items())
-    if total.requires_grad:  # a dual clip can leave constants alone
+    if total.requires_grad:  # a dual clip may make all losses constant
         total.backward()
     for (i, t), loss in losses.items():
         values[i, t] = loss.detach()

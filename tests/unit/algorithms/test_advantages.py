@@ -1,4 +1,4 @@
-"""Every estimator with one number per response against plain loops in float64, written from the papers."""
+"""Per-response estimators, compared with plain float64 loops written from the papers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def dr_grpo(i, rewards, ids, lengths):
 
 
 def gain_over_others(i, rewards, ids, lengths):
-    """What the group's best reward loses without response i."""
+    """Decrease of the group's best reward if response i is removed."""
     group = [rewards[j] for j in members(ids, i)]
     others = [rewards[j] for j in members(ids, i) if j != i]
     return max(group) - max(others) if others else 0.0
@@ -91,7 +91,7 @@ CASES = [
 
 
 def make_batch(seed, size, length, values=None):
-    """Unsorted groups of any size, masks with holes, rows without a trained token, rewards on any token."""
+    """Unsorted groups of any size, masks with gaps, rows without trained tokens, rewards on any token."""
     rng = np.random.default_rng(seed)
     mask = (rng.random((size, length)) < rng.choice([0.3, 0.9, 1.0])).astype(np.float32)
     mask[rng.random(size) < 0.2] = 0
@@ -109,7 +109,7 @@ def make_batch(seed, size, length, values=None):
 @given(
     st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 7), st.sampled_from([None, [0.0, 1.0], [-1.0, 0.1, 2]])
 )
-def test_matches_the_papers_formula_in_a_plain_loop(name, options, reference, seed, size, length, values):
+def test_estimators_match_formulas_in_plain_loops(name, options, reference, seed, size, length, values):
     batch = make_batch(seed, size, length, values)
     rewards, ids = batch.token_rewards.double().sum(-1).tolist(), batch.group_ids.tolist()
     lengths = [int(n) for n in batch.mask.sum(-1)]
@@ -117,7 +117,7 @@ def test_matches_the_papers_formula_in_a_plain_loop(name, options, reference, se
     result = compute_advantages(name, **vars(batch), **options)
     assert result.advantages.dtype == result.returns.dtype == torch.float32
     np.testing.assert_allclose(result.advantages.numpy(), expected, rtol=2e-5, atol=2e-6)
-    # As the driver calls it: a column of rewards, and how many tokens each response has.
+    # Called like the driver: a column of rewards and the number of tokens of each response.
     column = compute_advantages(
         name,
         token_rewards=batch.token_rewards.sum(-1, keepdim=True),
@@ -140,17 +140,19 @@ def column(name, rewards, ids, **options):
     )
 
 
-def test_known_values():
+def test_estimators_with_known_inputs_give_known_values():
     ids = [7, 7, 7, -1, -1]
     assert column("rloo", [1, 0, 2, 5, 5], ids) == [0, -1.5, 1.5, 0, 0]
     assert column("grpo_passk", [1, 0, 3, 5, 5], ids, normalize_by_std=False) == [0, 0, 2, 0, 0]
     assert column("grpo_passk", [0, 2], [1, 1]) == pytest.approx([0, 2 / math.sqrt(2)], abs=1e-5)
     assert column("opo", [1, 0, 0, 3, 1], ids, lengths=torch.tensor([2, 1, 1, 0, 0])) == [0.5, -0.5, -0.5, 2, 0]
-    assert column("gpg", [1, 0, 2, 5, 5], ids) == pytest.approx([0, -5 / 3, 5 / 3, 0, 0])  # 3 of 5 have signal
+    assert column("gpg", [1, 0, 2, 5, 5], ids) == pytest.approx(
+        [0, -5 / 3, 5 / 3, 0, 0]
+    )  # 3 of 5 responses have a gradient
     assert column("grpo", [1, 3], [4, 4]) == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-5)
 
 
-def test_passk_reinforces_nobody_where_the_best_is_shared_or_alone():
+def test_passk_with_shared_or_single_best_is_zero():
     assert column("grpo_passk", [1, 1, 0, 0.5], [0, 0, 0, 1]) == [0, 0, 0, 0]
 
 
@@ -167,8 +169,8 @@ def test_remax_subtracts_the_greedy_reward():
 @pytest.mark.parametrize("name", GROUPED)
 @settings(max_examples=20, deadline=None)
 @given(st.floats(-1e6, 1e6, width=32), st.integers(1, 33))
-def test_equal_rewards_give_exactly_zero(name, reward, size):
-    """Raw: over the tokens of a whole batch, a mean that is not 0 is subtracted from these too."""
+def test_estimators_with_equal_rewards_give_exactly_zero(name, reward, size):
+    """Compare raw advantages: whitening would subtract the mean over all tokens, which is not 0."""
     rewards = torch.tensor([reward] * size + [1.0, 2.0])[:, None]
     lengths = torch.arange(1, size + 3)
     inputs = SimpleNamespace(token_rewards=rewards, mask=torch.ones_like(rewards), lengths=lengths)
@@ -181,7 +183,7 @@ def test_equal_rewards_give_exactly_zero(name, reward, size):
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_order_and_names_of_groups_do_not_matter(name):
+def test_estimators_ignore_order_and_ids_of_groups(name):
     batch = make_batch(3, 40, 3, [0.0, 1.0, 0.5])
     plain = compute_advantages(name, **vars(batch)).advantages
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
@@ -195,7 +197,7 @@ def test_order_and_names_of_groups_do_not_matter(name):
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (4, 3)])
-def test_empty_batches_rows_and_columns(name, shape):
+def test_estimators_accept_empty_batches(name, shape):
     options = {"baseline_rewards": torch.zeros(shape[0]), "values": torch.randn(shape)}
     ids = torch.arange(shape[0])
     result = compute_advantages(
@@ -206,8 +208,8 @@ def test_empty_batches_rows_and_columns(name, shape):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_what_lies_at_untrained_tokens_reaches_nothing(name):
-    """NaN values there, and no gradient anywhere."""
+def test_estimators_ignore_values_of_untrained_tokens(name):
+    """Values of untrained tokens are NaN; results are finite and have no gradient."""
     batch = make_batch(5, 12, 6)
     values = torch.where(batch.mask > 0, torch.randn(12, 6), torch.nan).requires_grad_()
     inputs = {**vars(batch), "values": values, "baseline_rewards": torch.zeros(12)}
@@ -220,7 +222,7 @@ def test_what_lies_at_untrained_tokens_reaches_nothing(name):
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_results_have_the_dtype_of_the_rewards(name, dtype):
+def test_estimators_return_dtype_of_rewards(name, dtype):
     batch = make_batch(6, 8, 4, [0.0, 1.0])
     inputs = {**vars(batch), "values": torch.zeros(8, 4), "baseline_rewards": torch.zeros(8)}
     exact = compute_advantages(name, **inputs)
@@ -232,7 +234,7 @@ def test_results_have_the_dtype_of_the_rewards(name, dtype):
         torch.testing.assert_close(result.advantages.float(), exact.advantages, rtol=1e-2, atol=1e-6)
 
 
-def test_misshapen_and_non_finite_input_is_refused_by_name():
+def test_compute_advantages_with_invalid_tensors_names_them():
     good = {"token_rewards": torch.zeros(3, 2), "mask": torch.ones(3, 2), "group_ids": torch.arange(3)}
     for change, message in [
         ({"mask": torch.ones(3, 1)}, r"mask \[3, 1\]"),
@@ -244,14 +246,14 @@ def test_misshapen_and_non_finite_input_is_refused_by_name():
     ]:
         with pytest.raises(ValueError, match=message):
             compute_advantages("grpo", **{**good, **change})
-    huge = torch.full((3, 2), 3e38)  # finite, though the sum of all is not
+    huge = torch.full((3, 2), 3e38)  # finite, but their sum overflows
     assert not compute_advantages("rloo", **{**good, "token_rewards": huge}).advantages.any()
     with pytest.raises(ValueError, match=r"baseline_rewards.*\[2\]"):
         compute_advantages("remax", **good, baseline_rewards=torch.tensor([0, 1, torch.nan]))
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
-def test_discounts_out_of_range_name_the_key(name):
+def test_estimator_with_invalid_discount_names_key(name):
     with pytest.raises(ConfigError, match=r"algorithm\.gamma=1\.5 must be between 0 and 1"):
         estimator(name, gamma=1.5)
     with pytest.raises(ConfigError, match="not an option"):

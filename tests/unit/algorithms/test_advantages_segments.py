@@ -1,4 +1,4 @@
-"""Numbers of groups against numpy's, and against ids that all fall on one place of a hash table."""
+"""Numbering of groups, compared with numpy, also for ids that collide in the hash table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLLIDING = np.arange(500, dtype=np.uint64) * np.uint64(pow(int(GOLDEN_RATIO), -
     ],
     ids=["distinct", "few", "runs", "colliding", "strided", "extreme", "empty"],
 )
-def test_the_same_id_is_the_same_group_and_others_are_not(ids):
+def test_segments_match_numpy_unique(ids):
     groups = Segments.of(torch.from_numpy(ids))
     _, inverse, sizes = np.unique(ids, return_inverse=True, return_counts=True)
     pairs = set(zip(groups.index.tolist(), inverse.tolist(), strict=True))
@@ -35,7 +35,7 @@ def test_the_same_id_is_the_same_group_and_others_are_not(ids):
     assert torch.equal(torch.bincount(groups.index, minlength=len(sizes)), groups.sizes)
 
 
-def test_int32_ids_and_strided_ones_are_read_as_they_are_seen():
+def test_segments_accept_int32_and_strided_ids():
     ids = torch.tensor([[5, 0], [7, 0], [5, 0]])
     assert Segments.of(ids[:, 0]).index.tolist() == [0, 1, 0]
     assert Segments.of(ids[:, 0].int()).index.tolist() == [0, 1, 0]

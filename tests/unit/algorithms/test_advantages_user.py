@@ -1,4 +1,4 @@
-"""A user's own estimator: what it is given, what it may return, and what its mistakes say."""
+"""User-defined estimators: their arguments, allowed results, and error messages."""
 
 from __future__ import annotations
 
@@ -106,15 +106,15 @@ INPUTS = {
 }
 
 
-def test_it_is_called_with_the_contracts_tensors_and_its_options(mine):
+def test_user_estimator_receives_tensors_and_options(mine):
     result = compute_advantages(mine("centred"), **INPUTS, scale=2.0)
-    assert result.advantages.tolist() == [[-2, -2], [2, 0]]  # 0 where the mask is, whatever was returned
+    assert result.advantages.tolist() == [[-2, -2], [2, 0]]  # 0 where the mask is 0, for any returned value
     assert result.returns.tolist() == result.advantages.tolist()
     assert compute_advantages(mine("centred"), **INPUTS, scale=None).advantages[0, 0] == -1
     assert advantage_needs(mine("centred")).group_ids
 
 
-def test_it_may_say_what_it_needs_and_return_returns(mine):
+def test_user_estimator_may_declare_needs_and_return_returns(mine):
     assert advantage_needs(mine("over_values")).critic
     with pytest.raises(ValueError, match="needs values"):
         compute_advantages(mine("over_values"), **INPUTS)
@@ -123,7 +123,7 @@ def test_it_may_say_what_it_needs_and_return_returns(mine):
     assert result.returns.tolist() == [[0, 1], [0, 0]]
 
 
-def test_by_default_it_is_asked_for_one_number_per_response_and_may_ask_for_their_lengths(mine):
+def test_user_estimator_is_per_response_and_may_take_lengths(mine):
     result = compute_advantages(mine("one_each"), **INPUTS)
     assert result.advantages.tolist() == [[0.5, 0.5], [3, 0]]
     assert result.returns.tolist() == [[1, 1], [3, 0]]
@@ -133,7 +133,7 @@ def test_by_default_it_is_asked_for_one_number_per_response_and_may_ask_for_thei
     assert greedy.advantages.tolist() == [[0, 0], [2, 0]]
 
 
-def test_it_says_itself_who_calls_it_with_what(mine):
+def test_user_estimator_attributes_select_needs_and_kind(mine):
     facts = {name: estimator(mine(name)) for name in ("centred", "against_greedy", "over_values", "discounted")}
     assert {name: one.per_response for name, one in facts.items()} == {
         "centred": True,
@@ -146,8 +146,8 @@ def test_it_says_itself_who_calls_it_with_what(mine):
     assert compute_advantages(mine("discounted"), **rewards).advantages.tolist() == [[1, 1], [3, 0]]
 
 
-def test_in_training_it_is_given_the_responses_of_whole_groups(mine):
-    """As the driver calls it: every response of the step once, in groups that no rank has whole."""
+def test_user_estimator_in_training_receives_whole_groups(mine):
+    """The driver passes every response of the step once; no rank has complete groups."""
     algorithm = AlgorithmConfig(advantage=mine("centred"), advantage_kwargs={"scale": 2.0})
     settings = Config(algorithm=algorithm, trainer=TrainerConfig(prompts_per_step=1, prompts_per_update=1))
     ids, tokens = np.array([7, 7, 7, 7]), np.array([3, 1, 2, 2], np.int32)
@@ -161,8 +161,8 @@ def test_in_training_it_is_given_the_responses_of_whole_groups(mine):
 
 
 @pytest.mark.parametrize("function", ["one_each", "over_values"])
-def test_it_crosses_into_a_process_that_has_not_loaded_its_file(mine, function, tmp_path):
-    """By its name: ranks are sent estimators, and none of them has imported the file when the first one comes."""
+def test_user_estimator_is_pickled_by_name(mine, function, tmp_path):
+    """Ranks receive estimators before they have imported the user's file."""
     sent = pickle.dumps(estimator(mine(function)))
     code = "import pickle, sys; e = pickle.load(sys.stdin.buffer); print(e.name, e.needs.values, e.function.__name__)"
     command = [sys.executable, "-c", code]
@@ -195,12 +195,12 @@ def test_it_crosses_into_a_process_that_has_not_loaded_its_file(mine, function, 
         ("absent", "has no function absent"),
     ],
 )
-def test_mistakes_name_key_function_and_cause(mine, function, message):
+def test_user_estimator_mistakes_name_key_function_and_cause(mine, function, message):
     with pytest.raises(ConfigError, match=rf"algorithm\.advantage=.*mine\.py:{function}.*{message}"):
         compute_advantages(mine(function), **INPUTS)
 
 
-def test_an_option_that_it_does_not_take_is_refused(mine):
+def test_user_estimator_with_unknown_option_raises(mine):
     with pytest.raises(ConfigError, match="unexpected keyword argument 'gamma'"):
         estimator(mine("centred"), gamma=0.5)
     with pytest.raises(ConfigError, match=r"algorithm\.advantage=:f must be an estimator's name or module_or_file"):

@@ -1,4 +1,4 @@
-"""Whitening over parts of a batch against numpy over the whole of it."""
+"""Whitening of a batch in parts, compared with numpy on the whole batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check(moments, chosen):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(0, 12), st.integers(0, 6), st.integers(1, 5), st.sampled_from([0.0, 50.0]))
-def test_moments_of_parts_add_up_to_those_of_the_whole(seed, size, length, parts, offset):
+def test_moments_of_parts_sum_to_moments_of_whole(seed, size, length, parts, offset):
     rng = np.random.default_rng(seed)
     values, mask = rng.normal(size=(size, length)) + offset, rng.random((size, length)) < 0.6
     values[~mask] = np.nan
@@ -35,14 +35,14 @@ def test_moments_of_parts_add_up_to_those_of_the_whole(seed, size, length, parts
     check(Moments.of(torch.tensor(values), torch.tensor(mask)), whole)
 
 
-def test_a_spread_that_is_small_beside_the_mean_survives():
-    """A float64 sum of squares would be off by 1e16 * 1e-16 per term: all of the variance."""
+def test_moments_keep_variance_much_smaller_than_mean():
+    """A float64 sum of squares would have an error of 1e16 * 1e-16 per term, as large as the variance."""
     values = 1e8 + np.random.default_rng(0).normal(size=(4, 1000))
     halves = [Moments.of(torch.tensor(part), torch.ones(2, 1000)) for part in (values[:2], values[2:])]
     assert (halves[0] + halves[1]).variance == pytest.approx(values.var(ddof=1), rel=1e-6)
 
 
-def test_lengths_weigh_a_row_as_that_many_tokens():
+def test_moments_with_lengths_weight_rows():
     values, lengths = torch.tensor([[1.0], [-2.0], [7.0]]), torch.tensor([3, 2, 0])
     check(Moments.of(values, torch.ones(3, 1), lengths), np.array([1.0, 1, 1, -2, -2]))
     halves = torch.tensor([[1.0, 1.0, 0], [-2, 0, 0], [0, 0, 0]])  # as many tokens where each of them is there
@@ -53,8 +53,8 @@ def test_lengths_weigh_a_row_as_that_many_tokens():
 
 @pytest.mark.parametrize("length", [1, 3, 10, 49, 1000])
 @pytest.mark.parametrize("value", [0.1, -1 / 3, 3.7e5])
-def test_equal_advantages_become_exactly_zero(value, length):
-    """Sums of them, divided by how many they are, are mostly not what they are."""
+def test_whiten_with_equal_advantages_is_exactly_zero(value, length):
+    """The rounded sum of equal numbers, divided by their count, mostly differs from the number."""
     values, mask = torch.full((3, length), value, dtype=torch.float64), torch.ones(3, length)
     parts = [Moments.of(values, mask), Moments.of(values[:1], mask[:1]), Moments()]
     assert not whiten(values, mask, sum(parts, Moments())).any()
@@ -62,8 +62,8 @@ def test_equal_advantages_become_exactly_zero(value, length):
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-def test_ranks_that_exchange_moments_whiten_as_one(name):
-    """The batch in two parts of whole groups; each rank has its raw advantages and the sum of the moments."""
+def test_whiten_on_ranks_equals_whole_batch(name):
+    """The batch is in two parts of whole groups; each rank has its raw advantages and the summed moments."""
     rng = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(8, 5, generator=rng), torch.randn(8, 5, generator=rng)
     mask, ids = (torch.rand(8, 5, generator=rng) < 0.7).float(), torch.tensor([1, 1, 1, 1, 2, 2, 2, 2])
@@ -77,7 +77,7 @@ def test_ranks_that_exchange_moments_whiten_as_one(name):
     assert torch.equal(torch.cat([r.returns for r in raw]), whole.returns)
 
 
-def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens():
+def test_whiten_gives_mean_0_and_std_1_over_trained_tokens():
     values, mask = torch.randn(50, 40) * 3 + 5, (torch.rand(50, 40) < 0.5).float()
     got = whiten(values, mask, Moments.of(values, mask))
     chosen = got[mask > 0].double()
@@ -86,6 +86,6 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_trained_tokens():
     assert not got[mask == 0].any()
 
 
-def test_one_trained_token_is_its_own_mean():
+def test_whiten_with_one_token_is_zero():
     values, mask = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 1.0]])
     assert not whiten(values, mask, Moments.of(values, mask)).any()

@@ -1,4 +1,4 @@
-"""Aggregation modes against loops, and the weights of training against aggregation."""
+"""Aggregation modes compared with loops, and training weights compared with aggregation."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def by_loop(loss, mask, mode):
 
 
 @pytest.mark.parametrize("mode", MODE_OPTIONS)
-def test_modes_match_loops_and_skip_rows_without_trained_tokens(mode):
+def test_aggregate_loss_matches_loops_and_skips_empty_rows(mode):
     loss, mask = example()
     assert aggregate_loss(loss, mask, mode).item() == pytest.approx(by_loop(loss, mask, mode), rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", MODE_OPTIONS)
-def test_weights_of_training_sum_to_the_aggregate(mode):
+def test_loss_weights_sum_to_aggregate(mode):
     loss, mask = example(1)
     options = {"norm_tokens": 17} if mode == "seq-mean-token-sum-norm" else {}
     weights = loss_weights(mode, mask.sum(-1).numpy().astype(np.int32), **options)
@@ -53,7 +53,7 @@ def test_weights_of_training_sum_to_the_aggregate(mode):
 
 @settings(max_examples=50, deadline=None)
 @given(st.sampled_from(list(MODE_OPTIONS)), st.integers(1, 5), st.integers(0, 1000))
-def test_blocks_with_global_denominators_add_up(mode, cut, seed):
+def test_aggregate_loss_with_global_denominators_is_additive(mode, cut, seed):
     loss, mask = example(seed)
     norm = {"norm_tokens": 5} if mode == "seq-mean-token-sum-norm" else {}
     counts = {"num_tokens": mask.sum().item(), "num_sequences": (mask.sum(-1) > 0).sum().item()}
@@ -63,7 +63,7 @@ def test_blocks_with_global_denominators_add_up(mode, cut, seed):
 
 
 @pytest.mark.parametrize("mode", MODE_OPTIONS)
-def test_nothing_trained_is_zero_with_zero_gradient_whatever_the_losses(mode):
+def test_aggregate_loss_without_trained_tokens_is_zero(mode):
     loss = torch.full((2, 3), torch.nan, requires_grad=True)
     total = aggregate_loss(loss, torch.zeros(2, 3), mode)
     total.backward()
@@ -71,7 +71,7 @@ def test_nothing_trained_is_zero_with_zero_gradient_whatever_the_losses(mode):
     assert torch.equal(loss.grad, torch.zeros(2, 3))
 
 
-def test_gradient_of_each_token_is_its_response_weight():
+def test_aggregate_loss_gradient_equals_response_weight():
     loss, mask = example(2)
     loss = loss.requires_grad_()
     aggregate_loss(loss, mask, "seq-mean-token-mean").backward()
@@ -88,11 +88,11 @@ def test_gradient_of_each_token_is_its_response_weight():
         ("seq-mean-token-sum", {"num_sequences": 0}, r"num_sequences=0 must be greater than 0"),
     ],
 )
-def test_bad_modes_and_options_are_refused(mode, options, message):
+def test_aggregate_loss_with_invalid_mode_or_option_raises(mode, options, message):
     with pytest.raises(ConfigError, match=message):
         loss_weights(mode, np.array([1, 2]), **options)
 
 
-def test_a_mask_of_another_shape_is_refused():
+def test_aggregate_loss_with_wrong_mask_shape_raises():
     with pytest.raises(ValueError, match="shape"):
         aggregate_loss(torch.zeros(2, 3), torch.ones(2, 1), "token-mean")

@@ -1,4 +1,4 @@
-"""Importance corrections against loops over responses in double precision."""
+"""Importance corrections compared with float64 loops over responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(seed=0, spread=0.4, shape=(5, 8)):
 
 
 def by_hand(given, kind, level, low, high):
-    """(weight per token, raw weights, applied weights) with one entry per token or response in the latter two."""
+    """Return the weight per token, and raw and applied weights per token or response."""
     rows = [
         [(a - b) if m else None for a, b, m in zip(*row, strict=True)]
         for row in zip(*(given[name].double().tolist() for name in ("old_logp", "rollout_logp", "mask")), strict=True)
@@ -60,7 +60,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "level", "low", "high"), CASES)
-def test_weights_and_metrics_are_those_of_the_loops(kind, level, low, high):
+def test_correction_matches_loops(kind, level, low, high):
     given = make()
     result = Correction(kind, level, low, high)(**given)
     low = low if low is not None else (0.0 if kind == "truncate" else 1 / high)
@@ -78,7 +78,7 @@ def test_weights_and_metrics_are_those_of_the_loops(kind, level, low, high):
     assert metrics["effective_sample_fraction"].value == pytest.approx(kish, rel=1e-5)
 
 
-def test_known_values():
+def test_correction_with_known_inputs_gives_known_values():
     """Ratios 4 and 1/2 in one response, 1/2 in another: the product is 2, the geometric mean sqrt 2."""
     given = {
         "old_logp": torch.tensor([[4.0, 0.5], [0.5, 9.0]]).log(),
@@ -98,7 +98,7 @@ def test_known_values():
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_metrics_of_parts_add_up_to_those_of_the_whole(level):
+def test_correction_metrics_of_parts_sum_to_whole(level):
     given = make(1)
     correction = Correction("truncate", level)
     whole = correction(**given).metrics
@@ -111,7 +111,7 @@ def test_metrics_of_parts_add_up_to_those_of_the_whole(level):
         assert merged[name].value == pytest.approx(metric.value, rel=1e-12), name
 
 
-def test_equal_policies_have_weight_one_everywhere():
+def test_correction_with_equal_policies_has_weight_one():
     given = make(2, spread=0.0)
     for level in ("token", "sequence", "geometric"):
         result = Correction("mask", level)(**given)
@@ -122,7 +122,7 @@ def test_equal_policies_have_weight_one_everywhere():
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_what_lies_outside_the_mask_cannot_reach_the_weights(level):
+def test_correction_ignores_tokens_outside_mask(level):
     given = make(3)
     outside = given["mask"] == 0
     clean = Correction("truncate", level)(**given)
@@ -135,7 +135,7 @@ def test_what_lies_outside_the_mask_cannot_reach_the_weights(level):
 
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_extreme_differences_stay_within_the_bounds(kind, level):
+def test_correction_with_extreme_differences_stays_bounded(kind, level):
     given = {
         "old_logp": torch.tensor([[0.0, 0.0], [-900.0, 0.0]]),
         "rollout_logp": torch.tensor([[-900.0, 0.0], [0, 0]]),
@@ -147,13 +147,13 @@ def test_extreme_differences_stay_within_the_bounds(kind, level):
     assert all(math.isfinite(metric.value) for metric in result.metrics.values())
 
 
-def test_weights_carry_no_gradient():
+def test_correction_weights_have_no_gradient():
     given = make(4)
     given["old_logp"].requires_grad_()
     assert not Correction("truncate")(**given).weights.requires_grad
 
 
-def test_token_level_takes_packed_tokens_and_other_levels_need_rows():
+def test_correction_above_token_level_needs_rows():
     given = make(5)
     flat = {name: tensor.flatten() for name, tensor in given.items()}
     rows = Correction("mask")(**given)
@@ -167,7 +167,7 @@ def test_token_level_takes_packed_tokens_and_other_levels_need_rows():
         Correction("mask")(**{**given, "rollout_logp": given["rollout_logp"][:, :1]})
 
 
-def test_no_tokens_give_empty_sums():
+def test_correction_without_tokens_gives_empty_sums():
     empty = torch.zeros(0, 3)
     for level in ("token", "sequence", "geometric"):
         result = Correction("truncate", level)(old_logp=empty, rollout_logp=empty, mask=empty)
@@ -187,7 +187,7 @@ def test_no_tokens_give_empty_sums():
         ({"kind": "truncate", "low": -0.1}, r"algorithm\.correction\.low=-0\.1"),
     ],
 )
-def test_nonsense_is_refused_by_key(tmp_path, overrides, message):
+def test_correction_with_invalid_option_names_key(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
         Correction(**{"kind": "truncate", **overrides})
     config = tmp_path / "c.yaml"
@@ -198,7 +198,7 @@ def test_nonsense_is_refused_by_key(tmp_path, overrides, message):
         )
 
 
-def test_a_correction_is_what_its_section_says():
+def test_correction_from_config_uses_its_section():
     assert Correction.from_config(CorrectionConfig()) is None
     section = CorrectionConfig(kind="mask", level="geometric", low=0.99, high=1.01)
     assert Correction.from_config(section) == Correction("mask", "geometric", 0.99, 1.01)

@@ -1,4 +1,4 @@
-"""Dynamic sampling's filter against a loop and against the advantages that it stands for; overlong and user filters."""
+"""Dynamic sampling compared with a loop and with the advantages; overlong and user-defined filters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUPED = st.lists(st.tuples(st.integers(-3, 3), st.sampled_from([0.0, 0.1, 0.1 
 
 @settings(max_examples=200, deadline=None)
 @given(GROUPED)
-def test_keeps_exactly_the_groups_whose_values_differ(rows):
+def test_groups_with_variance_keeps_groups_with_unequal_values(rows):
     ids, values = np.array([r[0] for r in rows], np.int64), np.array([r[1] for r in rows])
     seen: dict[int, set[float]] = {}
     for group, value in rows:
@@ -27,7 +27,7 @@ def test_keeps_exactly_the_groups_whose_values_differ(rows):
     assert keep.tolist() == [len(seen[group]) > 1 for group, _ in rows]
 
 
-def test_dropped_groups_are_those_without_gradient():
+def test_groups_with_variance_drops_groups_without_gradient():
     rng = np.random.default_rng(0)
     ids, values = rng.permutation(np.repeat(np.arange(200), 4)), rng.integers(0, 2, 800).astype(np.float32)
     advantages = compute_advantages(
@@ -42,12 +42,12 @@ def test_dropped_groups_are_those_without_gradient():
     assert (advantages.numpy()[keep] != 0).all()
 
 
-def test_shapes_must_agree():
+def test_groups_with_variance_with_unequal_shapes_raises():
     with pytest.raises(ValueError, match="group_ids"):
         groups_with_variance(np.zeros(3), np.zeros(2, np.int64))
 
 
-def test_overlong_filtering_keeps_what_ended_by_itself():
+def test_finished_keeps_responses_that_are_not_clipped():
     assert finished(np.array([0, 1, 0], np.uint8)).tolist() == [True, False, True]
     assert finished(np.array([True, False])).tolist() == [False, True]
     assert finished(np.zeros(0, np.uint8)).dtype == bool
@@ -87,13 +87,13 @@ def user_file(tmp_path):
     return path
 
 
-def test_a_users_filter_sees_every_scalar(user_file):
+def test_user_filter_receives_every_scalar(user_file):
     keep = user_filter("algorithm.filter", f"{user_file}:right_half")
     assert keep(**SCALARS).tolist() == [True, False, False, False, False]
     assert keep(**{**SCALARS, "clipped": np.ones(5, np.uint8)}).tolist() == [False] * 5
 
 
-def test_what_a_users_filter_must_not_do_names_key_and_function(user_file):
+def test_user_filter_mistakes_name_key_and_function(user_file):
     for function, message in [
         ("counts", r"algorithm\.filter=.*:counts returned int64 \[5\]; it must be bool \[5\]"),
         ("short", r"bool \[1\]; it must be bool \[5\]"),

@@ -1,4 +1,4 @@
-"""Advantages along the tokens of a response against definitions: sums over all later tokens, in plain loops."""
+"""Token-level estimators, compared with definitions as sums over all later tokens in plain loops."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mcore_rl.algorithms import compute_advantages, estimator
 
 
 def acted(rewards, mask):
-    """The trained positions of one response, each with the rewards up to the next one."""
+    """List the trained positions of a response, each with the rewards up to the next one."""
     positions = [t for t in range(len(mask)) if mask[t] > 0]
     ends = [*positions, len(mask)][1:]
     return [(t, sum(rewards[t:end])) for t, end in zip(positions, ends, strict=True)]
 
 
 def gae_by_definition(rewards, values, mask, gamma, lam):
-    """Equation 16: the sum of all later temporal-difference errors, each weighed by (gamma lam)^distance."""
+    """Compute equation 16: the sum of all later temporal-difference errors, weighted by (gamma lam)^distance."""
     steps = acted(rewards, mask)
     result = np.zeros(len(mask))
     errors = []
@@ -53,7 +53,7 @@ FACTORS = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @settings(max_examples=40, deadline=None)
 @given(*BATCHES, FACTORS, FACTORS, st.booleans())
-def test_gae_is_the_weighed_sum_of_later_errors(dtype, seed, size, length, gamma, lam, whiten):
+def test_gae_equals_weighted_sum_of_later_errors(dtype, seed, size, length, gamma, lam, whiten):
     rewards, values, mask = draw(seed, size, length)
     raw = np.stack([gae_by_definition(*row, gamma, lam) for row in zip(rewards, values, mask, strict=True)])
     result = compute_advantages(
@@ -86,7 +86,7 @@ def test_reinforce_plus_plus_whitens_discounted_returns(seed, size, length, gamm
     np.testing.assert_allclose(result.advantages, whitened(returns, mask), rtol=1e-9, atol=1e-9)
 
 
-def test_without_discount_it_is_return_minus_value_and_lam_0_is_the_error_of_one_step():
+def test_gae_with_lam_1_is_return_minus_value_and_lam_0_td_error():
     rewards, values, mask = (torch.tensor(a) for a in draw(1, 5, 8))
     mask = torch.ones_like(mask)
     inputs = {"token_rewards": rewards, "values": values, "mask": mask, "whiten": False}
@@ -99,8 +99,8 @@ def test_without_discount_it_is_return_minus_value_and_lam_0_is_the_error_of_one
     torch.testing.assert_close(near, rewards + 0.9 * behind - values, rtol=1e-12, atol=1e-12)
 
 
-def test_known_values_around_a_tools_output():
-    """Two turns; the reward of 1 for the first turn sits on the tool's output, which is no step in time."""
+def test_gae_around_tool_output_gives_known_values():
+    """Two turns; the reward 1 of the first turn is on the tool's output, which is not a time step."""
     result = compute_advantages(
         "gae",
         token_rewards=torch.tensor([[0.0, 0.0, 1.0, 0.0, 2.0, 0.0]]),
@@ -115,14 +115,14 @@ def test_known_values_around_a_tools_output():
     assert result.returns.tolist() == [[0.6875, 1.75, 0, 0, 2, 0]]
 
 
-def test_rewards_before_the_first_trained_token_change_nothing():
+def test_gae_ignores_rewards_before_first_trained_token():
     rewards, mask = torch.tensor([[5.0, 0.0, 1.0]]), torch.tensor([[0.0, 1, 1]])
     got = compute_advantages("gae", token_rewards=rewards, mask=mask, values=torch.zeros(1, 3), whiten=False)
     assert got.advantages.tolist() == [[0, 1, 1]]
 
 
-def test_long_responses_keep_their_precision():
-    """32,768 float32 tokens of which each adds 0.1 to the sum."""
+def test_gae_of_long_response_keeps_precision():
+    """32,768 float32 tokens, each of which adds 0.1 to the sum."""
     length = 32768
     got = compute_advantages(
         "gae", token_rewards=torch.full((1, length), 0.1), mask=torch.ones(1, length), values=torch.zeros(1, length),
@@ -132,7 +132,7 @@ def test_long_responses_keep_their_precision():
     np.testing.assert_allclose(got.advantages[0], expected, rtol=1e-7)
 
 
-def test_strided_tensors_are_read_as_they_are_seen():
+def test_gae_accepts_strided_tensors():
     rewards, values, mask = (torch.tensor(a) for a in draw(2, 6, 6))
     plain = compute_advantages("gae", token_rewards=rewards, values=values, mask=mask)
     turned = compute_advantages(
@@ -143,7 +143,7 @@ def test_strided_tensors_are_read_as_they_are_seen():
     assert torch.equal(plain.returns, turned.returns)
 
 
-def test_what_the_trainer_asks():
+def test_gae_declares_needs_and_kind():
     assert estimator("gae").whitened
     assert not estimator("gae", whiten=False).whitened
     assert estimator("gae").needs.critic

@@ -1,4 +1,4 @@
-"""Group-relative advantages against a plain loop in float64."""
+"""Group-relative advantages compared with a plain float64 loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def per_response(rewards, ids, **options):
 
 
 @pytest.mark.parametrize("normalize_by_std", [True, False])
-def test_matches_a_loop_over_unsorted_groups_of_different_sizes(normalize_by_std):
+def test_grpo_with_unsorted_groups_matches_loop(normalize_by_std):
     rng = np.random.default_rng(0)
     ids = rng.choice([7, -3, 2**62, 0, 123456789], 64)
     rewards = rng.normal(size=64)
@@ -41,13 +41,13 @@ def test_matches_a_loop_over_unsorted_groups_of_different_sizes(normalize_by_std
     np.testing.assert_allclose(got, by_loop(rewards, ids, normalize_by_std), rtol=2e-6, atol=2e-6)
 
 
-def test_normalises_by_std_unless_told_otherwise():
+def test_grpo_normalizes_by_std_by_default():
     assert torch.equal(per_response([0, 1, 1], [5, 5, 5]), per_response([0, 1, 1], [5, 5, 5], normalize_by_std=True))
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.floats(-1e6, 1e6, width=32), st.integers(1, 33), st.booleans())
-def test_equal_rewards_give_exactly_zero(reward, size, normalize_by_std):
+def test_grpo_with_equal_rewards_is_exactly_zero(reward, size, normalize_by_std):
     got = per_response([reward] * size + [1.0, 2.0], [9] * size + [4, 4], normalize_by_std=normalize_by_std)
     assert torch.equal(got[:size], torch.zeros(size))
     assert got[-1] > 0
@@ -55,7 +55,7 @@ def test_equal_rewards_give_exactly_zero(reward, size, normalize_by_std):
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_relabelling_groups_changes_nothing_and_shuffling_responses_shuffles_advantages(data):
+def test_grpo_ignores_group_ids_and_follows_order_of_responses(data):
     size = data.draw(st.integers(1, 24))
     ids = np.array(data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size)))
     rewards = data.draw(st.lists(st.sampled_from([0.0, 1.0, -1.0, 0.5]), min_size=size, max_size=size))
@@ -66,9 +66,9 @@ def test_relabelling_groups_changes_nothing_and_shuffling_responses_shuffles_adv
     torch.testing.assert_close(per_response(np.array(rewards)[order], ids[order]), plain[order], rtol=1e-6, atol=1e-6)
 
 
-def test_every_trained_token_carries_the_advantage_and_no_other_does():
+def test_grpo_assigns_advantage_to_trained_tokens_only():
     rewards = torch.zeros(2, 4)
-    rewards[0, 3], rewards[1, 2] = 1.0, 3.0  # the first one's sits on a token that is not trained
+    rewards[0, 3], rewards[1, 2] = 1.0, 3.0  # the first reward is on a token that is not trained
     mask = torch.tensor([[1.0, 0, 1, 0], [1, 1, 1, 0]])
     result = compute_advantages(
         "grpo", token_rewards=rewards, mask=mask, group_ids=torch.tensor([1, 1]), normalize_by_std=False
@@ -77,12 +77,12 @@ def test_every_trained_token_carries_the_advantage_and_no_other_does():
     assert torch.equal(result.returns, result.advantages)
 
 
-def test_large_equal_offsets_do_not_drown_the_differences():
+def test_grpo_with_large_offset_keeps_differences():
     got = per_response([1e6, 1e6 + 1, 1e6, 1e6 + 1], [0, 0, 0, 0], normalize_by_std=False)
     assert torch.equal(got, torch.tensor([-0.5, 0.5, -0.5, 0.5]))
 
 
-def test_needs_group_ids_and_says_so():
+def test_grpo_without_group_ids_raises():
     assert advantage_needs("grpo").group_ids
     assert not advantage_needs("grpo").critic
     assert estimator("grpo").per_response
@@ -90,7 +90,7 @@ def test_needs_group_ids_and_says_so():
         compute_advantages("grpo", token_rewards=torch.zeros(2, 3), mask=torch.ones(2, 3))
 
 
-def test_unknown_names_and_options_are_refused_by_key():
+def test_compute_advantages_with_unknown_name_or_option_names_key():
     tensors = {"token_rewards": torch.zeros(1, 1), "mask": torch.ones(1, 1), "group_ids": torch.tensor([0])}
     with pytest.raises(ConfigError, match=r"algorithm\.advantage=grop .*did you mean grpo"):
         compute_advantages("grop", **tensors)

@@ -1,4 +1,4 @@
-"""The adaptive controller follows arXiv 1909.08593, section 2.2, by hand."""
+"""The adaptive controller compared with calculations by hand, arXiv 1909.08593, section 2.2."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ ADAPTIVE = KLConfig(in_reward=0.5, controller="adaptive", target=0.04, horizon=6
         (0.04, 64, 0.5),
         (0.044, 64, 0.5 * 1.01),  # error 0.1, a tenth of the horizon
         (0.036, 64, 0.5 * 0.99),
-        (4.0, 64, 0.5 * 1.02),  # the error is cut at 0.2
+        (4.0, 64, 0.5 * 1.02),  # the error is clipped at 0.2
         (-3.0, 64, 0.5 * 0.98),
         (4.0, 320, 0.5 * 1.1),
     ],
 )
-def test_one_step_by_hand(kl: float, responses: int, expected: float) -> None:
+def test_kl_controller_step_matches_calculation_by_hand(kl: float, responses: int, expected: float) -> None:
     controller = KLController.from_config(ADAPTIVE)
     assert controller is not None
     controller.update(kl, responses)
     assert controller.coefficient == pytest.approx(expected, rel=1e-12)
 
 
-def test_steps_multiply_and_a_resumed_controller_goes_on_where_it_was() -> None:
+def test_kl_controller_multiplies_steps_and_resumes() -> None:
     first, second = KLController.from_config(ADAPTIVE), KLController.from_config(ADAPTIVE)
     assert first is not None
     assert second is not None
@@ -40,7 +40,7 @@ def test_steps_multiply_and_a_resumed_controller_goes_on_where_it_was() -> None:
         assert controller.coefficient == pytest.approx(0.5 * 1.02**2, rel=1e-12)
 
 
-def test_a_fixed_coefficient_stays_and_without_one_there_is_no_controller() -> None:
+def test_kl_controller_when_fixed_or_absent() -> None:
     fixed = KLController.from_config(KLConfig(in_reward=0.1))
     assert fixed is not None
     fixed.update(100.0, 10_000)
@@ -48,7 +48,7 @@ def test_a_fixed_coefficient_stays_and_without_one_there_is_no_controller() -> N
     assert KLController.from_config(KLConfig(in_loss=0.1)) is None
 
 
-def test_a_kl_that_is_not_a_number_leaves_the_coefficient() -> None:
+def test_kl_controller_with_nan_raises_and_keeps_coefficient() -> None:
     controller = KLController.from_config(ADAPTIVE)
     assert controller is not None
     with pytest.raises(NonFiniteError):

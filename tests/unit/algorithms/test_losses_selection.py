@@ -1,4 +1,4 @@
-"""Choosing tokens among a whole update: exact over ranks, and the same however the update is cut."""
+"""Selection of tokens among a whole update: exact over ranks, and independent of the division into micro-batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLOATS = st.floats(width=32, allow_nan=False)
 
 @settings(max_examples=100, deadline=None)
 @given_by(st.lists(FLOATS | st.sampled_from([0.0, -0.0, 1.0]), min_size=1, max_size=12), st.integers(1, 12))
-def test_threshold_is_the_kth_largest(values, count):
+def test_threshold_equals_kth_largest_score(values, count):
     scores = torch.tensor(values, dtype=torch.float32)
     finite = sorted((x for x in scores.tolist() if x > -torch.inf), reverse=True)
     expected = {x for x in finite if x >= (finite[count - 1] if count <= len(finite) else -torch.inf)}
@@ -30,7 +30,7 @@ def test_threshold_is_the_kth_largest(values, count):
 
 
 @pytest.mark.parametrize("start", [1.0, -1.0, -3e38, 3e38, -1e-44])
-def test_threshold_tells_neighbouring_numbers_apart(start):
+def test_threshold_distinguishes_adjacent_floats(start):
     scores = [torch.tensor(start)]
     for _ in range(63):
         scores.append(torch.nextafter(scores[-1], torch.tensor(torch.inf)))
@@ -41,21 +41,21 @@ def test_threshold_tells_neighbouring_numbers_apart(start):
 
 @settings(max_examples=50, deadline=None)
 @given_by(st.lists(FLOATS, min_size=0, max_size=20), st.integers(0, 20), st.integers(0, 20))
-def test_threshold_over_ranks_is_that_of_all_scores(values, cut, count):
+def test_threshold_on_ranks_equals_threshold_of_all_scores(values, cut, count):
     scores = torch.tensor(values, dtype=torch.float32)
     parts = [scores[:cut], scores[cut:]]
     limits = on_ranks(2, lambda rank, all_reduce: threshold(parts[rank], count, all_reduce))
     assert limits[0] == limits[1] == threshold(scores, count)
 
 
-def test_nothing_is_chosen_of_nothing_eligible():
+def test_choose_without_eligible_tokens_chooses_nothing():
     scores = torch.full((4,), -torch.inf)
     assert not (scores >= threshold(scores, 2)).any()
     assert not (torch.tensor([1.0, 3e38]) >= threshold(torch.tensor([1.0, 3e38]), 0)).any()
 
 
-def test_random_scores_are_splitmix64():
-    """The first outputs of the published generator for the seeds 0 and 1."""
+def test_random_scores_match_splitmix64():
+    """First outputs of the published generator for the seeds 0 and 1."""
     outputs = _mix(torch.tensor([0, 1])).tolist()
     assert [x % 2**64 for x in outputs] == [0xE220A8397B1DCDAF, 0x910A2DEC89025CC1]
     scores = random_scores(torch.arange(200_000))
@@ -64,8 +64,8 @@ def test_random_scores_are_splitmix64():
     assert len(scores.unique()) > 199_980
 
 
-def test_random_scores_prefer_no_token():
-    """Of 8 tokens the best 2, over 4000 seeds: each about 1000 times (standard deviation 27)."""
+def test_random_scores_are_unbiased_over_tokens():
+    """The best 2 of 8 tokens over 4000 seeds: each about 1000 times (standard deviation 27)."""
     samples, positions = torch.arange(2).repeat_interleave(4), torch.arange(4).repeat(2)
     chosen: Counter[int] = Counter()
     for seed in range(4000):
@@ -73,7 +73,7 @@ def test_random_scores_prefer_no_token():
     assert all(abs(chosen[token] - 1000) < 135 for token in range(8))
 
 
-def test_keys_name_a_token_wherever_it_is_packed():
+def test_token_keys_do_not_depend_on_packing():
     samples, positions = torch.tensor([7, 7, 3]), torch.tensor([0, 1, 0])
     keys = token_keys(samples, positions, seed=5)
     assert len(set(keys.tolist())) == 3
@@ -103,7 +103,7 @@ LOSSES = [("clip_cov", {"cov_ratio": 0.05, "cov_low": 0.1}), ("kl_cov", {"cov_ra
 
 
 @pytest.mark.parametrize(("name", "options"), LOSSES)
-def test_gradients_do_not_depend_on_micro_batches_ranks_or_order(name, options):
+def test_selective_loss_gradients_do_not_depend_on_layout(name, options):
     loss = policy_loss(name, **options)
     inputs, keys = update()
     of_all = choose(loss, [inputs], [keys])[0]
@@ -126,10 +126,10 @@ def test_gradients_do_not_depend_on_micro_batches_ranks_or_order(name, options):
     alone = torch.cat(
         [gradient(loss, piece, None) for piece in (part(inputs, slice(150)), part(inputs, slice(150, 300)))]
     )
-    assert not torch.equal(alone, whole)  # a micro-batch alone would choose others
+    assert not torch.equal(alone, whole)  # a single micro-batch would choose other tokens
 
 
-def test_kl_cov_chooses_the_tokens_of_highest_covariance():
+def test_kl_cov_chooses_tokens_with_highest_covariance():
     loss = policy_loss("kl_cov", cov_ratio=0.05)
     inputs, keys = update()
     (chosen,) = choose(loss, [inputs], [keys])
@@ -140,7 +140,7 @@ def test_kl_cov_chooses_the_tokens_of_highest_covariance():
     assert sorted(chosen.nonzero().flatten().tolist()) == sorted(t for _, t in expected)
 
 
-def test_clip_cov_chooses_at_random_among_the_eligible():
+def test_clip_cov_chooses_randomly_among_eligible_tokens():
     loss = policy_loss("clip_cov", cov_ratio=0.05, cov_low=0.1, clip_low=0.1, clip_high=0.3)
     inputs, _ = update()
     lists = {key: [tensor.tolist()] for key, tensor in vars(inputs).items() if tensor is not None}
@@ -159,14 +159,14 @@ def test_clip_cov_chooses_at_random_among_the_eligible():
 
 
 @pytest.mark.parametrize(("name", "options"), LOSSES)
-def test_at_least_one_token_is_chosen_and_all_of_them_can_be(name, options):
+def test_selective_loss_chooses_between_one_and_all_tokens(name, options):
     loss = policy_loss(name, **options)
     assert [loss.count(n) for n in (0, 1, 19, 20, 59, 60)] == [0, 1, 1, 1, 2, 3]
     assert policy_loss(name, cov_ratio=1.0).count(7) == 7
 
 
 @pytest.mark.parametrize(("name", "options"), LOSSES)
-def test_what_lies_outside_the_mask_cannot_reach_the_choice(name, options):
+def test_choose_ignores_tokens_outside_mask(name, options):
     loss = policy_loss(name, **options)
     inputs, keys = update()
     outside = inputs.mask == 0
@@ -190,7 +190,7 @@ def gradient(loss, inputs, chosen):
 
 
 def on_ranks(size, call):
-    """call(rank, all_reduce) on that many threads, which meet in every sum; the results in the order of ranks."""
+    """Run call(rank, all_reduce) on `ranks` threads that synchronize in every sum; results in the order of ranks."""
     barrier, slots, results = threading.Barrier(size, timeout=30), [None] * size, [None] * size
 
     def run(rank):

@@ -1,4 +1,4 @@
-"""A user's own loss by module_or_file.py:function."""
+"""User-defined policy losses by module_or_file.py:function."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def make():
     }
 
 
-def test_a_function_is_a_loss(spec):
+def test_user_loss_computes_function(spec):
     given = make()
     outside = given["mask"] == 0
     given["old_logp"] = given["old_logp"].masked_fill(outside, torch.nan)
@@ -91,7 +91,7 @@ def test_a_function_is_a_loss(spec):
     assert result.metrics == {"gap": Mean(pytest.approx(difference.sum().item()), 7.0), "two": Mean(14.0, 7.0)}
 
 
-def test_needs_are_the_functions_own_or_those_of_a_policy_gradient(spec):
+def test_user_loss_needs_are_declared_or_policy_gradient_defaults(spec):
     needs = policy_loss(spec("squared")).needs
     assert needs.advantages
     assert needs.old_logp
@@ -104,7 +104,7 @@ def test_needs_are_the_functions_own_or_those_of_a_policy_gradient(spec):
     assert loss.loss.shape == (2, 5)
 
 
-def test_options_of_its_own_come_from_kwargs_and_a_name_of_ours_takes_none(tmp_path):
+def test_user_loss_takes_kwargs_and_built_in_loss_rejects_them(tmp_path):
     (tmp_path / "own.py").write_text(
         "def margin(logp, old_logp, advantages, mask, rollout_logp, *, margin, clip_low=0.0, power=1):\n"
         "    return (margin - clip_low - logp) ** power\n"
@@ -128,7 +128,7 @@ def test_options_of_its_own_come_from_kwargs_and_a_name_of_ours_takes_none(tmp_p
             policy_loss(refused.name, **policy_loss_options(refused))
 
 
-def test_a_module_is_as_good_as_a_file():
+def test_user_loss_may_be_in_a_module():
     given = make()
     with pytest.raises(ConfigError, match=r"policy_loss\.name=statistics:mean cannot be called as f\(logp="):
         policy_loss("statistics:mean")
@@ -148,12 +148,12 @@ def test_a_module_is_as_good_as_a_file():
         ("wrong_needs", {}, r"its attribute needs must be a mcore_rl.algorithms.Needs"),
     ],
 )
-def test_functions_that_do_not_fit_are_refused(spec, name, options, message):
+def test_user_loss_with_unsuitable_function_raises(spec, name, options, message):
     with pytest.raises(ConfigError, match=message):
         policy_loss(spec(name), **options)
 
 
-def test_it_crosses_into_a_process_that_has_not_loaded_its_file(spec, tmp_path):
+def test_user_loss_is_pickled_by_name(spec, tmp_path):
     sent = pickle.dumps(policy_loss(spec("squared"), clip_low=0.25))
     code = "import pickle, sys; loss = pickle.load(sys.stdin.buffer); print(loss.function.__name__, loss.options)"
     command = [sys.executable, "-c", code]
@@ -162,7 +162,7 @@ def test_it_crosses_into_a_process_that_has_not_loaded_its_file(spec, tmp_path):
     assert done.stdout.decode().strip() == "squared {'clip_low': 0.25}"
 
 
-def test_missing_and_broken_files_are_refused_with_the_cause(tmp_path):
+def test_user_loss_with_missing_or_broken_file_names_cause(tmp_path):
     with pytest.raises(ConfigError, match=r"policy_loss\.name=.*there is no file"):
         policy_loss(f"{tmp_path}/nothing.py:f")
     broken = tmp_path / "broken.py"
@@ -175,7 +175,7 @@ def test_missing_and_broken_files_are_refused_with_the_cause(tmp_path):
         policy_loss("my/file:f")
 
 
-def test_results_that_are_no_loss_are_refused(spec):
+def test_user_loss_with_invalid_result_raises(spec):
     given = make()
     with pytest.raises(ConfigError, match=r"returned \[\]; the loss must be a tensor shaped as logp, \[2, 5\]"):
         compute_policy_loss(spec("scalar"), **given)

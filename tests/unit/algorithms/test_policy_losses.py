@@ -1,4 +1,4 @@
-"""Policy losses against scalar arithmetic in float64, and their gradients against finite differences."""
+"""Policy losses compared with scalar float64 arithmetic, and their gradients with finite differences."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_ppo_clip_matches_scalar_arithmetic(options):
 
 
 @pytest.mark.parametrize(("name", "options"), [("ppo_clip", {"dual_clip": 1.5}), ("ppo_clip", {}), ("sft", {})])
-def test_gradient_matches_finite_differences(name, options):
+def test_policy_loss_gradient_matches_finite_differences(name, options):
     given = tensors(1, (2, 12))
     logp = given.pop("logp").requires_grad_()
     assert torch.autograd.gradcheck(lambda x: compute_policy_loss(name, logp=x, **given, **options).loss, logp)
@@ -68,7 +68,7 @@ def gradient(log_ratio, advantage, **options):
         (0.79, 1.0, False),
     ],
 )
-def test_clipped_tokens_have_exactly_no_gradient_and_others_all_of_it(ratio, advantage, clipped):
+def test_ppo_clip_gradient_is_zero_for_clipped_tokens_only(ratio, advantage, clipped):
     grad, result = gradient(math.log(ratio), advantage, clip_low=0.2, clip_high=0.28)
     assert grad == (0.0 if clipped else pytest.approx(-advantage * ratio, rel=1e-12))
     assert result.metrics["clip_fraction"] == Mean(float(clipped), 1.0)
@@ -86,11 +86,11 @@ def test_dual_clip_caps_negative_advantages_only():
     assert "dual_clip_fraction" not in gradient(0.0, 1.0)[1].metrics
 
 
-def test_at_equal_policies_the_gradient_is_minus_the_advantage():
+def test_ppo_clip_at_equal_policies_has_gradient_minus_advantage():
     assert gradient(0.0, 1.7, clip_low=0.0, clip_high=0.0)[0] == pytest.approx(-1.7)
 
 
-def test_what_lies_outside_the_mask_cannot_reach_loss_gradient_or_metrics():
+def test_ppo_clip_ignores_tokens_outside_mask():
     given = tensors(2)
     outside = given["mask"] == 0
     clean = compute_policy_loss("ppo_clip", **given, dual_clip=3.0)
@@ -105,7 +105,7 @@ def test_what_lies_outside_the_mask_cannot_reach_loss_gradient_or_metrics():
     assert logp.grad.isfinite().all()
 
 
-def test_metrics_of_parts_add_up_to_those_of_the_whole():
+def test_ppo_clip_metrics_of_parts_sum_to_whole():
     given = tensors(3)
     whole = compute_policy_loss("ppo_clip", **given, dual_clip=1.2).metrics
     parts = [
@@ -122,14 +122,14 @@ def test_metrics_of_parts_add_up_to_those_of_the_whole():
     assert whole["ppo_kl"].value == pytest.approx(kl.item())
 
 
-def test_a_ratio_that_would_overflow_stays_finite():
+def test_ppo_clip_with_overflowing_ratio_is_finite():
     for advantage in (-1.0, 0.0, 1.0):
         grad, result = gradient(1000.0, advantage)
         assert math.isfinite(result.loss.item())
         assert math.isfinite(grad)
 
 
-def test_packed_tokens_give_the_same_as_rows():
+def test_ppo_clip_of_packed_tokens_equals_rows():
     given = tensors(4)
     rows = compute_policy_loss("ppo_clip", **given).loss
     packed = compute_policy_loss("ppo_clip", **{k: v.reshape(1, -1) for k, v in given.items()}).loss
@@ -137,7 +137,7 @@ def test_packed_tokens_give_the_same_as_rows():
     assert not policy_loss_needs("ppo_clip").whole_sequence
 
 
-def test_sft_is_the_cross_entropy_of_the_targets():
+def test_sft_equals_cross_entropy():
     g = torch.Generator().manual_seed(5)
     logits = torch.randn(2, 7, 11, generator=g)
     targets = torch.randint(0, 11, (2, 7), generator=g)
@@ -148,7 +148,7 @@ def test_sft_is_the_cross_entropy_of_the_targets():
     torch.testing.assert_close(loss.sum(), expected)
 
 
-def test_needs_are_facts_of_the_loss():
+def test_policy_loss_needs_are_declared_and_checked():
     assert policy_loss_needs("ppo_clip").advantages
     assert policy_loss_needs("ppo_clip").old_logp
     assert not policy_loss_needs("sft").advantages
@@ -173,11 +173,11 @@ def test_needs_are_facts_of_the_loss():
         ("ppo_clip", {"dual_clip": 1.0}, r"algorithm\.policy_loss\.dual_clip=1\.0"),
     ],
 )
-def test_bad_names_and_options_are_refused_by_key(name, options, message):
+def test_policy_loss_with_invalid_name_or_option_names_key(name, options, message):
     with pytest.raises(ConfigError, match=message):
         policy_loss(name, **options)
 
 
-def test_null_options_of_a_configuration_take_the_loss_own_defaults():
+def test_policy_loss_with_null_options_uses_defaults():
     assert policy_loss("ppo_clip", clip_low=None, clip_high=None, dual_clip=None) == policy_loss("ppo_clip")
     assert policy_loss("sft", clip_low=None) == policy_loss("sft")

@@ -1,4 +1,4 @@
-"""Every policy loss against its paper's formula (loss_oracles.py), and what all of them promise."""
+"""Every policy loss compared with the formula of its paper (loss_oracles.py), and properties common to all losses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make(seed=0, shape=(5, 9), spread=0.5, dtype=torch.float64, mask=None):
     if mask is None:
         mask = torch.rand(shape, generator=g) < 0.7
         mask[-1] = False  # a response without a trained token
-        mask[-2] = torch.arange(shape[1]) == 2  # and one with a single one
+        mask[-2] = torch.arange(shape[1]) == 2  # and a response with one trained token
     given = {
         "logp": old + normal(spread) + 0.3 * torch.randn(shape[0], 1, generator=g, dtype=torch.float64),
         "old_logp": old,
@@ -70,7 +70,7 @@ def evaluate(name, given, options, upstream):
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_values_and_gradients_are_those_of_the_paper(name, options, dtype, tolerance):
+def test_loss_values_and_gradients_match_paper(name, options, dtype, tolerance):
     given = make(dtype=dtype)
     upstream = torch.rand(given["logp"].shape, generator=torch.Generator().manual_seed(1)).to(dtype) + 0.5
     result, gradient = evaluate(name, given, options, upstream)
@@ -82,12 +82,12 @@ def test_values_and_gradients_are_those_of_the_paper(name, options, dtype, toler
 
 @settings(max_examples=100, deadline=None)
 @given_by(st.data())
-def test_any_mask_and_any_size_give_the_papers_gradient(data):
+def test_loss_gradients_with_random_masks_match_paper(data):
     shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 5)))
     bits = data.draw(st.lists(st.booleans(), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]))
     name, options = data.draw(st.sampled_from(CASES))
     mask = torch.tensor(bits).view(shape)
-    assume(name != "kl_cov" or sum(bits) != 2)  # two covariances are always equal, and ties are all chosen
+    assume(name != "kl_cov" or sum(bits) != 2)  # two covariances are always equal, and all ties are chosen
     given = make(data.draw(st.integers(0, 99)), shape, spread=data.draw(st.sampled_from([0.0, 0.1, 1.5])), mask=mask)
     ones = torch.ones(shape, dtype=torch.float64)
     result, gradient = evaluate(name, given, options, ones)
@@ -100,14 +100,14 @@ def test_any_mask_and_any_size_give_the_papers_gradient(data):
 
 
 @pytest.mark.parametrize("name", ["gmpo", "kl_cov", "reinforce", "clip_cov"])
-def test_losses_without_stop_gradient_agree_with_finite_differences(name):
+def test_loss_without_stop_gradient_matches_finite_differences(name):
     given = make(3, (3, 6))
     logp = given.pop("logp").requires_grad_()
     assert torch.autograd.gradcheck(lambda x: compute_policy_loss(name, logp=x, **given).loss, logp)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_what_lies_outside_the_mask_cannot_reach_loss_gradient_or_metrics(name):
+def test_loss_ignores_tokens_outside_mask(name):
     given = make(2)
     outside = given["mask"] == 0
     ones = torch.ones_like(given["logp"])
@@ -124,7 +124,7 @@ def test_what_lies_outside_the_mask_cannot_reach_loss_gradient_or_metrics(name):
 
 @pytest.mark.parametrize("name", RATIO_LOSSES)
 @pytest.mark.parametrize("difference", [1e4, -1e4])
-def test_extreme_log_ratios_stay_finite(name, difference):
+def test_loss_with_extreme_log_ratios_is_finite(name, difference):
     given = {key: tensor.float() for key, tensor in make(4).items()}
     given["logp"] = given["old_logp"] + difference * (torch.arange(9) % 2)
     given["advantages"][:, 3] = 0.0
@@ -135,7 +135,7 @@ def test_extreme_log_ratios_stay_finite(name, difference):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_no_tokens_give_no_loss_and_empty_sums(name):
+def test_loss_without_tokens_is_zero_with_empty_sums(name):
     for shape in ((0, 4), (2, 0)):
         given = {key: torch.zeros(shape) for key in make()}
         result = compute_policy_loss(name, **given)
@@ -144,7 +144,7 @@ def test_no_tokens_give_no_loss_and_empty_sums(name):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_only_the_policy_receives_gradient(name):
+def test_loss_gradient_reaches_policy_only(name):
     given = {key: tensor.clone().requires_grad_(key != "mask") for key, tensor in make(5).items()}
     compute_policy_loss(name, **given).loss.sum().backward()
     assert given["logp"].grad is not None
@@ -152,8 +152,8 @@ def test_only_the_policy_receives_gradient(name):
 
 
 @pytest.mark.parametrize("name", RATIO_LOSSES)
-def test_the_first_update_is_the_policy_gradient(name):
-    """Where policy, old policy and engine agree, the gradient is -A / (1 for tokens; for gmpo the mean of a row)."""
+def test_loss_at_equal_policies_has_policy_gradient(name):
+    """If policy, old policy and engine are equal, the gradient is -A (per token; for gmpo the mean over a row)."""
     given = make(6)
     given["advantages"] = given["advantages"][:, :1].expand(5, 9).contiguous()
     for other in ("old_logp", "rollout_logp", "prox_logp"):
@@ -164,7 +164,7 @@ def test_the_first_update_is_the_policy_gradient(name):
 
 
 @pytest.mark.parametrize("name", [name for name in RATIO_LOSSES if name not in {"clip_cov", "kl_cov"}])
-def test_metrics_of_parts_add_up_to_those_of_the_whole(name):
+def test_loss_metrics_of_parts_sum_to_whole(name):
     given = make(7)
     whole = compute_policy_loss(name, **given).metrics
     parts = [
@@ -178,7 +178,7 @@ def test_metrics_of_parts_add_up_to_those_of_the_whole(name):
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gmpo", "cispo", "decoupled_ppo", "kl_cov"])
-def test_ratio_metrics_are_means_over_trained_tokens(name):
+def test_ratio_metrics_equal_means_over_trained_tokens(name):
     given = make(8)
     metrics = compute_policy_loss(name, **given, **({"clip_low": 0.3} if name != "kl_cov" else {})).metrics
     old = given["prox_logp" if name == "decoupled_ppo" else "old_logp"]
@@ -191,7 +191,7 @@ def test_ratio_metrics_are_means_over_trained_tokens(name):
     assert metrics["ratio_min"] == Min(pytest.approx(math.exp(min(d))))
 
 
-def test_clip_fractions_tell_the_side():
+def test_clip_fractions_distinguish_bounds():
     ratios = torch.tensor([[1.5, 1.5, 1.5, 0.5, 0.5, 1.0, 1.5]], dtype=torch.float64)
     advantages = torch.tensor([[1.0, 1.0, -1.0, 1.0, -1.0, 1.0, 0.0]])
     one, zero = torch.ones(1, 7), torch.zeros_like(ratios)
@@ -206,7 +206,7 @@ def test_clip_fractions_tell_the_side():
     assert (cispo["clip_fraction_low"], cispo["clip_fraction_high"]) == (Mean(2.0, 7.0), Mean(4.0, 7.0))
 
 
-def test_ratio_extremes_are_those_of_trained_tokens():
+def test_ratio_extremes_cover_trained_tokens_only():
     mask = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     for ratios, low, high in (([1.2, 1.4, 9.0], 1.2, 1.4), ([0.7, 0.8, 0.1], 0.7, 0.8)):
         logp = torch.tensor([ratios, [1.0] * 3]).log()
@@ -217,14 +217,14 @@ def test_ratio_extremes_are_those_of_trained_tokens():
             assert (metrics["ratio_min"].value, metrics["ratio_max"].value) == pytest.approx(expected)
 
 
-def test_kl_of_nearly_equal_policies_does_not_drown_in_rounding():
+def test_ppo_kl_of_nearly_equal_policies_is_accurate():
     old = torch.full((1, 1000), -1.0)
-    d = 183 * 2.0**-24  # d^2 / 2 lies between two float32 multiples of what resolves d
+    d = 183 * 2.0**-24  # d^2 / 2 is below the resolution of float32 relative to 1
     metrics = compute_policy_loss("ppo_clip", logp=old + d, old_logp=old, advantages=old, mask=-old).metrics
     assert metrics["ppo_kl_low_var"].value == pytest.approx(d * d / 2, rel=1e-4, abs=0)
 
 
-def test_gspo_counts_responses_not_tokens():
+def test_gspo_metrics_count_responses():
     logp = torch.zeros(4, 10)
     logp[0], logp[1, :1] = 0.5, -0.5
     mask = torch.ones(4, 10)
@@ -244,7 +244,7 @@ def test_gspo_counts_responses_not_tokens():
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo", "clip_cov", "decoupled_ppo"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("drift", [-500.0, -30.0, -20.5, -19.5, 19.5, 20.5, 30.0, 500.0])
-def test_far_ratio_has_the_gradient_of_its_bounded_value(name, drift, dtype):
+def test_loss_with_far_ratio_has_gradient_of_bounded_ratio(name, drift, dtype):
     """The reference is autograd of max(-A r, -A clip(r)) in float64, with r = exp(clamp(log ratio, -20, 20))."""
     advantages = torch.tensor([[2.0, 2.0], [-1.5, -1.5]], dtype=dtype)
     zero = torch.zeros(2, 2, dtype=dtype)
@@ -263,8 +263,9 @@ def test_far_ratio_has_the_gradient_of_its_bounded_value(name, drift, dtype):
     assert abs(drift) < 20 or not gradient.any()
 
 
-def test_gspo_clips_the_response_as_a_whole():
-    """Token ratios far out of bounds whose geometric mean is 1 keep their gradient; drifting together they lose it."""
+def test_gspo_clips_whole_responses():
+    """Token ratios far out of bounds with geometric mean 1 keep their gradient; if the mean is out of bounds they lose
+    it."""
     zero, one = torch.zeros(2, 2), torch.ones(2, 2)
     logp = torch.tensor([[0.7, -0.7], [0.001, 0.001]])
     given = {"logp": logp, "old_logp": zero, "advantages": one, "mask": one}
@@ -272,7 +273,7 @@ def test_gspo_clips_the_response_as_a_whole():
     torch.testing.assert_close(gradient, torch.tensor([[-1.0, -1.0], [0.0, 0.0]]))
 
 
-def test_gspo_bounds_are_two():
+def test_gspo_has_separate_bounds():
     ratios = torch.tensor([1.05, 1.09, 0.98, 0.96, 1.09, 0.96], dtype=torch.float64)
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, 1.0])
     given = {"logp": ratios.log(), "old_logp": 0 * ratios, "advantages": advantages, "mask": advantages.abs()}
@@ -284,7 +285,7 @@ def test_gspo_bounds_are_two():
     torch.testing.assert_close(gradient, (expected * inside)[:, None].expand(6, 3))
 
 
-def test_gmpo_bounds_are_log_ratios_and_clip_the_side_of_the_sign():
+def test_gmpo_clips_log_ratio_on_side_of_advantage():
     one = torch.ones(4, 1, dtype=torch.float64)
     logp = torch.tensor([[0.5], [-0.5], [0.5], [-0.5]], dtype=torch.float64)
     given = {"logp": logp, "old_logp": 0 * one, "advantages": one * torch.tensor([[1.0], [1], [-1], [-1]]), "mask": one}
@@ -295,14 +296,14 @@ def test_gmpo_bounds_are_log_ratios_and_clip_the_side_of_the_sign():
     torch.testing.assert_close(gradient.flatten().tolist(), [0.0, -math.exp(-0.5), math.exp(0.5), 0.0])
 
 
-def test_cispo_never_silences_a_token():
+def test_cispo_keeps_gradient_of_every_token():
     one = torch.ones(1, 2, dtype=torch.float64)
     given = {"logp": torch.tensor([[3.0, -3.0]]).double(), "old_logp": 0 * one, "advantages": one, "mask": one}
     _, gradient = evaluate("cispo", given, {"clip_low": 0.2, "clip_high": 0.28}, one)
     torch.testing.assert_close(gradient, torch.tensor([[-1.28, -0.8]]).double())
 
 
-def test_decoupled_ppo_clips_around_the_proximal_policy_and_weighs_by_the_behaviour():
+def test_decoupled_ppo_clips_around_prox_and_weights_by_behavior():
     one = torch.ones(1, 3, dtype=torch.float64)
     given = {
         "logp": torch.tensor([[0.3, 0.3, 0.3]]).double().log(),
@@ -320,7 +321,7 @@ def test_decoupled_ppo_clips_around_the_proximal_policy_and_weighs_by_the_behavi
     assert torch.equal(evaluate("decoupled_ppo", given, {}, one)[0].loss, result.loss)
 
 
-def test_decoupled_ppo_measures_how_far_the_interpolation_is_off():
+def test_decoupled_ppo_reports_interpolation_error():
     given = make(9)
     metrics = compute_policy_loss("decoupled_ppo", **given, prox="metrics").metrics
     errors, weights = [], []
@@ -335,7 +336,7 @@ def test_decoupled_ppo_measures_how_far_the_interpolation_is_off():
     assert metrics["prox_weight_error"].value == pytest.approx(sum(weights) / len(weights))
 
 
-def test_needs_follow_the_options():
+def test_decoupled_ppo_needs_follow_options():
     assert policy_loss("decoupled_ppo").needs.old_logp
     assert not policy_loss("decoupled_ppo").needs.staleness
     loglinear = policy_loss("decoupled_ppo", prox="loglinear").needs
@@ -350,7 +351,7 @@ def test_needs_follow_the_options():
 
 
 @pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if not policy_loss(name).needs.whole_sequence])
-def test_packed_tokens_give_the_same_as_rows(name):
+def test_loss_of_packed_tokens_equals_rows(name):
     given = make(10)
     rows = compute_policy_loss(name, **given)
     flat = compute_policy_loss(name, **{key: tensor.flatten() for key, tensor in given.items()})
@@ -377,6 +378,6 @@ def test_packed_tokens_give_the_same_as_rows(name):
         ("reinforce", {"clip_low": 0.2}, r"takes no options"),
     ],
 )
-def test_nonsense_is_refused_by_key(name, options, message):
+def test_policy_loss_with_invalid_value_names_key(name, options, message):
     with pytest.raises(ConfigError, match=message):
         policy_loss(name, **options)

@@ -1,4 +1,4 @@
-"""The critic's loss against scalar arithmetic, and its explained variance against numpy's variances."""
+"""The value loss compared with scalar arithmetic, and its explained variance with numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(seed=0, shape=(4, 12), dtype=torch.float64):
 
 @pytest.mark.parametrize("clip_range", [None, 0.1, 0.4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
-def test_value_and_gradient_are_those_of_ppo2(clip_range, dtype, tolerance):
+def test_value_loss_and_gradient_match_ppo2(clip_range, dtype, tolerance):
     given = make(dtype=dtype)
     values = given["values"].clone().requires_grad_()
     result = compute_value_loss(**{**given, "values": values}, clip_range=clip_range)
@@ -44,7 +44,7 @@ def test_value_and_gradient_are_those_of_ppo2(clip_range, dtype, tolerance):
     assert (clips > 0) == (clip_range is not None)
 
 
-def test_known_values():
+def test_value_loss_with_known_inputs_gives_known_values():
     one = torch.ones(1, 3)
     values = torch.tensor([[0.5, 0.1, 0.9]])
     result = compute_value_loss(values=values, old_values=0 * one, returns=one, mask=one, clip_range=0.2)
@@ -54,15 +54,15 @@ def test_known_values():
     assert result.metrics["returns_mean"].value == 1.0
 
 
-def test_gradient_matches_finite_differences():
+def test_value_loss_gradient_matches_finite_differences():
     given = make(1)
     values = given.pop("values").requires_grad_()
     assert torch.autograd.gradcheck(lambda v: compute_value_loss(values=v, **given, clip_range=0.2).loss, values)
 
 
-def test_explained_variance_adds_up_over_unequal_parts():
+def test_explained_variance_of_unequal_parts_equals_whole():
     given = make(2)
-    given["returns"] = given["returns"] + 100  # an offset that a variance must not see
+    given["returns"] = given["returns"] + 100  # an offset, which must not change a variance
     parts = [
         compute_value_loss(**{name: tensor[rows] for name, tensor in given.items()}, clip_range=None).metrics
         for rows in (slice(0, 1), slice(1, 3), slice(3, 4))
@@ -78,7 +78,7 @@ def test_explained_variance_adds_up_over_unequal_parts():
     )
 
 
-def test_explained_variance_of_returns_that_do_not_vary_is_none():
+def test_explained_variance_of_constant_returns_is_none():
     ones = torch.full((2, 50), 0.1)
     mask = torch.ones(2, 50)
     result = compute_value_loss(values=ones, old_values=0 * ones, returns=ones, mask=mask, clip_range=None)
@@ -89,7 +89,7 @@ def test_explained_variance_of_returns_that_do_not_vary_is_none():
     assert result.metrics["explained_variance"].value == 1.0
 
 
-def test_what_lies_outside_the_mask_cannot_reach_loss_gradient_or_metrics():
+def test_value_loss_ignores_tokens_outside_mask():
     given = make(3)
     clean = compute_value_loss(**given, clip_range=0.2)
     outside = given["mask"] == 0
@@ -103,20 +103,20 @@ def test_what_lies_outside_the_mask_cannot_reach_loss_gradient_or_metrics():
     assert not values.grad[outside].any()
 
 
-def test_only_the_values_receive_gradient():
+def test_value_loss_gradient_reaches_values_only():
     given = {name: tensor.clone().requires_grad_(name != "mask") for name, tensor in make(4).items()}
     compute_value_loss(**given, clip_range=0.2).loss.sum().backward()
     assert [name for name, tensor in given.items() if tensor.grad is not None] == ["values"]
 
 
-def test_nothing_trained_gives_empty_sums():
+def test_value_loss_without_trained_tokens_gives_empty_sums():
     empty = torch.zeros(0, 5)
     result = compute_value_loss(values=empty, old_values=empty, returns=empty, mask=empty, clip_range=0.2)
     assert result.loss.shape == (0, 5)
     assert all(metric.count == 0 and metric.value == 0 for metric in result.metrics.values())
 
 
-def test_nonsense_is_refused():
+def test_value_loss_with_invalid_arguments_raises():
     given = make()
     with pytest.raises(ConfigError, match=r"critic\.clip_range=0"):
         compute_value_loss(**given, clip_range=0.0)

@@ -1,4 +1,4 @@
-"""What of a checkpoint's keys is refused before a byte is read."""
+"""Check of a checkpoint's keys for reference weights, before any data is read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BOTH = [*POLICY, "reference.decoder.layers.0.weight"]
         (POLICY, True, "step_2 does not contain the weights of a reference, but this run saves them"),
     ],
 )
-def test_a_reference_that_only_one_side_has_is_refused(stored: list[str], kept_here: bool, message: str) -> None:
+def test_check_reference_kept_on_one_side_only_raises(stored: list[str], kept_here: bool, message: str) -> None:
     with pytest.raises(CheckpointError, match=rf"{message}.*algorithm\.kl\.in_loss.*reference\.\*.*run\.dir"):
         check_reference_kept("step_2", stored, kept_here=kept_here)
 
 
 @pytest.mark.parametrize(("stored", "kept_here"), [(BOTH, True), (POLICY, False)])
-def test_where_both_or_neither_have_one_it_goes_on(stored: list[str], kept_here: bool) -> None:
+def test_check_reference_kept_on_both_or_no_side_passes(stored: list[str], kept_here: bool) -> None:
     check_reference_kept("step_2", stored, kept_here=kept_here)

@@ -1,4 +1,4 @@
-"""Experts of the engine, as the trainer takes them out of trajectories."""
+"""Extraction of the engine's experts from trajectories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_rl.megatron.step.replay import engine_routing
 from tests.distributed import policy_batch
 
 
-def test_a_sample_has_the_experts_of_its_computed_tokens_and_one_without_is_named() -> None:
+def test_engine_routing_covers_computed_tokens_and_names_missing_samples() -> None:
     chunks = policy_batch.chunks()
     places = np.arange(len(chunks[1].tokens), dtype=np.int16)[:, None, None]
     chunks[1] = replace(chunks[1], routed_experts=np.concatenate([places, places + 500], 1))

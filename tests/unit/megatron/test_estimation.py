@@ -1,4 +1,4 @@
-"""Advantages on ranks, against the same estimator on the whole batch in one block."""
+"""Token-level advantages on ranks, compared with the same estimator applied to the whole batch at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_rl.megatron.step import estimation
 from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.types import RankShare, TrajectoryBuffers, merge_metrics
 
-# Responses in two chunks; a hole (a tool's output) in the second, nothing trained in the third.
+# Responses in two chunks. The second has a gap (a tool's output), the third no trained token.
 TRAINED = [[[1, 1, 1], [1, 0, 0, 1, 1], [0, 0]], [[1], [1, 1, 1, 1]]]
 
 
@@ -82,7 +82,7 @@ def whole(name: str, **options: float) -> dict[str, torch.Tensor]:
     ],
     ids=["gae", "gae raw", "reinforce_plus_plus"],
 )
-def test_blocks_of_rows_are_the_whole_batch(monkeypatch, block_tokens, name, estimator, options) -> None:  # type: ignore[no-untyped-def]
+def test_estimate_tokens_in_blocks_equals_whole_batch(monkeypatch, block_tokens, name, estimator, options) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(estimation, "BLOCK_TOKENS", block_tokens)
     found = estimate_tokens(estimator, share(), CHUNKS, values=VALUES if name == "gae" else None)
     expected = whole(name, **options)
@@ -91,7 +91,7 @@ def test_blocks_of_rows_are_the_whole_batch(monkeypatch, block_tokens, name, est
         assert torch.allclose(padded(by_sample), expected[field], atol=1e-6)
 
 
-def test_figures_add_up_over_ranks_and_count_trained_tokens_only() -> None:
+def test_token_estimate_metrics_merge_over_ranks() -> None:
     options = {"gamma": 1.0, "lam": 0.9, "whiten": False}
     found = estimate_tokens(GAE(**options), share(), CHUNKS, values=VALUES, penalties=None, group=None)
     flat = np.concatenate(list(found.returns.values())).astype(np.float64)
@@ -107,26 +107,26 @@ def test_figures_add_up_over_ranks_and_count_trained_tokens_only() -> None:
     assert metrics["advantages/std"] > 0
 
 
-def test_penalties_come_off_the_rewards_of_their_tokens() -> None:
+def test_estimate_tokens_subtracts_penalties_per_token() -> None:
     penalties = {sample: np.full(count, 0.5, np.float32) for sample, count in COUNTS.items()}
     plain = GAE(whiten=False)
     without = estimate_tokens(plain, share(), CHUNKS, values=VALUES)
     found = estimate_tokens(plain, share(), CHUNKS, values=VALUES, penalties=penalties)
-    # lam = gamma = 1: a token pays for itself and for all that follow.
+    # With lam = gamma = 1, a token's advantage contains its own penalty and all later ones.
     for sample, count in COUNTS.items():
         expected = without.advantages[sample] - 0.5 * np.arange(count, 0, -1)
         assert found.advantages[sample] == pytest.approx(expected, abs=1e-5)
 
 
-def test_samples_without_values_are_named() -> None:
+def test_estimate_tokens_names_samples_without_values() -> None:
     with pytest.raises(McoreRLError, match=r"\[9\]"):
         estimate_tokens(GAE(), share(), CHUNKS, values={s: v for s, v in VALUES.items() if s != 9})
 
 
-def test_rewards_of_turns_stand_at_their_ends_and_the_rest_at_the_responses() -> None:
-    """With gamma = lam = 1 and no values a token's return is all that follows it."""
+def test_turn_rewards_are_assigned_to_ends_of_turns() -> None:
+    """With gamma = lam = 1 and no values, a token's return is the sum of all later rewards."""
     turns = [np.zeros(10, np.float32), np.zeros(5, np.float32)]
-    turns[0][3] = 0.75  # sample 9's first turn ends before the hole
+    turns[0][3] = 0.75  # sample 9's first turn ends before the gap
     turns[1][2] = -1.0  # sample 5's second token
     chunks = [replace(chunk, turn_rewards=part) for chunk, part in zip(CHUNKS, turns, strict=True)]
     found = estimate_tokens(ReinforcePlusPlus(gamma=1.0), share(), chunks)

@@ -1,4 +1,4 @@
-"""Adams that count their steps by group, as apex's and TransformerEngine's do: pieces are one step."""
+"""HostOptimizer with an Adam that counts steps per group, like apex and TransformerEngine: all pieces are one step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_rl.megatron.optim.main_params import MainParameter
 
 
 class GroupAdam(torch.optim.Optimizer):
-    """Adam's first moment with bias correction, by a count of the group's steps: a number or a tensor."""
+    """Adam's first moment with bias correction by the step count of the group, which is a number or a tensor."""
 
     def __init__(self, groups: list[dict[str, Any]], *, tensor: bool) -> None:
         super().__init__(groups, {"lr": 0.1})
@@ -50,7 +50,7 @@ def two_steps(optimizer: Any, mains: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
-def test_pieces_are_one_step(monkeypatch: pytest.MonkeyPatch, tensor: bool) -> None:
+def test_host_optimizer_counts_all_pieces_as_one_step(monkeypatch: pytest.MonkeyPatch, tensor: bool) -> None:
     _, whole = parameters()
     on_device = GroupAdam([{"params": whole[:2]}, {"params": whole[2:]}], tensor=tensor)
     two_steps(on_device, whole)

@@ -1,4 +1,4 @@
-"""The difference between engine and trainer, over micro-batches of any cut."""
+"""Mismatch metrics between engine and trainer do not depend on the division into micro-batches."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def measured(cuts: list[int]) -> dict[str, float]:
     difference = np.abs(ours.astype(float) - theirs)
     assert found["rollout/logp_diff_mean"] == pytest.approx(difference.mean(), rel=1e-6)
     assert found["rollout/logp_diff_max"] == pytest.approx(difference.max(), rel=1e-6)
-    fresh = difference[staleness == 1]  # the step's updates lead one version beyond the weights that drew them
+    fresh = difference[staleness == 1]  # 1: sampled with the weights from which the updates start
     assert found["rollout/logp_diff_fresh_mean"] == pytest.approx(fresh.mean(), rel=1e-6)
-    gap = theirs.astype(float) - ours  # of tokens that the engine drew
+    gap = theirs.astype(float) - ours  # over tokens sampled by the engine
     assert found["rollout/kl"] == pytest.approx(gap.mean(), rel=1e-9)
     assert found["rollout/kl_low_var"] == pytest.approx((np.exp(-gap) - 1 + gap).mean(), rel=1e-9)
     assert found["rollout/logp_pearson"] == pytest.approx(np.corrcoef(ours, theirs)[0, 1], rel=1e-9)
@@ -37,10 +37,10 @@ def measured(cuts: list[int]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("cuts", [[], [20], [0, 3, 3, 49]], ids=["whole", "two", "with empty ones"])
-def test_parts_add_up(cuts: list[int]) -> None:
+def test_mismatch_metrics_merge_over_micro_batches(cuts: list[int]) -> None:
     assert measured(cuts) == pytest.approx(measured([]), rel=1e-9)
 
 
-def test_without_tokens_there_is_no_difference() -> None:
+def test_mismatch_without_tokens_is_zero() -> None:
     batch: Any = SimpleNamespace(logp_rollout=torch.empty(0), staleness=torch.empty(0))
     assert {metric.value for metric in mismatch(batch, torch.empty(0)).values()} == {0.0}

@@ -1,4 +1,4 @@
-"""What of a loss and its correction is refused before anything runs."""
+"""Losses and corrections that are rejected before the run starts."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ def config(loss: str, correction: str) -> Config:
 
 
 @pytest.mark.parametrize("loss", ["decoupled_ppo", "sft"])
-def test_a_correction_of_a_loss_that_has_no_place_for_it(loss: str) -> None:
+def test_correction_with_unsupported_loss_raises(loss: str) -> None:
     Objective.from_config(config(loss, "none"), None)
     with pytest.raises(ConfigError, match=rf"algorithm\.correction\.kind=truncate: .*name={loss}"):
         Objective.from_config(config(loss, "truncate"), None)
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "kl_cov", "reinforce"])
-def test_other_losses_take_one(loss: str) -> None:
+def test_correction_with_supported_loss_is_built(loss: str) -> None:
     assert Objective.from_config(config(loss, "mask"), None).correction is not None
 
 
 @dataclass(frozen=True)
-class OfValues:
+class LossOfValues:
     needs: ClassVar[Needs] = Needs(advantages=True, values=True)
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
         raise NotImplementedError
 
 
-def test_a_loss_that_needs_what_ranks_do_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICY_LOSSES, "of_values", OfValues)
+def test_loss_that_needs_unavailable_inputs_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICY_LOSSES, "of_values", LossOfValues)
     with pytest.raises(ConfigError, match=r"algorithm\.policy_loss\.name=of_values needs values: not available"):
         Objective.from_config(config("of_values", "none"), None)
 
 
 @pytest.mark.parametrize(("prox", "reads"), [("recomputed", True), ("metrics", True), ("loglinear", False)])
-def test_an_interpolated_proximal_policy_needs_no_pass_before_the_updates(prox: str, reads: bool) -> None:
+def test_objective_with_loglinear_prox_needs_no_old_logp(prox: str, reads: bool) -> None:
     made = config("decoupled_ppo", "none")
     made.algorithm.policy_loss.prox = prox
     assert Objective.from_config(made, None).needs_old_logp is reads
-    # A correction weighs with them whatever the loss reads.
+    # A correction needs old_logp even if the loss does not.
     assert not Objective.from_config(config("reinforce", "none"), None).needs_old_logp
     assert Objective.from_config(config("reinforce", "truncate"), None).needs_old_logp
