@@ -1,1 +1,1 @@
-"""Models at work on a rank: actor, critic, reward model, reference."""
+"""Models on Megatron ranks: actor, critic, reward model and reference."""

@@ -49,15 +49,16 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronActor:
-    """Builds the policy in its layout and trains it. Every method is collective over all ranks.
+    """The policy on one rank: model, optimizer, loss, and the reference of a KL term.
 
-    `trained` is the model with its optimizer, of which the actor shows the parts by their names; there is a `reference`
-    where the configuration has a KL term. A batch is a RankBatch, which the passes over it take and return.
+    `trained` is the model with its optimizer; the actor has attributes for its parts. `reference` is None without a KL
+    term. Passes over a batch take a RankBatch and return one with their results added.
 
-    `init_method` is tcp://host:port of the process group to join; None: this process is in one already.
+    `init_method` is tcp://host:port of the process group to join, or None if this process has joined it already.
 
-    Every token is counted in the metrics of exactly one rank, so merging those of all ranks is exact.
+    Every token counts in the metrics of exactly one rank, so the metrics of all ranks can be merged exactly.
 
+    Collective: every method, over all ranks.
     Raises: ConfigError for a model or layout that cannot be built.
     """
 
@@ -95,8 +96,10 @@ class MegatronActor:
         return self.trained.memory
 
     def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
-        """Compare the policy's log-probabilities with those that came with the samples, at the temperature of each
-        token, 1 where none is recorded. Keeps nothing of it."""
+        """Compare the policy's log-probabilities with those of the samples, which the batch keeps unchanged.
+
+        Each token is compared at its recorded temperature, or at 1 if none is recorded.
+        """
         self.memory.load("params")
         plain = replace(self.objective, temperature=1.0)
 
@@ -106,10 +109,9 @@ class MegatronActor:
         return self._mismatch(self.model.infer(self.model.microbatches(share, chunks), logp))
 
     def compare_logp(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> list[LogpGap]:
-        """Differences between the policy's and the engine's log-probabilities, share by share. Samples take the
-        engine's experts where actor.moe.router_replay=engine. No later pass reads anything of this one.
+        """Measure the difference between the policy's and the engine's log-probabilities for each share.
 
-        Collective: all ranks.
+        Samples use the engine's experts with actor.moe.router_replay=engine. Later passes use no results of this one.
         """
         replays = self.config.actor.moe.router_replay == "engine"
         if replays:
@@ -122,16 +124,15 @@ class MegatronActor:
     def recompute_logp(
         self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]
     ) -> tuple[RankBatch, dict[str, Metric]]:
-        """The batch with the current policy's log-probabilities for the samples of all updates but the first, once
-        each; metrics.
+        """Add the current policy's log-probabilities of all updates' samples except the first update's.
 
-        The first update starts from the very policy that they are of: its own forward pass gives those of its samples,
-        and its metrics then hold what this pass would have found of them. There is no pass at all where nothing reads
-        what it would find: neither the loss, nor the KL of the rewards, nor a replay of the policy's own routing.
+        The first update starts from the current policy, so its own forward pass computes the log-probabilities of its
+        samples and their metrics. The pass is skipped if nothing uses its results: the loss, the KL term of the
+        rewards, or a replay of the policy's own routing. Returns the batch and metrics.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
-        # A single update is of the old policy throughout: its routing is its own.
+        # A single update runs on the old policy itself, so it has nothing to replay.
         replays = self.config.actor.moe.router_replay == "policy" and len(shares) > 1
         batch = RankBatch(shares, chunks, replays=replays)
         replay = self._impose_engine(batch) if self.config.actor.moe.router_replay == "engine" else {}
@@ -154,10 +155,11 @@ class MegatronActor:
         )
 
     def _impose_engine(self, batch: RankBatch) -> dict[str, Metric]:
-        """From now on the samples take the experts that the engine chose. When it is due, also a pass without: how far
-        its experts are from the engine's, and its log-probabilities from those sampled with.
+        """Replay the engine's experts in all later passes over the samples.
 
-        Steps are counted by the optimizer's, which a resumed run knows.
+        Every actor.moe.replay_check_every_steps steps, also measure without replay how much the policy's experts and
+        log-probabilities differ from the engine's. Steps are derived from the optimizer's counter, which survives a
+        resume.
         """
         self.routing.impose(engine_routing(batch.shares, batch.chunks))
         every = self.config.actor.moe.replay_check_every_steps
@@ -173,7 +175,7 @@ class MegatronActor:
         return metrics
 
     def reference_logp(self, batch: RankBatch) -> RankBatch:
-        """The batch with the reference's log-probabilities for all samples.
+        """Add the reference's log-probabilities of all samples to the batch.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
@@ -181,10 +183,10 @@ class MegatronActor:
         return replace(batch, ref_logp=self.reference.logp(distinct_samples(batch.shares), batch.chunks))
 
     def kl_penalties(self, batch: RankBatch, coefficient: float) -> tuple[RankBatch, dict[str, Metric]]:
-        """The batch with what the KL between the old policy and the reference takes off the rewards; metrics. Takes
-        what `reference_logp` returned, before the updates.
+        """Add the KL penalties of the rewards, between the old policy and the reference. Returns the batch and metrics.
 
-        The policy's pass over the samples of the first update, which `recompute_logp` leaves out, is made here.
+        Call it with the result of `reference_logp`, before the updates. It runs the policy's forward pass over the
+        first update's samples, which `recompute_logp` skips.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
@@ -207,7 +209,7 @@ class MegatronActor:
         return replace(batch, penalties=penalties), metrics
 
     def refresh_reference(self) -> None:
-        """The reference takes the policy's present weights."""
+        """Copy the policy's current weights to the reference."""
         assert isinstance(self.reference, FrozenPolicy)
         self.gather_parameters()
         self.reference.copy_from(self.chunks)
@@ -215,8 +217,10 @@ class MegatronActor:
     def estimate(
         self, batch: RankBatch, values: Mapping[int, np.ndarray] | None
     ) -> tuple[RankBatch, dict[str, Metric], dict[int, np.ndarray]]:
-        """The batch with advantages token by token, of the configured estimator; `values` are a critic's, if it reads
-        any. Also metrics, and on ranks of the last stage the returns.
+        """Compute the advantages of every token with the configured estimator.
+
+        `values` are the critic's, for estimators that need them. Returns the batch with advantages, metrics, and on
+        ranks of the last stage the returns.
 
         Shapes: values, returns float32 [n] by sample.
         Collective: the data-parallel ranks of the last stage.
@@ -232,15 +236,16 @@ class MegatronActor:
             penalties=batch.penalties or None,
             group=parallel_state.get_data_parallel_group(),
         )
-        # Context-parallel ranks have the same whole responses, of which one counts the tokens.
+        # All context-parallel ranks have the same whole responses; one of them counts the tokens.
         metrics = estimates.describe() if self.model.counts_tokens and not place.cp else {}
         return replace(batch, token_advantages=estimates.advantages), metrics, estimates.returns
 
     def update(self, batch: RankBatch, index: int) -> dict[str, Metric]:
-        """One optimizer step on the samples of share `index`, together with the other data-parallel ranks on theirs.
-        The first one (0) must find the policy that `recompute_logp` found.
+        """Run one optimizer step on the samples of share `index`. All data-parallel ranks step together.
 
-        Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule untouched.
+        Update 0 must start from the weights that `recompute_logp` used.
+
+        Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule unchanged.
         """
         microbatches, reports = self.accumulate_gradients(batch, index)
         return self.trained.step(microbatches, reports, index)
@@ -248,7 +253,7 @@ class MegatronActor:
     def accumulate_gradients(
         self, batch: RankBatch, index: int, *, on_every_replica: bool = False
     ) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
-        """The gradient of the loss of update `index`, as TrainedModel.accumulate_gradients leaves it.
+        """Compute the gradient of the loss of update `index`, like TrainedModel.accumulate_gradients.
 
         Raises: NonFiniteError on every rank.
         """
@@ -275,29 +280,29 @@ class MegatronActor:
         return microbatches, reports
 
     def gather_parameters(self) -> None:
-        """As TrainedModel.gather_parameters."""
+        """See TrainedModel.gather_parameters."""
         self.trained.gather_parameters()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """As TrainedModel.tensors."""
+        """See TrainedModel.tensors."""
         return self.trained.tensors()
 
     def export_plan(self) -> list[TensorPlan]:
-        """Every HF tensor with the writers of its slices; the same on every rank. Not collective."""
+        """List every HF tensor with the ranks that write its slices. Equal on all ranks; not collective."""
         rows = bind(family_for(self.hf_config).rows(self.hf_config), self.hf_config, self._dtype)
         return export_plan(rows, self.layout)
 
     def sync_plan(self, engine: EngineLayout, topology: Topology, bucket_bytes: int, num_slots: int) -> SyncPlan:
-        """How the policy's weights go to engines. Not collective."""
+        """Plan the transfer of the policy's weights to engines. Not collective."""
         return SyncPlan(self.hf_config, self._dtype, self.layout, engine, topology, bucket_bytes, num_slots)
 
     @property
     def _dtype(self) -> torch.dtype:
-        """In which weights leave the policy: that of its parameters."""
+        """Dtype of exported weights: the dtype of the parameters."""
         return next(iter(self.tensors().values())).dtype
 
     def shutdown(self) -> None:
-        """Leaves the process groups."""
+        """Destroy the process groups."""
         parallel.destroy()
 
     def _reference(self) -> FrozenPolicy | BasePolicy:
@@ -312,7 +317,7 @@ class MegatronActor:
     def _choose_tokens(
         self, batch: RankBatch, microbatches: list[MicroBatch], *, replays: bool
     ) -> dict[int, torch.Tensor]:
-        """Of an update that is about to begin; a forward pass of its own.
+        """Select the tokens that a selective loss treats differently in the next update, with an extra forward pass.
 
         Collective: all ranks.
         """
@@ -327,7 +332,7 @@ class MegatronActor:
             dist.all_reduce(tensor, group=group)
             return tensor
 
-        seed = self.config.run.seed + 1_000_003 * self.scheduler.num_steps  # another for every update
+        seed = self.config.run.seed + 1_000_003 * self.scheduler.num_steps  # a different seed for every update
         return self.objective.choose_tokens(
             logp_by_batch, batch.old_logp, batch.token_advantages, seed=seed, all_reduce=all_reduce
         )
@@ -364,8 +369,10 @@ class MegatronActor:
 
 @dataclass(frozen=True)
 class _Update:
-    """What the loss of every micro-batch of an update reads; `chosen` are the tokens that a selective loss treats
-    differently, by sample."""
+    """Inputs of the loss that all micro-batches of an update share.
+
+    `chosen` marks, by sample, the tokens that a selective loss treats differently.
+    """
 
     batch: RankBatch
     policy_is_old: bool
@@ -373,7 +380,7 @@ class _Update:
     mtp_weight: float
 
     def chosen_of(self, microbatch: MicroBatch) -> torch.Tensor | None:
-        """Shapes: bool [N], of the micro-batch's trained tokens."""
+        """Join the marks of the micro-batch's trained tokens. Shapes: bool [N]."""
         if self.chosen is None:
             return None
         none = microbatch.targets.new_empty(0).bool()

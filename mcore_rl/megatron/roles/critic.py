@@ -1,4 +1,4 @@
-"""One rank of the critic: values of every trained token, and their training towards returns."""
+"""The critic on one rank: values of all trained tokens, and training of these values towards returns."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ from mcore_rl.types import Metric, RankShare, TrajectoryBuffers
 
 
 class MegatronCritic:
-    """Builds the value model of the section `critic` in a layout of its own and trains it. Every method is collective
-    over all ranks.
+    """The value model of the section `critic`, with its own layout and optimizer.
 
-    The value of a trained token is the head's output at the position that predicts it, where the policy has its
-    log-probability. `update_epochs` is how often the caller goes through the updates of a batch.
+    The value of a trained token is the head's output at the position that predicts the token, where the policy has its
+    log-probability. `update_epochs` is the number of times that the caller repeats the updates of a batch.
+    `init_method` is like MegatronActor's. Router replay is not used, because neither the engine's nor the old policy's
+    routing belongs to this model. Multi-token-prediction layers are left out.
 
-    `init_method` as of MegatronActor. Router replay does not apply: no routing of an engine or of an old policy is one
-    of this model. Multi-token-prediction layers are left out.
-
+    Collective: every method, over all ranks.
     Raises: ConfigError, naming `critic` keys, for a model or layout that cannot be built.
     """
 
@@ -58,26 +57,25 @@ class MegatronCritic:
         self.model = self.trained.model
 
     def values(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> ValuedBatch:
-        """The batch with the current values of all samples of the shares, each sample once; none but on ranks of the
-        last stage.
+        """Compute the current values of all samples, each sample once. Ranks of other stages than the last get none.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
         self.trained.memory.load("params")
         share = distinct_samples(shares)
         values_by_row = self.model.infer(self.model.microbatches(share, chunks), self._whole_values)
-        values = {sample: sample_values for of_row in values_by_row for sample, sample_values in of_row.items()}
+        values = {sample: sample_values for row_values in values_by_row for sample, sample_values in row_values.items()}
         bad = [sample for sample, sample_values in values.items() if not np.isfinite(sample_values).all()]
         require_finite(describe_samples("value", bad, share), self.model.device)
         return ValuedBatch(shares, chunks, values)
 
     def update(self, batch: ValuedBatch, index: int, returns: Mapping[int, np.ndarray]) -> dict[str, Metric]:
-        """One optimizer step on the samples of share `index`, together with the other data-parallel ranks on theirs.
+        """Run one optimizer step on the samples of share `index`. All data-parallel ranks step together.
 
-        Shapes: returns maps each sample of the share to float32 [n], one for each of its trained tokens; read on the
-        ranks of the last stage only.
+        Shapes: returns maps each sample of the share to float32 [n], one value per trained token; used on ranks of the
+        last stage only.
 
-        Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule untouched.
+        Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule unchanged.
         """
         microbatches, reports = self.accumulate_gradients(batch, index, returns)
         return self.trained.step(microbatches, reports, index)
@@ -85,8 +83,9 @@ class MegatronCritic:
     def accumulate_gradients(
         self, batch: ValuedBatch, index: int, returns: Mapping[int, np.ndarray], *, on_every_replica: bool = False
     ) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
-        """The gradient of the clipped value loss of update `index`, every token times its response's weight, as
-        TrainedModel.accumulate_gradients leaves it.
+        """Compute the gradient of the clipped value loss of update `index`, like TrainedModel.accumulate_gradients.
+
+        Every token's loss is multiplied by its response's weight.
 
         Raises: NonFiniteError on every rank.
         """
@@ -104,11 +103,11 @@ class MegatronCritic:
         return microbatches, reports
 
     def gather_parameters(self) -> None:
-        """As TrainedModel.gather_parameters."""
+        """See TrainedModel.gather_parameters."""
         self.trained.gather_parameters()
 
     def shutdown(self) -> None:
-        """Leaves the process groups."""
+        """Destroy the process groups."""
         parallel.destroy()
 
     def _whole_values(self, chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor) -> dict[int, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The live weights as an HF checkpoint: every rank writes its own pieces to their place, nothing is gathered."""
+"""Export of the live weights as an HF checkpoint. Every rank writes its own slices; nothing is gathered."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def export_hf(actor: MegatronActor, directory: str, source: str) -> None:
-    """Writes `directory` atomically, with tokenizer files copied from `source` and the configuration that was trained.
+    """Write `directory` atomically, with the trained model's config.json and the tokenizer files of `source`.
 
-    Collective: all ranks; they must see the same file system.
+    Collective: all ranks, on a shared file system.
     Raises: ConversionError.
     """
     actor.gather_parameters()

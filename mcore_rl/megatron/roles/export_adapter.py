@@ -1,4 +1,4 @@
-"""The adapters as PEFT writes them."""
+"""Export of LoRA adapters in PEFT's format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def adapter_plan(actor: MegatronActor) -> list[TensorPlan]:
-    """Every tensor of the adapters by PEFT's name with the writers of its slices. Not collective."""
+    """List every adapter tensor under PEFT's name, with the ranks that write its slices. Not collective."""
     dtype = next(actor.chunks[0].parameters()).dtype
     bound = bound_adapters(actor.config.actor.lora, actor.hf_config, dtype)
     names = {name for row in bound for name in row.hf}
@@ -28,8 +28,9 @@ def adapter_plan(actor: MegatronActor) -> list[TensorPlan]:
 
 
 def export_adapter(actor: MegatronActor, directory: str, source: str) -> None:
-    """Writes the adapters as PEFT does, atomically; rank 0 gathers them, which are few. `source` is the HF directory of
-    the model under them.
+    """Write the adapters atomically. Rank 0 gathers them, because they are small.
+
+    `source` is the HF directory of the base model.
 
     Collective: all ranks.
     Raises: ConversionError.

@@ -28,14 +28,15 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
 LossClosure = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]
-"""From the output of the last stage's chunk to the loss, a count that megatron wants and we do not use, and whatever
-the pass is to return for the micro-batch."""
+"""Maps the output of the last stage to the loss, a token count that Megatron requires and this project ignores, and the
+result of the pass for the micro-batch."""
 _CPU = torch.device("cpu")
 
 
 def join_ranks(cluster: ClusterConfig, seed: int, layout: TrainLayout, rank: int, init_method: str | None) -> None:
-    """Makes this process a rank of `layout`. `init_method` is tcp://host:port of the process group to join; None: the
-    process is in one already.
+    """Make this process a rank of `layout`.
+
+    `init_method` is tcp://host:port of the process group to join, or None if the process has joined it already.
 
     Collective: all ranks.
     """
@@ -54,14 +55,15 @@ def join_ranks(cluster: ClusterConfig, seed: int, layout: TrainLayout, rank: int
 
 
 class RankModel:
-    """The chunks of a model on this rank and what runs them; several may share the groups of one layout. Every method
-    is collective over all ranks, or as build_microbatches says.
+    """The chunks of one model on this rank, with the passes over them. Several models may share the groups of a layout.
 
-    `chunks` are bare, `modules` what is called in their place (DistributedDataParallel, Float16Module). `config.actor`
-    describes this model, whatever its `role`, which is the prefix of its metrics. `group` is the tensor-parallel
-    group, None for one rank; `context` is this rank's part of every row.
+    `chunks` are the bare models, `modules` their wrappers (DistributedDataParallel, Float16Module). `name` is the
+    prefix of the model's metrics. `group` is the tensor-parallel group, None for one rank. `context` is this rank's
+    part of every row.
 
-    Every token of a batch is on exactly one of the ranks that `counts_tokens`; one rank of all `speaks_for_all`.
+    Every token of a batch is on exactly one rank with `counts_tokens`; exactly one rank is the `is_reporting_rank`.
+
+    Collective: every method, over all ranks, unless build_microbatches documents otherwise.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class RankModel:
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         place = layout.coordinates(rank)
         self.counts_tokens = place.tp == 0 and place.pp == layout.pp - 1
-        self.speaks_for_all = self.counts_tokens and place.dp == place.cp == 0
+        self.is_reporting_rank = self.counts_tokens and place.dp == place.cp == 0
         self.group = parallel_state.get_tensor_model_parallel_group() if layout.tp > 1 else None
         self.context = _context_part(layout)
         counts = place.tp == place.cp == place.dp == 0
@@ -106,29 +108,32 @@ class RankModel:
         self._forward_options = {"fp32_output": False} if role.model.dtype == "bfloat16" else {}
 
     def microbatches(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> list[MicroBatch]:
-        """The share, cut for this model; as build_microbatches."""
+        """Pack the share into this model's micro-batches; see build_microbatches."""
         return build_microbatches(share, chunks, self.packing)
 
     def token_weights(self, batches: list[MicroBatch]) -> tuple[float, float]:
-        """1 / (trained tokens of the update), 1 / (tokens that it computes), padding excluded; of all ranks."""
+        """Return 1 / (trained tokens) and 1 / (computed tokens) of the update on all ranks, without padding."""
         rank_counts = [sum(len(batch.targets) for batch in batches), sum(sum(batch.lengths) for batch in batches)]
         counts = torch.tensor(rank_counts, dtype=torch.int64, device=self.device)
         dist.all_reduce(counts, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         trained, computed = counts.tolist()
-        # Context-parallel ranks share the tokens of a row, of which each counts all.
+        # Context-parallel ranks share a row, and each of them counts all of its tokens.
         return 1 / max(trained, 1), self.layout.cp / max(computed, 1)
 
     def infer(
         self,
         batches: list[MicroBatch],
-        found_of: Callable[[torch.nn.Module, MicroBatch, torch.Tensor], Any],
+        evaluate: Callable[[torch.nn.Module, MicroBatch, torch.Tensor], Any],
         rows: list[RoutingRow] | None = None,
     ) -> list[Any]:
-        """A pass without gradient. On the ranks of the last stage `found_of(chunk, batch, output)` of every
-        micro-batch, in the order in which they ran; nothing on the others."""
+        """Run a forward pass without gradients.
+
+        Ranks of the last stage get `evaluate(chunk, batch, output)` of every micro-batch in execution order; other
+        ranks get [].
+        """
 
         def closure(model: torch.nn.Module, batch: MicroBatch) -> LossClosure:
-            return loss_closure(lambda output: (output.new_zeros(()), found_of(model, batch, output)))
+            return loss_closure(lambda output: (output.new_zeros(()), evaluate(model, batch, output)))
 
         rows = [self.routing.row(batch) for batch in batches] if rows is None else rows
         with torch.no_grad():
@@ -143,7 +148,7 @@ class RankModel:
         forward_only: bool,
         force_all_reduce: bool = False,
     ) -> list[Any]:
-        """Megatron's schedule over the micro-batches; what the closures returned, on the last stage."""
+        """Run Megatron's schedule over the micro-batches. Returns the results of the closures on the last stage."""
 
         def forward_step(
             iterator: Iterator[tuple[MicroBatch, RoutingRow]], model: torch.nn.Module
@@ -159,7 +164,7 @@ class RankModel:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.modules if len(self.modules) > 1 else self.modules[0],
             num_microbatches=len(batches),
-            # Only first guesses: with variable_seq_lengths the stages tell each other the real shapes.
+            # Placeholders: with variable_seq_lengths the stages exchange the actual shapes.
             seq_length=self.role.section.tokens_per_microbatch,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -168,7 +173,7 @@ class RankModel:
 
 
 def loss_closure(evaluate: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]) -> LossClosure:
-    """What `RankModel.run` wants of a function from the output to (loss, report)."""
+    """Wrap a function from the output to (loss, report) for `RankModel.run`."""
 
     def closure(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         loss, report = evaluate(output)

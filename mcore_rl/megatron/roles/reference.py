@@ -1,4 +1,4 @@
-"""The reference on one rank: a policy that is not trained, beside the one that is, in the same layout and groups."""
+"""The reference on one rank: a frozen policy in the layout and process groups of the trained policy."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from model_converters.mapping.layout import TrainLayout
 
 
 class FrozenPolicy:
-    """Chunks like those of `policy`, with the weights of reference.hf_path or, without one, with theirs. Every method
-    but copy_from is collective over all ranks.
+    """A copy of the policy's model with the weights of reference.hf_path or, if that is null, of `policy`.
 
-    `memory` has the weights in host memory between passes (reference.offload). They are part of checkpoints where
-    nothing else has them (`is_saved`): once they are refreshed, or where weights are random.
+    With reference.offload, `memory` keeps the weights in host memory between passes. A checkpoint contains them if they
+    exist nowhere else (`is_saved`): if they are refreshed during the run, or if the initial weights are random.
 
+    Collective: every method except copy_from, over all ranks.
     Raises: ConfigError, naming reference.hf_path, for weights that do not fit.
     """
 
@@ -67,8 +67,9 @@ class FrozenPolicy:
         self.memory.offload()
 
     def logp(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, torch.Tensor]:
-        """Log-probabilities of the trained tokens that this rank has, by sample, at the policy's temperature: on the
-        ranks of the last stage; nothing on the others.
+        """Compute the log-probabilities of this rank's trained tokens, by sample, at the policy's temperature.
+
+        Ranks of other stages than the last get {}.
 
         Shapes: [n]. Units: nats.
         Raises: NonFiniteError on every rank, naming the samples.
@@ -79,7 +80,7 @@ class FrozenPolicy:
         return logp
 
     def copy_from(self, policy: Sequence[PolicyModel]) -> None:
-        """Becomes the policy, whose parameters are whole and in place. Not collective."""
+        """Copy the weights of `policy`, which must be gathered and on the device. Not collective."""
         self.memory.load("params")
         tensors, given = canonical_tensors(self.model.chunks), canonical_tensors(policy)
         assert tensors.keys() == given.keys()
@@ -90,10 +91,12 @@ class FrozenPolicy:
 
 
 class BasePolicy:
-    """The model under the adapters of a LoRA run: the policy's own chunks with the adapters off, for a pass at a time.
-    It has no weights of its own, so `memory` holds nothing and checkpoints need nothing of it.
+    """The base model of a LoRA run as reference: the policy's own chunks with the adapters switched off for a pass.
 
-    `model` and `policy_memory` are the policy's. Every method is collective over all ranks.
+    It has no weights of its own, so `memory` is empty and checkpoints contain nothing of it. `model` and
+    `policy_memory` belong to the policy.
+
+    Collective: every method, over all ranks.
     """
 
     is_saved = False
@@ -103,7 +106,7 @@ class BasePolicy:
         self.memory = Offloader((), None, OffloadConfig())
 
     def logp(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, torch.Tensor]:
-        """As FrozenPolicy.logp; it routes by its own scores, whatever the policy replays."""
+        """See FrozenPolicy.logp. Routers use their own scores even if the policy replays experts."""
         self._policy_memory.load("params")
         with base_only(self.model.chunks):
             return _logp(self.model, self.objective, share, chunks)
@@ -129,9 +132,9 @@ def whole_kl(
     kind: str,
     context: ContextPart,
 ) -> dict[int, np.ndarray]:
-    """KL of every trained token of the samples of `batches`, joined over the context-parallel ranks.
+    """Compute the KL of every trained token in `batches`, gathered over the context-parallel ranks.
 
-    Shapes: old_logp, ref_logp of this rank's tokens by sample; result float32 [n] of the whole response. Units: nats.
+    Shapes: old_logp, ref_logp: this rank's tokens by sample; result: float32 [n] for the whole response. Units: nats.
     Collective: the context-parallel group.
     """
     kl_by_sample: dict[int, np.ndarray] = {}

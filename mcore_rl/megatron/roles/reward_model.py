@@ -1,4 +1,4 @@
-"""One rank of the reward model: a frozen value model whose value of a sequence's last token is the response's score."""
+"""The reward model on one rank: a frozen value model. The value of the last token is the response's score."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mcore_rl.types import RankShare, TrajectoryBuffers
 
 
 class MegatronRewardModel:
-    """Builds the model of the section `reward_model` in a layout of its own. Every method is collective over all
-    ranks.
+    """The model of the section `reward_model`, with its own layout.
 
-    `memory` has the weights in host memory between passes (reward_model.offload.params). `init_method` as of
-    MegatronActor.
+    With reward_model.offload.params, `memory` keeps the weights in host memory between passes. `init_method` is like
+    MegatronActor's.
 
+    Collective: every method, over all ranks.
     Raises: ConfigError, naming `reward_model` keys, for a model or layout that cannot be built.
     """
 
@@ -48,28 +48,26 @@ class MegatronRewardModel:
         self._padding_id: int | None = hf_config.get("pad_token_id")
 
     def score(self, sequences: Mapping[int, np.ndarray]) -> dict[int, float]:
-        """The score of every sequence of this data-parallel rank, by the same number: on every rank of the last stage;
-        nothing on the others.
+        """Score the sequences of this data-parallel rank, by their keys. Ranks of other stages than the last get {}.
 
-        It is the head's output at the last token that is not the model's padding token, which is where transformers'
-        sequence classification reads it; so a sequence that ends with an end token which is padding as well is read
-        before it.
+        The score is the head's output at the last token that is not the model's padding token, like in transformers'
+        sequence classification. If the end token is also the padding token, the score comes from the token before it.
 
         Shapes: sequences integer [S], S >= 1.
         """
         self.memory.load("params")
         numbers = list(sequences)
-        share, chunk = _as_share(numbers, [self._read_part(sequences[number]) for number in numbers])
+        share, chunk = _as_share(numbers, [self._scored_part(sequences[number]) for number in numbers])
         scores_by_batch = self.model.infer(self.model.microbatches(share, [chunk]), self._scores)
         self.memory.offload()
         return {sample: score for batch in scores_by_batch for sample, score in batch.items()}
 
     def shutdown(self) -> None:
-        """Leaves the process groups."""
+        """Destroy the process groups."""
         parallel.destroy()
 
-    def _read_part(self, tokens: np.ndarray) -> np.ndarray:
-        """Up to the token that is read: nothing behind it reaches it."""
+    def _scored_part(self, tokens: np.ndarray) -> np.ndarray:
+        """Cut the sequence after the scored token; later tokens do not influence its value."""
         last = np.flatnonzero(tokens != self._padding_id) if self._padding_id is not None else [len(tokens) - 1]
         return tokens[: (int(last[-1]) if len(last) else 0) + 1]
 
@@ -80,11 +78,14 @@ class MegatronRewardModel:
 
 
 def _as_share(numbers: Sequence[int], sequences: Sequence[np.ndarray]) -> tuple[RankShare, TrajectoryBuffers]:
-    """Trajectories whose prompt is a whole sequence and whose response is one made-up token: its predictor is the
-    sequence's last token. `total_tokens` leaves that token out, as nothing computes it."""
+    """Convert sequences to trajectories whose prompt is the sequence and whose response is one dummy token.
+
+    The predictor of the dummy token is the sequence's last token. `total_tokens` does not count the dummy token,
+    because no rank computes it.
+    """
     lengths, count = np.array([len(sequence) for sequence in sequences], np.int32), len(sequences)
-    nothing = np.zeros(1, np.int32)
-    pieces = [piece for sequence in sequences for piece in (sequence, nothing)]
+    dummy = np.zeros(1, np.int32)
+    pieces = [piece for sequence in sequences for piece in (sequence, dummy)]
     zeros = np.zeros(count, np.float32)
     chunk = TrajectoryBuffers(
         tokens=np.concatenate([np.empty(0, np.int32), *pieces]).astype(np.int32, copy=False),

@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel group hold of one parameter."""
+"""Shards of a parameter on the ranks of its tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from megatron.core import parallel_state  # noqa: E402
 
 
 def gather_shards(tensor: torch.Tensor, expert: bool) -> list[torch.Tensor]:
-    """By rank of the tensor-parallel group, of experts the expert-tensor-parallel one, over which it is collective."""
+    """Return the shards of all ranks of the tensor-parallel group, in rank order.
+
+    Collective: the tensor-parallel group, for experts the expert-tensor-parallel group.
+    """
     if expert:
         group = parallel_state.get_expert_tensor_parallel_group()
     else:

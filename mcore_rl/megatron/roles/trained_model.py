@@ -1,4 +1,4 @@
-"""A model under training on one rank: gradients as sums over the update, optimizer steps, schedule, offloading."""
+"""Training of a model on one rank: gradient accumulation, optimizer steps, learning-rate schedule, offloading."""
 
 from __future__ import annotations
 
@@ -34,17 +34,20 @@ if TYPE_CHECKING:
 
 
 class Trained(Protocol):
-    """A role that trains a model, as checkpoints see it: the actor, the critic."""
+    """A model that checkpoints save: the actor or the critic."""
 
     @property
     def trained(self) -> TrainedModel: ...
 
 
 class TrainedModel:
-    """A RankModel in DistributedDataParallel (`ddp`), with what trains it. Every method is collective over all ranks.
+    """A RankModel in DistributedDataParallel (`ddp`), with optimizer and scheduler.
 
-    `model.chunks`, but for weights under adapters, with `optimizer` and `scheduler` are all that a checkpoint holds,
-    and the weights of a `reference` that nothing else has. `memory` offloads; every method loads what it needs.
+    A checkpoint contains `model.chunks` (without the weights under adapters), `optimizer`, `scheduler` and, if set, the
+    `reference`. `memory` offloads state; every method loads the parts that it needs. `num_updates` is the number of
+    optimizer updates of the run. `seed` is run.seed, from which a resumed run may derive random streams.
+
+    Collective: every method, over all ranks.
     """
 
     def __init__(
@@ -80,15 +83,15 @@ class TrainedModel:
         suspects: str,
         on_every_replica: bool = False,
     ) -> list[MicroBatchReport]:
-        """Leaves the gradient of the update's loss in the parameters' `main_grad`: the sum over all tokens of all
-        ranks, whatever the layout and the cut into micro-batches. `closure` ends in a MicroBatchReport, whose
-        non_finite samples have a bad one of `suspects`.
+        """Accumulate the gradient of the update's loss in the parameters' `main_grad`.
 
-        The sum is whole only on the data-parallel rank that owns the slice, unless on_every_replica.
+        The gradient is the sum over all tokens of all ranks, independent of the layout and of the micro-batches. It is
+        complete only on the data-parallel rank that owns the slice, unless on_every_replica. `closure` returns a
+        MicroBatchReport; `suspects` names the quantities of its non_finite samples in errors.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
-        # An overlapped reduction is under way before the end of the pass says on which ranks the sum is wanted.
+        # An overlapped reduction starts before force_all_reduce takes effect at the end of the pass.
         assert not (on_every_replica and self.model.role.section.overlap_grad_reduce)
         self.memory.load("params", "grads", "optimizer")
         for chunk in self.ddp:
@@ -104,8 +107,10 @@ class TrainedModel:
     def step(
         self, batches: Sequence[MicroBatch], reports: Sequence[MicroBatchReport], update_index: int
     ) -> dict[str, Metric]:
-        """One optimizer step on the gradients that accumulate_gradients left; this rank's part of the update's
-        metrics. Every token is counted on exactly one rank, so merging the metrics of all ranks is exact."""
+        """Run one optimizer step on the accumulated gradients and return this rank's part of the update's metrics.
+
+        Every token counts on exactly one rank, so the metrics of all ranks can be merged exactly.
+        """
         model, rate = self.model, learning_rate(self.optimizer)
         norms = gradient_norms(model.chunks, self.optimizer)  # before they are clipped
         successful, grad_norm, _ = self.optimizer.step()
@@ -117,24 +122,28 @@ class TrainedModel:
         if model.counts_tokens:
             metrics |= merge_metrics([report.metrics for report in reports])
             loss = sum(report.loss for report in reports)
-            metrics[f"{model.name}/loss"] = Mean(loss, 1 if model.speaks_for_all else 0)
+            metrics[f"{model.name}/loss"] = Mean(loss, 1 if model.is_reporting_rank else 0)
             metrics[f"{model.name}/trained_tokens"] = Total(sum(len(batch.targets) for batch in batches))
             metrics[f"{model.name}/tokens"] = Total(sum(len(batch.tokens) for batch in batches))
-        if model.speaks_for_all:
+        if model.is_reporting_rank:
             metrics[f"{model.name}/grad_norm"] = Mean(float(grad_norm), 1)
             metrics[f"{model.name}/lr"] = Mean(rate, 1)
             metrics[f"{model.name}/microbatches"] = Mean(len(batches), 1)
         return metrics
 
     def gather_parameters(self) -> None:
-        """Makes this rank's parameters whole again. Call it after updates, before `tensors` or a checkpoint; with
-        overlap_param_gather a step leaves that to the next forward pass. Costs nothing when they are whole."""
+        """Gather this rank's parameters after an update. Does nothing if they are gathered.
+
+        Call it before `tensors` or a checkpoint: with overlap_param_gather, a step defers the gathering to the next
+        forward pass.
+        """
         self.memory.load("params")
         gather_parameters(self.ddp)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """What this rank holds, live, by canonical name; loads parameters that are offloaded. Where there are adapters
-        it is the weights with them, merged as they are read. Not collective.
+        """Return this rank's live tensors by canonical name; loads offloaded parameters. Not collective.
+
+        In a LoRA run the adapters are merged into a weight when it is read.
 
         Raises: McoreRLError when `gather_parameters` has not been called since the last update.
         """
