@@ -61,7 +61,7 @@ def reference_directory(directory: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize(("name", "fields", "replaced"), CASES, ids=lambda value: value if value else "plain")
-def test_engine_computes_as_transformers_despite_its_own_fields(
+def test_engine_own_config_fields_do_not_change_logp(
     engines: FamilyEngine, name: str, fields: dict[str, Any], replaced: dict[str, Any], tmp_path: Path
 ) -> None:
     if engines.kind == "sglang" and FAMILIES[name].absent_for_engines:

@@ -102,7 +102,7 @@ def used_by_transformers(name: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize(("engine", "name"), CASES)
-def test_field_read_by_model_of_engine_is_known(engine: str, name: str) -> None:
+def test_fields_read_by_engine_model_are_known(engine: str, name: str) -> None:
     assert root(engine) is not None
     found = fields_of_model(engine, FAMILIES[name].architecture)
     assert {"hidden_size", "num_hidden_layers", "rms_norm_eps", "num_key_value_heads"} <= found.keys()
@@ -111,7 +111,7 @@ def test_field_read_by_model_of_engine_is_known(engine: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("engine", [pytest.param(engine, marks=marks) for engine, marks in MARKS.items()])
-def test_field_read_for_every_model_of_engine_is_known(engine: str) -> None:
+def test_fields_read_for_all_engine_models_are_known(engine: str) -> None:
     found = fields_of_all_models(engine)
     assert {"architectures", "sliding_window", "num_hidden_layers", "head_dim"} <= found.keys()
     everywhere = frozenset.intersection(*map(used_by_transformers, FAMILIES))
@@ -120,7 +120,7 @@ def test_field_read_for_every_model_of_engine_is_known(engine: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_own_fields_are_those_of_transformers_class(name: str) -> None:
+def test_own_fields_equal_fields_of_transformers_class(name: str) -> None:
     config = AutoConfig.for_model(FAMILIES[name].transformers_type or name)
     base = inspect.signature(transformers.PreTrainedConfig.__init__).parameters
     declared = set(inspect.signature(type(config).__init__).parameters) - set(base)

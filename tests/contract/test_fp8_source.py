@@ -14,7 +14,7 @@ from tests.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("kind", ["vllm"])
-def test_an_engine_of_an_fp8_release_takes_the_weights_of_the_trainer(kind: str, tmp_path: Path) -> None:
+def test_engine_fp8_release_loads_unquantized_trainer_weights(kind: str, tmp_path: Path) -> None:
     model = tiny_model("qwen3", head_dim=32, num_hidden_layers=2)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

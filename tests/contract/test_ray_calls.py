@@ -82,13 +82,13 @@ def group(node: Any) -> Iterator[RankGroup]:
         kill_all(handles)
 
 
-def test_ranks_have_the_niceness_of_the_run(group: RankGroup) -> None:
+def test_ranks_have_niceness_of_driver(group: RankGroup) -> None:
     """Ray's default of 15 leaves them next to nothing on a machine where anything else runs."""
     found = [psutil.Process(pid).nice() for _, pid in group.watch.get([h.where.remote() for h in group.handles])]
     assert found == [psutil.Process().nice()] * 5
 
 
-def test_every_rank_gets_its_own_arguments_and_runs_them_in_its_main_thread(group: RankGroup) -> None:
+def test_on_every_rank_passes_own_arguments_and_uses_main_thread(group: RankGroup) -> None:
     pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
     threads = [thread for _, _, thread in group.watch.get([h.add.remote(0, 0) for h in group.handles])]
     for _ in range(2):  # the neighbours are known the second time
@@ -99,7 +99,7 @@ def test_every_rank_gets_its_own_arguments_and_runs_them_in_its_main_thread(grou
 
 
 @pytest.mark.parametrize("failing", [0, 4])
-def test_what_a_rank_raises_arrives_while_its_neighbours_wait_for_it(group: RankGroup, failing: int) -> None:
+def test_on_every_rank_error_arrives_while_neighbours_wait(group: RankGroup, failing: int) -> None:
     with pytest.raises(NonFiniteError, match=rf"^loss is nan \(rank {failing} on \S+\)$"):
         group.on_every_rank("meet", [(rank == failing,) for rank in range(5)])
 
@@ -112,12 +112,12 @@ def test_what_a_rank_raises_arrives_while_its_neighbours_wait_for_it(group: Rank
         ("unpicklable", WorkerDiedError, r"^rank 1 failed: [\s\S]*UnpicklableError"),  # by the call alone
     ],
 )
-def test_error_of_any_type_names_its_rank(group: RankGroup, kind: str, error: type[Exception], message: str) -> None:
+def test_watch_error_of_any_type_names_rank(group: RankGroup, kind: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         group.watch.get([group.handles[0].add.remote(0, 0), group.handles[1].fail.remote(kind)])
 
 
-def test_error_of_a_trainer_rank_names_role_rank_and_host(node: Any) -> None:
+def test_trainer_rank_error_names_role_rank_and_host(node: Any) -> None:
     handle = TrainerProcess.options(num_cpus=0, scheduling_strategy=node).remote("trainer rank 3")
     watch = Watch()
     watch.add("trainer rank 3", handle)
@@ -128,7 +128,7 @@ def test_error_of_a_trainer_rank_names_role_rank_and_host(node: Any) -> None:
         kill_all([handle])
 
 
-def test_the_death_of_a_rank_that_was_called_by_another_names_it(group: RankGroup) -> None:
+def test_watch_death_of_rank_called_by_neighbour_is_named(group: RankGroup) -> None:
     pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
     calls = group.begin("meet", [(False,)] * 5)
     os.kill(pids[2], signal.SIGKILL)
@@ -136,14 +136,14 @@ def test_the_death_of_a_rank_that_was_called_by_another_names_it(group: RankGrou
         group.watch.get(calls.references)
 
 
-def test_a_start_that_does_not_end_is_named_with_the_key(group: RankGroup) -> None:
+def test_get_started_timeout_names_rank_and_key(group: RankGroup) -> None:
     group.watch.start_seconds = 1.0
     first, second, *_ = group.handles
     with pytest.raises(WorkerDiedError, match=r"rank 1 did not start within 1 s \(cluster\.start_timeout_seconds\)"):
         group.watch.get_started({first.add.remote(0, 0): [first], second.meet.remote(False): [second]})
 
 
-def test_a_start_does_not_wait_for_a_process_that_has_died_and_may_be_replaced(group: RankGroup) -> None:
+def test_get_started_dead_replaceable_process_raises_at_once(group: RankGroup) -> None:
     """The leader of an engine, for its rank on another host."""
     watch, (leader, follower, *_) = group.watch, group.handles
     watch.let_die([leader, follower])
@@ -174,7 +174,7 @@ class Attendant:
                 self.found[rank] = self.watch.lost(handle)
 
 
-def test_calls_of_an_attendant_end_beside_others_and_each_of_its_dead_is_known(group: RankGroup) -> None:
+def test_attendant_calls_end_during_waits_and_deaths_are_known(group: RankGroup) -> None:
     watch, handles = group.watch, group.handles
     watch.let_die(handles[:4])
     pids = [pid for _, pid in watch.get([handle.where.remote() for handle in handles])]
@@ -198,7 +198,7 @@ DEATHS = {
 }
 
 
-def test_death_of_a_rank_names_signal_or_exit_code_host_and_log(node: Any, tmp_path: Path) -> None:
+def test_watch_death_names_status_host_and_log(node: Any, tmp_path: Path) -> None:
     watch = Watch(places=Places(str(tmp_path)))
     # Each has the place of the one before, which has died.
     for how, status in DEATHS.items():
@@ -215,7 +215,7 @@ def test_death_of_a_rank_names_signal_or_exit_code_host_and_log(node: Any, tmp_p
         assert watch.lost(rank) == expected or expected in str(raised.value), (watch.lost(rank), raised.value)
 
 
-def test_a_stopped_rank_that_nobody_waits_for_is_named_in_time(group: RankGroup) -> None:
+def test_watch_stopped_rank_without_calls_is_named_in_time(group: RankGroup) -> None:
     """Also one that nobody has asked how it is since it started."""
     watch = group.watch
     watch.timeout_seconds, seconds = 1000.0, watch.timeout_seconds  # no questions

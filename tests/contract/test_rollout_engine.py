@@ -72,7 +72,7 @@ def reference_logp(model: Any, request: GenerationRequest, done: Completion, tem
     return (logits.double() / temperature).log_softmax(-1)
 
 
-def test_greedy_tokens_are_the_argmax_of_transformers(engine: RemoteEngine, model: Any) -> None:
+def test_generate_greedy_equals_argmax_of_transformers(engine: RemoteEngine, model: Any) -> None:
     requests = make_requests(SamplingOptions(12, temperature=0.0), samples=1)
     done = engine.generate(requests)
     for request in requests:
@@ -84,7 +84,7 @@ def test_greedy_tokens_are_the_argmax_of_transformers(engine: RemoteEngine, mode
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logp_is_that_of_the_tempered_distribution(engine: RemoteEngine, model: Any, temperature: float) -> None:
+def test_generate_logp_equals_tempered_transformers_logp(engine: RemoteEngine, model: Any, temperature: float) -> None:
     requests = make_requests(SamplingOptions(16, temperature=temperature))
     done = engine.generate(requests)
     for request in requests:
@@ -94,7 +94,7 @@ def test_logp_is_that_of_the_tempered_distribution(engine: RemoteEngine, model: 
         np.testing.assert_allclose(completion.logp, chosen, atol=1e-4)
 
 
-def test_requests_of_one_pass_have_temperatures_of_their_own(engine: RemoteEngine, model: Any) -> None:
+def test_generate_mixed_temperatures_use_own_temperature(engine: RemoteEngine, model: Any) -> None:
     """Also beside greedy and truncated ones."""
     mixed = [
         *(SamplingOptions(16, temperature=temperature) for temperature in (0.3, 1.0, 2.0, 0.01)),
@@ -116,7 +116,7 @@ def test_requests_of_one_pass_have_temperatures_of_their_own(engine: RemoteEngin
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}])
-def test_logp_is_renormalised_over_the_tokens_that_truncation_leaves(
+def test_generate_truncation_renormalises_logp(
     engine: RemoteEngine, model: Any, truncation: dict[str, Any]
 ) -> None:
     requests = make_requests(SamplingOptions(8, **truncation))
@@ -133,7 +133,7 @@ def test_logp_is_renormalised_over_the_tokens_that_truncation_leaves(
         np.testing.assert_allclose(completion.logp, chosen, atol=1e-4)
 
 
-def test_same_seeds_give_the_same_tokens_and_logp_and_others_do_not(engine: RemoteEngine) -> None:
+def test_generate_same_seeds_repeat_tokens_and_logp(engine: RemoteEngine) -> None:
     sampling = SamplingOptions(16)
     first, again = (engine.generate(make_requests(sampling)) for _ in range(2))
     other = engine.generate(make_requests(sampling, seed=7))
@@ -144,7 +144,7 @@ def test_same_seeds_give_the_same_tokens_and_logp_and_others_do_not(engine: Remo
     assert first["0.0"].token_ids.tolist() != first["0.1"].token_ids.tolist()
 
 
-def test_a_seed_draws_the_same_tokens_whatever_is_computed_beside_it(engine: RemoteEngine) -> None:
+def test_generate_tokens_do_not_depend_on_other_requests(engine: RemoteEngine) -> None:
     """Together the prompts are more than a pass holds: of those that are cut, no draw may be lost."""
     requests = make_requests(SamplingOptions(16))
     assert sum(len(request.token_ids) for request in requests) > 2 * PASS_TOKENS
@@ -154,7 +154,7 @@ def test_a_seed_draws_the_same_tokens_whatever_is_computed_beside_it(engine: Rem
         assert alone.token_ids.tolist() == together[request.request_id].token_ids.tolist()
 
 
-def test_more_requests_than_run_at_once_all_finish(engine: RemoteEngine) -> None:
+def test_generate_more_requests_than_slots_all_finish(engine: RemoteEngine) -> None:
     requests = make_requests(SamplingOptions(6), num_prompts=10, samples=9)
     done = engine.generate(requests)
     assert sorted(done) == sorted(r.request_id for r in requests)
@@ -187,7 +187,7 @@ def check_routing(model: Any, requests: list[GenerationRequest], done: dict[str,
     return compared
 
 
-def test_every_token_comes_with_the_experts_that_it_was_routed_to(engine: RemoteEngine, model: Any) -> None:
+def test_generate_routed_experts_equal_transformers(engine: RemoteEngine, model: Any) -> None:
     """Prompts of other lengths, in pieces, beside responses of other lengths."""
     requests = make_requests(SamplingOptions(16), num_prompts=8) + make_requests(SamplingOptions(5), 3)[:1]
     requests[-1] = replace(requests[-1], request_id="short")
@@ -221,7 +221,7 @@ def _generate_with_shared_prefixes(engine: Any, requests: list[GenerationRequest
     return done, sum(rows)
 
 
-def test_experts_of_a_prefix_that_was_not_computed_again_and_of_tokens_that_were(
+def test_generate_shared_prefix_and_recompute_keep_experts(
     engine: RemoteEngine, model: Any
 ) -> None:
     of_vllm(engine)
@@ -245,12 +245,12 @@ def _batch_limits(engine: Any) -> tuple[int, bool, int]:
     return scheduler.max_num_batched_tokens, scheduler.enable_chunked_prefill, scheduler.max_num_seqs
 
 
-def test_the_engine_computes_no_more_tokens_at_once_than_configured(engine: RemoteEngine) -> None:
+def test_engine_max_batched_tokens_limits_batch(engine: RemoteEngine) -> None:
     of_vllm(engine)
     assert engine.call(_batch_limits) == (PASS_TOKENS, True, 32)
 
 
-def test_finish_reasons(engine: RemoteEngine) -> None:
+def test_generate_finish_reasons_are_stop_and_length(engine: RemoteEngine) -> None:
     done = engine.generate(make_requests(SamplingOptions(32), num_prompts=8, samples=4))
     reasons = {completion.finish_reason for completion in done.values()}
     assert reasons == {"stop", "length"}
@@ -263,7 +263,7 @@ def test_finish_reasons(engine: RemoteEngine) -> None:
         assert stopped or len(ids) == 32
 
 
-def test_the_longest_prompt_leaves_room_for_the_longest_response(engine: RemoteEngine) -> None:
+def test_generate_longest_prompt_fits_longest_response(engine: RemoteEngine) -> None:
     prompts = np.random.default_rng(6).integers(2, VOCABULARY, size=(6, 32)).astype(np.int32)
     requests = [GenerationRequest(str(n), prompt, n, SamplingOptions(32)) for n, prompt in enumerate(prompts)]
     done = engine.generate(requests)
@@ -282,7 +282,7 @@ def test_the_longest_prompt_leaves_room_for_the_longest_response(engine: RemoteE
     assert resumed.token_ids.tolist() == whole.token_ids.tolist()
 
 
-def test_input_that_cannot_be_generated_is_refused_and_leaves_nothing_behind(engine: RemoteEngine) -> None:
+def test_generate_invalid_request_raises_and_leaves_no_state(engine: RemoteEngine) -> None:
     ids = np.array([5, 6], np.int32)
     bad = [
         (DataError, "max_prompt_tokens", np.full(57, 5, np.int32), 8),
@@ -310,7 +310,7 @@ def _generate_with_a_failing_callback(engine: Any, requests: list[GenerationRequ
     return "swallowed"
 
 
-def test_an_error_of_the_caller_ends_the_call_and_the_engine_still_works(engine: RemoteEngine) -> None:
+def test_generate_failing_callback_raises_and_engine_still_works(engine: RemoteEngine) -> None:
     requests = make_requests(SamplingOptions(4))
     before = engine.generate(requests)
     assert engine.call(_generate_with_a_failing_callback, requests) == "raised"
@@ -322,7 +322,7 @@ def _sleep(engine: Any, keep_weights: bool) -> int:
     return engine.sleep(keep_weights=keep_weights)
 
 
-def test_an_engine_that_slept_generates_as_before(engine: RemoteEngine) -> None:
+def test_sleep_wake_up_generates_same_tokens(engine: RemoteEngine) -> None:
     requests = make_requests(SamplingOptions(8))
     before = engine.generate(requests)
     assert engine.call(_sleep, True) > 0.9 * 0.03 * 2**30  # the cache of start_engine, less a block that does not fit
@@ -337,7 +337,7 @@ def test_an_engine_that_slept_generates_as_before(engine: RemoteEngine) -> None:
         np.testing.assert_allclose(completion.logp, after[request_id].logp, rtol=0, atol=engine.logp_tolerance)
 
 
-def test_an_engine_whose_weights_alone_woke_sleeps_again(engine: RemoteEngine) -> None:
+def test_sleep_after_waking_weights_only_generates_same_tokens(engine: RemoteEngine) -> None:
     """As a checkpoint after a sync has it, with no generation between the two."""
     requests = make_requests(SamplingOptions(8))
     before = engine.generate(requests)
@@ -371,7 +371,7 @@ def _norms(engine: Any, build: Any) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA vLLM chooses its own")
-def test_norms_run_in_compiled_kernels_also_on_strided_rows(engine: RemoteEngine) -> None:
+def test_vllm_norms_use_compiled_kernels_on_strided_rows(engine: RemoteEngine) -> None:
     of_vllm(engine, rank=True)
     rng = np.random.default_rng(0)
     for width in (16, 12):  # the kernels refuse rows of 12
@@ -383,7 +383,7 @@ def test_norms_run_in_compiled_kernels_also_on_strided_rows(engine: RemoteEngine
                 np.testing.assert_allclose(ours, native, atol=1e-5)
 
 
-def test_a_cache_too_small_for_one_sequence_names_the_key(model: Any, tmp_path: Path) -> None:
+def test_vllm_kv_cache_too_small_names_key(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     code = (
         "import sys; from mcore_rl.config.schema import RolloutConfig; from mcore_rl.errors import ConfigError\n"

@@ -37,7 +37,7 @@ except RuntimeError as error:
 
 
 @WITH_SGLANG
-def test_what_is_not_as_in_the_release_is_named() -> None:
+def test_internals_changed_signature_or_attribute_is_named() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SGLANG_USE_CPU_ENGINE": "1"}
     done = subprocess.run([SGLANG, "-c", CHANGED], env=environment, capture_output=True, text=True, check=False)
     not_called, too_few, lacking = done.stdout.splitlines()[-3:]
@@ -48,7 +48,7 @@ def test_what_is_not_as_in_the_release_is_named() -> None:
 
 
 @WITH_SGLANG
-def test_a_model_that_sglang_refuses_is_refused_in_its_words_and_leaves_nothing(tmp_path: Path) -> None:
+def test_start_rejected_model_reports_reason_and_leaves_no_files(tmp_path: Path) -> None:
     """Latent attention without YaRN: on a CPU an assertion without a word."""
     tiny_model("deepseek_v3", hidden_size=128, **(DIVIDED_BY_TWO | LATENT)).save_pretrained(tmp_path)
     code = (

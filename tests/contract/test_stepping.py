@@ -86,7 +86,7 @@ def whole(engine: RemoteEngine) -> dict[str, Completion]:
     return engine.generate(make_requests())
 
 
-def test_deltas_are_the_responses_piece_by_piece(engine: RemoteEngine, whole: dict[str, Completion]) -> None:
+def test_step_deltas_add_up_to_completions(engine: RemoteEngine, whole: dict[str, Completion]) -> None:
     engine.call("submit", make_requests())
     deltas, completions = engine.call(steps, -1)
     assert len(completions) == len(whole)
@@ -98,7 +98,7 @@ def test_deltas_are_the_responses_piece_by_piece(engine: RemoteEngine, whole: di
         assert_same(engine, completion, whole[completion.request_id])
 
 
-def test_requests_that_come_while_others_run_change_nothing_in_either(
+def test_submit_while_others_run_changes_no_response(
     engine: RemoteEngine, whole: dict[str, Completion]
 ) -> None:
     requests, completions = make_requests(), []
@@ -112,7 +112,7 @@ def test_requests_that_come_while_others_run_change_nothing_in_either(
 
 
 @pytest.mark.parametrize("pauses", [(5,), (3, 9), (1, 1, 1)])
-def test_aborted_responses_go_on_as_if_nothing_had_been(
+def test_abort_and_resume_gives_same_responses(
     engine: RemoteEngine, whole: dict[str, Completion], pauses: tuple[int, ...]
 ) -> None:
     requests = make_requests()
@@ -150,7 +150,7 @@ def through_loop(engine: Any, requests: Sequence[GenerationRequest]) -> list[Com
     return completions
 
 
-def test_responses_that_are_parked_every_few_tokens_are_the_same(
+def test_loop_tokens_per_version_gives_same_responses(
     engine: RemoteEngine, whole: dict[str, Completion]
 ) -> None:
     limits = [1, 5, None, 7]
@@ -170,7 +170,7 @@ def middle(completion: Completion) -> str:
     return spelled(completion.token_ids[7:10].tolist())
 
 
-def test_a_stop_string_ends_a_response_with_its_last_token(engine: RemoteEngine, whole: dict[str, Completion]) -> None:
+def test_stop_string_ends_response_with_completing_token(engine: RemoteEngine, whole: dict[str, Completion]) -> None:
     """Whatever was computed is that of the response without; those beside it go on."""
     requests = make_requests()
     long = [each for each in requests if len(whole[each.request_id].token_ids) == TOKENS]
@@ -196,7 +196,7 @@ def test_a_stop_string_ends_a_response_with_its_last_token(engine: RemoteEngine,
 
 
 @pytest.mark.parametrize("pauses", [(8,), (9, 1), (1,) * 12])
-def test_a_stop_string_is_found_across_interruptions(
+def test_stop_string_across_interruptions_is_found(
     engine: RemoteEngine, whole: dict[str, Completion], pauses: tuple[int, ...]
 ) -> None:
     request = next(each for each in make_requests() if len(whole[each.request_id].token_ids) == TOKENS)
@@ -218,7 +218,7 @@ def test_a_stop_string_is_found_across_interruptions(
     assert (completion.token_ids.tolist(), completion.finish_reason) == (before.token_ids[:count].tolist(), "stop")
 
 
-def test_a_response_that_goes_on_keeps_the_temperatures_of_its_tokens(
+def test_resume_keeps_temperatures_of_earlier_tokens(
     engine: RemoteEngine, whole: dict[str, Completion]
 ) -> None:
     request = next(each for each in make_requests() if len(whole[each.request_id].token_ids) == TOKENS)
@@ -237,7 +237,7 @@ def test_a_response_that_goes_on_keeps_the_temperatures_of_its_tokens(
     assert completion.temperatures.tolist() == [0.5] * 5 + [2.0] * (len(completion.token_ids) - 5)
 
 
-def test_what_has_ended_or_never_was_is_passed_over_by_an_abort(engine: RemoteEngine) -> None:
+def test_abort_ignores_finished_and_unknown_requests(engine: RemoteEngine) -> None:
     first, second = make_requests(2, tokens=2)
     engine.call("submit", [first])
     finish(engine)
@@ -246,7 +246,7 @@ def test_what_has_ended_or_never_was_is_passed_over_by_an_abort(engine: RemoteEn
     assert (aborted.request_id, aborted.finish_reason, len(aborted.token_ids)) == (second.request_id, "abort", 0)
 
 
-def test_a_response_that_is_whole_or_lacks_its_experts_does_not_go_on(
+def test_submit_complete_partial_or_missing_experts_raises(
     engine: RemoteEngine, whole: dict[str, Completion]
 ) -> None:
     request = next(each for each in make_requests() if len(whole[each.request_id].token_ids) == TOKENS)
@@ -260,7 +260,7 @@ def test_a_response_that_is_whole_or_lacks_its_experts_does_not_go_on(
     assert engine.call("num_running") == 0
 
 
-def test_ids_of_what_runs_together_differ_and_may_come_again(engine: RemoteEngine) -> None:
+def test_submit_duplicate_running_id_raises_and_ids_are_reusable(engine: RemoteEngine) -> None:
     requests = make_requests(2, tokens=3)
     engine.call("submit", requests[:1])
     with pytest.raises(ValueError, match="must differ"):
@@ -308,7 +308,7 @@ def logp_anew(models: dict[int, Any], spans: list[list[int]], request: Generatio
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_weights_change_under_responses_and_every_token_knows_its_own(
+def test_update_while_running_tokens_have_exact_versions(
     engine: RemoteEngine, model: Any, recompute: bool
 ) -> None:
     trainer = HFTrainer(copy.deepcopy(model), engine, 1 << 20, 2)
@@ -343,7 +343,7 @@ def test_weights_change_under_responses_and_every_token_knows_its_own(
     assert furthest > 0.1
 
 
-def test_a_request_that_had_not_begun_when_weights_changed_is_of_the_new_ones(engine: RemoteEngine, model: Any) -> None:
+def test_update_unstarted_request_uses_new_weights(engine: RemoteEngine, model: Any) -> None:
     """Its prompt lies in the cache, of older weights."""
     trainer = HFTrainer(copy.deepcopy(model), engine, 1 << 20, 2)
     version = engine.weight_version + 1
@@ -361,7 +361,7 @@ def test_a_request_that_had_not_begun_when_weights_changed_is_of_the_new_ones(en
     np.testing.assert_allclose(found.logp, expected, atol=CLOSE)
 
 
-def test_responses_of_older_weights_go_on_under_newer_ones(engine: RemoteEngine, model: Any) -> None:
+def test_resume_after_update_keeps_experts_of_earlier_tokens(engine: RemoteEngine, model: Any) -> None:
     """Their tokens keep the experts that drew them."""
     trainer = HFTrainer(copy.deepcopy(model), engine, 1 << 20, 2)
     version = engine.weight_version + 1

@@ -79,7 +79,7 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
-def test_ranks_each_take_their_shards(two_ranks: Any, transport: str) -> None:
+def test_update_two_ranks_receive_their_shards(two_ranks: Any, transport: str) -> None:
     engine, model = two_ranks
     trainer = HFTrainer(model(7), engine, TINY_BUCKET, 2, transport)
     for version in (1, 2):
@@ -89,7 +89,7 @@ def test_ranks_each_take_their_shards(two_ranks: Any, transport: str) -> None:
         trainer.perturb(version)
 
 
-def test_an_update_after_one_that_broke_on_both_ranks_is_whole(two_ranks: Any) -> None:
+def test_update_after_failure_on_both_ranks_is_complete(two_ranks: Any) -> None:
     """Each call gets its own answers: vLLM leaves those of the ranks after the first that failed to the next call."""
     engine, model = two_ranks
     trainer = HFTrainer(model(8), engine, TINY_BUCKET, 2)
@@ -119,7 +119,7 @@ def _fail_on(engine: Any, ranks: list[int], bucket_error: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "named"), [([1], "rank 1 of 2"), ([0, 1], "rank 0, 1 of 2")])
-def test_an_error_within_an_engine_names_its_ranks_and_is_raised_once(
+def test_update_engine_error_names_ranks_and_is_raised_once(
     two_ranks: Any, ranks: list[int], named: str
 ) -> None:
     engine, model = two_ranks
@@ -159,7 +159,7 @@ def _set_deadline(engine: Any, seconds: float) -> None:
     engine._ranks.timeout_seconds = seconds
 
 
-def test_an_engine_with_a_rank_that_does_not_answer_says_so_in_time_and_is_not_used_again(two_ranks: Any) -> None:
+def test_call_silent_rank_raises_in_time_and_disables_engine(two_ranks: Any) -> None:
     """Last of the tests of an engine: an answer that comes late would be taken for another call's."""
     engine, model = two_ranks
     process, asked = engine.call(_processes)[1], ASKED[engine.kind]
@@ -183,7 +183,7 @@ def _step_for_ever(engine: Any) -> None:
 
 
 @WITH_SGLANG
-def test_a_rank_that_is_killed_under_requests_ends_the_engine_with_its_name(tmp_path: Path) -> None:
+def test_step_killed_rank_ends_engine_and_is_named(tmp_path: Path) -> None:
     tiny_model("qwen3", **DIVIDED_BY_TWO).save_pretrained(tmp_path)
     engine = start_engine("sglang", tmp_path, tp=2)
     try:

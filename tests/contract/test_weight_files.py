@@ -36,7 +36,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_vllm_reads_what_the_index_lists_in_our_format_only(
+def test_vllm_load_format_hf_reads_only_indexed_files(
     directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Its default prefers Mistral's file to the index."""
@@ -46,7 +46,7 @@ def test_vllm_reads_what_the_index_lists_in_our_format_only(
     assert read_by_vllm(directory, "auto") == {"consolidated.safetensors"}
 
 
-def test_vllm_reads_every_file_without_an_index(directory: Path) -> None:
+def test_vllm_without_index_reads_every_file(directory: Path) -> None:
     """So files beside model.safetensors are rejected, consolidated ones included."""
     (directory / "model.safetensors.index.json").unlink()
     (directory / "model-2.safetensors").rename(directory / "model.safetensors")

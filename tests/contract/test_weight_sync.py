@@ -77,7 +77,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize(
     ("bucket_bytes", "num_slots"), [(1 << 20, 2), (100 << 10, 16), (TINY_BUCKET, 2), (40 << 10, 1)]
 )
-def test_three_updates_in_a_row(session: Session, bucket_bytes: int, num_slots: int) -> None:
+def test_update_three_in_a_row_are_exact(session: Session, bucket_bytes: int, num_slots: int) -> None:
     trainer = session.trainer(bucket_bytes, bucket_bytes, num_slots)
     for version in (1, 2, 3):
         trainer.publish(version)
@@ -141,7 +141,7 @@ CORRUPTIONS = [
 
 
 @pytest.mark.parametrize(("corrupt", "models", "names"), CORRUPTIONS, ids=lambda value: getattr(value, "__name__", ""))
-def test_one_wrong_element_in_the_engine_is_found_and_named(
+def test_compare_one_wrong_element_is_named(
     session: Session, corrupt: Any, models: str, names: list[str]
 ) -> None:
     if session.engine.kind != "vllm":
@@ -165,7 +165,7 @@ def places_to_break(trainer: HFTrainer) -> list[int]:
     return [0, 1, *range(4, num_buckets - 1, max(1, num_buckets // 5)), num_buckets - 1, num_buckets]
 
 
-def test_an_update_after_a_broken_one_is_whole(session: Session) -> None:
+def test_update_after_broken_update_is_complete(session: Session) -> None:
     """vLLM goes on with a reload that was not finished, and is silently wrong."""
     trainer = session.trainer(5, TINY_BUCKET, 2)
     with pytest.raises(WeightSyncError, match="attached, not updating"):
@@ -185,12 +185,12 @@ def family_engine(request: pytest.FixtureRequest) -> Iterator[FamilyEngine]:
         engines.engine.shutdown()
 
 
-def test_what_the_table_says_to_run_is_run() -> None:
+def test_families_supported_on_vllm_cpu_are_tested() -> None:
     assert set(FAMILIES) == {name for name, family in REGISTRY.items() if family.description.vllm_cpu == "runs"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_is_loaded_from_our_export_and_then_updated(
+def test_update_family_loaded_from_export_is_exact(
     family_engine: FamilyEngine, family: str, tmp_path: Path
 ) -> None:
     """vLLM's Qwen2 divides hidden_size by the heads, and its CPU attention wants heads of 32. SGLang knows no Qwen3-MoE

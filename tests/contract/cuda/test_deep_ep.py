@@ -25,24 +25,24 @@ def megatrons_uses() -> list[Use]:
     return [use for file in USERS for use in uses(file, "deep_ep", INSTANCES) if use.name not in OTHER_BACKEND]
 
 
-def test_megatrons_use_is_found_in_its_files() -> None:
+def test_uses_megatron_files_call_deep_ep() -> None:
     names = {use.name for use in megatrons_uses() if use.call}
     assert {"deep_ep.Buffer", "deep_ep.Buffer.dispatch", "deep_ep.Buffer.combine", "deep_ep.Buffer.get_dispatch_layout",
             "deep_ep.utils.EventOverlap", "deep_ep.Buffer.set_num_sms"} <= names  # fmt: skip
 
 
-def test_every_name_and_call_is_one_of_deep_ep_1() -> None:
+def test_uses_of_megatron_match_deep_ep_1() -> None:
     assert sources(DEEP_EP_1).problems(megatrons_uses()) == {}
 
 
-def test_deep_ep_2_does_not_serve_megatron_for_one_name_that_has_moved() -> None:
+def test_uses_of_megatron_fail_with_deep_ep_2_for_moved_name() -> None:
     newer = sources(DEEP_EP_2)
     assert {name for name in newer.problems(megatrons_uses()) if not name.startswith(MOVED)} == set()
     assert newer.find(MOVED) is None
     assert newer.find("deep_ep.EventOverlap") is not None
 
 
-def test_the_backend_that_we_choose_is_one_that_megatron_knows() -> None:
+def test_dispatcher_backend_is_known_to_megatron() -> None:
     other = {field.name: Choice("none", "") for field in fields(Implementation)}
     chosen = Implementation(**other | {"dispatcher": Choice("deepep", "")})
     assert chosen.arguments()["moe_token_dispatcher_type"] == "flex"

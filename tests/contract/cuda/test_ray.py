@@ -20,19 +20,19 @@ COMPILED = {"ray._raylet.AuthenticationTokenLoader", "ray._raylet.Config"}
 
 
 @pytest.mark.parametrize("file", USERS, ids=lambda file: str(file.relative_to(OURS)))
-def test_every_name_and_call_of_ours_is_one_of_ray(file: Path) -> None:
+def test_uses_of_ray_match_installed_version(file: Path) -> None:
     problems = RAY.problems(use for use in uses(file, "ray") if not any(use.name.startswith(each) for each in COMPILED))
     assert problems == {}
 
 
-def test_compiled_names_are_there() -> None:
+def test_compiled_names_exist() -> None:
     import ray._raylet as compiled
 
     for name in COMPILED:
         assert hasattr(compiled, name.rpartition(".")[2])
 
 
-def test_options_of_actors_and_methods_are_rays() -> None:
+def test_actor_and_method_options_exist() -> None:
     known = "".join((SITE_PACKAGES / "ray" / name).read_text() for name in ("_common/ray_option_utils.py", "actor.py"))
     given = {"num_cpus", "num_gpus", "scheduling_strategy"}
     for file in USERS:
@@ -43,7 +43,7 @@ def test_options_of_actors_and_methods_are_rays() -> None:
     assert [name for name in sorted(given) if f'"{name}"' not in known] == []
 
 
-def test_variables_that_we_set_are_read_by_ray() -> None:
+def test_environment_variables_are_read_by_ray() -> None:
     text = "".join(file.read_text() for file in sorted((OURS / "runtime").rglob("*.py")))
     ours = set(re.findall(r"\"(RAY_[A-Z_]+)\"", text)) | {
         name for name in process_environment(on_gpus=True) if name.startswith("RAY_")
@@ -57,7 +57,7 @@ def test_variables_that_we_set_are_read_by_ray() -> None:
     assert [n for n in unread if n.removeprefix("RAY_").encode() not in compiled] == []
 
 
-def test_the_devices_of_a_process_are_named_as_we_name_them() -> None:
+def test_visible_devices_variable_equals_ray() -> None:
     """Ranks get theirs from Ray, guests from us, by the same variable."""
     from ray._private.accelerators import NvidiaGPUAcceleratorManager
 

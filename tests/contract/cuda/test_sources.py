@@ -86,7 +86,7 @@ def refused(library: Sources, text: str, **instances: str) -> dict[str, str]:
         "from lib import norm\nnorm(*everything, **more)",
     ],
 )
-def test_what_is_there_is_not_refused(library: Sources, text: str) -> None:
+def test_problems_valid_use_is_empty(library: Sources, text: str) -> None:
     assert refused(library, text) == {}
 
 
@@ -114,22 +114,22 @@ def test_what_is_there_is_not_refused(library: Sources, text: str) -> None:
          "is not there"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_refused_and_says_which(library: Sources, text: str, name: str, why: str) -> None:
+def test_problems_invalid_use_is_explained(library: Sources, text: str, name: str, why: str) -> None:
     assert refused(library, text) == {name: why}
 
 
-def test_an_expression_can_be_said_to_be_an_instance(library: Sources) -> None:
+def test_uses_declared_instance_is_followed(library: Sources) -> None:
     assert refused(library, "print(self._shape.area(1), self._shape.gone)", **{"self._shape": "lib.Base"}) == {
         "lib.Base.gone": "is not there"
     }
 
 
-def test_attributes_of_a_class_are_also_those_of_its_bases_and_of_its_instances(library: Sources) -> None:
+def test_attributes_include_bases_and_instance_attributes(library: Sources) -> None:
     square = library.find("lib.Square")
     assert square is not None
     assert library.attributes(square) == {"__init__", "area", "count", "size"}
 
 
-def test_keys_of_a_dictionary_are_found_wherever_it_gets_them() -> None:
+def test_keys_of_finds_literals_updates_and_items() -> None:
     text = "def f():\n a: dict = {'x': 1}\n a |= {'y': 2}\n a['z'] = 3\n a.update({'w': 4})\n b = {'v': 5}"
     assert set(keys_of(ast.parse(text), "a")) == {"x", "y", "z", "w"}
