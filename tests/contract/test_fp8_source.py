@@ -1,4 +1,4 @@
-"""A run that starts from an FP8 release: the trainer dequantises, so the engine must not expect FP8."""
+"""Engines of FP8 releases: the trainer dequantizes the weights, so the engine must not expect FP8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every Engine must do, against transformers on the same weights."""
+"""Contract of every Engine, compared with transformers on the same weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiny_models import VOCABULARY, tiny_model
 
 EOS = 1
 PASS_TOKENS = 32
-"""Of one pass of the engine: prompts that come together are computed in pieces."""
+"""Maximum tokens of one pass: prompts that are submitted together are computed in pieces."""
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,12 @@ def engine(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.
     engine.shutdown()
 
 
-def of_vllm(engine: RemoteEngine, *, rank: bool = False) -> None:
-    """For what looks inside, perhaps into a rank, which is in the engine's process where it is the only one."""
+def require_vllm(engine: RemoteEngine, *, rank: bool = False) -> None:
+    """Skip tests of vLLM's internals on other engines. `rank`: also if ranks run outside the engine's process."""
     if engine.kind != "vllm":
-        pytest.skip("looks into vLLM")
+        pytest.skip("tests internals of vLLM")
     if rank and num_ranks(engine) > 1:
-        pytest.skip("looks into a rank that is in another process")
+        pytest.skip("tests internals of a rank in another process")
 
 
 def num_ranks(engine: RemoteEngine) -> int:
@@ -65,7 +65,7 @@ def make_requests(
 
 
 def reference_logp(model: Any, request: GenerationRequest, done: Completion, temperature: float) -> torch.Tensor:
-    """Log-probabilities [T, V] of transformers at each response token."""
+    """Compute log-probabilities of each response token with transformers. Shapes: [T, V]."""
     ids = np.concatenate([request.token_ids, done.token_ids]).astype(np.int64)
     with torch.no_grad():
         logits = model(torch.from_numpy(ids)[None]).logits[0, len(request.token_ids) - 1 : -1]
@@ -79,7 +79,7 @@ def test_generate_greedy_equals_argmax_of_transformers(engine: RemoteEngine, mod
         completion = done[request.request_id]
         logp = reference_logp(model, request, completion, 1.0)
         assert completion.token_ids.tolist() == logp.argmax(-1).tolist()
-        # float32 on both sides, other order of sums
+        # float32 on both sides, with another order of sums
         np.testing.assert_allclose(completion.logp, logp.max(-1).values, atol=1e-4)
 
 
@@ -95,7 +95,7 @@ def test_generate_logp_equals_tempered_transformers_logp(engine: RemoteEngine, m
 
 
 def test_generate_mixed_temperatures_use_own_temperature(engine: RemoteEngine, model: Any) -> None:
-    """Also beside greedy and truncated ones."""
+    """The batch also contains greedy and truncated requests."""
     mixed = [
         *(SamplingOptions(16, temperature=temperature) for temperature in (0.3, 1.0, 2.0, 0.01)),
         *(SamplingOptions(16, temperature=0.0), SamplingOptions(16, temperature=1.3, top_k=4)),
@@ -111,14 +111,12 @@ def test_generate_mixed_temperatures_use_own_temperature(engine: RemoteEngine, m
         if sampling.top_k == -1:
             logp = reference_logp(model, request, completion, sampling.temperature or 1.0)
             chosen = logp.gather(1, torch.from_numpy(completion.token_ids.astype(np.int64))[:, None])[:, 0]
-            # Logits in float32 with another order of sums, divided by the temperature.
+            # The rounding errors of float32 logits are divided by the temperature too.
             np.testing.assert_allclose(completion.logp, chosen, atol=1e-4 / min(1, sampling.temperature or 1))
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}])
-def test_generate_truncation_renormalises_logp(
-    engine: RemoteEngine, model: Any, truncation: dict[str, Any]
-) -> None:
+def test_generate_truncation_renormalises_logp(engine: RemoteEngine, model: Any, truncation: dict[str, Any]) -> None:
     requests = make_requests(SamplingOptions(8, **truncation))
     done = engine.generate(requests)
     for request in requests:
@@ -145,7 +143,7 @@ def test_generate_same_seeds_repeat_tokens_and_logp(engine: RemoteEngine) -> Non
 
 
 def test_generate_tokens_do_not_depend_on_other_requests(engine: RemoteEngine) -> None:
-    """Together the prompts are more than a pass holds: of those that are cut, no draw may be lost."""
+    """The prompts exceed a pass and are cut, which must not consume random numbers."""
     requests = make_requests(SamplingOptions(16))
     assert sum(len(request.token_ids) for request in requests) > 2 * PASS_TOKENS
     together = engine.generate(requests)
@@ -161,8 +159,11 @@ def test_generate_more_requests_than_slots_all_finish(engine: RemoteEngine) -> N
 
 
 def check_routing(model: Any, requests: list[GenerationRequest], done: dict[str, Completion]) -> int:
-    """That every token has the experts of transformers' routers; returns how many choices were compared. Those that
-    float32 may decide either way are left out, with the token's later layers, whose input is another then."""
+    """Compare the experts of every token with transformers' routers. Returns the number of compared choices.
+
+    Near ties that float32 may decide either way are excluded, and so are the token's later layers, whose input would
+    differ.
+    """
     logits: list[torch.Tensor] = []
     gates = [layer.mlp.gate for layer in model.model.layers]
     handles = [gate.register_forward_hook(lambda _, __, out: logits.append(out[0])) for gate in gates]
@@ -188,7 +189,7 @@ def check_routing(model: Any, requests: list[GenerationRequest], done: dict[str,
 
 
 def test_generate_routed_experts_equal_transformers(engine: RemoteEngine, model: Any) -> None:
-    """Prompts of other lengths, in pieces, beside responses of other lengths."""
+    """Prompts in pieces and responses of different lengths."""
     requests = make_requests(SamplingOptions(16), num_prompts=8) + make_requests(SamplingOptions(5), 3)[:1]
     requests[-1] = replace(requests[-1], request_id="short")
     done = engine.generate(requests)
@@ -197,8 +198,10 @@ def test_generate_routed_experts_equal_transformers(engine: RemoteEngine, model:
 
 
 def _generate_with_shared_prefixes(engine: Any, requests: list[GenerationRequest]) -> tuple[list[Completion], int]:
-    """Lets prompts be longer than configured, and computes all running requests anew when the first has ended; returns
-    also how many tokens the engine computed."""
+    """Generate with prompts that share a prefix, and reset the prefix cache when the first request finishes.
+
+    Returns the completions and the number of tokens that the engine computed.
+    """
     config, write, rows = engine._config, RoutingCache.write, []
 
     def counted(cache: RoutingCache, layer: int, slots: torch.Tensor, experts: torch.Tensor) -> None:
@@ -221,12 +224,10 @@ def _generate_with_shared_prefixes(engine: Any, requests: list[GenerationRequest
     return done, sum(rows)
 
 
-def test_generate_shared_prefix_and_recompute_keep_experts(
-    engine: RemoteEngine, model: Any
-) -> None:
-    of_vllm(engine)
+def test_generate_shared_prefix_and_recompute_keep_experts(engine: RemoteEngine, model: Any) -> None:
+    require_vllm(engine)
     rng = np.random.default_rng(6)
-    common = rng.integers(2, VOCABULARY, size=34).astype(np.int32)  # more than a block of the cache
+    common = rng.integers(2, VOCABULARY, size=34).astype(np.int32)  # longer than a block of the cache
     prompts = [np.concatenate([common, rng.integers(2, VOCABULARY, size=n).astype(np.int32)]) for n in (1, 4, 9, 2)]
     requests = [
         GenerationRequest(str(i), prompt, i, SamplingOptions(length))
@@ -236,7 +237,9 @@ def test_generate_shared_prefix_and_recompute_keep_experts(
     done = {completion.request_id: completion for completion in completions}
     lengths = [len(r.token_ids) + len(done[r.request_id].token_ids) - 1 for r in requests]
     assert check_routing(model, requests, done) > 0.95 * sum(lengths) * model.config.num_hidden_layers
-    if not torch.cuda.is_available() and num_ranks(engine) == 1:  # three found a block of 32; some tokens came twice
+    if (
+        not torch.cuda.is_available() and num_ranks(engine) == 1
+    ):  # three requests hit a block of 32; some tokens were computed twice
         assert sum(lengths) - 3 * 32 < computed < sum(lengths)
 
 
@@ -246,7 +249,7 @@ def _batch_limits(engine: Any) -> tuple[int, bool, int]:
 
 
 def test_engine_max_batched_tokens_limits_batch(engine: RemoteEngine) -> None:
-    of_vllm(engine)
+    require_vllm(engine)
     assert engine.call(_batch_limits) == (PASS_TOKENS, True, 32)
 
 
@@ -325,7 +328,7 @@ def _sleep(engine: Any, keep_weights: bool) -> int:
 def test_sleep_wake_up_generates_same_tokens(engine: RemoteEngine) -> None:
     requests = make_requests(SamplingOptions(8))
     before = engine.generate(requests)
-    assert engine.call(_sleep, True) > 0.9 * 0.03 * 2**30  # the cache of start_engine, less a block that does not fit
+    assert engine.call(_sleep, True) > 0.9 * 0.03 * 2**30  # start_engine's cache, minus a partial block
     assert engine.call(_sleep, True) == 0
     for part in ("weights", "kv_cache"):
         with pytest.raises(RuntimeError, match=part):
@@ -338,7 +341,7 @@ def test_sleep_wake_up_generates_same_tokens(engine: RemoteEngine) -> None:
 
 
 def test_sleep_after_waking_weights_only_generates_same_tokens(engine: RemoteEngine) -> None:
-    """As a checkpoint after a sync has it, with no generation between the two."""
+    """This happens at a checkpoint after a weight sync, without generation in between."""
     requests = make_requests(SamplingOptions(8))
     before = engine.generate(requests)
     engine.call(_sleep, True)
@@ -353,12 +356,12 @@ def test_sleep_after_waking_weights_only_generates_same_tokens(engine: RemoteEng
 
 
 def _norms(engine: Any, build: Any) -> dict[str, Any]:
-    """Results of vLLM's norm operations as this engine dispatches them, and as eager torch computes them."""
+    """Run vLLM's norm operations as this engine dispatches them, and in eager torch."""
     import torch
     from vllm import ir
 
     heads, row, residual, weight = (torch.from_numpy(x) for x in build)
-    view = heads[:, 1:3]  # as queries lie in a fused projection
+    view = heads[:, 1:3]  # strided like queries in a fused projection
     found = {"provider": [op.get_priority()[0] for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)]}
     for name, op, inputs in (
         ("norm", ir.ops.rms_norm, (view, weight, 1e-6)),
@@ -370,11 +373,11 @@ def _norms(engine: Any, build: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA vLLM chooses its own")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM uses its own kernels")
 def test_vllm_norms_use_compiled_kernels_on_strided_rows(engine: RemoteEngine) -> None:
-    of_vllm(engine, rank=True)
+    require_vllm(engine, rank=True)
     rng = np.random.default_rng(0)
-    for width in (16, 12):  # the kernels refuse rows of 12
+    for width in (16, 12):  # the kernels reject rows of 12
         shapes = ((5, 4, width), (5, width), (5, width), (width,))
         found = engine.call(_norms, [rng.standard_normal(shape).astype(np.float32) for shape in shapes])
         assert found["provider"] == ["mcore_rl_cpu"] * 2

