@@ -161,9 +161,7 @@ def test_generate_more_requests_than_slots_all_finish(engine: RemoteEngine) -> N
 def check_routing(model: Any, requests: list[GenerationRequest], done: dict[str, Completion]) -> int:
     """Compare the experts of every token with transformers' routers. Returns the number of compared choices.
 
-    Near ties that float32 may decide either way are excluded, and so are the token's later layers, whose input would
-    differ.
-    """
+    Near ties in float32 are excluded, and so are the token's later layers, whose input would differ."""
     logits: list[torch.Tensor] = []
     gates = [layer.mlp.gate for layer in model.model.layers]
     handles = [gate.register_forward_hook(lambda _, __, out: logits.append(out[0])) for gate in gates]
@@ -198,10 +196,7 @@ def test_generate_routed_experts_equal_transformers(engine: RemoteEngine, model:
 
 
 def _generate_with_shared_prefixes(engine: Any, requests: list[GenerationRequest]) -> tuple[list[Completion], int]:
-    """Generate with prompts that share a prefix, and reset the prefix cache when the first request finishes.
-
-    Returns the completions and the number of tokens that the engine computed.
-    """
+    """Reset the prefix cache when the first request finishes. Returns completions and number of computed tokens."""
     config, write, rows = engine._config, RoutingCache.write, []
 
     def counted(cache: RoutingCache, layer: int, slots: torch.Tensor, experts: torch.Tensor) -> None:
