@@ -47,7 +47,6 @@ def test_buffers_host_without_trainers_uses_network() -> None:
     ("transport", "kind", "writers"),
     [
         ("network", "network", ()),
-        ("vllm_rdt", "network", ()),
         ("shared_memory", "shared_memory", (0, 1)),
         ("cuda_ipc", "cuda_ipc", (0,)),
     ],
@@ -75,11 +74,6 @@ def test_buffers_required_transport_unavailable_names_key(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         buffers(trainers, engines, transport=transport)
-
-
-def test_gpu_members_vllm_rdt_is_empty() -> None:
-    assert Topology(at("A0 A1"), at("B0 B1"), 1, "vllm_rdt").gpu_members == ()
-    assert Topology(at("A0 A1"), at("B0 B1"), 1, "network").gpu_members == (0, 1, 2, 3)
 
 
 def test_locations_number_hosts_and_gpus() -> None:
