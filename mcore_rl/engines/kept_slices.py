@@ -110,6 +110,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # Only copies from stand-ins are intercepted; loaders also view, narrow and initialise tensors.
         if func is not _COPY or not args[1].is_meta:
             return func(*args, **(kwargs or {}))
         target, view = args[:2]
@@ -117,6 +118,7 @@ class _Recorder(TorchDispatchMode):
             return target  # this rank's share of the vocabulary is padding only
         name, whole = self._sources.get(storage_key(view), ("", None))
         module, parameter = self._places.get(storage_key(target), ("", ""))
+        # Not a view of a stand-in, or not into a parameter: the loader has computed the values.
         kept = None if whole is None or not parameter else _kept(whole, view, target)
         if kept is None:
             self.computed.append(f"{module}.{parameter}" if parameter else name or "a tensor of its own")
@@ -132,11 +134,13 @@ def _kept(whole: torch.Tensor, view: torch.Tensor, target: torch.Tensor) -> tupl
     """
     start = _indices(whole, view.storage_offset())
     last = view.storage_offset() + sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True))
+    # First and last element span the box; a view with gaps or repeats has another number of elements.
     size = tuple(end - first + 1 for first, end in zip(start, _indices(whole, last), strict=True))
     if prod(size) != view.numel() or target.shape != view.shape:
         return None
     strides = []
     for length, stride in zip(size, whole.stride(), strict=True):
+        # The dim of the view that walks along this dim of the whole tensor has the same stride and length.
         along = [dim for dim, s in enumerate(view.stride()) if s == stride and view.shape[dim] == length]
         if length > 1 and not along:
             return None

@@ -40,6 +40,7 @@ def sample_tokens(probabilities: torch.Tensor, keys: torch.Tensor) -> torch.Tens
     keys: result of noise_keys, on the same device.
     Shapes: probabilities float [rows, V], keys int64 [rows] -> int64 [rows].
     """
+    # On CPU in chunks of rows: the noise of all rows would not fit in the cache.
     rows, columns = probabilities.shape
     num_rows = max(1, _CHUNK_ELEMENTS // columns if probabilities.device.type == "cpu" else rows)
     if rows <= num_rows:

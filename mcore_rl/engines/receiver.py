@@ -55,6 +55,7 @@ class RanksReceiver:
         try:
             self._reset_prefix_cache(recompute=recompute)
         except BaseException:
+            # The cache may contain entries of earlier weights, so only another complete update makes it usable.
             self.version, self._complete = earlier, False
             raise
 

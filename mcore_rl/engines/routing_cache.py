@@ -46,6 +46,7 @@ class RoutingCache:
         """
         first = torch.tensor(blocks, dtype=torch.int64)[:, None] * self.block_size
         slots = (first + torch.arange(self.block_size)).flatten()[:num_tokens]
+        # The cache is int16, with -1 for unwritten slots. The result is uint8 if the expert numbers fit.
         experts = self._experts[slots].numpy()
         if len(experts) != num_tokens or (experts < 0).any():
             routed = int((experts >= 0).all(axis=(1, 2)).sum())

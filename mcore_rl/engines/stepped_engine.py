@@ -122,6 +122,7 @@ class SteppedEngine(ABC):
         added = {
             f"{next(self._submissions):012d}~{request.request_id}": self._activate(request) for request in requests
         }
+        # Register before `_add`, so that `abort` removes all of them if `_add` fails halfway.
         self._running |= added
         self._engine_ids |= {active.request.request_id: engine_id for engine_id, active in added.items()}
         try:
@@ -139,6 +140,7 @@ class SteppedEngine(ABC):
         for whole in self._run_step():
             active = self._running[whole.engine_id]
             output = _until_stop(whole, active.stops)
+            # The engine does not know about stop strings and must be told to end the request.
             if output.finish_reason is not None and whole.finish_reason is None:
                 stopped.append(output.engine_id)
             active.token_ids += output.token_ids
@@ -147,6 +149,7 @@ class SteppedEngine(ABC):
             deltas.append(Delta(active.request.request_id, output.token_ids, output.logp, version))
             if output.finish_reason is not None:
                 reasons[output.engine_id] = output.finish_reason
+        # Read the experts before cancelling: cancelled requests lose their KV cache blocks.
         routing = self._routing_of(reasons) if self._captures_routing and reasons else {}
         if stopped:
             self._cancel(stopped)

@@ -32,6 +32,7 @@ class StopScanner:
         self._stops, self._decode = stops, decode
         self._longest = max(map(len, stops))
         self._begin()
+        # Scan only the end of the given tokens, and more of them if they have too few characters for the tail.
         count = self._longest + _UNSETTLED_TOKENS
         while token_ids:
             self._begin()
@@ -44,6 +45,7 @@ class StopScanner:
     def add(self, token_id: int) -> bool:
         """Read the next token. Returns whether it completes a stop string."""
         self._window.append(token_id)
+        # The text after the context may still change while it ends in an incomplete character.
         new = self._decode(self._window)[len(self._context) :]
         text = self._tail + new.rstrip(INCOMPLETE)
         found = first_stop(text, self._stops, searched=len(self._tail)) is not None

@@ -56,6 +56,7 @@ class Connection:
         link = Link.connect(
             self.rendezvous, member, len(processes), address, timeout_seconds=seconds, name=topology.name
         )
+        # All GPU members create the NCCL group after the gloo group: both are collective, in this order.
         members = topology.gpu_members
         if member not in members:
             return Channels(link)
@@ -118,6 +119,7 @@ def connect_engine_rank(connection: Connection, engine_rank: int) -> SliceReceiv
     plan = connection.plan
     number = plan.topology.buffer_of(engine_rank)
     incoming, num_rounds = plan.incoming([number])[number], plan.num_rounds
+    # Map the buffer before connecting: its name is removed once all processes have connected.
     memory = connection.segment(number).memory if number in connection.segments else None
     channels = connection.channels(plan.topology.member(engine_rank))
     link = channels.link

@@ -45,6 +45,7 @@ class WeightSender:
         self._places: dict[int, list[tuple[Slice, torch.Tensor]]] = {}
         """Views of the outgoing memory by round. They stay the same for all updates."""
         self._num_rounds = plan.num_rounds
+        # Sorted by buffer: NCCL matches messages by their order, and the relays post receives in the same order.
         self._outgoing = {sync_round: sorted(messages, key=lambda each: each.receiver)
                           for sync_round, messages in plan.outgoing(rank).items()}  # fmt: skip
         targets = {message.receiver for messages in self._outgoing.values() for message in messages}
@@ -92,6 +93,7 @@ class WeightSender:
             with span("send bucket"):
                 for message in self._send(sync_round, tensors):
                     sent[message.receiver] += message.num_bytes
+            # One launch for the sends and the relay's receives of the round: NCCL must group them (transports/nccl.py).
             for channel in self._channels.all:
                 channel.launch()
             for relay in self._relays:

@@ -88,6 +88,7 @@ class SyncPlan:
         for message in received_by(buffers, *self._arguments()):
             incoming = found[message.receiver]
             placed = incoming.rounds.setdefault(self._round_of(message), [])
+            # The messages of a round follow each other in the slot, in the order of `received_by`.
             offset = placed[-1].offset + placed[-1].message.num_bytes if placed else 0
             placed.append(PlacedMessage(message, offset))
             incoming.slot_bytes = max(incoming.slot_bytes, offset + message.num_bytes)
@@ -105,6 +106,7 @@ class SyncPlan:
 
     def peers_of_reader(self, buffer: int, incoming: IncomingMessages) -> set[int]:
         """Return the trainer ranks that a reader of the staging buffer exchanges messages with."""
+        # Writers notify the readers directly, and without an owner every sender does. Otherwise the owner relays.
         writers, owner = self.topology.buffers[buffer].writers, self.topology.buffers[buffer].owner
         senders = {placed.message.sender for placed in chain.from_iterable(incoming.rounds.values())}
         return {rank if owner is None or rank in writers else owner for rank in senders}
@@ -119,12 +121,14 @@ class SyncPlan:
         peers = set()
         for number in {message.receiver for message in chain.from_iterable(outgoing.values())}:
             buffer = self.topology.buffers[number]
+            # As a sender: exchange messages with the readers, or with the owner that relays.
             if buffer.owner is None or rank in buffer.writers:
                 peers |= {self.topology.member(reader) for reader in buffer.readers}
             else:
                 peers.add(buffer.owner)
         for number, of_buffer in incoming.items():
             buffer = self.topology.buffers[number]
+            # As the owner: exchange messages with the senders that it relays for, and with the readers.
             if buffer.owner == rank:
                 senders = {placed.message.sender for placed in chain.from_iterable(of_buffer.rounds.values())}
                 relayed = senders - set(buffer.writers)

@@ -65,6 +65,7 @@ def compare(
             found.unknown.add(name)
         elif not _equal(tensor, boxes[name], by_name[name]):
             found.differing.add(name)
+    # Expected, but not read back from the engine.
     found.missing = by_name.keys() - seen
     return found
 

@@ -80,11 +80,14 @@ class SteppedScheduler:
             for path in SHARED_MEMORY.glob(f"sglang_loads_{instance}_*"):  # SGLang never removes it
                 path.unlink(missing_ok=True)
         check_scheduler(self._scheduler)
+        # Collect outputs in memory instead of sending them to SGLang's detokenizer and tokenizer processes.
         self._outputs = _OutputCollector()
         self._scheduler.output_streamer.send_to_detokenizer = self._outputs
         self._scheduler.ipc_channels.send_to_tokenizer.send_output = self._outputs.send_output
+        # On CPU there is no stream to synchronize, and no overlapping batch that the barrier would protect.
         self._scheduler.schedule_stream.synchronize = lambda: None
         self._scheduler._war_barrier_enabled = False
+        # SGLang's event loop, which is not used here, would call this before its first step.
         self._scheduler.metrics_reporter.start_scheduler_time_accounting()
         self._routing = Routing(self._scheduler) if settings.captures_routing else None
         install(self._scheduler.tp_worker.model_runner)
@@ -134,6 +137,7 @@ class SteppedScheduler:
         """Free the memory of the KV cache but keep its tensors. Returns the freed bytes."""
         storages = self._kv_storages()
         self._kv_bytes = [storage.nbytes() for storage in storages]
+        # The tensors stay because SGLang holds references to them; only their storage shrinks.
         for storage in storages:
             storage.resize_(0)
         return sum(self._kv_bytes)

@@ -65,6 +65,7 @@ class VllmEngine(SteppedEngine):
         self._engine = _start(engine_arguments(rollout_config, hosts) | arguments, rollout_config, names)
         self._core = self._engine.engine_core
         self._ranks = EngineRanks(self._engine, name, timeout_seconds, hosts.names[1:])
+        # All ranks have mapped the message queues now.
         self._ranks.call("unlink_queues")
         unlink_queues()
         self.receiver = RanksReceiver(self._ranks, self._reset_prefix_cache)
@@ -152,6 +153,7 @@ class VllmEngine(SteppedEngine):
             request = entry.request
             sampling_params = copy(_sampling_params(request.sampling, self._eos_token_ids))
             sampling_params.max_tokens -= len(entry.token_ids)
+            # A seed makes vLLM create a generator, which greedy requests do not need.
             if request.sampling.temperature > 0:
                 sampling_params.seed = request.seed
             self._core.add_request(

@@ -177,6 +177,7 @@ def _weight(module: Any) -> torch.Tensor:
     products = []
     for start in range(0, columns, _PROBE_ROWS):
         count = min(_PROBE_ROWS, columns - start)
+        # Rows of the identity: their product with the packed weight is a block of its columns, exactly.
         unit = torch.zeros(count, columns, dtype=dtype)
         unit[torch.arange(count), start + torch.arange(count)] = 1
         products.append(module.quant_method.apply(module, unit))

@@ -106,6 +106,7 @@ class SliceLoader:
         layer = self._modules[each.module]
         info = get_layerwise_info(layer)
         parameter = getattr(layer, each.parameter)
+        # Parameters are on meta until the first slice of their module arrives, which bounds the memory of an update.
         if parameter.is_meta:
             materialize_layer(layer, info)
             parameter = getattr(layer, each.parameter)
@@ -114,6 +115,7 @@ class SliceLoader:
         parameter.data.as_strided(source.shape, each.strides, offset).copy_(source)
         self._missing[each] -= numel
         self._module_missing[each.module] -= numel
+        # The module is complete: vLLM converts it and copies it into the memory of its kernels.
         if not self._module_missing[each.module]:
             _layerwise_process(layer, info)
 

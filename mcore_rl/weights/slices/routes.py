@@ -92,6 +92,7 @@ class SliceRouter:
         self._shard_map = shard_map
         self._locations = locations
         self._num_engines = len(locations.engine_hosts) // shard_map.layout.num_ranks
+        # Caches by range of holders. `_sent` is state: bytes that each holder has sent to other hosts so far.
         self._near: dict[range, IntArray] = {}
         self._sent: dict[range, IntArray] = {}
         self._receivers: dict[tuple[Consumers, bytes], tuple[IntArray, IntArray]] = {}
@@ -130,6 +131,7 @@ class SliceRouter:
         senders = self._near[holders][receivers]
         far = np.flatnonzero(senders < 0)
         if len(far):
+            # No holder on these receivers' hosts.
             sent = self._sent[holders]
             # Assign receivers round-robin, beginning with the holder that has sent the fewest bytes.
             order = np.argsort(sent, kind="stable")[np.arange(len(far)) % len(holders)]

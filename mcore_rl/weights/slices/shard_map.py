@@ -82,6 +82,11 @@ class ShardMap:
 
     def consumers(self, bound: BoundRow) -> Consumers:
         """Return the consumers of a row; the same object for all rows with the same distribution."""
+        # Distribution of the row over the ranks of a pipeline stage:
+        #   whole    every rank keeps the complete tensors
+        #   divided  slices over tp, the same for every dp
+        #   experts  slices of every expert over all ranks of the stage
+        #   owned    complete experts (expert_parallel): only the owner keeps this one
         owner = -1
         how = "whole" if bound.row.axis == "none" else "divided"
         if bound.expert is not None:
@@ -129,6 +134,7 @@ class ShardMap:
             for portion in (Portion(number, num_pieces) for number in range(num_pieces)):
                 sizes = piece_bytes(bound.row, portion, consumers.num_shards, bound.dtype.itemsize)
                 taken = sizes[consumers.shards]
+                # One full rank closes the bucket for all, so that all ranks have the same buckets.
                 if int((used[consumers.ranks] + taken).max()) > bucket_bytes:
                     bucket, used = bucket + 1, np.zeros_like(used)
                 used[consumers.ranks] += taken
@@ -148,6 +154,7 @@ class ShardMap:
         return [self.rows[index] for index in order]
 
     def _layer_of_stage(self, bound: BoundRow) -> int:
+        # The embedding comes before all layers, the final norm and the head after them.
         if bound.layer is None:
             return -1 if bound.row.place == "embedding" else len(self._stage_of_layer)
         return bound.layer - self._stage_of_layer.index(self._stage_of_layer[bound.layer])
@@ -165,6 +172,7 @@ class ShardMap:
             return (self._stage_of_layer[bound.layer],)
         if bound.mcore == FINAL_NORM or bound.row.place == "head":
             return (last,)
+        # With a tied head the last stage needs the embedding's table too.
         return (0, last) if self._tied and last else (0,)
 
     def _assign(self, stages: tuple[int, ...], how: str, owner: int) -> Consumers:
@@ -186,6 +194,7 @@ class ShardMap:
         for row in rows:
             experts = row.num_experts > 0
             if experts and self.layout.expert_parallel:
+                # Complete experts are never cut, but every rank must get at least one.
                 if row.num_experts < self.layout.expert_ranks:
                     problems.add(
                         f"{row.num_experts} experts are fewer than the engine's {self.layout.expert_ranks} ranks"
@@ -274,6 +283,7 @@ def _num_pieces(row: Row, num_shards: int, element_bytes: int, bucket_bytes: int
         )
         for shard in range(num_shards)
     }
+    # A lower bound: cutting rounds each run of a shard up to whole indices, which may need further pieces.
     num_pieces = max(-(-sum(length * size for length, size in run) // bucket_bytes) for run in runs)
     longest = max(length for run in runs for length, _ in run)
     while any(sum(-(-length // num_pieces) * size for length, size in run) > bucket_bytes for run in runs):

@@ -27,6 +27,7 @@ class DeviceSegment:
     @classmethod
     def create(cls, num_bytes: int) -> DeviceSegment:
         """Allocate memory on this process's GPU. It lives as long as the object."""
+        # An empty tensor has no storage and therefore no handle.
         memory = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device="cuda")
         _, arguments = reduce_tensor(memory)
         return cls(pickle.dumps((device_uuid(), arguments)).hex(), memory)

@@ -70,6 +70,7 @@ class MappedSender:
     def __init__(self, link: Link, mapped: MappedBuffer, rank: int) -> None:
         self._link = link
         self._mapped = mapped
+        # A trainer rank has at most one message per buffer and round.
         self._placed = {
             sync_round: each
             for sync_round in mapped.incoming.rounds
@@ -138,6 +139,7 @@ class Relay:
             if pending.memory is not target:
                 target.copy_(pending.memory)
         if transfers:
+            # Readers are notified through gloo, which does not wait for copies on the GPU.
             self._mapped.synchronize()
             num_bytes = sum(target.numel() for _, target in transfers)
             for reader, tag in self._mapped.tags(self._mapped.readers, MessageKind.RELAYED, sync_round):

@@ -43,6 +43,7 @@ class NetworkSender:
                 used += message.num_bytes
             self._slot_bytes = max(self._slot_bytes, used)
 
+    # Allocated on first use: many trainer ranks have no messages for this channel.
     @cached_property
     def _staging(self) -> torch.Tensor:
         return torch.zeros(self._slot_bytes * self._num_slots, dtype=torch.uint8, device=self._channel.device)
@@ -112,7 +113,7 @@ class NetworkReceiver:
 
     def _post(self, sync_round: int) -> None:
         if sync_round >= self._num_rounds:
-            return
+            return  # `release` also runs for the last rounds, whose slots are not used again in this update
         tag, slot = MessageTag(MessageKind.WEIGHTS, self._buffer, sync_round), self._slots[sync_round % self._num_slots]
         self._pending[sync_round] = [
             self._channel.receive(slot[placed.offset :][: placed.message.num_bytes], placed.message.sender, tag)

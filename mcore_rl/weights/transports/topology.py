@@ -100,6 +100,7 @@ class Topology:
         NCCL is used only if every trainer rank and every receiving engine rank has a GPU of its own: it does not
         support two ranks on one GPU.
         """
+        # Buffers that some trainer rank does not map: only these receive messages.
         sent_to = [number for number, each in enumerate(self.buffers) if len(each.writers) < len(self.trainers)]
         receivers = [self.engines[self.buffers[n].readers[0]] for n in sent_to if self.buffers[n].owner is None]
         devices = [endpoint.device for endpoint in (*self.trainers, *receivers)]
@@ -120,6 +121,7 @@ class Topology:
         hosts: dict[tuple[str, int], int] = {}
         devices: dict[str, int] = {"": -1}
         for endpoint in (*self.trainers, *self.engines):
+            # Numbers in the order of first occurrence, so that all processes compute the same.
             hosts.setdefault(endpoint.host.memory, len(hosts))
             devices.setdefault(endpoint.device, len(devices))
         of_buffers = [self.engines[buffer.readers[0]] for buffer in self.buffers]
