@@ -65,8 +65,8 @@ def record(
         model.load_weights(iter(stand_ins))
     if recorder.computed:
         raise WeightSyncError(
-            f"{engine}'s loaders compute {', '.join(recorder.computed[:8])} from several tensors, so slices cannot be "
-            "sent"
+            f"{engine}'s loaders compute {', '.join(recorder.computed[:8])} instead of copying it, so slices of it "
+            "cannot be sent"
         )
     return recorder.kept
 
@@ -121,7 +121,7 @@ class _Recorder(TorchDispatchMode):
         # Not a view of a stand-in, or not into a parameter: the loader has computed the values.
         kept = None if whole is None or not parameter else _kept(whole, view, target)
         if kept is None:
-            self.computed.append(f"{module}.{parameter}" if parameter else name or "a tensor of its own")
+            self.computed.append(f"{module}.{parameter}" if parameter else name or "a temporary tensor")
         else:
             self.kept.append(KeptSlice(name, kept[0], kept[1], module, parameter, target.storage_offset(), kept[2]))
         return target

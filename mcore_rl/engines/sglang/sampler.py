@@ -28,9 +28,9 @@ class SeededSampler(Sampler):
             kept = _truncated(probs, sampling_info)
             probs.copy_(torch.where(greedy[:, None], probs, kept / kept.sum(-1, keepdim=True)))
         # SGLang's position is the last token that was read; noise_keys needs the position of the token to sample.
-        at = noise_keys(sampling_info.sampling_seed.tolist(), (positions.cpu().numpy() + 1).astype(np.int64))
-        drawn = sample_tokens(probs, at.to(probs.device, non_blocking=True))
-        return torch.where(greedy, probs.argmax(-1), drawn).to(torch.int32), None
+        keys = noise_keys(sampling_info.sampling_seed.tolist(), (positions.cpu().numpy() + 1).astype(np.int64))
+        sampled = sample_tokens(probs, keys.to(probs.device, non_blocking=True))
+        return torch.where(greedy, probs.argmax(-1), sampled).to(torch.int32), None
 
 
 def _truncated(probs: torch.Tensor, info: Any) -> torch.Tensor:

@@ -49,12 +49,12 @@ class RankWeights:
         self._receiver = connect_engine_rank(connection, first_rank + self._rank)
         shard_map = ShardMap(plan.rows, self._layout)
         self._boxes = shard_map.boxes(self._rank)
-        brought = [
+        specs = [
             TensorSpec(name, bound.dtype, shape)
             for bound in shard_map.rows
             for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
         ]
-        kept = self._record(brought)
+        kept = self._record(specs)
         require_planned({each.name: (each.start, each.size) for each in kept}, self._boxes, self._rank)
         self._kept = {}
         for each in kept:
@@ -85,13 +85,13 @@ class RankWeights:
         return compare(self._receiver.digests(), held_tensors(self._model, self._boxes), self._boxes)
 
     @torch.no_grad()
-    def _record(self, brought: list[TensorSpec]) -> list[KeptSlice]:
+    def _record(self, specs: list[TensorSpec]) -> list[KeptSlice]:
         places: dict[int, tuple[str, str]] = {}
         for name, module in self._model.named_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     places.setdefault(storage_key(parameter), (name, key))
-        kept = record(self._model, places, brought, "SGLang")
+        kept = record(self._model, places, specs, "SGLang")
         without = {".".join(place).lstrip(".") for place in places.values()}
         without -= {f"{each.module}.{each.parameter}" for each in kept}
         without -= {f"{name}.weight" for name in vocabulary_padding(self._model)}
@@ -108,10 +108,10 @@ class RankWeights:
         for (module, name), parts in by_parameter.items():
             parameter = getattr(self._model.get_submodule(module), name).data
             if sum(part.numel for part in parts) < parameter.numel():
-                brought = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
+                covered = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
                 for part in parts:
-                    brought.as_strided(part.size, part.strides, part.offset).fill_(True)
-                parameter.masked_fill_(~brought, 0)
+                    covered.as_strided(part.size, part.strides, part.offset).fill_(True)
+                parameter.masked_fill_(~covered, 0)
 
     def _put(self, name: str, start: Indices, box: torch.Tensor) -> None:
         for each, offset, source in parts_of(self._kept.get(name, ()), start, box):

@@ -234,14 +234,14 @@ def _packing_order(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torc
 
     Shapes: int64 [rows * columns].
     """
-    words = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    integer = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     numbers = torch.arange(shape[0] * shape[1])
     shift = 8 * dtype.itemsize - 2  # the two highest bits stay 0, so that no pattern is a NaN
     order = torch.zeros_like(numbers)
     for digit in range(-(-int(numbers[-1]).bit_length() // shift)):
-        pattern = ((numbers >> (digit * shift)) & ((1 << shift) - 1)).to(words)
+        pattern = ((numbers >> (digit * shift)) & ((1 << shift) - 1)).to(integer)
         packed = cpu_prepack_moe_weight(pattern.view(dtype).view(1, *shape), isa)
-        order += packed.view(words).reshape(-1).long() << (digit * shift)
+        order += packed.view(integer).reshape(-1).long() << (digit * shift)
     if not torch.equal(order.sort().values, numbers):
         raise WeightSyncError(f"vLLM's {isa} packing of {shape} {dtype} is not a permutation")
     return order

@@ -42,8 +42,8 @@ class RoutingExtension:
         if self.rank:
             return
         self._routing_cache = self._build_routing_cache(runners)
-        for place, runner in enumerate(runners):
-            runner.router.set_capture_fn(partial(self._keep_routing, place))
+        for layer, runner in enumerate(runners):
+            runner.router.set_capture_fn(partial(self._keep_routing, layer))
 
     def routing_of_requests(self, num_tokens: Mapping[str, int]) -> dict[str, np.ndarray]:
         """Return the experts of the first num_tokens[request] tokens, by request.
@@ -75,12 +75,12 @@ class RoutingExtension:
             num_experts=router.global_num_experts,
         )
 
-    def _keep_routing(self, place: int, experts: torch.Tensor) -> None:
+    def _keep_routing(self, layer: int, experts: torch.Tensor) -> None:
         slots = get_forward_context().slot_mapping
         if not slots:
             return  # a profiling or warm-up pass
         assert isinstance(slots, dict)  # a list only with micro-batching, which is not used on CPU
-        self._routing_cache.write(place, next(iter(slots.values())), experts)
+        self._routing_cache.write(layer, next(iter(slots.values())), experts)
 
 
 def _runners(model: torch.nn.Module) -> list[Any]:

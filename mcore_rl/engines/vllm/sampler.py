@@ -20,10 +20,10 @@ from mcore_rl.engines.noise import noise_keys, sample_tokens
 _noise_keys: torch.Tensor | None = None
 """Noise keys of the rows of the pass that is being sampled."""
 
-_upstream_pass = GPUModelRunner._sample
+_upstream_sample = GPUModelRunner._sample
 
 
-def _sample_pass(self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+def _sample(self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
     """Wrap GPUModelRunner._sample to compute the noise keys of its rows. Greedy requests have no seed and need none."""
     global _noise_keys
     batch = self.input_batch
@@ -32,15 +32,15 @@ def _sample_pass(self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_
         seeds[row] = generator.initial_seed()
     _noise_keys = noise_keys(seeds, self.optimistic_seq_lens_cpu[: batch.num_reqs].numpy())
     try:
-        return _upstream_pass(self, logits, spec_decode_metadata)
+        return _upstream_sample(self, logits, spec_decode_metadata)
     finally:
         _noise_keys = None
 
 
-_upstream_draw = TopKTopPSampler.forward_native
+_upstream_forward = TopKTopPSampler.forward_native
 
 
-def _draw(
+def _forward(
     self: TopKTopPSampler,
     logits: torch.Tensor,
     generators: dict[int, torch.Generator],
@@ -52,7 +52,7 @@ def _draw(
     Shapes: logits [rows, V] -> tokens [rows], logp float32 [rows, V].
     """
     if _noise_keys is None:  # a profiling pass
-        return _upstream_draw(self, logits, generators, k, p)
+        return _upstream_forward(self, logits, generators, k, p)
     logp = apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
     return sample_tokens(logp.exp(), _noise_keys.to(logp.device, non_blocking=True)), logp
 
@@ -74,7 +74,7 @@ def _bookkeeping_sync(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
         generators.update(hidden)
 
 
-GPUModelRunner._sample = _sample_pass
-TopKTopPSampler.forward_native = TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_cuda = _draw
+GPUModelRunner._sample = _sample
+TopKTopPSampler.forward_native = TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_cuda = _forward
 if current_platform.is_cpu():
     CPUModelRunner._bookkeeping_sync = _bookkeeping_sync

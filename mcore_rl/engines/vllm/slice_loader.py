@@ -43,8 +43,8 @@ class SliceLoader:
         self._kept: dict[str, list[KeptSlice]] = {}
         for each in kept:
             self._kept.setdefault(each.name, []).append(each)
-        brought = {f"{each.module}.{each.parameter}" for each in kept}
-        without = {name for name, _ in model.named_parameters()} - derived_parameters(model) - brought
+        loaded = {f"{each.module}.{each.parameter}" for each in kept}
+        without = {name for name, _ in model.named_parameters()} - derived_parameters(model) - loaded
         without -= {f"{name}.weight" for name, module in self._modules.items() if _is_padding(module)}
         if without:
             raise WeightSyncError(f"no tensor of the trainer contains {', '.join(sorted(without))}")

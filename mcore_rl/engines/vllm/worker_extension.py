@@ -71,13 +71,13 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
         self._slice_receiver = connect_engine_rank(connection, first_rank + self.rank)
         shard_map = ShardMap(plan.rows, layout)
         self._boxes = shard_map.boxes(self.rank)
-        brought = [
+        specs = [
             TensorSpec(name, bound.dtype, shape)
             for bound in shard_map.rows
             for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
         ]
         with self._engine_context():
-            kept = record_kept_slices(self._model, brought)
+            kept = record_kept_slices(self._model, specs)
             require_planned({each.name: (each.start, each.size) for each in kept}, self._boxes, self.rank)
             self._slice_loader = SliceLoader(self._model, self.vllm_config, kept)
 
