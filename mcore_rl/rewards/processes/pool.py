@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import pickle
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future
+from dataclasses import dataclass
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
@@ -18,6 +17,13 @@ from mcore_rl.rewards.processes.dispatcher import Dispatcher
 from mcore_rl.rewards.processes.messages import Task
 from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score
+
+
+@dataclass
+class _Wait:
+    """Number of scores that a `collect` still waits for."""
+
+    missing: int
 
 
 class GradingPool:
@@ -31,29 +37,29 @@ class GradingPool:
         assert config.workers >= 1  # config.validation rejects less
         self._config, self._sandbox = config, sandbox or SandboxConfig()
         self._queue: deque[Task] = deque()
-        self._scores: dict[int, Future[Score]] = {}  # not yet collected
-        self._ready: Future[None] = Future()
-        self._error: Exception | None = None
+        self._scores: dict[int, Score] = {}
+        self._waits: dict[int, _Wait] = {}  # by missing key
+        self._num_ready = 0
+        self._failure: McoreRLError | None = None
         self._closing = False
         self._signalled = False
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
         self._thread.start()
 
     def submit(self, samples: Mapping[int, Sample]) -> None:
         """Queue samples, by key, for one call of the grader; return immediately."""
-        scores: dict[int, Future[Score]] = {key: Future() for key in samples}
-        tasks: list[Task] = []
+        keys = tuple(samples)
         try:
-            tasks.append(Task(tuple(samples), pickle.dumps(list(samples.values()), pickle.HIGHEST_PROTOCOL)))
+            task = Task(keys, pickle.dumps(list(samples.values()), pickle.HIGHEST_PROTOCOL))
         except Exception as error:  # pickle calls methods of objects in the user's extra_info
-            for score in scores.values():
-                score.set_result(failed(f"the sample cannot be sent to a grader: {error}"))
-        with self._lock:
+            score = failed(f"the sample cannot be sent to a grader: {error}")
+            self._finish([(key, score) for key in keys])
+            return
+        with self._changed:
             self._check_usable()
-            self._scores |= scores
-            self._queue += tasks
+            self._queue.append(task)
             self._wake()
 
     def collect(self, keys: Collection[int]) -> dict[int, Score]:
@@ -61,72 +67,81 @@ class GradingPool:
 
         Several threads may wait for different keys at the same time.
         """
-        with self._lock:
+        with self._changed:
+            missing = [key for key in keys if key not in self._scores]
+            wait = _Wait(len(missing))
+            self._waits |= dict.fromkeys(missing, wait)
+            self._changed.wait_for(lambda: not wait.missing or self._failure or self._closing)
             self._check_usable()
-            scores = {key: self._scores[key] for key in keys}
-        concurrent.futures.wait(scores.values())
-        with self._lock:
-            for key in keys:
-                del self._scores[key]
-        return {key: score.result() for key, score in scores.items()}
+            return {key: self._scores.pop(key) for key in keys}
 
     def wait_ready(self) -> None:
         """Wait until every process has loaded its grader."""
-        self._ready.result()
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_ready >= self._config.workers or self._failure or self._closing)
+            self._check_usable()
 
     def shutdown(self) -> None:
         """Kill the processes and drop pending samples. May be called more than once."""
-        with self._lock:
+        with self._changed:
             self._closing = True
+            self._changed.notify_all()
             self._wake()
         self._thread.join()
 
     def _check_usable(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._failure is not None:
+            raise self._failure
+        if self._closing:
+            raise RuntimeError("the grading pool is shut down")
 
     def _wake(self) -> None:
-        if not self._signalled:
+        if not self._signalled and self._thread.is_alive():
             self._signalled = True
             os.write(self._wake_writer, b"x")
 
     def _run(self) -> None:
         dispatcher = Dispatcher(self._config, self._sandbox, self._queue, self._finish)
-        error: Exception = RuntimeError("the grading pool is shut down")
         try:
             while not self._closing:
                 dispatcher.start_missing()
                 dispatcher.feed()
                 if dispatcher.await_answers(self._wake_reader):
                     self._acknowledge_wake()
-                if dispatcher.num_ready == self._config.workers and not self._ready.done():
-                    self._ready.set_result(None)
-        except McoreRLError as raised:
-            error = raised
-        except BaseException as raised:
-            error = WorkerDiedError(f"the grading thread failed: {raised!r}")
+                self._note_ready(dispatcher.num_ready)
+        except McoreRLError as error:
+            self._fail(error)
+        except BaseException as error:
+            self._fail(WorkerDiedError(f"the grading thread failed: {error!r}"))
             raise
         finally:
-            self._end(error)
             dispatcher.kill_all()
+            with self._changed:
+                os.close(self._wake_reader)
+                os.close(self._wake_writer)
+                self._signalled = True
 
     def _acknowledge_wake(self) -> None:
-        with self._lock:
+        with self._changed:
             os.read(self._wake_reader, 1)
             self._signalled = False
 
-    def _finish(self, scores: list[tuple[int, Score]]) -> None:
-        for key, score in scores:
-            self._scores[key].set_result(score)
+    def _note_ready(self, num_ready: int) -> None:
+        if num_ready != self._num_ready:
+            with self._changed:
+                self._num_ready = num_ready
+                self._changed.notify_all()
 
-    def _end(self, error: Exception) -> None:
-        """Raise `error` from current and later calls."""
-        with self._lock:
-            self._error = error
-            self._signalled = True  # nobody writes to the closed pipe
-            os.close(self._wake_reader)
-            os.close(self._wake_writer)
-            pending: list[Future[Score] | Future[None]] = [*self._scores.values(), self._ready]
-            for waiting in pending:
-                if not waiting.done():
-                    waiting.set_exception(error)
+    def _finish(self, scores: list[tuple[int, Score]]) -> None:
+        with self._changed:
+            self._scores.update(scores)
+            waits = [wait for key, _ in scores if (wait := self._waits.pop(key, None)) is not None]
+            for wait in waits:
+                wait.missing -= 1
+            if not all(wait.missing for wait in waits):
+                self._changed.notify_all()
+
+    def _fail(self, error: McoreRLError) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
