@@ -23,7 +23,7 @@ from benchmarks.children import run_command
 from benchmarks.result import Result
 from benchmarks.sizes import size
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout.episodes.single_turn import Attempt, Course, Player
+from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks, Player
 from mcore_rl.types import GenerationRequest, Prompt, SamplingOptions
 
 ROOT = Path(__file__).parent.parent
@@ -83,9 +83,9 @@ class _NoText:
 
 def _with_surroundings(player: Any) -> Any:
     from mcore_rl.data.chat.conversation import Conversation
-    from mcore_rl.rollout.episodes.session import Surroundings
+    from mcore_rl.rollout.episodes.session import EpisodeContext
 
-    player.around = Surroundings(_NoText(), Conversation.__new__(Conversation))
+    player.context = EpisodeContext(_NoText(), Conversation.__new__(Conversation))
     return player
 
 
@@ -124,7 +124,7 @@ def _both(single: Player, one_turn: Player, *, single_first: bool) -> tuple[floa
 def _rate(player: Player) -> float:
     """Tokens per CPU second."""
     outcomes: list[Any] = []
-    course = Course(lambda: None, lambda place, outcome: outcomes.append(outcome))
+    course = AttemptCallbacks(lambda: None, lambda place, outcome: outcomes.append(outcome))
     attempts = _attempts(SINGLE_TURNS, TURN_TOKENS)
     started = time.process_time()
     player.play(attempts, course, {})
@@ -144,6 +144,6 @@ def _idle_percent(player: Player, busy_seconds: Callable[[], float]) -> float:
             figures.append((time.perf_counter(), busy_seconds()))
 
     started, busy = time.perf_counter(), busy_seconds()
-    player.play(_attempts(CONVERSATIONS, TURNS * TURN_TOKENS + TURNS), Course(lambda: None, end), {})
+    player.play(_attempts(CONVERSATIONS, TURNS * TURN_TOKENS + TURNS), AttemptCallbacks(lambda: None, end), {})
     (then, busy_then), *_ = figures
     return 100 * (1 - (busy_then - busy) / (then - started))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.rollout.episodes.single_turn import Generator
-from mcore_rl.rollout.journal import Drawn
+from mcore_rl.rollout.journal import JournaledResponse
 from mcore_rl.rollout.loop import Choose
 from mcore_rl.types import Completion, GenerationRequest
 
@@ -36,7 +36,7 @@ class ForcedLengths:
         ]
         self._generator.generate(forced, on_finish, begun)
 
-    def take_over(self, responses: Sequence[Drawn]) -> Future[None]:
+    def take_over(self, responses: Sequence[JournaledResponse]) -> Future[None]:
         return self._generator.take_over(responses)
 
     def withdraw(self, choose: Choose) -> None:

@@ -34,7 +34,7 @@ from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
 from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.probe import PromptProbe
 from mcore_rl.rollout.scored_pool import RecordedPool, ScoredPool, StepGradingPool, WeightedScorer
-from mcore_rl.rollout.streaming.collector import Score, StreamingCollector
+from mcore_rl.rollout.streaming.collector import ScoreTasks, StreamingCollector
 from mcore_rl.rollout.streaming.replay import read_replay
 from mcore_rl.rollout.streaming.swaps import SwappingPublisher
 from mcore_rl.rollout.validator import RolloutValidator
@@ -320,7 +320,7 @@ class _Site:
         )
 
     def _streaming(
-        self, scheduler: Scheduler, sampler: PromptSampler, failures: GradingFailures, score: Score | None
+        self, scheduler: Scheduler, sampler: PromptSampler, failures: GradingFailures, score: ScoreTasks | None
     ) -> StreamingCollector:
         config, source = self.config, self.config.rollout.replay_schedule
         return StreamingCollector(

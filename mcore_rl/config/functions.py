@@ -46,12 +46,14 @@ def load_function(key: str, spec: str, instead: str = "", *, may_be_async: bool 
 
     Raises: ConfigError naming `key` and the cause.
     """
-    told, name = f"{key}={spec}", spec.rpartition(":")[2]
+    origin, name = f"{key}={spec}", spec.rpartition(":")[2]
     function = load_object(key, spec, instead)
     if not callable(function):
-        raise ConfigError(f"{told}: {name} must be a plain function, not {type(function).__name__}")
+        raise ConfigError(f"{origin}: {name} must be a plain function, not {type(function).__name__}")
     if not may_be_async and _is_async(function):
-        raise ConfigError(f"{told}: {name} must be a plain function, not an async one; write def in place of async def")
+        raise ConfigError(
+            f"{origin}: {name} must be a plain function, not an async one; write def in place of async def"
+        )
     plain: Callable[..., Any] = function
     return plain
 
@@ -64,12 +66,12 @@ def load_object(key: str, spec: str, instead: str = "") -> Any:
     source, _, name = spec.rpartition(":")
     if not source or not name.isidentifier():
         raise ConfigError(f"{key}={spec} must be {instead + ' or ' if instead else ''}{FORM}")
-    told = f"{key}={spec}"
+    origin = f"{key}={spec}"
     provide_user_files()
-    module = load_file(told, Path(source)) if source.endswith(".py") else load_named(told, source)
+    module = load_file(origin, Path(source)) if source.endswith(".py") else load_named(origin, source)
     found = getattr(module, name, None)
     if found is None:
-        raise ConfigError(f"{told}: {source} has no function {name}")
+        raise ConfigError(f"{origin}: {source} has no function {name}")
     return found
 
 
@@ -83,9 +85,9 @@ def load_module(key: str, path: str) -> ModuleType:
 
 
 def check_call(
-    told: str, function: Callable[..., Any], given: Collection[str], options: Mapping[str, Any], form: str
+    origin: str, function: Callable[..., Any], given: Collection[str], options: Mapping[str, Any], form: str
 ) -> None:
-    """Check that `function` accepts the keywords `given` and `options`. `told` (key=value) and `form` (the expected
+    """Check that `function` accepts the keywords `given` and `options`. `origin` (key=value) and `form` (the expected
     signature) are used in the message.
 
     Raises: ConfigError.
@@ -97,7 +99,7 @@ def check_call(
     try:
         signature.bind(**dict.fromkeys(given), **options)
     except TypeError as error:
-        raise ConfigError(f"{told} cannot be called as {form}: {error}") from error
+        raise ConfigError(f"{origin} cannot be called as {form}: {error}") from error
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -46,40 +46,40 @@ def provide_user_files() -> None:
         _add_folder(Path(file).parent)
 
 
-def load_file(told: str, path: Path) -> ModuleType:
+def load_file(origin: str, path: Path) -> ModuleType:
     """Load a file as a module. Its folder is appended to the import path, for modules in the same folder.
 
-    Raises: ConfigError that begins with `told`.
+    Raises: ConfigError that begins with `origin`.
     """
     path = Path(os.path.abspath(path))
     if not path.is_file():
-        raise ConfigError(f"{told}: there is no file {path}")
-    check_verl_names(told, path)
+        raise ConfigError(f"{origin}: there is no file {path}")
+    check_verl_names(origin, path)
     before = set(sys.modules)
     if _imports_relatively(path):
         package = _package_of(path)
         _add_folder(path.parents[len(package)])
-        module = _load_by_name(told, path, ".".join([*package, path.stem]))
+        module = _load_by_name(origin, path, ".".join([*package, path.stem]))
     else:
         _add_folder(path.parent)
-        module = _load_alone(told, path)
-    _check_siblings(told, path.parent, set(sys.modules) - before)
+        module = _load_alone(origin, path)
+    _check_siblings(origin, path.parent, set(sys.modules) - before)
     return module
 
 
-def load_named(told: str, name: str) -> ModuleType:
+def load_named(origin: str, name: str) -> ModuleType:
     """Import a module by name.
 
-    Raises: ConfigError that begins with `told`.
+    Raises: ConfigError that begins with `origin`.
     """
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit, MissingVerlName) as error:
         hint = "" if "/" not in name else " (a file's name must end in .py)"
-        raise ConfigError(f"{told}: {name} does not import: {describe(error)}{hint}") from error
+        raise ConfigError(f"{origin}: {name} does not import: {describe(error)}{hint}") from error
     file = getattr(module, "__file__", None)  # built-in C modules have no file
     if file is not None and file.endswith(".py") and not name.startswith("mcore_rl."):
-        check_verl_names(told, Path(file))
+        check_verl_names(origin, Path(file))
     return module
 
 
@@ -89,7 +89,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _load_alone(told: str, path: Path) -> ModuleType:
+def _load_alone(origin: str, path: Path) -> ModuleType:
     # The module name is the same in every process, so that objects of the file, such as exceptions, can be pickled.
     name = f"{_PREFIX}{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
     if name in sys.modules:
@@ -104,18 +104,18 @@ def _load_alone(told: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit, MissingVerlName) as error:
         del sys.modules[name]
-        raise ConfigError(f"{told}: {path} does not import: {describe(error)}") from error
+        raise ConfigError(f"{origin}: {path} does not import: {describe(error)}") from error
     return module
 
 
-def _load_by_name(told: str, path: Path, name: str) -> ModuleType:
+def _load_by_name(origin: str, path: Path, name: str) -> ModuleType:
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit, MissingVerlName) as error:
-        raise ConfigError(f"{told}: {path} does not import: {describe(error)}") from error
+        raise ConfigError(f"{origin}: {path} does not import: {describe(error)}") from error
     if module.__file__ is None or not path.samefile(module.__file__):
         raise ConfigError(
-            f"{told}: {path} has relative imports and would be the module {name}, but that name belongs to "
+            f"{origin}: {path} has relative imports and would be the module {name}, but that name belongs to "
             f"{module.__file__}; rename the folder {path.parent.name}"
         )
     return module
@@ -139,12 +139,12 @@ def _imports_relatively(path: Path) -> bool:
     return any(isinstance(node, ast.ImportFrom) and node.level > 0 for node in ast.walk(tree))
 
 
-def _check_siblings(told: str, folder: Path, loaded: Iterable[str]) -> None:
+def _check_siblings(origin: str, folder: Path, loaded: Iterable[str]) -> None:
     """Check verl names in the imported files of the same folder."""
     for name in sorted(loaded):
         file = getattr(sys.modules.get(name), "__file__", None)
         if file and Path(file).suffix == ".py" and Path(file).is_relative_to(folder) and "site-packages" not in file:
-            check_verl_names(told, Path(file))
+            check_verl_names(origin, Path(file))
 
 
 def _known_files() -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Generation: engines behind one protocol, the worker that scores what they produce, and the collector."""
+"""Generation: the engine loop, episodes and tools, grading of responses, and collection of groups."""

@@ -1,11 +1,13 @@
-"""Which groups may begin, and which may be trained: rules on what exists now, never on what has happened.
+"""Admission rules of asynchronous training: whether a group may start, and which groups are trained.
 
     submitted at version s -> running -> finished -> in training (one version) -> gone
 
-A version consumes `groups_per_version` groups. So many exist at once that a group is `max_staleness` versions old on
-average when it is trained; those with long responses are overtaken by others, but only as long as every group can still
-be trained within `max_staleness_hard` versions. Neither rule remembers anything, so groups that are rejected, fail or
-are lost, and a resume, cannot make them wait for ever: whoever does not exist any more is not counted.
+Each weight version consumes `groups_per_version` groups. The number of existing groups is limited such that a group is
+`max_staleness` versions old on average when it is trained. Groups with long responses may be overtaken by others, but
+only while every group can still be trained within `max_staleness_hard` versions.
+
+Both rules depend only on the groups that exist now, never on history. Groups that are rejected, fail or are lost, and a
+resume, therefore cannot block them forever.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ def may_submit(
     slots: int,
     samples_per_group: int,
 ) -> bool:
-    """Whether another group may begin. To be asked again whenever a group finishes, is rejected, fails, or is trained.
+    """Return True if another group may start. Call it again whenever a group finishes, is rejected, fails, or is
+    trained.
 
-    `running`, `finished` and `in_training` count groups; `running_requests` and `slots` count requests, of all engines.
-    It cannot stop for ever while `samples_per_group` <= `slots`: a trainer that waits has nothing in training, and
-    either something runs, which ends, or less than a version's groups have finished, and another one may begin.
+    `running`, `finished` and `in_training` count groups; `running_requests` and `slots` count requests on all engines.
+    It cannot block forever if `samples_per_group` <= `slots`: while the trainer waits, nothing is in training, so
+    either groups are running and will finish, or fewer groups than one version needs have finished and another may
+    start.
     """
     exist = running + finished + in_training
     room = running_requests + samples_per_group <= slots
@@ -45,21 +49,21 @@ def take_batch(
     groups_per_version: int,
     max_staleness_hard: int,
 ) -> list[int] | None:
-    """Which finished groups a step of `version` trains: the oldest; None while it has to wait.
+    """Return the finished groups that a step of `version` trains (the oldest ones), or None if it must wait.
 
-    `finished` and `running` are the versions at which groups were submitted, in any order; returned are indices of
-    `finished`. It waits where fewer than `groups_per_version` have finished, or where those that are left could not all
-    be trained in time: of groups that were submitted at v or before, no more may be left than the steps of the versions
-    up to v + max_staleness_hard take. The oldest ones always pass once all that runs has ended, if max_staleness_hard
-    >= max_staleness.
+    `finished` and `running` hold the submission versions of groups, in any order; the result holds indices into
+    `finished`. The step waits if fewer than `groups_per_version` groups have finished, or if the remaining groups could
+    not all be trained in time: among the groups submitted at version v or earlier, no more may remain than the steps up
+    to version v + max_staleness_hard consume. The oldest groups are always accepted once all running groups have
+    finished, provided that max_staleness_hard >= max_staleness.
 
-    Costs groups times their logarithm.
+    Cost: O(n log n) for n groups.
     """
     if len(finished) < groups_per_version:
         return None
     taken = np.argsort(np.asarray(finished, np.int64), kind="stable")
     left = np.sort(np.concatenate([np.asarray(finished, np.int64)[taken[groups_per_version:]], running]))
-    numbers = np.arange(1, len(left) + 1)  # of those that are left, submitted at left[i] or before, at least
+    numbers = np.arange(1, len(left) + 1)  # numbers[i]: remaining groups submitted at left[i] or earlier
     steps = np.maximum(left + max_staleness_hard - version, 0)
     if (numbers > steps * groups_per_version).any():
         return None

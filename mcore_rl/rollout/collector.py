@@ -1,4 +1,4 @@
-"""Collects one step's groups: generate, score, drop groups without signal, refill (DAPO's dynamic sampling)."""
+"""Collection of a step's groups: generate, grade, drop groups without signal, refill (DAPO's dynamic sampling)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mcore_rl.types import BuffersRef, Groups, RolloutResult, RolloutScalars, Ro
 
 
 class RolloutPool(Protocol):
-    """Runs tasks on engines, wherever they are."""
+    """Runs tasks on engines."""
 
     @property
     def num_engines(self) -> int: ...
 
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
-        """One (reference of TrajectoryBuffers, scalars) per task, in the order of the tasks."""
+        """Return (reference to TrajectoryBuffers, scalars) for each task, in the order of the tasks."""
 
 
 class RowSampler(Protocol):
@@ -34,17 +34,17 @@ class RowSampler(Protocol):
 
 
 def training_sampling(rollout: RolloutConfig) -> SamplingOptions:
-    """Sampling options of responses that are trained on: of the full softmax (config.rules.sampling)."""
+    """Return the sampling options for training, which use the full softmax (config.rules.sampling)."""
     return SamplingOptions(rollout.max_response_tokens, rollout.temperature, stop=tuple(rollout.stop))
 
 
 @dataclass
 class RolloutCollector:
-    """Draws prompts until enough groups have signal, in up to `dynamic.max_batches` batches.
+    """Samples prompts until enough groups have signal, in up to `dynamic.max_batches` batches.
 
-    Every batch is generated to its end before the next one is drawn, so what is drawn depends on rewards only and
-    a run can be repeated. When the batches are used up the best that exists is trained: the groups with signal, and
-    as many without (their advantages are 0) as a whole step still needs.
+    Every batch is completely generated before the next one is sampled, so that the sampled prompts depend on rewards
+    only and a run is repeatable. When the batches are used up, the step is filled with groups without signal (their
+    advantages are 0).
     """
 
     pool: RolloutPool
@@ -56,21 +56,21 @@ class RolloutCollector:
     seed: int
     records_dir: Path
     with_greedy: bool = False
-    """Also one greedy response to every prompt that is trained on (the baseline of ReMax)."""
+    """Also generate one greedy response to every trained prompt (the baseline of ReMax)."""
     failures: GradingFailures | None = None
     next_group: int = field(default=0)
 
     def collect(self, step: int) -> Groups:
-        """Groups for `step`; exactly prompts_per_step of them are kept."""
+        """Collect groups for `step`; exactly prompts_per_step groups are kept."""
         chunks: list[BuffersRef] = []
         scalars: list[RolloutScalars] = []
         keep: list[np.ndarray] = []
-        dull: list[np.ndarray] = []
+        zero_variance: list[np.ndarray] = []
         records: list[str] = []
         seconds = np.zeros(2)
-        kept_groups, drawn, batches = 0, 0, 0
+        kept_groups, sampled, batches = 0, 0, 0
         while kept_groups < self.prompts_per_step and batches < self._max_batches():
-            tasks = self._tasks(step, batches, self._draw_size(kept_groups, drawn))
+            tasks = self._tasks(step, batches, self._sample_size(kept_groups, sampled))
             results = self.pool.run(tasks)
             seconds += _slowest([result for _, result in results])
             for task, (chunk, result) in zip(tasks, results, strict=True):
@@ -79,13 +79,13 @@ class RolloutCollector:
                 chunks.append(chunk)
                 scalars.append(result)
                 keep.append(kept)
-                dull.append(rest)
+                zero_variance.append(rest)
                 records.append(str(task.records))
                 kept_groups = self.prompts_per_step - missing
-                drawn += len(task.group_ids)
+                sampled += len(task.group_ids)
             batches += 1
-        dropped = sum(num_groups(result.group_ids[rest]) for result, rest in zip(scalars, dull, strict=True))
-        _fill_with_dull(keep, dull, scalars, self.prompts_per_step - kept_groups)
+        dropped = sum(num_groups(result.group_ids[rest]) for result, rest in zip(scalars, zero_variance, strict=True))
+        _fill_up(keep, zero_variance, scalars, self.prompts_per_step - kept_groups)
         join_parts(records, self.records_dir, f"step_{step}")
         greedy = self._greedy(scalars, keep) if self.with_greedy else []
         if self.failures is not None:
@@ -93,11 +93,12 @@ class RolloutCollector:
         seconds += _slowest(greedy)
         generating, grading = seconds.tolist()
         return Groups(
-            tuple(chunks), tuple(scalars), tuple(keep), drawn, dropped, batches, generating, grading, tuple(greedy)
+            tuple(chunks), tuple(scalars), tuple(keep), sampled, dropped, batches, generating, grading, tuple(greedy)
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Position for a checkpoint: group ids are never reused, since the seeds of responses come from them."""
+        """Return the position for a checkpoint. Group ids are never reused, since they determine the seeds of
+        responses."""
         return {"next_group": self.next_group}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -106,11 +107,11 @@ class RolloutCollector:
     def _max_batches(self) -> int:
         return self.dynamic.max_batches if self.dynamic.enable else 1
 
-    def _draw_size(self, kept: int, drawn: int) -> int:
-        """As many prompts as are missing, over the share that had signal so far; never more than a full step's."""
-        if drawn == 0:
+    def _sample_size(self, kept: int, sampled: int) -> int:
+        """Return the number of missing groups divided by the fraction with signal so far, at most prompts_per_step."""
+        if sampled == 0:
             return self.prompts_per_step
-        share = max(kept / drawn, 1 / 16)
+        share = max(kept / sampled, 1 / 16)
         return min(self.prompts_per_step, math.ceil((self.prompts_per_step - kept) / share))
 
     def _tasks(self, step: int, batch: int, count: int) -> list[RolloutTask]:
@@ -135,7 +136,8 @@ class RolloutCollector:
         return cut(num_groups, samples, self.pool.num_engines, self.rollout.max_concurrent_requests)
 
     def _greedy(self, scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> list[RolloutScalars]:
-        """Greedy responses to the prompts of the kept groups, under the groups' ids; their tokens are let go."""
+        """Generate greedy responses to the prompts of the kept groups, with the groups' ids; their tokens are not
+        kept."""
         ids = np.concatenate([part.group_ids[kept] for part, kept in zip(scalars, keep, strict=True)])
         rows = np.concatenate([part.prompt_rows[kept] for part, kept in zip(scalars, keep, strict=True)])
         ids, first = np.unique(ids, return_index=True)
@@ -154,7 +156,7 @@ class RolloutCollector:
 
 
 def _slowest(results: Sequence[RolloutScalars]) -> tuple[float, float]:
-    """Seconds of generating and of grading until the last engine is done."""
+    """Return the maximum seconds of generating and of grading over all engines."""
     return (
         max((result.seconds_generating for result in results), default=0.0),
         max((result.seconds_grading for result in results), default=0.0),
@@ -162,28 +164,28 @@ def _slowest(results: Sequence[RolloutScalars]) -> tuple[float, float]:
 
 
 def num_groups(group_ids: np.ndarray) -> int:
-    """Of responses whose groups are consecutive. Shapes: [B]."""
+    """Count groups of responses whose groups are consecutive. Shapes: [B]."""
     return int(np.count_nonzero(np.diff(group_ids))) + 1 if len(group_ids) else 0
 
 
 def _first_groups(rows: np.ndarray, group_ids: np.ndarray, count: int) -> tuple[np.ndarray, int]:
-    """Those of `rows` that are of the first `count` groups among them; how many groups that lacks of `count`."""
+    """Return the part of `rows` that belongs to their first `count` groups, and the number of missing groups."""
     ordinals = np.cumsum(np.diff(group_ids[rows], prepend=group_ids[rows[:1]]) != 0)
     return rows[ordinals < count], max(0, count - num_groups(group_ids[rows]))
 
 
-def _fill_with_dull(
-    keep: list[np.ndarray], dull: list[np.ndarray], scalars: Sequence[RolloutScalars], missing: int
+def _fill_up(
+    keep: list[np.ndarray], zero_variance: list[np.ndarray], scalars: Sequence[RolloutScalars], missing: int
 ) -> None:
-    for i, rest in enumerate(dull):
+    for i, rest in enumerate(zero_variance):
         if missing > 0 and len(rest):
             taken, missing = _first_groups(rest, scalars[i].group_ids, missing)
             keep[i] = np.sort(np.concatenate([keep[i], taken]))
 
 
 def _split_groups(signal: np.ndarray, group_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Response indices of groups with signal, and of those without. Groups are consecutive; their sizes may differ,
-    where episodes leave several sequences."""
+    """Return the response indices of groups with signal and of groups without. Groups are consecutive; their sizes may
+    differ if episodes consist of several sequences."""
     starts = np.flatnonzero(np.diff(group_ids, prepend=group_ids[:1] - 1))
     sizes = np.diff([*starts, len(signal)])
     with_signal = np.repeat(np.logical_and.reduceat(signal, starts), sizes) if len(starts) else signal

@@ -1,4 +1,4 @@
-"""What becomes of responses that could not be graded: the first is shown, and too many end the run."""
+"""Handling of responses that could not be graded: the first is shown, and too many end the run."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from mcore_rl.errors import RewardError
 from mcore_rl.types import RolloutScalars
 
 FAILED_EPISODE = "the episode failed"
-"""How the errors of responses begin whose episode raised."""
+"""Prefix of error messages for failed episodes."""
 
 
 @dataclass
 class GradingFailures:
-    """Of one run; `note` shows a text to whoever watches it."""
+    """Grading failures of one run; `note` prints a text to the user."""
 
     config: RewardConfig
     note: Callable[[str], None]
     _shown: bool = field(default=False, init=False)
 
     def check(self, graded: Sequence[RolloutScalars], what: str, records: str) -> None:
-        """Looks at all responses of `what` ("step 3"), which `records` holds.
+        """Check all responses of `what` (such as "step 3"), which are in the file `records`.
 
-        Raises: RewardError where reward.max_error_fraction of them, and at least one, could not be graded.
+        Raises: RewardError if at least one, and reward.max_error_fraction of them, could not be graded.
         """
         errors = [message for scalars in graded for _, message in scalars.errors]
         if not errors:
             return
-        told, responses = self._told(errors[0]), sum(len(scalars.rewards) for scalars in graded)
+        source, responses = self._source(errors[0]), sum(len(scalars.rewards) for scalars in graded)
         if not self._shown:
             self._shown = True
             traceback = next((scalars.traceback for scalars in graded if scalars.traceback), None)
-            counted = "it counts 0; later ones are only counted (reward/errors) and recorded"
-            self.note(f"warning: {told}: {errors[0]}; {counted}" + (f"\n{traceback}" if traceback else ""))
+            counted = "its reward is 0; later failures are only counted (reward/errors) and recorded"
+            self.note(f"warning: {source}: {errors[0]}; {counted}" + (f"\n{traceback}" if traceback else ""))
         if len(errors) >= self.config.max_error_fraction * responses:
             raise RewardError(
-                f"{told} failed on {len(errors)} of {responses} responses of {what}, and reward.max_error_fraction="
-                f"{self.config.max_error_fraction:g} ends the run; the first: {errors[0]}; all are in {records}"
+                f"{source} failed on {len(errors)} of {responses} responses of {what}, which reaches "
+                f"reward.max_error_fraction={self.config.max_error_fraction:g}; first error: {errors[0]}; all errors "
+                f"are in {records}"
             )
 
-    def _told(self, error: str) -> str:
+    def _source(self, error: str) -> str:
         return "rollout.episode" if error.startswith(FAILED_EPISODE) else self.config.chosen

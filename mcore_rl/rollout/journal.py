@@ -1,13 +1,14 @@
-"""What an engine has drawn, in a file that outlives its process: whoever takes over its requests goes on from there.
+"""Journal of an engine's sampled tokens: a file that survives the process, so that other engines can continue its
+requests.
 
-Words of 4 bytes. Whatever is written at once begins with the number of words that follow: entries of three words, and
-what belongs to them.
+The file consists of 4-byte words. Each write starts with the number of words that follow. Entries have three words and
+a payload:
 
-    BEGIN    number of a request, bytes of its id    its seed (2 words), its id, padded
+    BEGIN    number of a request, bytes of its id    seed (2 words), id, padded
     STEP     version, count                          numbers, tokens, log-probabilities: one of each per token
-    END      number, index of its reason
-    RELEASE  number, 0                               nobody is to take it over
-    TEMPERATURE  number, place of a token            float32: sampling temperature from that token of the response on
+    END      number, index of the finish reason
+    RELEASE  number, 0                               the response must not be continued
+    TEMPERATURE  number, first token                 float32: sampling temperature from that token of the response on
 
 Files of earlier versions have no TEMPERATURE. Their tokens count as sampled at the temperature of the request that
 continues them.
@@ -32,41 +33,44 @@ BEGIN, STEP, END, RELEASE, TEMPERATURE = 1, 2, 3, 4, 5
 REASONS = ("stop", "length")
 HEAD = 3
 WORD = 4
-SMALL = 2 * 2**20
-"""Words of a file that nobody minds."""
-GARBAGE = 3
-"""Times what it held when it was last written anew a file may hold before that is done again: so that costs, in all, no
-more than some times what was drawn."""
+SMALL_WORDS = 2 * 2**20
+"""Size in words up to which a file is never rewritten."""
+MAX_GROWTH = 3
+"""Growth factor after which a file is rewritten without released responses. The total cost of rewriting is thus bounded
+by a small multiple of what was sampled."""
 BLOCK = 2**20
 """Tokens that are copied at a time."""
-ANEW = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND
+CREATE = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND
 
 
-class Journal:
-    """Written at `path`, anew. Each call is one write, which survives the process whole or in part: `read_journal`
-    leaves out what is not whole. Responses stay, once they have ended, until they are released. The file is written
-    anew without what was released when it has more than `small` words and has grown GARBAGE times.
+class TokenJournal:
+    """Journal at `path`; an existing file is overwritten.
 
-    A disk that is full costs what could be taken over, never the run.
+    Each call is one write, which survives the process completely or partly; `read_journal` ignores incomplete writes.
+    Finished responses stay until they are released. The file is rewritten without released responses when it has more
+    than `small_words` words and has grown by MAX_GROWTH.
+
+    If the disk is full, responses can no longer be recovered, but the run continues.
     """
 
-    def __init__(self, path: Path, *, small: int = SMALL) -> None:
+    def __init__(self, path: Path, *, small_words: int = SMALL_WORDS) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._small = path, small
-        self._file: int | None = os.open(path, ANEW, 0o600)
-        self._size, self._limit = 0, small
-        """Words."""
-        self._is_whole = True
-        """Whether all that was drawn is there. Where it is not, only releases are written."""
+        self._path, self._small_words = path, small_words
+        self._file: int | None = os.open(path, CREATE, 0o600)
+        self._size, self._limit = 0, small_words
+        """In words."""
+        self._is_complete = True
+        """False after a failed write: then only releases are written."""
         self._running: dict[str, int] = {}
-        """Numbers by id."""
+        """Numbers by request id."""
         self._ended: dict[str, dict[str, int]] = {}
-        """Numbers by id, by the id of the episode's first request."""
+        """{id of the episode's first request: {request id: number}}."""
         self._count = 0
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
-        """They run from now on; what they came with counts as drawn. Whatever had their ids before is released."""
-        self.forget([request.request_id for request in requests])
+        """Register running requests; their partial responses count as sampled. Earlier responses with their ids are
+        released."""
+        self.discard([request.request_id for request in requests])
         words = array("i")
         for request in requests:
             number = self._running[request.request_id] = self._append_begin(words, request.request_id, request.seed)
@@ -78,21 +82,21 @@ class Journal:
             _append_temperature(words, number, place, request.sampling.temperature)
         self._write(words)
 
-    def take_over(self, responses: Sequence[Drawn]) -> None:
-        """Those that had ended on lost engines: they count as drawn here. Whatever had their ids before is released."""
-        self.forget([drawn.completion.request_id for drawn in responses])
+    def take_over(self, responses: Sequence[JournaledResponse]) -> None:
+        """Add responses that had finished on lost engines. Earlier responses with their ids are released."""
+        self.discard([sampled.completion.request_id for sampled in responses])
         words = array("i")
-        for drawn in responses:
-            name, reason = drawn.completion.request_id, drawn.finish_reason
+        for sampled in responses:
+            name, reason = sampled.completion.request_id, sampled.finish_reason
             assert reason is not None, f"{name} has not ended"
-            number = self._append_begin(words, name, drawn.seed)
-            _append_response(words, number, drawn.completion)
-            _append_temperature_runs(words, number, drawn.completion.temperatures)
+            number = self._append_begin(words, name, sampled.seed)
+            _append_response(words, number, sampled.completion)
+            _append_temperature_runs(words, number, sampled.completion.temperatures)
             self._append_end(words, name, number, reason)
         self._write(words)
 
     def add(self, deltas: Sequence[Delta], completions: Iterable[Completion]) -> None:
-        """What a step has done."""
+        """Add the results of an engine step."""
         words = array("i")
         if deltas:
             numbers = [self._running[delta.request_id] for delta in deltas for _ in delta.token_ids]
@@ -105,8 +109,8 @@ class Journal:
             self._append_end(words, name, self._running.pop(name), completion.finish_reason)
         self._write(words)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Requests that were aborted, or begin again; their responses are released."""
+    def discard(self, request_ids: Iterable[str]) -> None:
+        """Release the responses of requests that were aborted or start again."""
         numbers = []
         for name in request_ids:
             number = self._running.pop(name, None)
@@ -119,14 +123,13 @@ class Journal:
         self._write_releases(numbers)
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Responses that have ended, with later turns of the episodes that these requests began: nobody is to take them
-        over any more."""
+        """Release finished responses, including later turns of the episodes that these requests started: no other
+        engine may continue them."""
         ended = [self._ended.pop(name) for name in request_ids if name in self._ended]
         self._write_releases([number for of_episode in ended for number in of_episode.values()])
 
     def copy(self, path: Path, request_ids: Iterable[str]) -> None:
-        """Writes what was drawn for these requests, and for later turns of the episodes that they began, to another
-        file, durably.
+        """Write the sampled tokens of these requests, and of later turns of their episodes, durably to another file.
 
         Raises: OSError.
         """
@@ -135,7 +138,7 @@ class Journal:
         live += [number for name in wanted for number in self._ended.get(name, {}).values()]
         numbers = np.full(self._count, -1, np.int32)
         numbers[live] = np.arange(len(live))
-        frames = _anew(_Contents.of(self._path), numbers) if live else iter(())
+        frames = _compacted(_Contents.of(self._path), numbers) if live else iter(())
         with path.open("wb") as file:
             for frame in frames:
                 file.write(frame.data)
@@ -143,7 +146,7 @@ class Journal:
             os.fsync(file.fileno())
 
     def _append_begin(self, words: array[int], name: str, seed: int) -> int:
-        """Its number."""
+        """Append a BEGIN entry and return its number."""
         number, encoded = self._count, name.encode()
         self._count += 1
         words.extend((BEGIN, number, len(encoded)))
@@ -155,19 +158,19 @@ class Journal:
         self._ended.setdefault(first_id(name), {})[name] = number
 
     def _write(self, words: array[int]) -> None:
-        self._is_whole = self._is_whole and self._has_written(words)
+        self._is_complete = self._is_complete and self._has_written(words)
 
     def _write_releases(self, numbers: Sequence[int]) -> None:
         words = array("i", [word for number in numbers for word in (RELEASE, number, 0)])
         if self._file is not None and not self._has_written(words):
-            # Better nothing than what another request of the same id must not be given.
+            # Without the release, a later request with the same id could wrongly continue this response.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
             os.close(self._file)
-            self._file, self._is_whole = None, False
+            self._file, self._is_complete = None, False
 
     def _has_written(self, words: array[int]) -> bool:
-        """All of them, or none."""
+        """Write all words or none; return True on success."""
         if not words:
             return True
         assert self._file is not None
@@ -179,30 +182,30 @@ class Journal:
                     self._compact(self._file)
                 return True
         with contextlib.suppress(OSError):
-            os.ftruncate(self._file, self._size * WORD)  # nobody could read on behind a gap
+            os.ftruncate(self._file, self._size * WORD)  # entries behind a partial write would be unreadable
         return False
 
     def _compact(self, file: int) -> None:
-        """Writes it anew, with what was not released and under new numbers."""
+        """Rewrite the file without released responses and with new numbers."""
         live = [self._running, *self._ended.values()]
         numbers = np.full(self._count, -1, np.int32)
         old = np.array([number for of_live in live for number in of_live.values()], np.int64)
         numbers[old] = np.arange(len(old))
         try:
-            self._file, self._size = _replace(self._path, _anew(_Contents.of(self._path), numbers))
+            self._file, self._size = _replace(self._path, _compacted(_Contents.of(self._path), numbers))
         except OSError:
-            self._limit = 2 * self._size  # another time
+            self._limit = 2 * self._size  # try again later
             return
         os.close(file)
-        self._limit = max(self._small, GARBAGE * self._size)
+        self._limit = max(self._small_words, MAX_GROWTH * self._size)
         self._count = len(old)
         for of_live in live:
             of_live.update({name: int(numbers[number]) for name, number in of_live.items()})
 
 
 @dataclass
-class Drawn:
-    """A response, or its beginning, and the seed of its request. `finish_reason`: None where it had not ended."""
+class JournaledResponse:
+    """Complete or partial response with the seed of its request. `finish_reason` is None if it had not finished."""
 
     seed: int
     completion: Completion
@@ -210,13 +213,12 @@ class Drawn:
 
 
 def first_id(request_id: str) -> str:
-    """Of the request that began the episode, whose later turns have ids of their own."""
+    """Return the id of the request that started the episode; later turns append `/...` to it."""
     return request_id.partition("/")[0]
 
 
-def read_journal(path: Path) -> dict[str, Drawn]:
-    """Responses by the id of the request, also those that have ended, but for those that were released; {} where there
-    is no journal."""
+def read_journal(path: Path) -> dict[str, JournaledResponse]:
+    """Read the unreleased responses, complete or partial, by request id; {} if there is no journal."""
     try:
         contents = _Contents.of(path)
     except OSError:
@@ -230,34 +232,35 @@ def read_journal(path: Path) -> dict[str, Drawn]:
     runs: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
     for number, place, bits in contents.temperatures().tolist():
         runs[number].append((place, float(np.int32(bits).view(np.float32))))
-    drawn = np.concatenate(list(contents.tokens(kept)), axis=1)
-    drawn = drawn[:, np.argsort(drawn[0], kind="stable")]
-    starts = np.flatnonzero(np.diff(drawn[0], prepend=-1))
+    sampled = np.concatenate(list(contents.tokens(kept)), axis=1)
+    sampled = sampled[:, np.argsort(sampled[0], kind="stable")]
+    starts = np.flatnonzero(np.diff(sampled[0], prepend=-1))
     responses = {}
-    for number, response in zip(drawn[0, starts].tolist(), np.split(drawn, starts[1:], axis=1), strict=False):
+    for number, response in zip(sampled[0, starts].tolist(), np.split(sampled, starts[1:], axis=1), strict=False):
         _, tokens, logp, versions = response.copy()
         (name, seed), reason = names[number], REASONS[reasons[number]] if number in reasons else None
         temperatures = _temperatures(runs.get(number, ()), len(tokens))
         completion = Completion(
             name, tokens, logp.view(np.float32), reason or "abort", versions, temperatures=temperatures
         )
-        responses[name] = Drawn(seed, completion, reason)
+        responses[name] = JournaledResponse(seed, completion, reason)
     return responses
 
 
 @dataclass(frozen=True)
 class _Contents:
-    """What was written whole: words, and where entries begin, by kind. Shapes: words int32 [W], places int64 [E]."""
+    """Complete writes of a journal: its words, and the positions of entries by kind. Shapes: words int32 [W], places
+    int64 [E]."""
 
     words: np.ndarray
     places: dict[int, np.ndarray]
 
     @classmethod
     def of(cls, path: Path) -> _Contents:
-        """Raises: OSError."""
+        """Parse a file. Raises: OSError."""
         words = np.fromfile(path, dtype=np.int32)
         places = {kind: array("q") for kind in (BEGIN, STEP, END, RELEASE, TEMPERATURE)}
-        view, at = words.data, 0  # whose items are found faster than the array's
+        view, at = words.data, 0  # indexing a memoryview is faster than indexing the array
         while at < len(view) and at + 1 + view[at] <= len(view):
             at, end = at + 1, at + 1 + view[at]
             while at < end:
@@ -273,16 +276,16 @@ class _Contents:
         return cls(words, {kind: np.frombuffer(of_kind, np.int64) for kind, of_kind in places.items()})
 
     def numbers(self, kind: int) -> np.ndarray:
-        """Of requests, from entries that have one. Shapes: int32 [E]."""
+        """Return the request number of each entry. Shapes: int32 [E]."""
         return self.words[self.places[kind] + 1]
 
     def seconds(self, kind: int) -> np.ndarray:
-        """What follows these. Shapes: int32 [E]."""
+        """Return the third word of each entry. Shapes: int32 [E]."""
         return self.words[self.places[kind] + 2]
 
     def temperatures(self) -> np.ndarray:
-        """Request's number, place and bits of the temperature, in the order in which they were written. Shapes: int32
-        [E, 3]."""
+        """Return request number, position and bits of each temperature, in the order of writing. Shapes: int32 [E,
+        3]."""
         return self.words[self.places[TEMPERATURE][:, None] + np.arange(1, HEAD + 1)]
 
     def begins(self) -> Iterator[np.ndarray]:
@@ -290,15 +293,17 @@ class _Contents:
             yield self.words[at : at + HEAD + 2 - (-num_bytes // WORD)]
 
     def names(self) -> Iterator[tuple[str, int]]:
-        """Id and seed of what began."""
+        """Yield id and seed of each BEGIN entry."""
         for entry in self.begins():
             name, seed = entry[HEAD + 2 :].tobytes()[: entry[2]], entry[HEAD : HEAD + 2].tobytes()
             yield name.decode(), int.from_bytes(seed, "little")
 
     def tokens(self, numbers: np.ndarray) -> Iterator[np.ndarray]:
-        """Of each token its request's number, itself, the bits of its log-probability and its version, in the order
-        that they were drawn: of requests for which `numbers` has another one than -1, which is theirs then. Shapes:
-        numbers int32 [R] -> int32 [4, T], one or several."""
+        """Yield the tokens in the order of sampling, in one or several blocks: request number, token, bits of its
+        log-probability, version. `numbers` maps request numbers to new ones; -1 excludes a request.
+
+        Shapes: numbers int32 [R] -> int32 [4, T].
+        """
         steps, counts = self.places[STEP], self.seconds(STEP).astype(np.int64)
         blocks = np.flatnonzero(np.diff(np.cumsum(counts) // BLOCK)) + 1
         for at, sizes in zip(np.split(steps, blocks), np.split(counts, blocks), strict=True):
@@ -311,9 +316,11 @@ class _Contents:
             yield np.stack([of[live], *columns, np.repeat(self.words[at + 1], sizes)[live]])
 
 
-def _anew(contents: _Contents, numbers: np.ndarray) -> Iterator[np.ndarray]:
-    """What is written, in so many writes, for requests for which `numbers` has another one than -1, under that one.
-    Shapes: numbers int32 [R] -> int32 [words]."""
+def _compacted(contents: _Contents, numbers: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the writes of a new file. `numbers` maps request numbers to new ones; -1 excludes a request.
+
+    Shapes: numbers int32 [R] -> int32 [words].
+    """
     live = numbers[contents.numbers(BEGIN)] >= 0
     begins = [entry.copy() for entry in itertools.compress(contents.begins(), live.tolist())]
     for entry in begins:
@@ -337,13 +344,12 @@ def _framed(*entries: np.ndarray) -> np.ndarray:
 
 
 def _replace(path: Path, frames: Iterable[np.ndarray]) -> tuple[int, int]:
-    """A file in the place of the one there, which is the old one or the new one, whole, to whoever opens it; the new
-    one, open, and its number of words.
+    """Replace a file atomically. Returns the open new file and its number of words.
 
-    Raises: OSError; the old one is there then.
+    Raises: OSError; the old file still exists then.
     """
     beside = path.with_name(f"{path.name}.new")
-    file = os.open(beside, ANEW, 0o600)
+    file = os.open(beside, CREATE, 0o600)
     try:
         with os.fdopen(file, "wb", closefd=False) as buffered:
             num_bytes = sum(buffered.write(frame.data) for frame in frames)
@@ -356,7 +362,7 @@ def _replace(path: Path, frames: Iterable[np.ndarray]) -> tuple[int, int]:
 
 
 def _append_response(words: array[int], number: int, response: Completion) -> None:
-    """As steps, one for each run of tokens of a version."""
+    """Append STEP entries, one for each run of tokens with the same version."""
     if not len(response.token_ids):
         return
     cuts = np.flatnonzero(np.diff(response.versions)) + 1
@@ -373,7 +379,7 @@ def _append_temperature(words: array[int], number: int, place: int, temperature:
 
 
 def _append_temperature_runs(words: array[int], number: int, temperatures: np.ndarray | None) -> None:
-    """One for each run of tokens with the same temperature."""
+    """Append TEMPERATURE entries, one for each run of tokens with the same temperature."""
     if temperatures is None or not len(temperatures):
         return
     cuts = np.flatnonzero(np.diff(temperatures)) + 1
@@ -382,7 +388,7 @@ def _append_temperature_runs(words: array[int], number: int, temperatures: np.nd
 
 
 def _temperatures(runs: Sequence[tuple[int, float]], num_tokens: int) -> np.ndarray | None:
-    """Temperature of each token of a response; None where none is known. Shapes: float32 [num_tokens]."""
+    """Return the temperature of each token of a response; None if unknown. Shapes: float32 [num_tokens]."""
     if not runs:
         return None
     temperatures = np.empty(num_tokens, np.float32)

@@ -1,8 +1,8 @@
-"""The one thread that steps an engine, and does between two steps whatever others ask for.
+"""Loop of the thread that steps an engine and runs the calls of other threads between two steps.
 
-Nothing waits for a batch: requests are taken, aborted and handed out while others run, and weights change under them,
-all at the one place where no pass is in progress. A response that has drawn as much as it may under one version of the
-weights is parked: aborted, and submitted again with what it has when weights have changed, or nothing else runs.
+Nothing waits for a batch: requests are added, aborted and finished while others run, and weights change between two
+steps while requests are running. A response that reaches its token limit for one weight version is paused: aborted, and
+submitted again with its partial response when the weights have changed or nothing else runs.
 """
 
 from __future__ import annotations
@@ -18,64 +18,63 @@ from typing import TypeVar
 
 from mcore_rl.errors import PeerLostError, WorkerDiedError
 from mcore_rl.ports import Engine
-from mcore_rl.rollout.journal import Drawn, Journal
-from mcore_rl.rollout.streaming.parking import Parking
+from mcore_rl.rollout.journal import JournaledResponse, TokenJournal
+from mcore_rl.rollout.streaming.paused_requests import PausedRequests
 from mcore_rl.types import Completion, Delta, GenerationRequest
 
 ENDED = "the engine's loop has ended"
 T = TypeVar("T")
-_Asked = Callable[[], None] | None
+_Call = Callable[[], None] | None
 Listener = Callable[[Completion | BaseException], None]
-"""Called on the loop's thread with what became of a request; it must not wait for anything."""
-Begun = Callable[[], None]
-"""Called on the loop's thread when a request has its first token from this engine; it must not wait for anything."""
+"""Callback with the result of a request, on the loop's thread; it must not block."""
+Started = Callable[[], None]
+"""Callback on the loop's thread when a request has its first token from this engine; it must not block."""
 Choose = Callable[[Collection[str]], Collection[str]]
-"""Some of the requests that have not begun."""
+"""Function that selects from the requests that have not started."""
 
 
-def _unheard() -> None: ...
+def _ignore() -> None: ...
 
 
 class EngineLoop:
-    """Owns `engine` from the call of `serve` on; every other method may be called from any thread but that one. What
-    the engine draws goes into `journal`."""
+    """Owner of `engine` once `serve` is called. All other methods may be called from any other thread. Sampled tokens
+    are written to `journal`."""
 
-    def __init__(self, engine: Engine, journal: Journal | None = None) -> None:
+    def __init__(self, engine: Engine, journal: TokenJournal | None = None) -> None:
         self.engine = engine
         self._journal = journal
-        self._asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
-        self._unbegun: dict[str, Begun] = {}
-        self._parking = Parking()
+        self._unstarted: dict[str, Started] = {}
+        self._paused = PausedRequests()
         self._version = engine.weight_version
         self._serving = True
         self._busy_seconds = 0.0
         self._tokens_carried_over = 0
-        self._began: float | None = None
-        """When what is being done between two looks at the requests began."""
+        self._working_since: float | None = None
+        """Start time of the current step or call; None while idle."""
         self._died: WorkerDiedError | None = None
-        self._door = threading.Lock()
-        """Nothing is asked any more once the loop has ended."""
+        self._lock = threading.Lock()
+        """Guards _serving and _calls: no call is added after the loop has ended."""
 
     def serve(self) -> None:
-        """Steps the engine while anything runs, until `stop`. What a step raises ends the requests that run, and goes
-        to those who wait for them: the engine knows by itself whether it can go on.
+        """Step the engine while requests are running, until `stop`. An error of a step ends the running requests and is
+        passed to their listeners; the engine decides whether it can continue.
 
-        Raises: WorkerDiedError, whoever it was told already, when a process of the engine has died: nothing can be
-        generated any more.
+        Raises: WorkerDiedError if a process of the engine has died, also if listeners already received it.
         """
-        while self._died is None and self._do_what_is_asked():
-            if not self.engine.num_running:  # whoever is parked keeps nobody from anything then
-                self._go_on()
+        while self._died is None and self._run_calls():
+            if not self.engine.num_running:  # paused requests take no slot from others now
+                self._resume_paused()
             if self.engine.num_running:
                 with self._working():
                     self._step()
-        with self._door:
+        with self._lock:
             self._serving = False
         if self._died is not None:
             self._fail(self._died)
-            while not self._asked.empty():  # they learn it too
-                if (run := self._asked.get()) is not None:
+            while not self._calls.empty():  # pending calls receive the error
+                if (run := self._calls.get()) is not None:
                     run()
             raise self._died
 
@@ -88,55 +87,55 @@ class EngineLoop:
             return
         if self._journal is not None:
             self._journal.add(deltas, completions)
-        if self._unbegun:
-            self._note_begun(deltas)
-        self._parking.leave([completion.request_id for completion in completions])
+        if self._unstarted:
+            self._report_started(deltas)
+        self._paused.remove([completion.request_id for completion in completions])
         for completion in completions:
             self._listeners.pop(completion.request_id)(completion)
-        self._park(self._parking.count(deltas))
+        self._pause(self._paused.count(deltas))
 
     @property
     def busy_seconds(self) -> float:
-        """In which requests ran, since the beginning."""
+        """Total time in which requests were running."""
         return self._busy_seconds
 
     @property
     def tokens_carried_over(self) -> int:
-        """Of responses that were parked, when they went on, since the beginning."""
+        """Total number of tokens in paused responses at the time they were resumed."""
         return self._tokens_carried_over
 
     @property
     def seconds_stuck(self) -> float:
-        """Since the present step, or what is done between two of them, began; 0 while the engine waits for requests."""
-        began = self._began
+        """Time since the current step or call began; 0 while the engine waits for requests."""
+        began = self._working_since
         return time.monotonic() - began if began is not None else 0.0
 
     @property
-    def num_parked(self) -> int:
-        return self._parking.num_waiting
+    def num_paused(self) -> int:
+        return self._paused.num_paused
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        self._began = began = time.monotonic()
+        self._working_since = began = time.monotonic()
         running = self.engine.num_running > 0
         try:
             yield
         finally:
-            self._began = None
+            self._working_since = None
             if running:
                 self._busy_seconds += time.monotonic() - began
 
     def stop(self) -> None:
-        """`serve` returns when what was asked before is done; who still waits for a response learns that."""
-        with self._door:
+        """Make `serve` return after the pending calls; listeners of running requests receive an error."""
+        with self._lock:
             self._serving = False
-            self._asked.put(None)
+            self._calls.put(None)
 
     def between_steps(self, call: Callable[[], T]) -> T:
-        """The result of `call` on the loop's thread, as soon as the present step is over. Raises what it raises."""
-        return self._soon(call).result()
+        """Run `call` on the loop's thread after the current step, and return its result or raise its error."""
+        return self._post(call).result()
 
-    def _soon(self, call: Callable[[], T]) -> Future[T]:
+    def _post(self, call: Callable[[], T]) -> Future[T]:
         result: Future[T] = Future()
 
         def run() -> None:
@@ -148,109 +147,112 @@ class EngineLoop:
                 self._note_death(error)
                 result.set_exception(error)
 
-        self._ask(run)
+        self._enqueue(run)
         return result
 
-    def submit(self, requests: Sequence[GenerationRequest], listener: Listener, begun: Begun = _unheard) -> None:
-        """Engine.submit; `listener` hears what becomes of each, and `begun` is called for each. A request that has
-        tokens_per_version is parked whenever it has drawn so many."""
-        self.between_steps(lambda: self._submit(requests, listener, begun))
+    def submit(self, requests: Sequence[GenerationRequest], listener: Listener, started: Started = _ignore) -> None:
+        """Call Engine.submit. `listener` receives the result of each request; `started` is called for each.
 
-    def submit_soon(
-        self, requests: Sequence[GenerationRequest], listener: Listener, begun: Begun | None = None
+        A request with tokens_per_version is paused each time it reaches this limit.
+        """
+        self.between_steps(lambda: self._submit(requests, listener, started))
+
+    def submit_nowait(
+        self, requests: Sequence[GenerationRequest], listener: Listener, started: Started | None = None
     ) -> None:
-        """As `submit`, without waiting for it: `listener` hears of a refusal too. Without `begun` they cannot be
-        withdrawn."""
+        """Submit without waiting; `listener` also receives an error if the request is rejected. Without `started`, the
+        requests cannot be withdrawn."""
 
         def submit() -> None:
             try:
                 if self._died is not None:
                     raise self._died
-                self._submit(requests, listener, begun)
+                self._submit(requests, listener, started)
             except Exception as error:
                 self._note_death(error)
                 listener(error)
 
-        self._ask(submit)
+        self._enqueue(submit)
 
     def abort(self, request_ids: Collection[str]) -> list[Completion]:
-        """Engine.abort; nobody hears of them any more."""
+        """Call Engine.abort; the listeners of the requests are not called."""
         return self.between_steps(lambda: self._abort(request_ids))
 
-    def abort_soon(self, request_ids: Collection[str]) -> None:
-        """As `abort`, without waiting for it; nothing once the loop has ended."""
+    def abort_nowait(self, request_ids: Collection[str]) -> None:
+        """Abort without waiting; does nothing once the loop has ended."""
 
         def abort() -> None:
-            with contextlib.suppress(Exception):  # an engine that is gone cannot end them either
+            with contextlib.suppress(Exception):  # a dead engine runs no requests
                 self._abort(request_ids)
 
         with contextlib.suppress(RuntimeError):
-            self._ask(abort)
+            self._enqueue(abort)
 
-    def take_over(self, responses: Sequence[Drawn]) -> Future[None]:
-        """As Journal.take_over: done when they are in the journal."""
+    def take_over(self, responses: Sequence[JournaledResponse]) -> Future[None]:
+        """Call TokenJournal.take_over; the future is done when the responses are in the journal."""
         journal = self._journal
-        return self._soon(lambda: None if journal is None else journal.take_over(responses))
+        return self._post(lambda: None if journal is None else journal.take_over(responses))
 
     def copy_journal(self, path: Path, request_ids: Collection[str]) -> bool:
-        """As Journal.copy; False where there is none."""
+        """Call TokenJournal.copy. Returns False without a journal."""
         if (journal := self._journal) is None:
             return False
         self.between_steps(lambda: journal.copy(path, request_ids))
         return True
 
     def release(self, request_ids: Collection[str]) -> None:
-        """As Journal.release, without waiting for it: before whatever is asked later. Nothing once the loop has
+        """Call TokenJournal.release without waiting; it runs before later calls. Does nothing once the loop has
         ended."""
         if (journal := self._journal) is not None and request_ids:
             with contextlib.suppress(RuntimeError):
-                self._soon(lambda: journal.release(request_ids))
+                self._post(lambda: journal.release(request_ids))
 
-    def _submit(self, requests: Sequence[GenerationRequest], listener: Listener, begun: Begun | None) -> None:
+    def _submit(self, requests: Sequence[GenerationRequest], listener: Listener, started: Started | None) -> None:
         self.engine.submit(requests)
         if self._journal is not None:
             self._journal.begin(requests)
-        parked = self._parking.begin(requests, self._version)
+        paused = self._paused.add(requests, self._version)
         self._listeners |= {request.request_id: listener for request in requests}
-        if begun is not None:
-            self._unbegun |= {request.request_id: begun for request in requests}
-        self._park(parked)
+        if started is not None:
+            self._unstarted |= {request.request_id: started for request in requests}
+        self._pause(paused)
 
     def _abort(self, request_ids: Collection[str]) -> list[Completion]:
         for request_id in request_ids:
             self._listeners.pop(request_id, None)
-            self._unbegun.pop(request_id, None)
-        parked = self._parking.leave(request_ids)
-        self._forget(request_ids)
-        return [*self.engine.abort(request_ids), *parked]
+            self._unstarted.pop(request_id, None)
+        paused = self._paused.remove(request_ids)
+        self._discard(request_ids)
+        return [*self.engine.abort(request_ids), *paused]
 
-    def _forget(self, request_ids: Collection[str]) -> None:
-        """Of an engine that has died, others go on with all that ran."""
+    def _discard(self, request_ids: Collection[str]) -> None:
+        """Discard requests in the journal. If the engine has died, they stay there so that other engines can continue
+        them."""
         if self._journal is not None and self._died is None:
-            self._journal.forget(request_ids)
+            self._journal.discard(request_ids)
 
-    def _ask(self, run: Callable[[], None]) -> None:
-        with self._door:
+    def _enqueue(self, run: Callable[[], None]) -> None:
+        with self._lock:
             if not self._serving:
                 raise RuntimeError(ENDED)
-            self._asked.put(run)
+            self._calls.put(run)
 
     def withdraw(self, choose: Choose) -> None:
-        """Aborts what `choose`, called between two steps, chooses of the requests that have no token from this engine;
-        who waits for one hears of it."""
+        """Abort requests that have no token from this engine. `choose` selects them between two steps; their listeners
+        receive the abort."""
 
         def withdraw() -> None:
-            request_ids = choose(self._unbegun.keys())
+            request_ids = choose(self._unstarted.keys())
             if not request_ids:
                 return
             listeners = {request_id: self._listeners.pop(request_id) for request_id in request_ids}
             for request_id in request_ids:
-                del self._unbegun[request_id]
-            parked = self._parking.leave(request_ids)
-            self._forget(request_ids)
+                del self._unstarted[request_id]
+            paused = self._paused.remove(request_ids)
+            self._discard(request_ids)
             try:
                 aborted: Mapping[str, Completion] = {
-                    completion.request_id: completion for completion in [*self.engine.abort(request_ids), *parked]
+                    completion.request_id: completion for completion in [*self.engine.abort(request_ids), *paused]
                 }
             except BaseException as error:
                 for listener in listeners.values():
@@ -265,15 +267,15 @@ class EngineLoop:
         self,
         requests: Sequence[GenerationRequest],
         on_finish: Callable[[Completion], None],
-        begun: Begun = _unheard,
+        started: Started = _ignore,
     ) -> None:
-        """Responses to all requests, beside whatever else runs; calls on_finish on this thread, once per request, in
-        the order they finish, while the engine goes on; those that were withdrawn have the reason "abort".
+        """Generate responses to all requests while others run. on_finish is called on this thread, once per request in
+        the order of completion; withdrawn requests have the finish reason "abort".
 
-        Raises: what the engine raises, and what on_finish raises: none of them runs then.
+        Raises: errors of the engine and of on_finish, after aborting the remaining requests.
         """
         ended: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
-        self.submit(requests, ended.put, begun)
+        self.submit(requests, ended.put, started)
         left = {request.request_id for request in requests}
         try:
             while left:
@@ -286,21 +288,23 @@ class EngineLoop:
             if left:
                 self.abort(left)
 
-    def _note_begun(self, deltas: Sequence[Delta]) -> None:
+    def _report_started(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            if (begun := self._unbegun.pop(delta.request_id, None)) is not None:
-                begun()
+            if (started := self._unstarted.pop(delta.request_id, None)) is not None:
+                started()
 
     def _note_death(self, error: BaseException) -> None:
-        """Of a process of the engine; that of a peer in a sync is not its end."""
+        """Remember the error if a process of this engine died. A lost peer in a weight sync does not end this
+        engine."""
         if isinstance(error, WorkerDiedError) and not isinstance(error, PeerLostError):
             self._died = error
 
-    def _do_what_is_asked(self) -> bool:
-        """All of it, in the order it came; waits for something while nothing runs. False: this is the end."""
+    def _run_calls(self) -> bool:
+        """Run all pending calls in order; block for a call while no request is running. Returns False to end the
+        loop."""
         with contextlib.suppress(queue.Empty):
             while self._died is None:
-                run = self._asked.get(block=not self.engine.num_running and not self._parking.may_go_on)
+                run = self._calls.get(block=not self.engine.num_running and not self._paused.can_resume)
                 if run is None:
                     self._fail(RuntimeError(ENDED))
                     return False
@@ -308,22 +312,23 @@ class EngineLoop:
                     run()
                 if self._died is None and self.engine.weight_version != self._version:
                     self._version = self.engine.weight_version
-                    self._parking.weights_changed(self._version)
-                    self._go_on()
+                    self._paused.set_version(self._version)
+                    self._resume_paused()
         return True
 
-    def _park(self, request_ids: Collection[str]) -> None:
-        """In the journal they still run: others go on with them if the engine dies."""
+    def _pause(self, request_ids: Collection[str]) -> None:
+        """Pause requests. They stay in the journal as running, so that other engines can continue them if this one
+        dies."""
         if request_ids:
             try:
-                self._parking.park(self.engine.abort(request_ids))
+                self._paused.pause(self.engine.abort(request_ids))
             except Exception as error:
                 self._note_death(error)
                 self._fail(error)
 
-    def _go_on(self) -> None:
-        """Submits again what is parked, as far as the present weights will do."""
-        if requests := self._parking.go_on(self._version):
+    def _resume_paused(self) -> None:
+        """Resubmit the paused requests that the current weights may continue."""
+        if requests := self._paused.resume(self._version):
             partial = [request.partial for request in requests if request.partial is not None]
             self._tokens_carried_over += sum(len(completion.token_ids) for completion in partial)
             with self._working():
@@ -335,10 +340,10 @@ class EngineLoop:
 
     def _fail(self, error: BaseException) -> None:
         listeners, self._listeners = self._listeners, {}
-        self._unbegun.clear()
-        self._parking.leave(listeners)
-        self._forget(listeners)
-        with contextlib.suppress(Exception):  # an engine that is gone cannot end them either
+        self._unstarted.clear()
+        self._paused.remove(listeners)
+        self._discard(listeners)
+        with contextlib.suppress(Exception):  # a dead engine runs no requests
             self.engine.abort(list(listeners))
         for listener in listeners.values():
             listener(error)

@@ -1,5 +1,5 @@
-"""Short ungraded responses of each engine to training prompts: what its log-probabilities are compared on before
-training. They share no id, journal entry or record with the responses of any step."""
+"""Short ungraded responses of each engine to training prompts, to compare log-probabilities before training. They share
+no id, journal entry or record with the responses of any step."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from mcore_rl.rollout.collector import training_sampling
 from mcore_rl.types import RolloutResult, RolloutTask
 
 PROBE = "probe"
-"""Name under which engines have the training prompts for these responses; their request ids begin with it."""
+"""Name of this prompt set on engines; the request ids start with it."""
 MAX_TOKENS = 32
 """Length limit of a response: 4 prompts give about 100 tokens, enough for a mean, in less than a second."""
 
 
 class ProbedPool(Protocol):
+    """Engines that can all run the same task."""
+
     def probe(self, task: RolloutTask) -> dict[str, RolloutResult]:
-        """Runs the task on every engine, each time with other group ids; results by the engine's name."""
+        """Run the task on every engine, with different group ids each; returns {engine name: result}."""
 
 
 @dataclass(frozen=True)
 class PromptProbe:
-    """An EngineProbe with the sampling options of training.
+    """EngineProbe with the sampling options of training.
 
     Shapes: prompt_tokens int64 [N], the length of every training prompt.
     """
@@ -37,7 +39,8 @@ class PromptProbe:
     seed: int
 
     def probe(self, num_prompts: int) -> dict[str, RolloutResult]:
-        """As EngineProbe.probe. Prompts range from the longest to the shortest; they repeat if there are too few."""
+        """Same as EngineProbe.probe. Prompts range from the longest to the shortest; they repeat if there are too
+        few."""
         sampling = training_sampling(self.rollout)
         sampling = replace(sampling, max_response_tokens=min(MAX_TOKENS, sampling.max_response_tokens))
         longest_first = np.argsort(-self.prompt_tokens, kind="stable")

@@ -1,4 +1,4 @@
-"""What the driver and the records learn of responses."""
+"""Scalars and records of responses: what the driver and the rollout files contain."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.trajectories import temperature_spans, version_spans
 from mcore_rl.types import EpisodeOutcome, Grades, RolloutScalars, RolloutTask, Score, Trajectory, TrajectoryBuffers
 
-CUT = ("length", "turns", "tool_calls", "seconds")
+LIMIT_REASONS = ("length", "turns", "tool_calls", "seconds")
 """Finish reasons of responses that a limit ended."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """An attempt, what became of it, and its score as a whole."""
+    """An attempt, its outcome and its score."""
 
     attempt: Attempt
     outcome: EpisodeOutcome
@@ -31,7 +31,8 @@ class Response:
 
 
 def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: TrajectoryBuffers) -> RolloutScalars:
-    """One row per trajectory, in the order of `responses`; those of an episode have all that is said of it."""
+    """Build the scalars: one row per trajectory, in the order of `responses`. All trajectories of an episode have its
+    results."""
     counts = np.array([len(r.outcome.trajectories) for r in responses], np.int64)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     groups = (task.span[0] + np.arange(len(responses))) // task.samples_per_prompt
@@ -48,7 +49,7 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
         trained_tokens=trained.astype(np.int32),
         rewards=grades.rewards,
         accuracies=grades.accuracies,
-        clipped=np.repeat([r.outcome.finish_reason in CUT for r in responses], counts).astype(np.uint8),
+        clipped=np.repeat([r.outcome.finish_reason in LIMIT_REASONS for r in responses], counts).astype(np.uint8),
         versions=np.stack([buffers.versions[edge] for edge in edges], axis=1).astype(np.int32),
         errors=grades.errors,
         parts=grades.parts,
@@ -61,7 +62,7 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
 
 
 def grades_of(scores: Sequence[Score]) -> Grades:
-    """As the driver sees them."""
+    """Convert scores to the arrays of Grades."""
     return Grades(
         rewards=np.array([s.reward for s in scores], np.float32),
         accuracies=np.array([s.accuracy for s in scores], np.float32),
@@ -72,7 +73,7 @@ def grades_of(scores: Sequence[Score]) -> Grades:
 
 
 def _numbers(scores: Sequence[Score]) -> dict[str, np.ndarray]:
-    """Every part of a score that is a number, by name; NaN where a response has none. Shapes: float64 [B]."""
+    """Collect the numeric parts of scores by name; NaN if a response has none. Shapes: float64 [B]."""
     names = {name for score in scores for name, value in score.parts.items() if isinstance(value, float)}
     numbers = {name: np.full(len(scores), np.nan) for name in sorted(names)}
     for index, score in enumerate(scores):
@@ -83,7 +84,7 @@ def _numbers(scores: Sequence[Score]) -> dict[str, np.ndarray]:
 
 
 def _episode_metrics(outcomes: Sequence[EpisodeOutcome], counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Of episodes of more than a turn's bookkeeping; {} for single turns."""
+    """Collect the metrics of multi-turn episodes; {} for single turns."""
     if not any(outcome.seconds for outcome in outcomes):
         return {}
     columns = {
@@ -104,7 +105,7 @@ def _digests(responses: Sequence[Response]) -> np.ndarray:
 
 
 def write_records(path: Path, task: RolloutTask, responses: Sequence[Response]) -> None:
-    """One JSON object per trajectory."""
+    """Write one JSON object per trajectory."""
     with open(path, "w", encoding="utf-8", errors=HALF_CHARACTERS) as file:
         for index, response in enumerate(responses, start=task.span[0]):
             place = int(task.group_ids[index // task.samples_per_prompt]), index % task.samples_per_prompt

@@ -1,4 +1,4 @@
-"""Scalars of several calls of engines as those of one."""
+"""Concatenation of the scalars of several engine calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_rl.types import RolloutScalars
 
 
 def join_scalars(parts: Sequence[RolloutScalars]) -> RolloutScalars:
-    """Of all responses, part after part. What took seconds ran beside each other."""
+    """Concatenate all responses. Seconds are the maximum, since the calls ran concurrently."""
     arrays = {
         field.name: np.concatenate([getattr(part, field.name) for part in parts])
         for field in fields(RolloutScalars)
@@ -36,7 +36,7 @@ def join_scalars(parts: Sequence[RolloutScalars]) -> RolloutScalars:
 
 
 def _joined_numbers(parts: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int]) -> dict[str, np.ndarray]:
-    """Of every name that any part has; NaN where it has none."""
+    """Concatenate by name; NaN for parts without a name."""
     names = sorted({name for part in parts for name in part})
     lacking = [np.full(length, np.nan) for length in lengths]
     return {

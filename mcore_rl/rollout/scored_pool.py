@@ -1,10 +1,9 @@
-"""Rewards that are known only when a step's tasks have been generated: those of a function that sees them all, and
-those of models beside the rules'. Each is a pool whose responses come back with them.
+"""Rewards that are computed after a step's tasks have been generated: functions of all responses, and reward models.
 
     reward = reward.weight * rule + overlong punishment + sum of weight * score over the models
 
-A model scores whole tasks after generation, wherever its ranks are; the engines that wrote the tasks' records put the
-scores into them, so that neither tokens nor texts pass through the driver.
+A model scores whole tasks on its own ranks. The engines that wrote the tasks' records add the scores to them, so that
+neither tokens nor texts pass through the driver. Each class here is a pool that returns responses with these rewards.
 """
 
 from __future__ import annotations
@@ -22,25 +21,24 @@ from mcore_rl.types import Grades, RolloutResult, RolloutScalars, RolloutTask
 
 
 class RecordedPool(RolloutPool, Protocol):
-    """A pool that can change what its tasks have recorded."""
+    """Pool that can update its tasks' records."""
 
     def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
-        """Puts rewards, accuracies and scores of `results` into the tasks' records, where they keep any."""
+        """Write rewards, accuracies and scores of `results` into the tasks' records, if there are any."""
 
 
-class GradingPool(RecordedPool, Protocol):
-    """A pool that grades responses after all of them have come."""
+class DeferredGradingPool(RecordedPool, Protocol):
+    """Pool that grades responses after all of them have been generated."""
 
     def grade(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[Grades]:
-        """Of the responses of each task, whose rewards are not known yet, graded all together; what graders say of each
-        is kept for the tasks' records until they are amended."""
+        """Grade the responses of all tasks together. The grades are kept for the tasks' records until `amend`."""
 
 
 @dataclass(frozen=True)
 class StepGradingPool:
-    """`pool` with the rewards of a function that sees all responses of a `run` together. A RecordedPool."""
+    """RecordedPool whose rewards come from a function that grades all responses of a `run` together."""
 
-    pool: GradingPool
+    pool: DeferredGradingPool
 
     @property
     def num_engines(self) -> int:
@@ -70,9 +68,10 @@ class WeightedScorer:
 
 @dataclass(frozen=True)
 class ScoredPool:
-    """`pool` with the scores of `scorers`, by the name under which metrics and records show them.
+    """`pool` with the scores of `scorers`, by their name in metrics and records.
 
-    Without rules (`has_rules` False) nothing says whether a response is right: its accuracy is then its reward.
+    Without rules (`has_rules` is False), no grader decides whether a response is right: its accuracy is then its
+    reward.
     """
 
     pool: RecordedPool
@@ -84,11 +83,11 @@ class ScoredPool:
         return self.pool.num_engines
 
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
-        """As RolloutPool.run; scoring counts as grading."""
+        """Run the tasks and score them; scoring counts as grading time."""
         return self.scored(tasks, self.pool.run(tasks))
 
     def scored(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[RolloutResult]:
-        """The results with the scores, which are in the tasks' records then."""
+        """Add the scores to the results and to the tasks' records."""
         started = time.perf_counter()
         scores_by_name = {name: weighted.scorer.score(tasks, results) for name, weighted in self.scorers.items()}
         seconds = time.perf_counter() - started
@@ -114,7 +113,7 @@ class ScoredPool:
 
 
 def _of_episodes(values: np.ndarray, episodes: np.ndarray | None) -> np.ndarray:
-    """Every response's value, or the mean of those of its episode, whose responses have one reward."""
+    """Return each response's value; responses of one episode share one reward and therefore get the episode's mean."""
     if episodes is None:
         return values
     sums, counts = np.bincount(episodes, values), np.bincount(episodes)

@@ -73,15 +73,15 @@ def share(tails: Sequence[Tail], free: int) -> list[Tail]:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RequestCallbacks:
     """Callbacks for each request of a task that is not withdrawn; called from any thread."""
 
-    begun: Callable[[], None]
+    started: Callable[[], None]
     ended: Callable[[], None]
 
 
-UNWATCHED = Progress(lambda: None, lambda: None)
-Run = Callable[[RolloutTask, Progress], tuple[TrajectoryBuffers, RolloutScalars] | None]
+NO_CALLBACKS = RequestCallbacks(lambda: None, lambda: None)
+Run = Callable[[RolloutTask, RequestCallbacks], tuple[TrajectoryBuffers, RolloutScalars] | None]
 """RolloutWorker.run."""
 Withdraw = Callable[[Callable[[Collection[str]], Collection[str]]], None]
 """Player.withdraw."""
@@ -203,7 +203,7 @@ class TaskRunner:
 
     def _do(self, number: int, task: RolloutTask) -> None:
         try:
-            result = self._run(task, Progress(self._begin_request, self._end_request))
+            result = self._run(task, RequestCallbacks(self._begin_request, self._end_request))
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error

@@ -1,4 +1,4 @@
-"""Trajectories as flat buffers."""
+"""Packing of trajectories into flat buffers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.types import NOT_SAMPLED, Trajectory, TrajectoryBuffers
 
 MAX_NAMED = 10
-"""Requests that an error names."""
+"""Maximum number of requests named in an error."""
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] = ()) -> TrajectoryBuffers:
-    """Flat buffers of prompts followed by their responses. `names` of the trajectories are for messages; without, they
-    are numbered.
+    """Pack prompts, each followed by its response, into flat buffers. `names` of the trajectories are used in error
+    messages; default: numbers.
 
-    Raises: McoreRLError naming the trajectories that came without experts where others have them.
+    Raises: McoreRLError naming trajectories without routed experts if others have them.
     """
     prompt_tokens = np.array([len(t.prompt_ids) for t in trajectories], np.int32)
     response_tokens = np.array([len(t.token_ids) for t in trajectories], np.int32)
@@ -41,14 +41,15 @@ def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] =
 
 
 def version_spans(versions: np.ndarray) -> list[list[int]]:
-    """[version, start, end) of consecutive tokens that the same weights drew. Shapes: versions [T]."""
+    """Return [version, start, end) of consecutive tokens sampled with the same weights. Shapes: versions [T]."""
     edges = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)).tolist()
     spans = zip(edges, [*edges[1:], len(versions)], strict=True)
     return [[int(versions[start]), start, end] for start, end in spans if versions[start] != NOT_SAMPLED]
 
 
 def temperature_spans(temperatures: np.ndarray) -> list[list[float]]:
-    """[temperature, start, end) of consecutive tokens with one sampling temperature. Shapes: temperatures [T]."""
+    """Return [temperature, start, end) of consecutive tokens with the same sampling temperature. Shapes: temperatures
+    [T]."""
     cuts = np.flatnonzero(temperatures[1:] != temperatures[:-1]) + 1 if len(temperatures) else np.empty(0, np.int64)
     edges = [0, *cuts.tolist(), len(temperatures)]
     spans = [
@@ -58,16 +59,16 @@ def temperature_spans(temperatures: np.ndarray) -> list[list[float]]:
 
 
 def _filled(given: Sequence[np.ndarray | None], lengths: np.ndarray, value: float, dtype: type) -> np.ndarray:
-    """All of `given`, with `value` throughout in the place of those that are None."""
+    """Concatenate; entries that are None are filled with `value`."""
     pairs = zip(given, lengths, strict=True)
     return _concatenate([np.full(length, value) if part is None else part for part, length in pairs], dtype)
 
 
 def _routed_experts(trajectories: Sequence[Trajectory], names: Sequence[str]) -> np.ndarray | None:
-    """A row per token, as TrajectoryBuffers has them; None where the engine was not asked for them.
+    """Return one row per token (see TrajectoryBuffers), or None if experts were not recorded.
 
-    A response without them cannot be trained on with its own routing, and with another its policy is not the one that
-    sampled: the run ends where the request is known, as nothing but a fault of the engine ends one so.
+    A response without routed experts cannot be trained: with different routing, the policy is not the one that sampled.
+    Only a defect of the engine causes this, so the run ends here, where the request is known.
     """
     given = [t.routed_experts for t in trajectories if t.routed_experts is not None]
     if not given:

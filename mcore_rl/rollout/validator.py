@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts, through the same engines and graders as training."""
+"""Validation with the same engines and graders as training."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
 
 @dataclass
 class RolloutValidator:
-    """rollout.validation_samples responses to each of the first `num_prompts` validation prompts.
+    """Generates rollout.validation_samples responses to each of the first `num_prompts` validation prompts.
 
-    A response's seed comes from (seed, prompt, sample) alone: validations of one run differ by the weights only.
+    The seed of a response depends only on (seed, prompt, sample): validations of a run differ by the weights only.
     """
 
     pool: RolloutPool
@@ -32,7 +32,7 @@ class RolloutValidator:
     failures: GradingFailures | None = None
 
     def validate(self, step: int) -> RolloutScalars:
-        """Scalars of all responses, in the order of the prompts; the group id is the number of the prompt."""
+        """Return the scalars of all responses in the order of the prompts; the group id is the number of the prompt."""
         name = f"val_step_{step}"
         options = self.rollout
         sampling = SamplingOptions(

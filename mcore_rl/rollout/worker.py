@@ -1,7 +1,7 @@
-"""One engine with its graders: turns prompt rows into scored trajectories.
+"""Generation and grading on one engine: turns prompt rows into scored trajectories.
 
-Grading overlaps generation: every response goes to the grading processes the moment its episode ends. Tokens and
-log-probabilities stay in flat buffers; only scalars are meant for the driver.
+Grading overlaps generation: each response is submitted to the grading processes as soon as its episode ends. Tokens and
+log-probabilities stay in flat buffers; only scalars go to the driver.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mcore_rl.data.seeds import request_seeds
 from mcore_rl.data.sources.overrides import with_overrides
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.ports import Rewarder
-from mcore_rl.rollout.episodes.single_turn import Attempt, Course, Player
-from mcore_rl.rollout.journal import Drawn, first_id, read_journal
+from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks, Player
+from mcore_rl.rollout.journal import JournaledResponse, first_id, read_journal
 from mcore_rl.rollout.results import Response, scalars_of, write_records
-from mcore_rl.rollout.tasks import UNWATCHED, Progress
+from mcore_rl.rollout.tasks import NO_CALLBACKS, RequestCallbacks
 from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.types import (
     EpisodeOutcome,
@@ -35,7 +35,7 @@ from mcore_rl.types import (
 
 
 class RolloutWorker:
-    """Generates and scores; calls may run beside each other where the player takes several."""
+    """Generates and grades tasks. Calls of `run` may overlap if the player supports it."""
 
     def __init__(
         self,
@@ -46,19 +46,21 @@ class RolloutWorker:
         failed_reward: float = 0.0,
         has_rules: bool = True,
     ) -> None:
-        """`failed_reward`: of an episode that raised. Without rules nothing says whether a response is right: its
-        accuracy is then its reward."""
+        """`failed_reward`: reward of an episode that raised an error. Without rules (`has_rules`), no grader decides
+        whether a response is right; its accuracy is then its reward."""
         self._player = player
         self._rewarder = rewarder
         self._prompts = prompts
         self._failed_reward = failed_reward
         self._has_rules = has_rules
         self._keys = itertools.count()
-        """Of responses at the rewarder."""
+        """Unique keys of responses at the rewarder."""
 
-    def run(self, task: RolloutTask, progress: Progress = UNWATCHED) -> tuple[TrajectoryBuffers, RolloutScalars] | None:
-        """Generates the task's responses and grades them, but for those at its end that are withdrawn meanwhile; None
-        if all of them are."""
+    def run(
+        self, task: RolloutTask, callbacks: RequestCallbacks = NO_CALLBACKS
+    ) -> tuple[TrajectoryBuffers, RolloutScalars] | None:
+        """Generate and grade the task's responses, except for withdrawn ones at its end. Returns None if all are
+        withdrawn."""
         attempts = self._attempts(task)
         outcomes: list[EpisodeOutcome | None] = [None] * len(attempts)
         withdrawn: set[int] = set()
@@ -73,7 +75,7 @@ class RolloutWorker:
                 withdrawn.add(place)
                 self._rewarder.withdraw(keys[place], group=group_of[place], task=keys)
                 return
-            progress.ended()
+            callbacks.ended()
             if outcome.reward is not None or outcome.error is not None:
                 self._rewarder.withdraw(keys[place], group=group_of[place], task=keys)
                 return
@@ -83,8 +85,8 @@ class RolloutWorker:
             self._rewarder.submit(keys[place], prompt, text, tokens, group=group_of[place], task=keys)
 
         started = time.perf_counter()
-        drawn = _drawn_before(task, attempts)
-        self._player.play(attempts, Course(progress.begun, end), drawn)
+        recovered = _recovered_responses(task, attempts)
+        self._player.play(attempts, AttemptCallbacks(callbacks.started, end), recovered)
         generated = time.perf_counter()
         if len(withdrawn) == len(attempts) > 0:
             return None
@@ -97,7 +99,7 @@ class RolloutWorker:
             raise RuntimeError(
                 f"{len(attempts)} requests gave {len(finished)} outcomes, and {len(graded_here)} of them "
                 f"{len(collected)} scores"
-            )  # our own invariant: a player or a rewarder that loses work would bias training
+            )  # internal invariant: a player or rewarder that loses responses would bias training
         responses = [
             Response(attempt, outcome, self._score(outcome, collected.get(key)))
             for key, attempt, outcome in zip(keys, attempts, finished, strict=False)
@@ -133,7 +135,7 @@ class RolloutWorker:
         return attempts
 
     def _score(self, outcome: EpisodeOutcome, graded: Score | None) -> Score:
-        """Of the whole response: what graders or the episode itself say, and the rewards of turns."""
+        """Combine the score of graders, or of the episode itself, with the rewards of turns."""
         if outcome.error is not None:
             return Score(self._failed_reward, 0.0, outcome.error, outcome.traceback)
         if graded is None:
@@ -150,19 +152,19 @@ class RolloutWorker:
 
 
 def _groups_of_keys(task: RolloutTask, keys: Sequence[int]) -> list[Sequence[int]]:
-    """Keys of the task's responses, those to the same prompt together."""
+    """Split the keys of the task's responses by prompt."""
     first, last = task.span
     edges = [*range(first - first % task.samples_per_prompt + task.samples_per_prompt, last, task.samples_per_prompt)]
     return [keys[a:b] for a, b in itertools.pairwise([0, *(edge - first for edge in edges), last - first])]
 
 
 def _with_extra(prompt: Prompt, outcome: EpisodeOutcome) -> Prompt:
-    """As graders see it."""
+    """Return the prompt with the episode's fields in extra_info, for graders."""
     return replace(prompt, extra_info={**prompt.extra_info, **outcome.extra}) if outcome.extra else prompt
 
 
 def _sampling(options: SamplingOptions, prompt: Prompt) -> SamplingOptions:
-    """As the task has it, but for what the prompt's row says; greedy tasks stay greedy."""
+    """Return the task's sampling options with the overrides of the prompt's row; greedy tasks stay greedy."""
     if not prompt.sampling:
         return options
     chosen = with_overrides(options, prompt.sampling)
@@ -170,20 +172,24 @@ def _sampling(options: SamplingOptions, prompt: Prompt) -> SamplingOptions:
 
 
 @functools.lru_cache(maxsize=2)
-def _read_once(journal: str) -> dict[str, Drawn]:
-    """Of an engine that is lost, which draws nothing more: many tasks go on from it."""
+def _read_cached(journal: str) -> dict[str, JournaledResponse]:
+    """Read the journal of a lost engine, which does not change any more. Cached, because many tasks continue from
+    it."""
     return read_journal(Path(journal))
 
 
-def _drawn_before(task: RolloutTask, attempts: Sequence[Attempt]) -> dict[str, Drawn]:
-    """What lost engines had drawn for these attempts, by the request's id. Those of later turns bear the id of the
-    first, and a seed that hangs on what came before: whoever asks for them looks at it."""
+def _recovered_responses(task: RolloutTask, attempts: Sequence[Attempt]) -> dict[str, JournaledResponse]:
+    """Return what lost engines sampled for these attempts, by request id.
+
+    Requests of later turns have the id of the first as prefix, and a seed that depends on the history: the reader
+    compares the seed.
+    """
     seeds = {attempt.request.request_id: attempt.request.seed for attempt in attempts}
-    found: dict[str, Drawn] = {}
+    found: dict[str, JournaledResponse] = {}
     for journal in task.journals:
-        for request_id, drawn in _read_once(journal).items():
+        for request_id, recovered in _read_cached(journal).items():
             first = first_id(request_id)
-            same_seed = first != request_id or seeds.get(first) == drawn.seed
-            if first in seeds and same_seed and drawn.completion.versions[0] >= task.version:
-                found[request_id] = drawn
+            same_seed = first != request_id or seeds.get(first) == recovered.seed
+            if first in seeds and same_seed and recovered.completion.versions[0] >= task.version:
+                found[request_id] = recovered
     return found

@@ -19,7 +19,7 @@ from mcore_rl.ports import (
     ResponseScorer,
     Validator,
 )
-from mcore_rl.rollout.scored_pool import GradingPool
+from mcore_rl.rollout.scored_pool import DeferredGradingPool
 from mcore_rl.runtime.phases import Phase, Phases
 from mcore_rl.types import (
     Batch,
@@ -149,9 +149,9 @@ class StagedPublisher:
 
 @dataclass(frozen=True)
 class StagedPool:
-    """A GradingPool."""
+    """A DeferredGradingPool."""
 
-    pool: GradingPool
+    pool: DeferredGradingPool
     stages: Stages
 
     @property

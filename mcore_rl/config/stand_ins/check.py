@@ -25,12 +25,12 @@ class _Use(NamedTuple):
         return self.name not in MODULES.get(self.module, {})
 
 
-def check_verl_names(told: str, path: Path) -> None:
+def check_verl_names(origin: str, path: Path) -> None:
     """Check that every name of verl in a file is provided, also inside functions and `try: ... except Exception`.
 
     Imports in `try: ... except ImportError`, or alone in a `try` at module level, are optional and not checked.
 
-    Raises: ConfigError that begins with `told` and names file, line, name and remedy.
+    Raises: ConfigError that begins with `origin` and names file, line, name and remedy.
     """
     if not stands_in():
         return
@@ -41,8 +41,8 @@ def check_verl_names(told: str, path: Path) -> None:
     missing = next((use for use in sorted(_uses(tree)) if use.missing), None)
     if missing is not None:
         raise ConfigError(
-            f"{told}: {path}:{missing.line} uses {missing.module}.{missing.name}, which mcore-rl does not provide, and "
-            f"verl is not installed; {REMEDY}"
+            f"{origin}: {path}:{missing.line} uses {missing.module}.{missing.name}, which mcore-rl does not provide, "
+            f"and verl is not installed; {REMEDY}"
         )
 
 

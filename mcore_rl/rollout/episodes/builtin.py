@@ -1,4 +1,4 @@
-"""Episodes of ours: with tools, and with an environment (a user, a game) that answers every turn."""
+"""Built-in episodes: with tools, and with an environment (such as a user or a game) that answers every turn."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ STEP = "step(action) -> (observation, reward, done)"
 
 
 class Episode(Protocol):
-    """What happens to one prompt. One object serves all episodes of an engine, at once."""
+    """Interaction of the model for one prompt. One object serves all concurrent episodes of an engine."""
 
     async def run(self, session: Session, prompt: EpisodePrompt) -> Any:
-        """Returns None (graders give the reward), a finite number, a dict with `score`, or an EpisodeResult."""
+        """Run one episode. Returns None (graders compute the reward), a finite number, a dict with `score`, or an
+        EpisodeResult."""
 
 
 class ToolEpisode:
-    """The model answers, or calls tools, whose answers it sees; it ends with a turn that calls none."""
+    """Episode in which the model may call tools and sees their results. It ends with a turn without calls."""
 
     async def run(self, session: Session, prompt: EpisodePrompt) -> None:
         ids = prompt.token_ids
         while True:
             sampled = await session.generate(ids)
-            # A turn that was cut calls nothing: what there is of a call may look like a whole one.
+            # Calls of a truncated turn are ignored: a truncated call may look like a complete one.
             if sampled.finish_reason != "stop" or not (calls := session.parse(sampled).calls):
                 return
             rest: Sequence[ToolCall | MalformedCall] = ()
@@ -58,11 +59,11 @@ class ToolEpisode:
 
 
 class EnvironmentEpisode:
-    """Every turn of the model is an action, to which an environment of the user's answers.
+    """Episode in which every turn of the model is an action for an environment of the user.
 
-    `environment` names a class, made for each episode with the row's `prompt` and `options`. Its methods may be async:
-    step(action) -> (observation, reward, done) and, where they exist, reset() -> observation or None before the first
-    turn, score() -> number or dict with `score` at the end, which takes the place of graders, and close().
+    `environment` names a class, which is constructed for each episode with the row's `prompt` and `options`. Its
+    methods may be async: step(action) -> (observation, reward, done), and optionally reset() -> observation or None
+    before the first turn, score() -> number or dict with `score` at the end (replaces graders), and close().
     """
 
     def __init__(self, environment: str, options: Mapping[str, Any]) -> None:
@@ -72,7 +73,7 @@ class EnvironmentEpisode:
     async def run(self, session: Session, prompt: EpisodePrompt) -> Any:
         environment = await _called(self._make, prompt=prompt, **self._options)
         try:
-            with contextlib.suppress(EpisodeLimitError):  # it is scored all the same
+            with contextlib.suppress(EpisodeLimitError):  # an episode that reached a limit is scored, too
                 await self._play(environment, session, prompt)
             return await _called(environment.score) if hasattr(environment, "score") else None
         finally:
@@ -105,7 +106,7 @@ def _step(returned: Any) -> tuple[str, float, bool]:
 
 
 async def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a function of the user's returns, asynchronous or not; the latter runs in a thread, as it may be slow."""
+    """Call a user's function. Synchronous functions run in a thread, since they may be slow."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)

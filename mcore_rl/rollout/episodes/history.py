@@ -1,4 +1,4 @@
-"""A sampled turn as a message of the conversation, which may be rendered again, with the calls that were answered."""
+"""Conversion of a sampled turn to a conversation message that can be rendered again, including the answered calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ Call = ToolCall | MalformedCall
 
 
 def turn_message(conversation: Conversation, said: ParsedMessage, written: str, after: Sequence[Message]) -> Message:
-    """The assistant's message for `said`, which is `written` and has the messages `after` behind it.
+    """Return the assistant's message for the parsed turn `said`, whose text is `written`, and which is followed by
+    `after`.
 
-    Every answered call is shown, executed or not, with the arguments that the model wrote. Calls that cannot be read
-    are text: within the content if they come first, else the whole turn is the text as it was written. Without any
-    answer the turn is text too, because a template shows `tool_calls` as calls that were executed.
+    Every answered call is included, executed or not, with the model's arguments. Unreadable calls become text: part of
+    the content if they come first; otherwise the whole turn becomes text as written. Without any answer the turn is
+    text, too, because templates render `tool_calls` as executed calls.
     """
     reasoning = said.reasoning or None
     answers = [message for message in after if message["role"] == "tool"]
@@ -37,7 +38,7 @@ def turn_message(conversation: Conversation, said: ParsedMessage, written: str, 
 
 
 def report_of(calls: Sequence[Call], limit: int = 500) -> str:
-    """Text for the model about calls that were not executed because a turn may call one tool."""
+    """Return a text for the model about calls that were not executed because only one call per turn is allowed."""
     described = "; ".join(_described(call) for call in calls)
     described = described if len(described) <= limit else f"{described[:limit]}..."
     return (
@@ -47,7 +48,7 @@ def report_of(calls: Sequence[Call], limit: int = 500) -> str:
 
 
 def _answered(calls: Sequence[Call], answers: Sequence[Message]) -> list[tuple[int, Call]]:
-    """The calls that have an answer, by its id or, for answers without the id of a call, by their order; numbered."""
+    """Return the numbered calls that have an answer: matched by id, or by order if the answers have no ids of calls."""
     numbered = list(enumerate(calls))
     ids = {call.id or call_id(number): (number, call) for number, call in numbered}
     given = [message.get("tool_call_id") for message in answers]

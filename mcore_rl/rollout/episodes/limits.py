@@ -1,4 +1,4 @@
-"""What ends an episode from outside."""
+"""Limits that end an episode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mcore_rl.config.schema import RolloutConfig
 
 
 class EpisodeLimitError(Exception):
-    """An episode has reached a limit, and ends with what there is of it. `reason`: length, turns, tool_calls or
+    """An episode has reached a limit and ends with its current trajectory. `reason`: length, turns, tool_calls or
     seconds."""
 
     def __init__(self, reason: str, text: str) -> None:
@@ -18,8 +18,11 @@ class EpisodeLimitError(Exception):
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Units: tokens, calls, seconds. `response_tokens` of everything after a sequence's prompt, `context_tokens` of the
-    prompt too; `turn_tokens` are sampled in one turn at most."""
+    """Limits of one episode. Units: tokens, turns, calls, seconds.
+
+    response_tokens: tokens of a sequence after its prompt. context_tokens: the same including the prompt. turn_tokens:
+    tokens sampled in one turn.
+    """
 
     response_tokens: int
     context_tokens: int
@@ -30,7 +33,8 @@ class EpisodeLimits:
 
     @classmethod
     def of(cls, config: RolloutConfig, *, response_tokens: int, turns: int | None = None) -> EpisodeLimits:
-        """`response_tokens` as the task has it; `turns` as the prompt's row has it, None: as the configuration."""
+        """Build the limits. `response_tokens` is the task's limit; `turns` is the prompt row's limit, None: the
+        configuration's."""
         return cls(
             response_tokens,
             config.max_prompt_tokens + config.max_response_tokens,
@@ -41,19 +45,20 @@ class EpisodeLimits:
         )
 
     def room(self, num_turns: int, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Tokens that may be sampled after so many turns, and `num_tokens` of a sequence.
+        """Return the number of tokens that may be sampled after `num_turns` turns, in a sequence of `num_tokens`
+        tokens.
 
-        Raises: EpisodeLimitError where there is none.
+        Raises: EpisodeLimitError if there is no room.
         """
         if num_turns >= self.turns:
-            raise EpisodeLimitError("turns", f"{num_turns} turns are over, rollout.max_turns is that")
+            raise EpisodeLimitError("turns", f"the limit of {num_turns} turns (rollout.max_turns) is reached")
         left = min(self.response_tokens - (num_tokens - num_prompt_tokens), self.context_tokens - num_tokens)
         if left <= 0:
-            raise EpisodeLimitError("length", f"{num_tokens} tokens leave none to sample")
+            raise EpisodeLimitError("length", f"a sequence of {num_tokens} tokens leaves no room for another turn")
         return left if self.turn_tokens is None else min(left, self.turn_tokens)
 
     def check_calls(self, num_calls: int) -> None:
-        """Raises: EpisodeLimitError where a turn may not call another tool."""
+        """Raise EpisodeLimitError if the turn may not call another tool."""
         if num_calls >= self.tool_calls_per_turn:
-            text = f"{num_calls} calls in a turn, rollout.max_tool_calls_per_turn is that"
+            text = f"the limit of {num_calls} calls per turn (rollout.max_tool_calls_per_turn) is reached"
             raise EpisodeLimitError("tool_calls", text)

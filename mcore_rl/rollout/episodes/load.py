@@ -1,4 +1,4 @@
-"""The episode that the configuration names, and all that episodes of an engine share."""
+"""Loading of the configured episode, and of the objects that an engine's episodes share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_rl.data.chat.template import TemplateFacts, examine
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes.builtin import EnvironmentEpisode, Episode, ToolEpisode
 from mcore_rl.rollout.episodes.player import EpisodePlayer
-from mcore_rl.rollout.episodes.session import EpisodePrompt, Session, Surroundings
+from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Session
 from mcore_rl.rollout.episodes.trace import Record
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tools.parsers import ToolCallParser
@@ -32,7 +32,7 @@ FORM = "async def run(self, session, prompt)"
 
 @dataclass(frozen=True)
 class FunctionEpisode:
-    """A user's async function."""
+    """Episode implemented by a user's async function."""
 
     function: Callable[..., Coroutine[Any, Any, Any]]
     options: Mapping[str, Any]
@@ -42,7 +42,7 @@ class FunctionEpisode:
 
 
 def load_episode(rollout: RolloutConfig) -> Episode:
-    """Of more than a single turn. Loads what the user names.
+    """Load the multi-turn episode that the configuration selects.
 
     Raises: ConfigError naming rollout.episode or rollout.environment, and the cause.
     """
@@ -53,15 +53,15 @@ def load_episode(rollout: RolloutConfig) -> Episode:
         assert rollout.environment is not None
         return EnvironmentEpisode(rollout.environment, options)
     named: Any = load_function(KEY, chosen, may_be_async=True)
-    told = f"{KEY}={chosen}"
+    origin = f"{KEY}={chosen}"
     if not inspect.isclass(named):
         if not inspect.iscoroutinefunction(named):
-            raise ConfigError(f"{told} must be a class with {FORM}, or async def {named.__name__}(session, prompt)")
-        check_call(told, named, ("session", "prompt"), options, "f(session, prompt, **rollout.episode_kwargs)")
+            raise ConfigError(f"{origin} must be a class with {FORM}, or async def {named.__name__}(session, prompt)")
+        check_call(origin, named, ("session", "prompt"), options, "f(session, prompt, **rollout.episode_kwargs)")
         return FunctionEpisode(named, options)
-    check_call(told, named, (), options, "a class with rollout.episode_kwargs")
+    check_call(origin, named, (), options, "a class with rollout.episode_kwargs")
     if not inspect.iscoroutinefunction(getattr(named, "run", None)):
-        raise ConfigError(f"{told} has no {FORM}")
+        raise ConfigError(f"{origin} has no {FORM}")
     made: Any = named(**options)
     episode: Episode = made
     return episode
@@ -74,9 +74,10 @@ def start_episodes(
     stop_ids: tuple[int, ...],
     record: Record,
 ) -> EpisodePlayer:
-    """What runs the configured episodes on an engine, with their tools up. `record` takes spans for the timeline.
+    """Start the player for the configured episodes on an engine, and their tools. `record` receives spans for the
+    timeline.
 
-    Raises: ConfigError for what cannot be loaded or rendered.
+    Raises: ConfigError if something cannot be loaded or rendered.
     """
     rollout = config.rollout
     player = EpisodePlayer(load_episode(rollout), loop, rollout, record)
@@ -84,7 +85,7 @@ def start_episodes(
     schemas = tools.schemas if tools is not None else []
     conversation, facts = conversation_of(config, tokenizer, schemas, stop_ids)
     parser_of = partial(_parser_of, rollout.tool_parser, str(tokenizer.chat_template))
-    player.around = Surroundings(
+    player.context = EpisodeContext(
         tokenizer,
         conversation,
         tools,
@@ -105,9 +106,10 @@ def _parser_of(spec: str, chat_template: str, schemas: Sequence[ToolSchema]) -> 
 def conversation_of(
     config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[ToolSchema], stop_ids: tuple[int, ...]
 ) -> tuple[Conversation, TemplateFacts]:
-    """How turns are rendered, and what the chat template does with them.
+    """Return the renderer of turns and the properties of the chat template.
 
-    Raises: ConfigError where it cannot, or rewrites earlier turns and rollout.history does not say what then.
+    Raises: ConfigError if the template cannot render tools or users, or rewrites earlier turns while rollout.history is
+    null.
     """
     rollout = config.rollout
     conversation = Conversation(tokenizer, tools, stop_ids, config.data.template_kwargs)
@@ -116,8 +118,8 @@ def conversation_of(
     facts = examine(conversation, tools=bool(tools), users=users)
     if facts.rewrites and rollout.history is None:
         raise ConfigError(
-            "rollout.history: the chat template renders earlier turns otherwise once something follows: "
-            f"{'; '.join(facts.rewrites)}. Set it to keep (train on what was sampled, one sequence per episode) or to "
-            "new_sequence (render each turn's conversation anew, as it is served)"
+            "rollout.history: the chat template renders earlier turns differently once a message follows: "
+            f"{'; '.join(facts.rewrites)}. Set it to keep (train on the sampled tokens, one sequence per episode) or "
+            "to new_sequence (render the conversation again for each turn, as in deployment)"
         )
     return conversation, facts

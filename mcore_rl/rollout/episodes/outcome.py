@@ -1,4 +1,4 @@
-"""From what an episode returned, raised or ran into to its outcome."""
+"""Conversion of an episode's return value, error or limit to its outcome."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STOP, LENGTH, ERROR = "stop", "length", "error"
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """What an episode may return beside a number, a dict as of a reward function, or nothing.
+    """Detailed return value of an episode, as an alternative to a number, a dict like a reward function's, or None.
 
-    `reward` None: graders give it. `sampled`: turns whose sequences are trained on, None: all. `token_ids` with `mask`,
-    [S] each: the one sequence that is trained on, given as tokens; 1 where it was sampled and is to be trained.
+    reward: None: graders compute it. sampled: turns whose sequences are trained; None: all. token_ids with mask, [S]
+    each: the only trained sequence, given as tokens; mask is 1 for sampled tokens to train.
     """
 
     reward: float | None = None
@@ -38,13 +38,13 @@ NOTHING = EpisodeResult()
 
 
 def ended(session: Session, returned: Any, *, reason: str | None = None) -> EpisodeOutcome:
-    """The outcome of an episode that returned; `reason`: the limit that ended it.
+    """Return the outcome of an episode that returned; `reason` is the limit that ended it, if any.
 
-    Raises: DataError for what no episode may return.
+    Raises: DataError for an invalid return value.
     """
     result = _result(returned)
     if not session.book.sequences:
-        raise DataError("it ended without session.generate: nothing was sampled that could be trained on")
+        raise DataError("it ended without calling session.generate, so there is nothing to train on")
     trajectories = _chosen(session, result)
     if reason is None:
         reason = session.limit or (LENGTH if session.truncated else STOP)
@@ -52,8 +52,8 @@ def ended(session: Session, returned: Any, *, reason: str | None = None) -> Epis
 
 
 def failed(session: Session, error: str, traceback: str | None, end_id: int, version: int) -> EpisodeOutcome:
-    """The outcome of an episode that raised: what there is of it, of which nothing is trained. `end_id` stands for the
-    response of one that sampled nothing."""
+    """Return the outcome of an episode that raised an error: its sequences, none of which is trained. `end_id` is used
+    as the response of an episode that sampled nothing."""
     trajectories = session.book.trajectories(trained=False)
     if not trajectories:
         nothing = Trajectory(
@@ -72,7 +72,7 @@ def failed(session: Session, error: str, traceback: str | None, end_id: int, ver
 def _outcome(
     session: Session, trajectories: Sequence[Trajectory], reason: str, result: EpisodeResult = NOTHING
 ) -> EpisodeOutcome:
-    of_tools = {f"tool_{name}": sum(values) / len(values) for name, values in session.tool_figures.items()}
+    tool_parts = {f"tool_{name}": sum(values) / len(values) for name, values in session.tool_metrics.items()}
     return EpisodeOutcome(
         tuple(trajectories),
         session.response_text,
@@ -85,7 +85,7 @@ def _outcome(
         seconds=dict(session.seconds),
         extra=extra_of_turns(session.num_turns, session.tool_rewards),
         messages=session.transcript(),
-        parts={**of_tools, **result.parts},
+        parts={**tool_parts, **result.parts},
     )
 
 
@@ -130,25 +130,25 @@ def _chosen(session: Session, result: EpisodeResult) -> list[Trajectory]:
         if turn.sequence not in chosen:
             chosen.append(turn.sequence)
     if not chosen:
-        raise DataError("EpisodeResult.sampled is empty; leave it out to train on everything")
+        raise DataError("EpisodeResult.sampled is empty; omit it to train on everything")
     return session.book.trajectories(chosen)
 
 
 def _as_returned(session: Session, token_ids: Sequence[int], mask: Sequence[int] | None) -> Trajectory:
-    """The sequence that an episode gave as tokens, which must be one that it sampled."""
+    """Return the sequence that an episode gave as tokens; it must be one that it sampled."""
     ids = np.asarray(token_ids, np.int32)
     sequence = next((s for s in session.book.sequences if np.array_equal(s.tokens, ids)), None)
     if sequence is None:
         raise DataError(
-            f"it returned {len(ids)} tokens that are not those it sampled; return the tokens that session.generate "
-            "was given and gave, never text that is encoded again"
+            f"it returned {len(ids)} tokens that differ from the sampled ones; return the tokens that were passed to "
+            "and returned by session.generate, never text that was tokenized again"
         )
     trajectory = sequence.trajectory()
     if mask is None:
         return trajectory
     wanted = np.asarray(mask, np.uint8)[len(sequence.prompt_ids) :]
     if len(np.asarray(mask)) != len(ids):
-        raise DataError(f"it returned a mask of {len(np.asarray(mask))} for {len(ids)} tokens")
+        raise DataError(f"it returned a mask of length {len(np.asarray(mask))} for {len(ids)} tokens")
     if (wanted[trajectory.versions == NOT_SAMPLED] > 0).any():
-        raise DataError("its mask trains tokens that were not sampled, such as a tool's answer")
+        raise DataError("its mask trains tokens that were not sampled, such as a tool's result")
     return replace(trajectory, trained=wanted)

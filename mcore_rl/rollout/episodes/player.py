@@ -1,4 +1,5 @@
-"""Runs episodes as coroutines, all of an engine's on one thread beside the one that steps it."""
+"""Execution of episodes as coroutines. All episodes of an engine run on one thread, next to the thread that steps the
+engine."""
 
 from __future__ import annotations
 
@@ -19,22 +20,22 @@ from mcore_rl.rollout.episodes.engine_client import AttemptClient, EngineClient,
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError, EpisodeLimits
 from mcore_rl.rollout.episodes.outcome import ended as outcome_of
 from mcore_rl.rollout.episodes.outcome import failed
-from mcore_rl.rollout.episodes.session import EpisodePrompt, Session, Surroundings, TokenSource
-from mcore_rl.rollout.episodes.single_turn import Attempt, Course
+from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Session, TokenSource
+from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks
 from mcore_rl.rollout.episodes.trace import COMPLETED, FAILED, RUNNING, EpisodeTraces, Record
 from mcore_rl.rollout.failures import FAILED_EPISODE
-from mcore_rl.rollout.journal import Drawn
+from mcore_rl.rollout.journal import JournaledResponse
 from mcore_rl.rollout.loop import Choose, EngineLoop
 from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest
 
 MAX_TRACEBACK_CHARACTERS = 4000
 THREADS = 64
-"""For what users' environments do that is not asynchronous."""
+"""Threads for synchronous code of users' environments."""
 T = TypeVar("T")
 
 
 class WatchedSource:
-    """A TokenSource that remembers how the engine failed, whatever an episode makes of the error."""
+    """TokenSource that remembers errors of the engine, even if an episode catches them."""
 
     def __init__(self, source: TokenSource) -> None:
         self._source = source
@@ -44,46 +45,48 @@ class WatchedSource:
         try:
             return await self._source.generate(request)
         except DataError:
-            raise  # of the episode: it asked for what no engine can do
+            raise  # the episode's fault: an invalid request
         except Exception as error:
             self.failure = self.failure or error
             raise
 
 
 class EpisodePlayer:
-    """A Player on an engine's loop. Episodes of all calls of `play` run beside each other. `around` is what they share;
-    it has to be set before the first call."""
+    """Player on an engine's loop. Episodes of all calls of `play` run concurrently. `context` is shared by them and
+    must be set before the first call."""
 
-    around: Surroundings
+    context: EpisodeContext
 
     def __init__(
         self, episode: Episode, loop: EngineLoop, config: RolloutConfig, record: Record = lambda *span: None
     ) -> None:
-        """`record` takes spans for the timeline."""
+        """`record` receives spans for the timeline."""
         self._episode, self._engine, self._config = episode, loop, config
         self._traces = EpisodeTraces(record)
-        # An engine takes requests in the order they come: without a limit all first turns would come before any second
-        # one, and every conversation be open.
+        # An engine runs requests in order of arrival. Without a limit, all first turns would run before any second
+        # turn, and all conversations would be open at the same time.
         self._slots = asyncio.Semaphore(concurrent_episodes(config))
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._waiting: set[str] = set()
-        """For a slot, by the ids of their first requests; who is no longer among them when it comes was withdrawn."""
+        """Attempts that wait for a slot, by the id of their first request; a withdrawn attempt is removed."""
         self.client = EngineClient(loop)
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="environment"))
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
-    def play(self, attempts: Sequence[Attempt], course: Course, drawn: Mapping[str, Drawn]) -> None:
-        """As Player.play. An episode that fails costs itself: its outcome says why."""
-        self.run(self._play_all(attempts, course, drawn))
+    def play(
+        self, attempts: Sequence[Attempt], callbacks: AttemptCallbacks, recovered: Mapping[str, JournaledResponse]
+    ) -> None:
+        """Same as Player.play. A failed episode does not affect others; its outcome contains the error."""
+        self.run(self._play_all(attempts, callbacks, recovered))
 
     def withdraw(self, choose: Choose) -> None:
-        """As Player.withdraw: of those that wait for a slot, and of first turns that have not begun."""
+        """Same as Player.withdraw, for attempts that wait for a slot and for first turns that have not started."""
 
-        def choose_of_both(unbegun: Collection[str]) -> Collection[str]:
-            with self._door:
-                chosen = choose(self._waiting.union(unbegun))
+        def choose_of_both(unstarted: Collection[str]) -> Collection[str]:
+            with self._lock:
+                chosen = choose(self._waiting.union(unstarted))
                 here = self._waiting.intersection(chosen)
                 self._waiting -= here
             return [request_id for request_id in chosen if request_id not in here]
@@ -91,24 +94,26 @@ class EpisodePlayer:
         self._engine.withdraw(choose_of_both)
 
     def shutdown(self) -> None:
-        """Ends what runs."""
+        """Stop the loop and its thread; running episodes are abandoned."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result; it runs where episodes do."""
+        """Run a coroutine on the episodes' thread and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    async def _play_all(self, attempts: Sequence[Attempt], course: Course, drawn: Mapping[str, Drawn]) -> None:
+    async def _play_all(
+        self, attempts: Sequence[Attempt], callbacks: AttemptCallbacks, recovered: Mapping[str, JournaledResponse]
+    ) -> None:
         async def play(place: int) -> None:
             attempt = attempts[place]
             async with self._slots:
-                stays = self._leave(attempt)
-                outcome = await self._play(attempt, course, drawn) if stays else None
-            course.ended(place, outcome)
+                is_waiting = self._leave(attempt)
+                outcome = await self._play(attempt, callbacks, recovered) if is_waiting else None
+            callbacks.ended(place, outcome)
 
-        with self._door:
+        with self._lock:
             self._waiting.update(attempt.request.request_id for attempt in attempts)
 
         tasks = [self._loop.create_task(play(place)) for place in range(len(attempts))]
@@ -123,22 +128,24 @@ class EpisodePlayer:
             raise
 
     def _leave(self, attempt: Attempt) -> bool:
-        """It waits no longer for a slot; whether it did."""
-        with self._door:
+        """Remove an attempt from the waiting ones; return True if it was waiting."""
+        with self._lock:
             waits = attempt.request.request_id in self._waiting
             self._waiting.discard(attempt.request.request_id)
             return waits
 
-    async def _play(self, attempt: Attempt, course: Course, drawn: Mapping[str, Drawn]) -> EpisodeOutcome | None:
-        """None: it was withdrawn."""
+    async def _play(
+        self, attempt: Attempt, callbacks: AttemptCallbacks, recovered: Mapping[str, JournaledResponse]
+    ) -> EpisodeOutcome | None:
+        """Run one episode; returns None if it was withdrawn."""
         traced = self._traces.begin(attempt.request.request_id)
 
         def begin() -> None:
             if traced is not None:
                 traced.enter(RUNNING)
-            course.begun()
+            callbacks.started()
 
-        client = AttemptClient(self.client, drawn, attempt.request.request_id, begin)
+        client = AttemptClient(self.client, recovered, attempt.request.request_id, begin)
         source = WatchedSource(client)
         prompt = attempt.prompt
         limits = EpisodeLimits.of(
@@ -146,8 +153,8 @@ class EpisodePlayer:
             response_tokens=attempt.request.sampling.max_response_tokens,
             turns=prompt.max_turns,
         )
-        around = self.around.offering(prompt.tools)
-        session = Session(around, source, attempt.request, prompt, limits, traced, trained=attempt.trained)
+        context = self.context.offering(prompt.tools)
+        session = Session(context, source, attempt.request, prompt, limits, traced, trained=attempt.trained)
         ended_in = FAILED
         try:
             outcome = await self._outcome(session, EpisodePrompt.of(prompt), limits.seconds)
@@ -157,13 +164,13 @@ class EpisodePlayer:
         finally:
             self._traces.end(traced, ended_in)
             closed = None
-            if self.around.tools is not None:
-                closed = await self.around.tools.close_episode(session.id)
+            if self.context.tools is not None:
+                closed = await self.context.tools.close_episode(session.id)
         if closed is not None and closed.rewards:
             outcome = replace(outcome, extra={**outcome.extra, "episode_rewards_of_tools": dict(closed.rewards)})
         if source.failure is not None:
             raise source.failure
-        client.begin()  # one that failed before it asked for anything
+        client.begin()  # for an episode that failed before it generated anything
         return replace(outcome, taken_over=client.taken_over) if client.taken_over else outcome
 
     async def _outcome(self, session: Session, prompt: EpisodePrompt, seconds: float | None) -> EpisodeOutcome:
@@ -175,16 +182,16 @@ class EpisodePlayer:
             return self._limited(session, error.reason, str(error))
         except TimeoutError as error:
             if deadline.expired():
-                return self._limited(session, "seconds", f"rollout.max_episode_seconds={seconds:g} were over")
+                return self._limited(session, "seconds", f"rollout.max_episode_seconds={seconds:g} passed")
             return self._failed(session, error)
         except WorkerDiedError:
-            raise  # tools that cannot be started any more
+            raise  # the tool processes cannot be started any more
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # the run ends
-            return self._failed(session, error)  # of a user's episode
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever a user's episode raises
+                raise  # the player itself is cancelled
+            return self._failed(session, error)  # raised by the user's episode
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # any error of a user's episode
             return self._failed(session, error)
 
     def _limited(self, session: Session, reason: str, text: str) -> EpisodeOutcome:
@@ -195,5 +202,5 @@ class EpisodePlayer:
     def _failed(self, session: Session, error: BaseException) -> EpisodeOutcome:
         shown = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]
         raised = str(error) if isinstance(error, DataError) else f"it raised {describe(error)}"
-        end_id = min(self.around.stop_ids, default=0)
+        end_id = min(self.context.stop_ids, default=0)
         return failed(session, f"{FAILED_EPISODE}: {raised}", shown, end_id, self._engine.engine.weight_version)

@@ -1,8 +1,8 @@
-"""The token sequences of an episode, put together from what it asked the engine for: nothing else is trained on.
+"""Token sequences of an episode, built from its calls of session.generate. Only these sequences are trained.
 
-A call whose tokens go on from a sequence extends it, and what it has beyond the sequence was said by somebody else. A
-call with other tokens begins a sequence, in which all that it was given is the prompt: what an earlier one sampled of
-it is trained on there, and only there. Worked example, s sampled, t a tool's answer:
+A call whose tokens start with an existing sequence extends it; the additional tokens were not sampled. A call with
+other tokens starts a new sequence, for which all given tokens are the prompt; tokens that an earlier sequence sampled
+are trained only there. Example (s: sampled, t: token of a tool result):
 
     generate(p p)            -> s s      sequence 0    p p | s s
     generate(p p s s t t)    -> s        sequence 0    p p | s s t t s
@@ -19,49 +19,51 @@ from mcore_rl.types import NOT_SAMPLED, Completion, Trajectory
 
 
 class TokenSequence:
-    """One of them; `number` in the order in which they began."""
+    """One sequence; `number` counts sequences in the order in which they started."""
 
     def __init__(self, number: int, prompt_ids: np.ndarray) -> None:
         self.number = number
         self.prompt_ids = prompt_ids
         self.tokens = prompt_ids
-        """All of it, int32 [S]."""
+        """All tokens including the prompt, int32 [S]."""
         self._logp: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
         self._sampled: list[np.ndarray] = []
         self._temperatures: list[np.ndarray] = []
         self._experts: np.ndarray | None = None
         self._rewards: dict[int, float] = {}
-        """Of turns, by the place in the response of the turn's last token."""
+        """Rewards of turns, by the position of the turn's last token in the response."""
 
     @property
     def num_response_tokens(self) -> int:
         return len(self.tokens) - len(self.prompt_ids)
 
-    def goes_on_with(self, token_ids: np.ndarray) -> bool:
-        """Whether `token_ids` are the sequence and perhaps more."""
+    def is_prefix_of(self, token_ids: np.ndarray) -> bool:
+        """Return True if `token_ids` start with this sequence."""
         return len(token_ids) >= len(self.tokens) and np.array_equal(token_ids[: len(self.tokens)], self.tokens)
 
     def extend(self, token_ids: np.ndarray, completion: Completion, temperature: float) -> None:
-        """`token_ids` are the sequence and what was said after it; the completion follows, sampled at `temperature`."""
+        """Append the tokens of `token_ids` after the sequence (not sampled), and the completion, sampled at
+        `temperature`."""
         said = token_ids[len(self.tokens) :]
         if len(said):
             unknown = np.full(len(said), np.nan, np.float32)
             self._append(np.zeros(len(said)), np.full(len(said), NOT_SAMPLED), unknown, sampled=0)
         self._append(completion.logp, completion.versions, completion.sampled_at(temperature), sampled=1)
         if completion.routed_experts is not None:
-            # What was computed when a token was sampled stays: weights may have changed, and its prefix have come anew.
+            # Keep the experts recorded when a token was sampled: the prefix may have been computed again with newer
+            # weights.
             known = self._experts if self._experts is not None else completion.routed_experts[:0]
             self._experts = np.concatenate([known, completion.routed_experts[len(known) :]])
         self.tokens = np.concatenate([token_ids, completion.token_ids]).astype(np.int32, copy=False)
 
     def reward(self, value: float) -> None:
-        """Of the turn that was sampled last."""
+        """Add to the reward of the last sampled turn."""
         place = self.num_response_tokens - 1
         self._rewards[place] = self._rewards.get(place, 0.0) + value
 
     def trajectory(self, *, trained: bool = True) -> Trajectory:
-        """With `trained` False no token is."""
+        """Return the trajectory. With `trained` False, no token is trained."""
         sampled = np.concatenate(self._sampled)
         rewards = np.zeros(len(sampled), np.float32)
         for place, value in self._rewards.items():
@@ -91,12 +93,12 @@ class SequenceBook:
         self.sequences: list[TokenSequence] = []
 
     def find(self, token_ids: np.ndarray) -> TokenSequence | None:
-        """The longest sequence that `token_ids` go on from."""
-        found = [sequence for sequence in self.sequences if sequence.goes_on_with(token_ids)]
+        """Return the longest sequence with which `token_ids` start, or None."""
+        found = [sequence for sequence in self.sequences if sequence.is_prefix_of(token_ids)]
         return max(found, key=lambda sequence: len(sequence.tokens), default=None)
 
     def add(self, token_ids: np.ndarray, completion: Completion, temperature: float) -> TokenSequence:
-        """Add the completion of `token_ids`, sampled at `temperature`. Returns the sequence that holds it."""
+        """Add the completion of `token_ids`, sampled at `temperature`. Returns the sequence that contains it."""
         sequence = self.find(token_ids)
         if sequence is None:
             sequence = TokenSequence(len(self.sequences), token_ids)
@@ -105,6 +107,6 @@ class SequenceBook:
         return sequence
 
     def trajectories(self, chosen: Sequence[TokenSequence] | None = None, *, trained: bool = True) -> list[Trajectory]:
-        """Of the chosen sequences; None: of all."""
+        """Return the trajectories of the chosen sequences; None: of all."""
         sequences = self.sequences if chosen is None else chosen
         return [sequence.trajectory(trained=trained) for sequence in sequences]

@@ -1,4 +1,4 @@
-"""What an episode can do: sample, call tools, render what is said. It keeps account of all of it."""
+"""Session of an episode: sampling, tool calls and rendering of messages, with a record of all of them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOption
 GENERATING, TOOL_CALLING = "generating", "tool_calling"
 THOUGHT = "<think>"
 PROMPT_END = 16
-"""Tokens before a turn that its parser sees: a prompt may have opened the reasoning."""
+"""Number of tokens before a turn that its parser sees, since the prompt may have opened the reasoning."""
 
 
 class TokenSource(Protocol):
-    """An engine, for coroutines."""
+    """Asynchronous source of sampled tokens: an engine."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """The response; cancelled, it is aborted."""
+        """Generate the response to a request. Cancelling the call aborts the request."""
 
 
 class ToolCaller(Protocol):
-    """The tools of an engine's episodes."""
+    """Tools of an engine's episodes."""
 
     async def call(
         self, episode_id: str, name: str, arguments: dict[str, Any], tools_kwargs: Mapping[str, Any]
@@ -54,14 +54,14 @@ class ToolCaller(Protocol):
 
 
 class MessageParser(Protocol):
-    """Reads turns of the model."""
+    """Parser of the model's turns."""
 
     def parse(self, text: str, prompt: str = "") -> ParsedMessage: ...
 
 
 @dataclass(frozen=True)
 class EpisodePrompt:
-    """A row of the data, for episodes. `token_ids` are its rendering, with which an episode mostly begins."""
+    """Row of the data, for episodes. `token_ids` is its rendering, with which most episodes start."""
 
     token_ids: list[int]
     text: str
@@ -86,22 +86,22 @@ class EpisodePrompt:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a call of Session.generate sampled. finish_reason: stop, or length where a limit cut it. Units: nats."""
+    """Result of Session.generate. finish_reason: stop, or length if a limit truncated the turn. Units: logp in nats."""
 
     token_ids: list[int]
     logp: list[float]
     versions: list[int]
     finish_reason: str
     text: str
-    """Without special tokens, and without the stop string that ended the turn."""
+    """Text without special tokens and without the stop string that ended the turn."""
     sequence: TokenSequence = field(repr=False)
     prompt_end: list[int] = field(repr=False)
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What all episodes of an engine share. `history`: keep | new_sequence, as rollout.history; `drops_turns`: whether
-    a history that grows too long loses its oldest turns."""
+class EpisodeContext:
+    """Objects and settings shared by all episodes of an engine. `history`: keep | new_sequence, see rollout.history.
+    `drops_turns`: drop the oldest turns of a history that is too long."""
 
     decoder: TextDecoder
     conversation: Conversation
@@ -110,13 +110,13 @@ class Surroundings:
     history: str = "keep"
     drops_turns: bool = False
     parallel_calls: bool = True
-    """A template may show no more than one call of a turn."""
+    """False if the chat template supports only one call per turn."""
     stop_ids: frozenset[int] = frozenset()
     parser_of: Callable[[Sequence[ToolSchema]], MessageParser] | None = None
-    """Makes a parser for the calls of other tools."""
+    """Function that builds a parser for the calls of other tools."""
 
-    def offering(self, tools: Sequence[ToolSchema] | None) -> Surroundings:
-        """The same with the tools that a row offers; None: those of the run."""
+    def offering(self, tools: Sequence[ToolSchema] | None) -> EpisodeContext:
+        """Return a context with the tools of a row; None: the run's tools."""
         if tools is None:
             return self
         parser = self.parser_of(tools) if tools and self.parser_of is not None else None
@@ -124,11 +124,11 @@ class Surroundings:
 
 
 class Session:
-    """Of one episode. `request` is the one of a single turn: its seed and id are those of the episode."""
+    """State of one episode. `request` is its single-turn request, whose seed and id are the episode's."""
 
     def __init__(
         self,
-        around: Surroundings,
+        context: EpisodeContext,
         source: TokenSource,
         request: GenerationRequest,
         prompt: Prompt,
@@ -137,53 +137,53 @@ class Session:
         *,
         trained: bool = True,
     ) -> None:
-        """`trained`: as Attempt has it."""
+        """`trained`: see Attempt."""
         self._trained = trained
         self.seed = request.seed
         self.id = request.request_id
         self.limits = limits
         self.book = SequenceBook()
         self.messages: list[Message] = list(prompt.messages)
-        """What has been said, as far as it was rendered or parsed."""
+        """Conversation so far, as rendered or parsed."""
         self.num_turns = self.num_tool_calls = self.num_tool_errors = 0
         self.tool_rewards: list[float] = []
-        self.tool_figures: defaultdict[str, list[float]] = defaultdict(list)
-        """What calls of tools said besides, by name, as far as it is numbers."""
+        self.tool_metrics: defaultdict[str, list[float]] = defaultdict(list)
+        """Numeric metrics of tool calls, by name."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.limit: str | None = None
-        """Why it could not go on."""
+        """Limit that ended the episode."""
         self.truncated = False
-        """Whether the turn that was sampled last was cut by a limit."""
-        self._around, self._source, self._request, self._prompt, self._trace = around, source, request, prompt, traced
+        """True if a limit truncated the last turn."""
+        self._context, self._source, self._request, self._prompt, self._trace = context, source, request, prompt, traced
         self._tool_calls_under_way = 0
         self._last: Sampled | None = None
         self._texts: list[str] = []
-        self._said: list[list[Message]] = []
-        """Turn by turn: what the model said, and what others said after it."""
+        self._turn_messages: list[list[Message]] = []
+        """Messages of each turn: the model's, followed by the answers."""
         self._calls_of_turn = 0
-        self._asked: Counter[bytes] = Counter()
+        self._requests: Counter[bytes] = Counter()
         last = prompt.messages[-1] if prompt.messages else {"role": "user"}
         self._begins_in_thought = last["role"] == "assistant" and opens_thought(last["content"])
-        """Whether the row has begun the reasoning of the first turn."""
+        """True if the row opens the reasoning of the first turn."""
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """OpenAI schemas of the tools."""
-        return self._around.conversation.tools
+        return self._context.conversation.tools
 
     @property
     def parallel_calls(self) -> bool:
-        """Whether a turn may call more than one tool."""
-        return self._around.parallel_calls
+        """True if a turn may call more than one tool."""
+        return self._context.parallel_calls
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingOptions | Mapping[str, Any] | None = None
     ) -> Sampled:
-        """Samples what follows `token_ids`, the whole sequence so far. `sampling`: options that differ from the run's;
-        max_response_tokens is of this turn.
+        """Sample the continuation of `token_ids`, the whole sequence so far. `sampling` overrides the run's options;
+        max_response_tokens applies to this turn.
 
-        Raises: EpisodeLimitError where no turn or token is left, which ends the episode well; DataError for sampling
-        options that a response cannot have.
+        Raises: EpisodeLimitError if no turn or token is left (this ends the episode normally); DataError for invalid
+        sampling options.
         """
         ids = np.asarray(token_ids, np.int32)
         sequence = self.book.find(ids)
@@ -203,21 +203,21 @@ class Session:
             completion.logp.tolist(),
             completion.versions.tolist(),
             completion.finish_reason,
-            response_text(self._around.decoder, found, request.sampling.stop),
+            response_text(self._context.decoder, found, request.sampling.stop),
             sequence,
             ids[-PROMPT_END:].tolist(),
         )
-        self._said.append([])
+        self._turn_messages.append([])
         self._texts.append(self._last.text)
         return self._last
 
     async def call(self, tool_name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Calls a tool. Its errors are text for the model; they are counted.
+        """Call a tool. Errors of the tool are returned as text for the model and counted.
 
-        Raises: EpisodeLimitError where the turn has called as many as it may.
+        Raises: EpisodeLimitError if the turn has reached its number of calls.
         """
-        if self._around.tools is None:
-            raise ConfigError("an episode calls a tool, and rollout.tools names none")
+        if self._context.tools is None:
+            raise ConfigError("an episode calls a tool, but rollout.tools is not set")
         with self._noted_limit():
             self.limits.check_calls(self._calls_of_turn)
         self._calls_of_turn += 1
@@ -229,123 +229,122 @@ class Session:
             return ToolAnswer(f"Error: {reason}", error=reason)
         kwargs = self._prompt.extra_info.get("tools_kwargs") or {}
         with self._spent(TOOL_CALLING), self._traced_call():
-            answer = await self._around.tools.call(self.id, tool_name, dict(arguments), kwargs)
+            answer = await self._context.tools.call(self.id, tool_name, dict(arguments), kwargs)
         self.num_tool_errors += answer.error is not None
         if answer.reward is not None:
             self.tool_rewards.append(answer.reward)
         for name, value in answer.metrics.items():
             if isinstance(value, int | float) and math.isfinite(value):
-                self.tool_figures[name].append(float(value))
+                self.tool_metrics[name].append(float(value))
         return answer
 
     def count_malformed_call(self) -> None:
-        """A call that the model wrote so that it cannot be executed."""
+        """Count a call that cannot be executed as written."""
         self.num_tool_calls += 1
         self.num_tool_errors += 1
 
     def reward(self, value: float) -> None:
-        """Adds to the reward of the turn that was sampled last."""
+        """Add to the reward of the last sampled turn."""
         if self._last is None:
-            raise ValueError("a reward of a turn before anything was sampled")
+            raise ValueError("session.reward was called before session.generate")
         self._last.sequence.reward(float(value))
 
     def parse(self, sampled: Sampled) -> ParsedMessage:
-        """What the model said: its content, its reasoning and its calls of tools, well formed or not."""
-        if self._around.parser is None:
+        """Parse a turn into content, reasoning and tool calls, well-formed or not."""
+        if self._context.parser is None:
             return ParsedMessage(sampled.text, "", ())
-        decode = self._around.decoder.decode
+        decode = self._context.decoder.decode
         prompt = decode(sampled.prompt_end, skip_special_tokens=False)
         if self._begins_in_thought and sampled.prompt_end == self._prompt.token_ids[-PROMPT_END:].tolist():
             prompt = THOUGHT
-        return self._around.parser.parse(decode(self._without_stop(sampled), skip_special_tokens=False), prompt)
+        return self._context.parser.parse(decode(self._without_stop(sampled), skip_special_tokens=False), prompt)
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of what is new: of a whole conversation before anything was sampled, else of what is said after
-        the last turn. The caller puts them behind the sequence.
+        """Return the token ids of new messages: of a whole conversation before the first turn, later of the messages
+        after the last turn. The caller appends them to the sequence.
 
-        Raises: DataError where the chat template cannot; ConfigError with rollout.history=new_sequence, which goes by
-        `next_prompt`.
+        Raises: DataError if the chat template cannot render them; ConfigError with rollout.history=new_sequence, which
+        needs `next_prompt`.
         """
         if self._last is None:
             self.messages = list(messages)
             return self._first(messages)
-        if self._around.history == "new_sequence":
+        if self._context.history == "new_sequence":
             raise ConfigError(
-                "rollout.history=new_sequence renders whole conversations: an episode takes the tokens of its next "
-                "turn from session.next_prompt(messages)"
+                "rollout.history=new_sequence renders whole conversations: get the tokens of the next turn from "
+                "session.next_prompt(messages) instead of session.render"
             )
         self._note(messages)
-        return self._around.conversation.after(with_answer_ids(messages), self._last.token_ids[-1])
+        return self._context.conversation.after(with_answer_ids(messages), self._last.token_ids[-1])
 
     def next_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The whole tokens with which the next turn is sampled, after `messages` were said; as rollout.history and
-        rollout.long_history want them."""
+        """Return all tokens for the next turn after `messages`, following rollout.history and rollout.long_history."""
         assert self._last is not None, "nothing was sampled yet"
         self._note(messages)
-        if self._around.history == "keep":
+        if self._context.history == "keep":
             ids = self._last.sequence.tokens.tolist()
-            ids += self._around.conversation.after(with_answer_ids(messages), self._last.token_ids[-1])
+            ids += self._context.conversation.after(with_answer_ids(messages), self._last.token_ids[-1])
         else:
-            ids = self._around.conversation.whole(self.messages, continues=False)
-        if self._around.drops_turns:
+            ids = self._context.conversation.whole(self.messages, continues=False)
+        if self._context.drops_turns:
             ids = self._shortened(ids)
         return ids
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, in which special tokens are text."""
-        return self._around.conversation.encode_plain(text)
+        """Tokenize plain text; special tokens are treated as text."""
+        return self._context.conversation.encode_plain(text)
 
     @property
     def response_text(self) -> str:
-        """What the model said, turn by turn, for graders. What tools or users said is left out: an answer that a tool
-        gave is none of the model's."""
+        """Text of all the model's turns, for graders. Messages of tools and users are excluded, so that a tool's result
+        is not graded as the model's answer."""
         return "\n".join(self._texts)
 
     @property
     def prompt_ids(self) -> np.ndarray:
-        """Of the row, int32 [P]."""
+        """Tokens of the row's prompt, int32 [P]."""
         return self._prompt.token_ids
 
     def transcript(self) -> list[Message]:
-        """The conversation, with the turn that was sampled last."""
-        if self._last is None or self._said[-1]:
+        """Return the conversation including the last sampled turn."""
+        if self._last is None or self._turn_messages[-1]:
             return list(self.messages)
         return [*with_answer(self.messages, {"role": "assistant", "content": self._last.text})]
 
     def _first(self, messages: Sequence[Message]) -> list[int]:
         if list(messages) == list(self._prompt.messages):
             return [int(i) for i in self._prompt.token_ids]
-        return self._around.conversation.whole(messages)
+        return self._context.conversation.whole(messages)
 
     def _note(self, messages: Sequence[Message]) -> None:
-        """What the model said last, and what is said now, join the conversation."""
+        """Append the last sampled turn and `messages` to the conversation."""
         assert self._last is not None
-        said, around = self.parse(self._last), self._around
-        written = around.decoder.decode(self._without_stop(self._last), skip_special_tokens=around.parser is None)
-        turn = turn_message(around.conversation, said, written, messages)
-        if not any(self._said):  # the row may have begun the first turn
+        said, context = self.parse(self._last), self._context
+        written = context.decoder.decode(self._without_stop(self._last), skip_special_tokens=context.parser is None)
+        turn = turn_message(context.conversation, said, written, messages)
+        if not any(self._turn_messages):  # the row may have begun the first turn
             *earlier, turn = with_answer(self.messages, turn)
             self.messages = [*earlier]
-        self._said[-1] = [turn, *with_answer_ids(messages)]
-        self.messages += self._said[-1]
+        self._turn_messages[-1] = [turn, *with_answer_ids(messages)]
+        self.messages += self._turn_messages[-1]
 
     def _without_stop(self, sampled: Sampled) -> list[int]:
         ids = sampled.token_ids
-        return ids[:-1] if ids and ids[-1] in self._around.stop_ids else ids
+        return ids[:-1] if ids and ids[-1] in self._context.stop_ids else ids
 
     def _shortened(self, ids: list[int]) -> list[int]:
-        """Without the oldest turns, as many as it takes for another one to fit; at least the last stays."""
+        """Drop the oldest turns until another turn fits; the last turn always stays."""
         wanted = self.limits.turn_tokens or 1
-        kept = [turn for turn in self._said if turn]
+        kept = [turn for turn in self._turn_messages if turn]
         start = self.messages[: len(self.messages) - sum(map(len, kept))]
         while len(ids) + wanted > self.limits.context_tokens and len(kept) > 1:
             kept = kept[1:]
             shown = [*start, *(message for turn in kept for message in turn)]
-            ids = self._around.conversation.whole(shown, continues=False)
+            ids = self._context.conversation.whole(shown, continues=False)
         return ids
 
     def _options(self, given: SamplingOptions | Mapping[str, Any] | None, room: int) -> SamplingOptions:
-        """Raises: DataError for options that no response can have, or none that is trained on."""
+        """Apply overrides. Raises: DataError for invalid options, or options that cannot be trained."""
         options = self._request.sampling
         if given is not None:
             named = vars(given) if isinstance(given, SamplingOptions) else given
@@ -354,10 +353,11 @@ class Session:
         return options if options.max_response_tokens <= room else replace(options, max_response_tokens=room)
 
     def _request_of(self, ids: np.ndarray, options: SamplingOptions) -> GenerationRequest:
-        """The first turn's is that of a single turn. Later ones hang on what they follow: the same history gives the
-        same tokens, and another one, of a tool that answered otherwise, draws anew."""
+        """Build the request of a turn. The first turn uses the single-turn request. The id and seed of later turns
+        depend on the history: the same history gives the same tokens, a different one (such as another tool result) new
+        ones."""
         key = ids.tobytes()
-        again, self._asked[key] = self._asked[key], self._asked[key] + 1
+        again, self._requests[key] = self._requests[key], self._requests[key] + 1
         if not again and np.array_equal(ids, self._prompt.token_ids):
             unchanged = options is self._request.sampling
             return self._request if unchanged else replace(self._request, sampling=options)
@@ -367,7 +367,7 @@ class Session:
 
     @contextlib.contextmanager
     def _noted_limit(self) -> Iterator[None]:
-        """An episode may catch the error, and return something: what ended it stays known."""
+        """Remember the limit, since an episode may catch the error and return a result."""
         try:
             yield
         except EpisodeLimitError as error:
@@ -388,7 +388,7 @@ class Session:
 
     @contextlib.contextmanager
     def _spent(self, state: str) -> Iterator[None]:
-        """Time in a state counts once, however many calls are under way."""
+        """Measure the time spent in a state."""
         began = time.perf_counter()
         try:
             yield

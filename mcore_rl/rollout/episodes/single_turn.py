@@ -1,4 +1,4 @@
-"""The simplest episode: one turn. It takes no coroutine, since nothing happens between the request and its end."""
+"""Single-turn episodes. They need no coroutine, since nothing happens between the request and its completion."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mcore_rl.data.transcripts import TextDecoder, response_text
-from mcore_rl.rollout.journal import Drawn
+from mcore_rl.rollout.journal import JournaledResponse
 from mcore_rl.rollout.loop import Choose
 from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest, Prompt, Trajectory, extra_of_turns
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One response to a prompt, whatever it takes; the request is that of its first turn. `trained`: its tokens are
-    trained on, so they must come from the distribution that the trainer computes."""
+    """One response to a prompt, possibly with several turns. `request` is the request of the first turn.
+
+    `trained`: the tokens are trained on, so their sampling distribution must be the one that the trainer computes.
+    """
 
     request: GenerationRequest
     prompt: Prompt
@@ -24,80 +26,88 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Course:
-    """Is told of each attempt, from any thread: when it begins, and, with its place, what became of it; None: it was
-    withdrawn from the engine before it had begun."""
+class AttemptCallbacks:
+    """Callbacks for attempts, from any thread: `started` when an attempt starts; `ended` with its index and outcome,
+    None if the engine withdrew it before it started."""
 
-    begun: Callable[[], None]
+    started: Callable[[], None]
     ended: Callable[[int, EpisodeOutcome | None], None]
 
 
 class Player(Protocol):
-    """Makes responses of attempts."""
+    """Runs attempts."""
 
-    def play(self, attempts: Sequence[Attempt], course: Course, drawn: Mapping[str, Drawn]) -> None:
-        """Returns when all have ended; `drawn` is what lost engines had drawn, by the id of the request.
+    def play(
+        self, attempts: Sequence[Attempt], callbacks: AttemptCallbacks, recovered: Mapping[str, JournaledResponse]
+    ) -> None:
+        """Run all attempts and return when they have ended. `recovered` holds responses of lost engines by request id.
 
-        Raises: what the engine raises; none of them runs then.
+        Raises: errors of the engine; no attempt is running then.
         """
 
     def withdraw(self, choose: Choose) -> None:
-        """As EngineLoop.withdraw, of attempts by the ids of their requests."""
+        """Same as EngineLoop.withdraw, for attempts by the ids of their first requests."""
 
 
 class Generator(Protocol):
-    """An EngineLoop."""
+    """Part of EngineLoop that the player uses."""
 
     def generate(
         self,
         requests: Sequence[GenerationRequest],
         on_finish: Callable[[Completion], None],
-        begun: Callable[[], None],
+        started: Callable[[], None],
     ) -> None: ...
 
-    def take_over(self, responses: Sequence[Drawn]) -> Future[None]: ...
+    def take_over(self, responses: Sequence[JournaledResponse]) -> Future[None]: ...
 
     def withdraw(self, choose: Choose) -> None: ...
 
 
 class SingleTurnPlayer:
+    """Player for single-turn episodes."""
+
     def __init__(self, generator: Generator, decoder: TextDecoder) -> None:
         self._generator, self._decoder = generator, decoder
 
-    def play(self, attempts: Sequence[Attempt], course: Course, drawn: Mapping[str, Drawn]) -> None:
-        """As Player.play."""
+    def play(
+        self, attempts: Sequence[Attempt], callbacks: AttemptCallbacks, recovered: Mapping[str, JournaledResponse]
+    ) -> None:
+        """Same as Player.play."""
         place_of = {attempt.request.request_id: place for place, attempt in enumerate(attempts)}
         left: list[GenerationRequest] = []
 
         def end(completion: Completion) -> None:
             place = place_of[completion.request_id]
             if completion.finish_reason == "abort":
-                course.ended(place, None)
+                callbacks.ended(place, None)
                 return
-            before = drawn.get(completion.request_id)
-            course.ended(place, self._outcome(attempts[place].request, completion, before))
+            before = recovered.get(completion.request_id)
+            callbacks.ended(place, self._outcome(attempts[place].request, completion, before))
 
-        # Before anybody hears of them: who takes over from this engine finds them in its journal alone.
-        whole = [drawn[request_id] for request_id in place_of if _is_whole(drawn.get(request_id))]
-        if whole:
-            self._generator.take_over(whole).result()
+        # Journal them before reporting them: if this engine dies, the next one reads only this engine's journal.
+        finished = [recovered[request_id] for request_id in place_of if _is_finished(recovered.get(request_id))]
+        if finished:
+            self._generator.take_over(finished).result()
         for attempt in attempts:
             request = attempt.request
-            found = drawn.get(request.request_id)
+            found = recovered.get(request.request_id)
             if found is None:
                 left.append(request)
             elif found.finish_reason is None:
                 left.append(replace(request, partial=found.completion))
             else:
-                course.begun()
+                callbacks.started()
                 end(replace(found.completion, finish_reason=found.finish_reason))
-        self._generator.generate(left, end, course.begun)
+        self._generator.generate(left, end, callbacks.started)
 
     def withdraw(self, choose: Choose) -> None:
-        """As Player.withdraw."""
+        """Same as Player.withdraw."""
         self._generator.withdraw(choose)
 
-    def _outcome(self, request: GenerationRequest, completion: Completion, before: Drawn | None) -> EpisodeOutcome:
+    def _outcome(
+        self, request: GenerationRequest, completion: Completion, before: JournaledResponse | None
+    ) -> EpisodeOutcome:
         trajectory = Trajectory(
             request.token_ids,
             completion.token_ids,
@@ -115,5 +125,5 @@ class SingleTurnPlayer:
         )
 
 
-def _is_whole(found: Drawn | None) -> bool:
+def _is_finished(found: JournaledResponse | None) -> bool:
     return found is not None and found.finish_reason is not None

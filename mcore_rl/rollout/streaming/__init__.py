@@ -1,1 +1,1 @@
-"""Rollouts beside training: groups that are submitted ahead of the step that trains them."""
+"""Asynchronous rollouts: groups are submitted ahead of the step that trains them."""

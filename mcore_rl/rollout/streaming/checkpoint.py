@@ -1,4 +1,4 @@
-"""Groups that no step has trained go into a checkpoint, and come back from it."""
+"""Saving and loading of groups that no step has trained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mcore_rl.types import BuffersRef, RolloutTask, SavedFile
 def save_groups(
     stream: TaskStream, directory: Path, bounds: Bounds, groups: Sequence[tuple[int | None, Group, str]]
 ) -> tuple[SavedFile, ...]:
-    """Writes groups, each with its ticket where it runs, and its state. Files are named from `directory`.
+    """Write groups, each with its ticket if it is running, and its state. File names are relative to `directory`.
 
     Raises: OSError.
     """
@@ -52,10 +52,10 @@ def load_groups(
     bounds: Bounds,
     task_of: Callable[[int, int, int], RolloutTask],
 ) -> list[tuple[Group, str]]:
-    """The groups, each with its state, in the order in which they were saved. `task_of` makes a task of the number, the
-    row and the version of a group; those that ran go on from the checkpoint's journals.
+    """Return the groups with their states, in the order of saving. `task_of` builds a task from a group's number, row
+    and version. Groups that were running continue from the checkpoint's journals.
 
-    Raises: DamagedCheckpointError; CheckpointError where they cannot be trained under `bounds`.
+    Raises: DamagedCheckpointError; CheckpointError if they cannot be trained under `bounds`.
     """
     check_files(directory, files)
     saved_bounds, saved = read_groups(directory / GROUPS_FILE)
@@ -79,7 +79,7 @@ def load_groups(
 def _restored(
     stream: TaskStream, directory: Path, saved: Sequence[SavedGroup], task_of: Callable[[int, int, int], RolloutTask]
 ) -> dict[int, BuffersRef]:
-    """The trajectories of finished groups, by number."""
+    """Return the trajectories of finished groups, by number."""
     by_file: dict[str, list[SavedGroup]] = {}
     for group in sorted(saved, key=lambda group: group.index):
         if group.trajectories:
@@ -93,7 +93,7 @@ def _restored(
 
 
 def _copy_records(path: Path, parts: Sequence[Path]) -> list[int]:
-    """The records of finished groups, one after the other; bytes of each."""
+    """Concatenate the records of finished groups; returns the bytes of each."""
     sizes = []
     with path.open("wb") as file:
         for part in parts:

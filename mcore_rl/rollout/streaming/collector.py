@@ -1,8 +1,8 @@
-"""Collects groups while the trainer updates: they are submitted as others leave, and trained as they finish.
+"""Collection of groups while the trainer updates: groups are submitted when others leave, and trained when they finish.
 
 version 0    submit (max_staleness + 1) B groups
-collect      waits for B of them that may be trained (admission.take_batch), oldest first
-published    what was in training has left: as many may begin
+collect      wait for B groups that may be trained (admission.take_batch), oldest first
+published    the groups in training have left: submit as many new ones
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from mcore_rl.rollout.admission import may_submit
 from mcore_rl.rollout.collector import RowSampler, training_sampling
 from mcore_rl.rollout.failures import GradingFailures
 from mcore_rl.rollout.streaming.checkpoint import load_groups, save_groups
-from mcore_rl.rollout.streaming.interface import Group, Score, TaskStream
+from mcore_rl.rollout.streaming.ended_groups import BY_NUMBER, EndedGroups
+from mcore_rl.rollout.streaming.interface import Group, ScoreTasks, TaskStream
 from mcore_rl.rollout.streaming.replay import Replay
-from mcore_rl.rollout.streaming.saved import DULL, FINISHED, RUNNING, UNSCORED, Bounds, DoneSave
-from mcore_rl.rollout.streaming.staleness import Queues, describe_staleness
-from mcore_rl.rollout.streaming.taking import BY_NUMBER, EndedGroups
+from mcore_rl.rollout.streaming.saved import FINISHED, RUNNING, UNSCORED, ZERO_VARIANCE, Bounds, CompletedSave
+from mcore_rl.rollout.streaming.staleness import QueueLengths, describe_staleness
 from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SavedFile, Total
 
 
 @dataclass
 class StreamingCollector:
-    """A Collector that submits groups ahead of their training, by the rules of `admission`.
+    """Collector that submits groups ahead of their training, following the rules of `admission`.
 
-    What exists is counted, and nothing else: groups that run, that have finished, and that are trained just now. With
-    dynamic sampling a group without signal leaves the count when it finishes, and another one takes its place; beyond
-    `dynamic.max_batches` times a step's they stay in it, and fill the step up when nothing better is to be had, as in a
-    synchronous run. It all happens in the waits of the driver, on its one thread.
+    Admission only counts existing groups: running, finished, and in training. With dynamic sampling, a group without
+    signal leaves the count when it finishes, and another replaces it. If there are more than `dynamic.max_batches`
+    steps' worth of them, the excess stays in the count and fills up the step if nothing better is available, as in a
+    synchronous run. All work happens while the driver waits, on its only thread.
 
-    Where groups are trained in the order of submission (EndedGroups), what is trained does not hang on time, as long as
-    the versions at which groups are submitted do not (swap=finish).
+    If groups are trained in the order of submission (see EndedGroups), the trained groups do not depend on timing,
+    provided that their submission versions do not (swap=finish).
     """
 
     stream: TaskStream
@@ -52,42 +52,42 @@ class StreamingCollector:
     has_signal: Callable[[np.ndarray, np.ndarray], np.ndarray]
     prompts_per_step: int
     steps: int
-    """Of the whole run: what no step would train is not submitted."""
+    """Total steps of the run; groups that no step would train are not submitted."""
     seed: int
     records_dir: Path
     failures: GradingFailures | None = None
-    score: Score | None = None
+    score: ScoreTasks | None = None
     replay: Replay | None = None
-    """Of an earlier run, whose steps are repeated as far as they go."""
+    """Schedule of an earlier run, whose steps are repeated as far as it goes."""
     drain: bool = False
-    """Whether what runs ends before a checkpoint is saved."""
+    """Finish running groups before a checkpoint is saved."""
     next_group: int = field(default=0)
     _version: int | None = field(default=None, init=False)
-    """Of the weights; None before there are any."""
+    """Current weight version; None before the first publication."""
     _collected: int = field(default=0, init=False)
-    """The last step whose groups were collected."""
+    """Last step whose groups were collected."""
     _in_training: int = field(default=0, init=False)
     _scoring: float = field(default=0.0, init=False)
-    """Seconds of the step in which models scored."""
+    """Seconds of the step spent on scoring by reward models."""
     _last: float = field(default_factory=time.perf_counter, init=False)
-    """When groups were collected for the last time."""
+    """Time of the last collection."""
     _paused: bool = field(default=False, init=False)
     _results: dict[int, RolloutResult] = field(default_factory=dict, init=False)
-    """What has ended since the last look, by ticket."""
+    """Results that were not processed yet, by ticket."""
     _running: dict[int, Group] = field(default_factory=dict, init=False)
     _unscored: list[Group] = field(default_factory=list, init=False)
     _ended: EndedGroups = field(init=False)
     _restored: list[Group] = field(default_factory=list, init=False)
-    """Those that ran when the checkpoint was saved, and have not begun again."""
-    _queues: Queues = field(init=False)
+    """Groups that were running at checkpoint time and have not been resubmitted."""
+    _queue_lengths: QueueLengths = field(init=False)
 
     def __post_init__(self) -> None:
         self.stream.attend(self._advance)
         self._ended = EndedGroups(self._bounds)
-        self._queues = Queues(self._lengths)
+        self._queue_lengths = QueueLengths(self._lengths)
 
     def published(self, version: int) -> None:
-        """Engines have these weights from now on; what was in training has left."""
+        """Start using weights of `version`; the groups in training have left."""
         self._version, self._in_training, self._paused = version, 0, False
         restored, self._restored = self._restored, []
         with self.stream.together():
@@ -96,23 +96,24 @@ class StreamingCollector:
             self._admit()
 
     def settle(self) -> None:
-        """Waits until all that runs has ended; nothing begins before the next weights."""
+        """Wait until all running groups have finished; no group starts before the next publication."""
         self._paused = True
         while self._running:
             self.stream.wait()
 
     def rest(self) -> None:
-        """In a replay, waits until everything has drawn what the present weights are to draw."""
+        """In a replay, wait until all responses have the tokens of the current version."""
         if self._replayed is not None:
             self.stream.rest()
 
     @property
     def _replayed(self) -> Replay | None:
-        """While steps are left of it."""
+        """The replay, while it has steps left."""
         return self.replay if self.replay is not None and self._collected < self.replay.steps else None
 
     def collect(self, step: int) -> Groups:
-        """The groups of a step: the oldest that have finished, as soon as all others can be trained in time as well."""
+        """Return the groups of a step: the oldest finished ones, as soon as all other groups can still be trained in
+        time."""
         started, self._paused, self._scoring = time.perf_counter(), False, 0.0
         self._advance()
         while (taken := self._take()) is None:
@@ -128,8 +129,8 @@ class StreamingCollector:
         return self._as_groups(groups, {group.number for group in taken}, waited)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position for a checkpoint: group ids are never reused, since the seeds of responses come from them. What a
-        checkpoint has of groups is what there is at this moment: nothing begins between this call and start_save."""
+        """Return the position for a checkpoint. Group ids are never reused, since they determine the seeds of
+        responses. No group starts between this call and start_save, so that both describe the same groups."""
         self._paused = True
         if self.drain:
             self.settle()
@@ -139,24 +140,28 @@ class StreamingCollector:
         self.next_group, self._collected = int(state["next_group"]), int(state.get("collected", 0))
 
     def start_save(self, directory: str) -> PendingSave:
-        """Writes the groups that no step has trained, whole or as far as they have come."""
+        """Save the groups that no step has trained, complete or partial."""
         self._advance()
         groups: list[tuple[int | None, Group, str]] = [
             (ticket, group, RUNNING) for ticket, group in self._running.items()
         ]
-        for state, of_state in ((UNSCORED, self._unscored), (FINISHED, self._ended.finished), (DULL, self._ended.dull)):
+        for state, of_state in (
+            (UNSCORED, self._unscored),
+            (FINISHED, self._ended.finished),
+            (ZERO_VARIANCE, self._ended.zero_variance),
+        ):
             groups += [(None, group, state) for group in of_state]
         saved = save_groups(self.stream, Path(directory), self._bounds, groups)
         self._paused = False
         self._admit()
-        return DoneSave(saved)
+        return CompletedSave(saved)
 
     def load(self, directory: str, files: Sequence[SavedFile]) -> None:
-        """The groups of a checkpoint; those that ran go on with the next weights that are published.
+        """Load the groups of a checkpoint; partial ones continue at the next publication.
 
         Raises: DamagedCheckpointError, CheckpointError.
         """
-        ended = {FINISHED: self._ended.finished, DULL: self._ended.dull}
+        ended = {FINISHED: self._ended.finished, ZERO_VARIANCE: self._ended.zero_variance}
         lists = {RUNNING: self._restored, UNSCORED: self._unscored, **ended}
         for group, state in load_groups(self.stream, Path(directory), files, self._bounds, self._task):
             lists[state].append(group)
@@ -167,12 +172,12 @@ class StreamingCollector:
         return Bounds(rollout.max_staleness, rollout.hard_staleness, self.prompts_per_step, rollout.samples_per_prompt)
 
     def _advance(self) -> None:
-        """Takes what has ended, and submits what may begin. It does not wait."""
+        """Process finished groups and submit new ones, without waiting."""
         for ticket in sorted(self._results):
             group = self._running.pop(ticket)
             group.result = self._results.pop(ticket)
             if self.replay is not None:
-                self.replay.require_same(group.number, group.scalars)
+                self.replay.check_same(group.number, group.scalars)
             if self.score is not None:
                 self._unscored.append(group)
             else:
@@ -185,7 +190,7 @@ class StreamingCollector:
         groups, started = self._unscored[:], time.perf_counter()
         results = [group.result for group in groups if group.result is not None]
         scored = self.score([group.task for group in groups], results)
-        # Until now they counted as what they were: others come while models score.
+        # Removed only now: more groups may have been appended while the models were scoring.
         self._unscored = self._unscored[len(groups) :]
         for group, result in zip(groups, scored, strict=True):
             group.result = result
@@ -195,22 +200,22 @@ class StreamingCollector:
 
     def _sort(self, group: Group) -> None:
         values = group.scalars.accuracies if self.dynamic.metric == "accuracy" else group.scalars.rewards
-        dull = self.dynamic.enable and not self.has_signal(values, group.scalars.group_ids).all()
-        (self._ended.dull if dull else self._ended.finished).append(group)
+        zero_variance = self.dynamic.enable and not self.has_signal(values, group.scalars.group_ids).all()
+        (self._ended.zero_variance if zero_variance else self._ended.finished).append(group)
 
     def _admit(self) -> None:
         if self._version is not None and not self._paused:
-            slots = self.stream.slots  # of all engines, one by one: not for each group
+            slots = self.stream.slots  # queries every engine, hence once and not for each group
             with self.stream.together():
                 while self._may_submit(slots):
                     self._submit(self._version)
-        self._queues.look()
+        self._queue_lengths.update()
 
     def _may_submit(self, slots: int) -> bool:
         if self._replayed is not None and self._version is not None:
-            return self._replayed.begins(self.next_group, self._version)
+            return self._replayed.was_submitted(self.next_group, self._version)
         spare = self.prompts_per_step * (self.dynamic.max_batches - 1)
-        finished = len(self._unscored) + len(self._ended.finished) + max(0, len(self._ended.dull) - spare)
+        finished = len(self._unscored) + len(self._ended.finished) + max(0, len(self._ended.zero_variance) - spare)
         wanted = self.prompts_per_step * (self.steps - self._collected)
         return len(self._running) + finished < wanted and may_submit(
             running=len(self._running),
@@ -245,7 +250,7 @@ class StreamingCollector:
         )
 
     def _take(self) -> list[Group] | None:
-        """The groups that are trained now, if there are enough."""
+        """Return the groups to train now, or None if the step must wait."""
         assert self._version is not None, "a step was collected before any weights were published"
         if (replay := self._replayed) is not None:
             return self._ended.take_recorded(self._collected + 1, replay.of_step[self._collected + 1])
@@ -262,7 +267,7 @@ class StreamingCollector:
         idle_seconds = idle.total / self.stream.num_engines
         trained = [group for group in groups if group.number in taken]
         submitted, scalars = [group.version for group in trained], [group.scalars for group in trained]
-        figures = describe_staleness(submitted, scalars, self._version)
+        staleness = describe_staleness(submitted, scalars, self._version)
         return Groups(
             tuple(chunk for chunk, _ in results),
             tuple(scalars for _, scalars in results),
@@ -273,13 +278,13 @@ class StreamingCollector:
             seconds_generating=waited,
             seconds_grading=self._scoring,
             metrics={
-                **figures,
+                **staleness,
                 "time/trainer_idle": Total(waited),
                 "time/trainer_idle_fraction": Mean(waited, elapsed),
                 "time/generator_idle": Total(idle_seconds),
                 "time/generator_idle_fraction": idle,
                 "time/overlap": Total(max(0.0, elapsed - waited - idle_seconds)),
-                **self._queues.means(),
+                **self._queue_lengths.means(),
             },
         )
 

@@ -1,4 +1,4 @@
-"""What a streaming collector knows of engines, and what it keeps of a group."""
+"""Interface between the streaming collector and the engines, and the state of a group."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Protocol
 from mcore_rl.types import BuffersRef, Mean, RolloutResult, RolloutScalars, RolloutTask, SavedFile
 
 TRAJECTORIES, JOURNAL = ".npz", ".journal"
-"""How files of a checkpoint end."""
+"""Suffixes of checkpoint files."""
 
 
 class TaskStream(Protocol):
-    """Engines that have work all the time."""
+    """Engines that run tasks continuously."""
 
     @property
     def num_engines(self) -> int: ...
@@ -25,41 +25,42 @@ class TaskStream(Protocol):
 
     @property
     def slots(self) -> int:
-        """Requests that all engines have under way together."""
+        """Number of requests that all engines run concurrently."""
 
     def attend(self, heard: Callable[[], None]) -> None:
-        """`heard` is called when tasks have ended, whatever the driver waits for; it must not wait itself."""
+        """Register a callback for finished tasks, also while the driver waits for something else; it must not block."""
 
     def begin(self, task: RolloutTask, results: dict[int, RolloutResult]) -> int:
-        """A ticket, under which what comes of the task is put into `results` when it has ended."""
+        """Start a task and return its ticket; when it has finished, its result is stored in `results` under this
+        ticket."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Within it tasks do not begin one by one, but all at its end, by fewer calls."""
+        """Context in which started tasks are collected and sent at its end, with fewer calls."""
 
     def wait(self) -> None:
-        """Until something has ended, or a while has passed."""
+        """Wait until a task has finished or some time has passed."""
 
     def rest(self) -> None:
-        """Until all that is under way waits for other weights, or has ended."""
+        """Wait until all running tasks have finished or need other weights."""
 
     def idle_fraction(self) -> Mean:
-        """Of the time of all engines since the last call, what they had nothing to do in."""
+        """Return the fraction of the engines' time since the last call in which they were idle."""
 
     def save(self, directory: Path, chunks: Sequence[BuffersRef], tickets: Sequence[int]) -> SavedTasks:
-        """Writes trajectories, and what was drawn so far of tasks under way, into the directory. Nothing else may be in
-        progress: what lost engines had is made again."""
+        """Write trajectories, and sampled tokens of running tasks, into the directory. No other call may be in
+        progress. Tokens that lost engines had sampled are not saved; they are sampled again."""
 
     def restore(self, path: Path, made: Sequence[tuple[RolloutTask, RolloutScalars]]) -> list[BuffersRef]:
-        """The trajectories that a file holds, one after the other, of these tasks; an engine keeps them."""
+        """Load the trajectories of these tasks, in order, from a file; an engine holds them."""
 
 
-Score = Callable[[Sequence[RolloutTask], Sequence[RolloutResult]], list[RolloutResult]]
-"""The results with the scores of reward models; it may wait."""
+ScoreTasks = Callable[[Sequence[RolloutTask], Sequence[RolloutResult]], list[RolloutResult]]
+"""Function that adds the scores of reward models to results; it may block."""
 
 
 @dataclass(frozen=True)
 class SavedTasks:
-    """Where the trajectories of each chunk are, (file, number in it), and all files."""
+    """(file, index in it) of the trajectories of each chunk, and all files."""
 
     places: list[tuple[str, int]]
     files: list[SavedFile]
@@ -67,7 +68,7 @@ class SavedTasks:
 
 @dataclass
 class Group:
-    """Of one prompt; `version` of the weights when it was submitted."""
+    """Responses to one prompt; `version` is the weight version at submission."""
 
     task: RolloutTask
     version: int

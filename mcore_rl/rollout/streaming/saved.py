@@ -1,9 +1,9 @@
-"""Groups that no step has trained, in a checkpoint.
+"""Format of groups that no step has trained, in a checkpoint.
 
-groups.json        every group: prompt, number, version, whether it runs, and of those that have finished the
-                   scalars, and where their trajectories are
-records.jsonl      what finished groups have recorded, in the order of groups.json
-*.npz, *.journal   trajectories of finished groups, and what was drawn of those that run, by engine
+groups.json        all groups: prompt, number, version, state; of finished ones also the scalars and the place of their
+trajectories
+records.jsonl      records of finished groups, in the order of groups.json
+*.npz, *.journal   trajectories of finished groups, and sampled tokens of running ones, by engine
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.types import RolloutScalars, SavedFile, SavedState
 
 GROUPS_FILE, RECORDS_FILE = "groups.json", "records.jsonl"
-RUNNING, UNSCORED, FINISHED, DULL = "running", "unscored", "finished", "dull"
+RUNNING, UNSCORED, FINISHED, ZERO_VARIANCE = "running", "unscored", "finished", "dull"
 ARRAY = "array"
 SAVED_NAMES = {"episode_metrics": "figures"}
-"""Names in groups.json of fields that were renamed since; checkpoints of earlier versions stay readable."""
+"""Renamed fields: current name -> name in groups.json, so that checkpoints of earlier versions stay readable."""
 
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """`state` is one of RUNNING, UNSCORED, FINISHED, DULL; all but the first have scalars, the trajectories `index` of
-    the file `trajectories`, and `record_bytes` in the records."""
+    """`state` is RUNNING, UNSCORED, FINISHED or ZERO_VARIANCE. Groups in all but the first state have scalars,
+    trajectories (entry `index` of the file `trajectories`), and `record_bytes` bytes in the records file."""
 
     number: int
     row: int
@@ -45,8 +45,8 @@ class SavedGroup:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the groups were submitted under: rollout.max_staleness, max_staleness_hard, trainer.prompts_per_step and
-    rollout.samples_per_prompt."""
+    """Configuration under which groups were submitted: rollout.max_staleness, max_staleness_hard,
+    trainer.prompts_per_step and rollout.samples_per_prompt."""
 
     max_staleness: int
     max_staleness_hard: int
@@ -54,9 +54,9 @@ class Bounds:
     samples_per_prompt: int
 
     def require(self, saved: Bounds) -> None:
-        """Whether groups of `saved` can be trained under these.
+        """Check that groups of `saved` can be trained under these bounds.
 
-        Raises: CheckpointError naming a key that was lowered: what exists could not be trained in time any more.
+        Raises: CheckpointError naming a key that was lowered: existing groups could no longer be trained in time.
         """
         for name, key in (
             ("max_staleness", "rollout.max_staleness"),
@@ -65,19 +65,19 @@ class Bounds:
         ):
             if getattr(self, name) < getattr(saved, name):
                 raise CheckpointError(
-                    f"the checkpoint holds groups that were submitted under {key}={getattr(saved, name)}, and this run "
-                    f"has {getattr(self, name)}, under which they could become too old: set it as it was, or higher"
+                    f"the checkpoint has groups that were submitted with {key}={getattr(saved, name)}, but this run "
+                    f"has {getattr(self, name)}, with which they could become too old: restore the value or raise it"
                 )
         if self.samples_per_prompt != saved.samples_per_prompt:
             raise CheckpointError(
-                f"the checkpoint holds groups of rollout.samples_per_prompt={saved.samples_per_prompt}, and this run "
-                f"has {self.samples_per_prompt}: set it as it was"
+                f"the checkpoint has groups with rollout.samples_per_prompt={saved.samples_per_prompt}, but this run "
+                f"has {self.samples_per_prompt}: restore the value"
             )
 
 
 @dataclass(frozen=True)
-class DoneSave:
-    """A PendingSave of files that are there."""
+class CompletedSave:
+    """PendingSave of files that already exist."""
 
     files: tuple[SavedFile, ...]
 
@@ -89,7 +89,7 @@ class DoneSave:
 
 
 def write_groups(path: Path, bounds: Bounds, groups: Sequence[SavedGroup]) -> None:
-    """Durable when it returns.
+    """Write groups.json durably.
 
     Raises: OSError.
     """
@@ -101,19 +101,22 @@ def write_groups(path: Path, bounds: Bounds, groups: Sequence[SavedGroup]) -> No
 
 
 def read_groups(path: Path) -> tuple[Bounds, list[SavedGroup]]:
-    """Of a file whose checksum is right. Raises: CheckpointError where a version with other fields has written it."""
+    """Read groups.json, whose checksum has been verified.
+
+    Raises: CheckpointError if another version with different fields wrote it.
+    """
     content = json.loads(path.read_text(encoding="utf-8"))
     try:
         return Bounds(**content["bounds"]), [_from_json(group) for group in content["groups"]]
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"another version of mcore-rl has saved the groups under way in {path} ({error}): resume with that one, "
-            "or start from the weights alone (python -m model_converters to-hf) in another run.dir"
+            f"the in-flight groups in {path} were saved by another version of mcore-rl ({error}): resume with that "
+            "version, or start from the weights only (python -m model_converters to-hf) in another run.dir"
         ) from None
 
 
 def check_files(directory: Path, files: Sequence[SavedFile]) -> None:
-    """Raises: DamagedCheckpointError naming one that holds other bytes than were saved."""
+    """Raise DamagedCheckpointError naming the first file whose checksum differs."""
     for file in files:
         crc = file_crc32(directory / file.name)
         if (crc.num_bytes, crc.value) != (file.num_bytes, file.crc32):
@@ -144,7 +147,7 @@ def _scalars_of(given: dict[str, Any]) -> RolloutScalars:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays with their types: JSON keeps every float32 and float64 as it is, and NaN."""
+    """Convert arrays to JSON values with their type; JSON preserves float32, float64 and NaN exactly."""
     if isinstance(value, np.ndarray):
         return {ARRAY: value.dtype.str, "values": value.tolist()}
     if isinstance(value, Mapping):

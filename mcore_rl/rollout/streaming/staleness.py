@@ -1,4 +1,4 @@
-"""How old the groups of a step are, in versions of the weights, when they are trained; and how many there are."""
+"""Metrics of asynchronous training: age of trained groups and tokens in weight versions, and queue lengths."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mcore_rl.types import Max, Mean, Metric, RolloutScalars
 
 
 def describe_staleness(submitted: Sequence[int], scalars: Sequence[RolloutScalars], version: int) -> dict[str, Metric]:
-    """Of groups that were submitted at these versions and are trained at `version`.
+    """Describe groups that were submitted at these versions and are trained at `version`.
 
-    staleness/mean and max are of groups, groups_N the share of groups that are N versions old; tokens_mean and tokens_N
-    are of trained tokens, by the weights that drew them; mixed_fraction is the share of responses that different
-    weights have drawn.
+    staleness/mean and max refer to groups; groups_N is the fraction of groups that are N versions old. tokens_mean and
+    tokens_N refer to trained tokens and the weights that sampled them. mixed_fraction is the fraction of responses
+    sampled with more than one version.
     """
     ages = version - np.asarray(submitted, np.int64)
     versions = np.concatenate([part.versions for part in scalars])
@@ -35,33 +35,33 @@ def describe_staleness(submitted: Sequence[int], scalars: Sequence[RolloutScalar
 
 
 @dataclass
-class Queues:
-    """How many there are of several things, on average over the time between two calls of `means`."""
+class QueueLengths:
+    """Time-weighted mean lengths of several queues between two calls of `means`."""
 
     counts: Callable[[], dict[str, int]]
-    """How many there are now, by name."""
+    """Function that returns the current lengths by name."""
     now: Callable[[], float] = time.perf_counter
     _since: float = field(init=False)
     _changed: float = field(init=False)
     _counts: dict[str, int] = field(init=False)
-    """Since the last change."""
+    """Lengths since the last update."""
     _areas: dict[str, float] = field(init=False)
-    """Of each the number times seconds."""
+    """Integral of each length over time, in seconds."""
 
     def __post_init__(self) -> None:
         self._since = self._changed = self.now()
         self._counts = self.counts()
         self._areas = dict.fromkeys(self._counts, 0.0)
 
-    def look(self) -> None:
-        """To be called when they have changed."""
+    def update(self) -> None:
+        """Record the current lengths; call it after each change."""
         now = self.now()
         for name, count in self._counts.items():
             self._areas[name] += count * (now - self._changed)
         self._changed, self._counts = now, self.counts()
 
     def means(self) -> dict[str, Metric]:
-        self.look()
+        self.update()
         elapsed, areas = self._changed - self._since, self._areas
         self._since, self._areas = self._changed, dict.fromkeys(areas, 0.0)
         return {name: Mean(area, elapsed) for name, area in areas.items()}

@@ -1,4 +1,4 @@
-"""New weights for engines that generate all the time."""
+"""Publication of weights to engines that generate continuously."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mcore_rl.ports import Publisher
 
 
 class Submitter(Protocol):
-    """A StreamingCollector."""
+    """Collector that submits groups ahead of training; see StreamingCollector."""
 
     def settle(self) -> None: ...
 
@@ -20,8 +20,8 @@ class Submitter(Protocol):
 
 @dataclass(frozen=True)
 class SwappingPublisher:
-    """A Publisher that tells the collector of new weights. With `finish` responses in progress end before, without they
-    go on with them."""
+    """Publisher that notifies the collector of new weights. With `finish`, running responses finish first; otherwise
+    they continue with the new weights."""
 
     publisher: Publisher
     collector: Submitter

@@ -1,4 +1,4 @@
-"""Trajectories in a file: of numbers only, so that nothing in it can be executed."""
+"""Trajectories in files of numbers only, so that loading them cannot execute code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mcore_rl.data.trajectories import join_rows, split_rows
 from mcore_rl.types import SavedFile, TrajectoryBuffers
 
 COUNTS = "counts"
-"""Array of the file beside the buffers': how many trajectories each of them has."""
+"""Additional array in the file: number of trajectories of each buffer."""
 
 
 def write_trajectories(path: Path, parts: Sequence[TrajectoryBuffers]) -> SavedFile:
-    """Durable when it returns; the file's own name and checksum. There is at least one part.
+    """Write at least one part durably; returns the file's name and checksum.
 
     Raises: OSError.
     """
@@ -35,14 +35,14 @@ def write_trajectories(path: Path, parts: Sequence[TrajectoryBuffers]) -> SavedF
 
 
 def read_trajectories(path: Path) -> list[TrajectoryBuffers]:
-    """What was written, part by part."""
+    """Read the parts in order."""
     with np.load(path, allow_pickle=False) as arrays:
         given = {name: arrays[name] for name in arrays.files if name != COUNTS}
         return split_rows(TrajectoryBuffers(**given), arrays[COUNTS].tolist())
 
 
 def saved_file(path: Path) -> SavedFile:
-    """A file that was written, by its own name.
+    """Return name, size and checksum of a written file.
 
     Raises: OSError.
     """

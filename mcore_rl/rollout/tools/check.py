@@ -12,7 +12,7 @@ from mcore_rl.rollout.tools.toolbox import ToolBox
 
 
 def check_tools(config: Config) -> list[Schema]:
-    """Loads every tool as the run will, in a process of tools; their schemas. Nothing where rollout.tools is null.
+    """Load every tool in a tool process, as the run does, and return their schemas; empty if rollout.tools is null.
 
     Raises: ConfigError naming rollout.tools, its file and key, and the cause.
     """

@@ -1,4 +1,4 @@
-"""What rollout.tools names, read and checked but not loaded: a YAML file in verl's form, or a user's code."""
+"""Reading and checking of rollout.tools without loading code: a YAML file in verl's format, or a user's code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mcore_rl.config.reading.expansion import expanded
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.kinds.sandboxed import SCHEMAS
 from mcore_rl.rollout.tools.kinds.verl_tools import LIFECYCLES
-from mcore_rl.rollout.tools.limits import Limits
+from mcore_rl.rollout.tools.limits import ToolLimits
 
 KEY = "rollout.tools"
-LIMITS = ("timeout_seconds", "max_running", "retries", "rate_per_second")
-OF_FUNCTION = ("function", "processes", "tool_schema", *LIMITS)
-OF_BUILTIN = ("builtin", *LIMITS)
-OF_CLASS = ("class_name", "config", "tool_schema", "lifecycle", *LIMITS)
-OF_MCP = ("class_name", "config", "mcp", *LIMITS)
+LIMIT_KEYS = ("timeout_seconds", "max_running", "retries", "rate_per_second")
+FUNCTION_KEYS = ("function", "processes", "tool_schema", *LIMIT_KEYS)
+BUILTIN_KEYS = ("builtin", *LIMIT_KEYS)
+CLASS_KEYS = ("class_name", "config", "tool_schema", "lifecycle", *LIMIT_KEYS)
+MCP_KEYS = ("class_name", "config", "mcp", *LIMIT_KEYS)
 FORMS = (
     "function: file.py:name, or class_name: pkg.module.Class, or mcp: {mcp_servers_config_path: FILE}, or builtin: "
     "python or shell"
@@ -31,12 +31,12 @@ FORMS = (
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One of `tools`, of one kind: `builtin`, `function`, `class_name` or `servers` (a file of MCP servers) is set.
-    `told` names file and entry; `processes`: of a function, None: threads."""
+class ToolEntry:
+    """Entry of `tools`. Exactly one of `builtin`, `function`, `class_name` and `servers` (a file of MCP servers) is
+    set. `origin` names file and entry, for messages. `processes`: number of processes of a function; None: threads."""
 
-    told: str
-    limits: Limits
+    origin: str
+    limits: ToolLimits
     function: str | None = None
     class_name: str | None = None
     servers: Path | None = None
@@ -48,138 +48,140 @@ class Entry:
     builtin: str | None = None
 
 
-def read_entries(spec: str, timeout_seconds: float) -> list[Entry]:
-    """The entries of a YAML file; `timeout_seconds`, of a tool that says nothing else.
+def read_entries(spec: str, timeout_seconds: float) -> list[ToolEntry]:
+    """Read the entries of a YAML file; `timeout_seconds` is the default time limit.
 
     Raises: ConfigError naming file and key.
     """
-    told, path = f"{KEY}={spec}", Path(spec)
+    origin, path = f"{KEY}={spec}", Path(spec)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{told} cannot be read: {describe(error)}; set it to a YAML file of tools, or to module_or_file.py:name"
+            f"{origin} cannot be read: {describe(error)}; set it to a YAML file of tools, or to module_or_file.py:name"
         ) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{told} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{origin} is not YAML: {' '.join(str(error).split())}") from error
     tools = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(tools, list) or not tools:
-        raise ConfigError(f"{told} must hold `tools:`, a list of at least one tool")
-    _refuse_unknown(told, content, ("tools",))
-    return [_entry(f"{told}: tools[{i}]", each, path.parent, timeout_seconds) for i, each in enumerate(tools)]
+        raise ConfigError(f"{origin} must hold `tools:`, a list of at least one tool")
+    _reject_unknown(origin, content, ("tools",))
+    return [_entry(f"{origin}: tools[{i}]", each, path.parent, timeout_seconds) for i, each in enumerate(tools)]
 
 
 def is_code(spec: str) -> bool:
-    """Whether rollout.tools names code and no file of tools."""
+    """Return True if rollout.tools names code instead of a tool file."""
     return names_function(spec) and not spec.endswith((".yaml", ".yml"))
 
 
-def _entry(told: str, given: Any, folder: Path, timeout_seconds: float) -> Entry:
+def _entry(origin: str, given: Any, folder: Path, timeout_seconds: float) -> ToolEntry:
     if not isinstance(given, dict):
-        raise ConfigError(f"{told} must be a mapping with {FORMS}")
+        raise ConfigError(f"{origin} must be a mapping with {FORMS}")
     config = given.get("config") or {}
     if not isinstance(config, dict):
-        raise ConfigError(f"{told}.config must be a mapping")
+        raise ConfigError(f"{origin}.config must be a mapping")
     if "builtin" in given:
-        _refuse_unknown(told, given, OF_BUILTIN)
+        _reject_unknown(origin, given, BUILTIN_KEYS)
         if given["builtin"] not in SCHEMAS:
-            raise ConfigError(f"{told}.builtin={given['builtin']} must be one of {', '.join(SCHEMAS)}")
-        return Entry(told, _limits(told, given, timeout_seconds), builtin=given["builtin"])
+            raise ConfigError(f"{origin}.builtin={given['builtin']} must be one of {', '.join(SCHEMAS)}")
+        return ToolEntry(origin, _limits(origin, given, timeout_seconds), builtin=given["builtin"])
     if "function" in given:
-        _refuse_unknown(told, given, OF_FUNCTION)
-        function = _code(f"{told}.function", given["function"], folder)
-        limits = _limits(told, given, timeout_seconds)
-        processes = _number(told, given, "processes", 1, whole=True)
-        return Entry(told, limits, function, schema=given.get("tool_schema"), processes=processes)
+        _reject_unknown(origin, given, FUNCTION_KEYS)
+        function = _code(f"{origin}.function", given["function"], folder)
+        limits = _limits(origin, given, timeout_seconds)
+        processes = _number(origin, given, "processes", 1, whole=True)
+        return ToolEntry(origin, limits, function, schema=given.get("tool_schema"), processes=processes)
     if "mcp" in given or config.get("type") == "mcp":
-        return _mcp_entry(told, given, config, folder, timeout_seconds)
+        return _mcp_entry(origin, given, config, folder, timeout_seconds)
     if "class_name" not in given:
-        raise ConfigError(f"{told} must have {FORMS}")
-    _refuse_unknown(told, given, OF_CLASS)
+        raise ConfigError(f"{origin} must have {FORMS}")
+    _reject_unknown(origin, given, CLASS_KEYS)
     if config.get("type", "native") != "native":
-        raise ConfigError(f"{told}.config.type={config['type']} must be native or mcp")
+        raise ConfigError(f"{origin}.config.type={config['type']} must be native or mcp")
     lifecycle = given.get("lifecycle", LIFECYCLES[0])
     if lifecycle not in LIFECYCLES:
-        raise ConfigError(f"{told}.lifecycle={lifecycle} must be one of {', '.join(LIFECYCLES)}")
-    return Entry(
-        told,
-        _limits(told, given, timeout_seconds),
-        class_name=_class(f"{told}.class_name", given["class_name"], folder),
+        raise ConfigError(f"{origin}.lifecycle={lifecycle} must be one of {', '.join(LIFECYCLES)}")
+    return ToolEntry(
+        origin,
+        _limits(origin, given, timeout_seconds),
+        class_name=_class(f"{origin}.class_name", given["class_name"], folder),
         schema=given.get("tool_schema"),
         config=config,
         lifecycle=lifecycle,
     )
 
 
-def _mcp_entry(told: str, given: dict[str, Any], config: dict[str, Any], folder: Path, timeout_seconds: float) -> Entry:
-    """verl's class_name is of no use here: servers are asked without a class between."""
-    _refuse_unknown(told, given, OF_MCP)
+def _mcp_entry(
+    origin: str, given: dict[str, Any], config: dict[str, Any], folder: Path, timeout_seconds: float
+) -> ToolEntry:
+    """Read an entry of MCP servers. verl's class_name is ignored, because servers are called directly."""
+    _reject_unknown(origin, given, MCP_KEYS)
     mcp = given.get("mcp")
     if not isinstance(mcp, dict) or not isinstance(mcp.get("mcp_servers_config_path"), str):
-        raise ConfigError(f"{told}.mcp.mcp_servers_config_path must name a JSON file of servers")
-    _refuse_unknown(f"{told}.mcp", mcp, ("mcp_servers_config_path", "tool_selected_list"))
+        raise ConfigError(f"{origin}.mcp.mcp_servers_config_path must name a JSON file of servers")
+    _reject_unknown(f"{origin}.mcp", mcp, ("mcp_servers_config_path", "tool_selected_list"))
     selected = mcp.get("tool_selected_list")
     if selected is not None and not (isinstance(selected, list) and all(isinstance(name, str) for name in selected)):
-        raise ConfigError(f"{told}.mcp.tool_selected_list must be a list of names of tools")
+        raise ConfigError(f"{origin}.mcp.tool_selected_list must be a list of names of tools")
     verls = {"timeout_seconds": config.get("timeout"), "rate_per_second": config.get("rate_limit")}
     limits = {**{key: value for key, value in verls.items() if value is not None}, **given}
-    return Entry(
-        told,
-        _limits(told, limits, timeout_seconds),
-        servers=_beside(f"{told}.mcp.mcp_servers_config_path", folder, mcp["mcp_servers_config_path"]),
+    return ToolEntry(
+        origin,
+        _limits(origin, limits, timeout_seconds),
+        servers=_beside(f"{origin}.mcp.mcp_servers_config_path", folder, mcp["mcp_servers_config_path"]),
         selected=None if selected is None else tuple(selected),
     )
 
 
-def _limits(told: str, given: Mapping[str, Any], timeout_seconds: float) -> Limits:
-    retries = _number(told, given, "retries", 0, whole=True)
-    return Limits(
-        timeout_seconds=_number(told, given, "timeout_seconds") or timeout_seconds,
-        max_running=_number(told, given, "max_running", 1, whole=True),
-        retries=Limits(1).retries if retries is None else retries,
-        rate_per_second=_number(told, given, "rate_per_second"),
+def _limits(origin: str, given: Mapping[str, Any], timeout_seconds: float) -> ToolLimits:
+    retries = _number(origin, given, "retries", 0, whole=True)
+    return ToolLimits(
+        timeout_seconds=_number(origin, given, "timeout_seconds") or timeout_seconds,
+        max_running=_number(origin, given, "max_running", 1, whole=True),
+        retries=ToolLimits(1).retries if retries is None else retries,
+        rate_per_second=_number(origin, given, "rate_per_second"),
     )
 
 
-def _number(told: str, given: Mapping[str, Any], key: str, minimum: int = 0, *, whole: bool = False) -> Any:
-    """A number of at least `minimum`, which one that need not be `whole` must exceed."""
+def _number(origin: str, given: Mapping[str, Any], key: str, minimum: int = 0, *, whole: bool = False) -> Any:
+    """Return a number of at least `minimum` if `whole`, else above `minimum`; None if absent."""
     value = given.get(key)
     if value is None:
         return None
     right = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not right or value < minimum or (value == minimum and not whole):
         form = f"a whole number of at least {minimum}" if whole else f"a number above {minimum}"
-        raise ConfigError(f"{told}.{key}={value} must be {form}")
+        raise ConfigError(f"{origin}.{key}={value} must be {form}")
     return value
 
 
-def _refuse_unknown(told: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _reject_unknown(origin: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for key in given:
         if key not in known:
-            raise ConfigError(f"{told} has no key {key}; the keys are: {', '.join(known)}")
+            raise ConfigError(f"{origin} has no key {key}; the keys are: {', '.join(known)}")
 
 
-def _code(told: str, spec: Any, folder: Path) -> str:
+def _code(origin: str, spec: Any, folder: Path) -> str:
     if not isinstance(spec, str) or not names_function(spec):
-        raise ConfigError(f"{told}={spec} must be module_or_file.py:name")
+        raise ConfigError(f"{origin}={spec} must be module_or_file.py:name")
     source, _, name = spec.rpartition(":")
-    return f"{_beside(told, folder, source)}:{name}" if source.endswith(".py") else spec
+    return f"{_beside(origin, folder, source)}:{name}" if source.endswith(".py") else spec
 
 
-def _class(told: str, spec: Any, folder: Path) -> str:
-    """verl's `pkg.module.Class` as `pkg.module:Class`."""
+def _class(origin: str, spec: Any, folder: Path) -> str:
+    """Convert verl's `pkg.module.Class` to `pkg.module:Class`."""
     if isinstance(spec, str) and not names_function(spec) and "." in spec:
         module, _, name = spec.rpartition(".")
         spec = f"{module}:{name}"
-    return _code(told, spec, folder)
+    return _code(origin, spec, folder)
 
 
-def _beside(told: str, folder: Path, path: str) -> Path:
-    """The absolute path of a file that a file of tools names: beside that file where it exists, else relative to the
-    working directory; `~` and environment variables are replaced.
+def _beside(origin: str, folder: Path, path: str) -> Path:
+    """Return the absolute path of a file named in a tool file: relative to the tool file if it exists there, else to
+    the working directory. `~` and environment variables are expanded.
 
     Raises: ConfigError.
     """
-    path = expanded(told, path)
+    path = expanded(origin, path)
     near = folder / path
     return Path(os.path.abspath(near if near.exists() else path))

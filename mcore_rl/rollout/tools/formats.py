@@ -1,7 +1,7 @@
-"""Formats in which models write tool calls: where a call begins, how it is read, and where it ends.
+"""Formats in which models write tool calls: beginning, content and end of a call.
 
-A call ends where its own syntax does: an end tag inside a string argument is text. The first end tag counts only if the
-call cannot be read.
+A call ends where its own syntax ends: an end tag inside a string argument is text. Only if the call cannot be read, it
+ends at the first end tag.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 @dataclass(frozen=True)
 class RawCall:
-    """A call as it was written. `arguments` None: it cannot be read, and `reason` says why; `typed` False: their values
-    are texts, whose types the tool's schema knows; `id`: what the model called it, if it did."""
+    """Call as written. `arguments` is None if it cannot be read (see `reason`). `typed` is False if the values are
+    texts whose types the tool's schema defines. `id`: the model's id of the call, if any."""
 
     text: str
     name: str | None = None
@@ -31,7 +31,7 @@ class RawCall:
 
 
 class UnreadableError(Exception):
-    """A call that is not written as its format demands. `end`: where the search for its end tag begins."""
+    """A call does not follow its format. `end`: where the search for its end tag starts."""
 
     def __init__(self, reason: str, end: int, name: str | None = None, call_id: str = "") -> None:
         super().__init__(reason)
@@ -39,15 +39,15 @@ class UnreadableError(Exception):
 
 
 Body = Callable[[str, int], tuple[list[RawCall], int]]
-"""Text and a place behind an opening tag -> calls (without their text) and the end of the last one."""
+"""(text, position after an opening tag) -> (calls without their text, end of the last one)."""
 Decoder = Callable[[str, int, int], tuple[list[RawCall], int]]
-"""Text, start and end of an opening -> calls and the place behind them; no calls: the opening is content."""
+"""(text, start and end of an opening) -> (calls, position after them); no calls: the opening is content."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """`marks`: patterns that a chat template has, all of them, when it writes calls this way; `opening`: pattern of the
-    beginning of a call; `closes`: calls have an end tag; `wrappers`: what stands around calls and is no content."""
+    """Format of tool calls. `marks`: patterns that all occur in chat templates with this format. `opening`: pattern of
+    the beginning of a call. `closes`: calls have an end tag. `wrappers`: tags around calls that are not content."""
 
     marks: tuple[str, ...]
     opening: str
@@ -57,7 +57,7 @@ class Format:
 
 
 def json_value(text: str) -> Any:
-    """Raises: ValueError for what is not JSON, NaN and infinities included."""
+    """Parse JSON. Raises: ValueError, also for NaN, infinities, and half of a surrogate pair."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         _check_characters(text, value)
@@ -71,7 +71,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _finite(text: str) -> float:
-    """Refuse numbers such as 1e999, which json reads as infinity."""
+    """Reject numbers such as 1e999, which json parses as infinity."""
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"{text[:20]} is beyond the range of a float")
@@ -79,7 +79,7 @@ def _finite(text: str) -> float:
 
 
 def _check_characters(text: str, value: Any) -> None:
-    """Raises: ValueError for half of a surrogate pair, which no file and no tokenizer takes."""
+    """Raise ValueError for half of a surrogate pair, which neither files nor tokenizers accept."""
     if _HALF.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -98,7 +98,7 @@ def _behind_blanks(text: str, place: int) -> int:
 
 
 def _json_at(text: str, start: int, name: str | None = None, call_id: str = "") -> tuple[Any, int]:
-    """A JSON value and its end. Raises: UnreadableError."""
+    """Parse a JSON value and return it with its end. Raises: UnreadableError."""
     end = start
     try:
         value, end = _decoder.raw_decode(text, start)
@@ -112,7 +112,7 @@ def _json_at(text: str, start: int, name: str | None = None, call_id: str = "") 
 
 
 def _of_object(value: Any, end: int) -> RawCall:
-    """A call written as an object: `name` and `arguments` or `parameters`, perhaps inside `function`, whose arguments
+    """Read a call written as an object: `name` and `arguments` or `parameters`, possibly inside `function`; arguments
     may be JSON text. Raises: UnreadableError."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
@@ -134,7 +134,7 @@ def _with_arguments(name: str, arguments: Any, end: int, call_id: str = "") -> R
 
 
 def _closed(tag: str, read: Body) -> Decoder:
-    """Calls between an opening and `tag`."""
+    """Build a decoder for calls between an opening and `tag`."""
 
     def decode(text: str, begin: int, place: int) -> tuple[list[RawCall], int]:
         try:
@@ -155,7 +155,7 @@ def _closed(tag: str, read: Body) -> Decoder:
 
 
 def _hermes(text: str, place: int) -> tuple[list[RawCall], int]:
-    """An object, several one after the other, or a list of objects."""
+    """Read an object, several objects, or a list of objects."""
     calls: list[RawCall] = []
     place = _behind_blanks(text, place)
     while not calls or text.startswith("{", place):
@@ -178,8 +178,9 @@ _GLM_END = re.compile(r"(?=\s*+</tool_call>)")
 def _tags(
     text: str, place: int, head: re.Pattern[str], key: re.Pattern[str], close: str, following: re.Pattern[str]
 ) -> tuple[str, dict[str, str], int]:
-    """A name and arguments as texts. A value ends at the `close` tag that another argument or the end follows, so that
-    other tags in it are text; a value with the next argument in it has no end. Raises: UnreadableError."""
+    """Read a name and textual arguments. A value ends at a `close` tag that is followed by another argument or the end,
+    so that other tags in it are text. A value that contains the next argument is not closed. Raises: UnreadableError.
+    """
     start = place
     if (match := head.match(text, place)) is None:
         raise UnreadableError("the call does not begin with the tool's name", start)
@@ -190,7 +191,7 @@ def _tags(
         limit = text.find(key_tag, match.end())
         end = text.find(close, match.end(), None if limit < 0 else limit)
         while end >= 0 and following.match(text, end + len(close)) is None:
-            if text[end - 1] == "\n":  # a line of its own, as the format ends a value: an opening tag was forgotten
+            if text[end - 1] == "\n":  # on its own line, like the end of a value: the next opening tag is missing
                 end = -1
                 break
             end = text.find(close, end + 1, None if limit < 0 else limit)
@@ -212,7 +213,7 @@ def _ended(text: str, place: int, end: re.Pattern[str], start: int, name: str) -
 def _qwen3_coder(text: str, place: int) -> tuple[list[RawCall], int]:
     name, arguments, end = _tags(text, place, _CODER_HEAD, _CODER_KEY, "</parameter>", _CODER_NEXT)
     end = _ended(text, end, _CODER_END, place, name)
-    # A value stands on lines of its own; one newline on either side is the format's, further ones are the value's.
+    # A value is on separate lines: one newline on each side belongs to the format, further ones to the value.
     values = {key: value.removesuffix("\n") for key, value in arguments.items()}
     return [RawCall("", name, values, typed=False)], end
 
@@ -226,7 +227,7 @@ _DEEPSEEK = (
     re.compile(r"\s*+function<｜tool▁sep｜>(?P<name>[^<\n]+)\n```json\n"),
     re.compile(r"\s*+(?P<name>[^<\n]+)<｜tool▁sep｜>"),
 )
-"""DeepSeek-V3 and R1, whose arguments stand in a code fence; V3.1."""
+"""DeepSeek-V3 and R1 (arguments in a code fence); V3.1."""
 _FENCE_END = re.compile(r"\s*+```")
 
 
@@ -247,7 +248,7 @@ _KIMI = re.compile(r"\s*+(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*+<\|too
 
 
 def _kimi(text: str, place: int) -> tuple[list[RawCall], int]:
-    """The id names the tool, and the call: `functions.look:0`."""
+    """Read a call whose id contains the tool's name: `functions.look:0`."""
     if (match := _KIMI.match(text, place)) is None:
         problem = "the call is not functions.NAME:NUMBER<|tool_call_argument_begin|> and arguments"
         raise UnreadableError(problem, place)
@@ -262,8 +263,8 @@ _MISTRAL_TAG = "[TOOL_CALLS]"
 
 
 def _mistral(text: str, begin: int, place: int) -> tuple[list[RawCall], int]:
-    """What follows [TOOL_CALLS]: a name and an object, or (in earlier models) a list of objects; its end is the end of
-    the JSON."""
+    """Read the text after [TOOL_CALLS]: a name and an object, or (earlier models) a list of objects. It ends with the
+    JSON."""
     head = _MISTRAL_HEAD.match(text, place)
     start = head.end() if head else _behind_blanks(text, place)
     name, call_id = (head["name"], head["id"] or "") if head else (None, "")
@@ -296,12 +297,11 @@ _LLAMA_START = re.compile(
     r'\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"(?:name|function)"\s*+:\s*+"[^"]*+"\s*+,\s*+'
     r'"(?:parameters|arguments)"\s*+:'
 )
-"""JSON that begins so is a call, or meant to be one, though it may be broken further on."""
+"""Beginning of JSON that is meant as a call, even if the rest is malformed."""
 
 
 def _llama3(text: str, begin: int, place: int) -> tuple[list[RawCall], int]:
-    """Objects with `name` and `parameters`, one after the other or with a semicolon between them; the end of a call is
-    the end of its object."""
+    """Read objects with `name` and `parameters`, optionally separated by semicolons. A call ends with its object."""
     calls: list[RawCall] = []
     end = place
     while between := _LLAMA_BETWEEN.match(text, end):
@@ -317,7 +317,7 @@ def _llama3(text: str, begin: int, place: int) -> tuple[list[RawCall], int]:
 
 
 def _llama_call(text: str, place: int) -> RawCall | None:
-    """None: JSON of another kind, or none at all."""
+    """Read one call; None if the text is other JSON or no JSON."""
     meant = _LLAMA_START.match(text, place) is not None
     try:
         value, end = _json_at(text, place)
@@ -358,10 +358,10 @@ FORMATS = {
         closes=False,
     ),
 }
-"""By the name in rollout.tool_parser; in the order in which `auto` looks for them, the more special ones first."""
+"""Formats by their name in rollout.tool_parser, in the order in which `auto` tries them: specific ones first."""
 
 
 def format_of_template(chat_template: str) -> str | None:
-    """The name of the format in which a chat template writes calls; None: of none known here."""
+    """Return the name of a chat template's call format, or None if it is unknown."""
     fits = (name for name, form in FORMATS.items() if all(re.search(mark, chat_template) for mark in form.marks))
     return next(fits, None)

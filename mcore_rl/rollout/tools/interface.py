@@ -1,4 +1,4 @@
-"""What every kind of tool is to the process that runs it, and what callers get."""
+"""Interface between tools and their process, and the answers that callers receive."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mcore_rl.rollout.tools.schemas import Schema
 
 
 class ToolError(McoreRLError):
-    """A call failed in a way that the model is told as it stands, without the name of an exception."""
+    """Failure whose message is shown to the model as it is, without the name of an exception."""
 
 
 class RetryableToolError(Exception):
-    """For tools to raise where the same call may succeed a moment later."""
+    """Raised by tools if the same call may succeed a moment later."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one call of a tool gave. `error`: what went wrong although there is a text."""
+class ToolResult:
+    """Result of one call of a tool. `error`: a problem that occurred although there is a text."""
 
     text: str
     reward: float | None = None
@@ -31,9 +31,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What a caller gets of a call, whatever happened: `text` is for the model, `error` is counted.
+    """Answer to a caller, in any case: `text` is for the model, `error` is counted.
 
-    Units: `seconds` from the call to the answer, waiting for the tool's limits included.
+    Units: `seconds` from the call to the answer, including waiting for the tool's limits.
     """
 
     text: str
@@ -44,17 +44,17 @@ class ToolAnswer:
 
 
 class AgentData(SimpleNamespace):
-    """What verl's tools get as `agent_data`: of one episode, for their state across calls. `request_id` names the
-    episode; the conversation is not here."""
+    """Argument `agent_data` of verl's tools: state of one episode across calls. `request_id` identifies the episode;
+    the conversation is not included."""
 
     def __init__(self, request_id: str, tools_kwargs: Mapping[str, Any]) -> None:
         super().__init__(request_id=request_id, tools_kwargs=dict(tools_kwargs), extra_fields={}, metrics={})
 
 
 @dataclass
-class Episode:
-    """An episode as the tools of one process know it, from its first call until it is closed. `state`: of each tool, by
-    its name; `tools_kwargs`: extra_info.tools_kwargs of the row."""
+class EpisodeState:
+    """An episode's state in a tool process, from its first call until it is closed. `state`: by tool name.
+    `tools_kwargs`: extra_info.tools_kwargs of the row."""
 
     id: str
     tools_kwargs: Mapping[str, Any]
@@ -62,29 +62,29 @@ class Episode:
     state: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def begin(cls, episode_id: str, tools_kwargs: Mapping[str, Any]) -> Episode:
+    def begin(cls, episode_id: str, tools_kwargs: Mapping[str, Any]) -> EpisodeState:
         return cls(episode_id, tools_kwargs, AgentData(episode_id, tools_kwargs))
 
     def kwargs_of(self, tool: str, part: str) -> dict[str, Any]:
-        """`part` of the row's keyword arguments for a tool, such as create_kwargs."""
+        """Return `part` (such as create_kwargs) of the row's keyword arguments for a tool."""
         given = self.tools_kwargs.get(tool)
         kwargs = given.get(part) if isinstance(given, Mapping) else None
         return dict(kwargs) if isinstance(kwargs, Mapping) else {}
 
 
 class Tool(Protocol):
-    """A tool in its process, called from one asyncio loop, by several episodes at once.
+    """Tool in its process. Several episodes call it concurrently, all from one asyncio loop.
 
-    A user's class of this form is constructed with the keyword arguments under `config` in the YAML.
+    A user's class of this form is constructed with the keyword arguments in `config` of the YAML.
     """
 
     schema: Schema
 
-    async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
-        """`arguments` fit the schema. May raise anything: the model is told, and it is counted."""
+    async def call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
+        """Execute a call; `arguments` match the schema. Any exception is reported to the model and counted."""
 
-    async def close_episode(self, episode: Episode) -> float | None:
-        """Releases what an episode holds; the tool's reward for the episode, if it has one."""
+    async def close_episode(self, episode: EpisodeState) -> float | None:
+        """Release an episode's resources; returns the tool's reward for the episode, if any."""
 
     async def close(self) -> None:
-        """Releases everything, before the process ends."""
+        """Release all resources before the process ends."""

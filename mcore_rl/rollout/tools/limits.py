@@ -1,4 +1,4 @@
-"""A tool with its limits: how long a call may take, how many run, how often they begin, what is tried again."""
+"""Limits of a tool: time per call, concurrent calls, call rate, retries."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mcore_rl.config.functions import describe
-from mcore_rl.rollout.tools.interface import Episode, Outcome, RetryableToolError, Tool, ToolError
+from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, Tool, ToolError, ToolResult
 from mcore_rl.rollout.tools.schemas import ArgumentChecker, name_of
 
 T = TypeVar("T")
 CANCELLED_ITSELF = "the tool cancelled itself (it raised CancelledError)"
 BACKOFF_SECONDS = 0.25
-"""Before the first further attempt; twice as long before each one after it."""
+"""Delay before the first retry; it doubles with each retry."""
 STUCK_SECONDS = 3.0
-"""A call that has not ended so long after it was cancelled does not return: a thread cannot be stopped."""
+"""A call that is still running this long after its cancellation counts as stuck: a thread cannot be stopped."""
 MAX_STUCK = 16
-"""Of a tool's calls, or as many as may run at once: then its process has to be replaced."""
+"""Number of stuck calls of a tool (at most max_running) at which its process is replaced."""
 TRANSIENT = {"RetryableToolError", "ConnectionError", "TransportError", "ClientConnectionError"}
-"""Names of exceptions, of Python's, httpx's, requests' and aiohttp's, of a connection that failed."""
+"""Names of exceptions for a failed connection, in Python, httpx, requests and aiohttp."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """`max_running` and `rate_per_second`: of the calls in one tool process; None: no limit. `retries`: further
-    attempts after an error that may pass."""
+class ToolLimits:
+    """Limits of a tool. `max_running` and `rate_per_second` apply to one tool process; None: no limit. `retries`:
+    number of retries after a transient error."""
 
     timeout_seconds: float
     max_running: int | None = None
@@ -35,9 +35,9 @@ class Limits:
 
 
 class LimitedTool:
-    """Calls a tool within its limits. `on_stuck` is told when so many calls do not return that others cannot run."""
+    """Tool whose calls are limited. `on_stuck` is called when stuck calls leave no slot for others."""
 
-    def __init__(self, tool: Tool, limits: Limits, on_stuck: Callable[[str], None]) -> None:
+    def __init__(self, tool: Tool, limits: ToolLimits, on_stuck: Callable[[str], None]) -> None:
         self.tool, self.limits = tool, limits
         self.schema = tool.schema
         self.name = name_of(tool.schema)
@@ -47,8 +47,8 @@ class LimitedTool:
         self._stuck = 0
         self._on_stuck = on_stuck
 
-    async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
-        """Raises nothing but CancelledError: an error becomes text for the model."""
+    async def call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
+        """Execute a call. Raises only CancelledError; other errors become text for the model."""
         if (problem := self._checker.problem(arguments)) is not None:
             return failure(problem)
         attempt = 0
@@ -59,22 +59,22 @@ class LimitedTool:
                 return failure(str(error) or describe(error))
             except ToolError as error:
                 return failure(str(error))
-            except Exception as error:  # whatever the user's tool raises
+            except Exception as error:  # any error of the user's tool
                 if attempt == self.limits.retries or not is_transient(error):
                     return failure(describe(error))
             await asyncio.sleep(BACKOFF_SECONDS * 2**attempt)
             attempt += 1
 
-    async def _attempt(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
+    async def _attempt(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
         if self._slots is not None:
             await self._slots.acquire()
         try:
-            await self._turn()
+            await self._wait_for_rate()
         except asyncio.CancelledError:
-            self._leave()
+            self._free_slot()
             raise
         task = asyncio.create_task(self._call(episode, arguments))
-        task.add_done_callback(self._ended)  # its place is free when it has ended, not when nobody waits any more
+        task.add_done_callback(self._ended)  # the slot is freed when the call ends, not when its caller gives up
         seconds = self.limits.timeout_seconds
         try:
             done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -88,13 +88,13 @@ class LimitedTool:
             raise ToolError(CANCELLED_ITSELF)
         return task.result()
 
-    async def _call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
+    async def _call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
         try:
             return await contained(self.tool.call(episode, arguments))
-        except TimeoutError as error:  # of the tool's own; not one of the limit here
+        except TimeoutError as error:  # raised by the tool itself, not by the time limit
             raise RetryableToolError(describe(error)) from error
 
-    async def _turn(self) -> None:
+    async def _wait_for_rate(self) -> None:
         if self.limits.rate_per_second is None:
             return
         now = asyncio.get_running_loop().time()
@@ -102,36 +102,36 @@ class LimitedTool:
         self._next_start = start + 1 / self.limits.rate_per_second
         await asyncio.sleep(start - now)
 
-    def _leave(self) -> None:
+    def _free_slot(self) -> None:
         if self._slots is not None:
             self._slots.release()
 
-    def _ended(self, task: asyncio.Task[Outcome]) -> None:
-        self._leave()
+    def _ended(self, task: asyncio.Task[ToolResult]) -> None:
+        self._free_slot()
         if not task.cancelled():
-            task.exception()  # nobody may be waiting for it any more
+            task.exception()  # mark as retrieved, since the caller may have given up
 
-    def _abandon(self, task: asyncio.Task[Outcome]) -> None:
+    def _abandon(self, task: asyncio.Task[ToolResult]) -> None:
         task.cancel()
-        asyncio.get_running_loop().call_later(STUCK_SECONDS, self._look_at, task)
+        asyncio.get_running_loop().call_later(STUCK_SECONDS, self._check_stuck, task)
 
-    def _look_at(self, task: asyncio.Task[Outcome]) -> None:
+    def _check_stuck(self, task: asyncio.Task[ToolResult]) -> None:
         if task.done():
             return
         self._stuck += 1
-        task.add_done_callback(self._came_back)
+        task.add_done_callback(self._returned)
         if self._stuck >= min(MAX_STUCK, self.limits.max_running or MAX_STUCK):
             self._on_stuck(f"{self._stuck} calls of {self.name} did not return")
 
-    def _came_back(self, task: asyncio.Task[Outcome]) -> None:
+    def _returned(self, task: asyncio.Task[ToolResult]) -> None:
         self._stuck -= 1
 
 
 async def contained(call: Coroutine[Any, Any, T]) -> T:
-    """The result of a call into a user's tool. Exceptions that would end the event loop, or that no handler expects,
-    become a ToolError; a CancelledError cancels the task that runs this.
+    """Await a call of a user's tool. Exceptions that would end the event loop become a ToolError; a CancelledError
+    cancels the task that runs this.
 
-    Raises: ToolError; whatever else the tool raises.
+    Raises: ToolError; other errors of the tool.
     """
     try:
         return await call
@@ -143,9 +143,9 @@ async def contained(call: Coroutine[Any, Any, T]) -> T:
         raise ToolError(f"the tool raised {describe(error)}") from None
 
 
-def failure(reason: str) -> Outcome:
-    """An answer that tells the model what went wrong."""
-    return Outcome(f"Error: {reason}", error=reason)
+def failure(reason: str) -> ToolResult:
+    """Build a result that describes an error to the model."""
+    return ToolResult(f"Error: {reason}", error=reason)
 
 
 def is_transient(error: BaseException) -> bool:

@@ -1,7 +1,7 @@
-"""From the text of an assistant's message to content, reasoning and tool calls.
+"""Parsing of an assistant's message into content, reasoning and tool calls.
 
-A call that was not closed, that stands inside reasoning, whose tool is unknown or whose arguments do not fit its schema
-is no call: a wrong one becomes a MalformedCall, whose `answer` tells the model what is wrong.
+Text inside reasoning is never a call. A call that is not closed, names an unknown tool, or has arguments that do not
+match the schema becomes a MalformedCall, whose `answer` describes the error to the model.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from mcore_rl.rollout.tools.schemas import ArgumentChecker, Schema, name_of
 KEY = "rollout.tool_parser"
 AUTO = "auto"
 MAX_STRETCHES = 32
-"""Calls with other text between them, unreadable ones and JSON that is no call, in formats without a closing tag;
-further ones are content."""
+"""Limit for formats without a closing tag: number of calls separated by text, unreadable calls, and JSON objects that
+are no calls. Further ones are treated as content."""
 
 
 class ParserError(McoreRLError):
-    """A user's parser raised, or returned something else than a ParsedMessage."""
+    """A user's parser raised an error or did not return a ParsedMessage."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that may be executed: the tool is known and the arguments fit its schema. `id`: the model's own, to which
-    the answer refers; in most formats calls have none."""
+    """Executable call: the tool exists and the arguments match its schema. `id`: the model's id, to which the answer
+    refers; most formats have none."""
 
     name: str
     arguments: dict[str, Any]
@@ -40,7 +40,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """A call that must not be executed. `name` or `arguments` None: they cannot be read; `text` is all of the call."""
+    """Call that must not be executed. `name` or `arguments` is None if it cannot be read; `text` is the whole call."""
 
     name: str | None
     text: str
@@ -50,14 +50,14 @@ class MalformedCall:
 
     @property
     def answer(self) -> str:
-        """What the model is told in place of a tool's answer."""
+        """Answer for the model instead of a tool's result."""
         called = f"The call of {self.name}" if self.name else "The tool call"
         return f"Error: {called} was not executed: {self.reason}."
 
 
 @dataclass(frozen=True)
 class ParsedMessage:
-    """One assistant message; `calls` in the order in which they were written."""
+    """Parsed assistant message; `calls` in the order of writing."""
 
     content: str
     reasoning: str
@@ -68,9 +68,9 @@ UserParser = Callable[[str, Sequence[Schema]], ParsedMessage]
 
 
 class ToolCallParser:
-    """Reads messages in the format that `spec` (rollout.tool_parser) names; `auto`: in that of the chat template.
+    """Parser for the format `spec` (rollout.tool_parser); `auto`: the format of the chat template.
 
-    Raises: ConfigError naming the key, for a format or a function that does not exist, or where no format fits.
+    Raises: ConfigError naming the key, for an unknown format or function, or if no format matches the template.
     """
 
     def __init__(self, spec: str, chat_template: str | None, schemas: Sequence[Schema]) -> None:
@@ -81,7 +81,7 @@ class ToolCallParser:
         self._form = None if self._user else FORMATS[self.format]
 
     def parse(self, text: str, prompt: str = "") -> ParsedMessage:
-        """Reads a message: decoded with special tokens, which tags may be, and without the token that ended it.
+        """Parse a message that was decoded with special tokens (tags may be special tokens) and without its end token.
         `prompt` is the text before it, or its end: a prompt may have opened the reasoning.
 
         Raises: ParserError.
@@ -141,14 +141,13 @@ def _chosen(spec: str, chat_template: str | None) -> str:
     name = format_of_template(chat_template) if chat_template is not None else None
     if name is None:
         raise ConfigError(
-            f"{KEY}={AUTO}: the tokenizer's chat template writes tool calls in no format known here; set {KEY} to "
-            f"{choices}"
+            f"{KEY}={AUTO}: the tool call format of the tokenizer's chat template is unknown; set {KEY} to {choices}"
         )
     return name
 
 
 def _read(form: Format, text: str, prompt: str) -> tuple[str, str, list[RawCall]]:
-    """Content, reasoning and calls, in one pass over the text."""
+    """Split a text into content, reasoning and calls, in one pass."""
     opening, close = re.compile(f"(?P<thought>{THINK_OPEN})|(?:{form.opening})"), re.compile(THINK_CLOSE)
     content, reasoning, calls = list[str](), list[str](), list[RawCall]()
     thinks = re.search(rf"(?:{THINK_OPEN})\s*+\Z", prompt) is not None

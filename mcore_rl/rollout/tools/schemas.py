@@ -1,4 +1,4 @@
-"""What a tool is called with: OpenAI schemas, derived from functions or checked, and arguments held to them."""
+"""OpenAI schemas of tools, derived from functions or checked, and validation of arguments against them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Schema = dict[str, Any]
 
 JSON_TYPES = (int, float, str, bool, type(None), list, tuple, dict, Any)
 NAME = r"[A-Za-z0-9_.-]{1,128}"
-"""Of a tool: what every format of calls can hold, and no template breaks."""
+"""Allowed tool names: supported by every call format and chat template."""
 MAX_PROBLEM_CHARACTERS = 300
 
 
@@ -27,8 +27,9 @@ def name_of(schema: Schema) -> str:
     return str(schema["function"]["name"])
 
 
-def checked_schema(told: str, schema: Any) -> Schema:
-    """`schema`, if it is an OpenAI schema of a function; `told` (file and key) starts the message.
+def checked_schema(origin: str, schema: Any) -> Schema:
+    """Check that `schema` is an OpenAI function schema and return it normalized; `origin` (file and key) starts error
+    messages.
 
     Raises: ConfigError.
     """
@@ -36,24 +37,26 @@ def checked_schema(told: str, schema: Any) -> Schema:
 
     function = schema.get("function") if isinstance(schema, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise ConfigError(f"{told} must be {{type: function, function: {{name, description, parameters}}}}")
+        raise ConfigError(f"{origin} must be {{type: function, function: {{name, description, parameters}}}}")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise ConfigError(f"{told}: parameters of {function['name']} must be a JSON schema of type object")
+        raise ConfigError(f"{origin}: parameters of {function['name']} must be a JSON schema of type object")
     if re.fullmatch(NAME, function["name"]) is None:
-        raise ConfigError(f"{told}: {function['name']!r} is no name for a tool; use letters, digits, _, - and .")
+        raise ConfigError(f"{origin}: {function['name']!r} is not a valid tool name; use letters, digits, _, - and .")
     try:
         _validator_class().check_schema(_without_nullable(parameters))
     except SchemaError as error:
-        raise ConfigError(f"{told}: parameters of {function['name']} are no JSON schema: {error.message}") from None
+        raise ConfigError(
+            f"{origin}: parameters of {function['name']} are not a JSON schema: {error.message}"
+        ) from None
     return {"type": "function", "function": {"description": "", **function, "parameters": parameters}}
 
 
-def schema_of_function(told: str, function: Callable[..., Any]) -> Schema:
-    """The schema of a plain function with type hints and a docstring that describes each argument, as transformers
-    derives it, with defaults; what it would silently turn into an object of no shape is refused.
+def schema_of_function(origin: str, function: Callable[..., Any]) -> Schema:
+    """Derive the schema of a function with type hints and a docstring that describes each argument, using transformers,
+    and add defaults. Types that transformers would silently turn into an untyped object are rejected.
 
-    Raises: ConfigError; `told` starts its message.
+    Raises: ConfigError; `origin` starts its message.
     """
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
@@ -61,31 +64,31 @@ def schema_of_function(told: str, function: Callable[..., Any]) -> Schema:
     name = getattr(function, "__name__", "the tool")
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"{told}: {name} takes {parameter}, which no schema can say; name its arguments")
+            raise ConfigError(f"{origin}: {name} takes {parameter}, which no schema can express; name its arguments")
     try:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError) as error:
-        raise ConfigError(f"{told}: a type hint of {name} cannot be read: {describe(error)}") from error
+        raise ConfigError(f"{origin}: a type hint of {name} cannot be read: {describe(error)}") from error
     for argument, hint in hints.items():
         if argument != "return" and (refused := next(_shapeless(hint), None)) is not None:
             raise ConfigError(
-                f"{told}: {name} takes {argument}: {getattr(refused, '__name__', refused)}, of which a model learns "
-                "nothing; use str, int, float, bool, list, dict or Literal, or give a tool_schema"
+                f"{origin}: {name} takes {argument}: {getattr(refused, '__name__', refused)}, which the schema cannot "
+                "describe; use str, int, float, bool, list, dict or Literal, or give a tool_schema"
             )
     try:
         schema = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ConfigError(
-            f"{told}: {name} has no schema: {describe(error)}; write type hints and a docstring with a line for every "
+            f"{origin}: {name} has no schema: {describe(error)}; write type hints and a docstring with a line per "
             "argument under `Args:`, or give a tool_schema"
         ) from error
     schema["function"].pop("return", None)
     _add_defaults(function, schema["function"]["parameters"]["properties"])
-    return checked_schema(told, schema)
+    return checked_schema(origin, schema)
 
 
 def _shapeless(hint: Any) -> Iterator[Any]:
-    """Types within a hint of which transformers makes {"type": "object"}, or something that is no JSON."""
+    """Yield the types in a hint that transformers turns into {"type": "object"} or into invalid JSON."""
     if typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
     origin = typing.get_origin(hint)
@@ -108,12 +111,12 @@ def _add_defaults(function: Callable[..., Any], properties: dict[str, Any]) -> N
             try:
                 json.dumps(parameter.default)
             except (TypeError, ValueError):
-                continue  # it stays the function's own
+                continue  # the function still applies its default
             properties[parameter.name]["default"] = parameter.default
 
 
 class ArgumentChecker:
-    """Holds arguments to the parameters of a schema."""
+    """Validates arguments against the parameters of a schema."""
 
     def __init__(self, schema: Schema) -> None:
         from referencing import Registry
@@ -121,14 +124,14 @@ class ArgumentChecker:
         parameters = _without_nullable(schema["function"]["parameters"])
         self._properties: dict[str, Any] = parameters.get("properties") or {}
         self._root = {key: value for key, value in parameters.items() if key in ("$defs", "definitions")}
-        self._registry: Any = Registry()  # with nothing in it: a reference to elsewhere is never fetched
+        self._registry: Any = Registry()  # empty, so that external references are never fetched
         self._validator = _validator_class()(parameters, registry=self._registry)
         closed = parameters.get("additionalProperties", False) is False and "patternProperties" not in parameters
         self._known = set(self._properties) if closed and "$ref" not in parameters else None
 
     def problem(self, arguments: dict[str, Any]) -> str | None:
-        """What is wrong with `arguments`, on one line; None: nothing. An argument that the schema does not name is
-        wrong unless it says otherwise."""
+        """Return the problem of `arguments` in one line, or None. Arguments that the schema does not name are wrong
+        unless it allows additional ones."""
         from jsonschema.exceptions import best_match
         from referencing.exceptions import Unresolvable
 
@@ -137,7 +140,7 @@ class ArgumentChecker:
         try:
             error = best_match(self._validator.iter_errors(arguments))
         except Unresolvable as unresolvable:
-            return f"its schema refers to {unresolvable.ref}, which is not there"
+            return f"its schema refers to {unresolvable.ref}, which does not exist"
         if error is None:
             return None
         where = "".join(f".{part}" for part in error.absolute_path)
@@ -145,8 +148,8 @@ class ArgumentChecker:
         return " ".join(text[:MAX_PROBLEM_CHARACTERS].split())
 
     def typed(self, texts: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of which only the texts are known: a text that is JSON of a type that the schema wants is read as
-        that, every other one stays."""
+        """Convert textual arguments: a text is parsed as JSON if the result has the type that the schema requires;
+        otherwise it stays a text."""
         return {key: self._typed(self._properties.get(key), text) for key, text in texts.items()}
 
     def _typed(self, wanted: Any, text: str) -> Any:
@@ -154,7 +157,7 @@ class ArgumentChecker:
             return text
         stripped = text.strip()
         try:
-            # Templates that print a value without tojson write Python's names.
+            # Templates that print a value without tojson write Python literals.
             value = {"True": True, "False": False, "None": None}[stripped] if stripped in _PYTHON else json_value(text)
         except ValueError:
             return text
@@ -172,7 +175,7 @@ def _validator_class() -> Any:
 
 
 def _without_nullable(schema: Any) -> Any:
-    """OpenAPI's `nullable`, which transformers writes for optional arguments, in JSON schema's own words."""
+    """Replace OpenAPI's `nullable`, which transformers writes for optional arguments, by JSON schema's anyOf."""
     if isinstance(schema, list):
         return [_without_nullable(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""What the processes of tools have to know of the configuration."""
+"""Settings that tool processes receive from the configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout.tools.interface import Outcome
+from mcore_rl.rollout.tools.interface import ToolResult
 from mcore_rl.rollout.tools.schemas import Schema
 
 MARK = "\n... ({} characters left out) ...\n"
@@ -14,7 +14,7 @@ MARK = "\n... ({} characters left out) ...\n"
 
 @dataclass(frozen=True)
 class ToolSettings:
-    """As the keys of `rollout` without `tool_`, and the section `sandbox`."""
+    """Settings of a tool process: keys of `rollout` (without `tool_`) and the section `sandbox`."""
 
     tools: str
     max_tool_seconds: float
@@ -22,7 +22,7 @@ class ToolSettings:
     answer_keep: str
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     schemas: tuple[Schema, ...] = ()
-    """Those that an earlier process has derived: a replacement need not load transformers for them."""
+    """Schemas derived by an earlier process; with them, a replacement process need not import transformers."""
 
     @classmethod
     def of(cls, rollout: RolloutConfig, sandbox: SandboxConfig) -> ToolSettings:
@@ -35,8 +35,9 @@ class ToolSettings:
             sandbox,
         )
 
-    def shortened(self, outcome: Outcome) -> str:
-        """The text for the model: valid as UTF-8, of answer_characters at most beside the mark of what is left out."""
+    def shortened(self, outcome: ToolResult) -> str:
+        """Return the text for the model: valid UTF-8, with at most answer_characters characters plus a mark for the
+        omitted part."""
         text = outcome.text.encode("utf-8", "replace").decode("utf-8")
         limit = self.answer_characters
         if len(text) <= limit:

@@ -17,7 +17,7 @@ from mcore_rl.config.functions import describe
 from mcore_rl.errors import ConfigError
 from mcore_rl.processes import frames
 from mcore_rl.processes.served import parent_socket
-from mcore_rl.rollout.tools.interface import Episode, ToolAnswer
+from mcore_rl.rollout.tools.interface import EpisodeState, ToolAnswer
 from mcore_rl.rollout.tools.limits import CANCELLED_ITSELF, LimitedTool, contained, failure
 from mcore_rl.rollout.tools.load import load_tools
 from mcore_rl.rollout.tools.settings import ToolSettings
@@ -69,7 +69,7 @@ class ToolServer:
 
     def __init__(self, tools: dict[str, LimitedTool], settings: ToolSettings, writer: asyncio.StreamWriter) -> None:
         self._tools, self._settings, self._writer = tools, settings, writer
-        self._episodes: dict[str, Episode] = {}
+        self._episodes: dict[str, EpisodeState] = {}
         self._calls: dict[int, tuple[str, asyncio.Task[None]]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -93,7 +93,7 @@ class ToolServer:
         self, key: int, episode_id: str, name: str, arguments: dict[str, Any], tools_kwargs: dict[str, Any]
     ) -> None:
         try:
-            episode = self._episodes.setdefault(episode_id, Episode.begin(episode_id, tools_kwargs))
+            episode = self._episodes.setdefault(episode_id, EpisodeState.begin(episode_id, tools_kwargs))
             tool = self._tools.get(name)
             if tool is None:
                 outcome = failure(f"there is no tool {name}; the tools are: {', '.join(self._tools)}")

@@ -1,4 +1,4 @@
-"""The tools of a run as an engine's process calls them: in other processes, so that none holds up the engine."""
+"""Tools of a run, as called by an engine's process. They run in other processes, so that no tool blocks the engine."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ from mcore_rl.rollout.tools.tool_process import ClosedEpisode, ToolProcess
 
 START_SECONDS = 300.0
 MAX_FAILED_STARTS = 3
-RESTARTED = "Note: the tools were started anew; what earlier calls had left in them is gone.\n"
+RESTARTED = "Note: the tools were restarted; the state of earlier calls is lost.\n"
 
 
 class ToolBox:
-    """`await ToolBox.start(config)`, and then everything from the same asyncio loop, whose thread must outlive it.
+    """Tool processes of one engine. Create it with `await ToolBox.start(config)` and call everything from the same
+    asyncio loop, whose thread must outlive it.
 
-    An episode belongs to one process, where its tools keep their state. A process that dies or hangs is replaced: calls
-    under way in it are answered with an error, and its episodes begin anew in another and are told with their next
-    answer.
+    An episode is assigned to one process, where its tools keep their state. A process that dies or hangs is replaced:
+    its running calls are answered with an error, and its episodes continue in another process without their state,
+    which their next answer reports.
     """
 
     schemas: list[Schema]
-    """Of every tool, for the chat template."""
+    """Schema of every tool, for the chat template."""
 
     def __init__(self, rollout: RolloutConfig, sandbox: SandboxConfig) -> None:
         self._settings = ToolSettings.of(rollout, sandbox)
         self._processes = [ToolProcess(self._settings, START_SECONDS) for _ in range(rollout.tool_processes)]
-        self._homes: dict[str, ToolProcess] = {}
-        self._forgetful: set[str] = set()
-        """Episodes whose state was lost, until they have been told."""
-        self._keepers: list[asyncio.Task[None]] = []
+        self._process_of: dict[str, ToolProcess] = {}
+        self._lost_state: set[str] = set()
+        """Episodes whose state was lost and that have not been notified yet."""
+        self._monitors: list[asyncio.Task[None]] = []
         self._failure: WorkerDiedError | None = None
         self.schemas = []
         self.restarts = 0
 
     @classmethod
     async def start(cls, rollout: RolloutConfig, sandbox: SandboxConfig | None = None) -> ToolBox:
-        """Starts the processes and waits until they have loaded every tool.
+        """Start the processes and wait until they have loaded every tool.
 
-        Raises: ConfigError for what rollout.tools names and cannot be used; WorkerDiedError.
+        Raises: ConfigError if a tool of rollout.tools cannot be used; WorkerDiedError.
         """
         box = cls(rollout, sandbox or SandboxConfig())
         try:
@@ -57,25 +58,25 @@ class ToolBox:
             await box.shutdown()
             raise
         box._settings = replace(box._settings, schemas=tuple(box.schemas))
-        box._keepers = [asyncio.create_task(box._keep(i)) for i in range(rollout.tool_processes)]
+        box._monitors = [asyncio.create_task(box._replace_lost(i)) for i in range(rollout.tool_processes)]
         return box
 
     async def call(
         self, episode_id: str, name: str, arguments: dict[str, Any], tools_kwargs: Mapping[str, Any] | None = None
     ) -> ToolAnswer:
-        """Calls a tool; several calls may run at once. Whatever goes wrong with it is in the answer. `tools_kwargs`:
-        extra_info.tools_kwargs of the row, looked at with the first call of an episode.
+        """Call a tool; calls may run concurrently. All errors of the call are in the answer. `tools_kwargs`:
+        extra_info.tools_kwargs of the row; only the first call of an episode uses it.
 
-        Raises: WorkerDiedError when tool processes cannot be started any more.
+        Raises: WorkerDiedError if tool processes cannot be started any more.
         """
         began = time.monotonic()
         if self._failure is not None:
             raise self._failure
         note = ""
         try:
-            process = await self._home(episode_id)
-            if episode_id in self._forgetful:
-                self._forgetful.discard(episode_id)
+            process = await self._assigned_process(episode_id)
+            if episode_id in self._lost_state:
+                self._lost_state.discard(episode_id)
                 note = RESTARTED
             answer = await process.call(episode_id, name, arguments, dict(tools_kwargs or {}))
         except ToolError as error:
@@ -84,10 +85,10 @@ class ToolBox:
         return replace(answer, text=note + answer.text, seconds=time.monotonic() - began)
 
     async def close_episode(self, episode_id: str) -> ClosedEpisode:
-        """Ends what runs of an episode and releases what its tools hold; to be called once for each that called one.
-        Of tools with `lifecycle: episode` the result has the rewards."""
-        process = self._homes.pop(episode_id, None)
-        self._forgetful.discard(episode_id)
+        """End an episode's running calls and release its resources. Call it once for each episode that called a tool.
+        The result contains the rewards of tools with `lifecycle: episode`."""
+        process = self._process_of.pop(episode_id, None)
+        self._lost_state.discard(episode_id)
         if process is None:
             return ClosedEpisode()
         try:
@@ -96,30 +97,30 @@ class ToolBox:
             return ClosedEpisode(error=str(error))
 
     async def shutdown(self) -> None:
-        """Ends every process. May be called again."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        if self._keepers:
-            await asyncio.wait(self._keepers)
+        """Stop all processes. May be called again."""
+        for monitor in self._monitors:
+            monitor.cancel()
+        if self._monitors:
+            await asyncio.wait(self._monitors)
         await asyncio.gather(*(process.shutdown() for process in self._processes))
 
-    async def _home(self, episode_id: str) -> ToolProcess:
-        process = self._homes.get(episode_id)
+    async def _assigned_process(self, episode_id: str) -> ToolProcess:
+        process = self._process_of.get(episode_id)
         if process is not None and process.lost.is_set():
-            self._forgetful.add(episode_id)
+            self._lost_state.add(episode_id)
             process = None
         if process is None:
-            homes = list(self._homes.values())
-            process = min(self._processes, key=lambda each: (each.lost.is_set(), homes.count(each)))
-            self._homes[episode_id] = process
+            assigned = list(self._process_of.values())
+            process = min(self._processes, key=lambda each: (each.lost.is_set(), assigned.count(each)))
+            self._process_of[episode_id] = process
         try:
             await asyncio.shield(process.ready)
-        except McoreRLError as error:  # a file of tools that has changed since the run began is refused
+        except McoreRLError as error:  # for example a tool file that was changed since the start of the run
             raise ToolError(str(error)) from error
         return process
 
-    async def _keep(self, place: int) -> None:
-        """Replaces the process at `place` whenever it is lost."""
+    async def _replace_lost(self, place: int) -> None:
+        """Replace the process at `place` whenever it is lost."""
         failed = 0
         while True:
             process = self._processes[place]

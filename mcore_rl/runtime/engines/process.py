@@ -16,15 +16,16 @@ from mcore_rl.config.rules.episodes import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
+from mcore_rl.engines.receiver import RanksReceiver
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follow
 from mcore_rl.rewards.together import NotYet, TaskToGrade, Together
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
-from mcore_rl.rollout.journal import Journal
+from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.probe import PROBE
 from mcore_rl.rollout.results import grades_of
 from mcore_rl.rollout.streaming.interface import JOURNAL, TRAJECTORIES
-from mcore_rl.rollout.tasks import ROOM, GivenUp, Progress, TaskRunner, Until
+from mcore_rl.rollout.tasks import ROOM, GivenUp, RequestCallbacks, TaskRunner, Until
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.runtime.delivery import FetchRequest, TrajectoryStore
 from mcore_rl.runtime.roles.base import RunProcess, see_only
@@ -39,7 +40,7 @@ from mcore_rl.types import (
     TrajectoryBuffers,
 )
 from mcore_rl.weights.connection import Connection
-from mcore_rl.weights.transports.topology import Endpoint
+from mcore_rl.weights.transports.topology import VLLM_RDT, Endpoint
 from mcore_rl.weights.verify import Comparison
 
 MOST_THREADS = 1 << 12
@@ -93,7 +94,7 @@ class EngineProcess(RunProcess):
             self._together = Together(rewarder, resolved, tokenizer, config.rollout.stop)
             engine = build_engine(config, self.name, tokenizer, hosts)
             self.receiver: Receiver = engine.receiver
-            self.loop = EngineLoop(engine, None if journal is None else Journal(Path(journal)))
+            self.loop = EngineLoop(engine, None if journal is None else TokenJournal(Path(journal)))
             player = _player(config, self.loop, tokenizer, self._episodes.record)
             worker = RolloutWorker(
                 player,
@@ -106,7 +107,7 @@ class EngineProcess(RunProcess):
             probe = RolloutWorker(SingleTurnPlayer(self.loop, tokenizer), NotYet(), {PROBE: resolved["train"]})
             self._probe = probe.run
 
-            def run(task: RolloutTask, progress: Progress) -> tuple[TrajectoryBuffers, RolloutScalars] | None:
+            def run(task: RolloutTask, progress: RequestCallbacks) -> tuple[TrajectoryBuffers, RolloutScalars] | None:
                 return (probe if task.prompt_set == PROBE else worker).run(task, progress)
 
             # A thread for each task: the smallest have one request, and none of them should wait for another.
@@ -155,7 +156,7 @@ class EngineProcess(RunProcess):
     def num_running(self) -> tuple[int, int]:
         """Of tasks that have not ended, and of their requests that neither have nor wait for other weights."""
         tasks, requests = self._runner.num_left
-        return tasks, requests - self.loop.num_parked
+        return tasks, requests - self.loop.num_paused
 
     @ray.method(concurrency_group="watch")
     def seconds_stuck(self) -> float:
@@ -230,6 +231,15 @@ class EngineProcess(RunProcess):
         self._num_rounds = connection.plan.num_rounds
 
     @ray.method(concurrency_group="engine")
+    def pull_from(self, payload: dict[str, Any], engine: int, num_engines: int) -> None:
+        """After `connect`: updates come whole from these producers (RanksReceiver.pull_from)."""
+        with self.spans.span("record what to pull"):
+            receiver = self.receiver
+            assert isinstance(receiver, RanksReceiver)
+            self.loop.between_steps(lambda: receiver.pull_from(payload, engine, num_engines))
+        self._num_rounds = 1
+
+    @ray.method(concurrency_group="engine")
     def receive_update(self, version: int, recompute: bool) -> list[int]:
         """A whole update, which is visible then; returns the bytes that came, by rank. Requests that run go on with
         it, as WeightReceiver.finish_update says."""
@@ -287,6 +297,7 @@ def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[
 def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST) -> ReceivingEngine:
     """An engine on model.hf_path. It has no weights before the first publish, which delivers every tensor. `name` is
     the process's, for messages."""
+    own = {"pulls_weights": True} if config.weights.transport == VLLM_RDT else {}  # vLLM's alone
     return engine_class(config.rollout.engine)(
         config.model.hf_path,
         config.rollout,
@@ -299,4 +310,5 @@ def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts =
         capture_routing=config.actor.moe.router_replay == "engine",
         hosts=hosts,
         decode=plain_decoder(tokenizer),
+        **own,
     )

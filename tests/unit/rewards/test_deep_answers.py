@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
+from mcore_rl.rollout.tools.kinds.results import as_text
 
 from mcore_rl.rewards.graders.catalogue import PURE
 from mcore_rl.rewards.graders.programs.comparison import same_output, same_result
 from mcore_rl.rewards.math_grader import is_correct
-from mcore_rl.rollout.tools.kinds.outcomes import as_text
 
 DEPTH = 20_000
 SHORT = 300
@@ -52,7 +52,7 @@ def test_a_tools_deep_or_huge_answer_becomes_a_message() -> None:
     deep: list[object] = []
     for _ in range(DEPTH):
         deep = [deep]
-    assert as_text(deep) == "the tool returned a list that is too large or nested too deeply to be shown"
+    assert as_text(deep) == "the tool returned a list that is too large or too deeply nested to be shown"
     assert "a int that is too large" in as_text(10**5000)
     while deep:
         deep = deep.pop()  # type: ignore[assignment]

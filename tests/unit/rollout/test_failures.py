@@ -36,7 +36,7 @@ def test_the_first_failure_is_shown_once_with_its_place() -> None:
     failures.check([graded(4, 2), graded(4, 0, traceback=TRACEBACK)], "step 2", "file")
     failures.check([graded(4, 1)], "step 3", "file")
     assert len(notes) == 1
-    assert notes[0].startswith("warning: reward.function=mine.py:f: error 2; it counts 0;")
+    assert notes[0].startswith("warning: reward.function=mine.py:f: error 2; its reward is 0;")
     assert notes[0].endswith(TRACEBACK)
 
 
@@ -53,7 +53,9 @@ def test_too_many_end_the_run_by_the_key(fraction: float, failed: int, ends: boo
         failures.check(given, "step 7", "rollouts/step_7.jsonl")
     assert caught.value.exit_code == 1
     assert not isinstance(caught.value, ConfigError)
-    expected = f"mine.py:f failed on {failed} of 4 responses of step 7, and reward.max_error_fraction={fraction:g} ends"
+    expected = (
+        f"mine.py:f failed on {failed} of 4 responses of step 7, which reaches reward.max_error_fraction={fraction:g};"
+    )
     assert expected in str(caught.value)
-    assert "the first: error 0; all are in rollouts/step_7.jsonl" in str(caught.value)
+    assert "first error: error 0; all errors are in rollouts/step_7.jsonl" in str(caught.value)
     return None

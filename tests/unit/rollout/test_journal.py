@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import WorkerDiedError
-from mcore_rl.rollout.journal import Drawn, Journal, read_journal
+from mcore_rl.rollout.journal import JournaledResponse, TokenJournal, read_journal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
 from tests.unit.rollout.fake_engine import FakeEngine
@@ -30,7 +30,7 @@ def ended(name: str, reason: str) -> Completion:
     return Completion(name, nothing, nothing.astype(np.float32), reason, nothing)
 
 
-def told(drawn: Drawn) -> tuple[list[int], list[float], list[int], str | None]:
+def told(drawn: JournaledResponse) -> tuple[list[int], list[float], list[int], str | None]:
     response = drawn.completion
     return response.token_ids.tolist(), response.logp.tolist(), response.versions.tolist(), drawn.finish_reason
 
@@ -40,8 +40,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journals" / "engine_0.0"
 
 
-def write_two(path: Path) -> Journal:
-    journal = Journal(path)
+def write_two(path: Path) -> TokenJournal:
+    journal = TokenJournal(path)
     journal.begin([request("a"), request("löng name", 7)])
     journal.add([Delta("a", [10, 11], [-0.5, -1.5], 3), Delta("löng name", [20], [-2.0], 3)], [])
     journal.add([Delta("löng name", [21], [-0.125], 4)], [ended("löng name", "length")])
@@ -60,7 +60,7 @@ def test_responses_come_back_with_seed_version_and_reason(path: Path) -> None:
 def test_a_response_that_had_begun_elsewhere_is_whole(path: Path, tmp_path: Path) -> None:
     write_two(path)
     partial = replace(read_journal(path)["löng name"].completion, finish_reason="abort")
-    second = Journal(tmp_path / "second")
+    second = TokenJournal(tmp_path / "second")
     second.begin([replace(request("löng name", 7), partial=partial)])
     second.add([Delta("löng name", [22], [-4.0], 4)], [])
     assert told(read_journal(tmp_path / "second")["löng name"]) == (
@@ -82,7 +82,7 @@ def test_tokens_keep_the_temperature_they_were_sampled_with(path: Path, tmp_path
     paths = [path, *(tmp_path / f"journal{number}" for number in range(2))]
     partial, expected = None, []
     for number, (temperature, journal_path) in enumerate(zip((0.5, 1.25, 0.25), paths, strict=True)):
-        journal = Journal(journal_path, small=0)
+        journal = TokenJournal(journal_path, small_words=0)
         journal.begin([at(temperature, partial), at(2.0, name="other")])
         tokens = [10 + 2 * number, 11 + 2 * number]
         journal.add([Delta("a", tokens, [-0.5, -1.5], number), Delta("other", [1], [-1.0], number)], [])
@@ -92,7 +92,7 @@ def test_tokens_keep_the_temperature_they_were_sampled_with(path: Path, tmp_path
         partial = replace(read_journal(journal_path)["a"].completion, finish_reason="abort")
     journal.copy(tmp_path / "copy", ["a"])
     assert temperatures_in(tmp_path / "copy") == expected
-    last = Journal(tmp_path / "last")
+    last = TokenJournal(tmp_path / "last")
     last.take_over([replace(read_journal(tmp_path / "copy")["a"], finish_reason="stop")])
     assert temperatures_in(tmp_path / "last") == expected
 
@@ -122,11 +122,11 @@ def test_wherever_the_last_write_was_cut_what_was_whole_before_is_read(path: Pat
 
 def test_without_a_journal_nothing_was_drawn(path: Path) -> None:
     assert read_journal(path) == {}
-    Journal(path).begin([request("a")])
+    TokenJournal(path).begin([request("a")])
     assert read_journal(path) == {}
 
 
-def one_step(journal: Journal, name: str, version: int = 3, reason: str | None = None) -> None:
+def one_step(journal: TokenJournal, name: str, version: int = 3, reason: str | None = None) -> None:
     journal.add([Delta(name, [5], [-1.0], version)], [] if reason is None else [ended(name, reason)])
 
 
@@ -146,7 +146,7 @@ def test_what_has_ended_stays_whatever_runs_and_changes_until_it_is_released(pat
 
 
 def test_a_response_is_released_with_all_its_turns_and_no_other_one(path: Path) -> None:
-    journal = Journal(path)
+    journal = TokenJournal(path)
     names = ["t.1.1", "t.1.1/ab.0", "t.1.1/cd.1", "t.1.10", "t.1.10/ab.0", "t.1.1/ef.0"]
     for name in names:
         journal.begin([request(name)])
@@ -160,7 +160,7 @@ def test_what_is_aborted_is_released_whether_it_has_ended_or_not(path: Path) -> 
     journal = write_two(path)
     journal.begin([request("b")])
     one_step(journal, "b")
-    journal.forget(["a", "löng name", "never begun"])
+    journal.discard(["a", "löng name", "never begun"])
     assert set(read_journal(path)) == {"b"}
 
 
@@ -178,7 +178,7 @@ def test_an_id_that_begins_again_replaces_what_it_had_before_it_has_a_token(path
 def test_what_was_taken_over_whole_is_kept_as_if_it_had_been_drawn_here(path: Path, tmp_path: Path) -> None:
     write_two(tmp_path / "lost")
     drawn = read_journal(tmp_path / "lost")["löng name"]
-    journal = Journal(path)
+    journal = TokenJournal(path)
     journal.take_over([drawn])
     (again,) = read_journal(path).values()
     assert (again.seed, told(again)) == (7, told(drawn))
@@ -189,7 +189,7 @@ def test_what_was_taken_over_whole_is_kept_as_if_it_had_been_drawn_here(path: Pa
 def test_validation_that_asks_again_finds_nothing_that_was_released_before(path: Path) -> None:
     """Not even before there is a new token; a long response runs all the while."""
     engine = FakeEngine(slots=8)
-    loop = EngineLoop(engine, Journal(path))
+    loop = EngineLoop(engine, TokenJournal(path))
     heard: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
     go = threading.Event()
     found: list[set[str]] = []
@@ -202,14 +202,14 @@ def test_validation_that_asks_again_finds_nothing_that_was_released_before(path:
     engine.before_pass = look
     validation = [request(f"val.{i}.0", i + 1, 3) for i in range(3)]
     names = {each.request_id for each in validation}
-    loop.submit_soon([request("long", 1, 9), *validation], heard.put)
+    loop.submit_nowait([request("long", 1, 9), *validation], heard.put)
     thread = threading.Thread(target=loop.serve, daemon=True)
     thread.start()
     for _ in validation:
         heard.get(timeout=20)
     assert {*read_journal(path)} == {"long", *names}
     loop.release(names)
-    loop.submit_soon(validation[:1], heard.put)
+    loop.submit_nowait(validation[:1], heard.put)
     go.set()
     for _ in range(2):
         heard.get(timeout=20)
@@ -221,7 +221,7 @@ def test_validation_that_asks_again_finds_nothing_that_was_released_before(path:
 
 def test_what_ran_in_an_engine_that_has_died_stays_whoever_gives_it_up(path: Path) -> None:
     engine = FakeEngine()
-    loop = EngineLoop(engine, Journal(path))
+    loop = EngineLoop(engine, TokenJournal(path))
 
     def die() -> None:
         if engine.num_passes == 2:
@@ -232,9 +232,9 @@ def test_what_ran_in_an_engine_that_has_died_stays_whoever_gives_it_up(path: Pat
 
     def listen(end: Completion | BaseException) -> None:
         heard.append(end)
-        loop.abort_soon(["a"])  # as a cancelled episode does
+        loop.abort_nowait(["a"])  # as a cancelled episode does
 
-    loop.submit_soon([request("a", 7)], listen)
+    loop.submit_nowait([request("a", 7)], listen)
     with pytest.raises(WorkerDiedError, match="rank 1"):
         loop.serve()
     assert len(heard) == 1
@@ -274,7 +274,7 @@ def test_what_cannot_be_released_is_not_left_to_be_found(path: Path, monkeypatch
 
 
 def test_the_loop_writes_what_its_engine_draws_as_it_draws_it(path: Path) -> None:
-    loop = EngineLoop(FakeEngine(), Journal(path))
+    loop = EngineLoop(FakeEngine(), TokenJournal(path))
     completions: list[Completion] = []
 
     def look() -> None:

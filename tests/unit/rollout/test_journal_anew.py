@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.rollout import journal as module
-from mcore_rl.rollout.journal import BEGIN, GARBAGE, WORD, Drawn, Journal, read_journal
+from mcore_rl.rollout.journal import BEGIN, MAX_GROWTH, WORD, JournaledResponse, TokenJournal, read_journal
 from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
 
 SMALL = 300
@@ -29,7 +29,7 @@ def ended(name: str, reason: str) -> Completion:
     return Completion(name, nothing, nothing.astype(np.float32), reason, nothing)
 
 
-def told(found: dict[str, Drawn]) -> dict[str, Told]:
+def told(found: dict[str, JournaledResponse]) -> dict[str, Told]:
     return {
         name: (
             drawn.seed,
@@ -65,7 +65,7 @@ class Engine:
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path, self.chance = path, random.Random(seed)
-        self.journal = Journal(path, small=SMALL)
+        self.journal = TokenJournal(path, small_words=SMALL)
         self.responses: dict[str, Response] = {}
         self.version = self.most_words = self.count = 0
 
@@ -133,7 +133,7 @@ class Engine:
         names = self.some(self.running)
         for name in names:
             del self.responses[name]
-        self.journal.forget(names)
+        self.journal.discard(names)
 
     def release(self) -> None:
         names = [*dict.fromkeys(name.partition("/")[0] for name in self.some([*self.responses])), "never begun"]
@@ -168,7 +168,7 @@ def test_whatever_happens_it_says_what_is_there_and_stays_short(
     for number in range(2000):
         engine.act()
         anew, inode = anew + (path.stat().st_ino != inode), path.stat().st_ino
-        assert num_words(path) <= max(SMALL, GARBAGE * engine.most_words)
+        assert num_words(path) <= max(SMALL, MAX_GROWTH * engine.most_words)
         if number % 3 == 0:
             assert told(read_journal(path)) == engine.expected()
     assert anew > 10
@@ -176,12 +176,12 @@ def test_whatever_happens_it_says_what_is_there_and_stays_short(
 
 
 def test_the_more_is_kept_the_less_often_it_is_written_anew(path: Path) -> None:
-    journal, anew, inode = Journal(path, small=SMALL), 0, path.stat().st_ino
+    journal, anew, inode = TokenJournal(path, small_words=SMALL), 0, path.stat().st_ino
     for number in range(2000):
         journal.begin([request(f"{number}")])
         journal.add([Delta(f"{number}", [1] * 9, [-1.0] * 9, 3)], [ended(f"{number}", "stop")])
         anew, inode = anew + (path.stat().st_ino != inode), path.stat().st_ino
-    assert num_words(path) > GARBAGE**5 * SMALL
+    assert num_words(path) > MAX_GROWTH**5 * SMALL
     assert anew <= 6
 
 
@@ -258,7 +258,7 @@ def test_it_goes_on_in_the_new_file_with_the_versions_that_tokens_had(path: Path
 
 
 def test_who_reads_it_meanwhile_finds_what_is_kept_each_time(path: Path) -> None:
-    journal = Journal(path, small=SMALL)
+    journal = TokenJournal(path, small_words=SMALL)
     journal.begin([request("kept"), request("runs")])
     journal.add([Delta("kept", [1, 2], [-1.0, -2.0], 3), Delta("runs", [1], [-1.0], 3)], [ended("kept", "stop")])
     kept = told(read_journal(path))["kept"]
@@ -282,7 +282,7 @@ def test_who_reads_it_meanwhile_finds_what_is_kept_each_time(path: Path) -> None
 
 
 def test_numbers_of_requests_begin_anew_with_the_file(path: Path) -> None:
-    journal = Journal(path, small=SMALL)
+    journal = TokenJournal(path, small_words=SMALL)
     for number in range(5000):
         journal.begin([request(f"{number}")])
         journal.add([Delta(f"{number}", [number], [-1.0], 3)], [ended(f"{number}", "stop")])

@@ -216,8 +216,8 @@ def test_what_is_asked_soon_waits_for_nothing_and_its_listener_hears_everything(
     first = threading.Thread(target=loop.generate, args=(requests_of("c", [2]), lambda done: None), daemon=True)
     first.start()
     assert held.in_pass.wait(SECONDS)
-    loop.submit_soon([bad], heard.put)  # both return while the engine is in a pass
-    loop.submit_soon([good], heard.put)
+    loop.submit_nowait([bad], heard.put)  # both return while the engine is in a pass
+    loop.submit_nowait([good], heard.put)
     assert heard.empty()
     held.go.set()
     refused, done = heard.get(timeout=SECONDS), heard.get(timeout=SECONDS)
@@ -231,9 +231,9 @@ def test_what_is_aborted_soon_is_heard_of_no_more(loop: EngineLoop) -> None:
     held = Held(fake(loop))
     heard: list[Completion | BaseException] = []
     (request,) = requests_of("a", [40])
-    loop.submit_soon([request], heard.append)
+    loop.submit_nowait([request], heard.append)
     assert held.in_pass.wait(SECONDS)
-    loop.abort_soon([request.request_id])
+    loop.abort_nowait([request.request_id])
     held.go.set()
     assert loop.between_steps(lambda: loop.engine.num_running) == 0
     assert heard == []

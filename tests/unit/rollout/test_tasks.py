@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rollout.tasks import GivenUp, Progress, Tail, TaskRunner, Until, cut, share
+from mcore_rl.rollout.tasks import GivenUp, RequestCallbacks, Tail, TaskRunner, Until, cut, share
 from mcore_rl.types import RolloutTask, SamplingOptions
 
 SECONDS = 20.0
@@ -27,13 +27,13 @@ class Engine:
     """Requests of a task begin and end when the test says so."""
 
     def __init__(self) -> None:
-        self.progress: dict[int, Progress] = {}
+        self.progress: dict[int, RequestCallbacks] = {}
         self.unbegun: list[str] = []
         self.withdrawn: list[str] = []
         self.ends: dict[int, threading.Event] = {}
         self.changed = threading.Condition()
 
-    def run(self, task: RolloutTask, progress: Progress) -> tuple[Any, Any] | None:
+    def run(self, task: RolloutTask, progress: RequestCallbacks) -> tuple[Any, Any] | None:
         number, end = int(task.group_ids[0]), threading.Event()
         request_ids = [task.request_id(response) for response in range(*task.span)]
         with self.changed:
@@ -57,7 +57,7 @@ class Engine:
             assert self.changed.wait_for(lambda: number in self.progress, SECONDS)
         for _ in range(count):
             self.unbegun.remove(next(i for i in self.unbegun if i.split(".")[1].startswith(str(number // 10))))
-            self.progress[number].begun()
+            self.progress[number].started()
 
     def end_requests(self, number: int, count: int) -> None:
         for _ in range(count):

@@ -19,11 +19,11 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.results import TAKEN
 from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
-from mcore_rl.rollout.journal import Drawn, Journal, read_journal
+from mcore_rl.rollout.journal import JournaledResponse, TokenJournal, read_journal
 from mcore_rl.rollout.scalars import join_scalars
-from mcore_rl.rollout.tasks import Progress
+from mcore_rl.rollout.tasks import RequestCallbacks
 from mcore_rl.rollout.trajectories import pack_trajectories
-from mcore_rl.rollout.worker import RolloutWorker, _drawn_before
+from mcore_rl.rollout.worker import RolloutWorker, _recovered_responses
 from mcore_rl.types import Completion, Delta, GenerationRequest, Prompt, RolloutTask, SamplingOptions, Score, Trajectory
 
 Finish = Callable[[Completion], None]
@@ -230,10 +230,10 @@ def test_an_engine_that_is_not_asked_for_experts_gives_none(tmp_path: Path) -> N
 def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
     """Of two samples one had ended and one had begun; a third one's journal is of a request with another seed."""
     submitted: list[GenerationRequest] = []
-    own = Journal(tmp_path / "own")
+    own = TokenJournal(tmp_path / "own")
 
     class GoesOn(BackwardsEngine):
-        def take_over(self, responses: Sequence[Drawn]) -> Future[None]:
+        def take_over(self, responses: Sequence[JournaledResponse]) -> Future[None]:
             done: Future[None] = Future()
             done.set_result(own.take_over(responses))
             return done
@@ -246,7 +246,7 @@ def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
                 on_finish(Completion(request.request_id, ids, np.zeros(len(ids), np.float32), "stop", ids * 0 + 8))
 
     seeds = request_seeds(1, np.array([5]), 3).tolist()
-    older, newer = Journal(tmp_path / "older"), Journal(tmp_path / "newer")
+    older, newer = TokenJournal(tmp_path / "older"), TokenJournal(tmp_path / "newer")
     sampling = SamplingOptions(4)
     requests = [
         GenerationRequest(f"train.5.{i}", np.array([1, 9], np.int32), seed, sampling) for i, seed in enumerate(seeds)
@@ -262,7 +262,7 @@ def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
     journals = (str(tmp_path / "older"), str(tmp_path / "newer"))
     task = RolloutTask("train", np.array([0]), np.array([5]), 3, sampling, 1, journals=journals)
     ended: list[None] = []
-    made = worker.run(task, Progress(lambda: None, lambda: ended.append(None)))
+    made = worker.run(task, RequestCallbacks(lambda: None, lambda: ended.append(None)))
     assert made is not None
     buffers, scalars = made
     assert [request.request_id for request in submitted] == ["train.5.0", "train.5.2"]
@@ -282,14 +282,14 @@ def test_a_greedy_response_to_a_group_is_not_taken_over_for_a_sampled_one(tmp_pa
     sampled = RolloutTask("train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),))
     greedy = replace(sampled, samples_per_prompt=1, sampling=SamplingOptions(4, temperature=0.0))
     worker = RolloutWorker(SingleTurnPlayer(BackwardsEngine(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
-    journal = Journal(path)
+    journal = TokenJournal(path)
     attempts = {}
     for task, token in ((sampled, 31), (greedy, 32)):
         attempts[token] = worker._attempts(task)
         journal.begin([attempt.request for attempt in attempts[token]])
         journal.add([Delta(attempt.request.request_id, [token], [-0.5], 7) for attempt in attempts[token]], [])
     drawn = [
-        [found.completion.token_ids.tolist() for found in _drawn_before(task, attempts[token]).values()]
+        [found.completion.token_ids.tolist() for found in _recovered_responses(task, attempts[token]).values()]
         for task, token in ((sampled, 31), (greedy, 32))
     ]
     assert drawn == [[[31], [31]], [[32]]]
@@ -307,11 +307,11 @@ def test_what_was_drawn_before_the_task_was_given_out_is_of_another_one(
     )
     worker = RolloutWorker(SingleTurnPlayer(BackwardsEngine(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
     attempts = worker._attempts(task)
-    journal = Journal(path)
+    journal = TokenJournal(path)
     journal.begin([attempt.request for attempt in attempts])
     journal.add([Delta("train.5.0", [31], [-0.5], 7)], [])
     journal.add([Delta(f"train.5.{i}", [32], [-0.5], 8) for i in range(2)], [])
-    assert [*_drawn_before(task, attempts)] == found
+    assert [*_recovered_responses(task, attempts)] == found
 
 
 def test_what_is_withdrawn_at_the_end_is_left_out_and_made_as_part_of_the_task_elsewhere(tmp_path: Path) -> None:

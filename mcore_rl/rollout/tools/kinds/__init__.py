@@ -1,1 +1,1 @@
-"""Kinds of tools: plain functions, verl's classes, those of MCP servers."""
+"""Kinds of tools: functions, verl's classes, MCP servers, sandboxed interpreters."""

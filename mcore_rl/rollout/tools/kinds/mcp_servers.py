@@ -1,6 +1,6 @@
-"""Tools of MCP servers, over standard input and output, HTTP or SSE: the only door to the `mcp` package.
+"""Tools of MCP servers, over standard input and output, HTTP or SSE. Only this module imports the `mcp` package.
 
-A server runs once for a tool process, not for an episode: the protocol knows no state of one.
+Each tool process runs a server once, not per episode: the protocol has no state of an episode.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from mcore_rl import parent_death
 from mcore_rl.config.functions import describe
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.tools.interface import Episode, Outcome, RetryableToolError, ToolError
+from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, ToolError, ToolResult
 from mcore_rl.rollout.tools.kinds.mcp_settings import HTTP, SSE, STDIO, ServerSettings
-from mcore_rl.rollout.tools.kinds.outcomes import as_text
+from mcore_rl.rollout.tools.kinds.results import as_text
 from mcore_rl.rollout.tools.schemas import Schema, checked_schema
 
 if TYPE_CHECKING:
@@ -28,55 +28,55 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 60.0
 HTTP_SECONDS = 30.0
-"""To connect, and to send a request."""
+"""Timeout for connecting and for sending a request."""
 HTTP_ERRORS = 400
 SSE_IDLE_SECONDS = 86400.0
-"""Without an event; calls have limits of their own."""
+"""Timeout without an event; calls have their own limits."""
 MAX_PAGES = 100
-"""Of a server's list of tools."""
+"""Maximum number of pages of a server's list of tools."""
 
 
-def read_servers(told: str, path: Path) -> dict[str, McpServer]:
-    """The servers of a JSON file with `mcpServers`, by name; ServerSettings describes one.
+def read_servers(origin: str, path: Path) -> dict[str, McpServer]:
+    """Read the servers of a JSON file with `mcpServers`, by name (see ServerSettings).
 
     Raises: ConfigError.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{told} cannot be read: {describe(error)}") from error
+        raise ConfigError(f"{origin} cannot be read: {describe(error)}") from error
     servers = content.get("mcpServers") if isinstance(content, dict) else None
     if not isinstance(servers, dict) or not servers:
-        raise ConfigError(f'{told} must hold {{"mcpServers": {{NAME: {{"command": ...}} or {{"url": ...}}}}}}')
-    named = {name: (f"{told}: server {name}", settings) for name, settings in servers.items()}
-    return {name: McpServer(told, ServerSettings.of(told, settings)) for name, (told, settings) in named.items()}
+        raise ConfigError(f'{origin} must hold {{"mcpServers": {{NAME: {{"command": ...}} or {{"url": ...}}}}}}')
+    named = {name: (f"{origin}: server {name}", settings) for name, settings in servers.items()}
+    return {name: McpServer(origin, ServerSettings.of(origin, settings)) for name, (origin, settings) in named.items()}
 
 
 class McpServer:
-    """A connection to one server, made when it is first needed and again after it broke."""
+    """Connection to a server, opened on first use and again after it breaks."""
 
-    def __init__(self, told: str, settings: ServerSettings) -> None:
-        self._told, self._settings = told, settings
+    def __init__(self, origin: str, settings: ServerSettings) -> None:
+        self._origin, self._settings = origin, settings
         self._status = ""
-        """The last HTTP answer that was an error."""
+        """Status of the last failed HTTP response."""
         self._closing = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._connected: asyncio.Future[ClientSession] | None = None
 
     async def tools(self) -> list[McpTool]:
-        """Raises: ConfigError where it cannot be reached or gives schemas that are none."""
+        """List the tools. Raises: ConfigError if the server cannot be reached or returns invalid schemas."""
         try:
             infos = await self._list()
-        except Exception as error:  # of a server that is not ours
-            raise ConfigError(f"{self._told} does not answer: {self._cause(error)}") from error
+        except Exception as error:  # any error of a third-party server
+            raise ConfigError(f"{self._origin} does not answer: {self._cause(error)}") from error
         made = []
         for info in infos:
             function = {"name": info.name, "description": info.description or "", "parameters": info.input_schema}
-            made.append(McpTool(self, checked_schema(self._told, {"type": "function", "function": function})))
+            made.append(McpTool(self, checked_schema(self._origin, {"type": "function", "function": function})))
         return made
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> Outcome:
-        """Raises: ToolError with the server's own words; RetryableToolError where the connection broke."""
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        """Call a tool. Raises: ToolError with the server's message; RetryableToolError if the connection broke."""
         from mcp.shared.exceptions import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -88,14 +88,14 @@ class McpServer:
                 raise ToolError(str(error)) from error
             await self.close()
             raise RetryableToolError("the MCP server closed the connection") from error
-        except Exception as error:  # of the transport
+        except Exception as error:  # any error of the transport
             await self.close()
             raise RetryableToolError(f"the MCP server cannot be reached: {self._cause(error)}") from error
         parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
         text = "\n".join(parts) or as_text(result.structured_content or "")
         if result.is_error:
             raise ToolError(text)
-        return Outcome(text)
+        return ToolResult(text)
 
     async def close(self) -> None:
         runner, self._runner = self._runner, None
@@ -124,7 +124,7 @@ class McpServer:
         return await asyncio.wait_for(asyncio.shield(self._connected), CONNECT_SECONDS)
 
     async def _run(self, connected: asyncio.Future[ClientSession], closing: asyncio.Event) -> None:
-        """Opens and closes the session in one task, as the package demands."""
+        """Open and close the session in the same task, as the package requires."""
         from mcp import ClientSession
 
         try:
@@ -132,10 +132,10 @@ class McpServer:
                 await session.initialize()
                 connected.set_result(session)
                 await closing.wait()
-        except Exception as error:  # of the transport; what is under way has been told by the session
+        except Exception as error:  # any error of the transport; the session has passed it to running calls
             if not connected.done():
                 connected.set_exception(error)
-                connected.exception()  # whoever waited may have given up
+                connected.exception()  # mark as retrieved, since the caller may have given up
 
     @contextlib.asynccontextmanager
     async def _streams(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -159,7 +159,7 @@ class McpServer:
                 yield streams
             return
         parameters = StdioServerParameters(
-            command=sys.executable,  # the package starts servers in sessions of their own, which outlive this process
+            command=sys.executable,  # the package starts servers in new sessions, which would outlive this process
             args=["-I", parent_death.__file__, str(os.getpid()), *settings.command],
             env=None if settings.environment is None else dict(settings.environment),
             cwd=settings.directory,
@@ -173,7 +173,7 @@ class McpServer:
         timeout: httpx2.Timeout | None = None,
         auth: httpx2.Auth | None = None,
     ) -> httpx2.AsyncClient:
-        """The package's HTTP client; for a server on this host without the proxies of the environment."""
+        """Return the package's HTTP client. For a server on this host, the environment's proxies are ignored."""
         import httpx2
 
         if timeout is None:
@@ -187,12 +187,12 @@ class McpServer:
         )
 
     async def _note_status(self, response: httpx2.Response) -> None:
-        """The package reports some answers without their status."""
+        """Remember failed responses, since the package reports some errors without their status."""
         if response.status_code >= HTTP_ERRORS:
             self._status = f"HTTP {response.status_code} {response.reason_phrase}"
 
     def _cause(self, error: BaseException) -> str:
-        """The first of a group of errors, which task groups raise, and the proxy that may be its cause."""
+        """Return the first error of a group (raised by task groups), with a hint if a proxy may be the cause."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         words = describe(error)
@@ -204,16 +204,16 @@ class McpServer:
 
 
 class McpTool:
-    """A tool of a server."""
+    """Tool of an MCP server."""
 
     def __init__(self, server: McpServer, schema: Schema) -> None:
         self.schema = schema
         self._server = server
 
-    async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
+    async def call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
         return await self._server.call(self.schema["function"]["name"], arguments)
 
-    async def close_episode(self, episode: Episode) -> float | None:
+    async def close_episode(self, episode: EpisodeState) -> float | None:
         return None
 
     async def close(self) -> None:

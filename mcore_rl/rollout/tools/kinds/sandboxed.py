@@ -1,4 +1,4 @@
-"""Tools of ours that run what a model wrote, in the sandbox: an interpreter and a shell, one of each per episode."""
+"""Built-in tools that run the model's code in the sandbox: an interpreter and a shell, one of each per episode."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.rollout.tools.interface import Episode, Outcome
+from mcore_rl.rollout.tools.interface import EpisodeState, ToolResult
 from mcore_rl.rollout.tools.schemas import Schema
 from mcore_rl.sandbox.interpreter import Interpreter, Shell
 from mcore_rl.sandbox.local import LocalSandbox
 
 PYTHON, SHELL = "python", "shell"
 NO_OUTPUT = "(no output)"
-GONE = "The {} has ended ({}); the next call starts a new one, and what was defined is gone."
+GONE = "The {} has ended ({}); the next call starts a new one without earlier definitions."
 
 
 def _schema(name: str, description: str, argument: str, meaning: str) -> Schema:
@@ -44,19 +44,19 @@ SCHEMAS: dict[str, Schema] = {
 
 
 class SandboxedTool:
-    """`name` is python or shell. What an episode starts lasts until it is closed."""
+    """Tool with the `name` python or shell. Its session lasts until the episode is closed."""
 
     def __init__(self, name: str, config: SandboxConfig) -> None:
         self.schema = SCHEMAS[name]
         self._name = name
         sandbox = LocalSandbox(config)
         self._start: Callable[[], Interpreter | Shell] = sandbox.interpreter if name == PYTHON else sandbox.shell
-        self._doors: dict[str, asyncio.Lock] = {}
-        """By episode: cells of one follow each other."""
+        self._locks: dict[str, asyncio.Lock] = {}
+        """One lock per episode, since its cells run one after another."""
 
-    async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
+    async def call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
         (code,) = arguments.values()
-        async with self._doors.setdefault(episode.id, asyncio.Lock()):
+        async with self._locks.setdefault(episode.id, asyncio.Lock()):
             session = episode.state.get(self._name)
             if session is None or not session.alive:
                 session = episode.state[self._name] = await asyncio.to_thread(self._start)
@@ -64,10 +64,10 @@ class SandboxedTool:
         text = found.output or NO_OUTPUT
         if not session.alive:
             text = f"{text}\n{GONE.format(self._name, found.why)}"
-        return Outcome(text, error=None if found.ok else f"{self._name}: {found.why}")
+        return ToolResult(text, error=None if found.ok else f"{self._name}: {found.why}")
 
-    async def close_episode(self, episode: Episode) -> float | None:
-        self._doors.pop(episode.id, None)
+    async def close_episode(self, episode: EpisodeState) -> float | None:
+        self._locks.pop(episode.id, None)
         session = episode.state.pop(self._name, None)
         if session is not None:
             await asyncio.to_thread(session.close)

@@ -1,5 +1,5 @@
-"""verl's names for authors of tools: classes and decorators of ours with the same interface, so that a tool's file
-imports unchanged where verl is not installed. config.stand_ins says under which names they are imported.
+"""Stand-ins for verl's tool classes and decorators, with the same interface, so that tool files can be imported without
+verl. config.stand_ins defines the names under which they are imported.
 
 Source: the interface of verl.tools as of 2026.
 """
@@ -14,26 +14,26 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, model_validator
 
 F = TypeVar("F", bound=Callable[..., Any])
-MARK = "__function_tool__"
-"""Of a decorated function: its FunctionTold."""
+MARK_ATTRIBUTE = "__function_tool__"
+"""Attribute of a decorated function that holds its FunctionMark."""
 
 
 @dataclass(frozen=True)
-class FunctionTold:
-    """What a decorator says of a tool; None: what the function itself says."""
+class FunctionMark:
+    """Arguments of the decorator; None: derived from the function."""
 
     name: str | None
     schema: Any
 
 
 class _Open(BaseModel):
-    """Keys that it does not name are kept: JSON schemas have many."""
+    """Model that keeps unknown keys, since JSON schemas have many."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class OpenAIFunctionPropertySchema(_Open):
-    """One argument of a tool."""
+    """Schema of one argument of a tool."""
 
     type: str | list[str] | None = None
     description: str | None = None
@@ -41,7 +41,7 @@ class OpenAIFunctionPropertySchema(_Open):
 
 
 class OpenAIFunctionParametersSchema(_Open):
-    """The arguments of a tool."""
+    """Schema of all arguments of a tool."""
 
     type: str = "object"
     properties: dict[str, OpenAIFunctionPropertySchema] = {}
@@ -49,7 +49,7 @@ class OpenAIFunctionParametersSchema(_Open):
 
 
 class OpenAIFunctionSchema(_Open):
-    """What a model is told of a tool."""
+    """Description of a tool for the model."""
 
     name: str
     description: str = ""
@@ -58,21 +58,21 @@ class OpenAIFunctionSchema(_Open):
 
 
 class OpenAIFunctionToolSchema(_Open):
-    """The OpenAI schema of a tool."""
+    """OpenAI schema of a tool."""
 
     type: str = "function"
     function: OpenAIFunctionSchema
 
 
 class OpenAIFunctionParsedSchema(BaseModel):
-    """A call as it was written, with its arguments as JSON text."""
+    """Call as written, with its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 class OpenAIFunctionCallSchema(BaseModel):
-    """A call with its arguments read."""
+    """Call with parsed arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -81,7 +81,7 @@ class OpenAIFunctionCallSchema(BaseModel):
     def from_openai_function_parsed_schema(
         parsed_schema: OpenAIFunctionParsedSchema,
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
-        """The call, without arguments where they are no JSON object, and whether that was so."""
+        """Return the call, with empty arguments if they are not a JSON object, and whether they were invalid."""
         from mcore_rl.rollout.tools.formats import json_value
 
         try:
@@ -93,7 +93,7 @@ class OpenAIFunctionCallSchema(BaseModel):
 
 
 class OpenAIFunctionToolCall(BaseModel):
-    """A call of a message."""
+    """Call in a message."""
 
     id: str
     type: str = "function"
@@ -101,7 +101,7 @@ class OpenAIFunctionToolCall(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers."""
+    """Response of a tool."""
 
     text: str | None = None
     image: list[Any] | None = None
@@ -123,7 +123,7 @@ class ToolResponse(BaseModel):
 
 
 class BaseTool:
-    """The base class of verl's tools."""
+    """Base class of verl's tools."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = config
@@ -133,42 +133,42 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The schema; a class overrides it where its YAML gives none."""
+        """Return the schema; a class overrides it if its YAML contains none."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begins an instance; its id."""
+        """Create an instance and return its id."""
         return (str(uuid4()) if instance_id is None else instance_id), ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
-        """Answer, reward and metrics of a call."""
+        """Return response, reward and metrics of a call."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """The reward of an instance."""
+        """Return the reward of an instance."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Ends an instance."""
+        """Release an instance."""
 
 
 def rollout_trace_op(function: F) -> F:
-    """verl's tracing decorator, which traces nothing here."""
+    """Replacement of verl's tracing decorator; it does nothing."""
     return function
 
 
 def function_tool(named: Any = None, *, schema: Any = None) -> Any:
-    """Decorates a function as a tool: `@function_tool`, `@function_tool("name")`, `@function_tool("name", schema=...)`.
+    """Decorate a function as a tool: `@function_tool`, `@function_tool("name")`, `@function_tool("name", schema=...)`.
 
-    The function stays itself; rollout.tools=FILE.py finds those of a file by the mark that it gets.
+    The function is unchanged except for a mark, by which rollout.tools=FILE.py finds it.
     """
     if callable(named):
         return function_tool()(named)
 
     def mark(function: F) -> F:
-        setattr(function, MARK, FunctionTold(named, schema))
+        setattr(function, MARK_ATTRIBUTE, FunctionMark(named, schema))
         return function
 
     return mark

@@ -1,7 +1,7 @@
-"""verl's tool classes as they are.
+"""Support of verl's tool classes.
 
-In the versions of 2026 the life of an instance is one call: create, execute, release. Earlier ones kept it for the
-episode, and asked calc_reward at its end; `lifecycle: episode` in the YAML does that.
+In verl's versions of 2026, an instance exists for one call: create, execute, release. Earlier versions kept it for the
+episode and called calc_reward at its end; select this with `lifecycle: episode` in the YAML.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import inspect
 from typing import Any
 
 from mcore_rl.config.functions import describe
-from mcore_rl.rollout.tools.interface import Episode, Outcome
-from mcore_rl.rollout.tools.kinds.outcomes import number_of, outcome_of
+from mcore_rl.rollout.tools.interface import EpisodeState, ToolResult
+from mcore_rl.rollout.tools.kinds.results import number_of, result_of
 from mcore_rl.rollout.tools.schemas import Schema
 
 LIFECYCLES = ("call", "episode")
@@ -22,7 +22,7 @@ def is_verl_tool(kind: type) -> bool:
 
 
 class VerlTool:
-    """An object of a class in verl's form, which may leave calc_reward out."""
+    """Object of a class in verl's format; calc_reward is optional."""
 
     def __init__(self, tool: Any, schema: Schema, lifecycle: str = "call") -> None:
         self.schema = schema
@@ -30,7 +30,7 @@ class VerlTool:
         self._name = schema["function"]["name"]
         self._per_call = lifecycle == "call"
 
-    async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
+    async def call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
         if not self._per_call:
             if self._name not in episode.state:
                 episode.state[self._name] = await self._create(episode)
@@ -43,11 +43,11 @@ class VerlTool:
             raise
         try:
             await self._release(episode, instance)
-        except Exception as error:  # of a user's class; the answer stands
-            return Outcome(outcome.text, outcome.reward, outcome.metrics, f"release raised {describe(error)}")
+        except Exception as error:  # any error of a user's class; the result is still valid
+            return ToolResult(outcome.text, outcome.reward, outcome.metrics, f"release raised {describe(error)}")
         return outcome
 
-    async def close_episode(self, episode: Episode) -> float | None:
+    async def close_episode(self, episode: EpisodeState) -> float | None:
         instance = episode.state.pop(self._name, None)
         if instance is None:
             return None
@@ -60,7 +60,7 @@ class VerlTool:
 
     async def close(self) -> None: ...
 
-    async def _create(self, episode: Episode) -> str:
+    async def _create(self, episode: EpisodeState) -> str:
         given = episode.kwargs_of(self._name, "create_kwargs")
         created = await _awaited(self._tool.create(**_create_kwargs(self._tool.create, given)))
         instance = created[0] if isinstance(created, tuple) else created
@@ -68,20 +68,20 @@ class VerlTool:
             raise TypeError(f"create returned {type(instance).__name__} instead of an instance's id")
         return instance
 
-    async def _execute(self, episode: Episode, instance: str, arguments: dict[str, Any]) -> Outcome:
+    async def _execute(self, episode: EpisodeState, instance: str, arguments: dict[str, Any]) -> ToolResult:
         execute = self._tool.execute
         kwargs = episode.kwargs_of(self._name, "execute_kwargs")
         if _takes(execute, "agent_data"):
             kwargs["agent_data"] = episode.agent_data
-        return outcome_of(await _awaited(execute(instance, arguments, **kwargs)))
+        return result_of(await _awaited(execute(instance, arguments, **kwargs)))
 
-    async def _release(self, episode: Episode, instance: str) -> None:
+    async def _release(self, episode: EpisodeState, instance: str) -> None:
         await _awaited(self._tool.release(instance, **episode.kwargs_of(self._name, "release_kwargs")))
 
 
 def _create_kwargs(create: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """In both forms: `create_kwargs` as one keyword, and its contents as keywords of their own, as far as either is
-    taken."""
+    """Pass the arguments in both of verl's forms, as far as `create` accepts them: as the keyword `create_kwargs`, and
+    as separate keywords."""
     spread = {key: value for key, value in given.items() if key not in ("instance_id", "create_kwargs")}
     whole = {"create_kwargs": given} if _takes(create, "create_kwargs") else {}
     return whole | {key: value for key, value in spread.items() if not whole or _takes(create, key)}

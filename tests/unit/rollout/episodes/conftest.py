@@ -16,9 +16,9 @@ from mcore_rl.data.chat.conversation import Conversation
 from mcore_rl.rollout.episodes.builtin import Episode
 from mcore_rl.rollout.episodes.load import FunctionEpisode
 from mcore_rl.rollout.episodes.player import EpisodePlayer
-from mcore_rl.rollout.episodes.session import Surroundings
-from mcore_rl.rollout.episodes.single_turn import Attempt, Course
-from mcore_rl.rollout.journal import Drawn, Journal
+from mcore_rl.rollout.episodes.session import EpisodeContext
+from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks
+from mcore_rl.rollout.journal import JournaledResponse, TokenJournal
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from mcore_rl.rollout.tools.parsers import ToolCallParser
 from mcore_rl.rollout.tools.tool_process import ClosedEpisode
@@ -73,10 +73,12 @@ class Stage:
             for i in range(count)
         ]
 
-    def play(self, count: int = 1, drawn: dict[str, Drawn] | None = None, seed: int = 5) -> list[EpisodeOutcome]:
+    def play(
+        self, count: int = 1, drawn: dict[str, JournaledResponse] | None = None, seed: int = 5
+    ) -> list[EpisodeOutcome]:
         outcomes: dict[int, EpisodeOutcome | None] = {}
         begun: list[None] = []
-        course = Course(lambda: begun.append(None), outcomes.__setitem__)
+        course = AttemptCallbacks(lambda: begun.append(None), outcomes.__setitem__)
         self.player.play(self.attempts(count, seed), course, drawn or {})
         assert sorted(outcomes) == list(range(count))
         assert len(begun) == count, "each is said to have begun once"
@@ -108,7 +110,7 @@ def stage() -> Iterator[Callable[..., Stage]]:
             experts: bool = False,
             history: str = "keep",
             drops_turns: bool = False,
-            journal: Journal | None = None,
+            journal: TokenJournal | None = None,
             extra_info: dict[str, Any] | None = None,
             **rollout: Any,
         ) -> Stage:
@@ -128,7 +130,7 @@ def stage() -> Iterator[Callable[..., Stage]]:
             stack.callback(player.shutdown)
             schemas = [made.LOOK] if tools else []
             talk = Conversation(tokenizer, schemas, made.stop_ids(tokenizer))
-            player.around = Surroundings(
+            player.context = EpisodeContext(
                 tokenizer,
                 talk,
                 tools,

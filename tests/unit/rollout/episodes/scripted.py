@@ -14,7 +14,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenizer import plain_decoder
 from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput, SteppedEngine
 from mcore_rl.errors import WorkerDiedError
-from mcore_rl.rollout.journal import Journal
+from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from tests.unit.data.chat import made
@@ -101,7 +101,7 @@ class ScriptedEngine(SteppedEngine):
 
 
 @contextmanager
-def served(engine: ScriptedEngine, journal: Journal | None = None) -> Iterator[EngineLoop]:
+def served(engine: ScriptedEngine, journal: TokenJournal | None = None) -> Iterator[EngineLoop]:
     loop = EngineLoop(engine, journal)
 
     def serve() -> None:

@@ -16,8 +16,8 @@ import pytest
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.episodes.builtin import ToolEpisode
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
-from mcore_rl.rollout.episodes.single_turn import Attempt, Course, SingleTurnPlayer
-from mcore_rl.rollout.journal import Drawn, Journal, read_journal
+from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks, SingleTurnPlayer
+from mcore_rl.rollout.journal import JournaledResponse, TokenJournal, read_journal
 from mcore_rl.rollout.tools.interface import ToolAnswer
 from mcore_rl.types import NOT_SAMPLED, SamplingOptions
 from tests.unit.data.chat import made
@@ -96,7 +96,7 @@ def test_an_episode_that_samples_nothing_leaves_one_token_that_is_not_trained(st
     on = stage(lambda text: END, run)
     on.engine.version = 4
     (outcome,) = on.play()
-    assert "ended without session.generate" in str(outcome.error)
+    assert "ended without calling session.generate" in str(outcome.error)
     (trajectory,) = outcome.trajectories
     assert trajectory.prompt_ids.tolist() == on.prompt.token_ids.tolist()
     assert (len(trajectory.token_ids), trajectory.trained.tolist(), trajectory.versions.tolist()) == (1, [0], [4])
@@ -145,7 +145,7 @@ def test_each_turn_lets_others_go_first_after_as_many_tokens_and_is_the_same(sta
     (expected,) = on.play()
     limited = [replace(each, request=replace(each.request, tokens_per_version=2)) for each in on.attempts()]
     outcomes: dict[int, Any] = {}
-    on.player.play(limited, Course(lambda: None, outcomes.__setitem__), {})
+    on.player.play(limited, AttemptCallbacks(lambda: None, outcomes.__setitem__), {})
     np.testing.assert_array_equal(outcomes[0].trajectories[0].token_ids, expected.trajectories[0].token_ids)
     parked = {engine_id.partition("~")[2] for engine_id in on.engine.cancelled}
     assert len(parked) == 3, "each of the three turns was parked"
@@ -157,7 +157,7 @@ def test_what_lost_engines_had_drawn_is_taken_over_turn_by_turn(stage: SetUp, tm
     on = stage(say, ToolEpisode(), tools=FakeTools(echo))
     (whole,) = on.play()
     requests = dict(zip(on.engine.seeds, on.engine.prompts, strict=True))
-    again = stage(say, ToolEpisode(), tools=FakeTools(echo), journal=Journal(tmp_path / "again"))
+    again = stage(say, ToolEpisode(), tools=FakeTools(echo), journal=TokenJournal(tmp_path / "again"))
     drawn = _journal_of(on, whole, requests)
     (resumed,) = again.play(drawn=drawn)
     assert again.text(resumed) == on.text(whole)
@@ -173,20 +173,20 @@ def test_what_lost_engines_had_drawn_is_taken_over_turn_by_turn(stage: SetUp, tm
     assert len(other.engine.seeds) == 2, "after another answer nothing fits but the first turn"
 
 
-def _journal_of(on: Stage, outcome: Any, requests: dict[int, list[int]]) -> dict[str, Drawn]:
+def _journal_of(on: Stage, outcome: Any, requests: dict[int, list[int]]) -> dict[str, JournaledResponse]:
     """The first two turns, as an engine's journal has them."""
     from mcore_rl.types import Completion
 
     (trajectory,) = outcome.trajectories
     tokens = [*trajectory.prompt_ids.tolist(), *trajectory.token_ids.tolist()]
-    found: dict[str, Drawn] = {}
+    found: dict[str, JournaledResponse] = {}
     attempt: Attempt = on.attempts()[0]
     for seed, prompt in list(requests.items())[:2]:
         part = next(p for p in on.engine._parts.values() if tokens[len(prompt) : len(prompt) + len(p)] == p)
         name = next(i for i in on.engine.submitted if on.engine.submitted[i] == seed)
         ids = np.array(part, np.int32)
         completion = Completion(name, ids, -ids.astype(np.float32), "stop", 0 * ids)
-        found[name] = Drawn(seed, completion, "stop")
+        found[name] = JournaledResponse(seed, completion, "stop")
     assert attempt.request.request_id in found
     return found
 
@@ -211,7 +211,7 @@ def test_single_turn_through_an_episode_is_a_single_turn(stage: SetUp) -> None:
     on = stage(lambda text: f"hello{END}", run)
     through = on.play(2)
     simple: dict[int, Any] = {}
-    course = Course(lambda: None, simple.__setitem__)
+    course = AttemptCallbacks(lambda: None, simple.__setitem__)
     SingleTurnPlayer(on.player._engine, on.tokenizer).play(on.attempts(2), course, {})
     for place, outcome in enumerate(through):
         (a,), (b,) = outcome.trajectories, simple[place].trajectories
@@ -222,7 +222,7 @@ def test_single_turn_through_an_episode_is_a_single_turn(stage: SetUp) -> None:
 
 
 def withdraw_in_the_first_pass(
-    on: Stage, count: int, course: Course, choose: Callable[[Collection[str]], Collection[str]]
+    on: Stage, count: int, course: AttemptCallbacks, choose: Callable[[Collection[str]], Collection[str]]
 ) -> None:
     """Of `count` attempts, two of whose requests have come to the engine, which runs one at a time."""
     on.engine.slots = 1
@@ -232,10 +232,10 @@ def withdraw_in_the_first_pass(
         playing = pool.submit(on.player.play, on.attempts(count), course, {})
         deadline = time.monotonic() + 30
         assert on.engine.passing.wait(30)
-        while on.engine.num_running + loop._asked.qsize() < 2 and time.monotonic() < deadline:
+        while on.engine.num_running + loop._calls.qsize() < 2 and time.monotonic() < deadline:
             time.sleep(0.005)
         withdrawing = pool.submit(on.player.withdraw, choose)
-        while loop._asked.empty() and not withdrawing.done() and time.monotonic() < deadline:
+        while loop._calls.empty() and not withdrawing.done() and time.monotonic() < deadline:
             time.sleep(0.005)
         on.engine.go.set()
         withdrawing.result(30)
@@ -255,7 +255,7 @@ def test_what_has_not_begun_is_withdrawn_whole_and_what_has_goes_on(stage: SetUp
         seen.append(sorted(unbegun))
         return [name for name in unbegun if name.endswith(".1")]
 
-    withdraw_in_the_first_pass(on, 2, Course(lambda: begun.append(None), outcomes.__setitem__), choose)
+    withdraw_in_the_first_pass(on, 2, AttemptCallbacks(lambda: begun.append(None), outcomes.__setitem__), choose)
     assert seen == [["train.0.1"]]
     assert outcomes[1] is None
     assert outcomes[0].turns == 2
@@ -295,7 +295,7 @@ def test_episodes_that_wait_for_a_slot_are_withdrawn_with_first_turns_that_have_
         seen.append(sorted(unbegun))
         return [name for name in unbegun if not name.endswith(".0")]
 
-    withdraw_in_the_first_pass(on, 5, Course(lambda: None, outcomes.__setitem__), choose)
+    withdraw_in_the_first_pass(on, 5, AttemptCallbacks(lambda: None, outcomes.__setitem__), choose)
     assert seen == [[f"train.0.{place}" for place in (1, 2, 3, 4)]]
     assert [outcomes[place] is None for place in range(5)] == [False, True, True, True, True]
 
@@ -333,7 +333,9 @@ def test_calls_of_validation_may_truncate_and_stay_greedy(stage: SetUp) -> None:
     (attempt,) = on.attempts()
     greedy = replace(attempt.request, sampling=replace(attempt.request.sampling, temperature=0.0))
     outcomes: dict[int, Any] = {}
-    on.player.play([Attempt(greedy, attempt.prompt, trained=False)], Course(lambda: None, outcomes.__setitem__), {})
+    on.player.play(
+        [Attempt(greedy, attempt.prompt, trained=False)], AttemptCallbacks(lambda: None, outcomes.__setitem__), {}
+    )
     assert outcomes[0].error is None
     assert set(outcomes[0].trajectories[0].temperatures.tolist()) == {0.0}
 
@@ -357,9 +359,9 @@ def with_stop(on: Stage, *stops: str) -> Attempt:
     return replace(attempt, request=replace(attempt.request, sampling=replace(attempt.request.sampling, stop=stops)))
 
 
-def played(on: Stage, attempt: Attempt, drawn: dict[str, Drawn] | None = None) -> Any:
+def played(on: Stage, attempt: Attempt, drawn: dict[str, JournaledResponse] | None = None) -> Any:
     outcomes: dict[int, Any] = {}
-    on.player.play([attempt], Course(lambda: None, outcomes.__setitem__), drawn or {})
+    on.player.play([attempt], AttemptCallbacks(lambda: None, outcomes.__setitem__), drawn or {})
     return outcomes[0]
 
 

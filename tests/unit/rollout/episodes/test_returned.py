@@ -44,7 +44,7 @@ async def _three_tries(session: Session, prompt: EpisodePrompt) -> float:
         (float("nan"), "returned reward 'nan' instead of a finite number"),
         ("good", "returned reward 'good' instead of a finite number"),
         ({"acc": 1.0}, r"returned a dict without score \(acc\)"),
-        (EpisodeResult(token_ids=[1, 2, 3]), "returned 3 tokens that are not those it sampled"),
+        (EpisodeResult(token_ids=[1, 2, 3]), "returned 3 tokens that differ from the sampled ones"),
         (EpisodeResult(sampled=[]), "EpisodeResult.sampled is empty"),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_new_sequence_per_turn_is_rendered_as_it_is_served(stage: SetUp) -> No
     (outcome,) = anew.play()
     assert [anew.trained_text(outcome, i) for i in range(2)] == [f"<think>hm</think>{call('a')}{END}", f"done{END}"]
     assert "<think>" not in anew.text(outcome, 1)
-    rendered = anew.player.around.conversation.rendered(list(outcome.messages), prompts=False)
+    rendered = anew.player.context.conversation.rendered(list(outcome.messages), prompts=False)
     assert anew.text(outcome, 1) + "\n" == rendered
 
 

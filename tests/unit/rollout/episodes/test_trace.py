@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mcore_rl.rollout.episodes.builtin import ToolEpisode
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
-from mcore_rl.rollout.episodes.trace import AT_ONCE
+from mcore_rl.rollout.episodes.trace import MAX_TRACED
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.conftest import FakeTools, Stage
 from tests.unit.rollout.episodes.scripted import asks_until_it_has_seen, echo
@@ -30,8 +30,8 @@ def test_one_that_fails_says_so_and_only_some_are_traced_at_a_time(stage: SetUp)
         raise LookupError("x")
 
     on = stage(lambda text: f"a{made.CLOSE}", run)
-    on.play(AT_ONCE + 5)
+    on.play(MAX_TRACED + 5)
     ended = [name for name, _, _ in on.spans if name.endswith("FAILED")]
-    assert len(ended) == AT_ONCE
+    assert len(ended) == MAX_TRACED
     on.play(3, seed=50)
-    assert len([name for name, _, _ in on.spans if name.endswith("FAILED")]) == AT_ONCE + 3
+    assert len([name for name, _, _ in on.spans if name.endswith("FAILED")]) == MAX_TRACED + 3

@@ -125,10 +125,10 @@ def test_what_was_changed_on_disk_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        ("max_staleness", r"rollout\.max_staleness=2, and this run has 1"),
-        ("max_staleness_hard", r"rollout\.max_staleness_hard=4, and this run has 3"),
-        ("prompts_per_step", r"trainer\.prompts_per_step=8, and this run has 7"),
-        ("samples_per_prompt", r"rollout\.samples_per_prompt=4, and this run has 3"),
+        ("max_staleness", r"rollout\.max_staleness=2, but this run has 1"),
+        ("max_staleness_hard", r"rollout\.max_staleness_hard=4, but this run has 3"),
+        ("prompts_per_step", r"trainer\.prompts_per_step=8, but this run has 7"),
+        ("samples_per_prompt", r"rollout\.samples_per_prompt=4, but this run has 3"),
     ],
 )
 def test_bounds_under_which_groups_could_become_too_old_are_refused(name: str, key: str) -> None:

@@ -13,17 +13,24 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import ConfigError, McoreRLError
-from mcore_rl.rollout.journal import Journal
+from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop
-from mcore_rl.rollout.streaming.parking import Parking
+from mcore_rl.rollout.streaming.paused_requests import PausedRequests
 from mcore_rl.rollout.streaming.replay import Replay, read_replay
 from mcore_rl.rollout.streaming.swaps import SwappingPublisher
 from mcore_rl.rollout.trajectories import version_spans
 from mcore_rl.types import Completion, Delta, Groups, RolloutScalars
 from tests.unit.rollout.streaming.streamed import SAMPLES, SIZE, Stream, collector_of, some
 from tests.unit.rollout.streaming.test_collector import trained
-from tests.unit.rollout.streaming.test_parking import SECONDS, Heard, VersionedEngine, assert_right, completed, serve
-from tests.unit.rollout.streaming.test_parking import request as request_of
+from tests.unit.rollout.streaming.test_paused_requests import (
+    SECONDS,
+    Heard,
+    VersionedEngine,
+    assert_right,
+    completed,
+    serve,
+)
+from tests.unit.rollout.streaming.test_paused_requests import request as request_of
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -42,7 +49,7 @@ def test_each_response_draws_its_tokens_under_the_versions_that_drew_them(seed: 
     engines = [VersionedEngine(chance.randint(1, 5)) for _ in range(chance.randint(1, 2))]
     heard = Heard()
     for index, each in enumerate(engines):
-        serve(each, Journal(tmp_path / f"journal {index}")).submit(given[index :: len(engines)], heard.put)
+        serve(each, TokenJournal(tmp_path / f"journal {index}")).submit(given[index :: len(engines)], heard.put)
     for _ in range(6):
         for each in engines:
             until_it_rests(each)
@@ -68,13 +75,13 @@ def test_a_response_that_waits_before_its_first_token_can_be_withdrawn_and_abort
     loop = serve(engine)
     loop.submit(late, heard.put)
     assert loop.between_steps(lambda: engine.num_running) == 0
-    assert loop.num_parked == 3
+    assert loop.num_paused == 3
     loop.withdraw(lambda unbegun: [name for name in unbegun if name == "a"])
     withdrawn = heard.get(timeout=SECONDS)
     assert isinstance(withdrawn, Completion)
     assert (withdrawn.request_id, withdrawn.finish_reason, len(withdrawn.token_ids)) == ("a", "abort", 0)
     (aborted,) = loop.abort(["b"])
-    assert (aborted.request_id, len(aborted.token_ids), loop.num_parked) == ("b", 0, 1)
+    assert (aborted.request_id, len(aborted.token_ids), loop.num_paused) == ("b", 0, 1)
     for _ in range(2):
         loop.between_steps(engine.swap)
         until_it_rests(engine)
@@ -85,8 +92,8 @@ def test_a_response_that_waits_before_its_first_token_can_be_withdrawn_and_abort
 
 def test_a_loop_whose_responses_all_wait_for_weights_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    go_on = EngineLoop._go_on
-    monkeypatch.setattr(EngineLoop, "_go_on", lambda loop: (looks.append(1), go_on(loop)))
+    go_on = EngineLoop._resume_paused
+    monkeypatch.setattr(EngineLoop, "_resume_paused", lambda loop: (looks.append(1), go_on(loop)))
     loop = serve(VersionedEngine())
     loop.submit([replace(request_of("a", 4), spans=((1, 0, 4),))], Heard().put)
     before = len(looks)
@@ -97,10 +104,10 @@ def test_a_loop_whose_responses_all_wait_for_weights_does_nothing(monkeypatch: p
 
 
 def test_weights_that_come_early_leave_what_is_left_up_to_the_next_ones() -> None:
-    parking = Parking()
-    assert parking.begin([replace(request_of("a", 9), spans=((0, 0, 3), (1, 3, 6), (2, 6, 9)))], 0) == []
+    parking = PausedRequests()
+    assert parking.add([replace(request_of("a", 9), spans=((0, 0, 3), (1, 3, 6), (2, 6, 9)))], 0) == []
     assert parking.count([Delta("a", [1], [0.0], 0)]) == []
-    parking.weights_changed(1)
+    parking.set_version(1)
     assert [parking.count([Delta("a", [1], [0.0], 1)]) for _ in range(5)] == [[]] * 4 + [["a"]]
 
 
@@ -182,7 +189,7 @@ def test_tasks_bring_the_versions_of_their_responses_and_what_comes_of_them_is_c
     collector.published(0)
     assert [task.spans for task in stream.begun] == [right, right, wrong, ()]
     stream.end([0, 1])
-    with pytest.raises(McoreRLError, match="group 2 came out otherwise"):
+    with pytest.raises(McoreRLError, match="replay diverged at group 2"):
         collector.collect(1)
 
 
@@ -191,12 +198,12 @@ def test_groups_that_come_out_otherwise_are_named() -> None:
     ones, floats = np.ones(2, np.int32), np.zeros(2, np.float32)
     versions = np.array([[0, 0], [0, 1]], np.int32)
     scalars = RolloutScalars(ones, ones, ones, np.array([3, 9], np.int32), ones, floats, floats, ones, versions)  # type: ignore[arg-type]
-    replay.require_same(0, scalars)
-    replay.require_same(7, scalars)  # which had not ended
-    with pytest.raises(McoreRLError, match=r"group 0 came out otherwise .* \[3, 8\] tokens for \[3, 9\]"):
-        replay.require_same(0, replace(scalars, response_tokens=np.array([3, 8], np.int32)))
+    replay.check_same(0, scalars)
+    replay.check_same(7, scalars)  # which had not ended
+    with pytest.raises(McoreRLError, match=r"replay diverged at group 0: \[3, 8\] tokens instead of \[3, 9\]"):
+        replay.check_same(0, replace(scalars, response_tokens=np.array([3, 8], np.int32)))
     with pytest.raises(McoreRLError, match="group 0"):
-        replay.require_same(0, replace(scalars, versions=np.zeros((2, 2), np.int32)))
+        replay.check_same(0, replace(scalars, versions=np.zeros((2, 2), np.int32)))
 
 
 def write_run(directory: Path, swap: str = "recompute", samples: int = 2) -> None:
@@ -218,13 +225,13 @@ def test_what_a_run_directory_says(tmp_path: Path) -> None:
     assert replay.of_step == {1: [0, 1], 2: [2, 4]}, "up to the first step that is missing"
     assert replay.submitted == [0, 0, 0, 0, 1], "that of number 3, which had not ended, is not known"
     assert replay.spans[4] == (((1, 0, 3),), ((1, 0, 4),))
-    assert [replay.begins(number, 0) for number in range(6)] == [True] * 4 + [False] * 2
+    assert [replay.was_submitted(number, 0) for number in range(6)] == [True] * 4 + [False] * 2
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda run: (run / "config.yaml").unlink(), r"no run directory: it has no config\.yaml"),
+        (lambda run: (run / "config.yaml").unlink(), r"not a run directory: it has no config\.yaml"),
         (lambda run: (run / "config.yaml").write_text("rollout: {swap: keep, max_staleness: 1}"), "swap=keep: only"),
         (lambda run: (run / "config.yaml").write_text("rollout: {max_staleness: 0}"), "max_staleness=0"),
         (lambda run: (run / "rollouts" / "step_1.jsonl").unlink(), r"no rollouts/step_1\.jsonl"),
@@ -239,5 +246,5 @@ def test_what_cannot_be_repeated_is_refused(spoil: Any, message: str, tmp_path: 
 
 def test_groups_of_another_size_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "run", samples=3)
-    with pytest.raises(ConfigError, match=r"groups of other than rollout\.samples_per_prompt=2"):
+    with pytest.raises(ConfigError, match=r"groups do not have rollout\.samples_per_prompt=2"):
         read_replay(tmp_path / "run", 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mcore_rl.rollout.streaming.staleness import Queues, describe_staleness
+from mcore_rl.rollout.streaming.staleness import QueueLengths, describe_staleness
 from mcore_rl.types import Max, Mean, RolloutScalars
 
 
@@ -19,8 +19,8 @@ def scalars(versions: list[list[int]], *drawn: tuple[int, int]) -> RolloutScalar
 
 def test_every_token_counts_for_the_weights_that_drew_it() -> None:
     parts = [scalars([[3, 5], [3, 3]], (3, 6), (5, 2)), scalars([[5, 5]], (5, 4))]
-    figures = describe_staleness([3, 4], parts, 6)
-    assert figures == {
+    metrics = describe_staleness([3, 4], parts, 6)
+    assert metrics == {
         "staleness/mean": Mean(5.0, 2),
         "staleness/max": Max(3.0),
         "staleness/mixed_fraction": Mean(1.0, 3),
@@ -37,20 +37,20 @@ def test_every_token_counts_for_the_weights_that_drew_it() -> None:
 
 
 def test_where_nothing_is_trained_no_token_is_old() -> None:
-    figures = describe_staleness([1], [scalars([[1, 1]])], 2)
-    assert figures["staleness/tokens_mean"].value == 0
-    assert not [name for name in figures if name.startswith("staleness/tokens_") and name[-1].isdigit()]
+    metrics = describe_staleness([1], [scalars([[1, 1]])], 2)
+    assert metrics["staleness/tokens_mean"].value == 0
+    assert not [name for name in metrics if name.startswith("staleness/tokens_") and name[-1].isdigit()]
 
 
 def test_queues_are_means_over_time() -> None:
     now, there = 10.0, {"running": 4, "finished": 0}
-    queues = Queues(lambda: dict(there), lambda: now)
+    queues = QueueLengths(lambda: dict(there), lambda: now)
     now = 12.0
     there.update(running=1, finished=3)
-    queues.look()
+    queues.update()
     now = 15.0
     assert queues.means() == {"running": Mean(2.0 * 4 + 3.0 * 1, 5.0), "finished": Mean(3.0 * 3, 5.0)}
     there.update(running=2)
-    queues.look()  # in no time
+    queues.update()  # in no time
     now = 16.0
     assert queues.means() == {"running": Mean(2.0, 1.0), "finished": Mean(3.0, 1.0)}

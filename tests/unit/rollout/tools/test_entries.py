@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.entries import read_entries
-from mcore_rl.rollout.tools.limits import Limits
+from mcore_rl.rollout.tools.limits import ToolLimits
 
 VERLS = """
 tools:
@@ -39,11 +39,11 @@ def test_every_kind_is_read(tmp_path: Path) -> None:
     search, servers, add = read_entries(written(tmp_path, VERLS), 30.0)
     assert (search.class_name, search.config["url"], search.lifecycle) == ("my.tools:Search", "here", "call")
     assert search.schema["function"]["name"] == "search"
-    assert search.limits == Limits(30.0)
+    assert search.limits == ToolLimits(30.0)
     assert (servers.servers, servers.selected, servers.class_name) == (tmp_path / "servers.json", ("find",), None)
-    assert servers.limits == Limits(15, rate_per_second=120)
+    assert servers.limits == ToolLimits(15, rate_per_second=120)
     assert (add.function, add.processes) == (f"{tmp_path}/mine.py:add", 2)  # beside the YAML, wherever a process runs
-    assert add.limits == Limits(3, max_running=5, retries=0, rate_per_second=0.5)
+    assert add.limits == ToolLimits(3, max_running=5, retries=0, rate_per_second=0.5)
 
 
 @pytest.mark.parametrize(

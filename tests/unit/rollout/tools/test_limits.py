@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from mcore_rl.rollout.tools import limits as module
-from mcore_rl.rollout.tools.interface import Episode, Outcome, RetryableToolError, ToolError
-from mcore_rl.rollout.tools.limits import LimitedTool, Limits
+from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, ToolError, ToolResult
+from mcore_rl.rollout.tools.limits import LimitedTool, ToolLimits
 
 SCHEMA = {
     "type": "function",
     "function": {"name": "t", "parameters": {"type": "object", "properties": {"i": {"type": "integer"}}}},
 }
-EPISODE = Episode.begin("e", {})
+EPISODE = EpisodeState.begin("e", {})
 
 
 class FakeTool:
@@ -24,10 +24,10 @@ class FakeTool:
 
     schema = SCHEMA
 
-    def __init__(self, behave: Callable[[int], Coroutine[Any, Any, Outcome]]) -> None:
+    def __init__(self, behave: Callable[[int], Coroutine[Any, Any, ToolResult]]) -> None:
         self.behave, self.running, self.most, self.calls = behave, 0, 0, 0
 
-    async def call(self, episode: Episode, arguments: dict[str, Any]) -> Outcome:
+    async def call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
         self.calls += 1
         self.running += 1
         self.most = max(self.most, self.running)
@@ -36,14 +36,16 @@ class FakeTool:
         finally:
             self.running -= 1
 
-    async def close_episode(self, episode: Episode) -> float | None:
+    async def close_episode(self, episode: EpisodeState) -> float | None:
         return None
 
     async def close(self) -> None: ...
 
 
 def limited(tool: FakeTool, stuck: list[str] | None = None, **limits: Any) -> LimitedTool:
-    return LimitedTool(tool, Limits(**{"timeout_seconds": 5.0, **limits}), [].append if stuck is None else stuck.append)
+    return LimitedTool(
+        tool, ToolLimits(**{"timeout_seconds": 5.0, **limits}), [].append if stuck is None else stuck.append
+    )
 
 
 async def turns(count: int = 20) -> None:
@@ -52,13 +54,13 @@ async def turns(count: int = 20) -> None:
 
 
 def test_no_more_run_at_once_than_max_running() -> None:
-    async def behave(call: int) -> Outcome:
+    async def behave(call: int) -> ToolResult:
         await turns(call % 3 + 1)
-        return Outcome(str(call))
+        return ToolResult(str(call))
 
     tool = FakeTool(behave)
 
-    async def run() -> list[Outcome]:
+    async def run() -> list[ToolResult]:
         held = limited(tool, max_running=7)
         return await asyncio.gather(*(held.call(EPISODE, {}) for _ in range(100)))
 
@@ -70,33 +72,33 @@ def test_no_more_run_at_once_than_max_running() -> None:
 def test_errors_that_may_pass_are_tried_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(module, "BACKOFF_SECONDS", 0.0)
 
-    async def behave(call: int) -> Outcome:
+    async def behave(call: int) -> ToolResult:
         if call <= 2:
             raise error
-        return Outcome("done")
+        return ToolResult("done")
 
-    async def run(retries: int) -> tuple[Outcome, int]:
+    async def run(retries: int) -> tuple[ToolResult, int]:
         tool = FakeTool(behave)
         return await limited(tool, retries=retries).call(EPISODE, {}), tool.calls
 
-    assert asyncio.run(run(2)) == (Outcome("done"), 3)
+    assert asyncio.run(run(2)) == (ToolResult("done"), 3)
     outcome, calls = asyncio.run(run(1))
     assert (calls, outcome.text.startswith("Error: "), outcome.error is not None) == (2, True, True)
 
 
 @pytest.mark.parametrize(("error", "told"), [(ValueError("bad"), "ValueError: bad"), (ToolError("as told"), "as told")])
 def test_other_errors_are_told_at_once(error: Exception, told: str) -> None:
-    async def behave(call: int) -> Outcome:
+    async def behave(call: int) -> ToolResult:
         raise error
 
     tool = FakeTool(behave)
     outcome = asyncio.run(limited(tool, retries=5).call(EPISODE, {}))
-    assert (outcome, tool.calls) == (Outcome(f"Error: {told}", error=told), 1)
+    assert (outcome, tool.calls) == (ToolResult(f"Error: {told}", error=told), 1)
 
 
 def test_arguments_that_do_not_fit_never_reach_it() -> None:
-    async def behave(call: int) -> Outcome:
-        return Outcome("")
+    async def behave(call: int) -> ToolResult:
+        return ToolResult("")
 
     tool = FakeTool(behave)
     outcome = asyncio.run(limited(tool).call(EPISODE, {"i": "x"}))
@@ -104,11 +106,11 @@ def test_arguments_that_do_not_fit_never_reach_it() -> None:
 
 
 def test_the_time_limit_does_not_count_waiting_for_others() -> None:
-    async def behave(call: int) -> Outcome:
+    async def behave(call: int) -> ToolResult:
         await asyncio.sleep(0.1)
-        return Outcome("done")
+        return ToolResult("done")
 
-    async def run() -> list[Outcome]:  # a busy machine may stop for a second
+    async def run() -> list[ToolResult]:  # a busy machine may stop for a second
         held = limited(FakeTool(behave), max_running=1, timeout_seconds=2)
         return await asyncio.gather(*(held.call(EPISODE, {}) for _ in range(25)))
 
@@ -119,16 +121,16 @@ def test_a_call_that_does_not_end_keeps_its_place_and_is_told_of(monkeypatch: py
     monkeypatch.setattr(module, "STUCK_SECONDS", 0.01)
     stuck: list[str] = []
 
-    async def run() -> tuple[Outcome, int, Outcome]:
+    async def run() -> tuple[ToolResult, int, ToolResult]:
         free = asyncio.Event()
 
-        async def behave(call: int) -> Outcome:
+        async def behave(call: int) -> ToolResult:
             while not free.is_set():
                 try:
                     await free.wait()
                 except asyncio.CancelledError:
                     continue
-            return Outcome("late")
+            return ToolResult("late")
 
         tool = FakeTool(behave)
         held = limited(tool, stuck, max_running=1, timeout_seconds=0.01)
@@ -166,20 +168,20 @@ def test_calls_begin_at_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
         await held._turn()
         starts.extend(waits)
 
-    async def done() -> Outcome:
-        return Outcome("")
+    async def done() -> ToolResult:
+        return ToolResult("")
 
     asyncio.run(run())
     assert starts == [0.0, 0.25, 0.5, 0.0]
 
 
 def test_a_cancelled_call_gives_its_place_back() -> None:
-    async def behave(call: int) -> Outcome:
+    async def behave(call: int) -> ToolResult:
         if call == 1:
             await asyncio.sleep(60)
-        return Outcome("done")
+        return ToolResult("done")
 
-    async def run() -> Outcome:
+    async def run() -> ToolResult:
         held = limited(FakeTool(behave), max_running=1, rate_per_second=1000.0)
         first = asyncio.create_task(held.call(EPISODE, {}))
         waiting = asyncio.create_task(held.call(EPISODE, {}))

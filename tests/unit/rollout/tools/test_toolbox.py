@@ -234,7 +234,7 @@ def test_processes_end_with_the_one_that_called(folder: Path) -> None:
         ("raise ValueError('early')\n", "does not import: ValueError: early"),
         ("class f:\n    schema = {}\n", "f is not a function"),
         ("class f:\n    def __init__(self):\n        raise OSError('no')\n", r"f\(\*\*config\) raised OSError: no"),
-        ("def g():\n    '''G.'''\nf = [g, g]\n", "there is another tool with the name g; rename one"),
+        ("def g():\n    '''G.'''\nf = [g, g]\n", "another tool has the name g; rename one"),
     ],
 )
 def test_code_that_gives_no_tools_is_refused(tmp_path: Path, text: str, told: str) -> None:
@@ -245,14 +245,14 @@ def test_code_that_gives_no_tools_is_refused(tmp_path: Path, text: str, told: st
 
 def test_a_class_of_its_own_form(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from mcore_rl.rollout.tools.interface import Outcome\n"
+        "from mcore_rl.rollout.tools.interface import ToolResult\n"
         "class Counter:\n"
         "    def __init__(self, by):\n"
         "        self.by = by\n"
         "        self.schema = {'type': 'function', 'function': {'name': 'count'}}\n"
         "    async def call(self, episode, arguments):\n"
         "        episode.state['n'] = episode.state.get('n', 0) + self.by\n"
-        "        return Outcome(str(episode.state['n']), metrics={'bad': lambda: 0} if self.by > 5 else {})\n"
+        "        return ToolResult(str(episode.state['n']), metrics={'bad': lambda: 0} if self.by > 5 else {})\n"
         "    async def close_episode(self, episode):\n"
         "        return float(episode.state['n'])\n"
         "    async def close(self):\n"
@@ -328,14 +328,14 @@ async def fine() -> dict:
 class Episodes:
     schema = {"type": "function", "function": {"name": "episodes", "parameters": {"type": "object"}}}
     async def call(self, episode, arguments):
-        return Outcome("here")
+        return ToolResult("here")
     async def close_episode(self, episode):
         raise asyncio.CancelledError
     async def close(self): ...
 
 import numpy as np
 from decimal import Decimal
-from mcore_rl.rollout.tools.interface import Outcome
+from mcore_rl.rollout.tools.interface import ToolResult
 
 def described(function):
     parameters = {"type": "object", "properties": {}}

@@ -11,9 +11,9 @@ import pytest
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.check import check_tools
-from mcore_rl.rollout.tools.interface import Episode, Outcome, ToolError
+from mcore_rl.rollout.tools.interface import EpisodeState, ToolError, ToolResult
 from mcore_rl.rollout.tools.kinds import verl_names
-from mcore_rl.rollout.tools.kinds.outcomes import outcome_of
+from mcore_rl.rollout.tools.kinds.results import result_of
 from mcore_rl.rollout.tools.kinds.verl_names import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool
 from mcore_rl.rollout.tools.toolbox import ToolBox
@@ -208,7 +208,7 @@ def test_a_file_without_a_decorated_function_is_refused(tmp_path: Path) -> None:
     ("class_name", "told"),
     [
         ("grader.py:Nothing", "class_name=.*grader.py:Nothing: .* has no function Nothing"),
-        ("grader.py:logger", "is no class"),
+        ("grader.py:logger", "is not a class"),
         ("no_such_package.tools.Grader", "no_such_package.tools does not import"),
     ],
 )
@@ -270,27 +270,27 @@ EPISODE = {"t": {"create_kwargs": {"truth": 7}}}
 
 def test_both_forms_of_create_are_called() -> None:
     old, new, either = OldForm(), NewForm(), EitherForm()
-    assert asyncio.run(VerlTool(old, SCHEMA).call(Episode.begin("e", EPISODE), {"x": 1})).text == "old {'x': 1}"
-    outcome = asyncio.run(VerlTool(new, SCHEMA).call(Episode.begin("e", EPISODE), {}))
-    assert outcome == Outcome("['agent_data']", None, {})
+    assert asyncio.run(VerlTool(old, SCHEMA).call(EpisodeState.begin("e", EPISODE), {"x": 1})).text == "old {'x': 1}"
+    outcome = asyncio.run(VerlTool(new, SCHEMA).call(EpisodeState.begin("e", EPISODE), {}))
+    assert outcome == ToolResult("['agent_data']", None, {})
     with pytest.raises(ValueError, match="no"):
-        asyncio.run(VerlTool(either, SCHEMA).call(Episode.begin("e", EPISODE), {}))
+        asyncio.run(VerlTool(either, SCHEMA).call(EpisodeState.begin("e", EPISODE), {}))
     assert old.seen == [7, ("release", "old")]
     assert new.seen == [{"truth": 7}, ("release", "new")]
     assert either.seen == [{"truth": 7}, ("release", "either")]
 
 
 def test_what_execute_may_return() -> None:
-    assert outcome_of("text") == Outcome("text")
-    assert outcome_of((ToolResponse(text="a"), 1, {"k": 2})) == Outcome("a", 1.0, {"k": 2})
-    assert outcome_of((ToolResponse(), None, None)) == Outcome("")
-    assert outcome_of(("b", 0.5)) == Outcome("b", 0.5)
+    assert result_of("text") == ToolResult("text")
+    assert result_of((ToolResponse(text="a"), 1, {"k": 2})) == ToolResult("a", 1.0, {"k": 2})
+    assert result_of((ToolResponse(), None, None)) == ToolResult("")
+    assert result_of(("b", 0.5)) == ToolResult("b", 0.5)
     with pytest.raises(ToolError, match="images"):
-        outcome_of(ToolResponse(image=[1]))
+        result_of(ToolResponse(image=[1]))
     with pytest.raises(TypeError, match="reward is 'x'"):
-        outcome_of(("b", "x", {}))
+        result_of(("b", "x", {}))
     with pytest.raises(TypeError, match="reward is nan"):
-        outcome_of(("b", float("nan"), {}))
+        result_of(("b", float("nan"), {}))
 
 
 def test_the_names_of_verl_have_its_interface() -> None:

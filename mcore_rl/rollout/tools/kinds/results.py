@@ -1,4 +1,4 @@
-"""What a tool of a user's returned, as the outcome of a call."""
+"""Conversion of the return values of users' tools to ToolResult."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from numbers import Real
 from typing import Any
 
 from mcore_rl.data.json_text import as_json_text
-from mcore_rl.rollout.tools.interface import Outcome, ToolError
+from mcore_rl.rollout.tools.interface import ToolError, ToolResult
 
 
 def as_text(result: Any) -> str:
-    """Text for the model: a string as it is, anything else as JSON."""
+    """Return text for the model: a string as it is, other values as JSON."""
     try:
         return as_json_text(result)
     except (TypeError, ValueError, RecursionError):
@@ -22,12 +22,12 @@ def as_text(result: Any) -> str:
 def _shown(result: Any) -> str:
     try:
         return str(result)
-    except (ValueError, RecursionError):  # an integer of more than 4,300 digits; a list in lists in lists
-        return f"the tool returned a {type(result).__name__} that is too large or nested too deeply to be shown"
+    except (ValueError, RecursionError):  # an integer with more than 4,300 digits, or deeply nested lists
+        return f"the tool returned a {type(result).__name__} that is too large or too deeply nested to be shown"
 
 
-def outcome_of(result: Any) -> Outcome:
-    """Of what execute returned: a response, or one with reward and metrics, either of which may be None.
+def result_of(result: Any) -> ToolResult:
+    """Convert the return value of execute: a response, optionally with reward and metrics (either may be None).
 
     Raises: ToolError for images and videos.
     """
@@ -35,16 +35,16 @@ def outcome_of(result: Any) -> Outcome:
     response, reward, metrics = (*parts, None, None)[:3]
     for kind in ("image", "video"):
         if getattr(response, kind, None):
-            raise ToolError(f"the tool answered with {kind}s, and only text can be shown")
+            raise ToolError(f"the tool returned {kind}s, but only text is supported")
     text = response.text or "" if hasattr(response, "text") else "" if response is None else as_text(response)
-    return Outcome(text, number_of(reward), dict(metrics) if isinstance(metrics, Mapping) else {})
+    return ToolResult(text, number_of(reward), dict(metrics) if isinstance(metrics, Mapping) else {})
 
 
-def outcome_of_function(result: Any) -> Outcome:
-    """Of what a function with verl's decorator returned: a ToolResponse, alone or with reward and metrics, or what any
-    other function returns."""
+def result_of_function(result: Any) -> ToolResult:
+    """Convert the return value of a function: a ToolResponse, optionally with reward and metrics, or any other
+    value."""
     response = result[0] if isinstance(result, tuple) and result else result
-    return outcome_of(result) if hasattr(response, "text") else Outcome(as_text(result))
+    return result_of(result) if hasattr(response, "text") else ToolResult(as_text(result))
 
 
 def number_of(value: Any) -> float | None:

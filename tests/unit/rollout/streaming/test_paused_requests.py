@@ -15,7 +15,7 @@ import pytest
 
 from mcore_rl.engines.stepped_engine import StepOutput
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
-from mcore_rl.rollout.journal import Journal, read_journal
+from mcore_rl.rollout.journal import TokenJournal, read_journal
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.types import Completion, GenerationRequest, SamplingOptions
 from tests.unit.rollout.fake_engine import VOCABULARY, FakeEngine
@@ -47,14 +47,14 @@ class VersionedEngine(FakeEngine):
             last = len(entry.token_ids) + 1 == entry.request.sampling.max_response_tokens
             found.append(StepOutput(output.engine_id, [drawn], [-float(drawn)], "length" if last else None))
         if self.num_passes in self.swaps:
-            self.loop._soon(self.swap)
+            self.loop._post(self.swap)
         return found
 
     def swap(self) -> None:
         self.weight_version += 1
 
 
-def serve(engine: VersionedEngine, journal: Journal | None = None) -> EngineLoop:
+def serve(engine: VersionedEngine, journal: TokenJournal | None = None) -> EngineLoop:
     engine.loop = EngineLoop(engine, journal)
     threading.Thread(target=_serve, args=(engine.loop,), daemon=True).start()
     return engine.loop
@@ -147,13 +147,13 @@ def test_whatever_the_limits_and_swaps_tokens_are_those_of_their_versions(seed: 
 
     engine.before_pass = look
     heard = Heard()
-    serve(engine, Journal(path)).submit(list(asked.values()), heard.put)
+    serve(engine, TokenJournal(path)).submit(list(asked.values()), heard.put)
     found = completed(heard, len(asked))
     engine.loop.stop()
     for name, completion in found.items():
         assert_right(completion, asked[name])
         assert read_journal(path)[name].finish_reason == "length"
-    assert not engine.loop._parking._running
+    assert not engine.loop._paused._running
     assert sum(drawn.values()) == sum(each.sampling.max_response_tokens for each in asked.values())
 
 
@@ -165,7 +165,7 @@ class Parked:
         self.in_pass, self.go = threading.Event(), threading.Event()
         self.error: Exception | None = None
         self.engine.before_pass = self._hold
-        self.loop = serve(self.engine, Journal(path))
+        self.loop = serve(self.engine, TokenJournal(path))
         self.asked = request("long", 8, 3)
         heard = {"long": self.heard, "other": self.others}
         self.loop.submit([self.asked, request("other", 40, seed=2)], self._tell(heard))
@@ -264,8 +264,8 @@ def test_a_parked_response_is_in_the_copy_of_the_journal(parked: Parked, tmp_pat
 
 
 def test_new_weights_wake_a_parked_response_before_what_comes_after_them(parked: Parked) -> None:
-    parked.loop._soon(parked.engine.swap)
-    parked.loop.submit_soon([request("late", 2)], parked.heard.put)
+    parked.loop._post(parked.engine.swap)
+    parked.loop.submit_nowait([request("late", 2)], parked.heard.put)
     parked.go.set()
     found = completed(parked.heard, 2)
     assert parked.engine.added[:4] == ["long", "other", "long", "late"]
