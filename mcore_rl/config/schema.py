@@ -189,9 +189,9 @@ class WeightsConfig:
     """Size of a bucket, the unit in which weights are sent to engines."""
     num_buckets: int = setting(2, minimum=1)
     """Number of buckets in a staging buffer: trainer ranks fill one while engines read the previous ones."""
-    transport: str = setting("auto", choices=("auto", "shared_memory", "cuda_ipc", "network", "vllm_rdt"))
+    transport: str = setting("auto", choices=("auto", "shared_memory", "cuda_ipc", "network"))
     """Transport of weights to an engine rank. auto: cuda_ipc if it shares a GPU with a trainer rank, shared_memory if
-    it shares a host, else network. The other values require one transport; vllm_rdt is vLLM's sharded_rdt."""
+    it shares a host, else network. The other values require one transport."""
     verify_every: int = setting(0, minimum=0, unit="syncs")
     """Compare every tensor of every engine with the trainer's at each N-th weight sync; 0: never."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mcore_rl.errors import WeightSyncError
@@ -40,10 +39,6 @@ class RanksReceiver:
     def connect(self, connection: Connection, engine: int) -> None:
         first_rank = engine * connection.plan.topology.ranks_per_engine
         self._ranks.call("connect_weights", connection, first_rank)
-
-    def pull_from(self, payload: Mapping[str, Any], engine: int, num_engines: int) -> None:
-        """See WeightReceiverExtension.pull_from."""
-        self._ranks.call("pull_from", payload, engine, num_engines)
 
     def begin_update(self) -> None:
         self._complete = False

@@ -100,11 +100,10 @@ def places_of(config: Config, *, cuda: bool) -> RankLocations:
 def staging_bytes(config: Config, *, cuda: bool) -> int:
     """Return an upper bound of the staging buffers that weight syncs keep on a trainer rank's GPU.
 
-    A rank has slots for the weights that arrive and as many for the slices that it sends to other ranks. The buffers of
-    vLLM with vllm_rdt are not known and not counted.
+    A rank has slots for the weights that arrive and as many for the slices that it sends to other ranks.
     """
     kind = transport(config.weights, config.cluster, cuda=cuda)
-    if not cuda or kind in ("shared_memory", "vllm_rdt"):
+    if not cuda or kind == "shared_memory":
         return 0
     sends = kind == "network" or num_trainer_ranks(config) > 1
     slots = config.weights.num_buckets * int(config.weights.bucket_mib * MIB)

@@ -13,7 +13,7 @@ from pathlib import Path
 from mcore_rl.config import Config, read_hf_config, validate, validate_reward_model
 from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import make_paths_absolute
-from mcore_rl.config.rules.available import cannot_run, missing_engine, missing_nixl
+from mcore_rl.config.rules.available import cannot_run, missing_engine
 from mcore_rl.config.rules.judge import server_key, template_text, uses_judge, validate_judge
 from mcore_rl.config.rules.reward_model import uses_reward_model
 from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig, TrainerConfig
@@ -37,7 +37,7 @@ def check_run(config: Config) -> None:
     validate_judge(config)
     if uses_reward_model(config) and not is_supervised(config.algorithm):
         validate_reward_model(config)
-    for problem in (*cannot_run(config), missing_engine(config), missing_nixl(config)):
+    for problem in (*cannot_run(config), missing_engine(config)):
         if problem is not None:
             raise ConfigError(problem)
     server_key(config.judge)

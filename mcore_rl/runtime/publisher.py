@@ -20,7 +20,7 @@ from mcore_rl.weights.connection import Connection, check_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.link import Rendezvous, open_store
-from mcore_rl.weights.transports.topology import VLLM_RDT, Topology
+from mcore_rl.weights.transports.topology import Topology
 from mcore_rl.weights.verify import require_equal
 
 MIB = 2**20
@@ -63,11 +63,10 @@ class SlicePublisher:
         """
         plan = _plan(trainers, engines, config)
         check_plan(plan)
-        kind = PullPublisher if config.weights.transport == VLLM_RDT else SlicePublisher
         address = ray.util.get_node_ip_address()
         seconds = trainers.watch.dependent_seconds
         recompute = config.rollout.swap == RECOMPUTE
-        publisher = kind(trainers, engines, plan, open_store(address), address, seconds, recompute)
+        publisher = SlicePublisher(trainers, engines, plan, open_store(address), address, seconds, recompute)
         publisher._meet(range(engines.num_engines))
         return publisher
 
@@ -168,35 +167,6 @@ class SlicePublisher:
                 if acknowledged[reader] != sent[number]:
                     name = topology.name(topology.member(reader))
                     raise WeightSyncError(f"{name} acknowledged {acknowledged[reader]} of {sent[number]} bytes")
-
-
-@dataclass
-class PullPublisher(SlicePublisher):
-    """Engine ranks pull what they keep, by vLLM's sharded_rdt; they meet with the trainer ranks all the same, to tell
-    whether they have it."""
-
-    _payload: Any = field(default=None, init=False)
-    """For engines, once there are producers: these stay as long as the run."""
-
-    def _meet(self, members: Sequence[int]) -> None:
-        super()._meet(members)
-        if self._payload is None:
-            given = (ray.put(self.plan), self.timeout_seconds)
-            payloads = self.trainers.on_every_rank("open_producer", [given] * len(self.trainers.handles))
-            self._payload = ray.put(payloads[0])
-        num_engines = self.engines.num_engines
-        pulling = [
-            handle.pull_from.remote(self._payload, member, num_engines)
-            for handle, member in zip(self._handles, self._members, strict=True)
-        ]
-        self.trainers.watch.get(pulling)
-
-    def _send(self, version: int) -> None:
-        size = self.plan.topology.ranks_per_engine
-        consumers = [member * size + rank for member in self._members for rank in range(size)]
-        producing = self.trainers.begin("produce_weights", [(consumers,)] * len(self.trainers.handles))
-        received = self._ask("receive_update", version, self.recompute)
-        self.trainers.watch.get(received + producing.references)
 
 
 def _plan(trainers: TrainerGroup, engines: Fleet, config: Config) -> SyncPlan:

@@ -55,7 +55,7 @@ MAX_FILES = 20
 
 ONE_DOOR = {
     "megatron": ["mcore_rl/megatron/*"],
-    "ray": ["mcore_rl/runtime/*", "mcore_rl/engines/vllm/ray_ranks.py"],
+    "ray": ["mcore_rl/runtime/*"],
     "vllm": ["mcore_rl/engines/vllm/*"],
     "sglang": ["mcore_rl/engines/sglang/*"],
     "mcp": ["mcore_rl/rollout/tools/kinds/mcp_servers.py"],

@@ -1,4 +1,4 @@
-"""Fields of config.json that the sources of vLLM and SGLang read, from their syntax trees: nothing is imported."""
+"""Fields of config.json that vLLM and SGLang read, found in the syntax trees of their sources without imports."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from tests.contract.engines import SGLANG
 
 CONFIGS = {"config", "hf_config", "hf_text_config", "text_config", "pretrained_config"}
-"""Names of variables and attributes that hold config.json in the code of a model."""
+"""Names of variables and attributes for config.json in the code of models."""
 ENGINE_WIDE = CONFIGS - {"config", "text_config"}
-"""The same in code for all models, where `config` has many meanings."""
+"""The same in code for all models, where `config` is ambiguous."""
 READERS = {"getattr", "hasattr", "getattr_iter", "_hf_attr"}
 FOREIGN = {
     "vllm": (
@@ -40,20 +40,20 @@ FOREIGN = {
         *("model_executor/model_runner_components/spec_aux_hidden_state.py",),
     ),
 }
-"""Folders of features that no run of ours uses: other models, modalities, pooling, speculation, quantised weights."""
+"""Folders of unused features: other models, modalities, pooling, speculation, quantized weights."""
 WHOLE = {
     "vllm": ("transformers_utils/config.py", "transformers_utils/model_arch_config_convertor.py"),
     "sglang": ("configs/model_config.py", "utils/hf_transformers/config.py", "layers/logits_processor.py"),
 }
-"""Code for all models that calls config.json `config`."""
+"""Files with code for all models in which `config` is config.json."""
 SHARED = {"interfaces", "interfaces_base", "utils", "adapters", "module_mapping", "vision", "transformers"}
-"""Modules beside the models that models import, without fields of their own."""
+"""Helper modules that models import. They read no fields of their own."""
 LOADERS = {("sglang", "glm4_moe"): {"deepseek_v2", "deepseek_nextn"}}
-"""(engine, module) -> imported modules of which only the loading of weights is used."""
+"""(engine, module) -> imported modules from which only weight loading is used."""
 
 
 def root(engine: str) -> Path | None:
-    """The folder of the engine's sources; None where it is not installed."""
+    """Return the folder of the engine's sources; None if it is not installed."""
     if engine == "vllm":
         spec = importlib.util.find_spec("vllm")
         return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
@@ -61,7 +61,7 @@ def root(engine: str) -> Path | None:
 
 
 def model_module(engine: str, architecture: str) -> str:
-    """Name of the file of an architecture's model: the one that defines its class."""
+    """Return the name of the file that defines the architecture's class."""
     folder = models_folder(engine)
     found = [path.stem for path in sorted(folder.glob("*.py")) if architecture in _classes(path)]
     assert len(found) == 1, f"{architecture} in {found}"
@@ -75,7 +75,7 @@ def models_folder(engine: str) -> Path:
 
 
 def fields_of_model(engine: str, architecture: str) -> dict[str, list[str]]:
-    """Field -> places that read it, in the model's file and in those of the models that it imports."""
+    """Return the fields that the model's file and its imported models read, with the places."""
     folder, found = models_folder(engine), defaultdict[str, list[str]](list)
     pending, seen = [model_module(engine, architecture)], set[str]()
     while pending:
@@ -89,7 +89,7 @@ def fields_of_model(engine: str, architecture: str) -> dict[str, list[str]]:
 
 
 def fields_of_all_models(engine: str) -> dict[str, list[str]]:
-    """Field -> places that read it, in code that runs for every model."""
+    """Return the fields that code for all models reads, with the places."""
     folder, found = root(engine), defaultdict[str, list[str]](list)
     assert folder is not None
     whole = {folder / name for name in WHOLE[engine]}
@@ -164,7 +164,7 @@ def _texts(node: ast.AST) -> Iterator[str]:
 
 
 def _computed(name: str, function: ast.AST) -> Iterator[str]:
-    """Texts of the list that the variable `name` is, or takes its values from."""
+    """Yield the strings of the list that the variable `name` is, or iterates over."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets, value = (node.targets if isinstance(node, ast.Assign) else [node.target]), node.value

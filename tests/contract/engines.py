@@ -1,4 +1,4 @@
-"""Real engines in processes of their own, so that a test process never imports one."""
+"""Real engines in separate processes, so that a test process never imports one."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ WITH_SGLANG = pytest.mark.skipif(
 )
 MARKS = {"vllm": [], "sglang": [WITH_SGLANG]}
 KINDS = [pytest.param(kind, marks=marks) for kind, marks in MARKS.items()]
-"""Engines of the contract suite, of one rank."""
+"""Engines of the contract suite, with one rank."""
 RANKS = [
     pytest.param((kind, tp), id=f"{kind}-tp{tp}", marks=[*marks, *[pytest.mark.on_demand] * (tp > 1)])
     for tp in (1, 2)
     for kind, marks in MARKS.items()
 ]
-"""And with how many ranks. What only more of them can break, test_two_ranks has."""
+"""Engines with one and two ranks. test_two_ranks has the tests of failures that need several ranks."""
 DIVIDED_BY_TWO = {"head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
-"""Of a model that two ranks of SGLang divide on a CPU."""
+"""Fields of a model that two SGLang ranks can divide on CPU."""
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
-"""The latents that vLLM's kernel of latent attention on CPU is compiled for."""
+"""Sizes for which vLLM's CPU kernel of latent attention is compiled."""
 
 
-def spelled(token_ids: Sequence[int]) -> str:
-    """A text in which every token is a character of its own."""
+def one_character_per_token(token_ids: Sequence[int]) -> str:
+    """Decode each token to one character."""
     return "".join(chr(ord("0") + token_id) for token_id in token_ids)
 
 
@@ -77,7 +77,7 @@ def _serve(connection: Any, kind: str, directory: str, settings: dict[str, Any])
 
 
 class RemoteEngine:
-    """An Engine, and its WeightReceiver, by messages; an error raised over there is raised here with its type."""
+    """Engine and WeightReceiver in another process. Errors are raised here with their type."""
 
     def __init__(self, kind: str, directory: Path, **settings: Any) -> None:
         self.kind, self.directory, self.settings = kind, directory, settings
@@ -89,7 +89,7 @@ class RemoteEngine:
         self._answer()
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> Any:
-        """The name of a method (of the receiver: `receiver.connect`), or a function that is given the engine first."""
+        """Call a method by name (for example `receiver.connect`), or a function with the engine as first argument."""
         self._connection.send((method, args))
         return self._answer()
 
@@ -102,12 +102,14 @@ class RemoteEngine:
 
     @property
     def logp_tolerance(self) -> float:
-        """Between two computations of the same. SGLang's products on CPU are torch's, whose last bits depend on the
-        number of rows."""
+        """Tolerance between two runs of the same request.
+
+        SGLang on CPU uses torch's matrix products, whose last bits depend on the number of rows.
+        """
         return 1e-5 if self.kind == "sglang" else 0.0
 
     def restart(self, directory: Path) -> None:
-        """Ends the engine and starts one of another model in the same process: imports take longer than either."""
+        """Start an engine with another model in the same process, which saves the time of the imports."""
         self.call("restart", str(directory))
         self.directory = directory
 
@@ -133,7 +135,7 @@ def start_engine(
     capture_routing: bool = False,
     **rollout: Any,
 ) -> RemoteEngine:
-    """End of sequence is token 1."""
+    """Start an engine with a small KV cache. Token 1 is the end of sequence."""
     config = RolloutConfig(
         engine=kind,
         max_prompt_tokens=32,
@@ -153,12 +155,12 @@ def start_engine(
         timeout_seconds=120,
         load_weights=load_weights,
         capture_routing=capture_routing,
-        decode=spelled,
+        decode=one_character_per_token,
     )
 
 
 class FamilyEngine:
-    """Starts engines of one kind from directories, one after the other in one process."""
+    """Starts engines of one kind with different models, one after the other in the same process."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -1,5 +1,8 @@
-"""Stands in for the trainer in sync tests: a transformers model whose tensors two trainer ranks, threads of the test,
-hold and send. What an engine then computes with must be the transformers model."""
+"""Stand-in for the trainer in weight sync tests.
+
+Two trainer ranks, threads of the test, hold and send the tensors of a transformers model. After an update the engine
+must compute exactly what the transformers model computes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ HERE = Endpoint(this_host(), "127.0.0.1")
 
 
 def hf_tensors(model: Any) -> Tensors:
-    """HF names, one tensor per expert."""
+    """Return the model's tensors by HF name, one per expert."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = revert_weight_conversion(model, dict(model.state_dict()))
@@ -42,9 +45,9 @@ def hf_tensors(model: Any) -> Tensors:
 
 
 class HFTrainer:
-    """Two trainer ranks beside `engine`, connected with it."""
+    """Two trainer ranks that are connected to `engine`."""
 
-    _meetings = open_store("127.0.0.1")
+    _store = open_store("127.0.0.1")
     _generations = itertools.count()
 
     def __init__(
@@ -52,7 +55,7 @@ class HFTrainer:
     ) -> None:
         self.model = model
         self._engine = engine
-        self._pool = ThreadPoolExecutor(32)  # some may wait, until their time is over, for an update that broke
+        self._pool = ThreadPoolExecutor(32)  # threads of a broken update may wait until their timeout
         rollout = engine.settings["rollout_config"]
         layout = EngineLayout(tp=rollout.tp, expert_parallel=rollout.expert_parallel)
         topology = Topology((HERE,) * LAYOUT.world_size, (HERE,) * layout.num_ranks, layout.num_ranks, transport)
@@ -61,25 +64,25 @@ class HFTrainer:
         self.connect()
 
     def connect(self) -> None:
-        """Before the first update, and after one that broke."""
-        self.ends = [TrainerSetup(self.plan, rank) for rank in range(LAYOUT.world_size)]
-        segments = {number: name for end in self.ends for number, name in end.create_buffers().items()}
-        meeting = Rendezvous("127.0.0.1", self._meetings.port, next(self._generations))
-        connection = Connection(self.plan, meeting, segments, TIMEOUT_SECONDS)
+        """Connect to the engine. Called before the first update, and after a broken one."""
+        self.setups = [TrainerSetup(self.plan, rank) for rank in range(LAYOUT.world_size)]
+        segments = {number: name for setup in self.setups for number, name in setup.create_buffers().items()}
+        rendezvous = Rendezvous("127.0.0.1", self._store.port, next(self._generations))
+        connection = Connection(self.plan, rendezvous, segments, TIMEOUT_SECONDS)
         try:
-            connecting = [self._pool.submit(end.connect, connection) for end in self.ends]
+            connecting = [self._pool.submit(setup.connect, connection) for setup in self.setups]
             self._engine.call("receiver.connect", connection, 0)
             self._senders = [each.result() for each in connecting]
         finally:
-            for end in self.ends:
-                end.unlink()
+            for setup in self.setups:
+                setup.unlink()
 
     @contextmanager
-    def sending(self, *, to_the_end: bool = True) -> Iterator[None]:
-        """One update leaves the ranks during the block, and is waited for unless it is to break."""
+    def sending(self, *, complete: bool = True) -> Iterator[None]:
+        """Send one update during the block. The end of the block waits for it, unless it is going to break."""
         sending = self._on_ranks(WeightSender.send)
         yield
-        if to_the_end:
+        if complete:
             for each in sending:
                 each.result()
 
@@ -98,9 +101,9 @@ class HFTrainer:
             assert self._engine.call("receiver.receive_bucket", sync_round) == num_bytes
 
     def certify(self) -> int:
-        """Compares what the ranks hold with what the engine computes with; returns how many tensors.
+        """Compare the ranks' tensors with the tensors of the engine's kernels. Returns the number of tensors.
 
-        Raises: WeightSyncError naming those that differ.
+        Raises: WeightSyncError naming tensors that differ.
         """
         sending = self._on_ranks(WeightSender.send_digests)
         ranks = self._engine.call("receiver.compare")
@@ -116,9 +119,9 @@ class HFTrainer:
                 noise = torch.randn(parameter.shape, generator=generator) * 0.05
                 parameter.add_(noise.to(parameter.dtype))
 
-    def overwrite_windows(self) -> None:
-        for end in self.ends:
-            for segment in end._segments.values():
+    def overwrite_buffers(self) -> None:
+        for setup in self.setups:
+            for segment in setup._segments.values():
                 segment.memory.fill_(63)
 
     def _on_ranks(self, method: Callable[[WeightSender, Tensors], Any]) -> list[Future[Any]]:

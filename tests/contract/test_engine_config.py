@@ -1,4 +1,4 @@
-"""An engine computes what transformers computes, whatever fields config.json has that only engines read."""
+"""Engines compute the same as transformers even if config.json has fields that only engines read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine_fields import OTHER_VALUES
 from tests.tiny_models import VOCABULARY, YARN, reference_logits, tiny_model
 
 PROMPT_TOKENS = 20
-"""More than the windows of OTHER_VALUES."""
+"""Longer than the attention windows of OTHER_VALUES."""
 EVERY_FIELD = [(name, {}, {}) for name in FAMILIES]
 GREEDY_GROUPS = {"n_group": 4, "topk_group": 2, "topk_method": "greedy", "n_routed_experts": 8}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -28,7 +28,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("deepseek_v3", {}, {"rope_parameters": YARN | {"beta_fast": None, "mscale": None, "mscale_all_dim": None}}),
     ("deepseek_v2", GREEDY_GROUPS, {}),
 ]
-"""(family, fields of the model, fields of config.json that replace those that transformers saves)."""
+"""(family, fields of the model, fields that replace those in the config.json that transformers saves)."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -52,7 +52,7 @@ def saved(directory: Path, name: str, fields: dict[str, Any], replaced: dict[str
 
 
 def reference_directory(directory: Path, name: str) -> Path:
-    """The same model for transformers, which may know it by another model_type."""
+    """Set the model_type under which transformers knows the model."""
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(
         json.dumps(config | {"model_type": FAMILIES[name].transformers_type or name})
@@ -61,7 +61,7 @@ def reference_directory(directory: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize(("name", "fields", "replaced"), CASES, ids=lambda value: value if value else "plain")
-def test_engine_computes_as_transformers_despite_its_own_fields(
+def test_engine_own_config_fields_do_not_change_logp(
     engines: FamilyEngine, name: str, fields: dict[str, Any], replaced: dict[str, Any], tmp_path: Path
 ) -> None:
     if engines.kind == "sglang" and FAMILIES[name].absent_for_engines:

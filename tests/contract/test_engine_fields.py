@@ -1,5 +1,8 @@
-"""Every field of config.json that an engine reads has a place: transformers uses it as well, the engine gets a neutral
-value, it is rejected by name, or it does not change the model."""
+"""Every field of config.json that an engine reads is classified.
+
+Either transformers uses it too, or the engine gets a neutral value, or the field is rejected by name, or it does not
+change the model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ REJECTED = {
     *("dual_chunk_attention_config", "is_causal", "compression_config", "per_layer_config", "is_heterogeneous"),
     *("index_topk", "index_n_heads", "index_head_dim", "compress_ratios"),
 }
-"""By every family, or by those whose code in an engine reads them."""
+"""Rejected by every family, or by the families whose engine code reads them."""
 SPARSE_ATTENTION = {
     *("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "index_kpool", "index_kpool_compress"),
     *("indexer_rope_interleave", "indexer_types", "num_indexer_layers", "cli_factor", "sparse_attention_config"),
@@ -40,7 +43,7 @@ OTHER_MODELS = {
     *("vision_start_token_id", "sub_configs", "pooling", "moe_num_experts", "multi_query_group_num"),
     *("num_attention_groups", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k"),
 }
-"""Read after a test of the architecture, of model_type, or of another field that is neutral or rejected."""
+"""Read only for other architectures or model types, or if another field that is neutral or rejected is set."""
 POOLING = {
     *("embedding_size", "projection_dim", "projection_size", "is_matryoshka", "matryoshka_dimensions"),
     *("position_embedding_type", "seq_pooling_type", "tok_pooling_type", "use_pad_token", "use_sep_token"),
@@ -51,20 +54,20 @@ SPECULATION = {
     *("sample_from_anchor", "dflash_config", "eagle_config", "eagle_aux_hidden_state_layer_ids"),
     *("target_layer_count", "target_hidden_size", "configure_draft_model"),
 }
-"""Draft models; target_layer_count numbers layers of one kind, since others are rejected."""
+"""Read for draft models. target_layer_count counts layers of one kind; models with several kinds are rejected."""
 LENGTHS = {
     *("max_seq_len", "max_seq_length", "max_sequence_length", "max_target_positions", "model_max_length"),
     *("n_positions", "seq_len", "seq_length"),
 }
 """Limits of the context: an engine refuses to start beyond them."""
 SAME = {
-    # Rejected unless all layers are of one kind: families.parts.hf_config.
+    # Rejected unless all layers are of one kind (families.parts.hf_config).
     "layer_types",
     # transformers moves these into rope_parameters, and both engines read its configuration.
     *("rope_theta", "rope_scaling", "original_max_position_embeddings", "partial_rotary_factor"),
     # Given by families.engine_overrides.
     *("architectures", "scoring_func", "topk_method", "moe_layer_freq", "quantization_config"),
-    # The family was selected by it.
+    # Selects the family.
     "model_type",
     # Precision of the router's scores in vLLM; transformers and megatron compute them in float32.
     "moe_router_dtype",
@@ -72,7 +75,7 @@ SAME = {
     "auto_map",
     # The engine gets its dtype as an argument, and names of directories.
     *("torch_dtype", "name_or_path"),
-    # Sizes that transformers has for the families that use them; others do not reach the code.
+    # Sizes that transformers also reads in the families that use them; other families do not reach the code.
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "n_shared_experts", "n_routed_experts"),
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group"),
     "first_k_dense_replace",
@@ -93,7 +96,7 @@ CASES = [
 
 @cache
 def used_by_transformers(name: str) -> frozenset[str]:
-    """Fields of the family's configuration class, and those that its model's code reads."""
+    """Return the fields of the family's configuration class and the fields that its modeling code reads."""
     kind = FAMILIES[name].transformers_type or name
     config = AutoConfig.for_model(kind)
     model = Path(transformers.__file__).parent / "models" / kind / f"modeling_{kind}.py"
@@ -102,7 +105,7 @@ def used_by_transformers(name: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize(("engine", "name"), CASES)
-def test_field_read_by_model_of_engine_is_known(engine: str, name: str) -> None:
+def test_fields_read_by_engine_model_are_known(engine: str, name: str) -> None:
     assert root(engine) is not None
     found = fields_of_model(engine, FAMILIES[name].architecture)
     assert {"hidden_size", "num_hidden_layers", "rms_norm_eps", "num_key_value_heads"} <= found.keys()
@@ -111,7 +114,7 @@ def test_field_read_by_model_of_engine_is_known(engine: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("engine", [pytest.param(engine, marks=marks) for engine, marks in MARKS.items()])
-def test_field_read_for_every_model_of_engine_is_known(engine: str) -> None:
+def test_fields_read_for_all_engine_models_are_known(engine: str) -> None:
     found = fields_of_all_models(engine)
     assert {"architectures", "sliding_window", "num_hidden_layers", "head_dim"} <= found.keys()
     everywhere = frozenset.intersection(*map(used_by_transformers, FAMILIES))
@@ -120,7 +123,7 @@ def test_field_read_for_every_model_of_engine_is_known(engine: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_own_fields_are_those_of_transformers_class(name: str) -> None:
+def test_own_fields_equal_fields_of_transformers_class(name: str) -> None:
     config = AutoConfig.for_model(FAMILIES[name].transformers_type or name)
     base = inspect.signature(transformers.PreTrainedConfig.__init__).parameters
     declared = set(inspect.signature(type(config).__init__).parameters) - set(base)

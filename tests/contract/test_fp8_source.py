@@ -1,4 +1,4 @@
-"""A run that starts from an FP8 release: the trainer dequantises, so the engine must not expect FP8."""
+"""Engines of FP8 releases: the trainer dequantizes the weights, so the engine must not expect FP8."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("kind", ["vllm"])
-def test_an_engine_of_an_fp8_release_takes_the_weights_of_the_trainer(kind: str, tmp_path: Path) -> None:
+def test_engine_fp8_release_loads_unquantized_trainer_weights(kind: str, tmp_path: Path) -> None:
     model = tiny_model("qwen3", head_dim=32, num_hidden_layers=2)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Calls through real Ray: those that one rank of a node passes on to its neighbours, and those that nobody answers."""
+"""Remote calls through real Ray: calls that a rank passes on to its neighbours, errors, deaths and timeouts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mcore_rl.runtime.roles.trainer import TrainerProcess
 from mcore_rl.weights.transports.hosts import this_host
 
 NODES = (0, 1, 0, 2, 0)
-"""Pretended, of five ranks: one node has three, in between others."""
+"""Simulated nodes of five ranks. Node 0 has three ranks, which are not consecutive."""
 
 
 class UnpicklableError(Exception):
@@ -41,7 +41,7 @@ class Rank(RankProcess):
         return number + fetched, os.getpid(), threading.current_thread().name
 
     def meet(self, failing: bool) -> None:
-        """As a collective of which one rank is missing."""
+        """Block like a collective with a missing rank."""
         if failing:
             raise NonFiniteError("loss is nan")
         threading.Event().wait(60)
@@ -52,7 +52,7 @@ class Rank(RankProcess):
         if how == "_exit":
             os._exit(4)
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT}[how])
-        threading.Event().wait(60)  # another thread may take the signal
+        threading.Event().wait(60)  # another thread may handle the signal
 
     def fail(self, kind: str) -> None:
         if kind == "unpicklable":
@@ -67,7 +67,7 @@ def node() -> Iterator[Any]:
     with ray_cluster(config, {"CPU": 5.0}) as [node]:
         daemons = psutil.Process().children(recursive=True)
         yield node
-    psutil.wait_procs(daemons, timeout=60)  # they end with the process of a run, which is this one here
+    psutil.wait_procs(daemons, timeout=60)  # they end with the driver process, which is this process
 
 
 @pytest.fixture
@@ -82,16 +82,16 @@ def group(node: Any) -> Iterator[RankGroup]:
         kill_all(handles)
 
 
-def test_ranks_have_the_niceness_of_the_run(group: RankGroup) -> None:
-    """Ray's default of 15 leaves them next to nothing on a machine where anything else runs."""
+def test_ranks_have_niceness_of_driver(group: RankGroup) -> None:
+    """With Ray's default of 15 they get almost no CPU time if anything else runs."""
     found = [psutil.Process(pid).nice() for _, pid in group.watch.get([h.where.remote() for h in group.handles])]
     assert found == [psutil.Process().nice()] * 5
 
 
-def test_every_rank_gets_its_own_arguments_and_runs_them_in_its_main_thread(group: RankGroup) -> None:
+def test_on_every_rank_passes_own_arguments_and_uses_main_thread(group: RankGroup) -> None:
     pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
     threads = [thread for _, _, thread in group.watch.get([h.add.remote(0, 0) for h in group.handles])]
-    for _ in range(2):  # the neighbours are known the second time
+    for _ in range(2):  # the second time the ranks know their neighbours
         hundreds = ray.put(100)
         found = group.on_every_rank("add", [(rank, hundreds) for rank in range(5)])
         assert found == [(100 + rank, pid, thread) for rank, pid, thread in zip(range(5), pids, threads, strict=True)]
@@ -99,7 +99,7 @@ def test_every_rank_gets_its_own_arguments_and_runs_them_in_its_main_thread(grou
 
 
 @pytest.mark.parametrize("failing", [0, 4])
-def test_what_a_rank_raises_arrives_while_its_neighbours_wait_for_it(group: RankGroup, failing: int) -> None:
+def test_on_every_rank_error_arrives_while_neighbours_wait(group: RankGroup, failing: int) -> None:
     with pytest.raises(NonFiniteError, match=rf"^loss is nan \(rank {failing} on \S+\)$"):
         group.on_every_rank("meet", [(rank == failing,) for rank in range(5)])
 
@@ -109,15 +109,15 @@ def test_what_a_rank_raises_arrives_while_its_neighbours_wait_for_it(group: Rank
     [
         ("disk", ConfigError, r"run\.dir: .*\(rank 1 on \S+\)$"),
         ("bug", WorkerDiedError, r"^rank 1 on \S+ failed: [\s\S]*KeyError: 'weight'"),
-        ("unpicklable", WorkerDiedError, r"^rank 1 failed: [\s\S]*UnpicklableError"),  # by the call alone
+        ("unpicklable", WorkerDiedError, r"^rank 1 failed: [\s\S]*UnpicklableError"),  # only the call names the rank
     ],
 )
-def test_error_of_any_type_names_its_rank(group: RankGroup, kind: str, error: type[Exception], message: str) -> None:
+def test_watch_error_of_any_type_names_rank(group: RankGroup, kind: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         group.watch.get([group.handles[0].add.remote(0, 0), group.handles[1].fail.remote(kind)])
 
 
-def test_error_of_a_trainer_rank_names_role_rank_and_host(node: Any) -> None:
+def test_trainer_rank_error_names_role_rank_and_host(node: Any) -> None:
     handle = TrainerProcess.options(num_cpus=0, scheduling_strategy=node).remote("trainer rank 3")
     watch = Watch()
     watch.add("trainer rank 3", handle)
@@ -128,7 +128,7 @@ def test_error_of_a_trainer_rank_names_role_rank_and_host(node: Any) -> None:
         kill_all([handle])
 
 
-def test_the_death_of_a_rank_that_was_called_by_another_names_it(group: RankGroup) -> None:
+def test_watch_death_of_rank_called_by_neighbour_is_named(group: RankGroup) -> None:
     pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
     calls = group.begin("meet", [(False,)] * 5)
     os.kill(pids[2], signal.SIGKILL)
@@ -136,15 +136,15 @@ def test_the_death_of_a_rank_that_was_called_by_another_names_it(group: RankGrou
         group.watch.get(calls.references)
 
 
-def test_a_start_that_does_not_end_is_named_with_the_key(group: RankGroup) -> None:
+def test_get_started_timeout_names_rank_and_key(group: RankGroup) -> None:
     group.watch.start_seconds = 1.0
     first, second, *_ = group.handles
     with pytest.raises(WorkerDiedError, match=r"rank 1 did not start within 1 s \(cluster\.start_timeout_seconds\)"):
         group.watch.get_started({first.add.remote(0, 0): [first], second.meet.remote(False): [second]})
 
 
-def test_a_start_does_not_wait_for_a_process_that_has_died_and_may_be_replaced(group: RankGroup) -> None:
-    """The leader of an engine, for its rank on another host."""
+def test_get_started_dead_replaceable_process_raises_at_once(group: RankGroup) -> None:
+    """Example: the first host of an engine waits for a rank on another host that has died."""
     watch, (leader, follower, *_) = group.watch, group.handles
     watch.let_die([leader, follower])
     _, pid = watch.get([follower.where.remote()])[0]
@@ -156,7 +156,7 @@ def test_a_start_does_not_wait_for_a_process_that_has_died_and_may_be_replaced(g
 
 
 class Attendant:
-    """Its calls are of processes that may die; what each said, or what became of it, by rank."""
+    """Waits for calls to processes that may die. `found`: result or reason of the death, by rank."""
 
     def __init__(self, watch: Watch, calls: dict[Any, tuple[int, Any]]) -> None:
         self.watch, self.under_way, self.found = watch, calls, dict[int, Any]()
@@ -174,7 +174,7 @@ class Attendant:
                 self.found[rank] = self.watch.lost(handle)
 
 
-def test_calls_of_an_attendant_end_beside_others_and_each_of_its_dead_is_known(group: RankGroup) -> None:
+def test_attendant_calls_end_during_waits_and_deaths_are_known(group: RankGroup) -> None:
     watch, handles = group.watch, group.handles
     watch.let_die(handles[:4])
     pids = [pid for _, pid in watch.get([handle.where.remote() for handle in handles])]
@@ -182,7 +182,7 @@ def test_calls_of_an_attendant_end_beside_others_and_each_of_its_dead_is_known(g
     attendant = watch.attendant = Attendant(watch, {handles[0].add.remote(1, 2): (0, handles[0]), **calls})
     for rank in (1, 2, 3):
         os.kill(pids[rank], signal.SIGKILL)
-    while attendant.under_way:  # the last rank is asked meanwhile, and answers
+    while attendant.under_way:  # meanwhile the last rank answers a call
         assert watch.get([handles[4].add.remote(3, 4)])[0][0] == 7
     assert attendant.found[0] == 3
     for rank in (1, 2, 3):
@@ -198,9 +198,9 @@ DEATHS = {
 }
 
 
-def test_death_of_a_rank_names_signal_or_exit_code_host_and_log(node: Any, tmp_path: Path) -> None:
+def test_watch_death_names_status_host_and_log(node: Any, tmp_path: Path) -> None:
     watch = Watch(places=Places(str(tmp_path)))
-    # Each has the place of the one before, which has died.
+    # Each rank takes the resources of the previous one, which has died.
     for how, status in DEATHS.items():
         name = f"trainer rank {how}"
         rank = Rank.options(num_cpus=0, scheduling_strategy=node).remote(name, str(tmp_path))  # type: ignore[attr-defined]
@@ -208,17 +208,17 @@ def test_death_of_a_rank_names_signal_or_exit_code_host_and_log(node: Any, tmp_p
         watch.let_die([rank])
         watch.places.ask([rank])
         watch.get([rank.where.remote()])
-        watch.places.update()  # as the next look of any wait does
+        watch.places.update()  # any later wait does the same
         with pytest.raises(WorkerDiedError) as raised:
             watch.get([rank.die.remote(how)])
         expected = f"{name} died: {status} (host {this_host().name}, log {tmp_path}/trainer_rank_{how}.log)"
         assert watch.lost(rank) == expected or expected in str(raised.value), (watch.lost(rank), raised.value)
 
 
-def test_a_stopped_rank_that_nobody_waits_for_is_named_in_time(group: RankGroup) -> None:
-    """Also one that nobody has asked how it is since it started."""
+def test_watch_stopped_rank_without_calls_is_named_in_time(group: RankGroup) -> None:
+    """Includes a rank whose liveness was not checked since its start."""
     watch = group.watch
-    watch.timeout_seconds, seconds = 1000.0, watch.timeout_seconds  # no questions
+    watch.timeout_seconds, seconds = 1000.0, watch.timeout_seconds  # no liveness checks
     pids = [pid for _, pid in watch.get([handle.where.remote() for handle in group.handles])]
     watch.get_started({handle.add.remote(0, 0): [handle] for handle in group.handles})
     watch.timeout_seconds = seconds

@@ -1,4 +1,4 @@
-"""What every Engine must do, against transformers on the same weights."""
+"""Contract of every Engine, compared with transformers on the same weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiny_models import VOCABULARY, tiny_model
 
 EOS = 1
 PASS_TOKENS = 32
-"""Of one pass of the engine: prompts that come together are computed in pieces."""
+"""Maximum tokens of one pass: prompts that are submitted together are computed in pieces."""
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,12 @@ def engine(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.
     engine.shutdown()
 
 
-def of_vllm(engine: RemoteEngine, *, rank: bool = False) -> None:
-    """For what looks inside, perhaps into a rank, which is in the engine's process where it is the only one."""
+def require_vllm(engine: RemoteEngine, *, rank: bool = False) -> None:
+    """Skip tests of vLLM's internals on other engines. `rank`: also if ranks run outside the engine's process."""
     if engine.kind != "vllm":
-        pytest.skip("looks into vLLM")
+        pytest.skip("tests internals of vLLM")
     if rank and num_ranks(engine) > 1:
-        pytest.skip("looks into a rank that is in another process")
+        pytest.skip("tests internals of a rank in another process")
 
 
 def num_ranks(engine: RemoteEngine) -> int:
@@ -65,26 +65,26 @@ def make_requests(
 
 
 def reference_logp(model: Any, request: GenerationRequest, done: Completion, temperature: float) -> torch.Tensor:
-    """Log-probabilities [T, V] of transformers at each response token."""
+    """Compute log-probabilities of each response token with transformers. Shapes: [T, V]."""
     ids = np.concatenate([request.token_ids, done.token_ids]).astype(np.int64)
     with torch.no_grad():
         logits = model(torch.from_numpy(ids)[None]).logits[0, len(request.token_ids) - 1 : -1]
     return (logits.double() / temperature).log_softmax(-1)
 
 
-def test_greedy_tokens_are_the_argmax_of_transformers(engine: RemoteEngine, model: Any) -> None:
+def test_generate_greedy_equals_argmax_of_transformers(engine: RemoteEngine, model: Any) -> None:
     requests = make_requests(SamplingOptions(12, temperature=0.0), samples=1)
     done = engine.generate(requests)
     for request in requests:
         completion = done[request.request_id]
         logp = reference_logp(model, request, completion, 1.0)
         assert completion.token_ids.tolist() == logp.argmax(-1).tolist()
-        # float32 on both sides, other order of sums
+        # float32 on both sides, with another order of sums
         np.testing.assert_allclose(completion.logp, logp.max(-1).values, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logp_is_that_of_the_tempered_distribution(engine: RemoteEngine, model: Any, temperature: float) -> None:
+def test_generate_logp_equals_tempered_transformers_logp(engine: RemoteEngine, model: Any, temperature: float) -> None:
     requests = make_requests(SamplingOptions(16, temperature=temperature))
     done = engine.generate(requests)
     for request in requests:
@@ -94,8 +94,8 @@ def test_logp_is_that_of_the_tempered_distribution(engine: RemoteEngine, model: 
         np.testing.assert_allclose(completion.logp, chosen, atol=1e-4)
 
 
-def test_requests_of_one_pass_have_temperatures_of_their_own(engine: RemoteEngine, model: Any) -> None:
-    """Also beside greedy and truncated ones."""
+def test_generate_mixed_temperatures_use_own_temperature(engine: RemoteEngine, model: Any) -> None:
+    """The batch also contains greedy and truncated requests."""
     mixed = [
         *(SamplingOptions(16, temperature=temperature) for temperature in (0.3, 1.0, 2.0, 0.01)),
         *(SamplingOptions(16, temperature=0.0), SamplingOptions(16, temperature=1.3, top_k=4)),
@@ -111,14 +111,12 @@ def test_requests_of_one_pass_have_temperatures_of_their_own(engine: RemoteEngin
         if sampling.top_k == -1:
             logp = reference_logp(model, request, completion, sampling.temperature or 1.0)
             chosen = logp.gather(1, torch.from_numpy(completion.token_ids.astype(np.int64))[:, None])[:, 0]
-            # Logits in float32 with another order of sums, divided by the temperature.
+            # The rounding errors of float32 logits are divided by the temperature too.
             np.testing.assert_allclose(completion.logp, chosen, atol=1e-4 / min(1, sampling.temperature or 1))
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}])
-def test_logp_is_renormalised_over_the_tokens_that_truncation_leaves(
-    engine: RemoteEngine, model: Any, truncation: dict[str, Any]
-) -> None:
+def test_generate_truncation_renormalises_logp(engine: RemoteEngine, model: Any, truncation: dict[str, Any]) -> None:
     requests = make_requests(SamplingOptions(8, **truncation))
     done = engine.generate(requests)
     for request in requests:
@@ -133,7 +131,7 @@ def test_logp_is_renormalised_over_the_tokens_that_truncation_leaves(
         np.testing.assert_allclose(completion.logp, chosen, atol=1e-4)
 
 
-def test_same_seeds_give_the_same_tokens_and_logp_and_others_do_not(engine: RemoteEngine) -> None:
+def test_generate_same_seeds_repeat_tokens_and_logp(engine: RemoteEngine) -> None:
     sampling = SamplingOptions(16)
     first, again = (engine.generate(make_requests(sampling)) for _ in range(2))
     other = engine.generate(make_requests(sampling, seed=7))
@@ -144,8 +142,8 @@ def test_same_seeds_give_the_same_tokens_and_logp_and_others_do_not(engine: Remo
     assert first["0.0"].token_ids.tolist() != first["0.1"].token_ids.tolist()
 
 
-def test_a_seed_draws_the_same_tokens_whatever_is_computed_beside_it(engine: RemoteEngine) -> None:
-    """Together the prompts are more than a pass holds: of those that are cut, no draw may be lost."""
+def test_generate_tokens_do_not_depend_on_other_requests(engine: RemoteEngine) -> None:
+    """The prompts exceed a pass and are cut, which must not consume random numbers."""
     requests = make_requests(SamplingOptions(16))
     assert sum(len(request.token_ids) for request in requests) > 2 * PASS_TOKENS
     together = engine.generate(requests)
@@ -154,15 +152,16 @@ def test_a_seed_draws_the_same_tokens_whatever_is_computed_beside_it(engine: Rem
         assert alone.token_ids.tolist() == together[request.request_id].token_ids.tolist()
 
 
-def test_more_requests_than_run_at_once_all_finish(engine: RemoteEngine) -> None:
+def test_generate_more_requests_than_slots_all_finish(engine: RemoteEngine) -> None:
     requests = make_requests(SamplingOptions(6), num_prompts=10, samples=9)
     done = engine.generate(requests)
     assert sorted(done) == sorted(r.request_id for r in requests)
 
 
 def check_routing(model: Any, requests: list[GenerationRequest], done: dict[str, Completion]) -> int:
-    """That every token has the experts of transformers' routers; returns how many choices were compared. Those that
-    float32 may decide either way are left out, with the token's later layers, whose input is another then."""
+    """Compare the experts of every token with transformers' routers. Returns the number of compared choices.
+
+    Near ties in float32 are excluded, and so are the token's later layers, whose input would differ."""
     logits: list[torch.Tensor] = []
     gates = [layer.mlp.gate for layer in model.model.layers]
     handles = [gate.register_forward_hook(lambda _, __, out: logits.append(out[0])) for gate in gates]
@@ -187,8 +186,8 @@ def check_routing(model: Any, requests: list[GenerationRequest], done: dict[str,
     return compared
 
 
-def test_every_token_comes_with_the_experts_that_it_was_routed_to(engine: RemoteEngine, model: Any) -> None:
-    """Prompts of other lengths, in pieces, beside responses of other lengths."""
+def test_generate_routed_experts_equal_transformers(engine: RemoteEngine, model: Any) -> None:
+    """Prompts in pieces and responses of different lengths."""
     requests = make_requests(SamplingOptions(16), num_prompts=8) + make_requests(SamplingOptions(5), 3)[:1]
     requests[-1] = replace(requests[-1], request_id="short")
     done = engine.generate(requests)
@@ -197,8 +196,7 @@ def test_every_token_comes_with_the_experts_that_it_was_routed_to(engine: Remote
 
 
 def _generate_with_shared_prefixes(engine: Any, requests: list[GenerationRequest]) -> tuple[list[Completion], int]:
-    """Lets prompts be longer than configured, and computes all running requests anew when the first has ended; returns
-    also how many tokens the engine computed."""
+    """Reset the prefix cache when the first request finishes. Returns completions and number of computed tokens."""
     config, write, rows = engine._config, RoutingCache.write, []
 
     def counted(cache: RoutingCache, layer: int, slots: torch.Tensor, experts: torch.Tensor) -> None:
@@ -221,12 +219,10 @@ def _generate_with_shared_prefixes(engine: Any, requests: list[GenerationRequest
     return done, sum(rows)
 
 
-def test_experts_of_a_prefix_that_was_not_computed_again_and_of_tokens_that_were(
-    engine: RemoteEngine, model: Any
-) -> None:
-    of_vllm(engine)
+def test_generate_shared_prefix_and_recompute_keep_experts(engine: RemoteEngine, model: Any) -> None:
+    require_vllm(engine)
     rng = np.random.default_rng(6)
-    common = rng.integers(2, VOCABULARY, size=34).astype(np.int32)  # more than a block of the cache
+    common = rng.integers(2, VOCABULARY, size=34).astype(np.int32)  # longer than a block of the cache
     prompts = [np.concatenate([common, rng.integers(2, VOCABULARY, size=n).astype(np.int32)]) for n in (1, 4, 9, 2)]
     requests = [
         GenerationRequest(str(i), prompt, i, SamplingOptions(length))
@@ -236,7 +232,9 @@ def test_experts_of_a_prefix_that_was_not_computed_again_and_of_tokens_that_were
     done = {completion.request_id: completion for completion in completions}
     lengths = [len(r.token_ids) + len(done[r.request_id].token_ids) - 1 for r in requests]
     assert check_routing(model, requests, done) > 0.95 * sum(lengths) * model.config.num_hidden_layers
-    if not torch.cuda.is_available() and num_ranks(engine) == 1:  # three found a block of 32; some tokens came twice
+    if (
+        not torch.cuda.is_available() and num_ranks(engine) == 1
+    ):  # three requests hit a block of 32; some tokens were computed twice
         assert sum(lengths) - 3 * 32 < computed < sum(lengths)
 
 
@@ -245,12 +243,12 @@ def _batch_limits(engine: Any) -> tuple[int, bool, int]:
     return scheduler.max_num_batched_tokens, scheduler.enable_chunked_prefill, scheduler.max_num_seqs
 
 
-def test_the_engine_computes_no_more_tokens_at_once_than_configured(engine: RemoteEngine) -> None:
-    of_vllm(engine)
+def test_engine_max_batched_tokens_limits_batch(engine: RemoteEngine) -> None:
+    require_vllm(engine)
     assert engine.call(_batch_limits) == (PASS_TOKENS, True, 32)
 
 
-def test_finish_reasons(engine: RemoteEngine) -> None:
+def test_generate_finish_reasons_are_stop_and_length(engine: RemoteEngine) -> None:
     done = engine.generate(make_requests(SamplingOptions(32), num_prompts=8, samples=4))
     reasons = {completion.finish_reason for completion in done.values()}
     assert reasons == {"stop", "length"}
@@ -263,7 +261,7 @@ def test_finish_reasons(engine: RemoteEngine) -> None:
         assert stopped or len(ids) == 32
 
 
-def test_the_longest_prompt_leaves_room_for_the_longest_response(engine: RemoteEngine) -> None:
+def test_generate_longest_prompt_fits_longest_response(engine: RemoteEngine) -> None:
     prompts = np.random.default_rng(6).integers(2, VOCABULARY, size=(6, 32)).astype(np.int32)
     requests = [GenerationRequest(str(n), prompt, n, SamplingOptions(32)) for n, prompt in enumerate(prompts)]
     done = engine.generate(requests)
@@ -282,7 +280,7 @@ def test_the_longest_prompt_leaves_room_for_the_longest_response(engine: RemoteE
     assert resumed.token_ids.tolist() == whole.token_ids.tolist()
 
 
-def test_input_that_cannot_be_generated_is_refused_and_leaves_nothing_behind(engine: RemoteEngine) -> None:
+def test_generate_invalid_request_raises_and_leaves_no_state(engine: RemoteEngine) -> None:
     ids = np.array([5, 6], np.int32)
     bad = [
         (DataError, "max_prompt_tokens", np.full(57, 5, np.int32), 8),
@@ -310,7 +308,7 @@ def _generate_with_a_failing_callback(engine: Any, requests: list[GenerationRequ
     return "swallowed"
 
 
-def test_an_error_of_the_caller_ends_the_call_and_the_engine_still_works(engine: RemoteEngine) -> None:
+def test_generate_failing_callback_raises_and_engine_still_works(engine: RemoteEngine) -> None:
     requests = make_requests(SamplingOptions(4))
     before = engine.generate(requests)
     assert engine.call(_generate_with_a_failing_callback, requests) == "raised"
@@ -322,10 +320,10 @@ def _sleep(engine: Any, keep_weights: bool) -> int:
     return engine.sleep(keep_weights=keep_weights)
 
 
-def test_an_engine_that_slept_generates_as_before(engine: RemoteEngine) -> None:
+def test_sleep_wake_up_generates_same_tokens(engine: RemoteEngine) -> None:
     requests = make_requests(SamplingOptions(8))
     before = engine.generate(requests)
-    assert engine.call(_sleep, True) > 0.9 * 0.03 * 2**30  # the cache of start_engine, less a block that does not fit
+    assert engine.call(_sleep, True) > 0.9 * 0.03 * 2**30  # start_engine's cache, minus a partial block
     assert engine.call(_sleep, True) == 0
     for part in ("weights", "kv_cache"):
         with pytest.raises(RuntimeError, match=part):
@@ -337,8 +335,8 @@ def test_an_engine_that_slept_generates_as_before(engine: RemoteEngine) -> None:
         np.testing.assert_allclose(completion.logp, after[request_id].logp, rtol=0, atol=engine.logp_tolerance)
 
 
-def test_an_engine_whose_weights_alone_woke_sleeps_again(engine: RemoteEngine) -> None:
-    """As a checkpoint after a sync has it, with no generation between the two."""
+def test_sleep_after_waking_weights_only_generates_same_tokens(engine: RemoteEngine) -> None:
+    """This happens at a checkpoint after a weight sync, without generation in between."""
     requests = make_requests(SamplingOptions(8))
     before = engine.generate(requests)
     engine.call(_sleep, True)
@@ -353,12 +351,12 @@ def test_an_engine_whose_weights_alone_woke_sleeps_again(engine: RemoteEngine) -
 
 
 def _norms(engine: Any, build: Any) -> dict[str, Any]:
-    """Results of vLLM's norm operations as this engine dispatches them, and as eager torch computes them."""
+    """Run vLLM's norm operations as this engine dispatches them, and in eager torch."""
     import torch
     from vllm import ir
 
     heads, row, residual, weight = (torch.from_numpy(x) for x in build)
-    view = heads[:, 1:3]  # as queries lie in a fused projection
+    view = heads[:, 1:3]  # strided like queries in a fused projection
     found = {"provider": [op.get_priority()[0] for op in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)]}
     for name, op, inputs in (
         ("norm", ir.ops.rms_norm, (view, weight, 1e-6)),
@@ -370,11 +368,11 @@ def _norms(engine: Any, build: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA vLLM chooses its own")
-def test_norms_run_in_compiled_kernels_also_on_strided_rows(engine: RemoteEngine) -> None:
-    of_vllm(engine, rank=True)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM uses its own kernels")
+def test_vllm_norms_use_compiled_kernels_on_strided_rows(engine: RemoteEngine) -> None:
+    require_vllm(engine, rank=True)
     rng = np.random.default_rng(0)
-    for width in (16, 12):  # the kernels refuse rows of 12
+    for width in (16, 12):  # the kernels reject rows of 12
         shapes = ((5, 4, width), (5, width), (5, width), (width,))
         found = engine.call(_norms, [rng.standard_normal(shape).astype(np.float32) for shape in shapes])
         assert found["provider"] == ["mcore_rl_cpu"] * 2
@@ -383,7 +381,7 @@ def test_norms_run_in_compiled_kernels_also_on_strided_rows(engine: RemoteEngine
                 np.testing.assert_allclose(ours, native, atol=1e-5)
 
 
-def test_a_cache_too_small_for_one_sequence_names_the_key(model: Any, tmp_path: Path) -> None:
+def test_vllm_kv_cache_too_small_names_key(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     code = (
         "import sys; from mcore_rl.config.schema import RolloutConfig; from mcore_rl.errors import ConfigError\n"

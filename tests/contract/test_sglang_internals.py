@@ -1,4 +1,4 @@
-"""SGLang's internals are looked at before they are used, and a start that it refuses leaves nothing behind."""
+"""SGLang's internals are checked before use, and a rejected start leaves no files behind."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ except RuntimeError as error:
 
 
 @WITH_SGLANG
-def test_what_is_not_as_in_the_release_is_named() -> None:
+def test_internals_changed_signature_or_attribute_is_named() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SGLANG_USE_CPU_ENGINE": "1"}
     done = subprocess.run([SGLANG, "-c", CHANGED], env=environment, capture_output=True, text=True, check=False)
     not_called, too_few, lacking = done.stdout.splitlines()[-3:]
-    is_not = "sglang.Scheduler.run_batch differs from SGLang's release"
-    assert not_called == f"{is_not} (too many positional arguments)"
-    assert too_few == f"{is_not} (missing a required argument: 'pp_proxy')"
+    differs = "sglang.Scheduler.run_batch differs from SGLang's release"
+    assert not_called == f"{differs} (too many positional arguments)"
+    assert too_few == f"{differs} (missing a required argument: 'pp_proxy')"
     assert lacking.startswith("SGLang's scheduler lacks output_streamer.send_to_detokenizer.send_output (")
 
 
 @WITH_SGLANG
-def test_a_model_that_sglang_refuses_is_refused_in_its_words_and_leaves_nothing(tmp_path: Path) -> None:
-    """Latent attention without YaRN: on a CPU an assertion without a word."""
+def test_start_rejected_model_reports_reason_and_leaves_no_files(tmp_path: Path) -> None:
+    """Latent attention without YaRN fails on CPU with an assertion without message."""
     tiny_model("deepseek_v3", hidden_size=128, **(DIVIDED_BY_TWO | LATENT)).save_pretrained(tmp_path)
     code = (
         "import os, sys\nfrom pathlib import Path\nfrom mcore_rl.config.schema import RolloutConfig\n"
@@ -64,6 +64,6 @@ def test_a_model_that_sglang_refuses_is_refused_in_its_words_and_leaves_nothing(
         "print([path.name for path in Path('/dev/shm').glob(f'sglang_loads_mcore{rank.pid}_*')])\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
-    said, left = done.stdout.splitlines()[-2:]
-    assert said == "SGLang cannot run this: AssertionError: assert rope_scaling is not None", done.stderr[-2000:]
+    reason, left = done.stdout.splitlines()[-2:]
+    assert reason == "SGLang cannot run this: AssertionError: assert rope_scaling is not None", done.stderr[-2000:]
     assert left == "[]"

@@ -1,4 +1,4 @@
-"""What every Engine must do between two steps: take requests, end them, go on with them, change weights under them."""
+"""Contract of every Engine between two steps: submit, abort, resume, and update weights under running requests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mcore_rl.errors import DataError
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.trajectories import version_spans
 from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
-from tests.contract.engines import DIVIDED_BY_TWO, RANKS, RemoteEngine, spelled, start_engine
+from tests.contract.engines import DIVIDED_BY_TWO, RANKS, RemoteEngine, one_character_per_token, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.tiny_models import VOCABULARY, tiny_model
 
 TOKENS = 24
 SWAPS = 10
 CLOSE = 1e-4
-"""Of log-probabilities in float32, other orders of sums; a wrong version is off by more than 0.1."""
+"""Tolerance of float32 log-probabilities with another order of sums; a wrong version differs by more than 0.1."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def engine(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.
 
 
 def make_requests(num: int = 8, *, tokens: int = TOKENS, first_seed: int = 0) -> list[GenerationRequest]:
-    """Prompts of other lengths, two requests of each."""
+    """Create two requests for each of several prompts of different lengths."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(2, VOCABULARY, size=20 + p).astype(np.int32) for p in range(num // 2)]
     return [
@@ -53,13 +53,13 @@ def make_requests(num: int = 8, *, tokens: int = TOKENS, first_seed: int = 0) ->
     ]
 
 
-def go_on(requests: Sequence[GenerationRequest], partial: Sequence[Completion]) -> list[GenerationRequest]:
+def resume(requests: Sequence[GenerationRequest], partial: Sequence[Completion]) -> list[GenerationRequest]:
     by_id = {completion.request_id: completion for completion in partial}
     return [replace(each, partial=by_id[each.request_id]) for each in requests if each.request_id in by_id]
 
 
 def steps(engine: Any, count: int) -> tuple[list[Delta], list[Completion]]:
-    """Inside the engine's process; -1: until nothing runs."""
+    """Run `count` steps inside the engine's process; -1: until no request is running."""
     deltas, completions = [], []
     while engine.num_running and count:
         more, ended = engine.step()
@@ -81,26 +81,24 @@ def assert_same(engine: RemoteEngine, first: Completion, second: Completion) -> 
 
 
 @pytest.fixture(scope="module")
-def whole(engine: RemoteEngine) -> dict[str, Completion]:
-    """Responses to make_requests that nothing has disturbed."""
+def undisturbed(engine: RemoteEngine) -> dict[str, Completion]:
+    """Responses to make_requests, generated without interruption."""
     return engine.generate(make_requests())
 
 
-def test_deltas_are_the_responses_piece_by_piece(engine: RemoteEngine, whole: dict[str, Completion]) -> None:
+def test_step_deltas_add_up_to_completions(engine: RemoteEngine, undisturbed: dict[str, Completion]) -> None:
     engine.call("submit", make_requests())
     deltas, completions = engine.call(steps, -1)
-    assert len(completions) == len(whole)
+    assert len(completions) == len(undisturbed)
     for completion in completions:
         own = [delta for delta in deltas if delta.request_id == completion.request_id]
         assert [token for delta in own for token in delta.token_ids] == completion.token_ids.tolist()
         np.testing.assert_array_equal(np.float32([p for delta in own for p in delta.logp]), completion.logp)
         assert {delta.version for delta in own} == {engine.weight_version}
-        assert_same(engine, completion, whole[completion.request_id])
+        assert_same(engine, completion, undisturbed[completion.request_id])
 
 
-def test_requests_that_come_while_others_run_change_nothing_in_either(
-    engine: RemoteEngine, whole: dict[str, Completion]
-) -> None:
+def test_submit_while_others_run_changes_no_response(engine: RemoteEngine, undisturbed: dict[str, Completion]) -> None:
     requests, completions = make_requests(), []
     for request in reversed(requests):
         engine.call("submit", [request])
@@ -108,12 +106,12 @@ def test_requests_that_come_while_others_run_change_nothing_in_either(
     completions += finish(engine)
     assert len(completions) == len(requests)
     for completion in completions:
-        assert_same(engine, completion, whole[completion.request_id])
+        assert_same(engine, completion, undisturbed[completion.request_id])
 
 
 @pytest.mark.parametrize("pauses", [(5,), (3, 9), (1, 1, 1)])
-def test_aborted_responses_go_on_as_if_nothing_had_been(
-    engine: RemoteEngine, whole: dict[str, Completion], pauses: tuple[int, ...]
+def test_abort_and_resume_gives_same_responses(
+    engine: RemoteEngine, undisturbed: dict[str, Completion], pauses: tuple[int, ...]
 ) -> None:
     requests = make_requests()
     left, completions = requests, []
@@ -123,18 +121,18 @@ def test_aborted_responses_go_on_as_if_nothing_had_been(
         partial = engine.call("abort", [each.request_id for each in left])
         assert {each.finish_reason for each in partial} <= {"abort"}
         assert engine.call("num_running") == 0
-        left = go_on(requests, partial)[::-1]
+        left = resume(requests, partial)[::-1]
     assert any(each.partial is not None and len(each.partial.token_ids) for each in left)
     for request in left:  # each alone
         engine.call("submit", [request])
         completions += finish(engine)
-    assert sorted(each.request_id for each in completions) == sorted(whole)
+    assert sorted(each.request_id for each in completions) == sorted(undisturbed)
     for completion in completions:
-        assert_same(engine, completion, whole[completion.request_id])
+        assert_same(engine, completion, undisturbed[completion.request_id])
 
 
 def through_loop(engine: Any, requests: Sequence[GenerationRequest]) -> list[Completion]:
-    """Inside the engine's process: responses by way of a loop."""
+    """Generate through an EngineLoop, inside the engine's process."""
     loop, completions = EngineLoop(engine), list[Completion]()
 
     def generate() -> None:
@@ -150,42 +148,42 @@ def through_loop(engine: Any, requests: Sequence[GenerationRequest]) -> list[Com
     return completions
 
 
-def test_responses_that_are_parked_every_few_tokens_are_the_same(
-    engine: RemoteEngine, whole: dict[str, Completion]
-) -> None:
+def test_loop_tokens_per_version_gives_same_responses(engine: RemoteEngine, undisturbed: dict[str, Completion]) -> None:
     limits = [1, 5, None, 7]
     requests = [replace(each, tokens_per_version=limits[i % 4]) for i, each in enumerate(make_requests())]
     completions = engine.call(through_loop, requests)
-    assert sorted(each.request_id for each in completions) == sorted(whole)
+    assert sorted(each.request_id for each in completions) == sorted(undisturbed)
     for completion in completions:
-        assert_same(engine, completion, whole[completion.request_id])
+        assert_same(engine, completion, undisturbed[completion.request_id])
 
 
-def stopped_by(request: GenerationRequest, *stops: str) -> GenerationRequest:
+def with_stop(request: GenerationRequest, *stops: str) -> GenerationRequest:
     return replace(request, sampling=replace(request.sampling, stop=stops))
 
 
 def middle(completion: Completion) -> str:
-    """A text of three tokens, within the response."""
-    return spelled(completion.token_ids[7:10].tolist())
+    """Return the text of three tokens in the middle of the response."""
+    return one_character_per_token(completion.token_ids[7:10].tolist())
 
 
-def test_a_stop_string_ends_a_response_with_its_last_token(engine: RemoteEngine, whole: dict[str, Completion]) -> None:
-    """Whatever was computed is that of the response without; those beside it go on."""
+def test_stop_string_ends_response_with_completing_token(
+    engine: RemoteEngine, undisturbed: dict[str, Completion]
+) -> None:
+    """The response equals the beginning of the one without a stop string, and other responses continue."""
     requests = make_requests()
-    long = [each for each in requests if len(whole[each.request_id].token_ids) == TOKENS]
-    stopped = {each.request_id: middle(whole[each.request_id]) for each in long[::2]}
+    long = [each for each in requests if len(undisturbed[each.request_id].token_ids) == TOKENS]
+    stopped = {each.request_id: middle(undisturbed[each.request_id]) for each in long[::2]}
     assert len(stopped) > 1
-    given = [stopped_by(each, "never", stopped.get(each.request_id, "none")) for each in requests]
+    given = [with_stop(each, "never", stopped.get(each.request_id, "none")) for each in requests]
     engine.call("submit", given)
     deltas, completions = engine.call(steps, -1)
     assert len(completions) == len(requests)
     for completion in completions:
-        before, stop = whole[completion.request_id], stopped.get(completion.request_id)
+        before, stop = undisturbed[completion.request_id], stopped.get(completion.request_id)
         if stop is None:
             assert_same(engine, completion, before)
             continue
-        count = spelled(before.token_ids.tolist()).index(stop) + len(stop)
+        count = one_character_per_token(before.token_ids.tolist()).index(stop) + len(stop)
         assert completion.token_ids.tolist() == before.token_ids[:count].tolist()
         assert completion.finish_reason == "stop"
         np.testing.assert_allclose(completion.logp, before.logp[:count], rtol=0, atol=engine.logp_tolerance)
@@ -196,17 +194,17 @@ def test_a_stop_string_ends_a_response_with_its_last_token(engine: RemoteEngine,
 
 
 @pytest.mark.parametrize("pauses", [(8,), (9, 1), (1,) * 12])
-def test_a_stop_string_is_found_across_interruptions(
-    engine: RemoteEngine, whole: dict[str, Completion], pauses: tuple[int, ...]
+def test_stop_string_across_interruptions_is_found(
+    engine: RemoteEngine, undisturbed: dict[str, Completion], pauses: tuple[int, ...]
 ) -> None:
-    request = next(each for each in make_requests() if len(whole[each.request_id].token_ids) == TOKENS)
-    before = whole[request.request_id]
-    request = stopped_by(request, middle(before))
+    request = next(each for each in make_requests() if len(undisturbed[each.request_id].token_ids) == TOKENS)
+    before = undisturbed[request.request_id]
+    request = with_stop(request, middle(before))
     left, completions = [request], []
     for count in pauses:
         engine.call("submit", left)
         completions += engine.call(steps, count)[1]
-        left = go_on(left, engine.call("abort", [request.request_id]))
+        left = resume(left, engine.call("abort", [request.request_id]))
         if not left:
             break
     if left:
@@ -214,15 +212,13 @@ def test_a_stop_string_is_found_across_interruptions(
         completions += finish(engine)
     (completion,) = completions
     stop = middle(before)
-    count = spelled(before.token_ids.tolist()).index(stop) + len(stop)
+    count = one_character_per_token(before.token_ids.tolist()).index(stop) + len(stop)
     assert (completion.token_ids.tolist(), completion.finish_reason) == (before.token_ids[:count].tolist(), "stop")
 
 
-def test_a_response_that_goes_on_keeps_the_temperatures_of_its_tokens(
-    engine: RemoteEngine, whole: dict[str, Completion]
-) -> None:
-    request = next(each for each in make_requests() if len(whole[each.request_id].token_ids) == TOKENS)
-    partial = whole[request.request_id]
+def test_resume_keeps_temperatures_of_earlier_tokens(engine: RemoteEngine, undisturbed: dict[str, Completion]) -> None:
+    request = next(each for each in make_requests() if len(undisturbed[each.request_id].token_ids) == TOKENS)
+    partial = undisturbed[request.request_id]
     cut = replace(
         partial,
         token_ids=partial.token_ids[:5],
@@ -237,7 +233,7 @@ def test_a_response_that_goes_on_keeps_the_temperatures_of_its_tokens(
     assert completion.temperatures.tolist() == [0.5] * 5 + [2.0] * (len(completion.token_ids) - 5)
 
 
-def test_what_has_ended_or_never_was_is_passed_over_by_an_abort(engine: RemoteEngine) -> None:
+def test_abort_ignores_finished_and_unknown_requests(engine: RemoteEngine) -> None:
     first, second = make_requests(2, tokens=2)
     engine.call("submit", [first])
     finish(engine)
@@ -246,12 +242,12 @@ def test_what_has_ended_or_never_was_is_passed_over_by_an_abort(engine: RemoteEn
     assert (aborted.request_id, aborted.finish_reason, len(aborted.token_ids)) == (second.request_id, "abort", 0)
 
 
-def test_a_response_that_is_whole_or_lacks_its_experts_does_not_go_on(
-    engine: RemoteEngine, whole: dict[str, Completion]
+def test_submit_complete_partial_or_missing_experts_raises(
+    engine: RemoteEngine, undisturbed: dict[str, Completion]
 ) -> None:
-    request = next(each for each in make_requests() if len(whole[each.request_id].token_ids) == TOKENS)
+    request = next(each for each in make_requests() if len(undisturbed[each.request_id].token_ids) == TOKENS)
     with pytest.raises(DataError, match=f"already has {TOKENS} of {TOKENS} tokens"):
-        engine.call("submit", [replace(request, partial=whole[request.request_id])])
+        engine.call("submit", [replace(request, partial=undisturbed[request.request_id])])
     engine.call("submit", [request])
     engine.call(steps, 4)
     (aborted,) = engine.call("abort", [request.request_id])
@@ -260,7 +256,7 @@ def test_a_response_that_is_whole_or_lacks_its_experts_does_not_go_on(
     assert engine.call("num_running") == 0
 
 
-def test_ids_of_what_runs_together_differ_and_may_come_again(engine: RemoteEngine) -> None:
+def test_submit_duplicate_running_id_raises_and_ids_are_reusable(engine: RemoteEngine) -> None:
     requests = make_requests(2, tokens=3)
     engine.call("submit", requests[:1])
     with pytest.raises(ValueError, match="must differ"):
@@ -285,9 +281,14 @@ def _finish_update(engine: Any, version: int, recompute: bool) -> None:
 
 
 @torch.no_grad()
-def logp_kept(models: dict[int, Any], spans: list[list[int]], request: GenerationRequest, ids: list[int]) -> np.ndarray:
-    """transformers' log-probabilities of a response whose tokens [start, end) are of model `version`, each over the
-    keys and values that those before have left. The pass that draws a token reads the one before it."""
+def logp_with_kept_cache(
+    models: dict[int, Any], spans: list[list[int]], request: GenerationRequest, ids: list[int]
+) -> np.ndarray:
+    """Compute log-probabilities with transformers if running requests keep their KV cache on an update.
+
+    spans: [version, start, end) of the response's tokens. Each model reads the keys and values that earlier models left
+    in the cache. The pass that samples a token reads the token before it.
+    """
     tokens, cache, found, read = [*request.token_ids.tolist(), *ids], None, [], 0
     for version, start, end in spans:
         stop = len(request.token_ids) + end - 1
@@ -298,8 +299,10 @@ def logp_kept(models: dict[int, Any], spans: list[list[int]], request: Generatio
 
 
 @torch.no_grad()
-def logp_anew(models: dict[int, Any], spans: list[list[int]], request: GenerationRequest, ids: list[int]) -> np.ndarray:
-    """The same where every model has computed all that came before."""
+def logp_recomputed(
+    models: dict[int, Any], spans: list[list[int]], request: GenerationRequest, ids: list[int]
+) -> np.ndarray:
+    """Compute log-probabilities with transformers if every model computes the whole KV cache again."""
     tokens, found = torch.tensor([[*request.token_ids.tolist(), *ids]]), np.empty(len(ids))
     for version, start, end in spans:
         logits = models[version](tokens).logits[0, len(request.token_ids) - 1 : -1].double().log_softmax(-1)
@@ -308,9 +311,7 @@ def logp_anew(models: dict[int, Any], spans: list[list[int]], request: Generatio
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_weights_change_under_responses_and_every_token_knows_its_own(
-    engine: RemoteEngine, model: Any, recompute: bool
-) -> None:
+def test_update_while_running_tokens_have_exact_versions(engine: RemoteEngine, model: Any, recompute: bool) -> None:
     trainer = HFTrainer(copy.deepcopy(model), engine, 1 << 20, 2)
     base = engine.weight_version + 1
     models, requests, completions = {}, make_requests(), []
@@ -322,14 +323,14 @@ def test_weights_change_under_responses_and_every_token_knows_its_own(
         trainer.perturb(version)
         models[version] = copy.deepcopy(trainer.model)
         _publish(trainer, version, recompute)
-    # The same prompts under the newest weights: nothing that was computed with others may serve them.
+    # The same prompts again: they must not reuse KV cache of earlier weights.
     late = [replace(each, request_id=f"late {each.request_id}", seed=each.seed + 500) for each in requests]
     engine.call("submit", late)
     completions += finish(engine)
     by_id = {each.request_id: each for each in [*requests, *late]}
     mixed = [each for each in completions if len(set(each.versions.tolist())) > SWAPS // 3]
     assert len(mixed) >= 2
-    right, wrong = (logp_anew, logp_kept) if recompute else (logp_kept, logp_anew)
+    right, wrong = (logp_recomputed, logp_with_kept_cache) if recompute else (logp_with_kept_cache, logp_recomputed)
     for completion in completions:
         spans, ids = version_spans(completion.versions), completion.token_ids.tolist()
         request = by_id[completion.request_id]
@@ -343,8 +344,8 @@ def test_weights_change_under_responses_and_every_token_knows_its_own(
     assert furthest > 0.1
 
 
-def test_a_request_that_had_not_begun_when_weights_changed_is_of_the_new_ones(engine: RemoteEngine, model: Any) -> None:
-    """Its prompt lies in the cache, of older weights."""
+def test_update_unstarted_request_uses_new_weights(engine: RemoteEngine, model: Any) -> None:
+    """Its prompt is in the KV cache, computed with older weights."""
     trainer = HFTrainer(copy.deepcopy(model), engine, 1 << 20, 2)
     version = engine.weight_version + 1
     _publish(trainer, version, False)
@@ -357,12 +358,14 @@ def test_a_request_that_had_not_begun_when_weights_changed_is_of_the_new_ones(en
     completions = {each.request_id: each for each in finish(engine)}
     found = completions[second.request_id]
     assert set(found.versions.tolist()) == {version + 1}
-    expected = logp_anew({version + 1: trainer.model}, version_spans(found.versions), second, found.token_ids.tolist())
+    expected = logp_recomputed(
+        {version + 1: trainer.model}, version_spans(found.versions), second, found.token_ids.tolist()
+    )
     np.testing.assert_allclose(found.logp, expected, atol=CLOSE)
 
 
-def test_responses_of_older_weights_go_on_under_newer_ones(engine: RemoteEngine, model: Any) -> None:
-    """Their tokens keep the experts that drew them."""
+def test_resume_after_update_keeps_experts_of_earlier_tokens(engine: RemoteEngine, model: Any) -> None:
+    """Earlier tokens keep the experts of the pass that sampled them."""
     trainer = HFTrainer(copy.deepcopy(model), engine, 1 << 20, 2)
     version = engine.weight_version + 1
     _publish(trainer, version, False)
@@ -373,14 +376,14 @@ def test_responses_of_older_weights_go_on_under_newer_ones(engine: RemoteEngine,
     trainer.perturb(2)
     models[version + 1] = trainer.model
     _publish(trainer, version + 1, False)
-    left = go_on(requests, aborted)
+    left = resume(requests, aborted)
     engine.call("submit", left)
     completions += finish(engine)
     before, by_id = {each.request_id: each for each in aborted}, {each.request_id: each for each in requests}
     assert len(completions) == len(requests)
     for completion in completions:
         request, ids = by_id[completion.request_id], completion.token_ids.tolist()
-        expected = logp_anew(models, version_spans(completion.versions), request, ids)
+        expected = logp_recomputed(models, version_spans(completion.versions), request, ids)
         np.testing.assert_allclose(completion.logp, expected, atol=CLOSE)
         assert completion.routed_experts is not None
         assert len(completion.routed_experts) == len(request.token_ids) + len(ids) - 1

@@ -1,4 +1,4 @@
-"""An engine of two ranks: each takes its part of an update, and what fails or stops on one of them says so."""
+"""Engines of two ranks: each rank receives its part of an update, and failures of one rank are reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcore_rl.errors import WorkerDiedError
 from mcore_rl.types import GenerationRequest, SamplingOptions
 from tests.contract.engines import DIVIDED_BY_TWO, LATENT, MARKS, WITH_SGLANG, start_engine
 from tests.contract.hf_trainer import HFTrainer
-from tests.contract.update_checks import TINY_BUCKET, check_greedy, check_mended
+from tests.contract.update_checks import TINY_BUCKET, check_greedy, check_recovery
 from tests.tiny_models import tiny_model
 
 MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -28,18 +28,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "slices of experts": ("mixtral", {"hidden_size": 128, "head_dim": 32}, False),
     "latent attention, whole experts": ("deepseek_v3", {"hidden_size": 128, **LATENT}, True),
 }
-"""Family, fields, and whether ranks have whole experts."""
+"""Family, fields of the model, and whether the ranks keep whole experts (expert_parallel)."""
 SGLANG_MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "slices of experts": ("qwen3_moe", DIVIDED_BY_TWO, False),
     "heads of their own": ("qwen3", DIVIDED_BY_TWO, False),
     "biases, tied": ("qwen2", {"hidden_size": 128, **DIVIDED_BY_TWO, "tie_word_embeddings": True}, False),
 }
-OF = {"vllm": MODELS, "sglang": SGLANG_MODELS}
-USUAL = {"vllm": list(MODELS)[:2], "sglang": list(SGLANG_MODELS)[:1]}
+MODELS_OF = {"vllm": MODELS, "sglang": SGLANG_MODELS}
+ALWAYS_TESTED = {"vllm": list(MODELS)[:2], "sglang": list(SGLANG_MODELS)[:1]}
 
 
 def _segments() -> set[str]:
-    """Names of shared memory as engines give them."""
+    """Return the names of the engines' shared memory."""
     names = {path.name for path in Path("/dev/shm").iterdir()}
     return {name for name in names if any(word in name for word in ("cpushm", "psm_", "sglang", "sgl_shm"))}
 
@@ -50,16 +50,16 @@ def _segments() -> set[str]:
         pytest.param(
             (kind, name),
             id=f"{kind}-{name}",
-            marks=[*MARKS[kind], *[pytest.mark.on_demand] * (name not in USUAL[kind])],
+            marks=[*MARKS[kind], *[pytest.mark.on_demand] * (name not in ALWAYS_TESTED[kind])],
         )
-        for kind, models in OF.items()
+        for kind, models in MODELS_OF.items()
         for name in models
     ],
 )
 def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An engine of two ranks, and a maker of models for it."""
+    """Yield an engine of two ranks and a function that creates models for it."""
     kind, name = request.param
-    family, changes, whole_experts = OF[kind][name]
+    family, changes, whole_experts = MODELS_OF[kind][name]
     before = _segments()
 
     def model(seed: int) -> Any:
@@ -73,13 +73,13 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     finally:
         engine.shutdown()
     deadline = time.monotonic() + 60
-    while left := _segments() - before:  # engines that start beside this one have some for a while
+    while left := _segments() - before:  # engines of concurrent tests have some for a while
         assert time.monotonic() < deadline, left
         time.sleep(0.5)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
-def test_ranks_each_take_their_shards(two_ranks: Any, transport: str) -> None:
+def test_update_two_ranks_receive_their_shards(two_ranks: Any, transport: str) -> None:
     engine, model = two_ranks
     trainer = HFTrainer(model(7), engine, TINY_BUCKET, 2, transport)
     for version in (1, 2):
@@ -89,17 +89,17 @@ def test_ranks_each_take_their_shards(two_ranks: Any, transport: str) -> None:
         trainer.perturb(version)
 
 
-def test_an_update_after_one_that_broke_on_both_ranks_is_whole(two_ranks: Any) -> None:
-    """Each call gets its own answers: vLLM leaves those of the ranks after the first that failed to the next call."""
+def test_update_after_failure_on_both_ranks_is_complete(two_ranks: Any) -> None:
+    """Each call gets its own answers: after an error vLLM leaves answers of other ranks in the queues."""
     engine, model = two_ranks
     trainer = HFTrainer(model(8), engine, TINY_BUCKET, 2)
     num_rounds = trainer.plan.num_rounds
     for received in (1, num_rounds // 2, num_rounds - 1):
-        check_mended(engine, trainer, received)
+        check_recovery(engine, trainer, received)
 
 
 def _fail_on(engine: Any, ranks: list[int], bucket_error: str) -> None:
-    """Makes loading fail on `ranks`, in the middle of a bucket, as an error within vLLM does; none: no more."""
+    """Make loading fail on `ranks` in the middle of a bucket, like an error in vLLM. An empty list undoes it."""
 
     def change(wrapper: Any) -> None:
         worker = wrapper.worker
@@ -119,19 +119,17 @@ def _fail_on(engine: Any, ranks: list[int], bucket_error: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "named"), [([1], "rank 1 of 2"), ([0, 1], "rank 0, 1 of 2")])
-def test_an_error_within_an_engine_names_its_ranks_and_is_raised_once(
-    two_ranks: Any, ranks: list[int], named: str
-) -> None:
+def test_update_engine_error_names_ranks_and_is_raised_once(two_ranks: Any, ranks: list[int], named: str) -> None:
     engine, model = two_ranks
     if engine.kind != "vllm":
         pytest.skip("looks into vLLM")
     trainer = HFTrainer(model(9), engine, TINY_BUCKET, 2)
-    with trainer.sending(to_the_end=False):
+    with trainer.sending(complete=False):
         engine.call("receiver.begin_update")
         trainer.receive(range(3))
         engine.call(_fail_on, ranks, "no such layer")
         with pytest.raises(WorkerDiedError) as caught:
-            trainer.receive(range(3, trainer.plan.num_rounds))  # the first of them may bring a rank nothing
+            trainer.receive(range(3, trainer.plan.num_rounds))  # the first round may contain nothing for a rank
     assert f"the engine, {named} failed in `receive_bucket`" in str(caught.value)
     assert str(caught.value).endswith("LookupError: no such layer")
     engine.call(_fail_on, [], "")
@@ -147,11 +145,11 @@ def _processes(engine: Any) -> list[int]:
     return [worker.proc.pid for worker in engine._engine.model_executor.workers]
 
 
-ASKED = {"vllm": "routed_layers", "sglang": "is_idle"}
-"""Something that all ranks answer at once."""
+QUICK_METHOD = {"vllm": "routed_layers", "sglang": "is_idle"}
+"""Method that all ranks answer at once."""
 
 
-def _ask_ranks(engine: Any, what: str) -> None:
+def _call_ranks(engine: Any, what: str) -> None:
     engine._ranks.call(what)
 
 
@@ -159,31 +157,31 @@ def _set_deadline(engine: Any, seconds: float) -> None:
     engine._ranks.timeout_seconds = seconds
 
 
-def test_an_engine_with_a_rank_that_does_not_answer_says_so_in_time_and_is_not_used_again(two_ranks: Any) -> None:
-    """Last of the tests of an engine: an answer that comes late would be taken for another call's."""
+def test_call_silent_rank_raises_in_time_and_disables_engine(two_ranks: Any) -> None:
+    """Must be the last test of the engine: after a late answer the engine is unusable."""
     engine, model = two_ranks
-    process, asked = engine.call(_processes)[1], ASKED[engine.kind]
+    process, method = engine.call(_processes)[1], QUICK_METHOD[engine.kind]
     engine.call(_set_deadline, 3)
     os.kill(process, signal.SIGSTOP)
     with pytest.raises(WorkerDiedError) as caught:
-        engine.call(_ask_ranks, asked)
+        engine.call(_call_ranks, method)
     os.kill(process, signal.SIGCONT)
     message = str(caught.value)
     unanswered = {"vllm": "not every rank answered", "sglang": "rank 1 did not answer"}[engine.kind]
-    assert f"the engine: {unanswered} `{asked}` within 3 s (cluster.collective_timeout_seconds)" in message
+    assert f"the engine: {unanswered} `{method}` within 3 s (cluster.collective_timeout_seconds)" in message
     assert re.search(rf"(rank 1 \(process {process}\)|it) is stopped", message)
-    for call in (lambda: check_greedy(engine, model(10), 0), lambda: engine.call(_ask_ranks, asked)):
-        with pytest.raises(WorkerDiedError, match=f"{unanswered} `{asked}`"):
+    for call in (lambda: check_greedy(engine, model(10), 0), lambda: engine.call(_call_ranks, method)):
+        with pytest.raises(WorkerDiedError, match=f"{unanswered} `{method}`"):
             call()
 
 
-def _step_for_ever(engine: Any) -> None:
+def _step_forever(engine: Any) -> None:
     while True:
         engine.call("step")
 
 
 @WITH_SGLANG
-def test_a_rank_that_is_killed_under_requests_ends_the_engine_with_its_name(tmp_path: Path) -> None:
+def test_step_killed_rank_ends_engine_and_is_named(tmp_path: Path) -> None:
     tiny_model("qwen3", **DIVIDED_BY_TWO).save_pretrained(tmp_path)
     engine = start_engine("sglang", tmp_path, tp=2)
     try:
@@ -192,7 +190,7 @@ def test_a_rank_that_is_killed_under_requests_ends_the_engine_with_its_name(tmp_
         engine.call("step")
         os.kill(ranks[1], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="the engine: rank 1 "):
-            _step_for_ever(engine)
+            _step_forever(engine)
     finally:
         engine.shutdown()
     assert not any(psutil.pid_exists(pid) for pid in ranks)

@@ -1,4 +1,4 @@
-"""The weight files that engines and transformers read, which model_converters.hf.directory.unlisted_files relies on."""
+"""Weight files that engines read; model_converters.hf.directory.unlisted_files relies on this."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_vllm_reads_what_the_index_lists_in_our_format_only(
+def test_vllm_load_format_hf_reads_only_indexed_files(
     directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Its default prefers Mistral's file to the index."""
+    """vLLM's default prefers Mistral's consolidated file to the index."""
     arguments = model_arguments(_model(tmp_path_factory), dtype="float32", seed=0, load_weights=True)
     listed = {"model-1.safetensors", "model-2.safetensors"}
     assert read_by_vllm(directory, arguments["load_format"]) == listed
     assert read_by_vllm(directory, "auto") == {"consolidated.safetensors"}
 
 
-def test_vllm_reads_every_file_without_an_index(directory: Path) -> None:
-    """So files beside model.safetensors are rejected, consolidated ones included."""
+def test_vllm_without_index_reads_every_file(directory: Path) -> None:
+    """Therefore other files next to model.safetensors are rejected, including consolidated ones."""
     (directory / "model.safetensors.index.json").unlink()
     (directory / "model-2.safetensors").rename(directory / "model.safetensors")
     (directory / "model-1.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""Live weight sync into real engines: after each update an engine computes with exactly the trainer's weights."""
+"""Weight sync into real engines: after each update an engine computes with exactly the trainer's weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from model_converters.families import FAMILIES as REGISTRY
 from model_converters.mapping.layout import TrainLayout
 from tests.contract.engines import KINDS, LATENT, MARKS, FamilyEngine, start_engine
 from tests.contract.hf_trainer import HFTrainer
-from tests.contract.update_checks import TINY_BUCKET, break_update, check_greedy, check_mended
+from tests.contract.update_checks import TINY_BUCKET, break_update, check_greedy, check_recovery
 from tests.exported import export_through
 from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, tiny_model
 
 MODELS = {
-    # A tied head is packed apart from the embedding it shares; biases and grouped heads come with qwen3.
+    # A tied head is packed separately from the embedding that it shares. qwen3 adds grouped heads.
     "dense_tied": ("qwen3", "float32", {"tie_word_embeddings": True}),
     "moe": ("qwen3_moe", "float32", {}),
     "dense_bf16": ("qwen3", "bfloat16", {"num_hidden_layers": 2}),
@@ -37,19 +37,18 @@ FAMILIES = {
     "deepseek_v3": ("deepseek_v3", LATENT | GROUPS | {"rope_parameters": YARN}, TrainLayout(4, pp=2, tp=2, ep=2)),
     "kimi_k2": ("deepseek_v3", LATENT | {"q_lora_rank": None}, TrainLayout(4, pp=2, ep=2)),
 }
-"""The model_type that transformers has for a family, fields of the model, and the layout whose ranks write what an
-engine starts from."""
+"""model_type in transformers, fields of the model, and the trainer layout that exports the engine's first weights."""
 
 
 class Session:
-    """An engine and the model it started from; every test publishes a model of its own."""
+    """An engine and its model. Every test publishes weights of its own."""
 
     def __init__(self, kind: str, name: str, directory: Path) -> None:
         family, self.dtype, self.changes = MODELS[name]
         self.family = family
         model = self.model(seed=99)
         model.save_pretrained(directory)
-        # Random weights, as in a run: the first ones come by sync.
+        # As in a run, the engine starts with random weights and gets its first weights by sync.
         self.engine = start_engine(kind, directory, self.dtype, load_weights=False)
 
     def model(self, seed: int) -> Any:
@@ -59,7 +58,7 @@ class Session:
         return HFTrainer(self.model(seed), self.engine, bucket_bytes, num_slots)
 
 
-ON_DEMAND = {"dense_tied", "moe_bf16"}  # of each, the other models have one half
+ON_DEMAND = {"dense_tied", "moe_bf16"}  # the other two cover both architectures and both dtypes
 SESSIONS = [
     pytest.param((kind, name), id=f"{kind}-{name}", marks=[*marks, *[pytest.mark.on_demand] * (name in ON_DEMAND)])
     for kind, marks in MARKS.items()
@@ -77,11 +76,11 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize(
     ("bucket_bytes", "num_slots"), [(1 << 20, 2), (100 << 10, 16), (TINY_BUCKET, 2), (40 << 10, 1)]
 )
-def test_three_updates_in_a_row(session: Session, bucket_bytes: int, num_slots: int) -> None:
+def test_update_three_in_a_row_are_exact(session: Session, bucket_bytes: int, num_slots: int) -> None:
     trainer = session.trainer(bucket_bytes, bucket_bytes, num_slots)
     for version in (1, 2, 3):
         trainer.publish(version)
-        trainer.overwrite_windows()  # what is written after the update must not reach the engine
+        trainer.overwrite_buffers()  # the engine must not read the buffers after the update
         assert session.engine.weight_version == version
         if session.dtype == "float32":
             check_greedy(session.engine, trainer.model, version)
@@ -92,7 +91,7 @@ def test_three_updates_in_a_row(session: Session, bucket_bytes: int, num_slots: 
 
 
 def _corrupt_linear(engine: Any) -> None:
-    """Packs one layer's projection anew with one element changed, as a wrong conversion would leave it."""
+    """Change one element of a packed projection, as an incorrect conversion would."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     from mcore_rl.engines.vllm.held_weights import _weight
@@ -141,9 +140,7 @@ CORRUPTIONS = [
 
 
 @pytest.mark.parametrize(("corrupt", "models", "names"), CORRUPTIONS, ids=lambda value: getattr(value, "__name__", ""))
-def test_one_wrong_element_in_the_engine_is_found_and_named(
-    session: Session, corrupt: Any, models: str, names: list[str]
-) -> None:
+def test_compare_one_wrong_element_is_named(session: Session, corrupt: Any, models: str, names: list[str]) -> None:
     if session.engine.kind != "vllm":
         pytest.skip("looks into vLLM")
     if ("moe" if session.family == "qwen3_moe" else "dense") not in models.split():
@@ -155,26 +152,26 @@ def test_one_wrong_element_in_the_engine_is_found_and_named(
     with pytest.raises(WeightSyncError) as caught:
         trainer.certify()
     assert f"{len(names)} differ: {', '.join(sorted(names))}" in str(caught.value)
-    trainer.publish(6)  # and an update mends it
+    trainer.publish(6)  # an update corrects it
     trainer.certify()
 
 
-def places_to_break(trainer: HFTrainer) -> list[int]:
-    """Before the first bucket, in the embedding, within a layer and between two, before and after the last bucket."""
+def break_points(trainer: HFTrainer) -> list[int]:
+    """Return rounds at the first bucket, in the embedding, within and between layers, and at the last bucket."""
     num_buckets = trainer.plan.num_rounds
     return [0, 1, *range(4, num_buckets - 1, max(1, num_buckets // 5)), num_buckets - 1, num_buckets]
 
 
-def test_an_update_after_a_broken_one_is_whole(session: Session) -> None:
-    """vLLM goes on with a reload that was not finished, and is silently wrong."""
+def test_update_after_broken_update_is_complete(session: Session) -> None:
+    """vLLM would silently continue an unfinished reload with wrong results."""
     trainer = session.trainer(5, TINY_BUCKET, 2)
     with pytest.raises(WeightSyncError, match="attached, not updating"):
         session.engine.call("receiver.receive_bucket", 0)
-    for received in places_to_break(trainer):
-        check_mended(session.engine, trainer, received, greedy=session.dtype == "float32")
-    # The sender is gone, and another one comes with buckets of its own, of another size.
+    for received in break_points(trainer):
+        check_recovery(session.engine, trainer, received, greedy=session.dtype == "float32")
+    # A new sender with another bucket size replaces the failed one.
     break_update(session.engine, trainer, 3)
-    check_mended(session.engine, session.trainer(6, 40 << 10, 2), 1, greedy=session.dtype == "float32")
+    check_recovery(session.engine, session.trainer(6, 40 << 10, 2), 1, greedy=session.dtype == "float32")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -185,16 +182,16 @@ def family_engine(request: pytest.FixtureRequest) -> Iterator[FamilyEngine]:
         engines.engine.shutdown()
 
 
-def test_what_the_table_says_to_run_is_run() -> None:
+def test_families_supported_on_vllm_cpu_are_tested() -> None:
     assert set(FAMILIES) == {name for name, family in REGISTRY.items() if family.description.vllm_cpu == "runs"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_is_loaded_from_our_export_and_then_updated(
-    family_engine: FamilyEngine, family: str, tmp_path: Path
-) -> None:
-    """vLLM's Qwen2 divides hidden_size by the heads, and its CPU attention wants heads of 32. SGLang knows no Qwen3-MoE
-    with dense layers."""
+def test_update_family_loaded_from_export_is_exact(family_engine: FamilyEngine, family: str, tmp_path: Path) -> None:
+    """Sizes: vLLM's Qwen2 computes head_dim as hidden_size / heads, and its CPU attention requires head_dim 32.
+
+    SGLang does not support Qwen3-MoE with dense layers.
+    """
     kind, changes, layout = FAMILIES[family]
     if family_engine.kind == "sglang":
         if "kv_lora_rank" in changes:

@@ -1,4 +1,4 @@
-"""What holds of every engine after an update, a whole one or one that broke."""
+"""Checks of every engine after a complete or a broken weight update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.contract.hf_trainer import HFTrainer
 from tests.tiny_models import VOCABULARY
 
 TINY_BUCKET = 5 << 10
-"""Bytes: a layer spans several buckets, and the embedding (12 KiB in float32) is cut into rows."""
+"""Bucket size in bytes: a layer spans several buckets, and the embedding (12 KiB in float32) is cut into pieces."""
 
 
 def check_greedy(engine: RemoteEngine, model: Any, version: int) -> None:
@@ -35,8 +35,8 @@ def check_greedy(engine: RemoteEngine, model: Any, version: int) -> None:
 
 
 def break_update(engine: RemoteEngine, trainer: HFTrainer, received: int) -> None:
-    """An update that ends after `received` turns: with an error on every rank or, after none, with nothing at all."""
-    with trainer.sending(to_the_end=False):
+    """Break an update after `received` rounds: with an error on every rank, or silently if `received` is 0."""
+    with trainer.sending(complete=False):
         engine.call("receiver.begin_update")
         trainer.receive(range(received))
         if received:
@@ -48,8 +48,8 @@ def break_update(engine: RemoteEngine, trainer: HFTrainer, received: int) -> Non
                 engine.call("receiver.finish_update", 9)
 
 
-def check_mended(engine: RemoteEngine, trainer: HFTrainer, received: int, *, greedy: bool = True) -> None:
-    """What an engine must do about an update that broke after `received` turns, and a whole one after it."""
+def check_recovery(engine: RemoteEngine, trainer: HFTrainer, received: int, *, greedy: bool = True) -> None:
+    """Check that an engine rejects requests after a broken update, and works after the next complete one."""
     break_update(engine, trainer, received)
     request = GenerationRequest("0", np.array([5, 6], np.int32), 0, SamplingOptions(4))
     with pytest.raises(WeightSyncError, match="holds a part of the update"):

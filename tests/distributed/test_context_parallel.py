@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mcore_rl.megatron.model import attention
 from mcore_rl.megatron.model.context import ContextPart
-from mcore_rl.megatron.model.context_attention import blocks_of
+from mcore_rl.megatron.model.context_attention import attention_blocks
 from tests.distributed.launch import launch
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
@@ -23,8 +23,8 @@ SHAPES = {"grouped": (GROUPS, WIDTH, WIDTH), "latent": (HEADS, WIDTH, 12), "wide
 
 def test_the_documented_example() -> None:
     lengths = torch.tensor([8, 4])
-    assert ContextPart(0, 2).cells(lengths).tolist() == [0, 1, 6, 7, 8, 11]
-    assert ContextPart(1, 2).cells(lengths).tolist() == [2, 3, 4, 5, 9, 10]
+    assert ContextPart(0, 2).row_indices(lengths).tolist() == [0, 1, 6, 7, 8, 11]
+    assert ContextPart(1, 2).row_indices(lengths).tolist() == [2, 3, 4, 5, 9, 10]
     assert ContextPart(1, 2).positions(lengths).tolist() == [2, 3, 4, 5, 1, 2]
     assert ContextPart(1, 2).owners(lengths).tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0]
 
@@ -35,7 +35,7 @@ def test_every_token_has_one_rank(size: int) -> None:
     owners = ContextPart(0, size).owners(lengths)
     for rank in range(size):
         part = ContextPart(rank, size)
-        assert part.cells(lengths).tolist() == (owners == rank).nonzero().flatten().tolist()
+        assert part.row_indices(lengths).tolist() == (owners == rank).nonzero().flatten().tolist()
     if size == 1:
         odd = torch.tensor([5, 1, 3])
         assert ContextPart().positions(odd).tolist() == [0, 1, 2, 3, 4, 0, 0, 1, 2]
@@ -51,12 +51,12 @@ def test_attention_work_is_an_equal_share_and_hides_nothing_twice(size: int) -> 
     work = []
     for rank in range(size):
         part = ContextPart(rank, size)
-        cells = part.cells(torch.tensor([length])).numpy().reshape(2, chunk)
+        indices = part.row_indices(torch.tensor([length])).numpy().reshape(2, chunk)
         work.append(0)
-        for block in blocks_of(part, chunk):
+        for block in attention_blocks(part, chunk):
             keys = np.arange(length)[block.keys]
             pairs = np.tril(np.ones((chunk, len(keys)), int)) if block.causal else np.ones((chunk, len(keys)), int)
-            seen[np.ix_(cells[block.half], keys)] += pairs
+            seen[np.ix_(indices[block.half], keys)] += pairs
             work[-1] += pairs.sum()
     assert np.array_equal(seen, np.tril(np.ones_like(seen)))
     assert work == [length * (length + 1) // 2 // size] * size
@@ -106,11 +106,11 @@ def _core(part: ContextPart) -> attention.SDPACoreAttention:
 
 
 def _attend(part: ContextPart, shape: tuple[int, int, int], dtype: torch.dtype) -> list[np.ndarray]:
-    cells = part.cells(torch.tensor(LENGTHS))
-    inputs = [x[cells].to(dtype).requires_grad_() for x in _inputs(sum(LENGTHS), *shape)]
+    indices = part.row_indices(torch.tensor(LENGTHS))
+    inputs = [x[indices].to(dtype).requires_grad_() for x in _inputs(sum(LENGTHS), *shape)]
     packed = attention.pack_sequences(LENGTHS, context_parallel=True)
     out = _core(part)(*inputs, packed_seq_params=packed)
-    weights = _weights(sum(LENGTHS), shape[2])[cells].flatten(1).to(dtype)
+    weights = _weights(sum(LENGTHS), shape[2])[indices].flatten(1).to(dtype)
     gradients = torch.autograd.grad((out * weights).sum(), inputs)
     return [x.detach().float().numpy() for x in (out.unflatten(1, (HEADS, -1)), *gradients)]
 
@@ -127,18 +127,18 @@ def test_attention_and_its_gradients_equal_those_of_each_whole_sequence(shape: s
     size, ranks = found
     expected = _expected(SHAPES[shape], torch.float32)
     for rank, results in enumerate(ranks):
-        cells = ContextPart(rank, size).cells(torch.tensor(LENGTHS))
+        indices = ContextPart(rank, size).row_indices(torch.tensor(LENGTHS))
         for ours, theirs in zip(results["attention"][shape], expected, strict=True):
-            torch.testing.assert_close(torch.from_numpy(ours).double(), theirs[cells], rtol=0, atol=1e-5)
+            torch.testing.assert_close(torch.from_numpy(ours).double(), theirs[indices], rtol=0, atol=1e-5)
 
 
 def test_bfloat16_loses_no_more_than_its_digits(found: Any) -> None:
     size, ranks = found
     expected = _expected(SHAPES["grouped"], torch.bfloat16)
     for rank, results in enumerate(ranks):
-        cells = ContextPart(rank, size).cells(torch.tensor(LENGTHS))
+        indices = ContextPart(rank, size).row_indices(torch.tensor(LENGTHS))
         for ours, theirs in zip(results["bfloat16"], expected, strict=True):
-            error = (torch.from_numpy(ours).double() - theirs[cells]).abs().max() / theirs.abs().max()
+            error = (torch.from_numpy(ours).double() - theirs[indices]).abs().max() / theirs.abs().max()
             assert error < 0.01  # 2^-8 for each of a few roundings
 
 
@@ -146,7 +146,7 @@ ROWS, LENGTH = 3, 24  # a multiple of 2 * size
 
 
 def _attend_unpacked(part: ContextPart) -> np.ndarray:
-    own = part.cells(torch.tensor([LENGTH]))
+    own = part.row_indices(torch.tensor([LENGTH]))
     whole = [x.unflatten(0, (ROWS, LENGTH)).transpose(0, 1) for x in _inputs(ROWS * LENGTH, GROUPS, WIDTH, WIDTH)]
     return _core(part)(*(x[own] for x in whole)).numpy()
 
@@ -156,7 +156,7 @@ def test_unpacked_batches_attend_within_their_own_row(found: Any) -> None:
     expected = _written_out(*_inputs(ROWS * LENGTH, GROUPS, WIDTH, WIDTH), [LENGTH] * ROWS)
     expected = expected.flatten(1).unflatten(0, (ROWS, LENGTH)).transpose(0, 1)
     for rank, results in enumerate(ranks):
-        own = ContextPart(rank, size).cells(torch.tensor([LENGTH]))
+        own = ContextPart(rank, size).row_indices(torch.tensor([LENGTH]))
         torch.testing.assert_close(torch.from_numpy(results["unpacked"]), expected[own], rtol=0, atol=1e-5)
 
 
@@ -188,7 +188,7 @@ def test_gathered_tokens_are_in_order_and_their_gradients_whole(found: Any) -> N
 def _roll(part: ContextPart) -> list[int]:
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    tokens = torch.arange(1, sum(LENGTHS) + 1)[part.cells(torch.tensor(LENGTHS))]
+    tokens = torch.arange(1, sum(LENGTHS) + 1)[part.row_indices(torch.tensor(LENGTHS))]
     packed = attention.pack_sequences(LENGTHS, context_parallel=True)
     return roll_tensor(tokens[None], shifts=-1, dims=-1, cp_group=part.group, packed_seq_params=packed)[0][0].tolist()
 
@@ -199,7 +199,7 @@ def test_megatron_rolls_tokens_of_this_layout_by_one(found: Any) -> None:
     row = torch.arange(1, sum(LENGTHS) + 1)
     rolled = torch.cat([torch.cat((part[1:], torch.zeros(1, dtype=torch.int64))) for part in row.split(LENGTHS)])
     for rank, results in enumerate(ranks):
-        assert results["rolled"] == rolled[ContextPart(rank, size).cells(torch.tensor(LENGTHS))].tolist()
+        assert results["rolled"] == rolled[ContextPart(rank, size).row_indices(torch.tensor(LENGTHS))].tolist()
 
 
 def _rotate(part: ContextPart) -> list[np.ndarray]:
@@ -207,8 +207,8 @@ def _rotate(part: ContextPart) -> list[np.ndarray]:
 
     from mcore_rl.megatron.cpu.registry import without
 
-    cells = part.cells(torch.tensor(LENGTHS))
-    t = torch.randn(sum(LENGTHS), 3, 8, generator=torch.Generator().manual_seed(3))[cells]
+    indices = part.row_indices(torch.tensor(LENGTHS))
+    t = torch.randn(sum(LENGTHS), 3, 8, generator=torch.Generator().manual_seed(3))[indices]
     freqs = torch.outer(torch.arange(max(LENGTHS)), torch.tensor([1.0, 0.1, 0.01])).repeat(1, 2)[:, None, None]
     offsets = attention.pack_sequences(LENGTHS, context_parallel=True).cu_seqlens_q
     ours = rope_utils._apply_rotary_pos_emb_thd(t, offsets, freqs, cp_group=part.group)

@@ -238,10 +238,10 @@ def test_ranks_meet_at_an_address_and_may_leave_twice() -> None:
 
 def _meet_where_another_listens(rank: int) -> str:
     from mcore_rl.errors import ConfigError
-    from mcore_rl.megatron.model.parallel import _meeting_point
+    from mcore_rl.megatron.model.parallel import _rendezvous
 
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError) as refused:
-        _meeting_point(f"tcp://127.0.0.1:{other.getsockname()[1]}", rank, 1, timedelta(seconds=5))
+        _rendezvous(f"tcp://127.0.0.1:{other.getsockname()[1]}", rank, 1, timedelta(seconds=5))
     return str(refused.value)
 
 

@@ -48,8 +48,8 @@ A_MICROBATCH = {
 A_MICROBATCH_OF_THE_OLD_POLICY = {Wait(f"{_STEP}/objective.py", "mismatch", "tolist"): 1}
 A_MICROBATCH_WITH_EXPERTS = {
     # What routers need to know of a row, before the first forward pass.
-    Wait(f"{_STEP}/replay.py", "RoutingStore._places", "repeat_interleave"): 1,
-    Wait(f"{_STEP}/replay.py", "RoutingStore._places", "tensor"): 1,
+    Wait(f"{_STEP}/replay.py", "RoutingStore._token_places", "repeat_interleave"): 1,
+    Wait(f"{_STEP}/replay.py", "RoutingStore._token_places", "tensor"): 1,
     Wait(f"{_BUILD}/context.py", "ContextPart.positions", "repeat_interleave"): 2,
     Wait(f"{_STEP}/replay.py", "RoutingStore.row", "tensor"): 1,
 }

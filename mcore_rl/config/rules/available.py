@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.roles import EngineRole
-from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
@@ -21,9 +19,6 @@ MLP_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_interm
 SGLANG_MLP_ROWS = 32
 """SGLang on CPU pads the inner size of MLPs to a multiple of so many for each rank, and then divides it."""
 
-RDT = "vllm_rdt"
-VOCABULARY_PADDING = 64
-"""vLLM pads vocabularies to a multiple of it. Copied from weights.slices.shard_map: config must not import weights."""
 SGLANG_VERSION = "0.5.23"
 """Whose internals are used: no other one will do."""
 
@@ -98,45 +93,7 @@ def cannot_run(config: Config) -> list[str]:
             for key, exceeded in limits.items()
             if exceeded
         ]
-    return list(dict.fromkeys(problems + _rdt_problems(config)))
-
-
-def _rdt_problems(config: Config) -> list[str]:
-    """Of weights.transport=vllm_rdt, by which GPUs of engines read those of trainer ranks."""
-    cluster, rollout = config.cluster, config.rollout
-    if config.weights.transport != RDT or is_supervised(config.algorithm):
-        return []
-    wanted = {
-        "rollout.engine=vllm": rollout.engine == "vllm",
-        "cluster.device=cuda": cluster.device != "cpu",
-        "cluster.placement=disaggregated": cluster.placement == "disaggregated",
-        "rollout.tp of at most cluster.gpus_per_node": rollout.tp <= cluster.gpus_per_node,
-    }
-    return [f"weights.transport={RDT} needs {key}; or set it to auto" for key, there in wanted.items() if not there]
-
-
-def check_rdt_model(transport: str, hf: dict[str, Any]) -> None:
-    """vLLM's sharded_rdt takes modules that tensors fill whole, and vLLM pads a vocabulary.
-
-    Raises: ConfigError for such a one.
-    """
-    size = int(hf.get("vocab_size", 0))
-    if transport == RDT and size % VOCABULARY_PADDING:
-        raise ConfigError(
-            f"weights.transport={RDT} needs a vocab_size that is a multiple of {VOCABULARY_PADDING}, and the model has "
-            f"{size}; set it to auto"
-        )
-
-
-def missing_nixl(config: Config) -> str | None:
-    """What to do where weights are to travel by NIXL and this machine cannot."""
-    if config.weights.transport != RDT or is_supervised(config.algorithm):
-        return None
-    if not uses_cuda(config.cluster):
-        return f"weights.transport={RDT} needs GPUs, and this machine has none; set it to auto"
-    if importlib.util.find_spec("nixl") is not None:
-        return None
-    return f"weights.transport={RDT} needs the package nixl on every host: pip install nixl, or set it to auto"
+    return list(dict.fromkeys(problems))
 
 
 class _Engines(NamedTuple):

@@ -59,7 +59,7 @@ def validate_judge(config: Config) -> None:
         )
     if has_judge_engines(config):
         role = EngineRole.judge(config)
-        check_engine_sizes(role, read_hf_config(role.model, role.checkpoint), config.weights.transport)
+        check_engine_sizes(role, read_hf_config(role.model, role.checkpoint))
 
 
 def template_text(judge: JudgeConfig) -> str:

@@ -13,7 +13,7 @@ from mcore_rl.config.fields import check_domains
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
-from mcore_rl.config.rules.available import check_rdt_model, check_sglang_model
+from mcore_rl.config.rules.available import check_sglang_model
 from mcore_rl.config.rules.episodes import check_episodes
 from mcore_rl.config.rules.graders import check_graders
 from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
@@ -78,7 +78,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         _check_run_dir(config.run)
     _check_host_optimizer(policy)
     _check_offload(policy, config.cluster)
-    check_engine_sizes(EngineRole.rollout(config), read_hf_config(config.model), config.weights.transport)
+    check_engine_sizes(EngineRole.rollout(config), read_hf_config(config.model))
 
 
 def validate_critic(config: Config) -> None:
@@ -268,8 +268,8 @@ def _check_run_dir(run: RunConfig) -> None:
         raise ConfigError(f"run.dir={path}: {parent} is not writable; set run.dir to a place that is")
 
 
-def check_engine_sizes(role: EngineRole, hf: dict[str, Any], transport: str) -> None:
-    """Require that the engine can divide and run a model with these sizes, with weights that come by `transport`.
+def check_engine_sizes(role: EngineRole, hf: dict[str, Any]) -> None:
+    """Require that the engine can divide and run a model with these sizes.
 
     Raises: ConfigError naming the key.
     """
@@ -282,7 +282,6 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any], transport: str) -> 
             f"{role.key('tp')}={tp} must divide the model's {groups} key-value heads, or be a multiple of them"
         )
     check_sglang_model(role, hf)
-    check_rdt_model(transport, hf)
     if rollout.expert_parallel:
         key, experts = role.key("expert_parallel"), max(hf.get(count) or 0 for count in EXPERT_COUNTS)
         if not experts:

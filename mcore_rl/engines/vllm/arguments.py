@@ -44,19 +44,6 @@ def model_arguments(
     return arguments
 
 
-def ray_arguments() -> dict[str, Any]:
-    """EngineArgs of an engine whose ranks pull their weights (weights.transport=vllm_rdt); its process is an actor of
-    Ray's."""
-    from vllm.config import WeightTransferConfig
-
-    from mcore_rl.engines.vllm.ray_ranks import RayRanks
-
-    return {
-        "distributed_executor_backend": RayRanks,
-        "weight_transfer_config": WeightTransferConfig(backend="sharded_rdt"),
-    }
-
-
 def engine_arguments(config: RolloutConfig, hosts: EngineHosts) -> dict[str, Any]:
     """Return all other EngineArgs."""
     arguments: dict[str, Any] = {

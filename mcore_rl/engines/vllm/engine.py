@@ -18,7 +18,7 @@ from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.receiver import RanksReceiver
 from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput, SteppedEngine
 from mcore_rl.engines.stop_strings import Decode
-from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, ray_arguments, set_environment
+from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, set_environment
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
 from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.ports import Engine
@@ -34,7 +34,6 @@ class VllmEngine(SteppedEngine):
     capture_routing: completions contain the experts of their tokens.
     hosts: this object starts the ranks on the first host; the others run follower.follow.
     decode: required for requests with stop strings.
-    pulls_weights: ranks are Ray actors and receive weights only through sharded_rdt.
     Raises: ConfigError for settings that vLLM does not support.
     """
 
@@ -52,7 +51,6 @@ class VllmEngine(SteppedEngine):
         capture_routing: bool = False,
         hosts: EngineHosts = ONE_HOST,
         decode: Decode | None = None,
-        pulls_weights: bool = False,
         names: KeyNames = ROLLOUT,
     ) -> None:
         set_environment(timeout_seconds)
@@ -64,8 +62,6 @@ class VllmEngine(SteppedEngine):
         arguments = model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=load_weights, key=names.checkpoint)
         if capture_routing and torch.cuda.is_available():
             arguments["enable_return_routed_experts"] = True
-        if pulls_weights:
-            arguments |= ray_arguments()
         self._engine = _start(engine_arguments(rollout_config, hosts) | arguments, rollout_config, names)
         self._core = self._engine.engine_core
         self._ranks = EngineRanks(self._engine, name, timeout_seconds, hosts.names[1:])

@@ -7,7 +7,6 @@ kernels' layout and copies it to the memory that the kernels read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,14 +38,8 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
 
     vllm_config: VllmConfig
     model_runner: Any
-    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
-    start_weight_update: Callable[[], None]
-    update_weights: Callable[[dict[str, Any]], None]
-    finish_weight_update: Callable[[], None]
     _slice_receiver: SliceReceiver
     _slice_loader: SliceLoader | None = None
-    _pulls: bool = False
-    """True if weights come through vLLM's sharded_rdt (weights.transport=vllm_rdt), in a single round."""
     _boxes: dict[str, Box]
     _kv_cache_bytes: list[int]
 
@@ -88,23 +81,7 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
             require_planned({each.name: (each.start, each.size) for each in kept}, self._boxes, self.rank)
             self._slice_loader = SliceLoader(self._model, self.vllm_config, kept)
 
-    def pull_from(self, payload: dict[str, Any], engine: int, num_engines: int) -> None:
-        """Pull all later updates from these producers (rdt_producer).
-
-        Raises: WeightSyncError if vLLM cannot record the slices that the model's loaders keep.
-        """
-        try:
-            self.init_weight_transfer_engine({**payload, "replica_rank": engine, "num_replicas": num_engines})
-        except (RuntimeError, ValueError) as error:
-            raise WeightSyncError(
-                f"weights.transport=vllm_rdt: vLLM cannot pull the weights of this model ({error}); set it to auto"
-            ) from error
-        self._pulls = True
-
     def begin_update(self) -> None:
-        if self._pulls:
-            self.start_weight_update()
-            return
         self._discard_update()
         self._slice_receiver.begin()
         with self._engine_context():
@@ -112,9 +89,6 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
 
     def receive_bucket(self, sync_round: int) -> int:
         """Receive and load one round of the plan. Returns its bytes."""
-        if self._pulls:
-            self.update_weights({})
-            return self._slice_receiver.num_bytes
         with self._engine_context():
             return self._slice_receiver.receive(sync_round, self._loader.put)
 
@@ -123,9 +97,6 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
 
         Raises: WeightSyncError if a part that this rank keeps was not received.
         """
-        if self._pulls:
-            self.finish_weight_update()
-            return
         self._slice_receiver.finish()
         with self._engine_context():
             self._loader.finish()

@@ -16,7 +16,6 @@ from mcore_rl.config.rules.episodes import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
-from mcore_rl.engines.receiver import RanksReceiver
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follow
 from mcore_rl.rewards.together import NotYet, TaskToGrade, Together
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
@@ -40,7 +39,7 @@ from mcore_rl.types import (
     TrajectoryBuffers,
 )
 from mcore_rl.weights.connection import Connection
-from mcore_rl.weights.transports.topology import VLLM_RDT, Endpoint
+from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
 MOST_THREADS = 1 << 12
@@ -231,15 +230,6 @@ class EngineProcess(RunProcess):
         self._num_rounds = connection.plan.num_rounds
 
     @ray.method(concurrency_group="engine")
-    def pull_from(self, payload: dict[str, Any], engine: int, num_engines: int) -> None:
-        """After `connect`: updates come whole from these producers (RanksReceiver.pull_from)."""
-        with self.spans.span("record what to pull"):
-            receiver = self.receiver
-            assert isinstance(receiver, RanksReceiver)
-            self.loop.between_steps(lambda: receiver.pull_from(payload, engine, num_engines))
-        self._num_rounds = 1
-
-    @ray.method(concurrency_group="engine")
     def receive_update(self, version: int, recompute: bool) -> list[int]:
         """A whole update, which is visible then; returns the bytes that came, by rank. Requests that run go on with
         it, as WeightReceiver.finish_update says."""
@@ -297,7 +287,6 @@ def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[
 def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST) -> ReceivingEngine:
     """An engine on model.hf_path. It has no weights before the first publish, which delivers every tensor. `name` is
     the process's, for messages."""
-    own = {"pulls_weights": True} if config.weights.transport == VLLM_RDT else {}  # vLLM's alone
     return engine_class(config.rollout.engine)(
         config.model.hf_path,
         config.rollout,
@@ -310,5 +299,4 @@ def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts =
         capture_routing=config.actor.moe.router_replay == "engine",
         hosts=hosts,
         decode=plain_decoder(tokenizer),
-        **own,
     )

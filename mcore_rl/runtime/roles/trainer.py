@@ -143,29 +143,6 @@ class TrainerProcess(TrainedRankProcess):
         """Send one update. Returns the bytes that this rank sent to each staging buffer."""
         return self._sender.send(self.actor.tensors(), self.spans.span)
 
-    def open_producer(self, plan: SyncPlan, timeout_seconds: float) -> dict[str, Any]:
-        """For engines that pull (weights.transport=vllm_rdt); what they are told. Collective over all ranks."""
-        from mcore_rl.engines.vllm.rdt_producer import HeldTensors, Producer
-        from mcore_rl.megatron.roles.shards import gather_shards
-        from mcore_rl.weights.slices.shard_map import ShardMap
-        from mcore_rl.weights.whole import WholeTensors
-
-        rows, topology = ShardMap(plan.rows, plan.engine_layout).rows, plan.topology
-        self._producer = Producer(
-            HeldTensors(WholeTensors(rows, plan.train_layout, self.actor.rank, gather_shards), self.actor.tensors),
-            self.actor.rank,
-            len(topology.engines),
-            topology.ranks_per_engine,
-            namespace=ray.get_runtime_context().namespace,
-            timeout_seconds=timeout_seconds,
-        )
-        return self._producer.payload()
-
-    def produce_weights(self, consumers: list[int]) -> None:
-        """One update, which these engine ranks pull. Collective over all ranks."""
-        with self.spans.span("produce weights"):
-            self._producer.produce(consumers)
-
     def send_digests(self) -> None:
         with self.spans.span("digest"):
             self._sender.send_digests(self.actor.tensors())

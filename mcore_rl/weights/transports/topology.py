@@ -21,8 +21,6 @@ from mcore_rl.weights.slices.routes import RankLocations
 from mcore_rl.weights.transports.hosts import Host
 
 CUDA_IPC, SHARED_MEMORY, NETWORK = "cuda_ipc", "shared_memory", "network"
-VLLM_RDT = "vllm_rdt"
-"""vLLM's own way: nothing arrives in windows, whose readers only compare what they have."""
 SHARED_RESOURCE = {CUDA_IPC: "a GPU", SHARED_MEMORY: "memory"}
 """Resource that a trainer rank and an engine rank share, by transport; for messages."""
 
@@ -106,7 +104,7 @@ class Topology:
         sent_to = [number for number, each in enumerate(self.buffers) if len(each.writers) < len(self.trainers)]
         receivers = [self.engines[self.buffers[n].readers[0]] for n in sent_to if self.buffers[n].owner is None]
         devices = [endpoint.device for endpoint in (*self.trainers, *receivers)]
-        if self.transport == VLLM_RDT or "" in devices or len(set(devices)) < len(devices):
+        if "" in devices or len(set(devices)) < len(devices):
             return frozenset()
         return frozenset(number for number in sent_to if self.buffers[number].kind != SHARED_MEMORY)
 
@@ -153,7 +151,7 @@ class Topology:
         """Return the kind of the closest memory that an endpoint shares with trainer ranks, and these ranks."""
         kinds = [CUDA_IPC, SHARED_MEMORY] if self.transport == "auto" else [self.transport]
         for kind in kinds:
-            if kind in (NETWORK, VLLM_RDT) or (kind == CUDA_IPC and not where.device):
+            if kind == NETWORK or (kind == CUDA_IPC and not where.device):
                 continue
             writers = self._trainers_at.get(self._domain(where, kind), ())
             if writers:

@@ -1,4 +1,4 @@
-"""Where scripts/setup_contracts.py puts sources, and what a test says that lacks them."""
+"""Locations of the sources that scripts/setup_contracts.py downloads, and the mark that skips tests without them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sources(package: Package) -> Sources:
 
 
 def needs(*packages: Package) -> pytest.MarkDecorator:
-    """Skips tests of sources that have not been fetched."""
+    """Skip tests whose sources are not downloaded."""
     missing = [f"{each.distribution} {each.version}" for each in packages if not each.folder.is_dir()]
-    reason = f"the sources of {', '.join(missing)} are not here: scripts/setup_contracts.py fetches them"
+    reason = f"needs the sources of {', '.join(missing)}: run scripts/setup_contracts.py"
     return pytest.mark.skipif(bool(missing), reason=reason)

@@ -1,7 +1,7 @@
-"""Packages read as text: what a name in them stands for, and what it can be called with.
+"""Static analysis of packages: definitions of names, and signatures of functions and classes.
 
-Nothing is imported, since the kernels of a CUDA package are not here. Believed is a name that a package takes from what
-is not in the folder (another package, a compiled module of its own), and a value whose type the text does not tell.
+Nothing is imported, because the kernels of a CUDA package are missing. Names from outside the folder (other packages,
+compiled modules) and values of unknown type are accepted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Module:
-    """`bindings` are the statements that bind each name, in their order, in whichever branch; `stars` the modules all
-    of whose names it takes; `package` is what relative imports start from."""
+    """Parsed module.
+
+    package: base of relative imports.
+    bindings: statements that bind each name, in order, in all branches.
+    stars: modules that are imported with `*`.
+    """
 
     name: str
     package: str
@@ -34,7 +38,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Definition:
-    """What a name stands for: a module, or what `node` of `module` binds; None for what lies outside, or in a value."""
+    """Definition of a name: a module, or statement `node` of `module`. Both are None for names outside the folder."""
 
     name: str
     module: Module | None = None
@@ -43,7 +47,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class Signature:
-    """Arguments by position and by name; `rest` says that any more are taken: by position, by name."""
+    """Arguments of a callable. `rest`: whether it accepts *args and **kwargs."""
 
     names: tuple[str, ...]
     by_name: frozenset[str]
@@ -51,9 +55,9 @@ class Signature:
     rest: tuple[bool, bool] = (False, False)
 
     def refuses(self, call: Call) -> str | None:
-        """Why a call fails, if it does."""
+        """Return why a call fails, or None."""
         if call.positional > len(self.names) and not self.rest[0]:
-            return f"takes {len(self.names)} arguments by position, not {call.positional}"
+            return f"takes {len(self.names)} positional arguments, not {call.positional}"
         given = {*self.names[: call.positional], *call.keywords}
         unknown = sorted(set(call.keywords) - {*self.names, *self.by_name})
         if unknown and not self.rest[1]:
@@ -63,22 +67,22 @@ class Signature:
 
 
 class Sources:
-    """The packages in a folder."""
+    """Packages in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.module = cache(self._read)
 
     def problem(self, use: Use) -> str | None:
-        """Why a use fails, if it does."""
+        """Return why a use fails, or None."""
         definition = self.find(use.name)
         if definition is None:
-            return "is not there"
+            return "does not exist"
         signature = self.signature(definition, bound=use.bound) if use.call else None
         return signature.refuses(use.call) if signature and use.call else None
 
     def problems(self, uses: Iterable[Use]) -> dict[str, str]:
-        """Of all that fail: name -> why, and where the first of them is."""
+        """Return name -> reason of all uses that fail, with the first place of each."""
         refused: dict[str, str] = {}
         for use in uses:
             why = self.problem(use)
@@ -87,7 +91,7 @@ class Sources:
         return refused
 
     def find(self, name: str) -> Definition | None:
-        """What a dotted name stands for; None where it is not there."""
+        """Resolve a dotted name. Returns None if it does not exist."""
         parts = name.split(".")
         if self.module(parts[0]) is None:
             return Definition(name)
@@ -100,19 +104,19 @@ class Sources:
         return None
 
     def member(self, owner: Definition, name: str) -> Definition | None:
-        """An attribute of a module, a class or a value."""
+        """Resolve an attribute of a module, a class or a value."""
         if owner.module is None:
             return Definition(f"{owner.name}.{name}")
         if owner.node is None:
             return self._global(owner.module, name)
         if isinstance(owner.node, ast.ClassDef):
             return self._attribute(owner, name)
-        # What a decorator makes of a function may have any attribute.
+        # A decorated function may have any attribute.
         plain = isinstance(owner.node, Function) and not owner.node.decorator_list
         return None if plain else Definition(f"{owner.name}.{name}")
 
     def signature(self, definition: Definition, *, bound: bool = False) -> Signature | None:
-        """None where anything may be right. bound: without the argument that an instance stands for."""
+        """Return the signature, or None if it is unknown. bound: without the first argument (self)."""
         if isinstance(definition.node, ast.ClassDef):
             initial = self._attribute(definition, "__init__")
             written = initial is not None and initial.module is not None
@@ -124,7 +128,7 @@ class Sources:
         return _of_function(definition.node, drop_first=instance_is_given)
 
     def attributes(self, owner: Definition) -> set[str]:
-        """Names that a class, its bases in the folder and what their methods set have; without those only annotated."""
+        """Return the attributes of a class, its bases in the folder and their instances, without bare annotations."""
         names: set[str] = set()
         for each in self._lineage(owner):
             if isinstance(each.node, ast.ClassDef):
@@ -149,7 +153,7 @@ class Sources:
         return Module(name, package, body, bindings, tuple(stars))
 
     def _global(self, module: Module, name: str) -> Definition | None:
-        # Of `try: from a import b` and `except ImportError: b = None` the first is the one that counts.
+        # `try: from a import b` takes precedence over `except ImportError: b = None`.
         ranked = sorted(module.bindings.get(name, ()), key=_rank)
         for statement in ranked:
             definition = self._bound_by(statement, module, name)
@@ -185,14 +189,14 @@ class Sources:
         for each in self._lineage(owner):
             if isinstance(each.node, ast.ClassDef):
                 nodes = [node for bound, node in _members(each.node) if bound == name]
-                if nodes:  # the last one is no @overload
+                if nodes:  # the last one is not an @overload
                     return Definition(f"{each.name}.{name}", each.module, nodes[-1])
             elif _has_outside(each.name, name):
                 return Definition(f"{each.name}.{name}")
         return None
 
     def _lineage(self, owner: Definition) -> Iterator[Definition]:
-        """The class and all classes that it is made from, nearest first; in the end Python's own."""
+        """Yield the class and its bases, nearest first, and finally `object`."""
         yield from self._bases(owner, set())
         yield Definition("builtins.object")
 
@@ -209,7 +213,7 @@ class Sources:
             yield from self._bases(definition, seen)
 
     def _fields(self, owner: Definition) -> Signature | None:
-        """Of a dataclass or a struct, whose __init__ nobody wrote; None for other classes."""
+        """Return the signature of the generated __init__ of a dataclass or a msgspec struct, else None."""
         names: dict[str, bool] = {}
         lineage = list(self._lineage(owner))
         is_struct = any(each.name == "msgspec.Struct" for each in lineage)
@@ -224,7 +228,7 @@ class Sources:
 
 
 def origin(statement: ast.ImportFrom, package: str) -> str:
-    """The module that an import takes names from."""
+    """Return the module that an import takes names from."""
     if not statement.level:
         return statement.module or ""
     parts = package.split(".")
@@ -247,7 +251,7 @@ def _of_function(function: Function, *, drop_first: bool) -> Signature:
 
 
 def _statements(body: Iterable[Statement]) -> Iterator[Statement]:
-    """Those of a body and of its branches, but not of the functions and classes in it."""
+    """Yield the statements of a body and its branches, without the bodies of functions and classes."""
     for statement in body:
         yield statement
         if not isinstance(statement, Function | ast.ClassDef):
@@ -268,7 +272,7 @@ def _bound(statement: Statement) -> list[str]:
 
 
 def _members(node: ast.ClassDef) -> Iterator[tuple[str, Statement]]:
-    """What a class body binds, then what its methods set on their instance."""
+    """Yield the names that a class body binds, then the attributes that its methods set on self."""
     for statement in _statements(node.body):
         for name in _bound(statement):
             yield name, statement
@@ -299,7 +303,7 @@ def _is_declaration(node: Statement) -> bool:
 
 @cache
 def _has_outside(name: str, attribute: str) -> bool:
-    """Whether a class that is not in the folder has the attribute; one that cannot be imported has none."""
+    """Return whether a class outside the folder has the attribute; False if it cannot be imported."""
     parts = name.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:

@@ -1,5 +1,4 @@
-"""What mcore_rl/runtime and slurm use of Ray. The package that is installed is the one of machines with GPUs, so it is
-read where it is."""
+"""Uses of Ray in mcore_rl. Machines with GPUs use the same package, so the installed one is checked."""
 
 from __future__ import annotations
 
@@ -20,19 +19,19 @@ COMPILED = {"ray._raylet.AuthenticationTokenLoader", "ray._raylet.Config"}
 
 
 @pytest.mark.parametrize("file", USERS, ids=lambda file: str(file.relative_to(OURS)))
-def test_every_name_and_call_of_ours_is_one_of_ray(file: Path) -> None:
+def test_uses_of_ray_match_installed_version(file: Path) -> None:
     problems = RAY.problems(use for use in uses(file, "ray") if not any(use.name.startswith(each) for each in COMPILED))
     assert problems == {}
 
 
-def test_compiled_names_are_there() -> None:
+def test_compiled_names_exist() -> None:
     import ray._raylet as compiled
 
     for name in COMPILED:
         assert hasattr(compiled, name.rpartition(".")[2])
 
 
-def test_options_of_actors_and_methods_are_rays() -> None:
+def test_actor_and_method_options_exist() -> None:
     known = "".join((SITE_PACKAGES / "ray" / name).read_text() for name in ("_common/ray_option_utils.py", "actor.py"))
     given = {"num_cpus", "num_gpus", "scheduling_strategy"}
     for file in USERS:
@@ -43,7 +42,7 @@ def test_options_of_actors_and_methods_are_rays() -> None:
     assert [name for name in sorted(given) if f'"{name}"' not in known] == []
 
 
-def test_variables_that_we_set_are_read_by_ray() -> None:
+def test_environment_variables_are_read_by_ray() -> None:
     text = "".join(file.read_text() for file in sorted((OURS / "runtime").rglob("*.py")))
     ours = set(re.findall(r"\"(RAY_[A-Z_]+)\"", text)) | {
         name for name in process_environment(on_gpus=True) if name.startswith("RAY_")
@@ -52,13 +51,13 @@ def test_variables_that_we_set_are_read_by_ray() -> None:
     files = [file for folder in ("_private", "_common") for file in (SITE_PACKAGES / "ray" / folder).rglob("*.py")]
     python = "".join(file.read_text(encoding="utf-8") for file in files)
     compiled = (SITE_PACKAGES / "ray" / "_raylet.so").read_bytes()
-    # Options of its C++ side are read as RAY_ and their name.
+    # Options of the C++ code are read as RAY_ plus their name.
     unread = [n for n in sorted(ours) if not re.search(rf"\b{n}\b", python)]
     assert [n for n in unread if n.removeprefix("RAY_").encode() not in compiled] == []
 
 
-def test_the_devices_of_a_process_are_named_as_we_name_them() -> None:
-    """Ranks get theirs from Ray, guests from us, by the same variable."""
+def test_visible_devices_variable_equals_ray() -> None:
+    """Ray and this project must set the same environment variable."""
     from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
     name = NvidiaGPUAcceleratorManager.get_visible_accelerator_ids_env_var()

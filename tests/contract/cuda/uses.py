@@ -1,7 +1,7 @@
-"""What a file uses of a package: the names that it imports or reaches through them, and how it calls them.
+"""Uses of a package in a file: names that it imports or accesses through them, and their calls.
 
-Instances are followed where the text tells their class: a parameter or attribute annotated with it, a name under
-`isinstance`, `super()` of a class that inherits it, and what the caller of `uses` knows besides.
+Instances are followed if the source shows their class: an annotated parameter or attribute, a name after `isinstance`,
+`super()` of a class that inherits from it, and the expressions that the caller of `uses` declares.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Call:
-    """How many arguments by position, which by name; `more` says that others are unpacked into it."""
+    """Arguments of a call: number of positional ones, and keywords. `more`: others are unpacked with * or **."""
 
     positional: int
     keywords: tuple[str, ...]
@@ -23,7 +23,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Use:
-    """`name` is dotted, from its package on; bound: reached through an instance."""
+    """Use of a dotted name. bound: accessed through an instance."""
 
     name: str
     where: str
@@ -33,14 +33,14 @@ class Use:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What an expression stands for: a dotted name, or an instance of the class of that name."""
+    """Meaning of an expression: a dotted name, or an instance of the class with that name."""
 
     name: str
     instance: bool = False
 
 
 def uses(file: Path, package: str, instances: Mapping[str, str] | None = None) -> list[Use]:
-    """Every use of `package` in a file. `instances`: expression, as it is written there -> its class."""
+    """Return all uses of `package` in a file. `instances`: expression as written in the file -> its class."""
     known = {text: Meaning(name, instance=True) for text, name in (instances or {}).items()}
     reader = _Reader(file.name, package, known)
     reader.visit(ast.parse(file.read_text(encoding="utf-8")))
@@ -122,7 +122,7 @@ class _Reader(ast.NodeVisitor):
         before = dict(self._known)
         self._known |= names
         self.generic_visit(node)
-        # What was imported in a function is known after it too: files give a name one meaning.
+        # Imports inside a function stay known after it: a name has one meaning in a file.
         self._known = {name: meaning for name, meaning in self._known.items() if name not in names} | {
             name: before[name] for name in names if name in before
         }
@@ -155,7 +155,7 @@ def _isinstances(test: ast.expr) -> Iterator[ast.Call]:
 
 
 def keys_of(node: ast.AST, variable: str) -> dict[str, ast.expr]:
-    """The string keys that a dictionary called `variable` gets: where it is written, joined, updated, set by key."""
+    """Return the string keys of the dictionary `variable`: literals, unions, updates and item assignments."""
     pairs: dict[str, ast.expr] = {}
     for each in ast.walk(node):
         if isinstance(each, ast.Assign | ast.AnnAssign | ast.AugAssign) and each.value is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,16 @@ import pytest
 
 from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.available import (
-    RDT,
     SGLANG_PYTHON,
     SGLANG_VERSION,
-    VOCABULARY_PADDING,
     cannot_run,
-    check_rdt_model,
     check_sglang_model,
     missing_engine,
-    missing_nixl,
     sglang_version,
 )
 from mcore_rl.config.schema import Config
 from mcore_rl.doctor.checks import check_sglang
 from mcore_rl.errors import ConfigError
-from mcore_rl.weights.slices import needs
-from mcore_rl.weights.transports.topology import VLLM_RDT
 
 ROOT = Path(__file__).parents[3]
 
@@ -90,33 +83,6 @@ def test_a_judges_engines_have_the_limits_of_the_rollouts() -> None:
     assert cannot_run(config) == []
     config.judge.engine, config.judge.hf_path = "sglang", None  # a judge that is not there
     assert cannot_run(config) == []
-
-
-def test_vllm_rdt_is_for_gpus_of_engines_beside_those_of_trainer_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config()
-    config.weights.transport, config.cluster.device = "vllm_rdt", "cpu"
-    config.rollout.engine, config.rollout.tp, config.cluster.gpus_per_node = "sglang", 4, 2
-    needed = ("rollout.engine=vllm", "cluster.device=cuda", "cluster.placement=disaggregated", "rollout.tp of at most")
-    for problem, key in zip(cannot_run(config), needed, strict=True):
-        assert problem.startswith(f"weights.transport=vllm_rdt needs {key}")
-    config.rollout.engine, config.rollout.tp, config.cluster.placement = "vllm", 2, "disaggregated"
-    config.cluster.device = "auto"  # as a machine without GPUs plans it
-    assert cannot_run(config) == []
-    assert "this machine has none" in str(missing_nixl(config))
-    config.cluster.device = "cuda"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install nixl" in str(missing_nixl(config))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert missing_nixl(config) is None
-    with pytest.raises(
-        ConfigError, match=r"vllm_rdt needs a vocab_size that is a multiple of 64, and the model has 97"
-    ):
-        check_rdt_model(config.weights.transport, {"vocab_size": 97})
-    check_rdt_model(config.weights.transport, {"vocab_size": 128})
-    assert (RDT, VOCABULARY_PADDING) == (VLLM_RDT, needs.VOCABULARY_PADDING)
-    config.weights.transport = "auto"
-    check_rdt_model(config.weights.transport, {"vocab_size": 97})
-    assert missing_nixl(config) is None
 
 
 DIVIDED = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192, "moe_intermediate_size": 64}

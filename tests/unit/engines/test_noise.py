@@ -1,4 +1,4 @@
-"""How tokens are drawn: from the right distribution, and by seed and place alone."""
+"""Sampling follows the distribution and depends only on seed and position."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mcore_rl.engines.noise import _CHUNK_ELEMENTS, log_uniform, noise_keys, sam
 MASK = 2**64 - 1
 
 
-def test_tokens_follow_the_distribution() -> None:
-    """Chi-squared of 200,000 seeds, and of 200,000 places of one seed, at 0.1 % (15 degrees of freedom: 37.7)."""
+def test_sample_tokens_follow_distribution() -> None:
+    """Chi-squared test with 200,000 seeds, and with 200,000 positions of a seed, at 0.1 % (15 degrees of freedom)."""
     probabilities = (torch.randn(16, generator=torch.Generator().manual_seed(0)) * 2).softmax(-1)
     expected, count = probabilities.double() * 200_000, np.arange(200_000)
     for seeds, positions in ((count, np.full_like(count, 9)), (np.full_like(count, 9), count)):
-        drawn = sample_tokens(probabilities.expand(len(count), -1), noise_keys(seeds.tolist(), positions))
-        observed = drawn.bincount(minlength=16)
+        sampled = sample_tokens(probabilities.expand(len(count), -1), noise_keys(seeds.tolist(), positions))
+        observed = sampled.bincount(minlength=16)
         assert float(((observed - expected) ** 2 / expected).sum()) < 37.7
 
 
 @pytest.mark.parametrize("columns", [300, _CHUNK_ELEMENTS // 7])
-def test_a_row_depends_on_its_own_seed_and_place_only(columns: int) -> None:
+def test_sample_tokens_row_depends_only_on_its_seed_and_position(columns: int) -> None:
     rng = np.random.default_rng(1)
     probabilities = torch.from_numpy(rng.dirichlet(np.full(columns, 0.1), 40)).float()
     seeds, positions = rng.integers(0, 2**31, 40), rng.integers(0, 5000, 40)
@@ -44,8 +44,8 @@ def test_a_row_depends_on_its_own_seed_and_place_only(columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [7, 96, 5000])
-def test_the_hash_is_splitmix64(columns: int) -> None:
-    """In Python's own integers, of seeds and places up to the largest."""
+def test_log_uniform_equals_splitmix64(columns: int) -> None:
+    """Compare with Python integers, for seeds and positions up to the largest."""
 
     def mix(x: int) -> int:
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
@@ -62,15 +62,15 @@ def test_the_hash_is_splitmix64(columns: int) -> None:
             assert row[token] == pytest.approx(math.log(uniform), rel=1e-13)
 
 
-def test_what_truncation_leaves_out_is_never_drawn() -> None:
+def test_sample_tokens_zero_probability_is_never_sampled() -> None:
     probabilities = torch.randn(3000, 9, generator=torch.Generator().manual_seed(4)).softmax(-1)
     probabilities[:, ::3] = 0.0
-    drawn = sample_tokens(probabilities, noise_keys(range(3000), np.zeros(3000, np.int64)))
-    assert (drawn % 3 != 0).all()
+    sampled = sample_tokens(probabilities, noise_keys(range(3000), np.zeros(3000, np.int64)))
+    assert (sampled % 3 != 0).all()
 
 
-def test_noise_of_neighbours_is_not_alike() -> None:
-    """Seeds, places and tokens that follow each other: correlations of 100,000 pairs, five standard errors."""
+def test_log_uniform_neighbours_are_uncorrelated() -> None:
+    """Correlations of neighbouring seeds, positions and tokens, 100,000 pairs, within five standard errors."""
     times = -log_uniform(noise_keys(range(1000), np.full(1000, 3)), 101).numpy()
     later = -log_uniform(noise_keys(range(1000), np.full(1000, 4)), 101).numpy()
     for first, second in [(times[:, :-1], times[:, 1:]), (times[:-1], times[1:]), (times, later)]:
@@ -78,5 +78,5 @@ def test_noise_of_neighbours_is_not_alike() -> None:
     assert abs(times.mean() - 1) < 0.02
 
 
-def test_nothing_is_drawn_for_no_rows() -> None:
+def test_sample_tokens_no_rows_returns_empty() -> None:
     assert sample_tokens(torch.empty(0, 5), noise_keys([], np.empty(0, np.int64))).tolist() == []

@@ -1,4 +1,4 @@
-"""Calls of all ranks of an engine, with an executor that loses what vLLM's loses."""
+"""Calls of all ranks of an engine, with an executor that leaves unread answers in its queues as vLLM's does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Worker(RankMethods):
 
 
 class Executor:
-    """Ranks in this process; `silent` ones do not answer. Answers that nobody fetched come first, as from a queue."""
+    """Ranks in this process. `silent` ranks do not answer. Unread answers are returned first, as from a queue."""
 
     def __init__(self, num_ranks: int) -> None:
         self.queues: list[tuple[Worker, list[Any]]] = [(Worker(rank), []) for rank in range(num_ranks)]
@@ -47,7 +47,7 @@ class Executor:
 
 
 class Engine:
-    """What EngineRanks uses of vllm's LLMEngine."""
+    """The parts of vLLM's LLMEngine that EngineRanks uses."""
 
     def __init__(self, num_ranks: int) -> None:
         self.model_executor = Executor(num_ranks)
@@ -56,7 +56,7 @@ class Engine:
         return self.model_executor.collective_rpc(method, timeout, args)
 
 
-def test_results_come_by_rank() -> None:
+def test_call_returns_results_by_rank() -> None:
     assert EngineRanks(Engine(3), "engine 4", 60).call("add", 5) == [5, 15, 25]
 
 
@@ -68,7 +68,7 @@ def test_results_come_by_rank() -> None:
         ([1, 2], False, "set it on 1 (engine 4, rank 1 of 3)"),
     ],
 )
-def test_an_error_of_ours_keeps_its_type_and_names_the_ranks(ranks: list[int], same: bool, message: str) -> None:
+def test_call_project_error_keeps_type_and_names_ranks(ranks: list[int], same: bool, message: str) -> None:
     calls = EngineRanks(Engine(3), "engine 4", 60)
     with pytest.raises(ConfigError) as caught:
         calls.call("refuse", ranks, same)
@@ -76,14 +76,14 @@ def test_an_error_of_ours_keeps_its_type_and_names_the_ranks(ranks: list[int], s
     assert calls.call("add", 1) == [1, 11, 21]
 
 
-def test_a_single_rank_is_the_engine() -> None:
+def test_call_error_of_single_rank_names_engine_only() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineRanks(Engine(1), "engine 4", 60).call("refuse", [0], True)
     assert str(caught.value) == "set it (engine 4)"
 
 
 @pytest.mark.parametrize(("method", "end"), [("stumble", "KeyError: 'no such layer'"), ("remove", "'remove'")])
-def test_any_other_error_comes_with_the_end_of_its_traceback(method: str, end: str) -> None:
+def test_call_other_error_includes_end_of_traceback(method: str, end: str) -> None:
     with pytest.raises(WorkerDiedError) as caught:
         EngineRanks(Engine(2), "engine 4", 60).call(method)
     lines = str(caught.value).splitlines()
@@ -92,7 +92,7 @@ def test_any_other_error_comes_with_the_end_of_its_traceback(method: str, end: s
     assert any("ranks.py" in line for line in lines)
 
 
-def test_an_engine_that_lacks_an_answer_gives_none_to_later_calls() -> None:
+def test_call_missing_answer_fails_all_later_calls() -> None:
     engine = Engine(2)
     calls = EngineRanks(engine, "engine 4", 60)
     engine.model_executor.silent = {1}
@@ -105,7 +105,7 @@ def test_an_engine_that_lacks_an_answer_gives_none_to_later_calls() -> None:
         pytest.fail("a step would take the answer of `add` for its own")
 
 
-def test_states_of_the_processes_are_told() -> None:
+def test_call_timeout_reports_process_states() -> None:
     engine = Engine(1)
     calls = EngineRanks(engine, "engine 4", 60)
     gone = 2**22 + 1  # above the kernel's highest process id
@@ -115,7 +115,7 @@ def test_states_of_the_processes_are_told() -> None:
         calls.call("add", 1)
 
 
-def test_calls_that_vllm_makes_itself_have_the_deadline_too() -> None:
+def test_engine_ranks_calls_by_vllm_have_deadline() -> None:
     engine = Engine(2)
     calls = EngineRanks(engine, "engine 4", 60)
     engine.model_executor.collective_rpc("sleep", kwargs={"level": 1})
@@ -127,7 +127,7 @@ def test_calls_that_vllm_makes_itself_have_the_deadline_too() -> None:
         engine.model_executor.collective_rpc("sleep")
 
 
-def test_an_error_of_the_caller_passes_through() -> None:
+def test_waiting_error_of_caller_passes_through() -> None:
     calls = EngineRanks(Engine(1), "engine 4", 60)
     with pytest.raises(WeightSyncError, match="mine"), calls.waiting("execute_model"):
         raise WeightSyncError("mine")

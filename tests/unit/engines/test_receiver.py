@@ -1,4 +1,4 @@
-"""What an engine may be asked between the begin of an update and its end."""
+"""Calls that are allowed between the begin and the end of an update."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_rl.errors import WeightSyncError
 
 
 class Ranks:
-    """Two ranks; `fails` names a method that fails, `loaded` are the bytes that each takes of a bucket."""
+    """Two ranks. `fails`: name of a method that raises. `loaded`: bytes of a bucket that each rank acknowledges."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -35,7 +35,7 @@ def receiver_of(ranks: Ranks) -> RanksReceiver:
 
 
 @pytest.mark.parametrize("fails", ["begin_update", "receive_bucket", "finish_update", "reset_prefix_cache False"])
-def test_an_engine_with_half_an_update_is_usable_after_a_whole_one_only(fails: str) -> None:
+def test_receiver_partial_update_blocks_use_until_complete_update(fails: str) -> None:
     ranks = Ranks()
     receiver = receiver_of(ranks)
     receiver.require_complete()
@@ -58,7 +58,7 @@ def update(receiver: RanksReceiver, version: int) -> None:
     receiver.finish_update(version)
 
 
-def test_what_was_computed_with_earlier_weights_is_forgotten_once_the_new_ones_are_there() -> None:
+def test_finish_update_resets_prefix_cache_after_loading() -> None:
     ranks = Ranks()
     receiver = receiver_of(ranks)
     update(receiver, 1)

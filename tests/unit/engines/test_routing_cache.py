@@ -1,4 +1,4 @@
-"""Experts kept beside a paged cache, against a scheduler that is written out: pieces, shared prefixes, preemption."""
+"""Experts in a paged cache, with a small scheduler: chunked prompts, shared prefixes, preemption."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ LAYERS, TOPK, BLOCK, NUM_BLOCKS = 3, 2, 4, 24
 
 
 def experts_of(prefix: tuple[int, ...], num_experts: int) -> np.ndarray:
-    """What a model would choose for the last token of `prefix`, which depends on all of it: [layers, k]."""
+    """Choose experts for the last token of `prefix`, depending on the whole prefix. Shapes: [layers, k]."""
     generator = np.random.default_rng([1, *prefix])
     return np.stack([generator.permutation(num_experts)[:TOPK] for _ in range(LAYERS)])
 
 
 class Paged:
-    """An engine's bookkeeping: blocks that requests take, share and give back, in passes of mixed rows."""
+    """Scheduler of an engine: requests take, share and return blocks, in passes with rows of several requests."""
 
     def __init__(self, cache: RoutingCache, num_experts: int, seed: int) -> None:
         self.cache, self.num_experts = cache, num_experts
@@ -29,7 +29,7 @@ class Paged:
         self.rows_computed = 0
         self.shared: set[int] = set()
         self.known: dict[tuple[int, ...], int] = {}
-        """Whole blocks by the prefix that they end; those stay for others."""
+        """Complete blocks by the prefix that they end. They stay cached for other requests."""
 
     def begin(self, request: int, tokens: tuple[int, ...]) -> None:
         blocks: list[int] = []
@@ -38,7 +38,7 @@ class Paged:
         self.blocks[request], self.computed[request] = blocks, len(blocks) * BLOCK
 
     def forward(self, counts: dict[int, int], tokens: dict[int, tuple[int, ...]]) -> None:
-        """One pass of `counts` further tokens of each request, rows in that order, with two of padding."""
+        """Run one pass of counts[request] further tokens of each request, in that order, plus two padding rows."""
         slots, chosen = [], []
         for request, count in counts.items():
             for place in range(self.computed[request], self.computed[request] + count):
@@ -57,20 +57,20 @@ class Paged:
             self.cache.write(layer, padded, torch.from_numpy(rows).to(torch.int32))
 
     def preempt(self, request: int) -> None:
-        """Its own blocks go back, in another order; what was cached stays."""
+        """Return a request's own blocks; cached blocks stay."""
         self.free = [*(b for b in self.blocks[request] if b not in self.shared), *self.free]
         del self.blocks[request], self.computed[request]
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (256, np.uint8), (300, np.int16)])
-def test_every_token_has_the_experts_of_the_pass_that_computed_it(num_experts: int, dtype: type) -> None:
+def test_read_returns_experts_of_pass_that_computed_each_token(num_experts: int, dtype: type) -> None:
     cache = RoutingCache(NUM_BLOCKS, BLOCK, num_layers=LAYERS, topk=TOPK, num_experts=num_experts)
     paged = Paged(cache, num_experts, seed=num_experts)
-    common = (5, 6, 7, 8, 9, 10)  # a block and a half that 0, 1 and 2 share
+    common = (5, 6, 7, 8, 9, 10)  # requests 0, 1 and 2 share one and a half blocks
     tokens = {0: (*common, 1, 1, 2), 1: (*common, 2), 2: (*common, 1, 1, 2, 3, 4, 5), 3: (4, 4, 4, 4, 4)}
     paged.begin(0, tokens[0])
     paged.begin(3, tokens[3])
-    paged.forward({3: 2, 0: 3}, tokens)  # both in pieces
+    paged.forward({3: 2, 0: 3}, tokens)  # both prompts in pieces
     paged.forward({0: 4, 3: 2}, tokens)
     paged.begin(1, tokens[1])
     paged.begin(2, tokens[2])
@@ -79,7 +79,7 @@ def test_every_token_has_the_experts_of_the_pass_that_computed_it(num_experts: i
     paged.preempt(2)
     paged.forward({0: 1}, tokens)
     paged.begin(2, tokens[2])
-    assert paged.computed[2] == 2 * BLOCK  # it finds its own second block, not the third
+    assert paged.computed[2] == 2 * BLOCK  # it finds the shared block and its own second one, not the third
     paged.forward({3: 1, 2: 4}, tokens)
     assert paged.rows_computed < sum(map(len, tokens.values())) + 5
     for request, sequence in tokens.items():
@@ -89,7 +89,7 @@ def test_every_token_has_the_experts_of_the_pass_that_computed_it(num_experts: i
         np.testing.assert_array_equal(found, np.stack(expected))
 
 
-def test_a_token_that_no_pass_routed_is_an_error_and_not_a_guess() -> None:
+def test_read_unrouted_token_raises() -> None:
     cache = RoutingCache(2, BLOCK, num_layers=1, topk=TOPK, num_experts=8)
     cache.write(0, torch.tensor([4, 5]), torch.tensor([[0, 0], [1, 2]]))
     assert cache.read([1], 2).tolist() == [[[0, 0]], [[1, 2]]]
@@ -99,7 +99,7 @@ def test_a_token_that_no_pass_routed_is_an_error_and_not_a_guess() -> None:
         cache.read([1], 5)
 
 
-def test_rows_without_a_slot_are_refused() -> None:
+def test_write_more_rows_than_slots_raises() -> None:
     cache = RoutingCache(2, BLOCK, num_layers=1, topk=TOPK, num_experts=8)
     with pytest.raises(ValueError, match="3 rows were routed, but the pass has slots for 2"):
         cache.write(0, torch.tensor([4, 5]), torch.zeros(3, TOPK, dtype=torch.int32))

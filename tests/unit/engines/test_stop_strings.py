@@ -1,4 +1,4 @@
-"""The token that completes a stop string, against decoding the whole response again after every token."""
+"""Stop strings, compared with decoding the whole response after every token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_rl.engines.stop_strings import INCOMPLETE, StopScanner
 TEXT = "So x = 3.</answer> End of it, é€😀! Human: 12\n\nAssistant: </s> ####  7 Observation: é "
 SPECIAL = ["<eos>", "<|call|>"]
 PIECES = 15
-"""Responses that are the text in pieces."""
+"""Number of responses that consist of the text in random pieces."""
 STOPS = (
     ["</answer>"],
     ["\n\n", "Human:"],
@@ -32,7 +32,7 @@ STOPS = (
 
 
 def byte_level() -> Tokenizer:
-    """Merges cut words, and characters of several bytes, at many places."""
+    """Train a byte-level tokenizer whose merges cut words and multi-byte characters in many places."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,7 +45,7 @@ def byte_level() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As Llama 2's: the first space of a text disappears, unknown characters are bytes."""
+    """Create a tokenizer like Llama 2's: the first space of a text is dropped, unknown characters become bytes."""
     pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz.:#/<>=!,0123456789"]
     pieces += ["▁Human", ":</", "answer", "swer>", ">▁", "##", "▁##", "\n"]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
@@ -67,7 +67,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 
 
 def responses(tokenizer: Any) -> list[list[int]]:
-    """The text as the tokenizer cuts it and in pieces of any size; any tokens at all, invalid bytes among them."""
+    """Return the text as tokenized, in random pieces, and random tokens, including invalid bytes."""
     rng, found = random.Random(1), [tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
     for _ in range(PIECES):
         cuts = sorted(rng.sample(range(len(TEXT)), 20))
@@ -80,7 +80,7 @@ def responses(tokenizer: Any) -> list[list[int]]:
 
 
 def completing_token(tokenizer: Any, ids: Sequence[int], stops: Sequence[str]) -> int | None:
-    """By brute force: the first prefix whose text holds a stop string."""
+    """Find by brute force the first prefix whose text contains a stop string."""
     for count in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:count], **PLAIN).rstrip(INCOMPLETE)
         if any(stop in text for stop in stops):
@@ -89,7 +89,7 @@ def completing_token(tokenizer: Any, ids: Sequence[int], stops: Sequence[str]) -
 
 
 @pytest.mark.parametrize("stops", STOPS, ids=str)
-def test_scanner_finds_the_completing_token_as_brute_force_does(tokenizer: Any, stops: list[str]) -> None:
+def test_scanner_completing_token_equals_brute_force(tokenizer: Any, stops: list[str]) -> None:
     decode, hits = plain_decoder(tokenizer), 0
     for ids in responses(tokenizer):
         expected = completing_token(tokenizer, ids, stops)
@@ -107,7 +107,7 @@ def test_scanner_finds_the_completing_token_as_brute_force_does(tokenizer: Any, 
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
-    """Character by character: up to the start of the stop string that ends first, the longest of several."""
+    """Return the text before the stop string that ends first; of several with the same end, the longest."""
     for end in range(1, len(text) + 1):
         lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if lengths:
@@ -116,22 +116,22 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 @pytest.mark.parametrize("stops", STOPS, ids=str)
-def test_graders_see_the_text_before_the_first_stop_string(tokenizer: Any, stops: list[str]) -> None:
+def test_response_text_ends_before_first_stop_string(tokenizer: Any, stops: list[str]) -> None:
     for number, ids in enumerate(responses(tokenizer)):
-        # A special token within the bytes of a character changes the text when it is left out.
+        # A special token between the bytes of a character changes the text when it is removed.
         kept = [i for i in ids if number <= PIECES or i not in tokenizer.all_special_ids]
         count = completing_token(tokenizer, kept, stops)
         response = kept[:count]
         expected = before_stop(tokenizer.decode(response, **PLAIN), stops)
         for special in SPECIAL:
             expected = expected.replace(special, "")
-        expected = expected.removesuffix("<|c")  # a part of a special token is no text either
+        expected = expected.removesuffix("<|c")  # part of a special token
         assert response_text(tokenizer, response, stops) == expected
         assert response_text(tokenizer, response) == tokenizer.decode(response, skip_special_tokens=True)
 
 
-def test_scanner_reads_long_responses_in_linear_time(tokenizer: Any) -> None:
-    """Also bytes that never become a character: the decoded tokens per step stay few."""
+def test_scanner_long_response_decodes_few_tokens_per_step(tokenizer: Any) -> None:
+    """Includes invalid bytes, which never become a character: each step decodes at most 20 tokens."""
     plain, most = plain_decoder(tokenizer), 0
 
     def decode(ids: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
-from mcore_rl.runtime.publisher import PullPublisher, SlicePublisher
+from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.hosts import Host
 from mcore_rl.weights.transports.topology import Endpoint, Topology
@@ -34,18 +34,12 @@ class Processes:
     starting: dict[int, int] = field(default_factory=dict)
     """Looks after which an engine is up."""
     without_weights: set[int] = field(default_factory=set)
-    told_trainers: list[tuple[str, Any]] = field(default_factory=list)
-    told_engines: list[tuple[int, Any]] = field(default_factory=list)
-    """From what to pull."""
 
     @property
     def publisher(self) -> SlicePublisher:
-        return self.publisher_of(SlicePublisher)
-
-    def publisher_of(self, kind: type[SlicePublisher], ranks_per_engine: int = 1) -> SlicePublisher:
-        endpoints = [Endpoint(Host("here", ("", 0)), "127.0.0.1")] * (self.num_engines * ranks_per_engine + 1)
-        topology = Topology((endpoints[0],), tuple(endpoints[1:]), ranks_per_engine)
-        made = kind(_Trainers(self), _Engines(self), _Plan(topology), SimpleNamespace(port=1), "127.0.0.1", 9)  # type: ignore[arg-type]
+        endpoints = [Endpoint(Host("here", ("", 0)), "127.0.0.1")] * (self.num_engines + 1)
+        topology = Topology((endpoints[0],), tuple(endpoints[1:]), 1)
+        made = SlicePublisher(_Trainers(self), _Engines(self), _Plan(topology), SimpleNamespace(port=1), "127.0.0.1", 9)  # type: ignore[arg-type]
         made.publish(1)
         self.events.clear()
         return made
@@ -74,15 +68,11 @@ class _Trainers:
         self.handles = [SimpleNamespace(unlink_buffers=SimpleNamespace(remote=lambda: None))]
         self.watch = SimpleNamespace(get=list)
 
-        self._told = processes.told_trainers
-
     def begin(self, method: str, given: Any = None) -> _Call:
-        self._told.append((method, given))
         return _Call(1)
 
     def on_every_rank(self, method: str, given: Any) -> list[Any]:
-        self._told.append((method, given))
-        return ["payload"] if method == "open_producer" else [{}]
+        return [{}]
 
 
 class _Engine:
@@ -93,14 +83,12 @@ class _Engine:
         self.handle = SimpleNamespace(
             connect=SimpleNamespace(remote=self._connect),
             receive_update=SimpleNamespace(remote=lambda *_: self._answer("receive_update", [0])),
-            pull_from=SimpleNamespace(remote=lambda *given: processes.told_engines.append((number, given))),
             compare_weights=SimpleNamespace(remote=lambda: self._answer("compare_weights", [Comparison()])),
         )
 
     def _connect(self, connection: Connection, place: int) -> None:
         topology = connection.plan.topology
-        name = topology.name(topology.member(place * topology.ranks_per_engine))
-        assert name.replace(", rank 0", "") == f"{self.start.name} on here"
+        assert topology.name(topology.member(place)) == f"{self.start.name} on here"
         self._processes.events.append(f"meet {self._number}")
 
     def _answer(self, method: str, well: list[Any]) -> list[Any]:
@@ -235,18 +223,3 @@ def test_weights_that_are_never_right_end_the_run_by_tensor(max_restarts: int, e
     with pytest.raises(error, match=r"model\.norm\.weight"):
         publisher.verify()
     assert processes.restarts == max_restarts
-
-
-def test_engines_pull_from_producers_that_stay_and_only_those_that_are_up_are_waited_for() -> None:
-    processes = Processes(num_engines=2, slow=1)
-    publisher = processes.publisher_of(PullPublisher, ranks_per_engine=2)
-    assert processes.told_engines == [(0, ("payload", 0, 2)), (1, ("payload", 1, 2))]
-    processes.fails["receive_update", 1] = "dies"
-    publisher.publish(2)  # engine 0 dies, and the other one has another link
-    publisher.publish(3)
-    assert processes.told_engines[2:] == [(1, ("payload", 1, 2)), (0, ("payload", 0, 2)), (1, ("payload", 1, 2))]
-    told = [given for method, given in processes.told_trainers if method == "produce_weights"]
-    both, second = [([0, 1, 2, 3],)], [([2, 3],)]
-    assert told == [both, both, second, both]
-    assert [method for method, _ in processes.told_trainers].count("open_producer") == 1
-    assert publisher.verify() == 2 * 7

@@ -1,5 +1,4 @@
-"""A weight sync by own slices, carried out in memory: every trainer rank packs its messages, every engine rank unpacks
-what it was to get."""
+"""In-memory weight sync: every trainer rank packs its messages, every engine rank unpacks those it should receive."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Sync:
-    """The arguments that all processes of one sync share."""
+    """Arguments of one sync that are equal in all processes."""
 
     rows: list[BoundRow]
     layout: TrainLayout
@@ -44,7 +43,7 @@ class Sync:
 
 
 def trainer_tensors(sync: Sync, rank: int, checkpoint: Tensors) -> Tensors:
-    """What a trainer rank holds of an HF checkpoint, by canonical name."""
+    """Return a trainer rank's tensors of an HF checkpoint, by canonical name."""
     tensors = {}
     for load in load_plan(sync.rows, sync.layout, rank):
         tensor = torch.zeros(load.shape)
@@ -60,7 +59,7 @@ def trainer_tensors(sync: Sync, rank: int, checkpoint: Tensors) -> Tensors:
 
 
 def pack(message: Message, tensors: Tensors) -> torch.Tensor:
-    """A message's bytes."""
+    """Pack a message. Bytes of the alignment are 255."""
     memory = torch.full((message.num_bytes,), 255, dtype=torch.uint8)
     for each in message.slices:
         source = tensors[each.mcore_name]
@@ -72,17 +71,20 @@ def pack(message: Message, tensors: Tensors) -> torch.Tensor:
 
 
 def delivered(sync: Sync, checkpoint: Tensors) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """By engine rank: HF name -> (values, how often each element has come), in the shape of the whole tensor."""
-    channel: dict[tuple[int, int, int], tuple[Message, torch.Tensor]] = {}
+    """Deliver all messages. Returns by engine rank: HF name -> (values, number of times each element was received).
+
+    Shapes: both have the shape of the whole tensor.
+    """
+    in_flight: dict[tuple[int, int, int], tuple[Message, torch.Tensor]] = {}
     for rank in range(sync.layout.world_size):
         tensors = trainer_tensors(sync, rank, checkpoint)
         for message in sync.sent_by(rank):
-            channel[message.bucket, message.sender, message.receiver] = message, pack(message, tensors)
+            in_flight[message.bucket, message.sender, message.receiver] = message, pack(message, tensors)
     ranks = []
     for rank in range(sync.num_engine_ranks):
         arrived: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for message in sync.received_by(rank):
-            sent, memory = channel.pop((message.bucket, message.sender, message.receiver))
+            sent, memory = in_flight.pop((message.bucket, message.sender, message.receiver))
             assert sent == message
             for each in message.slices:
                 empty = torch.full(each.hf_shape, torch.nan), torch.zeros(each.hf_shape, dtype=torch.int64)
@@ -93,5 +95,5 @@ def delivered(sync: Sync, checkpoint: Tensors) -> list[dict[str, tuple[torch.Ten
                 values[place] = part.float()
                 counts[place] += 1
         ranks.append(arrived)
-    assert channel == {}, "sent, and taken by nobody"
+    assert in_flight == {}, "sent but never received"
     return ranks

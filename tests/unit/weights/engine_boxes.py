@@ -21,7 +21,7 @@ LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of an engine, by its coordinates."""
+    """Coordinates of an engine rank."""
 
     tp: int
     pp: int
@@ -35,7 +35,7 @@ class Place:
 
 
 def box(name: str, shape: tuple[int, ...], config: dict[str, Any], layout: EngineLayout, rank: int) -> Box | None:
-    """The part of the tensor that the rank holds; None for nothing."""
+    """Return the part of the tensor that the rank keeps, or None."""
     place = Place.of(layout, rank)
     if not _is_here(name, config, layout, place):
         return None

@@ -1,9 +1,9 @@
-"""What NCCL does with groups of messages, in one process: the rules by which it hangs, without a GPU.
+"""Model of NCCL's group calls in one process, without a GPU: it deadlocks by the same rules.
 
-A process's launches go one after the other, as on a stream: the next begins when all messages of the one before are
-through. Messages of a launch are under way at the same time. Two processes' messages meet in the order in which each
-names the other, tags count for nothing, and both must be under way. What is sent is read when it meets its receive,
-not when it was launched.
+The launches of a process run one after the other, as on a stream: the next one starts when all messages of the previous
+one are complete. The messages of one launch are in flight at the same time. A send matches a receive by their order
+between the two processes; tags are ignored, and both must be in flight. A send's memory is read when it matches its
+receive, not when it is launched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Operation:
 
 @dataclass
 class Launch:
-    """A dist.Work."""
+    """Group call of one process. Implements dist.Work."""
 
     operations: list[Operation]
     ended: threading.Event = field(default_factory=threading.Event)
@@ -37,13 +37,13 @@ class Launch:
 
 
 class Gpus:
-    """All processes' streams."""
+    """Streams of all processes."""
 
     def __init__(self, num_ranks: int) -> None:
         self._streams: list[deque[Launch]] = [deque() for _ in range(num_ranks)]
         self._lock = threading.Lock()
         self.largest = 0
-        """Messages of a launch."""
+        """Largest number of messages in one launch."""
 
     def push(self, rank: int, launch: Launch) -> None:
         with self._lock:
@@ -65,11 +65,11 @@ class Gpus:
         return moved
 
     def _meet(self, rank: int, send: Operation) -> bool:
-        """Only with the first message of its direction that is not through on either side."""
+        """Match a send with its receive, if each is the first incomplete message of its direction."""
         sends, receives = self._under_way(rank, "send", send.peer), self._under_way(send.peer, "recv", rank)
         if sends[0] is not send or not receives:
             return False
-        assert receives[0].memory.shape == send.memory.shape, "messages met that do not belong together"
+        assert receives[0].memory.shape == send.memory.shape, "a send matched a receive of another shape"
         receives[0].memory.copy_(send.memory)
         receives[0].done = send.done = True
         return True
@@ -81,7 +81,7 @@ class Gpus:
 
 @dataclass
 class Group:
-    """A rank's dist.ProcessGroup; what is not part of a launch is refused."""
+    """A rank's dist.ProcessGroup. Operations outside a group call are rejected."""
 
     gpus: Gpus
     rank: int

@@ -1,4 +1,4 @@
-"""What an engine is told beside config.json."""
+"""Fields of config.json that are overridden for engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def written(directory: Path, **fields: object) -> Path:
     return directory
 
 
-def test_only_what_config_json_leaves_out_is_added(tmp_path: Path) -> None:
+def test_engine_overrides_missing_fields_are_added(tmp_path: Path) -> None:
     of_transformers = written(tmp_path, model_type="deepseek_v3", topk_method=None)
     assert engine_overrides(of_transformers, load_weights=True) == ROUTING
     given = {"scoring_func": "softmax", "topk_method": "noaux_tc", "moe_layer_freq": 2}
@@ -27,12 +27,12 @@ def test_only_what_config_json_leaves_out_is_added(tmp_path: Path) -> None:
     assert engine_overrides(written(tmp_path, model_type="llama"), load_weights=True) == {}
 
 
-def test_an_engine_that_waits_for_the_trainer_expects_no_quantised_weights(tmp_path: Path) -> None:
+def test_engine_overrides_without_load_weights_removes_quantization(tmp_path: Path) -> None:
     directory = written(tmp_path, model_type="kimi_k2", quantization_config={"quant_method": "fp8"})
     assert engine_overrides(directory, load_weights=False) == {**ROUTING, "quantization_config": None}
 
 
-def test_a_directory_without_a_supported_model_names_the_key(tmp_path: Path) -> None:
+def test_engine_overrides_unsupported_model_names_key(tmp_path: Path) -> None:
     for fields in ({}, {"model_type": "gemma"}):
         with pytest.raises(ConfigError, match=r"model\.hf_path: .*model_type"):
             engine_overrides(written(tmp_path, **fields), load_weights=True)

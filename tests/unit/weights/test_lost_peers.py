@@ -1,4 +1,4 @@
-"""A process that dies or stops in the middle of an update: all others end, soon, and say who it was."""
+"""A process that dies or stops during an update: all others end soon, and their errors name it."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from tests.unit.weights.test_slices import random_checkpoint
 from tests.unit.weights.transfer import store, sync_plan
 
 TIMEOUT_SECONDS = {signal.SIGSTOP: 3.0, signal.SIGKILL: 120.0}
-"""Of the sync: who is stopped is missed only then, who is dead at once."""
+"""Timeout of the sync. A stopped process is detected only by the timeout, a dead one at once."""
 SECONDS_TO_END = 12.0
 PLAN = sync_plan(
     tiny_fields("qwen3_moe", vocab_size=97), TrainLayout(2, ep=2), EngineLayout(tp=2), "AB", "AB", bucket_bytes=20_000
 )
-"""Every rank of the engine has a trainer rank beside it, which relays what the other one sends."""
+"""Each engine rank shares a host with one trainer rank, which relays the messages of the other."""
 NAMES = ["trainer rank 0 on A", "trainer rank 1 on B", "rollout engine 0, rank 0 on A", "rollout engine 0, rank 1 on B"]
 
 
-class Counted(Mapping[str, torch.Tensor]):
-    """Tensors; calls `at(n)` before the n-th is given out."""
+class CountedTensors(Mapping[str, torch.Tensor]):
+    """Tensors that call `on_access(n)` before the n-th access."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], at: Callable[[int], None]) -> None:
-        self._tensors, self._at, self._count = tensors, at, 0
+    def __init__(self, tensors: Mapping[str, torch.Tensor], on_access: Callable[[int], None]) -> None:
+        self._tensors, self._on_access, self._count = tensors, on_access, 0
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        self._at(self._count)
+        self._on_access(self._count)
         self._count += 1
         return self._tensors[name]
 
@@ -52,43 +52,43 @@ class Counted(Mapping[str, torch.Tensor]):
 
 
 def process(pipe: Pipe, member: int, victim: int, kind: signal.Signals, share: float) -> None:
-    """One member of the sync; the victim gets its signal once it has done `share` of the update."""
+    """Run one member of the sync. The victim sends itself the signal after `share` of the update."""
     num_trainers = len(PLAN.topology.trainers)
     if member < num_trainers:
-        end = TrainerSetup(PLAN, member)
-        pipe.send(end.create_buffers())
-        sender = end.connect(pipe.recv())
+        setup = TrainerSetup(PLAN, member)
+        pipe.send(setup.create_buffers())
+        sender = setup.connect(pipe.recv())
         work = sum(len(message.slices) for of_round in PLAN.outgoing(member).values() for message in of_round)
     else:
         pipe.send({})
         receiver = connect_engine_rank(pipe.recv(), member - num_trainers)
         work = receiver.num_rounds
 
-    def at(done: int) -> None:
+    def on_access(done: int) -> None:
         if member == victim and done >= int(share * (work - 1)):
             os.kill(os.getpid(), kind)
 
     pipe.send("connected")
     if pipe.recv() == "unlink" and member < num_trainers:
-        end.unlink()
+        setup.unlink()
     try:
         if member < num_trainers:
             sync = Sync(PLAN.rows, PLAN.train_layout, None, None, 0)  # type: ignore[arg-type]
-            sender.send(Counted(trainer_tensors(sync, member, random_checkpoint(PLAN.rows, 1)), at))
+            sender.send(CountedTensors(trainer_tensors(sync, member, random_checkpoint(PLAN.rows, 1)), on_access))
         else:
             receiver.begin()
             for sync_round in range(receiver.num_rounds):
-                at(sync_round)
+                on_access(sync_round)
                 receiver.receive(sync_round, lambda *_: None)
             receiver.finish()
         pipe.send("done")
     except PeerLostError as error:
         pipe.send(str(error))
-    pipe.recv()  # those who are still there must not be waited for either
+    pipe.recv()  # stay alive: survivors must not have to wait for each other either
 
 
 def started(plan: SyncPlan, *arguments: Any) -> list[tuple[Any, Pipe]]:
-    # Forked from a process without threads: this one may have some of an earlier test, and what they had locked.
+    # forkserver: this process may have threads of earlier tests, and fork would copy the locks that they hold.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     members = []
@@ -101,7 +101,7 @@ def started(plan: SyncPlan, *arguments: Any) -> list[tuple[Any, Pipe]]:
     return members
 
 
-def heard(member: int, pipe: Pipe, seconds: float) -> Any:
+def received(member: int, pipe: Pipe, seconds: float) -> Any:
     assert pipe.poll(seconds), f"{NAMES[member]} still waits"
     return pipe.recv()
 
@@ -109,23 +109,23 @@ def heard(member: int, pipe: Pipe, seconds: float) -> Any:
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
-def test_all_others_end_and_the_lost_one_is_named(kind: signal.Signals, victim: int, share: float) -> None:
-    meetings = store()
+def test_update_lost_member_ends_all_others_and_is_named(kind: signal.Signals, victim: int, share: float) -> None:
+    rendezvous = store()
     members = started(PLAN, victim, kind, share)
     try:
         segments = {number: name for member, (_, pipe) in enumerate(members)
-                    for number, name in heard(member, pipe, 60).items()}  # fmt: skip
+                    for number, name in received(member, pipe, 60).items()}  # fmt: skip
         for _, pipe in members:
-            pipe.send(Connection(PLAN, Rendezvous("127.0.0.1", meetings.port, 0), segments, TIMEOUT_SECONDS[kind]))
+            pipe.send(Connection(PLAN, Rendezvous("127.0.0.1", rendezvous.port, 0), segments, TIMEOUT_SECONDS[kind]))
         for member, (_, pipe) in enumerate(members):
-            assert heard(member, pipe, 60) == "connected"
+            assert received(member, pipe, 60) == "connected"
         for _, pipe in members:
             pipe.send("unlink")
         others = [(member, pipe) for member, (_, pipe) in enumerate(members) if member != victim]
-        said = [heard(member, pipe, SECONDS_TO_END) for member, pipe in others]
+        outcomes = [received(member, pipe, SECONDS_TO_END) for member, pipe in others]
     finally:
         for child, _ in members:
             child.kill()
-    if share < 1:  # at its end all others may have what they need: the driver misses the lost one's acknowledgement
-        assert "done" not in said
-        assert any(NAMES[victim] in each for each in said), said
+    if share < 1:  # at the end all others may be done; then only the driver misses the victim's acknowledgement
+        assert "done" not in outcomes
+        assert any(NAMES[victim] in each for each in outcomes), outcomes

@@ -1,4 +1,4 @@
-"""Updates from GPU to GPU, by NCCL's rules (nccl_model): every element arrives once, and nothing waits in a ring."""
+"""Updates between GPUs with a model of NCCL (nccl_model): every element arrives once, and nothing deadlocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan_of(case: str, num_slots: int = 2) -> SyncPlan:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpus]:
-    """Host memory stands for that of GPUs; the streams of each sync that connects."""
+    """Replace GPU memory by host memory, and NCCL by its model. Append the streams before each sync connects."""
     made: list[Gpus] = []
 
     def connect(rendezvous: Any, member: int, members: Any, *, timeout_seconds: float, name: Any) -> NcclChannel:
@@ -53,7 +53,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpus]:
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_three_updates_arrive_bit_by_bit(gpus: list[Gpus], case: str, num_slots: int) -> None:
+def test_nccl_three_updates_arrive_exactly(gpus: list[Gpus], case: str, num_slots: int) -> None:
     plan = plan_of(case, num_slots)
     assert plan.num_rounds > 3
     gpus.append(Gpus(len(plan.topology.gpu_members)))
@@ -64,28 +64,28 @@ def test_three_updates_arrive_bit_by_bit(gpus: list[Gpus], case: str, num_slots:
     assert gpus[0].largest > 0
 
 
-def test_all_that_a_process_does_in_a_turn_is_one_launch(gpus: list[Gpus]) -> None:
+def test_nccl_sync_round_is_one_launch_per_process(gpus: list[Gpus]) -> None:
     plan = plan_of("an engine on each host")
     gpus.append(Gpus(4))
     with connected(plan, store()) as processes:
         update(processes, held_by(plan, checkpoint_of(plan, 0)))
-    assert gpus[0].largest > 1  # sends, and what its own window gets
+    assert gpus[0].largest > 1  # its sends, and the receives into its own buffer
 
 
 @pytest.mark.parametrize(
     ("trainers", "engines", "size", "buffers", "members"),
     [
         ("A0 A1", "B0 B1", 2, {0, 1}, (0, 1, 2, 3)),
-        ("A0 B0", "A0 B0", 2, {0, 1}, (0, 1)),  # engine ranks on trainers' GPUs are in no group
+        ("A0 B0", "A0 B0", 2, {0, 1}, (0, 1)),  # engine ranks on a trainer's GPU do not join the group
         ("A0 B0", "A0 C0", 2, {0, 1}, (0, 1, 3)),
-        ("A0", "A0", 1, set(), ()),  # nothing is sent
+        ("A0", "A0", 1, set(), ()),  # all slices are written to mapped memory
         ("A B", "C0 D0", 1, set(), ()),  # trainers without a GPU
         ("A0 A1", "C D", 1, set(), ()),
-        ("A0 A1", "B0 B0", 1, set(), ()),  # NCCL has one process on a GPU
+        ("A0 A1", "B0 B0", 1, set(), ()),  # NCCL allows one process per GPU
         ("A0 A1 B0 B1", "A2 A3", 2, set(), ()),  # through the host's memory
     ],
 )
-def test_who_speaks_by_nccl(
+def test_gpu_buffers_need_one_gpu_per_member(
     trainers: str, engines: str, size: int, buffers: set[int], members: tuple[int, ...]
 ) -> None:
     layout = EngineLayout(tp=size)
@@ -94,7 +94,7 @@ def test_who_speaks_by_nccl(
     assert topology.gpu_members == members
 
 
-def test_a_launch_that_hangs_names_the_peer() -> None:
+def test_nccl_hanging_launch_names_peer() -> None:
     group: Any = Group(Gpus(2), 0)
     channel = NcclChannel(group, {0: 0, 5: 1}, torch.device("cpu"), timeout_seconds=0.1, name="member {}".format)
     transfer = channel.send(torch.zeros(3), 5, MessageTag(MessageKind.WEIGHTS, 0, 0))

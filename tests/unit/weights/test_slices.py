@@ -1,5 +1,8 @@
-"""Own slices: for any layout of trainer and engine every element of every engine tensor arrives exactly once, with the
-value of the checkpoint, from the rank that the plan promises, in buckets that are no larger than asked for."""
+"""Slices of weight syncs, for random layouts of trainer and engine.
+
+Every element of every engine tensor arrives exactly once, with the value of the checkpoint, from the preferred sender,
+in buckets of at most the configured size.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def random_layouts(chance: random.Random, config: dict[str, Any]) -> tuple[Train
 
 
 def random_places(chance: random.Random, num_trainers: int, num_engine_ranks: int) -> RankLocations:
-    """Colocated, or hosts and devices at random, of which engines and trainers share some."""
+    """Choose colocated ranks, or random hosts of which engines and trainers share some."""
     if chance.random() < 0.3:
         devices = [(rank // 2, rank) for rank in range(max(num_trainers, num_engine_ranks))]
         return RankLocations.of(devices[:num_trainers], devices[:num_engine_ranks])
@@ -72,7 +75,7 @@ def samples() -> list[tuple[int, str]]:
 
 
 def sync_of(seed: int, model: str) -> tuple[Sync, Tensors]:
-    """The first layouts from `seed` on that both sides take."""
+    """Return the first valid pair of layouts, starting at `seed`."""
     config, chance = MODELS[model], random.Random(seed)
     rows = rows_of(config)
     while True:
@@ -91,7 +94,7 @@ def sync_of(seed: int, model: str) -> tuple[Sync, Tensors]:
 
 
 @pytest.mark.parametrize(("seed", "model"), samples())
-def test_every_element_arrives_once_with_the_value_of_the_checkpoint(seed: int, model: str) -> None:
+def test_slices_random_layouts_deliver_every_element_once(seed: int, model: str) -> None:
     sync, checkpoint = sync_of(seed, model)
     layout = sync.shard_map.layout
     for rank, arrived in enumerate(delivered(sync, checkpoint)):
@@ -107,7 +110,7 @@ def test_every_element_arrives_once_with_the_value_of_the_checkpoint(seed: int, 
 
 
 @pytest.mark.parametrize(("seed", "model"), samples()[:12])
-def test_buckets_keep_to_their_size_and_totals_to_the_messages(seed: int, model: str) -> None:
+def test_totals_match_messages_and_buckets_keep_their_size(seed: int, model: str) -> None:
     sync, _ = sync_of(seed, model)
     totals = count(sync.placement, sync.shard_map, sync.locations, sync.bucket_bytes)
     received = [[each for message in sync.received_by(rank) for each in message.slices]
@@ -132,7 +135,7 @@ def test_buckets_keep_to_their_size_and_totals_to_the_messages(seed: int, model:
 
 
 @pytest.mark.parametrize(("seed", "model"), samples()[:12])
-def test_a_rank_is_served_from_its_own_device_or_host_where_that_has_what_it_needs(seed: int, model: str) -> None:
+def test_router_prefers_holder_on_same_device_then_same_host(seed: int, model: str) -> None:
     sync, _ = sync_of(seed, model)
     locations, placement = sync.locations, sync.placement
     holders: dict[str, list[range]] = {}
@@ -150,7 +153,7 @@ def test_a_rank_is_served_from_its_own_device_or_host_where_that_has_what_it_nee
                     assert locations.trainer_hosts[message.sender] == host
 
 
-def test_of_the_holders_on_a_host_the_one_on_the_same_device_serves() -> None:
+def test_router_holders_on_one_host_prefers_same_device() -> None:
     rows = rows_of(MODELS["tied"])
     locations = RankLocations.of([(0, device) for device in range(4)], [(0, device) for device in reversed(range(4))])
     sync = Sync(rows, TrainLayout(4), ShardMap(rows, EngineLayout()), locations, 10**6)
@@ -158,9 +161,8 @@ def test_of_the_holders_on_a_host_the_one_on_the_same_device_serves() -> None:
         assert {message.sender for message in sync.received_by(rank)} == {3 - rank}
 
 
-def test_holders_share_the_work_of_other_hosts() -> None:
-    """Eight data-parallel holders of everything, three engines elsewhere: whatever the sizes of the tensors, nobody
-    sends more than the largest tensor above the mean."""
+def test_router_remote_engines_balances_holders() -> None:
+    """Eight holders of all tensors and three engines on another host: no holder exceeds the mean by two tensors."""
     rows = rows_of(MODELS["latent"])
     locations = RankLocations.of([(0, -1)] * 8, [(1, -1)] * 3)
     totals = count(Placement(rows, TrainLayout(8)), ShardMap(rows, EngineLayout()), locations, 10**6)
@@ -178,12 +180,12 @@ def test_holders_share_the_work_of_other_hosts() -> None:
         ("tied", {"tp": 0}, "the engine's tp is 0"),
     ],
 )
-def test_an_engine_that_cannot_be_is_refused_by_name(model: str, layout: dict[str, Any], message: str) -> None:
+def test_shard_map_invalid_engine_layout_names_the_size(model: str, layout: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         ShardMap(rows_of(MODELS[model]), EngineLayout(**layout))
 
 
-def test_a_bucket_below_one_row_is_refused() -> None:
+def test_pieces_bucket_smaller_than_one_index_raises() -> None:
     rows = rows_of(MODELS["tied"])
     with pytest.raises(LayoutError, match=r"one index of dim 0 of model\.embed_tokens\.weight exceeds 64 bytes"):
         list(ShardMap(rows, EngineLayout()).pieces(64))

@@ -1,4 +1,4 @@
-"""Where weights arrive is decided by what processes share: a GPU, a host, or nothing."""
+"""Staging buffers for engine ranks that share a GPU, a host or nothing with trainer ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_rl.weights.transports.topology import Endpoint, StagingBuffer, Topolo
 
 
 def at(locations: str) -> tuple[Endpoint, ...]:
-    """`A0 A1 B`: a host, and the number of a GPU on it, for each process."""
+    """Parse `A0 A1 B`: the host of each process, and the number of its GPU if it has one."""
     return tuple(
         Endpoint(Host(place[0], (place[0], 0)), "127.0.0.1", f"{place[0]} GPU {place[1:]}" if place[1:] else "")
         for place in locations.split()
@@ -22,15 +22,15 @@ def buffers(trainers: str, engines: str, size: int = 1, transport: str = "auto")
     return Topology(at(trainers), at(engines), size, transport).buffers
 
 
-def test_an_engine_rank_on_a_trainers_gpu_has_a_window_there() -> None:
+def test_buffers_shared_gpu_uses_cuda_ipc() -> None:
     assert buffers("A0 A1 B0 B1", "A0 A1 B0 B1", 4) == [StagingBuffer((i,), "cuda_ipc", (i,), i) for i in range(4)]
 
 
-def test_a_gpu_has_a_window_for_each_of_its_engine_ranks_but_engines_alike_share() -> None:
+def test_buffers_engines_on_same_gpus_share_buffers() -> None:
     assert buffers("A0 A1", "A0 A1 A0 A1", 2) == [StagingBuffer((i, i + 2), "cuda_ipc", (i,), i) for i in range(2)]
 
 
-def test_other_gpus_of_a_host_are_reached_through_its_memory() -> None:
+def test_buffers_other_gpu_of_host_uses_shared_memory() -> None:
     assert buffers("A0 A1", "A2 A3", 2) == [
         StagingBuffer((0,), "shared_memory", (0, 1), 0),
         StagingBuffer((1,), "shared_memory", (0, 1), 1),
@@ -38,7 +38,7 @@ def test_other_gpus_of_a_host_are_reached_through_its_memory() -> None:
     assert buffers("A0 A1", "A2 A3", 1) == [StagingBuffer((0, 1), "shared_memory", (0, 1), 0)]
 
 
-def test_hosts_without_trainers_are_reached_by_the_network() -> None:
+def test_buffers_host_without_trainers_uses_network() -> None:
     assert buffers("A0 A1", "B0 A0", 1) == [StagingBuffer((0,)), StagingBuffer((1,), "cuda_ipc", (0,), 0)]
     assert buffers("A A", "B B", 1) == [StagingBuffer((0,)), StagingBuffer((1,))]
 
@@ -47,12 +47,11 @@ def test_hosts_without_trainers_are_reached_by_the_network() -> None:
     ("transport", "kind", "writers"),
     [
         ("network", "network", ()),
-        ("vllm_rdt", "network", ()),
         ("shared_memory", "shared_memory", (0, 1)),
         ("cuda_ipc", "cuda_ipc", (0,)),
     ],
 )
-def test_what_is_asked_for_is_done(transport: str, kind: str, writers: tuple[int, ...]) -> None:
+def test_buffers_required_transport_is_used(transport: str, kind: str, writers: tuple[int, ...]) -> None:
     (buffer,) = buffers("A0 A1", "A0", transport=transport)
     assert (buffer.kind, buffer.writers) == (kind, writers)
 
@@ -70,17 +69,14 @@ def test_what_is_asked_for_is_done(transport: str, kind: str, writers: tuple[int
         ),
     ],
 )
-def test_what_is_not_shared_is_refused(trainers: str, engines: str, transport: str, message: str) -> None:
+def test_buffers_required_transport_unavailable_names_key(
+    trainers: str, engines: str, transport: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         buffers(trainers, engines, transport=transport)
 
 
-def test_where_engines_pull_nothing_goes_from_gpu_to_gpu() -> None:
-    assert Topology(at("A0 A1"), at("B0 B1"), 1, "vllm_rdt").gpu_members == ()
-    assert Topology(at("A0 A1"), at("B0 B1"), 1, "network").gpu_members == (0, 1, 2, 3)
-
-
-def test_senders_know_gpus_and_hosts() -> None:
+def test_locations_number_hosts_and_gpus() -> None:
     locations = Topology(at("A0 A1 B0"), at("A1 B0 C"), 1).locations
     assert locations.trainer_hosts.tolist() == [0, 0, 1]
     assert locations.engine_hosts.tolist() == [0, 1, 2]
@@ -90,7 +86,7 @@ def test_senders_know_gpus_and_hosts() -> None:
     assert len(np.unique(locations.trainer_devices)) == 3
 
 
-def test_engines_that_take_part_alone_keep_their_numbers_and_share_windows_among_them() -> None:
+def test_for_engines_subset_keeps_numbers_and_shares_buffers() -> None:
     topology = Topology(at("A B"), at("A B A B C C A B"), 2)
     assert [buffer.readers for buffer in topology.buffers] == [(0, 2, 6), (1, 3, 7), (4,), (5,)]
     fewer = topology.for_engines([1, 2, 3])
@@ -104,7 +100,7 @@ def test_engines_that_take_part_alone_keep_their_numbers_and_share_windows_among
     assert topology.for_engines(range(4)).buffers == topology.buffers
 
 
-def test_names_say_rank_and_host() -> None:
+def test_name_contains_rank_and_host() -> None:
     topology = Topology(at("A B"), at("A B C D"), 2)
     assert [topology.name(member) for member in (1, 2, 5)] == [
         "trainer rank 1 on B",

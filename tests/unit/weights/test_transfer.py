@@ -1,4 +1,4 @@
-"""Updates through real sockets and shared memory, on pretended hosts: whatever the ways, every element arrives once."""
+"""Updates through real sockets and shared memory on simulated hosts: every element arrives once in all topologies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.weights.transfer import Processes, Taken, connected, sync_plan, 
 DENSE, EXPERTS = tiny_fields("qwen3", vocab_size=97), tiny_fields("qwen3_moe", vocab_size=97)
 CASES = {
     "one host": (DENSE, TrainLayout(2, tp=2), EngineLayout(tp=2), "AA", "AA"),
-    "two engines read one window": (DENSE, TrainLayout(2, pp=2), EngineLayout(), "AA", "AA"),
+    "two engines read one buffer": (DENSE, TrainLayout(2, pp=2), EngineLayout(), "AA", "AA"),
     "engine elsewhere": (EXPERTS, TrainLayout(2, ep=2), EngineLayout(), "AA", "B"),
     "engine over two hosts": (EXPERTS, TrainLayout(2), EngineLayout(tp=2), "AB", "AB"),
     "engine over two hosts, whole experts": (EXPERTS, TrainLayout(2, ep=2), EngineLayout(2, 1, 1, True), "AB", "AB"),
@@ -58,7 +58,7 @@ def held_by(plan: SyncPlan, checkpoint: Tensors) -> list[Tensors]:
 
 
 def check(plan: SyncPlan, taken: list[Taken], checkpoint: Tensors) -> None:
-    """Each engine rank took its part of each tensor, once."""
+    """Check that each engine rank received its part of each tensor exactly once."""
     layout = plan.engine_layout
     for rank, boxes in enumerate(taken):
         for name, whole in checkpoint.items():
@@ -78,7 +78,7 @@ def check(plan: SyncPlan, taken: list[Taken], checkpoint: Tensors) -> None:
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_three_updates_arrive_bit_by_bit(store: dist.TCPStore, case: str, num_slots: int) -> None:
+def test_transfer_three_updates_arrive_exactly(store: dist.TCPStore, case: str, num_slots: int) -> None:
     plan = sync_plan(*CASES[case], num_slots=num_slots)
     assert plan.num_rounds > 3
     with connected(plan, store, next(_generation)) as processes:
@@ -92,65 +92,65 @@ def test_three_updates_arrive_bit_by_bit(store: dist.TCPStore, case: str, num_sl
             assert len(by_buffer) == len(buffers)
 
 
-def test_ranks_on_the_same_host_share_windows_and_others_are_sent_to() -> None:
+def test_buffers_have_writers_and_owner_on_the_readers_host() -> None:
     described = {}
     for name, case in CASES.items():
         buffers = sync_plan(*case).topology.buffers
         described[name] = [(buffer.readers, buffer.writers, buffer.owner) for buffer in buffers]
     assert described["one host"] == [((0,), (0, 1), 0), ((1,), (0, 1), 1)]
-    assert described["two engines read one window"] == [((0, 1), (0, 1), 0)]
+    assert described["two engines read one buffer"] == [((0, 1), (0, 1), 0)]
     assert described["engine elsewhere"] == [((0,), (), None)]
     assert described["engine over two hosts"] == [((0,), (0,), 0), ((1,), (1,), 1)]
     assert described["all kinds"] == [((0,), (0,), 0), ((1,), (1, 2), 1), ((2,), (), None)]
 
 
-@pytest.mark.parametrize(("transport", "homes"), [("network", [None, None]), ("shared_memory", [0, 1])])
-def test_a_transport_that_is_asked_for_is_taken(store: dist.TCPStore, transport: str, homes: list[int | None]) -> None:
+@pytest.mark.parametrize(("transport", "owners"), [("network", [None, None]), ("shared_memory", [0, 1])])
+def test_transfer_required_transport_is_used(store: dist.TCPStore, transport: str, owners: list[int | None]) -> None:
     plan = sync_plan(*CASES["one host"], transport=transport)
-    assert [buffer.owner for buffer in plan.topology.buffers] == homes
+    assert [buffer.owner for buffer in plan.topology.buffers] == owners
     with connected(plan, store, next(_generation)) as processes:
         checkpoint = checkpoint_of(plan, 4)
         check(plan, update(processes, held_by(plan, checkpoint))[0], checkpoint)
 
 
-def test_shared_memory_that_is_not_there_is_refused() -> None:
+def test_buffers_required_shared_memory_missing_raises() -> None:
     plan = sync_plan(*CASES["all kinds"], transport="shared_memory")
     with pytest.raises(ConfigError, match=r"weights\.transport=shared_memory: no trainer rank shares memory .* on D"):
         _ = plan.topology.buffers
 
 
-def test_engines_begin_at_different_buckets() -> None:
-    """Else the ranks of one pipeline stage would send to all engines while the others wait."""
+def test_plan_engines_start_with_different_buckets() -> None:
+    """Otherwise the ranks of one pipeline stage would send to all engines while the other stages wait."""
     plan = sync_plan(DENSE, TrainLayout(2, pp=2), EngineLayout(), "AB", "CD", bucket_bytes=20_000)
     senders = [{placed.message.sender for placed in plan.incoming([buffer])[buffer].at(0)} for buffer in range(2)]
     assert senders == [{0}, {1}]
 
 
-def test_digests_of_trainer_ranks_cover_all_that_an_engine_takes(store: dist.TCPStore) -> None:
+def test_digests_cover_all_tensors_and_detect_changes(store: dist.TCPStore) -> None:
     plan = sync_plan(*CASES["all kinds"])
     with connected(plan, store, next(_generation)) as processes:
         checkpoint = checkpoint_of(plan, 5)
         held = held_by(plan, checkpoint)
-        said = certify(processes, held)
+        digests = receive_digests(processes, held)
         whole = {name: value for name, value in checkpoint.items() if "rotary" not in name}
         boxes = {name: ((0,) * value.dim(), tuple(value.shape)) for name, value in whole.items()}
-        for of_rank in said:
+        for of_rank in digests:
             found = compare(of_rank, whole.items(), boxes)
             assert (found.differing, found.missing, found.unknown) == (set(), set(), set())
         name = "model.layers.1.self_attn.k_proj.weight"
         changed = whole | {name: whole[name] + torch.nn.functional.pad(torch.ones(1, 1), (3, 28, 5, 26))}
-        assert compare(said[0], changed.items(), boxes).differing == {name}
+        assert compare(digests[0], changed.items(), boxes).differing == {name}
         del changed[name]
-        assert compare(said[0], changed.items(), boxes).missing == {name}
+        assert compare(digests[0], changed.items(), boxes).missing == {name}
 
 
-def certify(processes: Processes, held: list[Tensors]) -> list[list[tuple[Slice, bytes]]]:
+def receive_digests(processes: Processes, held: list[Tensors]) -> list[list[tuple[Slice, bytes]]]:
     calls: list[Callable[[], Any]] = [receiver.digests for receiver in processes.receivers]
     calls += [partial(sender.send_digests, own) for sender, own in zip(processes.senders, held, strict=True)]
     return transfer.at_once(calls)[: len(processes.receivers)]
 
 
-def drained(receiver: SliceReceiver) -> None:
+def drain(receiver: SliceReceiver) -> None:
     receiver.begin()
     for sync_round in range(receiver.num_rounds):
         receiver.receive(sync_round, ignore)
@@ -161,25 +161,25 @@ def ignore(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "TIMEOUT_SECONDS", 2)
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_tensor_that_a_rank_has_not_is_named(store: dist.TCPStore) -> None:
+@pytest.mark.usefixtures("short_timeout")
+def test_send_missing_tensor_is_named(store: dist.TCPStore) -> None:
     plan = sync_plan(*CASES["one host"])
     with connected(plan, store, next(_generation)) as processes:
         held = held_by(plan, checkpoint_of(plan, 6))
         for tensors in held:
             del tensors["decoder.final_layernorm.weight"]
         calls = [partial(sender.send, tensors) for sender, tensors in zip(processes.senders, held, strict=True)]
-        readers = [partial(drained, receiver) for receiver in processes.receivers]
+        readers = [partial(drain, receiver) for receiver in processes.receivers]
         with pytest.raises(WeightSyncError, match=r"this rank has no decoder\.final_layernorm\.weight, .*model\.norm"):
             transfer.at_once([*calls, *readers])
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_peer_that_does_not_answer_is_named(store: dist.TCPStore) -> None:
+@pytest.mark.usefixtures("short_timeout")
+def test_receive_silent_peer_is_named_and_breaks_receiver(store: dist.TCPStore) -> None:
     plan = sync_plan(*CASES["engine elsewhere"])
     with connected(plan, store, next(_generation)) as processes:
         processes.receivers[0].begin()
@@ -189,12 +189,12 @@ def test_a_peer_that_does_not_answer_is_named(store: dist.TCPStore) -> None:
             processes.receivers[0].begin()
         with pytest.raises(PeerLostError, match="rollout engine 0 on B: "):
             processes.senders[0].send(held_by(plan, checkpoint_of(plan, 7))[0])
-    with connected(plan, store, next(_generation)) as processes:  # all of them anew
+    with connected(plan, store, next(_generation)) as processes:  # all processes connect again
         checkpoint = checkpoint_of(plan, 7)
         check(plan, update(processes, held_by(plan, checkpoint))[0], checkpoint)
 
 
-def test_turns_out_of_order_are_refused(store: dist.TCPStore) -> None:
+def test_receive_round_out_of_order_raises(store: dist.TCPStore) -> None:
     plan = sync_plan(*CASES["engine elsewhere"])
     with connected(plan, store, next(_generation)) as processes:
         receiver = processes.receivers[0]
@@ -207,7 +207,7 @@ def test_turns_out_of_order_are_refused(store: dist.TCPStore) -> None:
             receiver.finish()
 
 
-def test_the_store_listens_at_one_address_alone() -> None:
+def test_open_store_listens_at_one_address_only() -> None:
     kept = open_store("127.0.0.1")
     listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert [c.laddr.ip for c in listening if c.laddr.port == kept.port] == ["127.0.0.1"]

@@ -16,7 +16,7 @@ from tests.tiny_models import tiny_fields
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
-def test_a_digest_depends_on_every_element_its_place_the_shape_and_the_dtype(dtype: torch.dtype) -> None:
+def test_digest_depends_on_elements_order_shape_and_dtype(dtype: torch.dtype) -> None:
     base = torch.arange(24).view(4, 6).to(dtype)
     seen = {digest(base), digest(base.view(6, 4)), digest(base.flip(0)), digest(base.to(torch.float64))}
     for index in range(24):
@@ -26,7 +26,7 @@ def test_a_digest_depends_on_every_element_its_place_the_shape_and_the_dtype(dty
     assert len(seen) == 4 + 24
 
 
-def test_a_digest_does_not_depend_on_strides_or_the_sign_of_zero() -> None:
+def test_digest_ignores_strides_and_sign_of_zero() -> None:
     base = torch.randn(5, 7)
     base[2, 3] = 0.0
     negative = base.clone()
@@ -34,14 +34,14 @@ def test_a_digest_does_not_depend_on_strides_or_the_sign_of_zero() -> None:
     assert digest(base) == digest(base.t().contiguous().t()) == digest(negative)
 
 
-def test_tensors_larger_than_one_block_are_digested_to_their_end() -> None:
+def test_digest_large_tensor_includes_last_block() -> None:
     base = torch.zeros((1 << 22) + 3)
     changed = base.clone()
     changed[-1] = 1
     assert digest(base) != digest(changed)
 
 
-def test_what_ranks_find_is_said_at_once_by_name() -> None:
+def test_require_equal_lists_tensors_of_all_ranks() -> None:
     require_equal([Comparison(), Comparison()], "engine 1")
     with pytest.raises(WeightSyncError) as caught:
         require_equal([Comparison({"c", "b"}), Comparison({"b"}, {"d"}, {"e"})], "engine 1")
@@ -51,21 +51,21 @@ def test_what_ranks_find_is_said_at_once_by_name() -> None:
     assert "1 are unknown to the trainer: e" in message
 
 
-def test_slices_are_compared_where_an_engine_rank_has_them() -> None:
-    """A rank's half of a matrix, sent in two parts, and a scalar."""
+def test_compare_slices_at_offset_of_rank_box() -> None:
+    """Half of a matrix, sent in two parts, and a scalar."""
     whole = torch.randn(6, 8)
     slices = [Slice("w", (6, 8), torch.float32, 1, start, length, "m", 0, 0) for start, length in ((4, 1), (5, 3))]
-    said = [(each, digest(whole[:, each.start : each.start + each.length])) for each in slices]
-    said.append((Slice("s", (), torch.float32, 0, 0, 1, "n", 0, 0), digest(torch.tensor(2.0))))
+    expected = [(each, digest(whole[:, each.start : each.start + each.length])) for each in slices]
+    expected.append((Slice("s", (), torch.float32, 0, 0, 1, "n", 0, 0), digest(torch.tensor(2.0))))
     boxes = {"w": ((0, 4), (6, 4)), "s": ((), ())}
     held = {"w": whole[:, 4:].contiguous(), "s": torch.tensor(2.0)}
-    assert compare(said, held.items(), boxes) == Comparison()
+    assert compare(expected, held.items(), boxes) == Comparison()
     for column in range(4):
         changed = held["w"].clone()
         changed[3, column] += 1
-        assert compare(said, [("w", changed), ("s", held["s"])], boxes) == Comparison({"w"})
-    assert compare(said, [("w", whole[:, :4]), ("s", torch.tensor(3.0))], boxes) == Comparison({"w", "s"})
-    assert compare(said, [("w", whole), ("x", whole)], boxes) == Comparison({"w"}, {"s"}, {"x"})
+        assert compare(expected, [("w", changed), ("s", held["s"])], boxes) == Comparison({"w"})
+    assert compare(expected, [("w", whole[:, :4]), ("s", torch.tensor(3.0))], boxes) == Comparison({"w", "s"})
+    assert compare(expected, [("w", whole), ("x", whole)], boxes) == Comparison({"w"}, {"s"}, {"x"})
 
 
 QUERIES = "model.layers.1.self_attn.q_proj.weight"

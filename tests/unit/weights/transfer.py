@@ -1,4 +1,4 @@
-"""A whole weight sync within one test: every process of it a thread, with sockets and shared memory as in a run."""
+"""Complete weight sync in one process: threads stand for the processes, with real sockets and shared memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMEOUT_SECONDS = 20
 
 
 def on_host(name: str) -> Endpoint:
-    """A process on a host of this name, which has a memory of its own; `A0` has the first GPU of A."""
+    """Return the endpoint of a process on a simulated host; `A0` has the first GPU of host A."""
     return Endpoint(Host(name[0], (name[0], 0)), "127.0.0.1", name if name[1:] else "")
 
 
@@ -43,7 +43,7 @@ def sync_plan(
     num_slots: int = 2,
     transport: str = "auto",
 ) -> SyncPlan:
-    """`trainers` and `engines`: the host of each rank, a letter, or with their GPUs `A0 A1 B0`."""
+    """Plan a sync. `trainers`, `engines`: the host of each rank as letters (`AAB`), or with GPUs (`A0 A1 B0`)."""
     of_trainers, of_engines = (
         tuple(map(on_host, hosts.split() if " " in hosts or hosts[1:].isdigit() else hosts))
         for hosts in (trainers, engines)
@@ -54,7 +54,7 @@ def sync_plan(
 
 @dataclass
 class Processes:
-    """Both sides, connected."""
+    """Connected trainer ranks and engine ranks."""
 
     plan: SyncPlan
     senders: list[WeightSender]
@@ -63,19 +63,19 @@ class Processes:
 
 @contextmanager
 def connected(plan: SyncPlan, store: dist.TCPStore, generation: int = 0) -> Iterator[Processes]:
-    ends = [TrainerSetup(plan, rank) for rank in range(len(plan.topology.trainers))]
+    setups = [TrainerSetup(plan, rank) for rank in range(len(plan.topology.trainers))]
     try:
-        segments = {number: name for end in ends for number, name in end.create_buffers().items()}
+        segments = {number: name for setup in setups for number, name in setup.create_buffers().items()}
         rendezvous = Rendezvous("127.0.0.1", store.port, generation)
         connection = Connection(plan, rendezvous, segments, TIMEOUT_SECONDS)
         engine_ranks = range(len(plan.topology.engines))
-        calls: list[Callable[[], Any]] = [partial(end.connect, connection) for end in ends]
+        calls: list[Callable[[], Any]] = [partial(setup.connect, connection) for setup in setups]
         calls += [partial(connect_engine_rank, connection, rank) for rank in engine_ranks]
-        made = at_once(calls)
+        connected_ranks = at_once(calls)
     finally:
-        for end in ends:
-            end.unlink()
-    yield Processes(plan, made[: len(ends)], made[len(ends) :])
+        for setup in setups:
+            setup.unlink()
+    yield Processes(plan, connected_ranks[: len(setups)], connected_ranks[len(setups) :])
 
 
 def store() -> dist.TCPStore:
@@ -83,7 +83,7 @@ def store() -> dist.TCPStore:
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Results of calls that wait for each other; the first error, if any."""
+    """Run calls that wait for each other in threads. Returns their results, or raises the first error."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [each.result() for each in [pool.submit(call) for call in calls]]
 
@@ -92,8 +92,11 @@ Taken = dict[str, list[tuple[tuple[int, ...], torch.Tensor]]]
 
 
 def update(processes: Processes, held: Sequence[Tensors]) -> tuple[list[Taken], list[int], list[Any]]:
-    """One update of what trainer ranks hold: boxes that engine ranks took, bytes that each received, and bytes that
-    each trainer rank sent by window."""
+    """Run one update of the tensors `held` by the trainer ranks.
+
+    Returns the boxes that each engine rank received, the bytes that it received, and the bytes that each trainer rank
+    sent to each buffer.
+    """
     taken: list[Taken] = [{} for _ in processes.receivers]
     lock = threading.Lock()
 
