@@ -1,5 +1,5 @@
-"""What the invariance suite runs on every rank: one distributed checkpoint, loaded in a layout, and everything that
-must not depend on the layout."""
+"""Rank functions of the invariance tests: load one distributed checkpoint in a layout and compute everything that must
+not depend on the layout."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mcore_rl.resolved.layout import train_layout
 from tests.distributed import policy_batch
 
 LR, WARMUP, WEIGHT_DECAY, CLIP_GRAD = 4e-3, 1, 0.1, 0.5
-# Adam divides by the gradient's size: with a tiny eps entries that are all rounding noise would move by a whole lr.
+# Adam divides by the gradient's magnitude. With a tiny eps, entries of pure rounding noise would change by lr.
 EPS = 1e-2
-ONE_MICROBATCH, SMALL = 10_000, 24  # SMALL is a little above the longest sequence
+ONE_MICROBATCH, SMALL = 10_000, 24  # SMALL is slightly longer than the longest sequence
 AXES = ("tp", "pp", "vpp", "ep", "etp", "cp")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to compute the update. `math` are settings of the actor, dotted, that change what is computed; `means`
-    are those that must not."""
+    """A way to compute the update. math: settings of the actor (dotted keys) that change the result. means: settings
+    that must not change it."""
 
     model: str
     parallel: dict[str, Any] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Case:
 
     @property
     def reference(self) -> str:
-        """The case of one rank and one micro-batch that it must equal."""
+        """The case with one rank and one micro-batch, whose results the case must reproduce."""
         return str(replace(self, parallel={}, tokens=ONE_MICROBATCH, means={}))
 
     def __str__(self) -> str:
@@ -46,7 +46,8 @@ class Case:
 
 
 def layouts(num_ranks: int, hf_config: dict[str, Any]) -> list[dict[str, int]]:
-    """Every layout of num_ranks ranks that the model allows, its axes powers of two; axes of size 1 are left out."""
+    """List all layouts of num_ranks ranks that the model supports, with axes that are powers of two; axes of size 1 are
+    left out."""
     powers = [1 << exponent for exponent in range(num_ranks.bit_length())]
     found = []
     for tp, pp, cp, ep, etp in itertools.product(powers, repeat=5):
@@ -68,7 +69,7 @@ def layouts(num_ranks: int, hf_config: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def measure(rank: int, directories: dict[str, str], checkpoints: dict[str, str], cases: list[Case]) -> list[Any]:
-    """Results of every case on this rank."""
+    """Compute the results of every case on this rank."""
     return [_measure(rank, directories[case.model], checkpoints[case.model], case) for case in cases]
 
 
@@ -84,9 +85,9 @@ def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str
     old_logp = {
         sample: torch.from_numpy(logp + policy_batch.drift(sample)[held]) for sample, (held, logp, _) in values.items()
     }
-    # As a second update, which has an old policy.
+    # Like a second update, with old log-probabilities.
     later = RankBatch([shares[1], shares[0]], chunks, old_logp)
-    # A reduction that overlaps the pass leaves sums only where the optimizer needs them.
+    # An overlapped reduction leaves summed gradients only on the ranks whose optimizer needs them.
     on_every_replica = not case.means.get("overlap_grad_reduce")
     _, reports = actor.accumulate_gradients(later, 1, on_every_replica=on_every_replica)
     loss = sum(report.loss for report in reports) if place.tp == 0 else 0.0
@@ -105,7 +106,7 @@ def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str
 
 
 def build_actor(rank: int, directory: str, case: Case) -> Any:
-    """A rank of the actor with random weights of its own."""
+    """Build an actor with random weights on this rank."""
     import torch.distributed as dist
 
     from mcore_rl.megatron.roles.actor import MegatronActor
@@ -126,7 +127,7 @@ def build_actor(rank: int, directory: str, case: Case) -> Any:
 
 
 def load_weights(actor: Any, checkpoint: str) -> None:
-    """The model's part of a distributed checkpoint, by megatron's own reader."""
+    """Load the model from a distributed checkpoint with Megatron's reader."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
@@ -148,8 +149,8 @@ def load_weights(actor: Any, checkpoint: str) -> None:
 
 
 def policy_values(actor: Any, share: Any, chunks: list[Any]) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """By sample, on the ranks of the last stage: which of its trained tokens this rank has, and their log-probabilities
-    and entropies."""
+    """By sample, on the ranks of the last stage: the trained tokens that this rank holds, their log-probabilities and
+    entropies."""
 
     def closure(model: Any, batch: Any) -> Any:
         def evaluate(hidden: torch.Tensor) -> Any:
@@ -171,11 +172,11 @@ def policy_values(actor: Any, share: Any, chunks: list[Any]) -> dict[int, tuple[
 
 
 def pieces(actor: Any, *, gradients: bool) -> list[Any]:
-    """The parameters or their gradients, as this rank's slices of HF tensors."""
+    """Return parameters or gradients as this rank's slices of HF tensors."""
     from model_converters.mapping.plan import export_pieces
 
     held = actor.tensors()
-    if gradients:  # what has none, the bias that chooses experts, stands with its value
+    if gradients:  # the expert bias has no gradient: use its value
         parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
         found = {parameter.data_ptr(): parameter.main_grad for parameter in parameters}
         held = {name: found.get(tensor.data_ptr(), tensor) for name, tensor in held.items()}

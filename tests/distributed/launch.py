@@ -1,8 +1,8 @@
-"""Runs a function on n processes that share a process group; a rank that fails or hangs ends them all.
+"""Run a function on n processes that share a process group; if a rank fails or hangs, all are killed.
 
-On the CPU they share a gloo group, see no GPU, and fork from one server that has imported megatron.core already, so a
-launch costs milliseconds, not seconds. A process that has asked for CUDA devices must not fork: ranks on GPUs start
-anew, each with a GPU of its own, and share an NCCL group.
+On the CPU, ranks share a gloo group, see no GPU, and fork from a server that has already imported megatron.core, so
+that a launch takes milliseconds instead of seconds. A process that has initialized CUDA must not fork: ranks on GPUs
+are spawned, each with its own GPU, and share an NCCL group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 _context = multiprocessing.get_context("forkserver")
 SIMULATION = "MCORE_RL_TE"
-"""The environment's variable with which ranks have TransformerEngine, simulated."""
+"""Environment variable that makes ranks simulate TransformerEngine."""
 SIMULATED = bool(os.environ.get(SIMULATION))
 SIMULATED_ENGINE = "tests.te.everywhere"
 _context.set_forkserver_preload([*([SIMULATED_ENGINE] if SIMULATED else []), "pytest", "tests.distributed.preloaded"])
@@ -35,12 +35,12 @@ _spawning = multiprocessing.get_context("spawn")
 
 
 class RankFailedError(AssertionError):
-    """A rank raised, died or hung; the message is its traceback."""
+    """A rank raised an exception, died or hung; the message contains its traceback."""
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """One process of the group that meets in the file `store`."""
+    """One process of the group, which meets the others through the file `store`."""
 
     index: int
     num_ranks: int
@@ -52,11 +52,11 @@ class _Rank:
 def launch(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = 300.0, device: str = "cpu"
 ) -> list[Any]:
-    """Calls function(rank, *args) on every rank, in a group of num_ranks, and returns what each returned. `device` is
-    cpu, or cuda: then rank i has GPU i.
+    """Call function(rank, *args) on every rank of a new process group and return the results in the order of ranks.
+    device: cpu, or cuda (rank i uses GPU i).
 
-    The function must be importable (top level of a module), arguments and results picklable (send numpy or lists
-    rather than tensors). The group is destroyed whatever happens.
+    The function must be importable (top level of a module), arguments and results picklable (numpy or lists rather than
+    tensors). The group is always destroyed.
 
     Raises: RankFailedError with the traceback of the first rank that failed; the others are killed.
     """
@@ -69,7 +69,7 @@ def launch(
             return _collect(ranks, time.monotonic() + timeout_seconds)
         finally:
             for process, connection in ranks:
-                # The whole session: a checkpoint being written has helper processes of its own.
+                # Kill the whole session: writing a checkpoint starts helper processes.
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.join()
@@ -88,8 +88,8 @@ def _start(function: Callable[..., Any], place: _Rank, args: tuple[Any, ...]) ->
 
 @contextmanager
 def _environment_of(device: str) -> Iterator[None]:
-    """While a process starts that inherits it; the fork server does with the first rank, and finds what it preloads by
-    the environment alone (Python 3.11)."""
+    """Context that sets the environment inherited by a started process. The fork server inherits it from the first
+    start and needs PYTHONPATH to find its preloaded modules (Python 3.11)."""
     wanted = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
     if device == "cpu":
         wanted["CUDA_VISIBLE_DEVICES"] = ""
@@ -133,7 +133,7 @@ def _run(connection: Connection, function: Callable[..., Any], place: _Rank, arg
 
     os.setsid()
     torch.set_num_threads(1)
-    if SIMULATED:  # the fork server passes over what it cannot import
+    if SIMULATED:  # the fork server ignores modules that it cannot import
         importlib.import_module(SIMULATED_ENGINE)
     try:
         if place.device == "cuda":
@@ -146,7 +146,7 @@ def _run(connection: Connection, function: Callable[..., Any], place: _Rank, arg
             timeout=timedelta(seconds=place.timeout_seconds),
         )
         connection.send((True, function(place.index, *args)))
-        # A rank that leaves while another still reads from it would break that one's last collective.
+        # A rank that exits early could break the last collective of another rank that still reads from it.
         if dist.is_initialized():
             dist.barrier()
     except BaseException:

@@ -1,4 +1,4 @@
-"""Adapters that PEFT made of tiny models, what PEFT computes with them, and ours by PEFT's names."""
+"""Tiny models with adapters created by PEFT, PEFT's results for them, and our adapters by PEFT's names."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 @dataclass(frozen=True)
 class Model:
-    """A tiny model and the adapters on it. `targets` are all that PEFT is told; actor.lora is told them only where
-    `named`, and else finds the same by itself."""
+    """A tiny model with adapters. targets: target_modules given to PEFT; actor.lora gets them only if `named`,
+    otherwise it must find the same modules itself."""
 
     kind: str
     targets: list[str]
@@ -45,7 +45,7 @@ MODELS = {
 
 
 def write_models(root: Path, names: list[str] | None = None) -> dict[str, str]:
-    """By name: directories with a model, and in `adapter` beside its files what PEFT saved for it."""
+    """Write the models. Returns directories by name, each with a model and, in `adapter`, the files saved by PEFT."""
     directories = {}
     for name in names or MODELS:
         model = MODELS[name]
@@ -65,12 +65,12 @@ def _write_adapter(directory: Path, model: Model) -> None:
     adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=model.targets, **options))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.05)  # B is zero otherwise, and A's gradient with it
+            torch.nn.init.normal_(parameter, std=0.05)  # PEFT's initial B is zero, and with it the gradient of A
     adapted.save_pretrained(directory / "adapter")
 
 
 def peft_model(directory: str, adapter: str | Path) -> Any:
-    """PEFT's model in float64 with all adapters trainable."""
+    """Load PEFT's model in float64 with all adapters trainable."""
     import peft
 
     base = _as_it_is(policy_batch.reference_model(directory))
@@ -78,18 +78,19 @@ def peft_model(directory: str, adapter: str | Path) -> Any:
 
 
 def _as_it_is(model: Any) -> Any:
-    """PEFT would take gate_proj and its like for names of the routed experts, and adapt nothing else by them."""
+    """Keep PEFT from interpreting gate_proj, up_proj and down_proj as names of the routed experts, which would adapt
+    nothing else."""
     model.config.model_type = "no type that PEFT knows"
     return model
 
 
 def named(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of a PeftModel's tensors those of adapters, as files call them."""
+    """Adapter tensors of a PeftModel by the names used in files."""
     return {name.replace(".default.", "."): tensor for name, tensor in tensors.items() if "lora_" in name}
 
 
 def peft_gradients(directory: str, samples: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
-    """As policy_batch.reference_gradients, of the adapters, with gradients of nothing else."""
+    """Like policy_batch.reference_gradients, but only gradients of adapters."""
     model = peft_model(directory, f"{directory}/adapter")
     with torch.no_grad():
         old = {
@@ -103,7 +104,7 @@ def peft_gradients(directory: str, samples: list[int]) -> tuple[float, dict[str,
 
 
 def lora_config(name: str, directory: str, parallel: dict[str, Any], tokens: int, *, path: bool = True) -> Config:
-    """Of the actor; path=False: with adapters of its own."""
+    """Configuration of the actor. path=False: new adapters instead of saved ones."""
     model = MODELS[name]
     config = policy_batch.config(directory, parallel, tokens)
     targets = model.targets if model.named else []
@@ -114,7 +115,7 @@ def lora_config(name: str, directory: str, parallel: dict[str, Any], tokens: int
 
 
 def adapter_pieces(actor: Any, *, gradients: bool = False) -> list[Any]:
-    """This rank's slices of the adapters' tensors, or of their gradients, as policy_batch.assemble takes them."""
+    """Return this rank's slices of the adapters' tensors or gradients, in the form of policy_batch.assemble."""
     from mcore_rl.megatron.lora.adapters import adapter_parameters
     from mcore_rl.megatron.roles.export_adapter import adapter_plan
     from model_converters.mapping.plan import export_pieces

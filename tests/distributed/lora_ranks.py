@@ -1,4 +1,4 @@
-"""What ranks of a LoRA run do for test_lora_run.py: two updates, exports, checkpoints, and what they then hold."""
+"""Rank functions of test_lora_run.py: two updates, exports, checkpoints, and the resulting state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = 24
 
 @dataclass(frozen=True)
 class Case:
-    """Saved by ranks in `layout`, loaded in each of `into`: (ranks, layout)."""
+    """A checkpoint saved by ranks in `layout` and loaded in each of `into`: (ranks, layout)."""
 
     model: str
     layout: Layout
@@ -55,7 +55,7 @@ def _actor(process: int, root: str, model: str, layout: Layout, dtype: str = "fl
     config.model.dtype = dtype
     config.algorithm.kl.in_loss = 0.1
     optimizer = config.actor.optimizer
-    # eps as in test_actor_update.
+    # eps: see test_actor_update
     optimizer.lr, optimizer.eps, optimizer.clip_grad = 4e-2, 1e-2, 0.5
     for key, value in changes.items():
         setattr(config.actor.lora, key, value)
@@ -79,7 +79,7 @@ def _state(actor: Any) -> list[Any]:
 
 
 def _written(actor: Any) -> Counter[str]:
-    """Elements that this rank writes of each tensor."""
+    """Number of elements that this rank writes of each tensor."""
     from mcore_rl.megatron.checkpoint.blocks import blocks_to_save
 
     found: Counter[str] = Counter()
@@ -104,7 +104,7 @@ def train(rank: int, root: str, cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
-    """Two updates, exports, a checkpoint, a third update."""
+    """Run two updates, export, save a checkpoint, and run a third update."""
     import torch.distributed as dist
 
     from mcore_rl.megatron.model.names import canonical_tensors
@@ -163,7 +163,7 @@ def _reference(actor: Any) -> tuple[dict[int, Any], dict[int, Any], dict[int, An
 
 
 def _digests(actor: Any) -> dict[tuple[str, int, int, int], bytes]:
-    """Of all that this rank sends to an engine, by name, dim, start and length."""
+    """Digests of all slices that this rank sends to an engine, by name, dim, start and length."""
     from mcore_rl.weights.send import part_of
     from mcore_rl.weights.verify import digest
 
@@ -188,7 +188,7 @@ def resume(rank: int, root: str, chosen: list[tuple[Case, Layout]]) -> list[dict
 
 
 def with_settings(rank: int, root: str) -> dict[str, Any]:
-    """Two steps on two data-parallel ranks with each of SETTINGS: adapters, and what they are merged to."""
+    """Run two steps on two data-parallel ranks with each of SETTINGS. Returns adapters and merged weights."""
     from mcore_rl.megatron.roles.actor import MegatronActor
 
     found: dict[str, Any] = {}
@@ -206,7 +206,8 @@ def with_settings(rank: int, root: str) -> dict[str, Any]:
 
 
 def refusals(rank: int, root: str, case: Case) -> dict[str, Any]:
-    """What loading says of checkpoints of other adapters, or of none, than those of `case`, a dense model."""
+    """Errors of loading checkpoints with other adapters than those of `case`, or without adapters, for a dense
+    model."""
     from mcore_rl.errors import CheckpointError
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from tests.distributed.saving import save_checkpoint

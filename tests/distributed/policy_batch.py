@@ -1,5 +1,5 @@
-"""One small batch of trajectories, cut for any number of data-parallel ranks, and what plain torch on transformers'
-own model makes of it."""
+"""A small batch of trajectories, divided for any number of data-parallel ranks, and reference results computed with
+plain torch and transformers' model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tiny_models import VOCABULARY, checkpoint_tensors
 
 PROMPTS = [3, 5, 2, 7, 4, 3, 6, 2, 1]
 RESPONSES = [9, 4, 14, 1, 8, 6, 3, 11, 5]
-FIRST_CHUNK = 5  # samples 0..4 lie in chunk 0, the rest in chunk 1
+FIRST_CHUNK = 5  # samples 0..4 are in chunk 0, the rest in chunk 1
 UPDATES = ([0, 2, 4, 6, 8], [1, 3, 5, 7])
 TEMPERATURE, SECOND_TEMPERATURE = 0.8, 1.25
 """Of the run; of the samples in the second chunk."""
@@ -26,7 +26,7 @@ CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 1.6
 
 
 def chunks() -> list[TrajectoryBuffers]:
-    """Two buffers; every fifth response token is not trained on, as if a tool had written it."""
+    """Two buffers. Every fifth response token is not trained, as if a tool had written it."""
     return [_buffers(range(FIRST_CHUNK)), _buffers(range(FIRST_CHUNK, len(PROMPTS)))]
 
 
@@ -47,12 +47,13 @@ VERSION = 5
 
 
 def versions(sample: int) -> np.ndarray:
-    """Up to three versions older than the weights that the updates start from, and never all of one age."""
+    """Versions up to three older than the weights before the updates, never all the same."""
     return (VERSION - np.random.default_rng(400 + sample).integers(0, 4, RESPONSES[sample])).astype(np.int32)
 
 
 def temperatures(sample: int) -> np.ndarray:
-    """Another one for every token; NaN is the run's. The second chunk has one for all its tokens."""
+    """A different temperature for every token; NaN: rollout.temperature. The second chunk has one temperature for all
+    tokens."""
     if sample >= FIRST_CHUNK:
         return np.full(RESPONSES[sample], SECOND_TEMPERATURE, np.float32)
     mixed = np.random.default_rng(500 + sample).uniform(0.3, 1.6, RESPONSES[sample]).astype(np.float32)
@@ -65,19 +66,20 @@ def advantages() -> np.ndarray:
 
 
 def loss_weights(samples: list[int]) -> np.ndarray:
-    """token-mean over one update."""
+    """Weights of token-mean over one update."""
     weights = np.zeros(len(PROMPTS), np.float32)
     weights[samples] = 1 / sum(int(trained(sample).sum()) for sample in samples)
     return weights
 
 
 def drift(sample: int) -> np.ndarray:
-    """Old minus current log-probability of each trained token: ratios on both sides of every clip bound."""
+    """Old minus current log-probability of each trained token; the ratios are on both sides of every clip bound."""
     return np.random.default_rng(300 + sample).normal(0, 0.35, int(trained(sample).sum())).astype(np.float32)
 
 
 def held(sample: int, layout: Any, rank: int) -> np.ndarray:
-    """Which of the sample's trained tokens lie on this context-parallel rank: chunks and mirror images, counted out."""
+    """Mask of the sample's trained tokens on this context-parallel rank, counted out from chunks and mirrored
+    chunks."""
     predictors = PROMPTS[sample] - 1 + np.flatnonzero(trained(sample))
     num_chunks = 2 * layout.cp
     chunk = -(-(int(predictors[-1]) + 1) // num_chunks)
@@ -86,7 +88,7 @@ def held(sample: int, layout: Any, rank: int) -> np.ndarray:
 
 
 def share(samples: list[int], dp_rank: int, num_dp_ranks: int) -> RankShare:
-    """An uneven cut: the last data-parallel rank gets one sample, so that it needs dummy micro-batches."""
+    """An uneven division: the last data-parallel rank gets one sample, so it needs dummy micro-batches."""
     mine = [s for i, s in enumerate(samples) if min(i, num_dp_ranks - 1) == num_dp_ranks - 1 - dp_rank]
     index = np.array(mine, np.int64)
     chunk_ids = (index >= FIRST_CHUNK).astype(np.int32)
@@ -119,7 +121,7 @@ def config(directory: str | Path, parallel: dict[str, Any], tokens_per_microbatc
 
 
 def reference_model(directory: str | Path) -> torch.nn.Module:
-    """transformers' own model in float64."""
+    """Load transformers' model in float64."""
     from transformers import AutoModelForCausalLM
 
     # transformers' fused experts have no float64 kernel.
@@ -130,8 +132,8 @@ def reference_model(directory: str | Path) -> torch.nn.Module:
 def reference_logp(
     model: torch.nn.Module, sample: int, temperature: float | None = None, *, unrecorded: float = TEMPERATURE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of each trained token, from the unpacked sequence, at one temperature or, None, at
-    that of each token; `unrecorded` is that of tokens without."""
+    """Compute log-probability and entropy of each trained token from the unpacked sequence. temperature: the same for
+    all tokens; None: that of each token, or `unrecorded` where it is NaN."""
     tokens = torch.from_numpy(sequence(sample).astype(np.int64))
     positions = PROMPTS[sample] + np.flatnonzero(trained(sample))
     sampled_at = torch.from_numpy(temperatures(sample)[trained(sample) > 0]).double().nan_to_num(unrecorded)
@@ -143,7 +145,7 @@ def reference_logp(
 def reference_loss(
     model: torch.nn.Module, samples: list[int], old_logp: dict[int, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """DAPO's objective written out, and means over tokens of what the metrics report."""
+    """Compute DAPO's objective and the means over tokens that the metrics report."""
     weights, advantage = loss_weights(samples).astype(float), advantages().astype(float)
     total = torch.zeros((), dtype=torch.float64)
     seen: dict[str, list[torch.Tensor]] = {"actor/entropy": [], "actor/ppo_kl": [], "actor/clip_fraction": []}
@@ -163,9 +165,9 @@ def reference_loss(
 
 
 def reference_gradients(directory: str | Path, samples: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients by HF name where the old log-probabilities are `drift` away from the current ones.
+    """Compute loss and gradients by HF name; old and current log-probabilities differ by `drift`.
 
-    The routers' correction bias has no gradient: it stands with its value, which no update may change.
+    The routers' correction bias has no gradient: it is represented by its value, which no update may change.
     """
     model = reference_model(directory)
     with torch.no_grad():
@@ -178,7 +180,7 @@ def reference_gradients(directory: str | Path, samples: list[int]) -> tuple[floa
 
 
 def hf_pieces(actor: Any) -> list[Any]:
-    """What the parameters hold, as this rank's slices of HF tensors."""
+    """Return the contents of the parameters as this rank's slices of HF tensors."""
     from model_converters.mapping.plan import export_pieces
 
     return [
@@ -188,7 +190,7 @@ def hf_pieces(actor: Any) -> list[Any]:
 
 
 def assemble(ranks: list[list[Any]]) -> dict[str, torch.Tensor]:
-    """Whole HF tensors from all ranks' slices, float64; NaN where no rank wrote."""
+    """Assemble whole HF tensors from the slices of all ranks, float64; NaN where no rank wrote."""
     whole: dict[str, torch.Tensor] = {}
     for name, shape, dim, start, values in (piece for rank in ranks for piece in rank):
         target = whole.setdefault(name, torch.full(tuple(shape), torch.nan, dtype=torch.float64))

@@ -1,6 +1,6 @@
-"""Imported by the server that ranks fork from: what each of them would import and set up for itself.
+"""Imports and set-up that all ranks need, done once by the fork server.
 
-No backward pass may run here: torch refuses one in a fork of a process that has had one.
+No backward pass may run here: torch rejects one in a fork of a process that has already run one.
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ for _name in (
 ):
     importlib.import_module(_name)
 
-with torch.no_grad():  # the first kernel of a process makes numba collect what it knows of types
+with torch.no_grad():  # the first kernel of a process initializes numba's type system
     rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)

@@ -1,4 +1,4 @@
-"""The projection into the vocabulary and its softmax: ours, fused, and torch's in float64, of the same operands."""
+"""The fused output projection and softmax, and torch's in float64 for the same operands."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Results = dict[str, torch.Tensor]
 
 
 def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, weight and targets, of the same values on every device."""
+    """Hidden states, weight and targets with the same values on every device."""
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
-    # Logits up to about +-40: exponentials overflow unless the maximum is subtracted.
+    # Logits up to about +-40: float32 exponentials lose precision unless the maximum is subtracted.
     weight = (3 * torch.randn(VOCABULARY, HIDDEN, generator=generator)).to(dtype)
     targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
     targets[:2] = torch.tensor([0, VOCABULARY - 1])
@@ -22,18 +22,18 @@ def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, torch
 
 
 def upstream(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of log-probabilities and entropies."""
+    """Upstream gradients of log-probabilities and entropies."""
     generator = torch.Generator().manual_seed(6)
     return torch.randn(TOKENS, generator=generator).to(device), torch.randn(TOKENS, generator=generator).to(device)
 
 
 def per_token(temperature: float | None, device: str = "cpu") -> float | torch.Tensor:
-    """The temperature, or for None another one for each token."""
+    """Return the temperature or, for None, a different temperature for each token."""
     return torch.linspace(0.3, 2.0, TOKENS, device=device) if temperature is None else temperature
 
 
 def reference(dtype: torch.dtype, temperature: float | None) -> Results:
-    """torch's log_softmax in float64, on the CPU, of operands rounded to `dtype`."""
+    """Compute torch's log_softmax in float64 on the CPU, with operands rounded to `dtype`."""
     hidden, weight, targets = inputs(dtype)
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     divisor = per_token(temperature)
@@ -55,7 +55,7 @@ def fused(
     *,
     device: str = "cpu",
 ) -> Results:
-    """Ours, with the rows `shard` of the weight."""
+    """Call the fused function with the rows `shard` of the weight."""
     hidden, weight, targets = inputs(dtype, device)
     hidden, weight = hidden.requires_grad_(), weight[shard].contiguous().requires_grad_()
     logp, entropy = linear_logp_entropy(
@@ -67,7 +67,7 @@ def fused(
 
 
 def assert_close(ours: Results, expected_of: Results, tolerance: float) -> None:
-    """`tolerance` is relative to a tensor's largest entry."""
+    """Compare with a tolerance relative to the tensor's largest entry."""
     for name, expected in expected_of.items():
         error = (ours[name].cpu().double() - expected).abs().max() / expected.abs().max()
         assert error <= tolerance, f"{name}: relative error {error:.1e}"

@@ -1,4 +1,4 @@
-"""A checkpoint in one call of all ranks, where a run's processes take several (runtime.groups.RankGroup.start_save)."""
+"""Saving of a checkpoint in one call on all ranks; a run uses several steps (runtime.groups.RankGroup.start_save)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def save_checkpoint(directory: str, role: Trained) -> SavedState | None:
-    """Writes the state of all ranks into the existing, empty `directory`; rank 0 gets the account of it."""
+    """Write the state of all ranks into the existing, empty `directory`. Returns the saved files on rank 0."""
     import torch.distributed as dist
 
     from mcore_rl.megatron.checkpoint.writer import CheckpointWriter

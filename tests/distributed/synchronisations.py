@@ -1,11 +1,11 @@
-"""Counts where a step would make the host wait for a GPU, on the CPU.
+"""Counts, on a CPU, the places where a step would make the host wait for a GPU.
 
-A value that leaves the device (`.item()`, `bool(tensor)`, `.tolist()`), an operation whose result's size depends on
-values (`nonzero`, a boolean mask as an index, `unique`, `repeat_interleave` of counts), a copy between host and device
-that is not asked to be asynchronous (`.cpu()`, `.to(device)`, `torch.tensor(..., device=...)`) each wait until the
-device has done all that was queued before. On a CPU none of them costs anything, so a new one would go unseen.
+The host waits until the device has finished all queued work if a value leaves the device (`.item()`, `bool(tensor)`,
+`.tolist()`), if the size of an operation's result depends on values (`nonzero`, a boolean mask as an index, `unique`,
+`repeat_interleave` of counts), or for a synchronous copy between host and device (`.cpu()`, `.to(device)`,
+`torch.tensor(..., device=...)`). On a CPU these cost nothing, so a new one would remain unnoticed.
 
-What cannot be seen here: `copy_` between tensors of two devices, and waits inside of kernels and collectives.
+Not detected: `copy_` between tensors of two devices, and waits inside kernels and collectives.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _FACTORIES = {torch.tensor: "tensor", torch.as_tensor: "as_tensor"}
 
 
 class Wait(NamedTuple):
-    """A place at which the host waits: `file` from the checkout's root, `function` as Python qualifies it, and `kind`,
-    what is called there. Both are empty for code of nobody's."""
+    """A place where the host waits: file (relative to the checkout), qualified name of the function, and kind, the
+    function called. File and function are empty outside of our code and Megatron."""
 
     file: str
     function: str
@@ -49,9 +49,8 @@ class Wait(NamedTuple):
 
 
 class WaitCounter:
-    """Within `with`, counts every wait under the innermost function of ours or of megatron's on the stack: `counts`.
-    Waits below a function of `exempt`, (beginning of the file, of the qualified name), are left out.
-    """
+    """Context that counts waits by the innermost function of our code or Megatron on the stack, in `counts`. exempt:
+    (prefix of the file, prefix of the qualified name) of functions whose waits are ignored."""
 
     def __init__(self, exempt: Collection[tuple[str, str]] = ()) -> None:
         self.counts: Counter[Wait] = Counter()
@@ -77,7 +76,7 @@ class WaitCounter:
 
 
 def _places(frame: FrameType | None) -> Iterator[tuple[str, str]]:
-    """File and function of the frames that are ours or megatron's, innermost first."""
+    """Yield file and function of the frames of our code or Megatron, innermost first."""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(ROOT / OURS):
@@ -88,7 +87,7 @@ def _places(frame: FrameType | None) -> Iterator[tuple[str, str]]:
 
 
 class _Operations(TorchDispatchMode):
-    """Sees operations, whoever calls them, in backward passes too."""
+    """Intercepts operations of any caller, also in backward passes."""
 
     def __init__(self, add: Callable[[str], None]) -> None:
         super().__init__()
@@ -106,7 +105,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Sees what is no operation where host and device are one: reading a tensor, and moving it."""
+    """Intercepts calls that are no operations if host and device are the same: reading and moving tensors."""
 
     def __init__(self, add: Callable[[str], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a rank sends in a weight sync."""
+"""Slices that a rank sends in a weight sync."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_rl.weights.transports.topology import Endpoint, Topology
 
 
 def synced_slices(actor: Any) -> list[Slice]:
-    """What the actor's rank sends to one engine of one rank."""
+    """List the slices that the actor's rank sends to an engine with one rank."""
     here = Endpoint(this_host(), "127.0.0.1")
     topology = Topology((here,) * actor.layout.world_size, (here,), 1)
     plan = actor.sync_plan(EngineLayout(), topology, 1 << 14, 2)

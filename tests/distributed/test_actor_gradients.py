@@ -1,5 +1,5 @@
-"""The gradient of one update, parameter by parameter: in every layout and every cut into micro-batches the one that
-plain torch on transformers' model gives.
+"""Gradient of every parameter after one update, in every layout and division into micro-batches, compared with plain
+torch on transformers' model.
 
 One launch per number of ranks runs all its cases. Gradients are compared whole and by HF name, never by their norm.
 """
@@ -16,7 +16,8 @@ from tests.distributed import policy_batch
 from tests.distributed.launch import launch
 from tests.tiny_models import GROUPS, VOCABULARY, YARN, write_tiny_model
 
-# Of the tensor's largest entry. Gradients are float32 sums of some hundred terms, in another order for each layout;
+# Relative to the tensor's largest entry. Gradients are float32 sums of some hundred terms, in an order that depends on
+# the layout;
 # 2e-6 was the largest difference measured, against float64. A factor of the DP size, a lost or doubled token or a
 # missing reduction is off by 1e-2 or more.
 TOLERANCE = 1e-5
@@ -76,7 +77,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "moe tp2 ep4": ("qwen3_moe", {"tp": 2, "ep": 4}, SMALL),
         "moe pp2 ep2": ("qwen3_moe", {"pp": 2, "ep": 2}, SMALL),
         "v3 tp2 pp2": ("v3", {"tp": 2, "pp": 2}, SMALL),
-        "dense cp4": ("qwen3", {"cp": 4}, SMALL),  # some sequences are shorter than 2 * cp
+        "dense cp4": ("qwen3", {"cp": 4}, SMALL),  # some sequences are shorter than 2 * cp tokens
         "dense tp2 cp2": ("qwen3", {"tp": 2, "cp": 2}, SMALL),
         "dense pp2 cp2": ("qwen3", {"pp": 2, "cp": 2}, SMALL),
         "moe dp2 cp2 ep4": ("qwen3_moe", {"cp": 2, "ep": 4}, SMALL),
@@ -100,7 +101,7 @@ def references(directories: dict[str, str]) -> dict[str, tuple[float, dict[str, 
 
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
-    """By case: the loss, and the gradients put together from all ranks' slices."""
+    """By case: the loss, and the gradients assembled from the slices of all ranks."""
     joined = {}
     for size, cases in CASES.items():
         ranks = launch(_worker, size, directories, cases, timeout_seconds=300)
@@ -111,7 +112,9 @@ def results(directories: dict[str, str]) -> dict[str, tuple[float, dict[str, tor
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_every_gradient_equals_transformers(size: int, case: str, results: Any, references: Any) -> None:
+def test_actor_gradients_in_every_layout_equal_transformers(
+    size: int, case: str, results: Any, references: Any
+) -> None:
     expected_loss, expected = references[CASES[size][case][0]]
     loss, gradients = results[case]
     assert loss == pytest.approx(expected_loss, rel=1e-5)
@@ -123,8 +126,8 @@ def test_every_gradient_equals_transformers(size: int, case: str, results: Any, 
     assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.1e}"
 
 
-def test_the_batch_reaches_every_branch_of_the_loss() -> None:
-    """Guards the oracle: clipped above and below, dual clip, and untouched tokens all occur."""
+def test_policy_batch_covers_every_branch_of_the_loss() -> None:
+    """Check the test data: tokens clipped above and below, dual clip, and unclipped tokens all occur."""
     samples = policy_batch.UPDATES[0]
     sides = set()
     for sample in samples:
@@ -151,7 +154,7 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
         chunks = policy_batch.chunks()
         share = policy_batch.share(samples, actor.layout.coordinates(rank).dp, actor.layout.dp)
         first = policy_batch.share(policy_batch.UPDATES[1], actor.layout.coordinates(rank).dp, actor.layout.dp)
-        batch, _ = actor.recompute_logp([first, share], chunks)  # as a second update, which has an old policy
+        batch, _ = actor.recompute_logp([first, share], chunks)  # like a second update, with old log-probabilities
         for sample, logp in batch.old_logp.items():
             logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
         _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)

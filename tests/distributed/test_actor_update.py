@@ -1,5 +1,5 @@
-"""Whole updates: the policy's pass, then two optimizer steps, against AdamW on transformers' model in float64; and the
-step that must not happen."""
+"""Whole updates: a forward pass, then two optimizer steps, compared with AdamW on transformers' model in float64; and
+updates that must be rejected."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, tuple[dict[str, torch.Tensor], list[dict[str, Metric]], Any]]:
-    """By case, as `join` has it."""
+    """Results of each case, as returned by `join`."""
     joined = {}
     for size, cases in CASES.items():
         ranks = launch(train, size, directories, cases)
@@ -71,7 +71,7 @@ def references(directories: dict[str, str]) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_two_updates_change_the_weights_as_adamw_does(size: int, case: str, results: Any, references: Any) -> None:
+def test_actor_updates_change_weights_like_adamw(size: int, case: str, results: Any, references: Any) -> None:
     expected = references[CASES[size][case][0]][0]
     weights = results[case][0]
     assert weights.keys() == expected.keys()
@@ -82,7 +82,7 @@ def test_two_updates_change_the_weights_as_adamw_does(size: int, case: str, resu
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_metrics_merged_over_ranks_count_every_token_once(size: int, case: str, results: Any, references: Any) -> None:
+def test_actor_metrics_over_ranks_count_every_token_once(size: int, case: str, results: Any, references: Any) -> None:
     expected = references[CASES[size][case][0]][1]
     reported = results[case][1]
     for ours, theirs in zip(reported, expected, strict=True):
@@ -90,8 +90,8 @@ def test_metrics_merged_over_ranks_count_every_token_once(size: int, case: str, 
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_the_pass_behind_a_step_sees_all_of_it(size: int, case: str, results: Any, references: Any) -> None:
-    """Also where the step has left the gathering of parameters to this pass."""
+def test_actor_pass_after_a_step_uses_updated_weights(size: int, case: str, results: Any, references: Any) -> None:
+    """This also holds if the step left the gathering of parameters to this pass."""
     expected, found = references[CASES[size][case][0]][2], results[case][2]
     assert found.keys() == expected.keys()
     # The step moves them by 1e-2.
@@ -99,12 +99,12 @@ def test_the_pass_behind_a_step_sees_all_of_it(size: int, case: str, results: An
     assert error <= 5e-5
 
 
-def test_the_second_update_sees_ratios_away_from_one(references: Any) -> None:
-    """Guards the oracle: otherwise remembered and recomputed log-probabilities could be confused unseen."""
+def test_actor_second_update_has_ratios_other_than_one(references: Any) -> None:
+    """Check the test data: otherwise stored and recomputed log-probabilities could be confused without notice."""
     assert abs(references["qwen3"][1][2]["actor/ppo_kl"]) > 1e-4
 
 
-def test_a_non_finite_update_stops_every_rank_and_changes_nothing(directories: dict[str, str]) -> None:
+def test_actor_update_if_not_finite_raises_on_all_ranks_without_changes(directories: dict[str, str]) -> None:
     for rank in launch(_fail_and_recover, 2, directories):
         loss_message, gradient_message, logp_message = rank["messages"]
         assert "sample 7 (rollout call 1, row 2)" in loss_message
@@ -140,7 +140,7 @@ def _fail_and_recover(rank: int, directories: dict[str, str]) -> dict[str, Any]:
     embedding = actor.chunks[0].embedding.word_embeddings.weight.data
     kept = embedding[token].clone()
     embedding[token] = np.inf
-    first = 1 if culprit in policy_batch.UPDATES[0] else 0  # whose samples are not recomputed
+    first = 1 if culprit in policy_batch.UPDATES[0] else 0  # its samples are not recomputed
     messages.append(_refused(lambda: actor.recompute_logp([shares[first], shares[1 - first]], chunks)))
     embedding[token] = kept
 
@@ -158,7 +158,7 @@ def _refused(call: Any) -> str:
 
 
 def _state(actor: Any) -> list[torch.Tensor]:
-    """Weights, Adam's moments, schedule."""
+    """Weights, Adam's moments and schedule."""
     moments = [
         value.clone()
         for part in actor.optimizer.chained_optimizers
@@ -173,7 +173,7 @@ def _state(actor: Any) -> list[torch.Tensor]:
 
 
 def _token_of_one_sample() -> tuple[int, int]:
-    """A sample and a token that only it has, before its last position."""
+    """Find a sample and a token, before its last position, that only this sample contains."""
     samples = [sample for update in policy_batch.UPDATES for sample in update]
     for sample in samples:
         others = np.concatenate([policy_batch.sequence(other) for other in samples if other != sample])
@@ -183,8 +183,8 @@ def _token_of_one_sample() -> tuple[int, int]:
     raise AssertionError("no such token")
 
 
-def test_supervised_loss_is_the_cross_entropy_at_temperature_one(directories: dict[str, str]) -> None:
-    """Without a pass before it, and whatever temperature rollouts have."""
+def test_actor_with_sft_trains_cross_entropy_at_temperature_one(directories: dict[str, str]) -> None:
+    """No forward pass precedes the update, and rollout.temperature is ignored."""
     model = policy_batch.reference_model(directories["qwen3"])
     samples = policy_batch.UPDATES[0]
     with torch.no_grad():
@@ -217,8 +217,8 @@ def _supervised_actor(rank: int, directory: str, loss: dict[str, Any], dtype: st
     return make_actor(rank, directory, {}, algorithm=algorithm, model={"dtype": dtype})
 
 
-def test_the_schedule_has_no_update_at_rate_zero(directories: dict[str, str], tmp_path: Path) -> None:
-    """Warm-up from 0 and cosine to min_lr, over the updates of the run, in closed form."""
+def test_schedule_has_no_update_with_rate_zero(directories: dict[str, str], tmp_path: Path) -> None:
+    """Compare warm-up and cosine decay to min_lr, over the updates of the run, with their closed form."""
     [rates] = launch(_rates, 1, directories)
     lr, min_lr, warmup, updates = 1.0, 0.1, 2, 6
     expected = [lr * k / (warmup + 1) for k in (1, 2)]
@@ -248,10 +248,11 @@ def _rates(rank: int, directories: dict[str, str]) -> list[float]:
 @pytest.mark.parametrize(
     ("kind", "sizes"), [("qwen3_moe", {"ep": 2}), ("deepseek_v3", {"tp": 2}), ("qwen3_moe", {"cp": 2})]
 )
-def test_a_resumed_actor_takes_the_very_same_step(
+def test_actor_after_resume_repeats_the_step_bitwise(
     kind: str, sizes: dict[str, int], directories: dict[str, str], tmp_path: Path
 ) -> None:
-    """Bit by bit. 0.16.1 loads one step count into all parameters, which would then advance once per parameter."""
+    """megatron-core 0.16.1 loads one step count shared by all parameters, which would then advance once per
+    parameter."""
     assert all(launch(_resume, 2, directories[kind], sizes, str(tmp_path)))
 
 
@@ -272,11 +273,11 @@ def _resume(rank: int, directory: str, sizes: dict[str, int], checkpoint: str) -
     return metrics == metrics_resumed and all(torch.equal(a, b) for a, b in zip(state, state_resumed, strict=True))
 
 
-def test_the_first_update_remembers_the_old_policy_for_further_epochs(directories: dict[str, str]) -> None:
+def test_actor_first_update_stores_old_logp_for_later_epochs(directories: dict[str, str]) -> None:
     remembered, recomputed = launch(_old_policy, 1, directories["qwen3_moe"])[0]
     assert remembered.keys() == recomputed.keys()
     for sample, logp in recomputed.items():
-        # The same weights in other micro-batches: float32 sums in another order.
+        # Same weights, other micro-batches: float32 sums in a different order.
         assert np.allclose(remembered[sample], logp, rtol=0, atol=1e-5), sample
 
 

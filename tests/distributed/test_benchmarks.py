@@ -1,4 +1,4 @@
-"""Every benchmark goes through at its smallest sizes; those for a GPU are tried out by test_gpu_benchmarks."""
+"""Every benchmark runs at its smallest size; GPU benchmarks are in test_gpu_benchmarks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PEERS = {
 """What installs the peer of a benchmark, without which it is skipped."""
 
 
-def test_every_benchmark_is_in_one_group() -> None:
+def test_benchmark_groups_contain_every_benchmark_once() -> None:
     grouped = [name for names in GROUPS.values() for name in names]
     assert sorted(grouped) == sorted(name for name, benchmark in BENCHMARKS.items() if not benchmark.gpu)
 
@@ -40,7 +40,7 @@ def test_every_benchmark_is_in_one_group() -> None:
 @pytest.mark.parametrize(
     "group", [pytest.param(group, marks=pytest.mark.on_demand if group in LONG else ()) for group in GROUPS]
 )
-def test_benchmarks_give_rows_at_their_smallest_sizes(group: str, tmp_path: Path) -> None:
+def test_benchmarks_at_smallest_size_return_rows(group: str, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks", "--smallest", "--json", str(path), *GROUPS[group]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

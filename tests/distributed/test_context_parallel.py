@@ -1,4 +1,4 @@
-"""Context parallelism: the cut of packed rows, attention over it, and what crosses the ranks."""
+"""Context parallelism: division of packed rows, attention, and communication between ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mcore_rl.megatron.model.context_attention import attention_blocks
 from tests.distributed.launch import launch
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
-# Several of one length, not adjacent; the shortest possible; chunks of one token.
+# Several sequences of equal length, not adjacent; the shortest possible; chunks of one token.
 LENGTHS = [16, 48, 8, 16, 8, 128, 32]
 SHAPES = {"grouped": (GROUPS, WIDTH, WIDTH), "latent": (HEADS, WIDTH, 12), "wide values": (GROUPS, 8, 20)}
 
 
-def test_the_documented_example() -> None:
+def test_context_part_matches_documented_example() -> None:
     lengths = torch.tensor([8, 4])
     assert ContextPart(0, 2).row_indices(lengths).tolist() == [0, 1, 6, 7, 8, 11]
     assert ContextPart(1, 2).row_indices(lengths).tolist() == [2, 3, 4, 5, 9, 10]
@@ -30,7 +30,7 @@ def test_the_documented_example() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_token_has_one_rank(size: int) -> None:
+def test_context_part_assigns_every_token_to_one_rank(size: int) -> None:
     lengths = torch.tensor([8, 24, 16])
     owners = ContextPart(0, size).owners(lengths)
     for rank in range(size):
@@ -43,8 +43,8 @@ def test_every_token_has_one_rank(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_attention_work_is_an_equal_share_and_hides_nothing_twice(size: int) -> None:
-    """Pairs of query and key, each causal pair of the sequence computed once, on the rank of its query."""
+def test_attention_blocks_cover_causal_pairs_once_and_equally(size: int) -> None:
+    """Each causal pair of query and key is computed once, on the rank of its query."""
     chunk = 3
     length = 2 * size * chunk
     seen = np.zeros((length, length), int)
@@ -123,7 +123,7 @@ def _expected(shape: tuple[int, int, int], dtype: torch.dtype) -> list[torch.Ten
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_and_its_gradients_equal_those_of_each_whole_sequence(shape: str, found: Any) -> None:
+def test_context_attention_equals_attention_of_whole_sequences(shape: str, found: Any) -> None:
     size, ranks = found
     expected = _expected(SHAPES[shape], torch.float32)
     for rank, results in enumerate(ranks):
@@ -132,14 +132,14 @@ def test_attention_and_its_gradients_equal_those_of_each_whole_sequence(shape: s
             torch.testing.assert_close(torch.from_numpy(ours).double(), theirs[indices], rtol=0, atol=1e-5)
 
 
-def test_bfloat16_loses_no_more_than_its_digits(found: Any) -> None:
+def test_context_attention_in_bfloat16_is_as_accurate_as_bfloat16(found: Any) -> None:
     size, ranks = found
     expected = _expected(SHAPES["grouped"], torch.bfloat16)
     for rank, results in enumerate(ranks):
         indices = ContextPart(rank, size).row_indices(torch.tensor(LENGTHS))
         for ours, theirs in zip(results["bfloat16"], expected, strict=True):
             error = (torch.from_numpy(ours).double() - theirs[indices]).abs().max() / theirs.abs().max()
-            assert error < 0.01  # 2^-8 for each of a few roundings
+            assert error < 0.01  # 2^-8 per rounding, a few roundings
 
 
 ROWS, LENGTH = 3, 24  # a multiple of 2 * size
@@ -151,7 +151,7 @@ def _attend_unpacked(part: ContextPart) -> np.ndarray:
     return _core(part)(*(x[own] for x in whole)).numpy()
 
 
-def test_unpacked_batches_attend_within_their_own_row(found: Any) -> None:
+def test_context_attention_of_unpacked_batch_stays_within_rows(found: Any) -> None:
     size, ranks = found
     expected = _written_out(*_inputs(ROWS * LENGTH, GROUPS, WIDTH, WIDTH), [LENGTH] * ROWS)
     expected = expected.flatten(1).unflatten(0, (ROWS, LENGTH)).transpose(0, 1)
@@ -160,20 +160,20 @@ def test_unpacked_batches_attend_within_their_own_row(found: Any) -> None:
         torch.testing.assert_close(torch.from_numpy(results["unpacked"]), expected[own], rtol=0, atol=1e-5)
 
 
-OWNERS = [1, 0, 0, 1, 1, 1, 0, 1]  # with more than two ranks the others have nothing
+OWNERS = [1, 0, 0, 1, 1, 1, 0, 1]  # with more than two ranks the other ranks have no tokens
 
 
 def _gather(part: ContextPart) -> list[np.ndarray]:
     owners = torch.tensor(OWNERS)
     mine = torch.arange(16.0).view(2, 8)[:, owners == part.rank].requires_grad_()
     whole = part.gather(mine, owners)
-    # Each rank goes on with a loss of its own tokens in which all tokens have a part.
+    # Each rank computes a loss of its own tokens that depends on all tokens.
     loss = (whole[0].sum() * whole[1] * (1 + part.rank)).mul(owners == part.rank).sum()
     (gradient,) = torch.autograd.grad(loss, mine)
     return [whole.detach().numpy(), gradient.numpy()]
 
 
-def test_gathered_tokens_are_in_order_and_their_gradients_whole(found: Any) -> None:
+def test_context_gather_restores_order_and_sums_gradients(found: Any) -> None:
     _, ranks = found
     owners = torch.tensor(OWNERS)
     leaf = torch.arange(16.0).view(2, 8).requires_grad_()
@@ -193,8 +193,8 @@ def _roll(part: ContextPart) -> list[int]:
     return roll_tensor(tokens[None], shifts=-1, dims=-1, cp_group=part.group, packed_seq_params=packed)[0][0].tolist()
 
 
-def test_megatron_rolls_tokens_of_this_layout_by_one(found: Any) -> None:
-    """Multi-token prediction reads the next token so."""
+def test_roll_tensor_with_context_layout_shifts_by_one(found: Any) -> None:
+    """Multi-token prediction reads the next token this way."""
     size, ranks = found
     row = torch.arange(1, sum(LENGTHS) + 1)
     rolled = torch.cat([torch.cat((part[1:], torch.zeros(1, dtype=torch.int64))) for part in row.split(LENGTHS)])
@@ -217,6 +217,6 @@ def _rotate(part: ContextPart) -> list[np.ndarray]:
     return [ours.numpy(), theirs.numpy()]
 
 
-def test_rotation_by_position_is_megatrons_own(found: Any) -> None:
+def test_rotary_by_position_equals_megatron(found: Any) -> None:
     for results in found[1]:
         np.testing.assert_allclose(*results["rotated"], rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Packed core attention against softmax attention written out in float64, sequence by sequence."""
+"""Packed core attention compared with float64 softmax attention, sequence by sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from mcore_rl.megatron.model import attention
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
-# Shared batches, a batch of one, neighbours of the limit, and equal lengths that are not adjacent.
+# Shared batches, a batch of one, lengths next to the limit, and equal lengths that are not adjacent.
 LENGTHS = [3, 130, 128, 40, 1, 127, 33, 300, 40, 41, 129, 3]
 
 
@@ -35,13 +35,11 @@ def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: lis
     return torch.cat(outputs).flatten(1)
 
 
-# The first two are read from the row as they lie.
+# The first two are adjacent and need no copy.
 @pytest.mark.parametrize("value_width", [WIDTH, 12], ids=["", "narrow values"])
 @pytest.mark.parametrize("lengths", [[7] * 5, [140, 9, 9, 9, 2], LENGTHS])
-def test_packed_attention_and_its_gradients_equal_those_of_each_sequence_alone(
-    lengths: list[int], value_width: int
-) -> None:
-    """Narrow values: latent attention's heads are wider in queries and keys than in values."""
+def test_sdpa_attention_packed_equals_separate_sequences(lengths: list[int], value_width: int) -> None:
+    """Narrow values: heads of latent attention are wider in queries and keys than in values."""
     inputs = _inputs(sum(lengths), value_width)
     weights = torch.randn(sum(lengths), HEADS * value_width, generator=torch.Generator().manual_seed(6))
     ours = _attention()(*inputs, packed_seq_params=attention.pack_sequences(lengths))
@@ -53,7 +51,7 @@ def test_packed_attention_and_its_gradients_equal_those_of_each_sequence_alone(
         torch.testing.assert_close(mine, reference, rtol=0, atol=5e-6)
 
 
-def test_unpacked_batches_attend_within_their_own_row() -> None:
+def test_sdpa_attention_of_unpacked_batch_stays_within_rows() -> None:
     length = 9
     inputs = _inputs(2 * length)
     rows = [x.unflatten(0, (2, length)).transpose(0, 1) for x in inputs]
@@ -62,8 +60,8 @@ def test_unpacked_batches_attend_within_their_own_row() -> None:
     torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-6)
 
 
-def test_the_order_of_sequences_changes_nothing_but_the_order() -> None:
-    """Micro-batches are cut anew after every change of layout; a resumed run must find the same bits."""
+def test_sdpa_attention_is_bitwise_independent_of_sequence_order() -> None:
+    """Micro-batches change with the layout; a resumed run must compute the same bits."""
     inputs = [x.detach() for x in _inputs(sum(LENGTHS))]
     core = _attention()
     once = core(*inputs, packed_seq_params=attention.pack_sequences(LENGTHS))
@@ -73,8 +71,8 @@ def test_the_order_of_sequences_changes_nothing_but_the_order() -> None:
     assert torch.equal(torch.cat(again.split(LENGTHS[::-1])[::-1]), once)
 
 
-def test_the_first_call_may_come_from_inference_mode() -> None:
-    """The plan is cached: made of inference tensors it could not be saved for a later backward pass."""
+def test_sdpa_attention_plan_from_inference_mode_is_usable() -> None:
+    """The plan is cached. Inference tensors in it could not be saved for a later backward pass."""
     lengths = [4, 6, 11]
     inputs = _inputs(sum(lengths))
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The bias that chooses experts (e_score_correction_bias): it decides, it stays float32, and no update moves it."""
+"""Expert bias of routers (e_score_correction_bias): it influences routing, stays float32, and gets no gradient."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def _stored(directory: str | Path) -> torch.Tensor:
         return file.get_tensor(BIAS)
 
 
-def test_bias_and_groups_of_the_tiny_models_choose_other_experts(directory: str) -> None:
-    """Guards the parity tests: with a bias of 0, or groups that never exclude an expert, they would prove nothing."""
+def test_expert_bias_and_groups_of_tiny_models_change_routing(directory: str) -> None:
+    """Check the test data: with a bias of 0, or groups that never exclude an expert, the parity tests would be
+    meaningless."""
     model = policy_batch.reference_model(directory)
     tokens = torch.from_numpy(np.concatenate([policy_batch.sequence(sample) for sample in range(9)]).astype(np.int64))
 
@@ -52,8 +53,8 @@ def test_bias_and_groups_of_the_tiny_models_choose_other_experts(directory: str)
         assert (usual != other).any(-1).float().mean() > 0.2
 
 
-def _live_through_an_update(rank: int, directory: str, root: str) -> dict[str, Any]:
-    """What the bias is at every station of a bfloat16 run, as the rank that holds it sees it."""
+def _bias_through_an_update(rank: int, directory: str, root: str) -> dict[str, Any]:
+    """Values of the bias at every stage of a bfloat16 run, on the rank that holds it."""
     import torch.distributed as dist
 
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
@@ -82,10 +83,10 @@ def _live_through_an_update(rank: int, directory: str, root: str) -> dict[str, A
     return {station: (str(bias.dtype), bias.float().numpy()) for station, bias in seen.items()}
 
 
-def test_the_bias_keeps_its_float32_bits_in_a_bfloat16_model(directory: str, tmp_path: Path) -> None:
+def test_expert_bias_in_bfloat16_model_keeps_float32_bits(directory: str, tmp_path: Path) -> None:
     stored = _stored(directory)
     assert not torch.equal(stored, stored.bfloat16().float())
-    for seen in launch(_live_through_an_update, 2, directory, str(tmp_path)):
+    for seen in launch(_bias_through_an_update, 2, directory, str(tmp_path)):
         for station, (dtype, bias) in seen.items():
             assert dtype == "torch.float32", station
             np.testing.assert_array_equal(bias, stored.numpy(), err_msg=station)

@@ -1,4 +1,4 @@
-"""Each fix of the CPU backend, by name: the upstream code fails without it and does what it should with it."""
+"""Every fix of the CPU backend: upstream code fails without it and works with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backe
 
 
 def _model(kind: str, sizes: dict[str, int], *, dtype: str = "float32", actor: Any = None, **changes: Any) -> Any:
-    """One randomly initialised chunk in a layout."""
+    """Build one randomly initialized chunk in a layout."""
     from mcore_rl.config.models import ActorConfig, ParallelConfig
     from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron.model import model, parallel
@@ -51,7 +51,7 @@ def _hidden(chunk: Any, lengths: tuple[int, ...] = (5, 7)) -> torch.Tensor:
 
 
 def _optimizer(chunk: Any, *, distributed: bool) -> Any:
-    """An Adam optimizer after one step."""
+    """Return an Adam optimizer after one step."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
@@ -85,7 +85,7 @@ def _build_model_without(_: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cuda_calls", "generator_state"])
-def test_a_model_cannot_even_be_built_without(name: str) -> None:
+def test_model_without_required_fix_cannot_be_built(name: str) -> None:
     launch(_build_model, 1)
     with pytest.raises(RankFailedError, match=r"CUDA|cuda"):
         launch(_build_model_without, 1, name)
@@ -102,7 +102,7 @@ def _gradient_norm_without(_: int) -> float:
         return _gradient_norm(0)
 
 
-def test_device_literals_are_read_as_cpu_in_megatron_only() -> None:
+def test_device_literals_mean_cpu_in_megatron_only() -> None:
     assert launch(_gradient_norm, 1) == [pytest.approx(5.0)]
     with pytest.raises(RankFailedError, match="CUDA"):
         launch(_gradient_norm_without, 1)
@@ -123,7 +123,7 @@ def _tied_over_two_stages(_: int, skipped: list[str]) -> float:
     return float(weight.detach().double().sum())
 
 
-def test_tensor_cuda_lets_tied_embeddings_start_equal_on_both_stages() -> None:
+def test_tensor_cuda_allows_equal_tied_embeddings_on_both_stages() -> None:
     first, last = launch(_tied_over_two_stages, 2, [])
     assert first == last != 0.0
     with pytest.raises(RankFailedError, match="CUDA"):
@@ -149,14 +149,14 @@ def _step(_: int, dtype: str, distributed: bool, skipped: list[str]) -> float:
         ("optimizer.clip_grads", "float32", False),
     ],
 )
-def test_optimizers_know_parameters_on_the_cpu(module: str, dtype: str, distributed: bool) -> None:
+def test_tensor_type_names_let_optimizers_accept_cpu_parameters(module: str, dtype: str, distributed: bool) -> None:
     (moved,) = launch(_step, 1, dtype, distributed, [])
     assert moved > 0.01
     with pytest.raises(RankFailedError, match=r"TypeError|AssertionError"):
         launch(_step, 1, dtype, distributed, [f"tensor_type_names:{module}"])
 
 
-def test_tensor_type_answers_the_truth_outside_megatron() -> None:
+def test_tensor_type_outside_megatron_is_unchanged() -> None:
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
@@ -178,7 +178,7 @@ def _uneven_without(rank: int) -> tuple[list[float], list[float]]:
         return _uneven(rank)
 
 
-def test_uneven_collectives_gather_and_reduce_lists_of_different_lengths() -> None:
+def test_uneven_collectives_support_different_lengths() -> None:
     expected = torch.arange(8.0) * 3
     outcomes = launch(_uneven, 2)
     assert [gathered for gathered, _ in outcomes] == [[1.0] * 2 + [2.0] * 6] * 2
@@ -211,12 +211,12 @@ def _streams(_: int) -> dict[str, Any]:
     }
 
 
-def test_generator_state_keeps_megatrons_streams_apart_without_false_alarms() -> None:
+def test_generator_state_separates_streams_without_warnings() -> None:
     (found,) = launch(_streams, 1)
     assert found == {"outer unchanged": True, "streams differ": True, "stream advances": True, "warnings": []}
 
 
-def test_fused_functions_are_not_compiled() -> None:
+def test_jit_fuser_does_not_compile() -> None:
     from megatron.core import jit
     from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
 
@@ -226,7 +226,7 @@ def test_fused_functions_are_not_compiled() -> None:
         assert jit.jit_fuser is torch.compile
 
 
-def test_a_router_in_float32_needs_no_transformer_engine() -> None:
+def test_router_gemm_in_float32_needs_no_transformer_engine() -> None:
     from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
     generator = torch.Generator().manual_seed(0)
@@ -250,7 +250,7 @@ def _recompute_norms(_: int, skipped: list[str]) -> None:
     return None
 
 
-def test_norms_are_recomputed_without_transformer_engine() -> None:
+def test_checkpoint_without_output_needs_no_transformer_engine() -> None:
     launch(_recompute_norms, 1, [])
     with pytest.raises(RankFailedError, match="FP8GlobalStateManager"):
         launch(_recompute_norms, 1, ["checkpoint_without_output"])
@@ -264,7 +264,7 @@ def _expert_parallel(_: int, skipped: list[str]) -> None:
     return None
 
 
-def test_split_sizes_reach_all_to_all_as_numbers() -> None:
+def test_split_sizes_are_numbers_in_all_to_all() -> None:
     launch(_expert_parallel, 2, [])
     with pytest.raises(RankFailedError, match=r"TypeError|RuntimeError"):
         launch(_expert_parallel, 2, ["split_sizes"])
@@ -284,14 +284,15 @@ def test_latent_attention_needs_no_transformer_engine() -> None:
         launch(_latent_attention, 1, ["latent_attention"])
 
 
-def test_no_fix_is_without_a_test() -> None:
+def test_every_fix_has_a_test() -> None:
     files = (Path(__file__), Path(__file__).with_name("test_cpu_kernels.py"))
     source = "".join(file.read_text() for file in files)
     assert [name for name in FIXES if not all(part in source for part in name.split(":"))] == []
 
 
 def _groups(rank: int, fixed: bool) -> tuple[int, float]:
-    """Threads of gloo's devices beside those of the world's group, after ten groups; and a sum in the last of them."""
+    """Number of gloo device threads besides those of the world group after creating ten groups, and a sum in the last
+    group."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # not the device of the world's group
 
     def devices() -> int:
@@ -305,7 +306,7 @@ def _groups(rank: int, fixed: bool) -> tuple[int, float]:
     return devices() - before, value.item()
 
 
-def test_one_gloo_device_serves_every_group() -> None:
+def test_one_gloo_device_is_shared_by_all_groups() -> None:
     assert launch(_groups, 2, True) == [(1, 3.0)] * 2
     assert launch(_groups, 2, False) == [(10, 3.0)] * 2
 
@@ -313,13 +314,13 @@ def test_one_gloo_device_serves_every_group() -> None:
 # ---- installation ----
 
 
-def test_installing_twice_adds_one_hook() -> None:
+def test_install_called_twice_adds_one_hook() -> None:
     hooks = list(sys.meta_path)
     assert cpu.install()
     assert sys.meta_path == hooks
 
 
-def test_another_version_of_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_with_other_megatron_version_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "version", lambda _: "0.17.0")
     with pytest.raises(ConfigError, match=r"megatron-core 0\.17\.0 is installed.*0\.16\.1"):
         cpu._check_version()
@@ -334,7 +335,7 @@ def _python(code: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_with_cuda_and_transformer_engine_nothing_is_touched() -> None:
+def test_install_with_cuda_and_transformer_engine_changes_nothing() -> None:
     out = _python(
         "import sys, torch\n"
         "torch.cuda.is_available = lambda: True\n"
@@ -346,8 +347,8 @@ def test_with_cuda_and_transformer_engine_nothing_is_touched() -> None:
     assert out.split() == ["False", "True"]
 
 
-def test_megatron_imported_too_early_is_refused(tmp_path: Path) -> None:
-    """An empty megatron.core stands in: what counts is that a module of that name is there, and it imports fast."""
+def test_install_after_import_of_megatron_raises(tmp_path: Path) -> None:
+    """An empty megatron.core is used, because only the module's name matters and it imports fast."""
     package = tmp_path / "megatron" / "core"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -362,7 +363,7 @@ def test_megatron_imported_too_early_is_refused(tmp_path: Path) -> None:
     assert "was imported before mcore_rl.megatron.cpu.install()" in out
 
 
-def test_the_package_imports_nothing_of_megatron_by_itself() -> None:
+def test_megatron_package_imports_no_megatron_core() -> None:
     out = _python("import sys, mcore_rl.megatron; print('torch' in sys.modules, 'megatron.core' in sys.modules)")
     assert out.split() == ["False", "False"]
 
@@ -385,8 +386,8 @@ print(getattr(moe, "te_general_gemm", "unbound"), latent.HAVE_TE)
 
 
 @pytest.mark.parametrize(("engine", "expected"), [("without", "None False"), ("with", "unbound True")])
-def test_on_cuda_only_what_is_wrong_without_transformer_engine_is_mended(engine: str, expected: str) -> None:
-    """TransformerEngine is not here in either case: with it believed to be, nothing is mended."""
+def test_install_on_cuda_fixes_only_missing_transformer_engine(engine: str, expected: str) -> None:
+    """TransformerEngine is never installed here; if it is simulated, no fix is applied."""
     command = [sys.executable, "-W", "ignore", "-c", ON_CUDA, engine]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

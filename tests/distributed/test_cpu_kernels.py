@@ -1,4 +1,5 @@
-"""The CPU backend's kernels against the torch compositions that they replace, in float64, and where they are used."""
+"""Kernels of the CPU backend compared in float64 with the torch operations that they replace, and their use in the
+model."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 def _agree(
     ours: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor], inputs: list[torch.Tensor]
 ) -> None:
-    """Result and gradients: of float64 to the last digits, of float32 within its rounding."""
+    """Compare results and gradients: float64 to the last digits, float32 within its rounding."""
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
         expected_inputs = [x.clone().requires_grad_() for x in inputs]
         expected = reference(*expected_inputs)
@@ -52,7 +53,7 @@ def _agree(
 
 
 @pytest.mark.parametrize("shape", [(7, 1, 24), (5, 2, 3, 8), (1, 5)])
-def test_rms_norm(shape: tuple[int, ...]) -> None:
+def test_rms_norm_matches_torch(shape: tuple[int, ...]) -> None:
     _agree(
         lambda x, w: rms_norm(x, w, 1e-6),
         lambda x, w: F.rms_norm(x, (shape[-1],), w, 1e-6),
@@ -60,7 +61,7 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
     )
 
 
-def test_rms_norm_of_a_slice_reads_the_slice() -> None:
+def test_rms_norm_of_a_slice_matches_torch() -> None:
     wide = _random(6, 3, 16)
     _agree(
         lambda x, w: rms_norm(x[:, 1:, 4:12], w, 1e-6),
@@ -70,8 +71,8 @@ def test_rms_norm_of_a_slice_reads_the_slice() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_so_and_stays_in_its_row(bad: float) -> None:
-    """Kernels compiled with all of fastmath may assume that there is no such thing."""
+def test_kernels_keep_non_finite_values_in_their_rows(bad: float) -> None:
+    """Kernels compiled with full fastmath may assume that such values do not occur."""
     x = _random(4, 8).float()
     x[2, 3] = bad
     normed = rms_norm(x, torch.ones(8), 1e-6)
@@ -87,7 +88,7 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(bad: float) -> None:
 
 
 @pytest.mark.parametrize("rotated", [16, 8])
-def test_rotary_turns_the_leading_dimensions_of_every_head(rotated: int) -> None:
+def test_rotate_changes_leading_dimensions_of_every_head(rotated: int) -> None:
     positions = torch.tensor([0, 1, 2, 0, 1, 0, 5])
     angles = _random(6, rotated // 2, seed=2).repeat(1, 2)
 
@@ -105,7 +106,7 @@ def test_rotary_turns_the_leading_dimensions_of_every_head(rotated: int) -> None
 
 
 def _rotate_packed(_: int, skipped: list[str], latent: bool) -> list[Any]:
-    """megatron's function on two packed sequences: what it returns, and the gradient of its input."""
+    """Call Megatron's function on two packed sequences. Returns its result and the gradient of its input."""
     from megatron.core.models.common.embeddings import rope_utils
 
     with ExitStack() as stack:
@@ -121,15 +122,15 @@ def _rotate_packed(_: int, skipped: list[str], latent: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_packed_rotation_is_megatrons_own(latent: bool) -> None:
-    """Latent attention pairs neighbours, where other heads pair halves."""
+def test_rotate_packed_equals_megatron(latent: bool) -> None:
+    """Latent attention pairs adjacent dimensions, other attention pairs halves."""
     (ours,), (theirs,) = (launch(_rotate_packed, 1, skipped, latent) for skipped in ([], ["fused_rotary"]))
     for mine, reference in zip(ours, theirs, strict=True):
         torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(reference), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 37])
-def test_weighted_swiglu_over_several_blocks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weighted_swiglu_over_several_blocks_matches_torch(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swiglu, "_BLOCK_ELEMENTS", 40)
     _agree(
         weighted_swiglu,
@@ -138,13 +139,13 @@ def test_weighted_swiglu_over_several_blocks(rows: int, monkeypatch: pytest.Monk
     )
 
 
-def test_rows_are_gathered_and_added_back() -> None:
-    index = torch.tensor([4, 0, 0, 2, 4, 4])  # rows 1 and 3 are in no copy
+def test_gather_rows_and_add_rows_are_transposes() -> None:
+    index = torch.tensor([4, 0, 0, 2, 4, 4])  # rows 1 and 3 are not gathered
     _agree(lambda x: gather_rows(x, index), lambda x: x[index], [_random(5, 2, 3)])
     _agree(lambda x: add_rows(x, index, 5), lambda x: x.new_zeros(5, 2, 3).index_add(0, index, x), [_random(6, 2, 3)])
 
 
-def test_grouped_linear_with_an_expert_that_nobody_chose() -> None:
+def test_grouped_linear_with_unused_expert_matches_torch() -> None:
     rows = [3, 0, 4]
     _agree(
         lambda x, *weights: grouped_linear(x, weights, rows),
@@ -178,9 +179,9 @@ POSITIONS = (torch.arange(ROWS) % 9).numpy()
         (lambda x, out: rows._add(x, POSITIONS, out), [(ROWS, WIDTH), (9, WIDTH)]),
     ],
 )
-def test_bits_do_not_depend_on_where_memory_lies(kernel: Callable[..., None], shapes: list[Any]) -> None:
-    """A resumed run must find the same bits. Compiled loops choose their code by whether arrays may overlap, so the
-    arrays lie side by side in every order here."""
+def test_kernels_are_bitwise_independent_of_memory_addresses(kernel: Callable[..., None], shapes: list[Any]) -> None:
+    """A resumed run must compute the same bits. Compiled loops choose their code by possible overlaps of arrays, so the
+    arrays are adjacent in every order here."""
     sizes = [(shape,) if isinstance(shape, int) else shape for shape in shapes]
     values = [_random(*size, seed=i).float() for i, size in enumerate(sizes)]
     first: list[torch.Tensor] | None = None
@@ -200,7 +201,7 @@ def test_bits_do_not_depend_on_where_memory_lies(kernel: Callable[..., None], sh
 
 
 def _train(_: int, skipped: list[str], ep: int, dtype: str, listened: bool) -> tuple[set[str], dict[str, Any]]:
-    """Names of the autograd functions of a pass over two sequences, and output and gradients."""
+    """Return the names of the autograd functions in a pass over two sequences, and output and gradients."""
     from mcore_rl.config.models import ActorConfig, ParallelConfig
     from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron.model import model, parallel
@@ -240,13 +241,13 @@ def _functions(root: Any) -> set[str]:
 FUNCTION_OF = {
     "fused_rotary": {"_RotaryBackward"},
     "fused_swiglu": {"_WeightedSwiGLUBackward"},
-    "fused_permute": {"_GatherBackward", "_AddBackward"},
+    "fused_permute": {"_GatherRowsBackward", "_AddRowsBackward"},
     "grouped_experts": {"_GroupedLinearBackward"},
 }
 
 
 @pytest.mark.parametrize("ep", [1, 2])
-def test_the_model_is_the_same_with_and_without_each_kernel(ep: int) -> None:
+def test_model_with_and_without_each_kernel_is_equal(ep: int) -> None:
     everything = {"_RMSNormBackward"}.union(*FUNCTION_OF.values())
     whole = launch(_train, ep, [], ep, "float32", False)
     assert all(everything <= functions for functions, _ in whole)
@@ -263,8 +264,8 @@ def test_the_model_is_the_same_with_and_without_each_kernel(ep: int) -> None:
                 )
 
 
-def test_experts_that_somebody_listens_to_run_one_by_one() -> None:
-    """Adapters and parameter gathering hang on the modules, which the grouped product passes by."""
+def test_experts_with_hooks_are_called_one_by_one() -> None:
+    """Adapters and parameter gathering use hooks of the modules, which the grouped product does not call."""
     ((functions, found),) = launch(_train, 1, [], 1, "float32", True)
     ((_, expected),) = launch(_train, 1, [], 1, "float32", False)
     assert "_GroupedLinearBackward" not in functions
@@ -272,7 +273,7 @@ def test_experts_that_somebody_listens_to_run_one_by_one() -> None:
         torch.testing.assert_close(torch.from_numpy(found[name]), torch.from_numpy(value), rtol=1e-4, atol=1e-6)
 
 
-def test_bfloat16_takes_megatrons_own_way() -> None:
+def test_model_in_bfloat16_uses_megatron_functions() -> None:
     ((functions, found),) = launch(_train, 1, [], 1, "bfloat16", False)
     assert not functions & {"_RMSNormBackward"}.union(*FUNCTION_OF.values())
     assert all(torch.isfinite(torch.from_numpy(value)).all() for value in found.values())

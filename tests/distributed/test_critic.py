@@ -1,5 +1,5 @@
-"""The critic: values, gradients and updates are those of plain torch on transformers' token classification model, in
-every layout and every cut into micro-batches, and a checkpoint of one layout goes on in another.
+"""The critic: values, gradients and updates equal plain torch on transformers' token classification model, in every
+layout and division into micro-batches, and a checkpoint can be resumed in another layout.
 
 One launch per number of ranks runs all its cases.
 """
@@ -19,7 +19,7 @@ from tests.distributed import policy_batch
 from tests.distributed.launch import launch
 from tests.tiny_models import checkpoint_tensors, tiny_config, tiny_model, write_tiny_model
 
-# Float32 against float64, in another order for each layout. A head that is replicated wrongly, a value of the
+# Float32 compared with float64, with a different order for each layout. A wrongly replicated head, a value of the
 # neighbouring position or a factor of an axis is off by 1e-2 or more.
 VALUE_TOLERANCE = 1e-5  # values are of size 1
 GRADIENT_TOLERANCE = 1e-5  # of the tensor's largest entry
@@ -61,7 +61,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _write_classifier(directory: Path, kind: str) -> None:
-    """A token classification model with one label, as transformers saves it."""
+    """Save a token classification model with one label with transformers."""
     from transformers import AutoModelForTokenClassification
 
     config = tiny_config(kind, num_labels=1)
@@ -138,13 +138,13 @@ def _critic(rank: int, directory: str, parallel: dict[str, Any], tokens: int, **
     from mcore_rl.config.models import ParallelConfig
     from mcore_rl.megatron.roles.critic import MegatronCritic
 
-    config = policy_batch.config("nowhere", {"tp": 64}, 1)  # the critic reads nothing of the actor's
+    config = policy_batch.config("nowhere", {"tp": 64}, 1)  # the critic reads no setting of the actor
     config.run.seed = SEED
     section = config.critic
     section.hf_path, section.tokens_per_microbatch, section.clip_range = directory, tokens, CLIP_RANGE
     section.parallel = ParallelConfig(**parallel)
     optimizer = section.optimizer
-    # eps and warm-up as in test_actor_update; the norm is clipped, so a head that is counted twice shows.
+    # eps and warm-up: see test_actor_update. The norm is clipped, so a head that is counted twice changes the result.
     optimizer.lr, optimizer.eps, optimizer.warmup_steps, optimizer.clip_grad = LR, 1e-2, 1, 0.05
     for key, value in keys.items():
         setattr(section, key, value)
@@ -157,7 +157,7 @@ def _shares(critic: Any) -> list[Any]:
 
 
 def _pieces(critic: Any, *, gradients: bool = False) -> list[Any]:
-    """Parameters or gradients, as this rank's slices of HF tensors."""
+    """Return parameters or gradients as this rank's slices of HF tensors."""
     from model_converters.families import family_for
     from model_converters.hf.value_head import with_value_head
     from model_converters.mapping.plan import export_pieces, export_plan
@@ -213,7 +213,7 @@ def _train(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> di
 
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """By case: what every rank found."""
+    """Results of all ranks by case."""
     found = {}
     for size, cases in CASES.items():
         ranks = launch(_train, size, directories, cases, timeout_seconds=300)
@@ -231,13 +231,13 @@ def _worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *,
     for name, tensor in expected.items():
         error = (found[name] - tensor).abs().max()
         errors[name] = float(error / tensor.abs().max()) if relative else float(error)
-    # NaN, an element that no rank holds, is the worst of all.
+    # NaN marks an element that no rank holds: count it as the largest difference.
     worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
     return errors[worst], worst
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_values_are_those_of_the_positions_that_predict(size: int, case: str, results: Any, references: Any) -> None:
+def test_critic_values_belong_to_predicting_positions(size: int, case: str, results: Any, references: Any) -> None:
     expected = references[CASES[size][case][0]]["values"]
     found: dict[int, list[np.ndarray]] = {}
     for rank in results[case]:
@@ -245,13 +245,15 @@ def test_values_are_those_of_the_positions_that_predict(size: int, case: str, re
             found.setdefault(sample, []).append(values)
     assert sorted(found) == SAMPLES
     for sample, of_ranks in found.items():
-        assert all(np.array_equal(values, of_ranks[0]) for values in of_ranks)  # whole, wherever they are
+        assert all(np.array_equal(values, of_ranks[0]) for values in of_ranks)  # every rank has whole responses
         assert of_ranks[0].dtype == np.float32
         assert np.abs(of_ranks[0] - expected[sample].numpy()).max() <= VALUE_TOLERANCE
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_every_gradient_equals_transformers(size: int, case: str, results: Any, references: Any) -> None:
+def test_critic_gradients_in_every_layout_equal_transformers(
+    size: int, case: str, results: Any, references: Any
+) -> None:
     expected = references[CASES[size][case][0]]["gradients"]
     assert "score.weight" in expected
     error, name = _worst(_joined(results[case], "gradients"), expected, relative=True)
@@ -259,7 +261,7 @@ def test_every_gradient_equals_transformers(size: int, case: str, results: Any, 
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_metrics_add_up_over_ranks(size: int, case: str, results: Any, references: Any) -> None:
+def test_critic_metrics_merge_over_ranks(size: int, case: str, results: Any, references: Any) -> None:
     metrics = merge_metrics([rank["metrics"][0] for rank in results[case]])
     for name, value in references[CASES[size][case][0]]["metrics"].items():
         assert metrics[name].value == pytest.approx(value, rel=1e-5, abs=1e-6), name
@@ -272,7 +274,7 @@ def test_metrics_add_up_over_ranks(size: int, case: str, results: Any, reference
 
 
 @pytest.mark.parametrize("case", [*CASES[2], "dense cut"])
-def test_two_updates_are_those_of_one_rank(case: str, results: Any) -> None:
+def test_critic_updates_on_ranks_equal_one_rank(case: str, results: Any) -> None:
     model = case.split(maxsplit=1)[0]
     expected = _joined(results[model], "weights")
     error, name = _worst(_joined(results[case], "weights"), expected, relative=False)
@@ -283,7 +285,7 @@ def test_two_updates_are_those_of_one_rank(case: str, results: Any) -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
-def test_a_checkpoint_of_tp2_goes_on_in_pp2(results: Any) -> None:
+def test_critic_checkpoint_of_tp2_resumes_in_pp2(results: Any) -> None:
     saved, loaded = _joined(results[SAVED], "weights"), _joined(results[RESUMED], "loaded")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
     error, name = _worst(_joined(results[RESUMED], "third"), _joined(results[SAVED], "third"), relative=False)
@@ -292,13 +294,13 @@ def test_a_checkpoint_of_tp2_goes_on_in_pp2(results: Any) -> None:
 
 
 def _causal(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:
-    """A critic from a causal model of tied embeddings, before any update."""
+    """Build a critic from a causal model with tied embeddings, before any update."""
     critic = _critic(rank, directories["causal"], {"pp": size}, SMALL)
     values = dict(critic.values(_shares(critic), policy_batch.chunks()).values)
     return {"values": values, "weights": _pieces(critic)}
 
 
-def test_a_causal_model_gets_a_small_head_that_is_the_same_in_every_layout(directories: dict[str, str]) -> None:
+def test_critic_from_causal_model_has_same_small_head_in_every_layout(directories: dict[str, str]) -> None:
     from transformers import AutoModel
 
     one, two = (launch(_causal, size, directories, size) for size in (1, 2))
@@ -320,7 +322,7 @@ LEARNING_STEPS = 40
 
 
 def _learn(rank: int, directories: dict[str, str], size: int) -> list[dict[str, Any]]:
-    """Metrics of steps on the same responses, of which each has one return."""
+    """Metrics of steps on the same responses, each with one return."""
     critic = _critic(rank, directories["causal"], {"pp": size}, ONE_MICROBATCH)
     wanted = {sample: np.full(len(returns(sample)), sample % 3 - 0.5, np.float32) for sample in SAMPLES}
     chunks, shares, found = policy_batch.chunks(), _shares(critic), []
@@ -330,17 +332,17 @@ def _learn(rank: int, directories: dict[str, str], size: int) -> list[dict[str, 
     return found
 
 
-def test_a_critic_learns_to_explain_returns_that_prompts_decide(directories: dict[str, str]) -> None:
+def test_critic_learns_returns_determined_by_prompts(directories: dict[str, str]) -> None:
     found = launch(_learn, 1, directories, 1)[0]
     explained = [step["critic/explained_variance"].value for step in found]
-    assert explained[0] < 0.05  # values start near 0 and are all alike
+    assert explained[0] < 0.05  # initial values are near 0 and similar
     assert explained[-1] > 0.9
     losses = [step["critic/loss"].value for step in found]
     assert losses[-1] < 0.1 * losses[0]
 
 
 def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, Any]:
-    """What goes wrong on one rank, and how it is said."""
+    """Errors raised for invalid cases on one rank."""
     from mcore_rl.errors import McoreRLError
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from mcore_rl.megatron.roles.actor import MegatronActor
@@ -370,9 +372,9 @@ def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, An
     return found
 
 
-def test_what_cannot_be_is_refused_by_its_name(directories: dict[str, str], tmp_path: Path) -> None:
+def test_critic_with_invalid_checkpoint_names_the_problem(directories: dict[str, str], tmp_path: Path) -> None:
     (found,) = launch(_refusals, 1, directories, str(tmp_path))
-    # A vocabulary projection may be padded, so its first row would pass for a head.
+    # Padding is allowed for a vocabulary projection, so its first row could be loaded as a head.
     assert "CheckpointError" in found["policy's checkpoint"]
     assert "output_layer.weight has shape (96, 32), in the model (1, 32)" in found["policy's checkpoint"]
     assert "no old values" in found["no values"]

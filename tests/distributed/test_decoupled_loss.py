@@ -1,5 +1,5 @@
-"""Decoupled PPO with an interpolated proximal policy, on tokens of several versions of the weights: the gradient that
-plain torch on transformers' model gives, and no pass before the updates."""
+"""Decoupled PPO with an interpolated proximal policy, on tokens of several weight versions: gradients equal plain torch
+on transformers' model, and no forward pass precedes the updates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def reference(directory: str) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Loss, mean weight of tokens, gradients by HF name, float64."""
+    """Loss, mean weight of tokens, and gradients by HF name, in float64."""
     model = policy_batch.reference_model(directory)
     weights, advantages = policy_batch.loss_weights(SAMPLES).astype(float), policy_batch.advantages().astype(float)
     total, behave_weights = torch.zeros((), dtype=torch.float64), []
@@ -47,7 +47,7 @@ def reference(directory: str) -> tuple[float, float, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("parallel", [{}, {"cp": 2}, {"pp": 2}], ids=str)
-def test_the_interpolation_is_between_the_versions_of_each_token(
+def test_decoupled_ppo_interpolates_by_version_of_each_token(
     parallel: dict[str, int], directory: str, reference: Any
 ) -> None:
     expected_loss, expected_weight, expected = reference
@@ -89,13 +89,13 @@ def _config(directory: str, parallel: dict[str, int]) -> Any:
     return config
 
 
-def test_only_what_is_read_is_recomputed_before_the_updates(directory: str) -> None:
+def test_actor_recomputes_logp_only_if_the_loss_needs_it(directory: str) -> None:
     [passes] = launch(_passes, 1, directory)
     assert passes == {"loglinear": 0, "metrics": 1, "a KL in the rewards": 1, "replay of the policy": 1}
 
 
 def _passes(rank: int, directory: str) -> dict[str, int]:
-    """Forward passes before the first of two updates."""
+    """Count the forward passes before the first of two updates."""
     from mcore_rl.megatron.roles.actor import MegatronActor
 
     actor = MegatronActor(_config(directory, {}), rank, 1, None)

@@ -1,4 +1,4 @@
-"""Benchmarks for a GPU, tried out without one: each gives its rows at a tiny size on the CPU."""
+"""GPU benchmarks run without a GPU: each returns rows at a tiny size on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.registry import BENCHMARKS
 from tests.readme import ROOT
 
 
-def test_each_benchmark_gives_its_rows() -> None:
+def test_gpu_benchmarks_on_cpu_return_rows() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""actor.optimizer.cpu_offload: the same training to the bit, and no optimizer state on the device between steps."""
+"""actor.optimizer.cpu_offload: training is bitwise unchanged, and no optimizer state is on the device between steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By case: what every rank found."""
+    """Results of all ranks by case."""
     return run_cases(_train_both_ways, CASES, tmp_path_factory.mktemp("host_optimizer"))
 
 
@@ -48,7 +48,7 @@ def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, An
         expected = held_tensors(device)
         host = _actor(rank, directories[kind], dtype, parallel, on_host=True)
         found = results[name] = {"built": _main_bytes(host), "largest": _largest(host), "pieces": _watch_pieces(host)}
-        # The weights leave too, and come back.
+        # The weights are offloaded and loaded as well.
         train_two_steps(host, host.memory.offload)
         found["pieces"] = list(found["pieces"])
         found["trained"] = _main_bytes(host)
@@ -73,7 +73,7 @@ def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, on_
 
 
 def _main_bytes(actor: Any) -> int:
-    """Of main parameters that are copies, in their own storages."""
+    """Bytes of main parameters that are copies and have their own storage."""
     from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts
 
     return sum(
@@ -85,7 +85,7 @@ def _main_bytes(actor: Any) -> int:
 
 
 def _watch_pieces(actor: Any) -> list[int]:
-    """Receives, for every piece, the bytes of main parameters that are on the device while it is updated."""
+    """Record, for every piece, the bytes of main parameters on the device while it is updated."""
     from mcore_rl.megatron.optim.main_params import optimizer_parts
 
     found: list[int] = []
@@ -103,7 +103,7 @@ def _largest(actor: Any) -> int:
 
 
 def _refusals(actor: Any) -> list[str]:
-    """What reading a main parameter says."""
+    """Errors of reading main parameters."""
     main = actor.optimizer.param_groups[0]["params"][0]
     messages = []
     for read in (lambda t: t + 1, lambda t: t.detach(), lambda t: t.tolist(), lambda t: t.zero_()):
@@ -116,7 +116,7 @@ def _refusals(actor: Any) -> list[str]:
 
 
 def _save_and_load(trained: Any, fresh: Any, directory: Path) -> list[str]:
-    """What differs where another actor goes on from a checkpoint, after one more step of both."""
+    """Names of tensors that differ if another actor resumes from a checkpoint, after one more step of both."""
     import torch.distributed as dist
 
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
@@ -132,24 +132,24 @@ def _save_and_load(trained: Any, fresh: Any, directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_training_is_bit_equal_to_state_on_the_device(size: int, case: str, results: Any) -> None:
+def test_host_optimizer_trains_bitwise_like_device_optimizer(size: int, case: str, results: Any) -> None:
     assert [rank["training"] for rank in results[case]] == [[]] * size
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_the_device_holds_a_piece_during_a_step_and_nothing_between(size: int, case: str, results: Any) -> None:
+def test_host_optimizer_keeps_at_most_a_piece_on_the_device(size: int, case: str, results: Any) -> None:
     for rank in results[case]:
         assert (rank["built"], rank["trained"]) == (0, 0)
         if "float32" in case:  # its main parameters are the weights
             assert set(rank["pieces"]) == {0}
         else:
             assert 0 < max(rank["pieces"]) <= max(4 * PIECE_ELEMENTS, rank["largest"])
-        # Two steps of two updates, each of several pieces.
+        # Two steps with two updates each, and several pieces per update.
         assert len(rank["pieces"]) > 3 * 4
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_reading_what_is_on_the_host_is_refused(size: int, case: str, results: Any) -> None:
+def test_host_optimizer_reading_main_parameters_raises(size: int, case: str, results: Any) -> None:
     for rank in results[case]:
         if "bfloat16" in case:
             assert all("actor.optimizer.cpu_offload" in message for message in rank["refusals"])
@@ -158,5 +158,5 @@ def test_reading_what_is_on_the_host_is_refused(size: int, case: str, results: A
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_a_checkpoint_goes_on_as_if_nothing_had_happened(size: int, case: str, results: Any) -> None:
+def test_host_optimizer_checkpoint_resumes_bitwise(size: int, case: str, results: Any) -> None:
     assert [rank["checkpoint"] for rank in results[case]] == [[]] * size
