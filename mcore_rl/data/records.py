@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 FIELDS = ".fields"
-SURROGATE_ERRORS = "backslashreplace"
+HALF_CHARACTERS = "backslashreplace"
 """Graders may hand over half of a surrogate pair, which UTF-8 does not have: it is written as the escape that JSON has
 for it, and comes back as it was."""
 
@@ -54,7 +54,7 @@ def _join(sources: Sequence[str], temporary: Path, path: Path) -> None:
 def add_fields(part: str, lines: Sequence[int], fields: Sequence[Mapping[str, Any]]) -> None:
     """Keeps further fields of some lines of a part until it is amended. Processes may do so beside each other, each for
     lines of its own."""
-    with open(f"{part}.{lines[0]}{FIELDS}", "w", encoding="utf-8", errors=SURROGATE_ERRORS) as file:
+    with open(f"{part}.{lines[0]}{FIELDS}", "w", encoding="utf-8", errors=HALF_CHARACTERS) as file:
         for line, line_fields in zip(lines, fields, strict=True):
             file.write(json.dumps([line, line_fields], ensure_ascii=False) + "\n")
 
@@ -77,7 +77,7 @@ def amend_part(part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: M
     temporary, fields = f"{part}.amended", _take_fields(part)
     with (
         open(part, encoding="utf-8") as source,
-        open(temporary, "w", encoding="utf-8", errors=SURROGATE_ERRORS) as target,
+        open(temporary, "w", encoding="utf-8", errors=HALF_CHARACTERS) as target,
     ):
         for index, line in enumerate(source):
             record = json.loads(line)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mcore_rl.doctor.checks import Check, Need
 from mcore_rl.doctor.kernels import present, trials
 from mcore_rl.resolved.attention import BACKENDS
-from mcore_rl.resolved.implementation import USUAL_HEADS, Implementation, Wanted, choose
+from mcore_rl.resolved.implementation import USUAL_HEADS, BuildRequest, Implementation, choose
 from mcore_rl.resolved.installed import Installed
 
 
@@ -16,7 +16,7 @@ def implementation(installed: Installed) -> Implementation:
 
     Raises: ConfigError for what no model can be built from.
     """
-    return choose(installed, Wanted(experts=True, ep=2, expert_ranks=2, gpus_per_node=1))
+    return choose(installed, BuildRequest(experts=True, ep=2, expert_ranks=2, gpus_per_node=1))
 
 
 def print_implementation(installed: Installed) -> None:

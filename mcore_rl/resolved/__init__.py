@@ -1,1 +1,1 @@
-"""What the configuration asks of model and ranks, each fact resolved in one place. Imports no Megatron."""
+"""Facts about models and ranks, each derived from the configuration in one place. Does not import Megatron."""

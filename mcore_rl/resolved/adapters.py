@@ -1,5 +1,5 @@
-"""What actor.lora means for a model: which modules, their table, and whether an adapter to start from fits. Imports no
-megatron.core, so the driver can ask."""
+"""LoRA adapters of a model: target modules, weight table, and checks of an adapter to start from. Does not import
+megatron.core, so that the driver can use it."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from model_converters.mapping.transforms import Shape
 
 
 def scale_of(lora: LoraConfig) -> float:
-    """What B A is multiplied with."""
+    """Return the factor of B A."""
     return lora.alpha / (sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
 def base_rows(hf_config: dict[str, Any]) -> list[Row]:
-    """The model's own table."""
+    """Return the weight table of the base model."""
     return family_for(hf_config).rows(hf_config)
 
 
 def targets_of(lora: LoraConfig, hf_config: dict[str, Any]) -> list[str]:
-    """The names of the modules that have an adapter, sorted."""
+    """Return the names of the modules that have an adapter, sorted."""
     return sorted(lora.target_modules or default_targets(base_rows(hf_config)))
 
 
 def bound_adapters(lora: LoraConfig, hf_config: dict[str, Any], dtype: torch.dtype) -> list[BoundRow]:
-    """The table of the adapters with exact names.
+    """Return the weight table of the adapters with exact names.
 
     Raises: ConfigError naming actor.lora.target_modules.
     """
@@ -52,7 +52,7 @@ def bound_adapters(lora: LoraConfig, hf_config: dict[str, Any], dtype: torch.dty
 
 
 def check_adapter(lora: LoraConfig, hf_config: dict[str, Any]) -> LoraAdapter:
-    """The adapter of lora.path, which must be of the rank, scale and modules that `lora` says.
+    """Read the adapter of lora.path and check that rank, scale and modules match `lora`.
 
     Raises: ConfigError naming the key to change.
     """
@@ -88,7 +88,7 @@ def check_adapter(lora: LoraConfig, hf_config: dict[str, Any]) -> LoraAdapter:
 
 
 def check_peft_names(lora: LoraConfig, hf_config: dict[str, Any]) -> None:
-    """Raises: ConfigError for modules whose adapters PEFT would take for those of others."""
+    """Raise ConfigError for modules whose adapters PEFT would apply to other modules."""
     targets = targets_of(lora, hf_config)
     shared = shared_with_experts(base_rows(hf_config), targets)
     if shared:
@@ -101,7 +101,7 @@ def check_peft_names(lora: LoraConfig, hf_config: dict[str, Any]) -> None:
 
 
 def adapter_identity(lora: LoraConfig, hf_config: dict[str, Any]) -> dict[str, Any] | None:
-    """What a checkpoint says of its adapters; None: it is of a run that trains all weights."""
+    """Return the description of the adapters for checkpoints; None if all weights are trained."""
     if not lora.rank:
         return None
     targets = targets_of(lora, hf_config)

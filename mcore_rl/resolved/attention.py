@@ -1,6 +1,6 @@
-"""Which of TransformerEngine's kernels of attention take a model's packed rows, and why the others do not.
+"""TransformerEngine's attention backends: which one supports a model's packed rows, and why others do not.
 
-TransformerEngine looks only when the first row comes, and then says that there is none. Imports neither it nor torch.
+TransformerEngine itself only checks this at the first row, and does not report a reason. Imports neither it nor torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcore_rl.resolved.versions import dotted, release
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of a head: of queries and keys, and of values."""
+    """Head sizes of queries and keys, and of values."""
 
     keys: int
     values: int
@@ -28,8 +28,8 @@ class Heads:
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel under TransformerEngine's name of it. `lacks` says what keeps it from a model's rows; "" where nothing
-    does."""
+    """Attention backend, named as in TransformerEngine. `lacks` returns why it does not support a model's rows, or
+    ""."""
 
     name: str
     needs: str
@@ -40,7 +40,7 @@ class Backend:
 FLASH_VERSIONS = ((2, 1, 1), (2, 8, 3))
 FLASH_ON_BLACKWELL = (2, 7, 3)
 WIDE_FLASH = ((8, 0), (9, 0), (10, 0), (12, 0))
-"""Capabilities on which flash-attn takes heads of more than 192."""
+"""Compute capabilities on which flash-attn supports head sizes above 192."""
 CUDNN_FOR_ROWS = (9, 6)
 
 
@@ -105,15 +105,15 @@ BACKENDS = (
         "pytorch/attention/dot_product_attention/utils.py",
     ),
 )  # fmt: skip
-"""In the order in which they are preferred from Hopper on; before it FusedAttention takes no packed rows. All take
-bfloat16 only. Sources: of TransformerEngine 2.11. Its unfused attention, which takes float32, is none of them: it holds
-the scores of all pairs of tokens, and context-parallel ranks cannot share it."""
+"""TransformerEngine's order of preference from Hopper on; before Hopper, FusedAttention does not support packed rows.
+All support bfloat16 only. Sources: TransformerEngine 2.11. Its unfused attention, which supports float32, is excluded:
+it stores the scores of all pairs of tokens and does not support context parallelism."""
 
 
 def pick(installed: Installed, dtype: str, heads: Heads, checkpoint_key: str = POLICY.checkpoint) -> Backend:
-    """Return the backend that TransformerEngine will pick; `checkpoint_key` names the model in errors.
+    """Return the backend that TransformerEngine will select; `checkpoint_key` names the model in errors.
 
-    Raises: ConfigError naming the key, where nothing takes the rows.
+    Raises: ConfigError naming the key, if no backend supports the rows.
     """
     if dtype != "bfloat16":
         raise ConfigError(
@@ -136,5 +136,5 @@ def _capability(wanted: str, installed: Installed) -> str:
 
 
 def _release(version: str) -> tuple[tuple[int, ...], bool]:
-    """Numbers, and whether it comes after the release of these numbers: a post-release, a build with a name."""
+    """Return the version numbers, and True for a version after that release (a post-release or a local build)."""
     return release(version), bool(re.search(r"post|\+", version))

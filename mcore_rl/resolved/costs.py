@@ -1,4 +1,5 @@
-"""What a sequence costs to train, from the sizes in config.json. Imports no megatron.core, so the driver can ask."""
+"""Training cost of a sequence, from the sizes in config.json. Does not import megatron.core, so that the driver can use
+it."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from model_converters.families import family_for
 
 
 def sequence_cost(hf_config: dict[str, Any]) -> SequenceCost:
-    """FLOPs of the forward pass per token and per pair of tokens that causal attention joins.
+    """Compute FLOPs of the forward pass per token, and per pair of tokens in causal attention.
 
-    The backward pass costs twice as much of both, recomputation the same again, so the ratio is that of a whole
-    update. Per token: 2 for every weight that a token meets, thus of all matrices but the embedding's, and of routed
-    experts the share that is chosen. Per pair: 2 for every element of a query and key, and of a value, in every layer.
+    The backward pass costs twice as much of both, and recomputation once more, so the ratio also holds for a whole
+    update. Per token: 2 for every weight that is applied to it (all matrices except the embedding; of routed experts,
+    the selected fraction). Per pair: 2 for every element of a query and key, and of a value, in every layer.
     """
     sizes = model_arguments(hf_config).transformer
     chosen = sizes.get("moe_router_topk", 0) / (sizes.get("num_moe_experts") or 1)
@@ -29,7 +30,7 @@ def sequence_cost(hf_config: dict[str, Any]) -> SequenceCost:
 
 
 def attention_flops(sizes: dict[str, Any]) -> float:
-    """Of the forward pass of all layers, per query token and token that it attends to."""
+    """Compute FLOPs of the forward pass of all layers per pair of query and key token."""
     if sizes.get("multi_latent_attention"):
         width = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"] + sizes["v_head_dim"]
     else:

@@ -1,4 +1,5 @@
-"""Checks that the engine of a run computes the model that is trained. Imports no engine, so the driver can ask."""
+"""Check that the inference engine computes the same model as the trainer. Does not import an engine, so that the driver
+can use it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def check_engine_model(role: EngineRole, algorithm: AlgorithmConfig, hf_config: 
 
 
 def overridden_fields(model: ModelConfig, hf_config: dict[str, Any]) -> list[str]:
-    """One note for the log if engines get other values than config.json has; [] otherwise."""
+    """Return a note for the log if engines get values that differ from config.json; [] otherwise."""
     missing = missing_engine_fields(hf_config)
     changed = {key: value for key, value in engine_overrides(hf_config).items() if key not in missing}
     if not changed:

@@ -1,4 +1,4 @@
-"""FP8 recipes: what megatron calls them, what each needs, and why a machine cannot have one."""
+"""FP8 recipes: Megatron's names, requirements, and checks of this machine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mcore_rl.resolved.versions import dotted, release
 
 @dataclass(frozen=True)
 class Recipe:
-    """`format` is megatron's word. Needs TransformerEngine and CUDA of at least these versions, and a GPU of a compute
-    capability from `capability` to before `below`; rows of a multiple of `tokens`."""
+    """FP8 recipe. `format` is Megatron's name. Requires at least these versions of TransformerEngine and CUDA, a GPU
+    with compute capability from `capability` to below `below`, and rows of a multiple of `tokens` tokens."""
 
     format: str
     engine: tuple[int, int]
@@ -23,7 +23,7 @@ class Recipe:
     cuda: tuple[int, int] = (12, 1)
 
     def lacks(self, installed: Installed) -> str:
-        """What keeps this machine from it, for a message that has named it; "" where nothing does."""
+        """Return why this machine does not support the recipe, as the rest of a sentence about it; "" if it does."""
         engine = installed.transformer_engine
         if engine is None or release(engine) < self.engine:
             return f"needs transformer-engine {dotted(self.engine)} or newer, but {engine or 'none'} is installed"
@@ -49,13 +49,15 @@ RECIPES = {
 
 
 def row_multiple(fp8: str) -> int:
-    """Tokens that the part of a packed row that one rank multiplies with must be a multiple of."""
+    """Return the number of tokens of which each rank's part of a packed row must be a multiple."""
     return 1 if fp8 == "none" else RECIPES[fp8].tokens
 
 
 def require_recipe(fp8: str, installed: Installed, *, engine: bool, names: KeyNames) -> None:
-    """Raises: ConfigError for a recipe that does not exist or that this machine cannot have. `engine` says whether the
-    model is built from TransformerEngine's layers."""
+    """Check a recipe. `engine`: the model is built from TransformerEngine's layers.
+
+    Raises: ConfigError for a recipe that does not exist or that this machine does not support.
+    """
     key = f"{names.key('fp8')}={fp8}"
     if fp8 not in RECIPES:
         raise ConfigError(f"{key} must be one of none, {', '.join(RECIPES)}")

@@ -1,6 +1,5 @@
-"""The one place that decides what a model is built from, and says why: TransformerEngine's layers or megatron's local
-ones, attention, grouped GEMM, dispatcher, FP8. Imports neither megatron nor torch: the driver, `plan` and `doctor` ask.
-"""
+"""Selection of the components that a model is built from, with reasons: TransformerEngine's or Megatron's local layers,
+attention, grouped GEMM, dispatcher, FP8. Imports neither Megatron nor torch: the driver, `plan` and `doctor` use it."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ USUAL_HEADS = Heads(128, 128)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a configuration asks for, and what of the model and its layout decides. `expert_ranks` hold all experts
-    once; without gpus_per_node they count as those of one node."""
+class BuildRequest:
+    """Configuration, model and layout properties that determine the implementation. `expert_ranks`: number of ranks
+    that hold all experts once; without gpus_per_node, they count as being on one node."""
 
     experts: bool = False
     adapters: bool = False
@@ -50,8 +49,8 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """`value` is what was chosen, for megatron's arguments and for people."""
+class Component:
+    """Selected component: `value` is for Megatron's arguments and for display."""
 
     value: str
     why: str
@@ -59,17 +58,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Implementation:
-    """What a model is built from. Fields are the lines of doctor's table."""
+    """Components of a model; the fields are the lines of doctor's table."""
 
-    layers: Choice
-    attention: Choice
-    norm: Choice
-    rope: Choice
-    experts: Choice
-    permute: Choice
-    dispatcher: Choice
-    fp8: Choice
-    gradient_accumulation: Choice
+    layers: Component
+    attention: Component
+    norm: Component
+    rope: Component
+    experts: Component
+    permute: Component
+    dispatcher: Component
+    fp8: Component
+    gradient_accumulation: Component
 
     @property
     def transformer_engine(self) -> bool:
@@ -79,13 +78,13 @@ class Implementation:
     def grouped_gemm(self) -> bool:
         return self.experts.value == "grouped GEMM"
 
-    def choices(self) -> Iterator[tuple[str, Choice]]:
-        """(name, choice) of every line."""
+    def choices(self) -> Iterator[tuple[str, Component]]:
+        """Yield (name, choice) of every component."""
         for field in fields(self):
             yield field.name.replace("_", " "), getattr(self, field.name)
 
     def arguments(self) -> dict[str, Any]:
-        """TransformerConfig's."""
+        """Return the arguments of TransformerConfig."""
         deep_ep = self.dispatcher.value == "deepep"
         arguments: dict[str, Any] = {
             "apply_rope_fusion": self.rope.value == "fused",
@@ -102,17 +101,17 @@ class Implementation:
         return arguments
 
 
-def wanted(
+def build_request(
     actor: ActorConfig,
     model: ModelConfig,
     layout: TrainLayout,
     arguments: ModelArguments,
     gpus_per_node: int | None = None,
     names: KeyNames = POLICY,
-) -> Wanted:
-    """What a configuration wants for a model in a layout."""
+) -> BuildRequest:
+    """Collect the properties of a model in a layout."""
     sizes = arguments.transformer
-    return Wanted(
+    return BuildRequest(
         experts=bool(sizes.get("num_moe_experts")),
         adapters=actor.lora.rank > 0,
         latent_attention=bool(sizes.get("multi_latent_attention")),
@@ -136,125 +135,125 @@ def _heads(sizes: dict[str, Any]) -> Heads:
     return Heads(sizes["kv_channels"], sizes["kv_channels"])
 
 
-def choose(installed: Installed, wanted: Wanted) -> Implementation:
-    """The best that is installed; what is asked for by name and missing is refused.
+def choose(installed: Installed, request: BuildRequest) -> Implementation:
+    """Select the best available components. Explicitly requested ones that are missing are rejected.
 
     Raises: ConfigError naming the key.
     """
-    layers = _layers(installed, wanted)
+    layers = _layers(installed, request)
     engine = layers.value == "TransformerEngine"
     return Implementation(
         layers=layers,
-        attention=_attention(installed, engine, wanted),
-        norm=Choice("TransformerEngine", "comes with its layers")
+        attention=_attention(installed, engine, request),
+        norm=Component("TransformerEngine", "comes with its layers")
         if engine
-        else Choice("torch RMSNorm", "local layers"),
-        rope=_rope(engine, wanted),
-        experts=_experts(installed, engine, wanted),
-        permute=_permute(installed, engine, wanted),
-        dispatcher=_dispatcher(installed, wanted),
-        fp8=_fp8(installed, engine, wanted),
+        else Component("torch RMSNorm", "local layers"),
+        rope=_rope(engine, request),
+        experts=_experts(installed, engine, request),
+        permute=_permute(installed, engine, request),
+        dispatcher=_dispatcher(installed, request),
+        fp8=_fp8(installed, engine, request),
         gradient_accumulation=_gradient_accumulation(installed),
     )
 
 
-def _layers(installed: Installed, wanted: Wanted) -> Choice:
+def _layers(installed: Installed, request: BuildRequest) -> Component:
     if not installed.cuda:
-        return Choice("local", "TransformerEngine's layers need a CUDA device")
+        return Component("local", "TransformerEngine's layers need a CUDA device")
     if installed.transformer_engine is None:
-        return Choice("local", "transformer-engine is not installed")
-    if wanted.adapters:
-        return Choice("local", "adapters read a projection's input, which TransformerEngine normalises inside of it")
-    return Choice("TransformerEngine", f"transformer-engine {installed.transformer_engine} is installed")
+        return Component("local", "transformer-engine is not installed")
+    if request.adapters:
+        return Component("local", "adapters need a projection's input, which TransformerEngine normalizes internally")
+    return Component("TransformerEngine", f"transformer-engine {installed.transformer_engine} is installed")
 
 
-def _attention(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
+def _attention(installed: Installed, engine: bool, request: BuildRequest) -> Component:
     if engine:
-        backend = pick(installed, settled_dtype(wanted.dtype, cuda=True), wanted.heads, wanted.names.checkpoint)
-        return Choice(backend.name, f"TransformerEngine's first choice for packed rows; it needs {backend.needs}")
-    if installed.cuda and wanted.cp > 1:
-        key, lora = wanted.names.key("parallel.cp"), wanted.names.key("lora.rank")
-        remedy = f"set {lora}=0 or {key}=1" if wanted.adapters else f"install transformer-engine or set {key}=1"
-        whose = "those of a model with adapters are megatron's local ones" if wanted.adapters else "it is not installed"
+        backend = pick(installed, settled_dtype(request.dtype, cuda=True), request.heads, request.names.checkpoint)
+        return Component(backend.name, f"TransformerEngine's first choice for packed rows; it needs {backend.needs}")
+    if installed.cuda and request.cp > 1:
+        key, lora = request.names.key("parallel.cp"), request.names.key("lora.rank")
+        remedy = f"set {lora}=0 or {key}=1" if request.adapters else f"install transformer-engine or set {key}=1"
+        whose = "a model with adapters uses megatron's local layers" if request.adapters else "it is not installed"
         raise ConfigError(
-            f"{key}={wanted.cp}: on GPUs context-parallel ranks need TransformerEngine's layers, but {whose}; {remedy}"
+            f"{key}={request.cp}: on GPUs context-parallel ranks need TransformerEngine's layers, but {whose}; {remedy}"
         )
-    return Choice("SDPA", "torch's, sequence by sequence: megatron's local attention takes no packed rows")
+    return Component("SDPA", "torch's, sequence by sequence: megatron's local attention takes no packed rows")
 
 
-def _rope(engine: bool, wanted: Wanted) -> Choice:
-    if wanted.latent_attention:
-        return Choice("unfused", "megatron's fused one for latent attention is experimental and takes yarn only")
+def _rope(engine: bool, request: BuildRequest) -> Component:
+    if request.latent_attention:
+        return Component("unfused", "megatron's fused RoPE for latent attention is experimental and supports yarn only")
     if not engine:
-        return Choice("unfused", "the fused one is TransformerEngine's")
-    return Choice("fused", "TransformerEngine's")
+        return Component("unfused", "fused RoPE needs TransformerEngine's layers")
+    return Component("fused", "TransformerEngine's")
 
 
-def _experts(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
-    if not wanted.experts:
-        return Choice("none", "the model has no experts")
+def _experts(installed: Installed, engine: bool, request: BuildRequest) -> Component:
+    if not request.experts:
+        return Component("none", "the model has no experts")
     if not engine:
-        return Choice("one by one", "grouped GEMM is TransformerEngine's")
+        return Component("one by one", "grouped GEMM needs TransformerEngine's layers")
     if release(installed.transformer_engine) < GROUPED_GEMM_VERSION:
-        return Choice("one by one", f"grouped GEMM needs transformer-engine {dotted(GROUPED_GEMM_VERSION)}")
-    return Choice("grouped GEMM", "TransformerEngine's")
+        return Component("one by one", f"grouped GEMM needs transformer-engine {dotted(GROUPED_GEMM_VERSION)}")
+    return Component("grouped GEMM", "TransformerEngine's")
 
 
-def _permute(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
-    if not wanted.experts:
-        return Choice("none", "the model has no experts")
+def _permute(installed: Installed, engine: bool, request: BuildRequest) -> Component:
+    if not request.experts:
+        return Component("none", "the model has no experts")
     if not engine:
-        return Choice("unfused", "the fused one is TransformerEngine's")
+        return Component("unfused", "fused permutation needs TransformerEngine's layers")
     if release(installed.transformer_engine) < PERMUTE_FUSION_VERSION:
-        return Choice("unfused", f"the fused one needs transformer-engine {dotted(PERMUTE_FUSION_VERSION)}")
-    return Choice("fused", "TransformerEngine's")
+        return Component("unfused", f"fused permutation needs transformer-engine {dotted(PERMUTE_FUSION_VERSION)}")
+    return Component("fused", "TransformerEngine's")
 
 
-def _dispatcher(installed: Installed, wanted: Wanted) -> Choice:
-    if not wanted.experts:
-        return Choice("alltoall", "the model has no experts")
-    if wanted.dispatcher != "auto":
-        _check_dispatcher(installed, wanted)
-        return Choice(wanted.dispatcher, f"{wanted.names.key('moe.dispatcher')}={wanted.dispatcher}")
-    if wanted.gpus_per_node is None or wanted.expert_ranks <= wanted.gpus_per_node:
-        return Choice("alltoall", "all experts are on one node")
+def _dispatcher(installed: Installed, request: BuildRequest) -> Component:
+    if not request.experts:
+        return Component("alltoall", "the model has no experts")
+    if request.dispatcher != "auto":
+        _check_dispatcher(installed, request)
+        return Component(request.dispatcher, f"{request.names.key('moe.dispatcher')}={request.dispatcher}")
+    if request.gpus_per_node is None or request.expert_ranks <= request.gpus_per_node:
+        return Component("alltoall", "all experts are on one node")
     if not installed.cuda:
-        return Choice("alltoall", "deepep needs a CUDA device")
+        return Component("alltoall", "deepep needs a CUDA device")
     if not installed.deep_ep:
-        return Choice("alltoall", "experts are spread over nodes, but deep_ep is not installed, or is none of DeepEP 1")
-    return Choice("deepep", "experts are spread over nodes, and deep_ep is installed")
+        return Component("alltoall", "experts are spread over nodes, but deep_ep is not installed, or is not DeepEP 1")
+    return Component("deepep", "experts are spread over nodes, and deep_ep is installed")
 
 
-def _check_dispatcher(installed: Installed, wanted: Wanted) -> None:
+def _check_dispatcher(installed: Installed, request: BuildRequest) -> None:
     problem = None
-    if wanted.dispatcher == "allgather" and wanted.ep > 1:
+    if request.dispatcher == "allgather" and request.ep > 1:
         problem = (
-            "gathers rows of equal length, but packed rows differ between the ranks of "
-            f"{wanted.names.key('parallel.ep')}={wanted.ep}; set it to alltoall"
+            "supports rows of equal length only, but packed rows differ between the ranks of "
+            f"{request.names.key('parallel.ep')}={request.ep}; set it to alltoall"
         )
-    elif wanted.dispatcher == "allgather" and wanted.pp > 1:
-        problem = "is refused by megatron where pipeline stages exchange rows of any length; set it to alltoall"
-    elif wanted.dispatcher == "deepep" and not installed.cuda:
+    elif request.dispatcher == "allgather" and request.pp > 1:
+        problem = "is not supported by megatron with pipeline stages and packed rows; set it to alltoall"
+    elif request.dispatcher == "deepep" and not installed.cuda:
         problem = "needs a CUDA device; set it to auto or alltoall"
-    elif wanted.dispatcher == "deepep" and not installed.deep_ep:
+    elif request.dispatcher == "deepep" and not installed.deep_ep:
         problem = "needs the package deep_ep of DeepEP 1; set it to auto or alltoall"
-    elif wanted.dispatcher == "deepep" and wanted.tp * wanted.ep == 1:
-        problem = f"needs {wanted.names.key('parallel.ep')} > 1 (or tp > 1); set it to auto or alltoall"
+    elif request.dispatcher == "deepep" and request.tp * request.ep == 1:
+        problem = f"needs {request.names.key('parallel.ep')} > 1 (or tp > 1); set it to auto or alltoall"
     if problem:
-        raise ConfigError(f"{wanted.names.key('moe.dispatcher')}={wanted.dispatcher} {problem}")
+        raise ConfigError(f"{request.names.key('moe.dispatcher')}={request.dispatcher} {problem}")
 
 
-def _fp8(installed: Installed, engine: bool, wanted: Wanted) -> Choice:
-    key = f"{wanted.names.key('fp8')}={wanted.fp8}"
-    if wanted.fp8 != "none":
-        require_recipe(wanted.fp8, installed, engine=engine, names=wanted.names)
-    return Choice(wanted.fp8, key)
+def _fp8(installed: Installed, engine: bool, request: BuildRequest) -> Component:
+    key = f"{request.names.key('fp8')}={request.fp8}"
+    if request.fp8 != "none":
+        require_recipe(request.fp8, installed, engine=engine, names=request.names)
+    return Component(request.fp8, key)
 
 
-def _gradient_accumulation(installed: Installed) -> Choice:
+def _gradient_accumulation(installed: Installed) -> Component:
     if not installed.cuda:
-        return Choice("unfused", "the fused one needs a CUDA device")
+        return Component("unfused", "fused accumulation needs a CUDA device")
     if not installed.gradient_fusion:
-        # TransformerEngine has one of its own, but megatron's output projection refuses without apex's (0.16.1).
-        return Choice("unfused", "NVIDIA apex with fused_weight_gradient_mlp_cuda is not installed")
-    return Choice("fused", "apex is installed")
+        # TransformerEngine has its own kernel, but Megatron's output projection requires apex's (0.16.1).
+        return Component("unfused", "NVIDIA apex with fused_weight_gradient_mlp_cuda is not installed")
+    return Component("fused", "apex is installed")

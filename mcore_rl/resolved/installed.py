@@ -1,6 +1,5 @@
-"""What of the packages that megatron can use is installed; of a process with a GPU also whether TransformerEngine
-imports. It imports the others only where it is asked to:
-`mcore-rl doctor` asks on machines that have nothing yet."""
+"""Detection of the packages that Megatron can use. A process with a GPU also checks that TransformerEngine can be
+imported. `mcore-rl doctor` uses this on machines without any of them, so other packages are not imported."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch", "transfo
 
 
 def version_of(distributions: Sequence[str]) -> tuple[str, str] | None:
-    """(name, version) of the first of these distributions that is installed."""
+    """Return (name, version) of the first of these distributions that is installed."""
     for name in distributions:
         try:
             return name, importlib.metadata.version(name)
@@ -29,7 +28,7 @@ def version_of(distributions: Sequence[str]) -> tuple[str, str] | None:
 
 
 def has_module(name: str) -> bool:
-    """Whether a top-level module could be found; imports nothing."""
+    """Return True if a top-level module can be found; imports nothing."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -38,9 +37,9 @@ def has_module(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Installed:
-    """Facts that decide what a model is built from. Versions of packages, None where they are absent; `cudnn` is None
-    too where it is none of a Python package. `capability` is that of the CUDA device, `cuda_version` what torch was
-    built for, None where they are not known; `gradient_fusion` the kernel of NVIDIA's apex."""
+    """Properties of a machine that determine how models are built. Versions are None if the package is absent; `cudnn`
+    also if it is not from a Python package. `capability` is the CUDA device's, `cuda_version` is torch's; None if
+    unknown. `gradient_fusion`: NVIDIA apex's kernel is installed."""
 
     cuda: bool = False
     capability: tuple[int, int] | None = None
@@ -54,16 +53,16 @@ class Installed:
 
 
 def here() -> Installed:
-    """What this process can build models from; without a torch that imports, what can be said without one.
+    """Detect the properties of this process; without an importable torch, only those that do not need it.
 
-    Raises: ConfigError for a TransformerEngine that is there and of no use.
+    Raises: ConfigError for an unusable TransformerEngine.
     """
     try:
         import torch
 
         cuda = torch.cuda.is_available()
         capability = torch.cuda.get_device_capability() if cuda else None
-    except Exception:  # whatever the loader of its libraries meets; doctor names it
+    except Exception:  # any error of loading its libraries; doctor reports it
         return look(cuda=False)
     if not cuda:
         return look(cuda=False)
@@ -71,9 +70,9 @@ def here() -> Installed:
 
 
 def look(*, cuda: bool) -> Installed:
-    """What this Python has, for processes that have a CUDA device or not.
+    """Detect the packages of this Python environment, for processes with or without a CUDA device.
 
-    Raises: ConfigError for a TransformerEngine that is there, is to be used and cannot be imported.
+    Raises: ConfigError for a required TransformerEngine that cannot be imported.
     """
     return Installed(
         cuda=cuda,
@@ -87,34 +86,34 @@ def look(*, cuda: bool) -> Installed:
 
 
 def transformer_engine(*, imported: bool) -> str | None:
-    """Its version; None where it is not installed. `imported`: it has to be of use as well. A library that is missing
-    or was built for another torch shows only then, and megatron passes over some of these errors.
+    """Return the version of TransformerEngine, None if it is not installed. With `imported` it must also be importable:
+    only the import detects a missing library or a build for another torch, and Megatron ignores some of these errors.
 
-    Raises: ConfigError where it is installed and cannot be imported.
+    Raises: ConfigError if it is installed but cannot be imported.
     """
     version = _version("transformer_engine", TRANSFORMER_ENGINE)
     if version is None or not imported:
         return version
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # ImportError, OSError, RuntimeError: whatever the loader of its libraries meets
+    except Exception as error:  # ImportError, OSError or RuntimeError of loading its libraries
         reason = (str(error).strip() or "no message").splitlines()[0]
         raise ConfigError(
             f"transformer-engine {version} is installed, but transformer_engine.pytorch cannot be imported "
-            f"({type(error).__name__}: {reason}); build it anew against the torch that is here (make setup EXTRA=gpu "
-            "does), or uninstall it: models are then built from megatron's local layers"
+            f"({type(error).__name__}: {reason}); rebuild it for the installed torch (make setup EXTRA=gpu), or "
+            "uninstall it: models are then built from megatron's local layers"
         ) from error
     return version
 
 
 def deep_ep(*, imported: bool) -> bool:
-    """Whether megatron (0.16.1) finds DeepEP; `imported`: by the names that it imports. DeepEP 2 has them elsewhere,
-    and megatron takes that for no DeepEP."""
+    """Return True if Megatron (0.16.1) finds DeepEP. With `imported`, check the names that Megatron imports: DeepEP 2
+    has moved them, and Megatron treats it as missing."""
     if not has_module("deep_ep") or not imported:
         return has_module("deep_ep")
     try:
         package, utils = importlib.import_module("deep_ep"), importlib.import_module("deep_ep.utils")
-    except Exception:  # its library is missing, or of another torch: then there is none to choose
+    except Exception:  # its library is missing or was built for another torch
         return False
     return hasattr(package, "Buffer") and hasattr(utils, "EventHandle") and hasattr(utils, "EventOverlap")
 
@@ -125,8 +124,8 @@ def _version(module: str, distributions: Sequence[str]) -> str | None:
 
 
 def planned_machine(*, cuda: bool) -> Installed:
-    """What a plan takes for granted of the machines that it is for, whatever this one has: with GPUs the packages that
-    scripts/setup.sh installs for them, and deep_ep for those who ask for it by name."""
+    """Return the assumed properties of the machines of a plan, independent of this machine: with GPUs, the packages
+    that scripts/setup.sh installs, and deep_ep in case it is requested."""
     if not cuda:
         return Installed()
     return Installed(

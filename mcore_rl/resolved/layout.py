@@ -1,4 +1,5 @@
-"""The layout of the trainer ranks, checked against the model. Imports no megatron.core, so the driver can ask."""
+"""Parallel layout of the trainer ranks, checked against the model. Does not import megatron.core, so that the driver
+can use it."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def train_layout(
 
 
 def sequence_parallel(parallel: ParallelConfig, tp: int) -> bool:
-    """Whether activations between tensor-parallel regions are split along the tokens, over `tp` ranks."""
+    """Return True if activations between tensor-parallel regions are split along the tokens, over `tp` ranks."""
     return tp > 1 if parallel.sequence_parallel is None else parallel.sequence_parallel
 
 
@@ -86,7 +87,7 @@ def _layout(parallel: ParallelConfig, world_size: int, etp: int) -> TrainLayout:
         ep=parallel.ep,
         etp=etp,
         cp=parallel.cp,
-        # One chunk per stage is no interleaving, and megatron's interleaved schedule refuses it.
+        # Megatron's interleaved schedule rejects a single chunk per stage.
         vpp=parallel.vpp if (parallel.vpp or 1) > 1 else None,
         first_stage_layers=parallel.first_stage_layers,
         last_stage_layers=parallel.last_stage_layers,

@@ -1,5 +1,5 @@
-"""A model of a run in its layout, settled once: what `plan` counts, preparation refuses and the ranks build. Imports no
-megatron.core, so the driver can ask."""
+"""Model of a run in its layout: used by `plan`, by the checks before launch, and by the ranks. Does not import
+megatron.core, so that the driver can use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_rl.config import num_trainer_ranks, read_hf_config
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.implementation import Implementation, choose, wanted
+from mcore_rl.resolved.implementation import Implementation, build_request, choose
 from mcore_rl.resolved.layout import check_experts, model_arguments, train_layout
 from mcore_rl.resolved.recompute import recompute_arguments
 from model_converters.errors import ConversionError
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """`hf_config` is config.json as the model is trained, `arguments` what its family says of it. `left_out` are the
-    multi-token-prediction layers that config.json has and the trained model has not."""
+    """Model and layout. `hf_config` is config.json as the model is trained, `arguments` are the values of its family.
+    `left_out`: number of multi-token-prediction layers in config.json that are not built."""
 
     hf_config: dict[str, Any]
     arguments: ModelArguments
@@ -35,7 +35,7 @@ class ModelSpec:
 
     @classmethod
     def policy(cls, config: Config, num_ranks: int | None = None) -> ModelSpec:
-        """Resolve the policy on `num_ranks` ranks, by default those of num_trainer_ranks.
+        """Resolve the policy on `num_ranks` ranks, by default num_trainer_ranks.
 
         Raises: ConfigError.
         """
@@ -52,22 +52,21 @@ class ModelSpec:
         return _spec(role, value_config(role), num_ranks, left_out=0)
 
     def implementation(self, role: ModelRole, gpus_per_node: int, installed: Installed) -> Implementation:
-        """Choose what the model is built from, where `installed` is available.
+        """Choose the components that the model is built from, on a machine with `installed`.
 
-        Raises: ConfigError for a setting that is requested by name and cannot be had, recomputation included.
+        Raises: ConfigError for an explicitly requested setting that is not available, including recomputation.
         """
-        request = wanted(role.section, role.model, self.layout, self.arguments, gpus_per_node, role)
+        request = build_request(role.section, role.model, self.layout, self.arguments, gpus_per_node, role)
         chosen = choose(installed, request)
         recompute_arguments(role.section, self.arguments, self.layout, chosen, role)
         return chosen
 
 
 def policy_config(role: ModelRole) -> tuple[dict[str, Any], int]:
-    """Return config.json of the policy as it is trained, and how many multi-token-prediction layers were left out.
+    """Return config.json of the policy as it is trained, and the number of omitted multi-token-prediction layers. They
+    are omitted unless they have a loss.
 
-    These layers stay in it only if they have a loss.
-
-    Raises: ConfigError for a file that cannot be read, an unknown family, or missing layers that have a loss.
+    Raises: ConfigError for an unreadable file, an unknown family, or a loss for missing layers.
     """
     coefficient = role.section.mtp_loss_coefficient
     path = f"{role.checkpoint}={role.model.hf_path}"

@@ -1,4 +1,4 @@
-"""Which activations are computed again in the backward pass. Imports no megatron.core, so the driver can ask."""
+"""Activation recomputation in the backward pass. Does not import megatron.core, so that the driver can use it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _lacks_norms(sizes: dict[str, Any], implementation: Implementation) -> str:
     apart = sizes.get("num_moe_experts") or sizes.get("multi_latent_attention")
     if apart or not implementation.transformer_engine:
         return ""
-    return "TransformerEngine computes the model's norms within the projections behind them, so nothing is kept of them"
+    return "TransformerEngine fuses the model's norms into the following projections, so they store no activations"
 
 
 MODULES: dict[str, Missing] = {
@@ -41,7 +41,7 @@ MODULES: dict[str, Missing] = {
     "shared_experts": _needs(lambda sizes: sizes.get("moe_shared_expert_intermediate_size"), "shared experts"),
     "mla_up_proj": _needs(lambda sizes: sizes.get("multi_latent_attention"), "latent attention"),
 }
-"""Module of selective recomputation -> what it lacks in a model ("": nothing).
+"""Module of selective recomputation -> function that returns why a model does not support it ("": it does).
 Source: megatron.core.transformer.transformer_config (0.16.1)."""
 
 
@@ -52,7 +52,7 @@ def recompute_arguments(
     implementation: Implementation,
     names: KeyNames = POLICY,
 ) -> dict[str, Any]:
-    """TransformerConfig's.
+    """Return the arguments of TransformerConfig.
 
     Raises: ConfigError naming the key.
     """
@@ -83,11 +83,12 @@ def recompute_arguments(
 
 
 def recomputed_modules(actor: ActorConfig, arguments: ModelArguments, implementation: Implementation) -> list[str]:
-    """Of selective recomputation: what is configured, else by the model and what it is built from.
+    """Return the modules of selective recomputation: the configured ones, or defaults for the model and its
+    implementation.
 
-    Torch's attention is most of what there is. TransformerEngine's keeps no scores: with it, norms, activations of
-    experts and up-projections of latent attention, which cost no large product, and in a model without experts the
-    feed-forward layers.
+    Torch's attention stores most of the activations, so it is recomputed alone. TransformerEngine's attention stores no
+    scores; with it, recompute norms, activations of experts and up-projections of latent attention, which need no large
+    matrix product, and feed-forward layers in models without experts.
     """
     if actor.recompute_modules:
         return list(actor.recompute_modules)
@@ -101,7 +102,7 @@ def recomputed_modules(actor: ActorConfig, arguments: ModelArguments, implementa
 
 
 def _check_layers(layers: int, arguments: ModelArguments, layout: TrainLayout, names: KeyNames) -> None:
-    """megatron 0.16.1 runs past the last layer of a stage that `layers` does not divide."""
+    """Check divisibility: Megatron 0.16.1 runs past the last layer of a stage if `layers` does not divide it."""
     key = f"{names.key('recompute_layers')}={layers}"
     if layers > 1 and arguments.mtp_num_layers:
         raise ConfigError(f"{key}: megatron recomputes multi-token-prediction layers one by one; set it to 1")

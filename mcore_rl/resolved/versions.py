@@ -1,4 +1,4 @@
-"""Version numbers, to compare and to print."""
+"""Version numbers for comparison and display."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 
 
 def release(version: str | None) -> tuple[int, ...]:
-    """The numbers that it begins with; none of nothing."""
+    """Return the leading numbers of a version; () for None."""
     numbers = re.match(r"\d+(\.\d+)*", version or "")
     return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()
 
 
 def dotted(version: tuple[int, ...]) -> str:
-    """12.9 of (12, 9)."""
+    """Format (12, 9) as 12.9."""
     return ".".join(map(str, version))

@@ -101,11 +101,11 @@ def test_megatron_takes_every_argument_that_a_gpu_with_everything_gets() -> None
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from mcore_rl.resolved.fp8 import RECIPES
-    from mcore_rl.resolved.implementation import Wanted, choose
+    from mcore_rl.resolved.implementation import BuildRequest, choose
     from mcore_rl.resolved.installed import Installed
 
     everything = Installed(True, (10, 0), "2.8.0", flash_attention="2.8.3", gradient_fusion=True, deep_ep=True)
-    spread = Wanted(experts=True, ep=16, expert_ranks=16, gpus_per_node=8)
+    spread = BuildRequest(experts=True, ep=16, expert_ranks=16, gpus_per_node=8)
     known = {field.name for field in fields(TransformerConfig)}
     for recipe in RECIPES:
         arguments = choose(everything, replace(spread, fp8=recipe)).arguments()

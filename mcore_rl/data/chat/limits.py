@@ -60,7 +60,7 @@ def render_all(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
             yield result
 
 
-def check_limits(work: Callable[[], object], key: str, remedy: str = "data.template=plain, or ") -> None:
+def try_out(work: Callable[[], object], key: str, remedy: str = "data.template=plain, or ") -> None:
     """Run `work`, which renders a chat template, once in a child process under the limits; the result and errors of
     ours are dropped, because the caller runs `work` again.
 
@@ -87,22 +87,22 @@ class _Exceeded:
 
 @contextlib.contextmanager
 def _child(jobs: Sequence[Callable[[], T]]) -> Iterator[tuple[Connection, int]]:
-    receiver, sender = Pipe(duplex=False)
+    ours, theirs = Pipe(duplex=False)
     parent = os.getpid()
     child = os.fork()
     if child == 0:
         try:
-            receiver.close()
-            _serve(jobs, sender, parent)
+            ours.close()
+            _serve(jobs, theirs, parent)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)  # without the parent's exit handlers
-    sender.close()
+    theirs.close()
     try:
-        yield receiver, child
+        yield ours, child
     finally:
-        receiver.close()
+        ours.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):

@@ -20,7 +20,7 @@ from mcore_rl.megatron.model.mtp import DetachedMTPLayer
 from mcore_rl.megatron.model.norm import LocalRMSNorm
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.routers import use_policy_router
-from mcore_rl.resolved.implementation import Implementation, choose, wanted
+from mcore_rl.resolved.implementation import Implementation, build_request, choose
 from mcore_rl.resolved.installed import Installed, here
 from mcore_rl.resolved.layout import check_experts, model_arguments, sequence_parallel
 from mcore_rl.resolved.recompute import recompute_arguments
@@ -74,7 +74,7 @@ def build_model(
     """
     arguments = model_arguments(hf_config, names.checkpoint)
     check_experts(actor_config.moe, arguments.transformer, names)
-    request = wanted(actor_config, model_config, layout, arguments, gpus_per_node, names)
+    request = build_request(actor_config, model_config, layout, arguments, gpus_per_node, names)
     implementation = choose(installed or here(), request)
     config = transformer_config(arguments, actor_config, model_config, layout, implementation, names)
     if config.normalization != "RMSNorm" and not implementation.transformer_engine:

@@ -43,7 +43,7 @@ def _no_supply() -> None:
 
 @dataclass
 class Scheduler:
-    """Runs tasks on the engines of `fleet`; implements DeferredGradingPool, ProbedPool and TaskStream, attends the watch.
+    """Runs tasks on the engines of `fleet`. Is a DeferredGradingPool, ProbedPool, TaskStream, and attends the watch.
 
     Ended calls are taken in every wait of the driver. Work of a lost engine is queued again only in `wait`, where
     nothing else is in progress: code that publishes weights meanwhile notices the death and restarts the engine itself.

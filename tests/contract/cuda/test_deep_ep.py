@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from mcore_rl.resolved.implementation import Choice, Implementation
+from mcore_rl.resolved.implementation import Component, Implementation
 from tests.contract.cuda.packages import DEEP_EP_1, DEEP_EP_2, MEGATRON, needs, sources
 from tests.contract.cuda.uses import Use, uses
 
@@ -45,8 +45,8 @@ def test_uses_of_megatron_fail_with_deep_ep_2_for_moved_name() -> None:
 
 
 def test_dispatcher_backend_is_known_to_megatron() -> None:
-    other = {field.name: Choice("none", "") for field in fields(Implementation)}
-    chosen = Implementation(**other | {"dispatcher": Choice("deepep", "")})
+    other = {field.name: Component("none", "") for field in fields(Implementation)}
+    chosen = Implementation(**other | {"dispatcher": Component("deepep", "")})
     assert chosen.arguments()["moe_token_dispatcher_type"] == "flex"
     text = USERS[1].read_text()
     assert f'moe_flex_dispatcher_backend == "{chosen.arguments()["moe_flex_dispatcher_backend"]}"' in text

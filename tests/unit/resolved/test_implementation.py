@@ -11,7 +11,7 @@ import pytest
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.fp8 import RECIPES, row_multiple
-from mcore_rl.resolved.implementation import Wanted, choose
+from mcore_rl.resolved.implementation import BuildRequest, choose
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.recompute import MODULES, recompute_arguments
@@ -20,7 +20,7 @@ from tests.tiny_models import tiny_fields
 
 NOTHING = Installed()
 EVERYTHING = Installed(True, (10, 0), "2.8.0", flash_attention="2.8.3", gradient_fusion=True, deep_ep=True)
-SPREAD = Wanted(experts=True, ep=32, expert_ranks=32, gpus_per_node=8)
+SPREAD = BuildRequest(experts=True, ep=32, expert_ranks=32, gpus_per_node=8)
 
 
 def test_a_laptop_gets_local_layers() -> None:
@@ -41,8 +41,8 @@ def test_a_laptop_gets_local_layers() -> None:
 
 
 def test_a_gpu_with_everything_uses_everything() -> None:
-    wanted = replace(SPREAD, fp8="blockwise")
-    assert choose(EVERYTHING, wanted).arguments() == {
+    build = replace(SPREAD, fp8="blockwise")
+    assert choose(EVERYTHING, build).arguments() == {
         "apply_rope_fusion": True,
         "bias_dropout_fusion": True,
         "gradient_accumulation_fusion": True,
@@ -58,7 +58,7 @@ def test_a_gpu_with_everything_uses_everything() -> None:
 def test_adapters_are_beside_local_layers_wherever_they_are() -> None:
     chosen = choose(EVERYTHING, replace(SPREAD, adapters=True))
     assert chosen.layers.value == "local"
-    assert "adapters read a projection's input" in chosen.layers.why
+    assert "adapters need a projection's input" in chosen.layers.why
     assert not chosen.grouped_gemm
     assert chosen.norm.value == "torch RMSNorm"
 
@@ -86,19 +86,22 @@ def test_what_is_absent_is_done_without_and_named(absent: dict[str, Any], line: 
 
 
 @pytest.mark.parametrize(
-    ("wanted", "value"),
+    ("build", "value"),
     [
-        (Wanted(experts=True, ep=8, expert_ranks=8, gpus_per_node=8), "alltoall"),
-        (Wanted(experts=True, ep=8, expert_ranks=16, gpus_per_node=8), "deepep"),
-        (Wanted(experts=True, ep=64, expert_ranks=64), "alltoall"),
-        (Wanted(experts=True, ep=2, expert_ranks=2, gpus_per_node=8, dispatcher="deepep"), "deepep"),
-        (Wanted(experts=True, ep=32, expert_ranks=32, gpus_per_node=8, dispatcher="alltoall"), "alltoall"),
-        (Wanted(experts=True, tp=2, dispatcher="allgather"), "allgather"),
-        (Wanted(ep=1, gpus_per_node=8), "alltoall"),
+        (BuildRequest(experts=True, ep=8, expert_ranks=8, gpus_per_node=8), "alltoall"),
+        (BuildRequest(experts=True, ep=8, expert_ranks=16, gpus_per_node=8), "deepep"),
+        (BuildRequest(experts=True, ep=64, expert_ranks=64), "alltoall"),
+        (BuildRequest(experts=True, ep=2, expert_ranks=2, gpus_per_node=8, dispatcher="deepep"), "deepep"),
+        (
+            BuildRequest(experts=True, ep=32, expert_ranks=32, gpus_per_node=8, dispatcher="alltoall"),
+            "alltoall",
+        ),
+        (BuildRequest(experts=True, tp=2, dispatcher="allgather"), "allgather"),
+        (BuildRequest(ep=1, gpus_per_node=8), "alltoall"),
     ],
 )
-def test_the_dispatcher_follows_the_nodes_unless_it_is_named(wanted: Wanted, value: str) -> None:
-    assert choose(EVERYTHING, wanted).dispatcher.value == value
+def test_the_dispatcher_follows_the_nodes_unless_it_is_named(build: BuildRequest, value: str) -> None:
+    assert choose(EVERYTHING, build).dispatcher.value == value
 
 
 def test_latent_attention_keeps_its_rope_unfused() -> None:
@@ -146,8 +149,8 @@ def test_rows_are_padded_to_what_fp8_products_take() -> None:
 
 def _recompute(model: str, installed: Installed = NOTHING, fp8: str = "none", **actor: Any) -> dict[str, Any]:
     arguments = model_arguments(tiny_fields(model))
-    wanted = Wanted(experts=bool(arguments.transformer.get("num_moe_experts")), fp8=fp8)
-    return recompute_arguments(ActorConfig(**actor), arguments, TrainLayout(1), choose(installed, wanted))
+    build = BuildRequest(experts=bool(arguments.transformer.get("num_moe_experts")), fp8=fp8)
+    return recompute_arguments(ActorConfig(**actor), arguments, TrainLayout(1), choose(installed, build))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def _recompute(model: str, installed: Installed = NOTHING, fp8: str = "none", **
         ("qwen3", ["mla_up_proj"], "the model has no latent attention"),
         ("qwen3_moe", ["mlp"], "the model has no dense feed-forward layers"),
         ("qwen3_moe", ["shared_experts"], "the model has no shared experts"),
-        ("qwen3_moe", ["moe_act"], "grouped GEMM is TransformerEngine's"),
+        ("qwen3_moe", ["moe_act"], "grouped GEMM needs TransformerEngine's layers"),
     ],
 )
 def test_a_module_that_the_model_does_not_have_is_refused(model: str, modules: list[str], message: str) -> None:
@@ -200,13 +203,16 @@ def test_layers_of_multi_token_prediction_are_recomputed_one_by_one() -> None:
     arguments = replace(model_arguments(tiny_fields("deepseek_v3")), mtp_num_layers=1)
     with pytest.raises(ConfigError, match=r"actor\.recompute_layers=2.*one by one"):
         recompute_arguments(
-            ActorConfig(recompute="full", recompute_layers=2), arguments, TrainLayout(1), choose(NOTHING, Wanted())
+            ActorConfig(recompute="full", recompute_layers=2),
+            arguments,
+            TrainLayout(1),
+            choose(NOTHING, BuildRequest()),
         )
 
 
 def test_recomputed_blocks_of_layers_fill_every_stage() -> None:
     actor, arguments = ActorConfig(recompute="full", recompute_layers=2), model_arguments(tiny_fields("qwen3"))
-    chosen, uneven = choose(NOTHING, Wanted()), TrainLayout(2, pp=2, pipeline_layout="Ettt|tL")
+    chosen, uneven = choose(NOTHING, BuildRequest()), TrainLayout(2, pp=2, pipeline_layout="Ettt|tL")
     assert recompute_arguments(actor, arguments, TrainLayout(2, pp=2), chosen)["recompute_num_layers"] == 2
     with pytest.raises(ConfigError, match=r"actor\.recompute_layers=2 does not divide the 1 layers"):
         recompute_arguments(actor, arguments, uneven, chosen)
