@@ -16,6 +16,7 @@ from benchmarks.registry import BENCHMARKS
 from benchmarks.result import NO_GPU, Machine, Outcome
 from benchmarks.sizes import SMALLEST
 from benchmarks.table import render
+from model_converters.durable_files import durable_write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,12 +52,8 @@ def write_json(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> Non
     about = {name: value for name, value in asdict(machine).items() if name in ("device", "driver", "versions")}
     content = {"machine": machine.line, **about, "benchmarks": [_as_json(outcome) for outcome in outcomes]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with durable_write(path) as file:
+        file.write(json.dumps(content, indent=1).encode())
 
 
 def _as_json(outcome: Outcome) -> dict[str, object]:

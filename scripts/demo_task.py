@@ -21,6 +21,8 @@ from typing import Any
 
 import episode_tasks
 
+from model_converters.durable_files import durable_write
+
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ALPHABET = "0123456789+-*/=;|<>()#.,:? \n_"
 NUM_HELD_OUT = 256
@@ -131,12 +133,8 @@ def problems(name: str, seed: int = 1) -> dict[str, list[Problem]]:
 
 def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
     """Writes jsonl atomically."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with durable_write(path) as file:
+        file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
 
 
 def build_tokenizer() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from mcore_rl.config.load import as_yaml, for_the_owner, known_keys, write_resolved
+from mcore_rl.config.load import OWNER_ONLY, as_yaml, known_keys, write_resolved
 from mcore_rl.config.reading.values import settled
 from mcore_rl.config.reading.yaml_text import YamlLoader
 from mcore_rl.config.rules.unused import written
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
+from model_converters.durable_files import durable_write
 
 CONFIG_FILE = "config.yaml"
 NOT_OF_THE_RUN = ("run.dir", "cluster.address", "slurm.", "plan.")
@@ -40,12 +40,8 @@ def _keep(path: Path, text: str) -> None:
     last = max(taken, default=0)
     if last and taken[last].read_text(encoding="utf-8") == text:
         return  # already kept by a start that ended before it wrote its own configuration
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8", opener=for_the_owner) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path.with_name(f"config.{last + 1}.yaml"))
+    with durable_write(path.with_name(f"config.{last + 1}.yaml"), mode=OWNER_ONLY) as file:
+        file.write(text.encode())
 
 
 def _number(path: Path) -> str:

@@ -18,8 +18,12 @@ from mcore_rl.config.reading.values import settled, takes_only_text
 from mcore_rl.config.reading.yaml_text import YamlDumper, YamlLoader
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
+from model_converters.durable_files import durable_write
 
-__all__ = ["as_yaml", "for_the_owner", "known_keys", "load_config", "write_resolved"]
+__all__ = ["OWNER_ONLY", "as_yaml", "known_keys", "load_config", "write_resolved"]
+
+OWNER_ONLY = 0o600
+"""Permissions of files with the values of slurm.environment."""
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, needs_data: bool = True) -> Config:
@@ -56,17 +60,8 @@ def as_yaml(config: Config) -> str:
 def write_resolved(config: Config, path: Path) -> None:
     """Write the whole configuration as YAML, atomically. The file is readable only by its owner, because
     slurm.environment may hold secrets."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8", opener=for_the_owner) as file:
-        file.write(as_yaml(config))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def for_the_owner(path: str, flags: int) -> int:
-    """Opener of files that only their owner may read."""
-    return os.open(path, flags, 0o600)
+    with durable_write(path, mode=OWNER_ONLY) as file:
+        file.write(as_yaml(config).encode())
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

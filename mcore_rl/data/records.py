@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from model_converters.durable_files import durable_write
+
 FIELDS = ".fields"
 HALF_CHARACTERS = "backslashreplace"
 """Graders may hand over half of a surrogate pair, which UTF-8 does not have: it is written as the escape that JSON has
@@ -25,7 +27,7 @@ def part_path(directory: Path, name: str, batch: int, task: int) -> str:
 
 def join_parts(parts: Sequence[str], directory: Path, name: str) -> None:
     """Concatenates the parts, in order, into `<name>.jsonl`, atomically, and removes them."""
-    _join(parts, directory / f".{name}.joined", directory / f"{name}.jsonl")
+    _join(parts, directory / f"{name}.jsonl")
 
 
 def piece_path(part: str, first: int) -> str:
@@ -35,17 +37,14 @@ def piece_path(part: str, first: int) -> str:
 
 def join_pieces(part: str, firsts: Sequence[int]) -> None:
     """Makes the part of a task of what several engines have written, in order, atomically, and removes the pieces."""
-    _join([piece_path(part, first) for first in firsts], Path(f"{part}.joined"), Path(part))
+    _join([piece_path(part, first) for first in firsts], Path(part))
 
 
-def _join(sources: Sequence[str], temporary: Path, path: Path) -> None:
-    with open(temporary, "wb") as target:
+def _join(sources: Sequence[str], path: Path) -> None:
+    with durable_write(path) as target:
         for name in sources:
             with open(name, "rb") as source:
                 shutil.copyfileobj(source, target)
-        target.flush()
-        os.fsync(target.fileno())
-    os.replace(temporary, path)
     for name in sources:
         if name != str(path):
             os.unlink(name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.errors import DataError
+from model_converters.durable_files import durable_write
 
 FILE_NAME = "metrics.jsonl"
 
@@ -48,12 +49,8 @@ class MetricsLog:
 
 
 def _write(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    temporary = path.with_suffix(".jsonl.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with durable_write(path) as file:
+        file.writelines(json.dumps(record).encode() + b"\n" for record in records)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.types import Span
+from model_converters.durable_files import durable_write
 
 _HEAD = b"[\n"
 _TAIL = b"\n]\n"
@@ -62,12 +63,8 @@ class Timeline:
         return {"name": span.name, "ph": "X", "ts": start, "dur": end - start, "pid": pid, "tid": lane}
 
     def _rewrite(self, events: list[dict[str, Any]]) -> None:
-        temporary = self.path.with_suffix(".json.tmp")
-        with temporary.open("wb") as file:
+        with durable_write(self.path) as file:
             file.write(_HEAD + _lines(events) + _TAIL)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
 
 
 def read_timeline(path: str | Path) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from mcore_rl.types import Completion, Delta, GenerationRequest
+from model_converters.durable_files import durable_write
 
 BEGIN, STEP, END, RELEASE, TEMPERATURE = 1, 2, 3, 4, 5
 REASONS = ("stop", "length")
@@ -139,11 +140,9 @@ class TokenJournal:
         numbers = np.full(self._count, -1, np.int32)
         numbers[live] = np.arange(len(live))
         frames = _compacted(_Contents.of(self._path), numbers) if live else iter(())
-        with path.open("wb") as file:
+        with durable_write(path) as file:
             for frame in frames:
                 file.write(frame.data)
-            file.flush()
-            os.fsync(file.fileno())
 
     def _append_begin(self, words: array[int], name: str, seed: int) -> int:
         """Append a BEGIN entry and return its number."""

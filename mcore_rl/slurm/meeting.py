@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from mcore_rl.slurm.node_check import node_name
+from model_converters.durable_files import durable_write
 
 
 def is_first() -> bool:
@@ -53,7 +54,6 @@ def wait_for(path: Path, deadline: float, process: subprocess.Popen[bytes] | Non
 
 
 def publish(content: str, path: Path) -> None:
-    """Writes the file, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(content, encoding="utf-8")
-    os.replace(temporary, path)
+    """Write a file that the other nodes wait for, atomically."""
+    with durable_write(path) as file:
+        file.write(content.encode())

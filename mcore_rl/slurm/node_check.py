@@ -35,10 +35,8 @@ def node_name() -> str:
 
 
 def put_name(directory: Path) -> None:
-    """Leaves a file with this node's name there, whole or not at all."""
-    temporary = directory / f".{node_name()}.{os.getpid()}"
-    temporary.write_text("", encoding="utf-8")
-    os.replace(temporary, directory / node_name())
+    """Create an empty file with the name of this node."""
+    (directory / node_name()).touch()
 
 
 def packages() -> str | None:

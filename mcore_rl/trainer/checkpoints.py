@@ -23,6 +23,7 @@ from mcore_rl.trainer.proof import (
     read_proof,
     write_proof,
 )
+from model_converters.durable_files import sync
 
 ACCURACY = "accuracy"
 """Key in state.json: val/accuracy at the step, None without a validation."""
@@ -123,12 +124,12 @@ class Checkpoints:
         write_proof(save.directory, save.ranks.result(), [STATE_FILE])
         # Each rank has already synced its own files to disk.
         for path in (STATE_FILE, PROOF_FILE, "."):
-            _sync(save.directory / path)
+            sync(save.directory / path)
         final = self.directory / f"step_{save.step}"
         if final.exists():
             self._discard(final)
         os.replace(save.directory, final)
-        _sync(self.directory)
+        sync(self.directory)
         complete = self._complete()
         best = self._best(complete)
         for step, old in complete[: -self.keep_last]:
@@ -214,11 +215,3 @@ def check_newest(run_dir: Path) -> None:
         check_content(path, read_proof(path))
     except DamagedCheckpointError as error:
         raise checkpoints.with_remedy(error, step) from None
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

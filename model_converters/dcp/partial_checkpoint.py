@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from model_converters.durable_files import durable_write, sync
 from model_converters.errors import ConversionError, listing
-from model_converters.hf.side_files import sync
 
 Span = tuple[int, int]
 """(offset, length) of an entry in a file. Units: bytes."""
@@ -103,11 +103,8 @@ class PartialCheckpoint:
         """Empty the directory and record the identity. Files without a readable identity cannot be resumed."""
         for stale in self.directory.iterdir():
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-        temporary = self.directory / f"{_IDENTITY}.new"
-        temporary.write_text(json.dumps(identity, indent=1), encoding="utf-8")
-        sync(temporary)
-        os.replace(temporary, self.directory / _IDENTITY)
-        sync(self.directory)
+        with durable_write(self.directory / _IDENTITY) as file:
+            file.write(json.dumps(identity, indent=1).encode())
 
     def _read_identity(self) -> dict[str, Any] | None:
         try:

@@ -7,7 +7,6 @@ has two possible power-of-two scales.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +14,12 @@ from typing import Any
 
 import torch
 
+from model_converters.durable_files import durable_write, sync
 from model_converters.errors import ConversionError
 from model_converters.hf.files import TensorFiles
 from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.shards import StoredTensor, as_bytes, layout_shard, read_header, write_exactly
-from model_converters.hf.side_files import HF_FOLDER, side_files_in, sync
+from model_converters.hf.side_files import HF_FOLDER, side_files_in
 from model_converters.hf.writer import write_json
 from model_converters.inputs.strict_json import read_object
 from model_converters.mapping.table import BoundRow
@@ -67,12 +67,11 @@ def write_record(directory: Path, source: HFCheckpoint, bound: Sequence[BoundRow
 
 def _write_scales(file: Path, scales: Mapping[str, torch.Tensor]) -> None:
     header, places = layout_shard(file, [(name, t.dtype, tuple(t.shape)) for name, t in scales.items()])
-    with file.open("wb") as opened:
+    with durable_write(file) as opened:
         opened.write(header)
         opened.flush()
         for name, tensor in scales.items():
             write_exactly(opened.fileno(), as_bytes(tensor.contiguous()), places[name].offset)
-        os.fsync(opened.fileno())
 
 
 def read_record(directory: Path) -> SourceRecord:

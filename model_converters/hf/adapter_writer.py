@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from model_converters.durable_files import durable_write, sync
 from model_converters.errors import ConversionError
 from model_converters.hf.adapter_reader import CONFIG_NAME, WEIGHTS_NAME
 from model_converters.hf.shards import as_bytes, layout_shard, write_exactly
-from model_converters.hf.side_files import sync
 from model_converters.hf.writer import write_json
 
 
@@ -70,9 +70,8 @@ def write_adapter(directory: Path | str, tensors: Mapping[str, torch.Tensor], de
 
 def _write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     header, stored = layout_shard(file, [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()])
-    with file.open("wb") as opened:
+    with durable_write(file) as opened:
         opened.write(header)
         opened.flush()
         for name, tensor in tensors.items():
             write_exactly(opened.fileno(), as_bytes(tensor.cpu().contiguous()), stored[name].offset)
-        os.fsync(opened.fileno())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from model_converters.durable_files import durable_write, sync
 from model_converters.errors import ConversionError
 from model_converters.inputs.regular_files import open_regular, require_inside, special_kind
 
@@ -51,8 +51,8 @@ def copy_side_files(source: Path | str, target: Path | str, config: Mapping[str,
             shutil.copyfileobj(opened, copy)
         sync(target / file.name)
     if config is not None:
-        (target / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        sync(target / _CONFIG)
+        with durable_write(target / _CONFIG) as written:
+            written.write(json.dumps(config, indent=2).encode() + b"\n")
     sync(target)
 
 
@@ -77,12 +77,3 @@ def side_files_in(ckpt: Path) -> Path:
     """Return the folder of these files in a checkpoint; older checkpoints use another name. It may not exist."""
     older = ckpt / _OLDER_HF_FOLDER
     return older if older.is_dir() else ckpt / HF_FOLDER
-
-
-def sync(path: Path) -> None:
-    """Fsync a file or directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

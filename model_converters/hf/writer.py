@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from model_converters.durable_files import durable_write, sync
 from model_converters.errors import ConversionError, listing
 from model_converters.families import missing_engine_fields
 from model_converters.families.parts.hf_config import read_hf_config
@@ -21,7 +22,7 @@ from model_converters.hf.directory.index import INDEX_NAME, SINGLE_NAME
 from model_converters.hf.fp8_export import exported_config
 from model_converters.hf.quant import FP8
 from model_converters.hf.shards import StoredTensor, as_bytes, layout_shard, write_exactly
-from model_converters.hf.side_files import copy_side_files, sync
+from model_converters.hf.side_files import copy_side_files
 from model_converters.mapping.placement import Piece, TensorPlan
 
 
@@ -234,8 +235,5 @@ def _shard_groups(plans: Sequence[TensorPlan], max_shard_bytes: int) -> list[lis
 
 def write_json(file: Path, value: Any) -> None:
     """Write a JSON file and fsync it."""
-    with file.open("w", encoding="utf-8") as opened:
-        json.dump(value, opened, indent=2)
-        opened.write("\n")
-        opened.flush()
-        os.fsync(opened.fileno())
+    with durable_write(file) as opened:
+        opened.write(json.dumps(value, indent=2).encode() + b"\n")

@@ -29,8 +29,9 @@ from model_converters.dcp.blocks import CheckpointChunk, ShardedRankState, State
 from model_converters.dcp.metadata import METADATA_NAME
 from model_converters.dcp.partial_checkpoint import Span
 from model_converters.dcp.writer import FileEntry, PlannedFile, plan_files, plan_metadata, write_file, write_metadata
+from model_converters.durable_files import sync
 from model_converters.errors import ConversionError
-from model_converters.hf.side_files import HF_FOLDER, copy_side_files, sync
+from model_converters.hf.side_files import HF_FOLDER, copy_side_files
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.roles.trained_model import Trained

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from mcore_rl.rollout.streaming.saved import (
 )
 from mcore_rl.rollout.streaming.trajectory_files import saved_file
 from mcore_rl.types import BuffersRef, RolloutTask, SavedFile
+from model_converters.durable_files import durable_write
 
 
 def save_groups(
@@ -95,11 +95,9 @@ def _restored(
 def _copy_records(path: Path, parts: Sequence[Path]) -> list[int]:
     """Concatenate the records of finished groups; returns the bytes of each."""
     sizes = []
-    with path.open("wb") as file:
+    with durable_write(path) as file:
         for part in parts:
             content = part.read_bytes()
             file.write(content)
             sizes.append(len(content))
-        file.flush()
-        os.fsync(file.fileno())
     return sizes

@@ -9,7 +9,6 @@ records.jsonl      records of finished groups, in the order of groups.json
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from mcore_rl.data.checksum import file_crc32
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.types import RolloutScalars, SavedFile, SavedState
+from model_converters.durable_files import durable_write
 
 GROUPS_FILE, RECORDS_FILE = "groups.json", "records.jsonl"
 RUNNING, UNSCORED, FINISHED, ZERO_VARIANCE = "running", "unscored", "finished", "dull"
@@ -94,10 +94,8 @@ def write_groups(path: Path, bounds: Bounds, groups: Sequence[SavedGroup]) -> No
     Raises: OSError.
     """
     content = {"bounds": vars(bounds), "groups": [_as_json(group) for group in groups]}
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    with durable_write(path) as file:
+        file.write(json.dumps(content).encode())
 
 
 def read_groups(path: Path) -> tuple[Bounds, list[SavedGroup]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 from mcore_rl.data.checksum import file_crc32
 from mcore_rl.data.trajectories import join_rows, split_rows
 from mcore_rl.types import SavedFile, TrajectoryBuffers
+from model_converters.durable_files import durable_write
 
 COUNTS = "counts"
 """Additional array in the file: number of trajectories of each buffer."""
@@ -27,10 +27,8 @@ def write_trajectories(path: Path, parts: Sequence[TrajectoryBuffers]) -> SavedF
     columns = {field.name: getattr(joined, field.name) for field in fields(TrajectoryBuffers)}
     arrays: dict[str, Any] = {name: array for name, array in columns.items() if array is not None}
     arrays[COUNTS] = np.array([len(part.prompt_tokens) for part in parts], np.int64)
-    with path.open("wb") as file:
+    with durable_write(path) as file:
         np.savez(file, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
     return saved_file(path)
 
 
