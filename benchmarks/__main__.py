@@ -1,4 +1,4 @@
-"""`make bench`: runs every benchmark, or the named ones, and prints one table."""
+"""`make bench`: run all benchmarks, or those named, and print one table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from model_converters.durable_files import durable_write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0; 1 when a benchmark failed (a missed aim, a missing peer or GPU is an answer, not a failure)."""
+    """Return 0, or 1 if a benchmark failed. A missed target and a missing peer or GPU are not failures."""
     options = _options(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.smallest:
@@ -48,7 +48,7 @@ def _run(name: str) -> Outcome:
 
 
 def write_json(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
-    """All figures, atomically."""
+    """Write all figures."""
     about = {name: value for name, value in asdict(machine).items() if name in ("device", "driver", "versions")}
     content = {"machine": machine.line, **about, "benchmarks": [_as_json(outcome) for outcome in outcomes]}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,14 +73,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=f"benchmarks:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which to run; default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    parser.add_argument("--gpu", action="store_true", help="without names: those that need a GPU, not all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--gpu", action="store_true", help="without names: run the benchmarks that need a GPU")
     parser.add_argument(
-        "--smallest", action="store_true", help="the smallest sizes, to see whether they run; figures mean nothing"
+        "--smallest", action="store_true", help="smallest sizes, as a smoke test; the figures have no meaning"
     )
     parser.add_argument(
-        "--save", action="store_true", help="also write them to benchmarks/results/<date>-<device>.json"
+        "--save", action="store_true", help="also write the figures to benchmarks/results/<date>-<device>.json"
     )
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in BENCHMARKS]

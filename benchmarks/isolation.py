@@ -1,4 +1,4 @@
-"""Runs one benchmark in a process of its own and gives back its outcome, whatever becomes of the process."""
+"""Runs a benchmark in its own process; a crash or hang becomes part of the outcome."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from benchmarks.result import Outcome, Result, SkippedError
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 20.0
-"""Between asking a benchmark that takes too long to end, and killing it: its own processes go down in between."""
+"""Time between SIGTERM and SIGKILL after a timeout, in which the benchmark ends its own children."""
 
 
 def run_isolated(name: str, benchmark: Benchmark) -> Outcome:
-    """The outcome of one benchmark; its own output goes to stderr. Nothing that it started outlives this call, and it
-    sees no GPU unless it needs one."""
+    """Run a benchmark and return its outcome. Its output goes to stderr.
+
+    No process of the benchmark outlives this call. GPUs are hidden unless the benchmark needs one.
+    """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mcore_rl_bench_") as directory:
         answer = Path(directory) / "answer.json"
@@ -61,7 +63,7 @@ def _outcome(name: str, answer: dict[str, Any], seconds: float) -> Outcome:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that still runs, and all that it has started."""
+    """End a running process and its descendants."""
     if process.poll() is not None:
         return
     family = psutil.Process(process.pid).children(recursive=True)
@@ -79,12 +81,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _answer(module: str) -> dict[str, Any]:
-    """What the benchmark measured, or the reason why it could not."""
+    """Run a benchmark. Returns its results, or the reason for their absence."""
     try:
         return {"results": [asdict(result) for result in importlib.import_module(module).run()]}
     except SkippedError as reason:
         return {"reason": str(reason), "skipped": True}
-    except Exception as error:  # the edge of this process: the table names the cause, the traceback is on stderr
+    except Exception as error:  # process boundary: the table contains the cause, stderr the traceback
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
         return {"reason": f"{type(error).__name__}: {lines[-1]}"}

@@ -1,4 +1,4 @@
-"""The table that `make bench` prints, as text."""
+"""Text table of `make bench`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COLUMNS = ("benchmark", "ours", "peer or limit", "ratio", "aim", "met")
 
 
 def render(machine: str, outcomes: Sequence[Outcome]) -> str:
-    """Machine, one row per result, notes below, and the benchmarks that gave none with their reasons."""
+    """Return the machine, one row per result, notes, and the reasons of benchmarks without results."""
     rows = [_row(outcome.benchmark, result) for outcome in outcomes for result in outcome.results]
     widths = [max(len(row[i]) for row in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
     lines = [machine, "", _line(COLUMNS, widths), "  ".join("-" * width for width in widths)]
@@ -47,7 +47,7 @@ def _row(benchmark: str, result: Result) -> tuple[str, ...]:
 
 
 def _number(value: float) -> str:
-    """Four significant digits without an exponent."""
+    """Format with four significant digits and no exponent."""
     digits = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0
     return f"{value:,.{digits}f}"
 

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.clock import medians
 from benchmarks.gpu.machine import require
 from benchmarks.result import Result
-from benchmarks.sync_processes import processes, sync_plan
+from benchmarks.sync.processes import processes, sync_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.mapping.layout import TrainLayout
 

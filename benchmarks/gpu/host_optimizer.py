@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from benchmarks.actor_task import trajectories
 from benchmarks.gpu.clock import medians, synchronize
 from benchmarks.gpu.machine import require
 from benchmarks.gpu.models import DENSE, Size, one_actor, size_of
 from benchmarks.result import Result
+from benchmarks.training.actor_task import trajectories
 
 STATE_BYTES = 12
 """Per parameter and direction: main parameter and two moments."""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from benchmarks.actor_task import PROMPT, trajectories, write_model
 from benchmarks.gpu.machine import require
 from benchmarks.gpu.models import DENSE, MOE, Size, configure, filled, one_actor
 from benchmarks.result import Result
+from benchmarks.training.actor_task import PROMPT, trajectories, write_model
 
 if TYPE_CHECKING:
     from mcore_rl.config.schema import Config

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.actor_task import MODEL, actor_config, write_model
+from benchmarks.training.actor_task import MODEL, actor_config, write_model
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size
 

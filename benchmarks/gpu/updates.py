@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.actor_task import PROMPT, trajectories
 from benchmarks.gpu.clock import medians, product_flops
 from benchmarks.gpu.machine import require, stated_flops
 from benchmarks.gpu.models import DENSE, MOE, Size, one_actor, size_of
 from benchmarks.result import Result
+from benchmarks.training.actor_task import PROMPT, trajectories
 from mcore_rl.planner.flops import forward_flops
 from mcore_rl.resolved.layout import model_arguments
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.actor_task import actor_config, trajectories, write_model
+from benchmarks.training.actor_task import actor_config, trajectories, write_model
 from tests.distributed.two_steps import configure, differences, held_tensors, train_two_steps
 from tests.gpu.ranks import launch_local, repeat_to_the_bit
 from tests.gpu.test_offload import MIDDLE

@@ -1,4 +1,4 @@
-"""Simulated engines of benchmarks.async_driver take the time that they say, and the product takes them for engines."""
+"""Simulated engines of benchmarks.asynchronous."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.async_clock import SLOTS, Clock, Engine, step_seconds, write_ready_records
-from benchmarks.async_run import SAMPLES, Setting, simulate
+from benchmarks.asynchronous.clock import SLOTS, Clock, Engine, step_seconds, write_ready_records
+from benchmarks.asynchronous.simulation import SAMPLES, Setting, simulate
 from mcore_rl.rollout.tasks import Until
 from mcore_rl.types import RolloutTask, SamplingOptions
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.driver_load import DULL_FRACTION, ReadyPool, make_episodes, make_scalars
-from benchmarks.forced_lengths import ForcedLengths
-from benchmarks.whole_step_task import EQUAL_TOKENS, LONGEST, RESPONSES, WORKLOADS, lengths, schedule
+from benchmarks.driver.load import DULL_FRACTION, ReadyPool, make_episodes, make_scalars
+from benchmarks.whole_step.forced_lengths import ForcedLengths
+from benchmarks.whole_step.task import EQUAL_TOKENS, LONGEST, RESPONSES, WORKLOADS, lengths, schedule
 from mcore_rl.data.batching import of_episodes
 from mcore_rl.types import GenerationRequest, RolloutTask, SamplingOptions
 

@@ -1,0 +1,1 @@
+"""Asynchronous training: driver costs, simulated engines, real runs."""

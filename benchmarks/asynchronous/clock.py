@@ -1,0 +1,278 @@
+"""Engines, their trainer and time itself, simulated: what stands below the driver in benchmarks.asynchronous.driver.
+
+An engine decodes up to SLOTS requests together, a token of each in a step, in the order in which they came. A step
+takes FIXED_SECONDS, and SECONDS_PER_REQUEST more for each of them. Calls take no time, and weights none to arrive.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.rollout.tasks import Until
+from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER, Attendant
+from mcore_rl.types import RolloutScalars, RolloutTask
+
+SLOTS = 64
+FIXED_SECONDS, SECONDS_PER_REQUEST = 0.016, 0.00025
+"""Of a decode step: twice as long in a full engine as in an empty one, 0.032 s."""
+PROMPT_TOKENS = 40
+RECORD_BYTES = 1024
+"""Of one response; engines write them, the driver joins their files."""
+
+
+def step_seconds(running: int) -> float:
+    """Of one token of each of so many requests."""
+    return FIXED_SECONDS + SECONDS_PER_REQUEST * running
+
+
+@dataclass
+class Meter:
+    """CPU seconds of this thread: those of the driver's own code, and those of what is simulated below it."""
+
+    driver_seconds: float = 0.0
+    clock_seconds: float = 0.0
+    _driving: bool = False
+    _since: float = field(default_factory=time.thread_time)
+
+    def turn(self, driving: bool) -> bool:
+        """From now on time is the driver's, or the clock's; returns whose it was."""
+        now, before = time.thread_time(), self._driving
+        if before:
+            self.driver_seconds += now - self._since
+        else:
+            self.clock_seconds += now - self._since
+        self._driving, self._since = driving, now
+        return before
+
+    @contextmanager
+    def driver(self) -> Iterator[None]:
+        before = self.turn(True)
+        try:
+            yield
+        finally:
+            self.turn(before)
+
+
+@dataclass(eq=False)
+class Call:
+    """Of an engine or the trainer. `report` is what it gave back."""
+
+    report: Report | None = None
+
+
+@dataclass
+class Clock:
+    """A Watch over time that passes where the driver waits, as far as to the next event that ends its wait."""
+
+    lengths: np.ndarray
+    """Tokens of each response of group number n, from the row n modulo their number: int [groups, samples]."""
+    meter: Meter = field(default_factory=Meter)
+    now: float = 0.0
+    version: int = 0
+    """Of the weights of all engines."""
+    attendant: Attendant | None = None
+    any_lost: bool = False
+    waits: int = 0
+    calls: int = 0
+    """To engines."""
+    _ready: dict[Call, None] = field(default_factory=dict)
+    """Calls that have ended and that nobody has looked at, in the order in which they did."""
+    _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    _order: Iterator[int] = field(default_factory=itertools.count)
+
+    def at(self, when: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), happens))
+
+    def end(self, call: Call) -> None:
+        self._ready[call] = None
+
+    def after(self, seconds: float) -> Call:
+        """A call that takes so long."""
+        call = Call()
+        self.at(self.now + seconds, lambda: self.end(call))
+        return call
+
+    def get(self, refs: Sequence[Any]) -> None:
+        """As Watch.get does, until all of them have ended."""
+        pending = list(refs)
+        while pending:
+            _, pending = self.wait(pending, len(pending))
+
+    def wait(self, refs: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
+        """As Watch.wait: calls of the attendant are handed to it, and wait a little for each other."""
+        assert self.attendant is not None
+        self.waits += 1
+        own = self.attendant.calls()
+        before = self.meter.turn(False)
+        enough = max(1, len(own) // PART_OF_CALLS)
+        self._pass_time(enough, self.now + (SECONDS_BETWEEN_LOOKS if enough == 1 else SECONDS_TO_GATHER))
+        ended, self._ready = self._ready, {}
+        there = [ref for ref in refs if ref in ended]
+        of_attendant = [call for call in ended if call not in refs]
+        self.meter.turn(before)
+        if of_attendant:
+            self.attendant.ended(of_attendant)
+        return there, [ref for ref in refs if ref not in there]
+
+    def _pass_time(self, enough: int, latest: float) -> None:
+        """Until so many calls have ended, or it is so late."""
+        while len(self._ready) < enough and self._events and self._events[0][0] <= latest:
+            self.now, _, happens = heapq.heappop(self._events)
+            happens()
+        if len(self._ready) < enough:
+            self.now = latest
+
+    def value(self, call: Call) -> Report | None:
+        return call.report
+
+    def lost(self, handle: Any) -> None:
+        return None
+
+    def blame_the_dead(self) -> None: ...
+
+    def get_started(self, starts: Mapping[Any, Sequence[Any]]) -> None: ...
+
+
+@dataclass
+class Remote:
+    """A method of an engine's handle."""
+
+    engine: Engine
+    method: Callable[..., Call]
+
+    def remote(self, *arguments: Any) -> Call:
+        meter = self.engine.clock.meter
+        before = meter.turn(False)
+        self.engine.clock.calls += 1
+        call = self.method(*arguments)
+        meter.turn(before)
+        return call
+
+
+@dataclass
+class Begun:
+    """A task on an engine, with its lengths and how many of its requests have not ended."""
+
+    number: int
+    task: RolloutTask
+    tokens: np.ndarray
+    left: int
+    version: int
+    """When it began."""
+
+
+class Engine:
+    """A handle, its process and what it decodes."""
+
+    def __init__(self, clock: Clock, records: Path) -> None:
+        self.clock, self._records = clock, records
+        self.run, self.begin = Remote(self, self._run), Remote(self, self._begin)
+        self.busy_seconds = 0.0
+        self._decoded = 0.0
+        """Tokens that a request has by now which was there from the start."""
+        self._since, self._turn, self._key = 0.0, 0, itertools.count()
+        self._running: list[tuple[float, int, Begun]] = []
+        """A heap of what `_decoded` is when a request ends."""
+        self._waiting: deque[tuple[int, Begun]] = deque()
+        """Tokens of requests that no slot has taken."""
+        self._order = itertools.count()
+        self._ended: list[tuple[int, int, RolloutScalars]] = []
+        self._received = 0
+        self._poll: Call | None = None
+
+    def _run(self, tasks: Sequence[tuple[int, RolloutTask]], until: Until, forget: Sequence[int]) -> Call:
+        assert until is Until.ANY
+        assert self._poll is None
+        call = self._poll = Call()
+        self._add(tasks)
+        self._tell()
+        return call
+
+    def _begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> Call:
+        call = Call()
+        self._add(tasks)
+        self.clock.end(call)
+        return call
+
+    def _add(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
+        if not tasks:
+            return
+        self._decode()
+        for number, task in tasks:
+            self._received += task.num_responses
+            tokens = self.clock.lengths[int(task.group_ids[0]) % len(self.clock.lengths)]
+            begun = Begun(number, task, tokens, len(tokens), self.clock.version)
+            self._waiting.extend((length, begun) for length in tokens.tolist())
+        self._fill()
+
+    def _decode(self) -> None:
+        """Up to now."""
+        if self._running:
+            elapsed = self.clock.now - self._since
+            self._decoded += elapsed / step_seconds(len(self._running))
+            self.busy_seconds += elapsed
+        self._since = self.clock.now
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < SLOTS:
+            length, begun = self._waiting.popleft()
+            heapq.heappush(self._running, (self._decoded + length, next(self._order), begun))
+        self._turn += 1
+        if self._running:
+            seconds = (self._running[0][0] - self._decoded) * step_seconds(len(self._running))
+            turn = self._turn
+            self.clock.at(self.clock.now + max(0.0, seconds), lambda: self._end(turn))
+
+    def _end(self, turn: int) -> None:
+        """The next request, unless others have come since this was foreseen."""
+        if turn != self._turn:
+            return
+        self._decode()
+        self._decoded = self._running[0][0]
+        while self._running and self._running[0][0] <= self._decoded:
+            _, _, begun = heapq.heappop(self._running)
+            begun.left -= 1
+            if not begun.left:
+                os.link(self._records, str(begun.task.records))
+                self._ended.append((begun.number, next(self._key), scalars_of(begun, self.clock.version)))
+        self._fill()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._poll is not None and self._ended:
+            left = len(self._running) + len(self._waiting)
+            self._poll.report = Report(self._ended, self._received, left, self.busy_seconds, 0)
+            self.clock.end(self._poll)
+            self._poll, self._ended = None, []
+
+
+def write_ready_records(directory: Path, responses: int) -> Path:
+    """Of a task: what engines link to, so that the disk is busy with the driver's work only."""
+    path = directory / "records"
+    path.write_bytes((b"x" * (RECORD_BYTES - 1) + b"\n") * responses)
+    return path
+
+
+def scalars_of(begun: Begun, version: int) -> RolloutScalars:
+    """Of a task that ends now; who has drawn which token is not kept: the first weights have drawn all."""
+    count, task, tokens = len(begun.tokens), begun.task, begun.tokens
+    rewards = (tokens % 2).astype(np.float32)
+    versions = np.empty((count, 2), np.int32)
+    versions[:, 0], versions[:, 1] = begun.version, version
+    return RolloutScalars(
+        np.repeat(task.group_ids, count), np.repeat(task.prompt_rows, count), tokens + PROMPT_TOKENS, tokens, tokens,
+        rewards, rewards, np.zeros(count, np.uint8), versions, digests=tokens,
+        version_tokens=((begun.version, int(tokens.sum())),),
+    )  # fmt: skip

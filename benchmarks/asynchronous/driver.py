@@ -1,0 +1,93 @@
+"""Driver cost and speedup of asynchronous rollouts, with the real admission, collector, fleet and scheduler.
+
+A clock simulates the engines (benchmarks.asynchronous.clock). A training step takes as long as the generation of its
+batch on fully busy engines. CPU time is measured on the driver's thread without the clock; Ray calls are measured
+separately. Speeds and staleness refer to simulated time.
+"""
+
+from __future__ import annotations
+
+from benchmarks.asynchronous.ray_costs import RayCosts, ray_costs
+from benchmarks.asynchronous.simulation import SAMPLES, Measured, Setting, simulate
+from benchmarks.result import Result
+from benchmarks.sizes import size
+
+LIMIT_SECONDS = 0.05
+"""CPU seconds per 1,000 responses: 5 % of a core at 1,000 responses per second."""
+LIMIT_GROWTH = 1.3
+STEPS = size({8: 1000, 64: 150, 512: 30}, {2: 20})
+"""Of the runs whose CPU time is measured, by engines."""
+SHORT_STEPS = size({8: 100, 64: 30, 512: 10}, {2: 10})
+"""Of the others."""
+USUAL = (2, 4)
+IN_ORDER = (2, 2)
+BOUNDS = ((1, 1), (1, 3), (2, 2), (2, 3), (2, 4), (2, 6), (4, 4), (4, 6), (4, 8))
+"""rollout.max_staleness and rollout.max_staleness_hard."""
+LOOKS_PER_WAIT = 2
+"""Of Watch.wait, at all calls, at most: where nothing has ended, it looks once."""
+
+
+def run() -> list[Result]:
+    costs, results = ray_costs(list(STEPS), SAMPLES), []
+    for engines, steps in STEPS.items():
+        short = SHORT_STEPS[engines]
+        usual, in_order = simulate(Setting(engines, *USUAL, steps)), simulate(Setting(engines, *IN_ORDER, short))
+        results += [_cpu(usual), _cpu(in_order), _growth(usual), _ray(usual, costs)]
+        synchronous = simulate(Setting(engines, 0, 2, short))
+        others = [simulate(Setting(engines, eta, eta + 2, short)) for eta in (1, 4)]
+        results += [_speed(measured, synchronous) for measured in (others[0], usual, others[1])]
+    few = min(STEPS)
+    results += [_oldest(simulate(Setting(few, *bounds, SHORT_STEPS[few]))) for bounds in BOUNDS]
+    return results
+
+
+def _named(measured: Measured) -> str:
+    setting = measured.setting
+    bounds = f"{setting.max_staleness}, {setting.max_staleness_hard}"
+    return f"{setting.engines} engines, staleness {bounds if setting.max_staleness else 0}"
+
+
+def _cpu(measured: Measured) -> Result:
+    seconds, clock = measured.cpu_per_1000, measured.clock
+    note = (
+        f"{measured.responses} responses; per 1,000: {measured.per_1000(clock.waits):.0f} waits, "
+        f"{measured.per_1000(clock.calls):.0f} calls, and {measured.per_1000(clock.meter.clock_seconds):.4f} CPU s of "
+        f"the clock\nat {measured.pace:.0f} responses per second {measured.pace * seconds / 1000:.2%} of a core"
+    )
+    name = f"driver per 1,000 responses, {_named(measured)}"
+    return Result(name, seconds, LIMIT_SECONDS, "CPU s", seconds / LIMIT_SECONDS, "<= 1.0", note)
+
+
+def _growth(measured: Measured) -> Result:
+    name = f"last tenth of {measured.setting.steps} steps beside the second, {_named(measured)}"
+    late, early = measured.cpu_in_tenth(10), measured.cpu_in_tenth(2)
+    return Result(
+        name, late, early, "CPU s", late / early, f"<= {LIMIT_GROWTH}", "medians of steps, per 1,000 responses"
+    )
+
+
+def _ray(measured: Measured, costs: RayCosts) -> Result:
+    """Estimated: the simulated run's calls and looks, at what they cost one by one."""
+    calls, looks = measured.per_1000(measured.clock.calls), LOOKS_PER_WAIT * measured.per_1000(measured.clock.waits)
+    look = costs.look[measured.setting.engines]
+    seconds = calls * costs.call + looks * look
+    of_looks = f"at most {looks:.0f} looks of {look * 1e6:.0f} us"
+    note = f"{calls:.0f} calls of {costs.call * 1e6:.0f} us and {of_looks}, in CPU time"
+    name = f"Ray beside it per 1,000 responses, {_named(measured)}"
+    return Result(name, seconds, measured.cpu_per_1000, "CPU s", seconds / measured.cpu_per_1000, "", note)
+
+
+def _speed(measured: Measured, synchronous: Measured) -> Result:
+    """Beside the run that generates, waits for the longest response, and then trains."""
+    note = f"the trainer waits {measured.trainer_waits:.0%} of the time, there {synchronous.trainer_waits:.0%}"
+    ratio = measured.pace / synchronous.pace
+    name = f"speed beside a synchronous run, {_named(measured)}"
+    return Result(name, measured.pace, synchronous.pace, "responses/s", ratio, "", note)
+
+
+def _oldest(measured: Measured) -> Result:
+    oldest, bound = max(measured.ages), measured.setting.max_staleness_hard
+    total = measured.ages.total()
+    ages = ", ".join(f"{age}: {groups / total:.3f}" for age, groups in sorted(measured.ages.items()))
+    note = f"mean {measured.mean_age:.2f}; {ages}; {measured.pace:.2f} responses per second"
+    return Result(f"oldest group, {_named(measured)}", oldest, bound, "versions", oldest / bound, "<= 1.0", note)

@@ -1,0 +1,92 @@
+"""What Ray itself costs the driver of asynchronous rollouts: calls that bring tasks to engines, and looks at them."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from benchmarks.driver.load import make_scalars
+from benchmarks.driver.ray_ranks import ReadyEngine, start
+from benchmarks.sizes import size
+from mcore_rl.config.schema import Config
+from mcore_rl.data.records import part_path
+from mcore_rl.rollout.tasks import Until
+from mcore_rl.runtime.cluster import ray_cluster
+from mcore_rl.runtime.health import PART_OF_CALLS, kill_all
+from mcore_rl.types import RolloutTask, SamplingOptions
+
+CALLS, AT_ONCE = size((200, 50), (4, 2))
+LOOKS = size(50, 2)
+TIMES = size(5, 2)
+"""Of which the one counts that took least: other processes of the machine make Ray's threads wake up more often."""
+
+
+@dataclass(frozen=True)
+class RayCosts:
+    """CPU seconds of the driver, with Ray's threads in it: of a call that brings a task and comes back with its
+    scalars, and of a look at so many calls that have not ended."""
+
+    call: float
+    look: dict[int, float]
+
+
+def ray_costs(engines: list[int], samples: int) -> RayCosts:
+    """With tasks of so many samples."""
+    config = Config()
+    config.cluster.device = "cpu"
+    with (
+        tempfile.TemporaryDirectory(prefix="mcore_rl_async_") as directory,
+        ray_cluster(config, {"CPU": 1.0}) as [node],
+    ):
+        engine = start(ReadyEngine, node, "engine", make_scalars)
+        try:
+            records = Path(directory) / "rollouts"
+            records.mkdir()
+            tasks = [(number, _task(number, samples, records)) for number in range(TIMES * CALLS)]
+            parts = iter([tasks[first : first + CALLS] for first in range(0, len(tasks), CALLS)])
+            call = _cpu_seconds(lambda: _round_trips(engine, next(parts))) / CALLS
+            pending = [engine.watch.remote() for _ in range(max(engines))]
+            return RayCosts(call, {count: _look(pending[:count]) for count in engines})
+        finally:
+            kill_all([engine])
+
+
+def _task(number: int, samples: int, records: Path) -> RolloutTask:
+    ids = np.array([number], np.int64)
+    options = SamplingOptions(4096)
+    return RolloutTask("train", ids, ids, samples, options, 1, part_path(records, "group", 0, number), version=3)
+
+
+def _round_trips(engine: ray.actor.ActorHandle, tasks: list[tuple[int, RolloutTask]]) -> None:
+    """A call for each, AT_ONCE at a time."""
+    for first in range(0, len(tasks), AT_ONCE):
+        calls = [engine.run.remote([task], Until.ANY, [task[0]]) for task in tasks[first : first + AT_ONCE]]
+        ray.wait(calls, num_returns=len(calls), fetch_local=False)
+        for call in calls:
+            ray.get(call)
+
+
+def _look(pending: list[ray.ObjectRef]) -> float:
+    enough = max(1, len(pending) // PART_OF_CALLS)
+
+    def looks() -> None:
+        for _ in range(LOOKS):
+            ray.wait(pending, num_returns=enough, timeout=0.001, fetch_local=False)
+
+    return _cpu_seconds(looks) / LOOKS
+
+
+def _cpu_seconds(action: Callable[[], None]) -> float:
+    """Of all threads of this process: the least of several times."""
+    seconds = []
+    for _ in range(TIMES):
+        started = time.process_time()
+        action()
+        seconds.append(time.process_time() - started)
+    return min(seconds)

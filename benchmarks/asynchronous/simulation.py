@@ -1,0 +1,168 @@
+"""A simulated asynchronous run: the product's collector and scheduler over engines of benchmarks.asynchronous.clock."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from benchmarks.asynchronous.clock import SLOTS, Clock, Engine, step_seconds, write_ready_records
+from benchmarks.driver.ray_ranks import Up
+from mcore_rl.algorithms.filters import groups_with_variance
+from mcore_rl.config.algorithm import DynamicSamplingConfig
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.data.sampler import PromptSampler
+from mcore_rl.rollout.streaming.collector import StreamingCollector
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.scheduler import Scheduler
+from mcore_rl.types import Groups, Mean
+
+SAMPLES = 16
+MEAN_LOG, SPREAD_LOG, LONGEST, TIMES = np.log(46), 0.8, 256, 16
+"""Of lengths: lognormal, of 46 tokens in the middle and 63 on average, and so many times as long."""
+PROMPTS = 100_000
+ENDLESS = 1_000_000_000
+"""Steps: groups are submitted as if the run went on."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`steps` are those that are simulated."""
+
+    engines: int
+    max_staleness: int
+    max_staleness_hard: int
+    steps: int
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Two steps' groups take every slot."""
+        return self.engines * SLOTS // SAMPLES // 2
+
+    @property
+    def responses_per_step(self) -> int:
+        return self.prompts_per_step * SAMPLES
+
+
+@dataclass
+class Measured:
+    """Of each step: CPU seconds of the driver, seconds of simulated time at its end and in which the trainer waited."""
+
+    setting: Setting
+    clock: Clock
+    driver_seconds: list[float] = field(default_factory=list)
+    ended: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    ages: Counter[int] = field(default_factory=Counter)
+    """Groups by their age in versions when they were trained."""
+
+    @property
+    def responses(self) -> int:
+        return len(self.ended) * self.setting.responses_per_step
+
+    def per_1000(self, total: float) -> float:
+        return 1000 * total / self.responses
+
+    @property
+    def cpu_per_1000(self) -> float:
+        """Of the driver, in seconds."""
+        return self.per_1000(sum(self.driver_seconds))
+
+    @property
+    def pace(self) -> float:
+        """Responses per simulated second, after the first fifth of the steps: the start is not what a run is like."""
+        first = len(self.ended) // 5
+        steps = len(self.ended) - 1 - first
+        return steps * self.setting.responses_per_step / (self.ended[-1] - self.ended[first])
+
+    def cpu_in_tenth(self, number: int) -> float:
+        """Of the driver, in seconds per 1,000 responses: the median of the steps in the first, second, ... tenth."""
+        tenth = len(self.driver_seconds) // 10
+        steps = self.driver_seconds[(number - 1) * tenth : number * tenth]
+        return 1000 * float(np.median(steps)) / self.setting.responses_per_step
+
+    @property
+    def trainer_waits(self) -> float:
+        """Of the time, after the first fifth of the steps."""
+        first = len(self.ended) // 5
+        return sum(self.waited[first + 1 :]) / (self.ended[-1] - self.ended[first])
+
+    @property
+    def mean_age(self) -> float:
+        return sum(age * groups for age, groups in self.ages.items()) / self.ages.total()
+
+
+def simulate(setting: Setting) -> Measured:
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_async_") as directory:
+        simulated = _Run(setting, Path(directory))
+        for step in range(1, setting.steps + 1):
+            simulated.step(step)
+        return simulated.measured
+
+
+class _Run:
+    """Step after step, as trainer.loop runs them; what is not about rollouts is only time."""
+
+    def __init__(self, setting: Setting, directory: Path) -> None:
+        rng = np.random.default_rng(0)
+        drawn = np.clip(rng.lognormal(MEAN_LOG, SPREAD_LOG, (8192, SAMPLES)), 1, LONGEST)
+        self.clock = Clock((TIMES * drawn).astype(np.int32))
+        self.measured = Measured(setting, self.clock)
+        self._directory = directory
+        self._seconds_per_token = step_seconds(SLOTS) / (SLOTS * setting.engines)
+        records = write_ready_records(directory, SAMPLES)
+        handles = [Engine(self.clock, records) for _ in range(setting.engines)]
+        engines = [FleetEngine(number, Up(f"engine {number}", [handle])) for number, handle in enumerate(handles)]
+        scheduler = Scheduler(Fleet(engines, cast(Any, self.clock)), SLOTS, streaming=True)
+        self._collector = _collector(scheduler, setting, directory)
+        with self.clock.meter.driver():
+            self._collector.published(0)
+
+    def step(self, step: int) -> None:
+        clock, meter, measured = self.clock, self.clock.meter, self.measured
+        before, began = meter.driver_seconds, clock.now
+        with meter.driver():
+            groups = self._collector.collect(step)
+        measured.waited.append(clock.now - began)
+        self._note(groups)
+        tokens = sum(int(scalars.response_tokens.sum()) for scalars in groups.scalars)
+        training = clock.after(tokens * self._seconds_per_token)
+        with meter.driver():
+            clock.get([training])
+        clock.version += 1
+        with meter.driver():
+            self._collector.published(clock.version)
+            del groups
+        measured.driver_seconds.append(meter.driver_seconds - before)
+        measured.ended.append(clock.now)
+        (self._directory / f"step_{step}.jsonl").unlink()
+
+    def _note(self, groups: Groups) -> None:
+        for age in range(self.measured.setting.max_staleness_hard + 2):
+            share = groups.metrics.get(f"staleness/groups_{age}")
+            if isinstance(share, Mean) and share.total:
+                self.measured.ages[age] += int(share.total)
+        oldest = int(groups.metrics["staleness/max"].value)
+        assert oldest in self.measured.ages
+
+
+def _collector(scheduler: Scheduler, setting: Setting, directory: Path) -> StreamingCollector:
+    return StreamingCollector(
+        stream=scheduler,
+        sampler=PromptSampler(PROMPTS, 1),
+        rollout=RolloutConfig(
+            samples_per_prompt=SAMPLES,
+            max_staleness=setting.max_staleness,
+            max_staleness_hard=setting.max_staleness_hard,
+        ),
+        dynamic=DynamicSamplingConfig(enable=False),
+        has_signal=groups_with_variance,
+        prompts_per_step=setting.prompts_per_step,
+        steps=ENDLESS,
+        seed=1,
+        records_dir=directory,
+    )

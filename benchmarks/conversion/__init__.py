@@ -1,0 +1,1 @@
+"""Conversion of checkpoints and of single weights."""

@@ -1,0 +1,136 @@
+"""Conversion beside mbridge 0.15.1, over the same files and the same kind of memory.
+
+Its own load_weights and export_weights run; the model is one that only has names and memory, because mbridge knows the
+names of TransformerEngine's layers, which do not exist on a CPU. Both sides must end with the same bits.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.conversion import convert
+from benchmarks.pairs import Pair, pair_row
+from benchmarks.result import Result, SkippedError
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import local_shapes
+
+FOLDER = Path(__file__).resolve().parents[2] / ".peers"
+_NAMES = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight"}
+
+
+def run() -> list[Result]:
+    torch.set_num_threads(1)
+    require_mbridge()
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_mbridge_", dir=convert.MEMORY) as directory:
+        source = Path(directory) / "hf"
+        convert.write_source(source)
+        return [
+            pair_row("HF -> mcore, ours : mbridge", "", load_pair, source),
+            pair_row("mcore -> HF bucket, ours : mbridge", "", bucket_pair, source),
+        ]
+
+
+def load_pair(source: Path) -> Pair:
+    """Both fill preallocated tensors of one rank."""
+    _initialize_alone()
+    ours = convert.load_pair(source, 1)
+    local = _allocate()
+    peer = Peer(source, local)
+    ours.ours()
+    peer.load()
+    assert all(torch.equal(tensor, local[name]) for name, tensor in ours.local.items()), "mbridge loads other bits"
+    return Pair(ours.ours, peer.load, ours.num_bytes)
+
+
+def bucket_pair(source: Path) -> Pair:
+    """Ours writes to shared-memory buckets; what mbridge yields is copied to memory that is there, as a sync would."""
+    _initialize_alone()
+    ours = convert.bucket_pair(1)
+    peer = Peer(source, _allocate())
+    target = torch.ones(ours.num_bytes // 2, dtype=torch.bfloat16)
+
+    def theirs() -> None:
+        done = 0
+        for _, tensor in peer.export():
+            target[done : done + tensor.numel()].view(tensor.shape).copy_(tensor)
+            done += tensor.numel()
+        assert done == target.numel(), "mbridge exports another number of elements"
+
+    return Pair(ours.ours, theirs, ours.num_bytes)
+
+
+def _allocate() -> dict[str, torch.Tensor]:
+    shapes = local_shapes(convert.bound_rows(), TrainLayout(1), 0)
+    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+
+
+class _Names(torch.nn.Module):
+    """Tensors under the names that mbridge expects."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], num_layers: int) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self.decoder = SimpleNamespace(layers=[SimpleNamespace(layer_number=1 + layer) for layer in range(num_layers)])
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        return self._tensors
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return iter(self._tensors.items())
+
+
+def _initialize_alone() -> None:
+    """The groups of a single rank, in whichever process makes a pair: the peak of memory is measured in its own."""
+    with tempfile.TemporaryDirectory() as store:
+        initialize(TrainLayout(1), 0, f"file://{store}/store")
+
+
+def initialize(layout: TrainLayout, rank: int, init_method: str) -> None:
+    """megatron's groups, in the place of those of the row before. Collective over all ranks of the layout."""
+    from mcore_rl.megatron.model import parallel
+
+    parallel.destroy()
+    parallel.initialize(layout, rank=rank, init_method=init_method, device="cpu", timeout_seconds=60, seed=0)
+
+
+def require_mbridge() -> None:
+    """Raises: SkippedError."""
+    if not (FOLDER / "mbridge").is_dir():
+        raise SkippedError("mbridge is absent; scripts/setup_mbridge.sh installs it")
+
+
+class Peer:
+    """mbridge on one rank, whose groups exist; `local` maps our canonical names to its tensors."""
+
+    def __init__(self, source: Path, local: Mapping[str, torch.Tensor]) -> None:
+        if str(FOLDER) not in sys.path:
+            sys.path.append(str(FOLDER))
+        from mbridge import AutoBridge
+
+        self._bridge = AutoBridge.from_pretrained(str(source))
+        self._source = source
+        self._model = _Names(
+            {_peer_name(name): tensor for name, tensor in local.items()}, convert.CONFIG["num_hidden_layers"]
+        )
+
+    def load(self) -> None:
+        with torch.no_grad():
+            self._bridge.load_weights([self._model], str(self._source), memory_efficient=True)
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """HF names with tensors of their own."""
+        yield from self._bridge.export_weights([self._model])
+
+
+def _peer_name(name: str) -> str:
+    for ours, theirs in _NAMES.items():
+        if name.endswith(ours):
+            return name.removesuffix(ours) + theirs
+    return name

@@ -1,0 +1,1 @@
+"""Driver work per step: batches, packing, plan."""

@@ -1,0 +1,146 @@
+"""What the driver itself does in a step of 8,192 prompts x 16 samples over 64 engines and 64 data-parallel ranks.
+
+No model: engines and ranks answer at once, everything else is what a run does. `in process` is the driver's own work;
+the rows `through Ray` add the real calls to engines and to 64 or 512 trainer ranks, eight to a node. Those are handles
+of four processes, so that the figures are the driver's and not those of starting hundreds of processes on this machine;
+what these four need to unpack their arguments is in the wall clock, though a cluster would do it elsewhere and at once.
+What a node needs to pass a call on to its ranks is a row of its own, with a process for each of them. Episodes are of 2
+sequences on average, each trained as a response is, and have the figures of turns and tools.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.driver.load import DP_RANKS, LONGEST, PROMPTS, SAMPLES, ReadyPool, SilentRanks, make_episodes
+from benchmarks.driver.ray_ranks import RANKS_PER_NODE, ray_groups, seconds_to_pass_on
+from benchmarks.result import Result, shares
+from benchmarks.sizes import size
+from mcore_rl.algorithms.filters import groups_with_variance
+from mcore_rl.config.schema import Config
+from mcore_rl.data.sampler import PromptSampler
+from mcore_rl.observe.journal import RunJournal
+from mcore_rl.rollout.collector import RolloutCollector
+from mcore_rl.runtime.spans import SpanRecorder
+from mcore_rl.trainer.batches import batch_builder, describe
+
+PROMPTS_PER_UPDATE = size(512, 16)
+STEPS = size(7, 1)
+LIMIT_SECONDS = 1.0
+
+
+def run() -> list[Result]:
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_driver_") as directory:
+        run_dir = Path(directory)
+        results = [_measure("in process", run_dir / "local", ReadyPool(run_dir / "local"), SilentRanks(), "<= 1.0")]
+        for peers in (1, 8):
+            name = f"through Ray, {DP_RANKS * peers} trainer ranks"
+            with ray_groups(peers) as (pool, ranks):
+                results.append(_measure(name, run_dir / f"ray{peers}", pool, ranks, "<= 1.0"))
+        ready = ReadyPool(run_dir / "episodes", make_episodes)
+        results.append(_measure("episodes, in process", run_dir / "episodes", ready, SilentRanks(), "<= 2.0"))
+        with ray_groups(1, make_episodes) as (pool, ranks):
+            name = f"episodes, through Ray, {DP_RANKS} trainer ranks"
+            results.append(_measure(name, run_dir / "ray_episodes", pool, ranks, "<= 2.0"))
+    seconds = seconds_to_pass_on(50)
+    name = f"a call passed on to the {RANKS_PER_NODE} ranks of a node"
+    note = "comes to the wall clock of the rows through Ray once per call, whatever the number of nodes"
+    return [*results, Result(name, seconds * 1000, LIMIT_SECONDS * 1000, "ms", seconds / LIMIT_SECONDS, "", note)]
+
+
+def _measure(name: str, run_dir: Path, pool: Any, ranks: Any, aim: str) -> Result:
+    """Median over steps of the wall clock, less what stands for engines in this process."""
+    driver = Driver(run_dir, pool, ranks)
+    steps = [driver.step(step) for step in range(1, STEPS + 2)][1:]  # the first one imports and compiles
+    driver.journal.close()
+    by_total = sorted(steps, key=lambda step: sum(step.phases.values()))
+    typical = by_total[len(by_total) // 2]
+    seconds = sum(typical.phases.values())
+    cpu = statistics.median(step.cpu_seconds for step in steps)
+    note = f"the driver's wall clock: {shares(list(typical.phases.items()))}; its CPU time {cpu:.2f} s"
+    return Result(name, seconds, LIMIT_SECONDS, "s/step", seconds / LIMIT_SECONDS, aim, note)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Units: seconds; phases of the wall clock, and the CPU time of this process."""
+
+    phases: dict[str, float]
+    cpu_seconds: float
+
+
+@dataclass
+class Driver:
+    """One step after the other, as trainer.loop runs it, with each phase timed."""
+
+    run_dir: Path
+    pool: Any
+    ranks: Any
+    journal: RunJournal = field(init=False)
+
+    def __post_init__(self) -> None:
+        records = self.run_dir / "rollouts"
+        records.mkdir(parents=True)
+        config = large_config(self.run_dir)
+        self.collector = RolloutCollector(
+            pool=self.pool,
+            sampler=PromptSampler(PROMPTS * 16, config.run.seed, True),
+            rollout=config.rollout,
+            dynamic=config.algorithm.dynamic_sampling,
+            has_signal=groups_with_variance,
+            prompts_per_step=PROMPTS,
+            seed=config.run.seed,
+            records_dir=records,
+        )
+        self.batch_of = batch_builder(config, DP_RANKS)
+        self.journal = RunJournal(self.run_dir, STEPS + 1, SpanRecorder("driver").drain, [])
+        self.journal.resume_after(-1)
+
+    def step(self, step: int) -> StepTimes:
+        """What the in-process pool needs to make its answers up is not counted."""
+        seconds: dict[str, float] = {}
+        cpu_started = time.process_time()
+        with _timed(seconds, "collect"):
+            groups = self.collector.collect(step)
+        wall, cpu = self.pool.seconds_pretending() if isinstance(self.pool, ReadyPool) else (0.0, 0.0)
+        seconds["collect"] -= wall
+        with _timed(seconds, "batch"):
+            batch = self.batch_of(groups, step, step - 1)
+        with _timed(seconds, "logp"):
+            logp = self.ranks.recompute_logp(batch)
+        with _timed(seconds, "update"):
+            updated = self.ranks.update(logp)
+        with _timed(seconds, "describe"):
+            figures = describe(groups)
+        with _timed(seconds, "journal"):
+            self.journal.record({**figures, **logp.metrics, **updated})
+            self.journal.finish_step(step)
+        cpu_seconds = time.process_time() - cpu_started - cpu
+        (self.run_dir / "rollouts" / f"step_{step}.jsonl").unlink()
+        return StepTimes(seconds, cpu_seconds)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def large_config(run_dir: Path) -> Config:
+    """The sections that the driver reads."""
+    config = Config()
+    config.run.dir = str(run_dir)
+    config.rollout.samples_per_prompt = SAMPLES
+    config.rollout.max_response_tokens = LONGEST
+    config.algorithm.dynamic_sampling.enable = True
+    config.trainer.prompts_per_step = PROMPTS
+    config.trainer.prompts_per_update = PROMPTS_PER_UPDATE
+    return config

@@ -1,0 +1,173 @@
+"""Real Ray handles for benchmarks.driver.driver: processes that answer at once, seen through the run's own groups."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from benchmarks.driver.load import DP_RANKS, ENGINES, Make, make_scalars, write_records
+from benchmarks.sizes import size
+from mcore_rl.config.schema import Config
+from mcore_rl.rollout.tasks import GivenUp, Until
+from mcore_rl.runtime.cluster import ray_cluster
+from mcore_rl.runtime.delivery import FetchRequest
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.scheduler import Scheduler
+from mcore_rl.runtime.health import Watch, kill_all
+from mcore_rl.runtime.roles.base import RankGroup, RankMap, RankProcess, RunProcess
+from mcore_rl.runtime.roles.trainer import TrainerGroup
+from mcore_rl.types import Mean, Metric, RankShares, RolloutScalars, RolloutTask
+
+PROCESSES = 2
+RANKS_PER_NODE = size(8, 2)
+
+
+@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
+class ReadyEngine(RunProcess):
+    """Answers tasks with ready scalars, and keeps nothing. Tasks of as many groups get the same ones: what it takes to
+    make them up would count as the driver's."""
+
+    def __init__(self, name: str, make: Make) -> None:
+        super().__init__(name)
+        self._make, self._received = make, 0
+        self._ready: dict[int, RolloutScalars] = {}
+        """By the number of groups, which are counted from 0."""
+
+    def give_up(self, free: int) -> GivenUp:
+        """All that it was given has ended."""
+        return GivenUp([], 0)
+
+    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> Report:
+        for _, task in tasks:
+            write_records(Path(str(task.records)).parents[1], task)
+        self._received += sum(task.num_responses for _, task in tasks)
+        return Report([(number, 0, self._scalars(task)) for number, task in tasks], self._received, 0, 0.0, 0)
+
+    def _scalars(self, task: RolloutTask) -> RolloutScalars:
+        count = len(task.group_ids)
+        if count not in self._ready:
+            self._ready[count] = self._make(replace(task, group_ids=np.arange(count)))
+        ready = self._ready[count]
+        groups = ready.group_ids
+        return replace(ready, group_ids=task.group_ids[groups], prompt_rows=task.prompt_rows[groups])
+
+
+@dataclass(frozen=True)
+class Up:
+    """An engine that needs no start."""
+
+    name: str
+    handles: list[Any]
+    journal: str | None = None
+
+    def kill(self) -> None:
+        raise AssertionError(f"{self.name} was lost")
+
+    def again(self) -> Any:
+        raise AssertionError(f"{self.name} was lost")
+
+
+@ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
+class SilentTrainer(RankProcess):
+    """Takes its share of a batch of several updates, and does nothing with it. What it was to fetch it only counts:
+    fetching is the ranks' work, and the engines'. Of `peers` with the same share the first one has metrics."""
+
+    def __init__(self, name: str, peers: int) -> None:
+        super().__init__(name)
+        self.peers = peers
+
+    @ray.method(concurrency_group="pass_on")
+    def pass_on(self, method: str, arguments: list[tuple[Any, ...]], neighbours: list[Any] | None) -> list[Any]:
+        """A node at once: on a cluster its ranks work at the same time as those of all others, and what it takes to
+        call them comes once (see `seconds_to_pass_on`)."""
+        named = list({a for given in arguments for a in given if isinstance(a, ray.ObjectRef)})
+        values = dict(zip(named, ray.get(named), strict=True))  # one per share, however many ranks read it
+        read = [[values[a] if isinstance(a, ray.ObjectRef) else a for a in given] for given in arguments]
+        found = [getattr(self, method)(*given) for given in read]
+        return [metrics if rank % self.peers == 0 else type(metrics)() for rank, metrics in enumerate(found)]
+
+    @ray.method(num_returns=2)
+    def fetch(self, wanted: FetchRequest) -> Any:
+        return None, len(wanted.rows)
+
+    def recompute_logp(self, key: int, shares: RankShares, fetched: int) -> dict[str, Metric]:
+        assert fetched == len({*shares.table["samples"].tolist()})
+        self.num_updates = len(shares.counts)
+        return {"rollout/logp_diff_mean": Mean(0.0, self.num_updates)}
+
+    def update(self, key: int) -> list[dict[str, Metric]]:
+        return [{"actor/loss": Mean(0.0, 1)} for _ in range(self.num_updates)]
+
+
+@ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
+class IdleRank(RankProcess):
+    """Answers at once; passes calls on as the ranks of a run do."""
+
+    def nothing(self) -> None: ...
+
+
+def seconds_to_pass_on(calls: int) -> float:
+    """Median time that a call of RANKS_PER_NODE ranks takes which their first one passes on; each has a process."""
+    config = Config()
+    config.cluster.device = "cpu"
+    with ray_cluster(config, {"CPU": 1.0 * RANKS_PER_NODE}) as [node]:
+        watch = Watch()
+        ranks = [start(IdleRank, node, "rank") for _ in range(RANKS_PER_NODE)]
+        for index, handle in enumerate(ranks):
+            watch.add(f"rank {index}", handle)
+        try:
+            map_of = RankMap((0,) * RANKS_PER_NODE, (0,))
+            group, seconds = RankGroup(ranks, [0] * RANKS_PER_NODE, map_of, watch), []
+            for _ in range(calls + 1):
+                started = time.perf_counter()
+                group.on_every_rank("nothing")
+                seconds.append(time.perf_counter() - started)
+            return statistics.median(seconds[1:])
+        finally:
+            kill_all(ranks)
+
+
+@contextmanager
+def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[Scheduler, TrainerGroup]]:
+    """ENGINES engines and DP_RANKS x peers trainer ranks, all of them handles of a few processes."""
+    config = Config()
+    config.cluster.device = "cpu"
+    with ray_cluster(config, {"CPU": 2.0 * PROCESSES}) as [node]:
+        watch = Watch()
+        engines = [start(ReadyEngine, node, "engine", make) for _ in range(PROCESSES)]
+        trainers = [start(SilentTrainer, node, "trainer", peers) for _ in range(PROCESSES)]
+        try:
+            engine_handles = _spread(engines, ENGINES, watch)
+            trainer_handles = _spread(trainers, DP_RANKS * peers, watch)
+            watch.get([handle.drain_spans.remote() for handle in [*engines, *trainers]])
+            dp_rank_of = tuple(rank // peers for rank in range(DP_RANKS * peers))
+            ranks = RankMap(dp_rank_of, speakers=tuple(range(0, DP_RANKS * peers, peers)))
+            nodes = [rank // RANKS_PER_NODE for rank in range(DP_RANKS * peers)]
+            fleet = Fleet(
+                [FleetEngine(n, Up(f"engine {n}", [handle])) for n, handle in enumerate(engine_handles)], watch
+            )
+            scheduler = Scheduler(fleet, Config().rollout.max_concurrent_requests)
+            yield scheduler, TrainerGroup(trainer_handles, nodes, ranks, watch)
+        finally:
+            kill_all([*engines, *trainers])
+
+
+def start(process: Any, node: Any, *arguments: Any) -> Any:
+    return process.options(num_cpus=1, scheduling_strategy=node).remote(*arguments)
+
+
+def _spread(processes: list[Any], count: int, watch: Watch) -> list[Any]:
+    """`count` handles, each watched as in a run, of the few processes."""
+    handles = [processes[index % len(processes)] for index in range(count)]
+    for index, handle in enumerate(handles):
+        watch.add(f"process {index}", handle)
+    return handles

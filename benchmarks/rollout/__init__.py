@@ -1,0 +1,1 @@
+"""Engine loop, episodes and routing of requests."""

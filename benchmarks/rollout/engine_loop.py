@@ -1,0 +1,209 @@
+"""Our loop over vLLM: requests that come one by one beside batches that wait for their longest, and beside vLLM's own
+`LLM.generate`.
+
+A tiny model in float32, so that a step is short and what surrounds it shows. CPU seconds of the generating process, so
+that other load does not count; the ways take turns, in one process each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.children import Child, run_command
+from benchmarks.result import Result
+from benchmarks.sizes import size
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.types import GenerationRequest, SamplingOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH, BATCHES, ROUNDS = size((32, 8, 5), (2, 2, 1))
+LONGEST, MEDIAN, SIGMA = size((256, 48.0, 0.8), (8, 4.0, 0.8))
+PROMPT_TOKENS, VOCABULARY = 24, 96
+RUNNING = ((32, ">= 2.0"), (64, ">= 2.8"))
+"""Requests that run at a time, and what comes of it at least."""
+Measured = tuple[int, float]
+"""Tokens, and CPU seconds."""
+
+
+def run() -> list[Result]:
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_loop_") as directory:
+        model = Path(directory) / "model"
+        command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), "qwen3_moe", str(model)]
+        run_command([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], ROOT)
+        ours, theirs = _Side(_serve_ours, model), _Side(_serve_vllm, model)
+        try:
+            rounds = [{"ours": ours.ask("whole"), "vllm": theirs.ask("whole"), "batches": ours.ask("batches")}
+                      | {str(n): ours.ask(f"{n} running") for n, _ in RUNNING} for _ in range(ROUNDS + 1)]  # fmt: skip
+            own = ours.ask("own cost")
+        finally:
+            ours.end()
+            theirs.end()
+    rates = [{way: tokens / seconds for way, (tokens, seconds) in each.items()} for each in rounds[1:]]
+    results = [_row(rates, f"{n} running, beside batches of {BATCH}", str(n), "batches", aim) for n, aim in RUNNING]
+    results.append(_row(rates, "a whole batch, beside LLM.generate", "ours", "vllm", ">= 0.95"))
+    milliseconds = 1000 * own[1] / own[0]
+    note = f"CPU time of a step of {BATCH} requests outside vLLM's engine core"
+    return [*results, Result("the loop's own cost", milliseconds, 1.0, "ms/step", milliseconds, "<= 1.0", note)]
+
+
+def _row(rates: list[dict[str, float]], name: str, ours: str, limit: str, aim: str) -> Result:
+    ratio = statistics.median(each[ours] / each[limit] for each in rates)
+    of_limit = statistics.median(each[limit] for each in rates)
+    return Result(name, ratio * of_limit, of_limit, "tok/CPU s", ratio, aim)
+
+
+def lengths() -> np.ndarray:
+    """Response tokens, lognormal: mean 63, and nearly every batch has one of more than 200."""
+    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, BATCH * BATCHES)
+    return np.clip(drawn, 1, LONGEST).astype(int)
+
+
+def requests() -> list[GenerationRequest]:
+    rng = np.random.default_rng(1)
+    return [
+        GenerationRequest(
+            str(i), rng.integers(3, VOCABULARY, PROMPT_TOKENS).astype(np.int32), i, SamplingOptions(int(length))
+        )
+        for i, length in enumerate(lengths())
+    ]
+
+
+class _Side:
+    """A process that answers with what it has measured."""
+
+    def __init__(self, serve: Callable[[Pipe, str], None], model: Path) -> None:
+        self._child = Child(multiprocessing.get_context("spawn"), serve, str(model))
+
+    def ask(self, what: str) -> Measured:
+        """Raises: ChildError."""
+        self._child.send(what)
+        measured: Measured = self._child.recv()
+        return measured
+
+    def end(self) -> None:
+        self._child.kill()
+
+
+def _answer(pipe: Pipe, ways: dict[str, Callable[[], Measured]]) -> None:
+    while True:
+        pipe.send(ways[pipe.recv()]())
+
+
+def _timed(way: Callable[[], int]) -> Measured:
+    """`way` returns the tokens that it made."""
+    started = time.process_time()
+    tokens = way()
+    return tokens, time.process_time() - started
+
+
+def _serve_ours(pipe: Pipe, model: str) -> None:
+    from mcore_rl.engines.vllm.engine import VllmEngine
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    config = RolloutConfig(
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_response_tokens=LONGEST,
+        max_concurrent_requests=2 * BATCH,
+        kv_cache_gib=0.25,
+    )
+    # Without an end token lengths are those that are asked for.
+    engine = VllmEngine(model, config, dtype="float32", eos_token_ids=[], seed=1, name="engine", timeout_seconds=600)
+
+    def batches(size: int) -> int:
+        tokens, drawn = 0, requests()
+        for start in range(0, len(drawn), size):
+            done: list[Any] = []
+            engine.generate(drawn[start : start + size], done.append)
+            tokens += sum(len(each.token_ids) for each in done)
+        return tokens
+
+    def continuous(running: int) -> int:
+        """As many requests run at any time, until as many have ended as the batches have."""
+        tokens, ended, drawn = 0, 0, requests()
+        more = (replace(each, request_id=f"{turn}.{each.request_id}") for turn in itertools.count() for each in drawn)
+        while ended < len(drawn):
+            engine.submit(list(itertools.islice(more, running - engine.num_running)))
+            deltas, completions = engine.step()
+            tokens, ended = tokens + sum(len(delta.token_ids) for delta in deltas), ended + len(completions)
+        engine.abort(engine.running_ids)
+        return tokens
+
+    ways: dict[str, Callable[[], Measured]] = {
+        "whole": lambda: _timed(lambda: batches(2 * BATCH)),
+        "batches": lambda: _timed(lambda: batches(BATCH)),
+        "own cost": lambda: _own_cost(engine, lambda: continuous(BATCH)),
+    }
+    _answer(pipe, ways | {f"{n} running": lambda n=n: _timed(lambda: continuous(n)) for n, _ in RUNNING})
+
+
+def _own_cost(engine: Any, work: Callable[[], int]) -> Measured:
+    """Steps, and the CPU seconds that they took beside vLLM's core."""
+    get_output, inside, steps = engine._core.get_output, 0.0, 0
+
+    def timed() -> Any:
+        nonlocal inside, steps
+        started = time.process_time()
+        output = get_output()
+        inside, steps = inside + time.process_time() - started, steps + 1
+        return output
+
+    engine._core.get_output = timed
+    started = time.process_time()
+    work()
+    total = time.process_time() - started
+    engine._core.get_output = get_output
+    return steps, total - inside
+
+
+def _serve_vllm(pipe: Pipe, model: str) -> None:
+    """vLLM as it is installed, in one process."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=PROMPT_TOKENS + LONGEST,
+        max_num_seqs=2 * BATCH,
+        kv_cache_memory_bytes=2**28,
+        enforce_eager=True,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+    )
+
+    def whole() -> int:
+        tokens, drawn = 0, requests()
+        for start in range(0, len(drawn), 2 * BATCH):
+            part = drawn[start : start + 2 * BATCH]
+            prompts: Any = [{"prompt_token_ids": each.token_ids.tolist()} for each in part]
+            params = [
+                SamplingParams(
+                    temperature=1.0,
+                    max_tokens=each.sampling.max_response_tokens,
+                    ignore_eos=True,
+                    seed=each.seed,
+                    logprobs=0,
+                    detokenize=False,
+                )
+                for each in part
+            ]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            tokens += sum(len(each.outputs[0].token_ids) for each in outputs)
+        return tokens
+
+    _answer(pipe, {"whole": lambda: _timed(whole)})

@@ -1,0 +1,149 @@
+"""Episodes over vLLM: single turns as coroutines beside the loop's own, and how long an engine stands still when a
+thousand conversations wait for slow tools.
+
+CPU seconds of the one process that has the engine, its loop and the episodes; the ways take turns in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.children import run_command
+from benchmarks.result import Result
+from benchmarks.sizes import size
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks, Player
+from mcore_rl.types import GenerationRequest, Prompt, SamplingOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT_TOKENS, VOCABULARY, TURN_TOKENS, CONCURRENT = size((24, 96, 48, 64), (24, 96, 4, 8))
+SINGLE_TURNS, ROUNDS = size((512, 10), (8, 2))
+CONVERSATIONS, TURNS, SLOWEST_TOOL_SECONDS = size((1000, 3, 2.0), (8, 2, 0.1))
+WAITING_SHARE = 0.9
+"""Of the conversations: when so many have ended, work no longer waits."""
+
+
+def run() -> list[Result]:
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_episodes_") as directory:
+        model = Path(directory) / "model"
+        command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), "qwen3_moe", str(model)]
+        run_command([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], ROOT)
+        return _measure(str(model))
+
+
+def _measure(model: str) -> list[Result]:
+    from mcore_rl.engines.vllm.engine import VllmEngine
+    from mcore_rl.rollout.episodes.load import FunctionEpisode
+    from mcore_rl.rollout.episodes.player import EpisodePlayer
+    from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
+    from mcore_rl.rollout.loop import EngineLoop
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    config = RolloutConfig(
+        episode="benchmarks/episodes.py:_conversation",
+        max_concurrent_episodes=CONVERSATIONS,
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_response_tokens=TURNS * TURN_TOKENS + TURNS,
+        max_turn_tokens=TURN_TOKENS,
+        max_concurrent_requests=CONCURRENT,
+        kv_cache_gib=0.5,
+    )
+    engine = VllmEngine(model, config, dtype="float32", eos_token_ids=[], seed=1, name="engine", timeout_seconds=600)
+    loop = EngineLoop(engine)
+    threading.Thread(target=loop.serve, daemon=True).start()
+    single = SingleTurnPlayer(loop, _NoText())
+    one_turn = _with_surroundings(EpisodePlayer(FunctionEpisode(_one_turn, {}), loop, config))
+    talking = _with_surroundings(EpisodePlayer(FunctionEpisode(_conversation, {}), loop, config))
+    rounds = [_both(single, one_turn, single_first=bool(number % 2)) for number in range(ROUNDS + 1)][1:]
+    ratio = statistics.median(as_episode / alone for alone, as_episode in rounds)
+    alone = statistics.median(rate for rate, _ in rounds)
+    idle = _idle_percent(talking, lambda: loop.busy_seconds)
+    note = f"{CONVERSATIONS} of {TURNS} turns, tools of 0 to {SLOWEST_TOOL_SECONDS:g} s"
+    return [
+        Result("single turns as coroutines", ratio * alone, alone, "tok/CPU s", ratio, ">= 0.98"),
+        Result("engine idle while tools are waited for", idle, 5.0, "%", idle, "<= 5", note),
+    ]
+
+
+class _NoText:
+    def decode(self, token_ids: Any, **_: Any) -> str:
+        return ""
+
+
+def _with_surroundings(player: Any) -> Any:
+    from mcore_rl.data.chat.conversation import Conversation
+    from mcore_rl.rollout.episodes.session import EpisodeContext
+
+    player.context = EpisodeContext(_NoText(), Conversation.__new__(Conversation))
+    return player
+
+
+async def _one_turn(session: Any, prompt: Any) -> None:
+    await session.generate(prompt.token_ids)
+
+
+async def _conversation(session: Any, prompt: Any) -> None:
+    ids, rng = prompt.token_ids, np.random.default_rng(session.seed)
+    for turn in range(TURNS):
+        ids = ids + (await session.generate(ids)).token_ids
+        if turn + 1 < TURNS:
+            await asyncio.sleep(rng.uniform(0, SLOWEST_TOOL_SECONDS))
+            ids = [*ids, 5]
+
+
+def _attempts(count: int, tokens: int) -> list[Attempt]:
+    rng = np.random.default_rng(1)
+    attempts = []
+    for number in range(count):
+        ids = rng.integers(3, VOCABULARY, PROMPT_TOKENS).astype(np.int32)
+        prompt = Prompt(number, ids, "", "", "")
+        attempts.append(Attempt(GenerationRequest(f"{number}", ids, number, SamplingOptions(tokens)), prompt))
+    return attempts
+
+
+def _both(single: Player, one_turn: Player, *, single_first: bool) -> tuple[float, float]:
+    """Tokens per CPU second of each; whoever is second finds warmer caches."""
+    if single_first:
+        alone = _rate(single)
+        return alone, _rate(one_turn)
+    as_episode = _rate(one_turn)
+    return _rate(single), as_episode
+
+
+def _rate(player: Player) -> float:
+    """Tokens per CPU second."""
+    outcomes: list[Any] = []
+    course = AttemptCallbacks(lambda: None, lambda place, outcome: outcomes.append(outcome))
+    attempts = _attempts(SINGLE_TURNS, TURN_TOKENS)
+    started = time.process_time()
+    player.play(attempts, course, {})
+    seconds = time.process_time() - started
+    return sum(len(outcome.trajectories[0].token_ids) for outcome in outcomes) / seconds
+
+
+def _idle_percent(player: Player, busy_seconds: Callable[[], float]) -> float:
+    """Of the time in which conversations wait."""
+    ended, at_most = 0, int(WAITING_SHARE * CONVERSATIONS)
+    figures: list[tuple[float, float]] = []
+
+    def end(place: int, outcome: Any) -> None:
+        nonlocal ended
+        ended += 1
+        if ended == at_most:
+            figures.append((time.perf_counter(), busy_seconds()))
+
+    started, busy = time.perf_counter(), busy_seconds()
+    player.play(_attempts(CONVERSATIONS, TURNS * TURN_TOKENS + TURNS), AttemptCallbacks(lambda: None, end), {})
+    (then, busy_then), *_ = figures
+    return 100 * (1 - (busy_then - busy) / (then - started))

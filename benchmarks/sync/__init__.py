@@ -1,0 +1,1 @@
+"""Weight syncs between trainer ranks and engines."""

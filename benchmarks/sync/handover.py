@@ -1,0 +1,47 @@
+"""Weight hand-over by own slices through shared memory against one memcpy of the same bytes into warm memory.
+
+Trainer and engine ranks are processes of their own, as in a run: everything is packed, received and acknowledged. A
+rank copies what it takes twice (parameter -> slot -> its own memory), so half a memcpy is the limit while both sides
+take turns; with two cores the slots let them overlap. Mapped is the hand-over alone: all is in place at once, and
+nothing is taken out.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from benchmarks.result import Result
+from benchmarks.sizes import size
+from benchmarks.sync.processes import processes, sync_plan
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from model_converters.mapping.layout import TrainLayout
+
+ROUNDS = size(11, 1)
+WAYS = (("the only rank", 64.0, 1, ">= 0.45"), ("two ranks", 64.0, 2, ">= 0.45"), ("mapped", 1024.0, 1, ">= 0.8"))
+"""(name, MiB of a bucket, ranks of the engine, aim)."""
+
+
+def run() -> list[Result]:
+    torch.set_num_threads(1)
+    results = []
+    for name, bucket_mib, num_ranks, aim in WAYS:
+        plan = sync_plan(TrainLayout(1), EngineLayout(tp=num_ranks), ("A", "A" * num_ranks), bucket_mib=bucket_mib)
+        with processes(plan, keep=name != "mapped") as sync:
+            ratios, rates = [], []
+            source, target = (torch.ones(sync.sent_bytes, dtype=torch.uint8) for _ in range(2))
+            sync.update()
+            for _ in range(ROUNDS):
+                started = time.perf_counter()
+                target.copy_(source)
+                limit = time.perf_counter() - started
+                seconds, received = sync.update()
+                assert sum(received) == sync.sent_bytes
+                ratios.append(limit / seconds)
+                rates.append(sync.sent_bytes / seconds)
+        title = f"{name}, {sync.sent_bytes / 2**20:.0f} MiB in {plan.num_rounds} bucket(s)"
+        ratio, rate = statistics.median(ratios), statistics.median(rates)
+        results.append(Result(title, rate / 1e9, rate / ratio / 1e9, "GB/s", ratio, aim))
+    return results

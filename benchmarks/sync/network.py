@@ -1,0 +1,102 @@
+"""A weight sync between hosts against a raw socket copy of the same bytes, in one run: both over loopback, between a
+process that has the bytes and one that takes them. Bytes are counted where they arrive."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import statistics
+import time
+from multiprocessing.connection import Connection as Pipe
+
+import torch
+
+from benchmarks.result import Result
+from benchmarks.sizes import size
+from benchmarks.sync.processes import processes, sync_plan
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.shard_map import ShardMap
+from mcore_rl.weights.slices.totals import count
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.placement import Placement
+
+ROUNDS = size(7, 1)
+BUCKET_MIB = 64.0
+LAYOUTS = {
+    "TP2 -> TP1": (TrainLayout(2, tp=2), EngineLayout(), ("AA", "B")),
+    "EP2 -> TP2": (TrainLayout(2, ep=2), EngineLayout(tp=2), ("AB", "AB")),
+    "PP2 -> whole experts on 2": (TrainLayout(2, pp=2), EngineLayout(tp=2, expert_parallel=True), ("AA", "BB")),
+    "DP2 -> 2 engines": (TrainLayout(2), EngineLayout(), ("AB", "CD")),
+}
+"""Trainer, engine, and the host of each rank."""
+
+
+def run() -> list[Result]:
+    torch.set_num_threads(1)
+    plan = sync_plan(TrainLayout(1), EngineLayout(), ("A", "B"), bucket_mib=BUCKET_MIB)
+    with processes(plan, keep=False) as sync, RawSocket(sync.sent_bytes) as raw:
+        sync.update()
+        raw()
+        pairs = [(raw(), sync.update()[0]) for _ in range(ROUNDS)]
+        num_bytes = sync.sent_bytes
+    ratio = statistics.median(limit / seconds for limit, seconds in pairs)
+    rate = num_bytes / statistics.median(seconds for _, seconds in pairs) / 1e9
+    title = f"gloo, {num_bytes / 2**20:.0f} MiB in {plan.num_rounds} buckets, beside a raw socket"
+    results = [Result(title, rate, rate / ratio, "GB/s", ratio, ">= 0.8")]
+    for name, (train_layout, engine_layout, hosts) in LAYOUTS.items():
+        results.append(_counted(name, train_layout, engine_layout, hosts))
+    return results
+
+
+def _counted(name: str, train_layout: TrainLayout, engine_layout: EngineLayout, hosts: tuple[str, str]) -> Result:
+    """What arrives at the fullest engine rank, alignment and all, beside what it keeps."""
+    plan = sync_plan(train_layout, engine_layout, hosts, bucket_mib=BUCKET_MIB, layers=2)
+    with processes(plan, keep=False) as sync:
+        _, received = sync.update()
+    needs = ShardMap(plan.rows, engine_layout)
+    totals = count(Placement(plan.rows, train_layout), needs, plan.topology.locations, plan.bucket_bytes)
+    ratios = [n / totals.needed[rank % engine_layout.num_ranks] for rank, n in enumerate(received)]
+    fullest = max(range(len(received)), key=ratios.__getitem__)
+    floor = float(totals.needed[fullest % engine_layout.num_ranks])
+    title = f"bytes of an engine rank, {name}, beside its floor"
+    return Result(title, received[fullest] / 1e6, floor / 1e6, "MB", ratios[fullest], "<= 1.05")
+
+
+class RawSocket:
+    """Called, it sends so many bytes to another process and returns the seconds until all had arrived there."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._source = torch.ones(num_bytes, dtype=torch.uint8)
+
+    def __enter__(self) -> RawSocket:
+        self._pipe, theirs = multiprocessing.get_context("spawn").Pipe()
+        arguments = (theirs, self._source.numel())
+        self._process = multiprocessing.get_context("spawn").Process(target=_take, args=arguments, daemon=True)
+        self._process.start()
+        self._socket = socket.create_connection(("127.0.0.1", self._pipe.recv()))
+        return self
+
+    def __call__(self) -> float:
+        started = time.perf_counter()
+        self._socket.sendall(memoryview(self._source.numpy()))
+        self._pipe.recv()
+        return time.perf_counter() - started
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.join()
+
+
+def _take(pipe: Pipe, num_bytes: int) -> None:
+    target = memoryview(torch.zeros(num_bytes, dtype=torch.uint8).numpy())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pipe.send(server.getsockname()[1])
+        connection, _ = server.accept()
+    while True:
+        taken = 0
+        while taken < num_bytes:
+            received = connection.recv_into(target[taken:], 0)
+            if not received:
+                return
+            taken += received
+        pipe.send("all")

@@ -1,0 +1,180 @@
+"""A weight sync between processes, trainer ranks and engine ranks, as in a run but for what is around it: random
+weights on one side, tensors that are only kept on the other."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import torch
+
+from benchmarks.children import Child
+from benchmarks.conversion import convert
+from mcore_rl.weights.connection import Connection, TrainerSetup, connect_engine_rank
+from mcore_rl.weights.send import part_of
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.shard_map import ShardMap
+from mcore_rl.weights.sync_plan import SyncPlan
+from mcore_rl.weights.transports.hosts import Host
+from mcore_rl.weights.transports.link import Rendezvous, open_store
+from mcore_rl.weights.transports.topology import Endpoint, Topology
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import local_shapes
+
+TIMEOUT_SECONDS = 120.0
+CONFIG: dict[str, Any] = {
+    **convert.CONFIG,
+    "vocab_size": 1024,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 768,
+}
+"""270 million parameters."""
+
+
+def sync_plan(
+    train_layout: TrainLayout,
+    engine_layout: EngineLayout,
+    hosts: tuple[str, str],
+    *,
+    bucket_mib: float,
+    num_slots: int = 2,
+    layers: int | None = None,
+    config: dict[str, Any] = CONFIG,
+    address: str = "127.0.0.1",
+) -> SyncPlan:
+    """`hosts`: a letter for each trainer rank, and for each engine rank; processes of one letter share memory. `layers`
+    of the model `config`: all if None."""
+    trainers, engines = (tuple(Endpoint(Host(each, (each, 0)), address) for each in letters) for letters in hosts)
+    topology = Topology(trainers, engines, engine_layout.num_ranks)
+    config = config if layers is None else config | {"num_hidden_layers": layers}
+    return SyncPlan(config, torch.bfloat16, train_layout, engine_layout, topology, int(bucket_mib * 2**20), num_slots)
+
+
+@dataclass
+class Processes:
+    """Connected processes of a sync."""
+
+    plan: SyncPlan
+    trainers: list[Child]
+    engines: list[Child]
+
+    def update(self) -> tuple[float, list[int]]:
+        """Seconds of one update, and the bytes that each engine rank received."""
+        started = time.perf_counter()
+        for pipe in (*self.engines, *self.trainers):
+            pipe.send("update")
+        received = [pipe.recv() for pipe in self.engines]
+        for pipe in self.trainers:
+            pipe.recv()
+        return time.perf_counter() - started, received
+
+    def digests(self) -> list[dict[str, str]]:
+        """By process, trainers first: what each has sent, and what each has, by HF name."""
+        for pipe in (*self.trainers, *self.engines):
+            pipe.send("digests")
+        return [pipe.recv() for pipe in (*self.trainers, *self.engines)]
+
+    @property
+    def sent_bytes(self) -> int:
+        """In one update, to all windows."""
+        return sum(
+            incoming.num_bytes for incoming in self.plan.incoming(range(len(self.plan.topology.buffers))).values()
+        )
+
+
+@contextmanager
+def processes(plan: SyncPlan, *, device: str = "cpu", keep: bool = True, pinned: bool = False) -> Iterator[Processes]:
+    """keep: engine ranks copy what comes to tensors of their own, on `device`, where the trainers' are too. pinned: the
+    windows are registered with CUDA."""
+    context = multiprocessing.get_context("spawn")  # a process that has a CUDA context must not fork
+    store = open_store("127.0.0.1")
+    with ExitStack() as stack:
+
+        def start(target: Any, rank: int, *arguments: Any) -> Child:
+            child = Child(context, target, plan, rank, device, *arguments)
+            stack.callback(child.end)
+            return child
+
+        trainers = [start(_trainer, rank, pinned) for rank in range(len(plan.topology.trainers))]
+        engines = [start(_engine, rank, keep) for rank in range(len(plan.topology.engines))]
+        segments = {number: name for pipe in trainers for number, name in pipe.recv().items()}
+        rendezvous = Rendezvous(plan.topology.trainers[0].address, store.port, 0)
+        for pipe in (*trainers, *engines):
+            pipe.send(Connection(plan, rendezvous, segments, TIMEOUT_SECONDS))
+        for pipe in (*trainers, *engines):
+            assert pipe.recv() == "connected"
+        for pipe in trainers:
+            pipe.send("unlink")
+        yield Processes(plan, trainers, engines)
+
+
+def _trainer(pipe: Pipe, plan: SyncPlan, rank: int, device: str, pinned: bool) -> None:
+    torch.set_num_threads(1)
+    end = TrainerSetup(plan, rank)
+    pipe.send(end.create_buffers())
+    sender = end.connect(pipe.recv())
+    shapes = local_shapes(plan.rows, plan.train_layout, rank)
+    tensors = {name: _random(name, shape, plan.dtype, device) for name, shape in shapes.items()}
+    if pinned:
+        for segment in end._segments.values():
+            memory = segment.memory
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    pipe.send("connected")
+    while (word := pipe.recv()) is not None:
+        if word == "unlink":
+            end.unlink()
+        elif word == "update":
+            sender.send(tensors)
+            pipe.send("sent")
+        else:
+            pipe.send(_sent_digests(plan, rank, tensors))
+
+
+def _sent_digests(plan: SyncPlan, rank: int, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """By HF name, of the parts that this rank sends, in the shape of the tensor; zero elsewhere."""
+    whole: dict[str, torch.Tensor] = {}
+    messages = [message for of_round in plan.outgoing(rank).values() for message in of_round]
+    for each in (each for message in messages for each in message.slices):
+        tensor = whole.setdefault(each.hf_name, torch.zeros(each.hf_shape, dtype=each.dtype))
+        tensor.narrow(each.dim, each.start, each.length).copy_(part_of(each, tensors, each.shape))
+    return {name: _digest(tensor) for name, tensor in whole.items()}
+
+
+def _random(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Ranks that hold the same hold the same values."""
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _engine(pipe: Pipe, plan: SyncPlan, rank: int, device: str, keep: bool) -> None:
+    torch.set_num_threads(1)
+    receiver = connect_engine_rank(pipe.recv(), rank)
+    boxes = ShardMap(plan.rows, plan.engine_layout).boxes(rank % plan.engine_layout.num_ranks)
+    held = {name: torch.zeros(size, dtype=plan.dtype, device=device) for name, (_, size) in boxes.items()}
+
+    def put(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
+        if keep:
+            first = boxes[name][0]
+            places = zip(start, first, box.shape, strict=True)
+            held[name][tuple(slice(a - b, a - b + n) for a, b, n in places)].copy_(box)
+
+    pipe.send("connected")
+    while (word := pipe.recv()) is not None:
+        if word == "update":
+            receiver.begin()
+            num_bytes = sum(receiver.receive(sync_round, put) for sync_round in range(receiver.num_rounds))
+            receiver.finish()
+            pipe.send(num_bytes)
+        else:
+            pipe.send({name: _digest(tensor) for name, tensor in held.items()})
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(tensor.cpu().contiguous().view(torch.uint8).numpy(), digest_size=16).hexdigest()

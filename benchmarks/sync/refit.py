@@ -1,0 +1,117 @@
+"""Two expert-parallel ranks, on a host each, give their weights to an engine beside each: every engine needs the whole
+model, of which a rank has half of the experts. Beside it, between as many processes: mbridge's export of the same
+model, which gathers the experts tensor by tensor, and nothing but the bytes that a host lacks, point to point."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.children import Child
+from benchmarks.conversion import convert
+from benchmarks.conversion.mbridge import Peer, initialize, require_mbridge
+from benchmarks.result import Result
+from benchmarks.sizes import size
+from benchmarks.sync.processes import processes, sync_plan
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from model_converters.mapping.layout import TrainLayout
+from model_converters.mapping.plan import export_plan, local_shapes
+
+ROUNDS = size(7, 1)
+LAYOUT = TrainLayout(2, ep=2)
+
+
+def run() -> list[Result]:
+    torch.set_num_threads(1)
+    require_mbridge()
+    plan = sync_plan(LAYOUT, EngineLayout(), ("AB", "AB"), bucket_mib=64.0, config=convert.CONFIG)
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_refit_") as directory:
+        convert.write_source(Path(directory) / "hf")  # mbridge reads there what the model is
+        with (
+            processes(plan, keep=True) as sync,
+            _pair(_export, directory) as export,
+            _pair(_missing, directory) as missing,
+        ):
+            actions: list[Callable[[], object]] = [sync.update, export, missing]
+            for action in actions:
+                action()
+            rounds = [[_timed(action) for action in actions] for _ in range(ROUNDS)]
+    ours, theirs, floor = (statistics.median(seconds) for seconds in zip(*rounds, strict=True))
+    faster = statistics.median(theirs / ours for ours, theirs, _ in rounds)
+    over = statistics.median(ours / floor for ours, _, floor in rounds)
+    num_bytes = sync.sent_bytes / 2
+    return [
+        Result(f"{num_bytes / 1e6:.0f} MB to each engine, beside mbridge's export", ours, theirs, "s", faster, ">= 3"),
+        Result("the same, beside the bytes that a host lacks", ours, floor, "s", over, "<= 1.3"),
+    ]
+
+
+@contextmanager
+def _pair(target: Any, directory: str) -> Iterator[Callable[[], None]]:
+    """Two processes that do the same, each time it is called."""
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        children: list[Child] = []
+        for rank in range(LAYOUT.world_size):
+            children.append(Child(context, target, rank, directory))
+            stack.callback(children[-1].end, False)
+
+        def once() -> None:
+            for child in children:
+                child.send(True)
+            for child in children:
+                child.recv()
+
+        yield once
+
+
+def _export(pipe: Pipe, rank: int, directory: str) -> None:
+    """What mbridge yields is copied to memory that is there, as a sync would."""
+    torch.set_num_threads(1)
+    initialize(LAYOUT, rank, f"file://{directory}/export")
+    shapes = local_shapes(convert.bound_rows(), LAYOUT, rank)
+    peer = Peer(
+        Path(directory) / "hf", {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    )
+    total = sum(torch.Size(tensor.shape).numel() for tensor in export_plan(convert.bound_rows(), TrainLayout(1)))
+    target = torch.ones(total, dtype=torch.bfloat16)
+    while pipe.recv():
+        done = 0
+        for _, tensor in peer.export():
+            target[done : done + tensor.numel()].view(tensor.shape).copy_(tensor)
+            done += tensor.numel()
+        assert done == total, "mbridge exports another number of elements"
+        pipe.send("done")
+
+
+def _missing(pipe: Pipe, rank: int, directory: str) -> None:
+    """Both send their experts to each other, at the same time."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/missing", rank=rank, world_size=2)
+    rows = convert.bound_rows()
+    held = [
+        torch.Size(shape).numel() for name, shape in local_shapes(rows, LAYOUT, rank).items() if ".experts." in name
+    ]
+    source = torch.ones(sum(held), dtype=torch.bfloat16)
+    target = torch.zeros_like(source)
+    while pipe.recv():
+        for work in (dist.isend(source, 1 - rank), dist.irecv(target, 1 - rank)):
+            assert work is not None
+            work.wait()
+        pipe.send("done")
+
+
+def _timed(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started

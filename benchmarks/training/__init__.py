@@ -1,0 +1,1 @@
+"""Updates, log-probabilities, losses and advantages."""

@@ -1,0 +1,149 @@
+"""One actor rank beside plain PyTorch: an update and a log-probability pass of the same 27M-parameter Qwen3, float32.
+
+The peer of the update is transformers' own model with a padded batch, the same loss and AdamW; equal lengths leave it
+nothing to pad, long-tailed ones do. The peer of the log-probability pass is its matrix products alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.result import Result
+from benchmarks.sizes import size
+from benchmarks.training.actor_task import CLIP, LEARNING_RATE, MODEL, PROMPT, actor_config, trajectories, write_model
+from mcore_rl.types import RankShare, TrajectoryBuffers
+
+REPEATS = size(3, 1)
+EQUAL = np.full(*size((16, 224), (2, 16)))
+BUDGET = 2048
+
+
+def run() -> list[Result]:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_actor_") as directory:
+        return _measure(Path(directory))
+
+
+def _measure(directory: Path) -> list[Result]:
+    from mcore_rl.megatron.model import parallel
+    from mcore_rl.megatron.roles.actor import MegatronActor
+
+    config = actor_config(write_model(directory / "model"), tokens_per_microbatch=BUDGET)
+    actor = MegatronActor(config, 0, 1, f"file://{directory / 'store'}")
+    try:
+        peer = _peer_model()
+        rows = [
+            _update_row("equal lengths", ">= 0.9", actor, peer, EQUAL),
+            _update_row("long-tailed lengths", "", actor, peer, long_tailed(24)),
+        ]
+        return [*rows, _logp_row(actor)]
+    finally:
+        parallel.destroy()
+
+
+def long_tailed(count: int) -> np.ndarray:
+    """Lognormal lengths, as reasoning models have them."""
+    return np.clip(np.random.default_rng(0).lognormal(4.5, 0.9, count), 8, 1024).astype(np.int64)
+
+
+def _update_row(name: str, aim: str, actor: Any, peer: Any, responses: np.ndarray) -> Result:
+    share, buffers = trajectories(responses)
+    tokens = int(share.total_tokens.sum())
+    optimizer = torch.optim.AdamW(peer.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+
+    def ours() -> None:
+        batch, _ = actor.recompute_logp([share], [buffers])
+        actor.update(batch, 0)
+
+    def theirs() -> None:
+        _plain_update(peer, optimizer, share, buffers)
+
+    seconds, alone = _medians([ours, theirs])
+    note = f"{len(responses)} responses, {tokens} tokens; medians of {REPEATS} in turn, one thread each"
+    return Result(f"update, {name}", tokens / seconds, tokens / alone, "tokens/s", alone / seconds, aim=aim, note=note)
+
+
+def _peer_model() -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {key: value for key, value in MODEL.items() if key != "torch_dtype"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="sdpa").float()
+
+
+def _plain_update(model: Any, optimizer: Any, share: RankShare, buffers: TrajectoryBuffers) -> None:
+    """One padded batch per token budget: what a first implementation of the same update looks like."""
+    order = np.argsort(-share.total_tokens, kind="stable")
+    optimizer.zero_grad()
+    while len(order):
+        longest = int(share.total_tokens[order[0]])
+        members, order = np.split(order, [max(BUDGET // longest, 1)])
+        _padded_loss(model, share, buffers, members).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def _padded_loss(model: Any, share: RankShare, buffers: TrajectoryBuffers, members: np.ndarray) -> torch.Tensor:
+    rows = [torch.from_numpy(buffers.tokens[s : s + n].astype(np.int64)) for s, n in _places(share, buffers, members)]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True)
+    logits = model(tokens, attention_mask=mask.long()).logits[:, PROMPT - 1 : -1]
+    targets, trained = tokens[:, PROMPT:], mask[:, PROMPT:]
+    log_p = torch.log_softmax(logits, -1)
+    logp = log_p.gather(-1, targets[..., None])[..., 0]
+    with torch.no_grad():
+        (-(log_p.exp() * log_p).sum(-1) * trained).sum()  # the entropy, which every trainer reports
+    advantages = torch.from_numpy(share.advantages[members])[:, None]
+    ratio = torch.exp(logp - logp.detach())
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
+    return (loss * trained * torch.from_numpy(share.loss_weights[members])[:, None]).sum()
+
+
+def _places(share: RankShare, buffers: TrajectoryBuffers, members: np.ndarray) -> list[tuple[int, int]]:
+    return [(int(buffers.token_offsets[i]), int(share.total_tokens[i])) for i in members]
+
+
+def _logp_row(actor: Any) -> Result:
+    share, buffers = trajectories(EQUAL)
+    arrays = {name: values for name, values in vars(share).items() if name != "version"}
+    nothing = RankShare(**{name: values[:0] for name, values in arrays.items()})
+    tokens, trained = int(share.total_tokens.sum()) - len(EQUAL), int(EQUAL.sum())
+    products = [(tokens, inner, outer) for inner, outer in _layer_products()] * MODEL["num_hidden_layers"]
+    products.append((trained, MODEL["hidden_size"], MODEL["vocab_size"]))
+    operands = [(torch.randn(m, k), torch.randn(n, k), torch.empty(m, n).fill_(0)) for m, k, n in products]
+
+    def ours() -> None:
+        actor.recompute_logp([nothing, share], [buffers])  # it is of the samples of a second update
+
+    def theirs() -> None:
+        for left, right, out in operands:
+            torch.mm(left, right.t(), out=out)
+
+    seconds, alone = _medians([ours, theirs])
+    note = "the peer is every matrix product of the forward pass, without attention, norms and softmax"
+    return Result("log-probability pass", seconds, alone, "s", seconds / alone, note=note)
+
+
+def _layer_products() -> list[tuple[int, int]]:
+    hidden, head = MODEL["hidden_size"], MODEL["head_dim"]
+    heads, groups, wide = MODEL["num_attention_heads"], MODEL["num_key_value_heads"], MODEL["intermediate_size"]
+    return [(hidden, (heads + 2 * groups) * head), (heads * head, hidden), (hidden, 2 * wide), (wide, hidden)]
+
+
+def _medians(calls: list[Callable[[], None]]) -> list[float]:
+    """Of each call the median, in turn, after one that warms up."""
+    times: list[list[float]] = [[] for _ in calls]
+    for repeat in range(REPEATS + 1):
+        for call, seconds in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            if repeat:
+                seconds.append(time.perf_counter() - start)
+    return [statistics.median(seconds) for seconds in times]

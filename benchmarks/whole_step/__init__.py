@@ -1,0 +1,1 @@
+"""A whole training step, compared with TRL."""

@@ -1,0 +1,114 @@
+"""mcore-rl in the whole_step benchmark: a run as in `mcore-rl train`, with forced response lengths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.whole_step.forced_lengths import force_lengths
+from benchmarks.whole_step.task import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    LEARNING_RATE,
+    LONGEST,
+    PROMPTS,
+    RESPONSES,
+    SAMPLES,
+    schedule,
+)
+from mcore_rl.assembly import assemble
+from mcore_rl.config.schema import Config
+from mcore_rl.observe.metrics import read_metrics
+from mcore_rl.preparation.preflight import check_run
+from mcore_rl.preparation.prepare import prepare
+from mcore_rl.preparation.run_dir import make_run_dir
+from mcore_rl.trainer.loop import train
+from mcore_rl.types import Metric
+
+
+def step_config(task: Path, run_dir: Path, *, ranks: int, steps: int) -> Config:
+    """One update per batch on `ranks` trainer ranks (data parallel: experts this small are cheaper to repeat than to
+    send tokens to), everything else as the demo has it."""
+    config = Config()
+    config.run.dir = str(run_dir)
+    config.model.hf_path = str(task / "model")
+    config.model.tokenizer_path = str(task / "endless_tokenizer")
+    config.data.train = [str(task / "train.jsonl")]
+    config.data.template = "plain"
+    config.rollout.samples_per_prompt = SAMPLES
+    config.rollout.max_prompt_tokens = 16
+    config.rollout.max_response_tokens = LONGEST
+    config.rollout.max_concurrent_requests = RESPONSES
+    config.reward.function = "benchmarks.whole_step.task:reward"
+    config.algorithm.policy_loss.clip_low = CLIP_LOW
+    config.algorithm.policy_loss.clip_high = CLIP_HIGH
+    config.actor.tokens_per_microbatch = 8192  # as few micro-batches as TRL has
+    config.actor.optimizer.lr = LEARNING_RATE
+    config.actor.optimizer.weight_decay = 0.0
+    config.weights.bucket_mib = 8.0
+    config.trainer.steps = steps
+    config.trainer.prompts_per_step = config.trainer.prompts_per_update = PROMPTS
+    config.trainer.validate_every_steps = 0
+    config.cluster.gpus_per_node = ranks
+    config.cluster.device = "cpu"
+    return config
+
+
+class Pacer:
+    """A journal that measures steps from end to end, and hands over to `between` after each of them."""
+
+    def __init__(self, journal: Any, between: Callable[[], None]) -> None:
+        self._journal = journal
+        self._between = between
+        self._started = 0.0
+        self.seconds: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._journal, name)
+
+    def record(self, metrics: dict[str, Metric]) -> None:
+        self._journal.record(metrics)
+
+    def finish_step(self, step: int) -> None:
+        self._journal.finish_step(step)
+        if step > 0:
+            self.seconds.append(time.perf_counter() - self._started)
+            self._between()
+        self._started = time.perf_counter()
+
+
+def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None]) -> list[dict[str, float]]:
+    """Seconds by phase of every step of the schedule; `between` runs after each of them, outside the measurement."""
+    lengths = schedule()
+    config = step_config(task, run_dir, ranks=ranks, steps=len(lengths))
+    check_run(config)
+    prepared = prepare(config)
+    make_run_dir(config, prepared.checkpoint_bytes, lambda: None)  # a new directory, no other run
+    with assemble(config, prepared, lambda line: None) as run:
+        pool = run.collector.collector.pool.pool  # type: ignore[union-attr]
+        pool.watch.get(
+            [
+                handle.__ray_call__.options(concurrency_group="run").remote(force_lengths, lengths)
+                for handle in pool.handles
+            ]
+        )
+        pacer = Pacer(run.journal, between)
+        run.journal = pacer
+        train(run)  # type: ignore[arg-type]
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] > 0]
+    _check_lengths(rows, lengths)
+    phases = ("generate", "reward", "rollout", "logp", "update", "weight_sync")
+    return [
+        {"step": seconds, **{phase: row[f"time/{phase}"] for phase in phases}}
+        for seconds, row in zip(pacer.seconds, rows, strict=True)
+    ]
+
+
+def _check_lengths(rows: Sequence[dict[str, Any]], lengths: Sequence[np.ndarray]) -> None:
+    """Both sides must have generated the same number of tokens."""
+    for row, wanted in zip(rows, lengths, strict=True):
+        assert round(row["tokens/generated"]) == int(wanted.sum()), f"step {row['step']}: {row['tokens/generated']}"

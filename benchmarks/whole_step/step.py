@@ -1,0 +1,179 @@
+"""A whole step of training beside TRL: 32 prompts x 8 samples, one update, on the demo's model of 1.8 M parameters.
+
+Ours is a run as a user has it: vLLM generates, graders grade, Megatron ranks recompute log-probabilities and update,
+shared memory carries the weights back, with Ray between them. TRL's is GRPOTrainer with Hugging Face generate in its
+own environment (scripts/setup_trl.sh). Both take turns, step by step, on the same responses' lengths. With one trainer
+rank TRL has one thread, with two (data parallel) it has two; our engine has one thread and idles while ranks train.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks.asynchronous.training import Shape
+from benchmarks.asynchronous.training import measure as measure_ahead
+from benchmarks.children import ErrorFile, run_command
+from benchmarks.isolation import ROOT
+from benchmarks.result import Result, SkippedError, shares
+from benchmarks.whole_step.ours import measure
+from benchmarks.whole_step.task import (
+    LONGEST,
+    MEDIAN_TOKENS,
+    PROMPTS,
+    RESPONSES,
+    SAMPLES,
+    WARM_UP,
+    WORKLOADS,
+    Workload,
+    lengths,
+)
+
+PEER_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
+POSITIONS = 1024
+MAX_STALENESS = 1
+AHEAD = Shape(PROMPTS, SAMPLES, RESPONSES, int(MEDIAN_TOKENS), LONGEST, steps=16, warm_up=4)
+
+
+def run() -> list[Result]:
+    """Raises: SkippedError where TRL's environment is absent."""
+    if not PEER_PYTHON.exists():
+        raise SkippedError("TRL's environment .venv-trl is absent; scripts/setup_trl.sh makes it")
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_whole_step_") as directory:
+        task = write_task(Path(directory) / "task")
+        results = []
+        for ranks in (1, 2):
+            ours, theirs = _side_by_side(task, Path(directory) / f"run{ranks}", ranks)
+            end = 0
+            for workload in WORKLOADS:
+                end += workload.steps
+                counted = slice(end - workload.steps + WARM_UP, end)
+                results.append(_compare(workload, ranks, ours[counted], theirs[counted]))
+        # Of the last workload, which has long tails, on both cores.
+        return [*results, _ahead(task, Path(directory) / "ahead", theirs[counted])]
+
+
+def _side_by_side(task: Path, run_dir: Path, ranks: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Seconds by phase of every step, of both sides; after each of our steps TRL does the same one."""
+    theirs: list[dict[str, float]] = []
+    with ExitStack() as stack:
+        peers = [stack.enter_context(trl(task, index, threads=ranks)) for index in range(len(WORKLOADS))]
+        turns = iter([peer for peer, workload in zip(peers, WORKLOADS, strict=True) for _ in range(workload.steps)])
+        ours = measure(task, run_dir, ranks=ranks, between=lambda: theirs.append(next(turns).step()))
+    return ours, theirs
+
+
+def _compare(
+    workload: Workload, ranks: int, ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]
+) -> Result:
+    """The step of median length of each side, and the median of the ratios of neighbouring steps: on a busy machine
+    both slow down together."""
+    our, their = _typical(ours), _typical(theirs)
+    ratio = statistics.median(peer["step"] / own["step"] for own, peer in zip(ours, theirs, strict=True))
+    scoring = their["generate and score"] - their["generate"]
+    training = their["step"] - their["generate and score"]
+    own_parts = [(phase, our[phase]) for phase in ("generate", "logp", "update", "weight_sync")]
+    own_parts.insert(1, ("rest of rollout", our["rollout"] - our["generate"]))
+    peer_parts = [("generate", their["generate"]), ("score", scoring), ("update", training)]
+    tokens = int(statistics.median(int(lengths(workload, step).sum()) for step in range(WARM_UP, workload.steps)))
+    threads = f"{ranks} trainer rank{'s' * (ranks > 1)} / TRL {ranks} thread{'s' * (ranks > 1)}"
+    note = (
+        f"{RESPONSES} responses, {tokens} tokens; the ratio is TRL's time over ours\n"
+        f"ours: {shares(own_parts, our['step'])}\n"
+        f"TRL:  {shares(peer_parts, their['step'])}"
+    )
+    return Result(f"{workload.name}, {threads}", our["step"], their["step"], "s", ratio, workload.aim, note)
+
+
+def _ahead(task: Path, run_dir: Path, theirs: Sequence[dict[str, float]]) -> Result:
+    """Rollouts that run ahead, on a core of their own, on lengths of the same distribution: by themselves, since they
+    do not stop between two steps."""
+    overrides = [f"rollout.max_staleness={MAX_STALENESS}", "actor.tokens_per_microbatch=8192"]
+    ours = measure_ahead(AHEAD, task, run_dir, overrides)
+    their = _typical(theirs)["step"]
+    note = (
+        f"ours is the mean of {AHEAD.steps - AHEAD.warm_up} steps; the trainer waits {ours.trainer_idle:.0%} of the "
+        f"time, the engine {ours.engine_idle:.0%}; staleness {ours.mean_staleness:.2f} on average, "
+        f"{ours.max_staleness:.0f} at most"
+    )
+    name = f"lognormal, up to {LONGEST}, max_staleness {MAX_STALENESS} on 2 cores / TRL 2 threads"
+    return Result(name, ours.step, their, "s", their / ours.step, ">= 3.0", note)
+
+
+def _typical(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    return sorted(steps, key=lambda step: step["step"])[len(steps) // 2]
+
+
+def write_task(directory: Path) -> Path:
+    """The demo's model and prompts, with positions for the longest responses, and a tokenizer whose end token the
+    model does not have, so that it is never drawn."""
+    command = [sys.executable, str(ROOT / "scripts" / "demo_task.py"), "--out", str(directory)]
+    run_command(command, ROOT)
+    config = directory / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": POSITIONS}))
+    (directory / "model" / "generation_config.json").unlink()  # it would make <eos> end our responses
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    tokenizer.add_special_tokens({"eos_token": "<never>"})
+    tokenizer.save_pretrained(directory / "endless_tokenizer")
+    return directory
+
+
+class Peer:
+    """TRL in its own process (benchmarks.whole_step.trl_peer)."""
+
+    def __init__(self, process: subprocess.Popen[str], errors: ErrorFile) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._errors = process, errors
+        self._commands: IO[str] = process.stdin
+        self._answers: IO[str] = process.stdout
+        self.threads = int(self._answer()["threads"])
+
+    def step(self) -> dict[str, float]:
+        """Does one step; seconds by phase."""
+        self._commands.write("go\n")
+        self._commands.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        for line in self._answers:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+            print(line, end="", file=sys.stderr)
+        raise self._errors.ended("TRL's process", self._process)
+
+
+@contextmanager
+def trl(task: Path, workload: int, *, threads: int) -> Iterator[Peer]:
+    """Starts TRL for one workload and waits until it is ready for its first step."""
+    inputs = [str(task / "model"), str(task / "train.jsonl")]
+    command = [str(PEER_PYTHON), "-m", "benchmarks.whole_step.trl_peer", *inputs, str(workload)]
+    settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    errors = ErrorFile()
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors.file,
+        text=True,
+    )
+    try:
+        peer = Peer(process, errors)
+        assert peer.threads == threads, f"TRL runs {peer.threads} threads, not {threads}"
+        yield peer
+    finally:
+        process.kill()
+        process.wait()
