@@ -1,5 +1,7 @@
-"""`mcore-rl doctor`: what is installed and missing (checks, report), and whether the nodes compute and communicate as
-they should (fabric). Importing it loads neither torch nor the checks."""
+"""`mcore-rl doctor`: checks the installation (checks, report) and the speed of devices and network (fabric).
+
+Importing this package loads neither torch nor the checks.
+"""
 
 from mcore_rl.doctor.command import main
 

@@ -1,4 +1,4 @@
-"""`python -m mcore_rl.doctor`, which set-up asks before the command exists."""
+"""`python -m mcore_rl.doctor`: used by the setup scripts before the `mcore-rl` command is installed."""
 
 import sys
 

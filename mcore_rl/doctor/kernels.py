@@ -1,7 +1,9 @@
-"""One tiny call of each kernel that models are built from, on this machine's GPU: what imports may still have been
-compiled for another architecture, or need a newer driver. `python -m mcore_rl.doctor.kernels DEVICE NAME...` makes the
-calls of these names and prints a line of JSON after each; `trials` runs that, since a broken kernel may take its
-process along."""
+"""One small call of each kernel of Megatron models on this machine's GPU.
+
+A package that imports can still be compiled for another architecture or need a newer driver. `trials` runs
+`python -m mcore_rl.doctor.kernels DEVICE NAME...` in a child process, because a broken kernel can crash its process.
+The child prints one line of JSON per call.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 SECONDS_PER_KERNEL = 180.0
-"""The first call of one may compile it, and loads its libraries."""
+"""Timeout per kernel: the first call loads libraries and can compile the kernel."""
 ROWS, WIDTH, HEADS, HEAD = 64, 64, 2, 64
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """`call` makes it work on a device and raises what goes wrong; it needs the top-level `module`."""
+    """Kernel of the top-level package `module`. call: runs it on a device and raises if it fails."""
 
     name: str
     module: str
@@ -128,15 +130,19 @@ KERNELS = (
 
 
 def present() -> list[str]:
-    """Names of the kernels whose package is here."""
+    """Return the names of kernels whose package is installed."""
     return [kernel.name for kernel in KERNELS if has_module(kernel.module)]
 
 
 def trials(
     device: str, names: Sequence[str], *, module: str = __name__, seconds: float = SECONDS_PER_KERNEL
 ) -> Iterator[tuple[str, str]]:
-    """(name, what went wrong; "" for nothing) of every kernel, in order. One that ends its process, or does not end, is
-    named, and the others go on in another. `module` is run for it."""
+    """Call kernels in a child process; yields (name, error message or "") in order.
+
+    After a kernel that crashes or hangs the child, the remaining ones run in a new child.
+
+    module: main module of the child.
+    """
     left = list(names)
     while left:
         command = [sys.executable, "-W", "ignore", "-m", module, device, *left]
@@ -157,13 +163,13 @@ def trials(
 
 
 def call_each(kernels: Sequence[Kernel], device: str, names: Sequence[str]) -> None:
-    """Prints the answers that trials reads."""
+    """Call kernels and print the results for `trials`."""
     for name in names:
         (kernel,) = (each for each in kernels if each.name == name)
         try:
             kernel.call(device)
             error = ""
-        except Exception as raised:  # whatever a broken library raises is what is asked for
+        except Exception as raised:  # any error of a broken library is a result
             lines = str(raised).strip().splitlines()
             error = f"{type(raised).__name__}: {lines[0] if lines else ''}"
         print(json.dumps({"kernel": name, "error": error}), flush=True)

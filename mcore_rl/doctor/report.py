@@ -1,4 +1,4 @@
-"""What `mcore-rl doctor` prints: the checks, what models are built from here, and which path is complete."""
+"""Output of `mcore-rl doctor`: checks, implementation of models on this machine, and completeness of each path."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mcore_rl.resolved.installed import Installed
 
 
 def implementation(installed: Installed) -> Implementation:
-    """What a mixture-of-experts model whose experts are spread over nodes would be built from.
+    """Choose the implementation of a mixture-of-experts model whose experts are on several nodes.
 
-    Raises: ConfigError for what no model can be built from.
+    Raises: ConfigError if no implementation works with these packages.
     """
     return choose(installed, BuildRequest(experts=True, ep=2, expert_ranks=2, gpus_per_node=1))
 
 
 def print_implementation(installed: Installed) -> None:
-    """What is chosen and why, one line each; where TransformerEngine is, also which of its attention can be used."""
+    """Print each choice and its reason; with TransformerEngine also the usable attention backends."""
     print("\nWhat a mixture-of-experts model on several nodes is built from here:")
     if installed.cuda and installed.transformer_engine:
         for backend in BACKENDS:
@@ -31,7 +31,7 @@ def print_implementation(installed: Installed) -> None:
 
 
 def print_trials() -> bool:
-    """One call of each kernel that is here, on the first GPU; whether all went well."""
+    """Call each installed kernel once on the first GPU. Returns whether all succeeded."""
     print("\nTried on this machine's GPU:")
     well = True
     for name, error in trials("cuda", present()):
@@ -41,7 +41,7 @@ def print_trials() -> bool:
 
 
 def is_complete(checks: Sequence[Check], path: Need) -> bool:
-    """Whether nothing of this path, nor of what every run needs, is missing."""
+    """Whether all checks of this path and of every run pass."""
     return all(check.ok for check in checks if check.need in (Need.BOTH, path))
 
 
@@ -73,6 +73,6 @@ def print_table(checks: Sequence[Check]) -> None:
         needed = check.need is not Need.EXTRA
         mark = Text("✓", "green") if check.ok else Text("✗", "red") if needed else Text("·", "dim")
         remedy = "" if check.ok else check.remedy
-        # Text, not str: rich would read "[cpu]" in a version or a path as markup.
+        # Text instead of str: rich would parse "[cpu]" in a version or a path as markup.
         table.add_row(mark, *map(Text, (check.name, check.found, f"{check.feature} ({check.need.value})", remedy)))
     Console().print(table)

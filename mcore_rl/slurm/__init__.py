@@ -1,1 +1,1 @@
-"""Runs on SLURM: a job script rendered from the configuration, and what it starts on each node."""
+"""SLURM jobs: the job script rendered from the configuration, and the programs that it starts on each node."""

@@ -1,4 +1,4 @@
-"""What a job script needs of the configuration before it can be written."""
+"""Checks of the configuration before a job script is rendered."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mcore_rl.errors import ConfigError
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET_WORDS = {"KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIALS"}
-WORDS_OF_PLACES = {"PATH", "FILE", "DIR", "URL"}
-"""A variable that ends with one of these says where a secret is, not what it is."""
+LOCATION_WORDS = {"PATH", "FILE", "DIR", "URL"}
+"""Last words of variables that contain the location of a secret instead of the secret."""
 
 
 def check_job(config: Config) -> None:
-    """Raises ConfigError for the first thing that cannot become a job."""
+    """Check the keys of a job. Raises: ConfigError for the first invalid one."""
     check_domains(config)
     slurm, cluster = config.slurm, config.cluster
     if cluster.device == "auto":
@@ -37,7 +37,7 @@ def check_job(config: Config) -> None:
 
 
 def seconds(time_limit: str) -> int | None:
-    """SLURM's time, [days-]hours:minutes:seconds and its short forms; None without a limit.
+    """Parse a time limit: [days-]hours:minutes:seconds and its short forms. Returns None for no limit.
 
     Raises: ConfigError.
     """
@@ -47,7 +47,7 @@ def seconds(time_limit: str) -> int | None:
     if match is None:
         raise ConfigError(f"slurm.time_limit={time_limit} must look like 04:00:00 or 2-12:00:00")
     numbers = [int(part) for part in match.groups()[1:] if part is not None]
-    if match["days"] is not None:  # then it goes on with hours
+    if match["days"] is not None:  # hours follow days
         units = (3600, 60, 1)
         return int(match["days"]) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
     units = {1: (60, 0, 0), 2: (60, 1, 0), 3: (3600, 60, 1)}[len(numbers)]
@@ -55,9 +55,9 @@ def seconds(time_limit: str) -> int | None:
 
 
 def looks_secret(name: str) -> bool:
-    """By the words of a variable's name: HF_TOKEN, but neither TOKENIZERS_PARALLELISM nor HF_TOKEN_PATH."""
+    """Whether the name suggests a secret, such as HF_TOKEN, but not TOKENIZERS_PARALLELISM or HF_TOKEN_PATH."""
     words = name.upper().split("_")
-    return bool(SECRET_WORDS & set(words)) and words[-1] not in WORDS_OF_PLACES
+    return bool(SECRET_WORDS & set(words)) and words[-1] not in LOCATION_WORDS
 
 
 def _check_variables(slurm: SlurmConfig) -> None:

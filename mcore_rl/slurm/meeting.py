@@ -1,4 +1,4 @@
-"""How the tasks of a job step find each other: by a file in the directory of this start, which all nodes see."""
+"""Rendezvous of the tasks of a job step, through a file in the shared directory of this start."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from model_converters.durable_files import durable_write
 
 
 def is_first() -> bool:
-    """Whether this is the first node of the job step, where the others meet."""
+    """Whether this is the first node of the job step."""
     return os.environ["SLURM_NODEID"] == "0"
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address by which the collectives reach this node, so that others take the same network."""
+    """Return this node's IPv4 address on an interface."""
     import psutil
 
     entries = psutil.net_if_addrs().get(interface, [])
@@ -30,27 +30,29 @@ def address_of(interface: str) -> str:
 
 
 def address_here() -> str:
-    """The IPv4 address by which other nodes reach this one: of GLOO_SOCKET_IFNAME, else of the default route."""
+    """Return this node's IPv4 address on GLOO_SOCKET_IFNAME, otherwise on the default route."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
         return address_of(interface)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         try:
-            route.connect(("192.0.2.1", 9))  # of no host: only the interface is chosen, nothing is sent
+            route.connect(
+                ("192.0.2.1", 9)
+            )  # TEST-NET-1: connect() of a datagram socket selects the interface and sends nothing
             return str(route.getsockname()[0])
         except OSError:
             return socket.gethostbyname(socket.gethostname())
 
 
 def wait_for(path: Path, deadline: float, process: subprocess.Popen[bytes] | None = None) -> str | None:
-    """What the file holds, once it holds something; None when the process has ended before."""
+    """Wait until the file has content and return it. Returns None if the process ends first."""
     while time.monotonic() < deadline:
         if path.exists() and (content := path.read_text(encoding="utf-8").strip()):
             return content
         if process is not None and process.poll() is not None:
             return None
         time.sleep(0.2)
-    sys.exit(f"{node_name()}: waited in vain for {path.name}")
+    sys.exit(f"{node_name()}: timed out waiting for {path.name}")
 
 
 def publish(content: str, path: Path) -> None:

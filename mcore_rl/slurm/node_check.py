@@ -1,4 +1,4 @@
-"""Whether this node can take part: `python -m mcore_rl.slurm.node_check`, once per node before a job starts."""
+"""Check of a node: `python -m mcore_rl.slurm.node_check`, once per node before the job starts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ SECONDS_FOR_GPUS = 60
 
 
 def main() -> int:
-    """Writes ATTEMPT/checked/NODE; or prints what is wrong with the node and returns 1."""
+    """Create ATTEMPT/checked/NODE, or print the problem of the node and return 1."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--attempt", type=Path, required=True, help="directory of this start, made on the first node")
-    parser.add_argument("--gpus", type=int, required=True, help="how many have to answer")
+    parser.add_argument(
+        "--attempt", type=Path, required=True, help="directory of this start, created by the first node"
+    )
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs that must respond")
     options = parser.parse_args()
     problem = packages() or memory() or gpus(options.gpus) or storage(options.attempt)
     if problem is None:
@@ -40,7 +42,7 @@ def put_name(directory: Path) -> None:
 
 
 def packages() -> str | None:
-    """What cannot be imported by this interpreter."""
+    """Return a missing package of this interpreter."""
     for name in NEEDED:
         try:
             is_installed = importlib.util.find_spec(name) is not None
@@ -52,12 +54,12 @@ def packages() -> str | None:
 
 
 def memory() -> str | None:
-    """Whether weights can be handed over."""
-    return None if os.access("/dev/shm", os.W_OK) else "/dev/shm cannot be written, which weights are handed over by"
+    """Check the directory of staging buffers."""
+    return None if os.access("/dev/shm", os.W_OK) else "/dev/shm cannot be written; weight syncs need it"
 
 
 def gpus(expected: int) -> str | None:
-    """Whether that many GPUs answer."""
+    """Check that nvidia-smi lists the expected number of GPUs."""
     if expected == 0:
         return None
     command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
@@ -74,7 +76,7 @@ def gpus(expected: int) -> str | None:
 
 
 def storage(attempt: Path) -> str | None:
-    """Whether run.dir is the file system that the first node wrote to."""
+    """Check that run.dir is shared with the first node."""
     if not (attempt / "token").is_file():
         return f"{attempt} is not visible here: run.dir must be on storage that all nodes share"
     return None

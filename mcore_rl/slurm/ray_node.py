@@ -1,8 +1,8 @@
 """One node of a job's Ray cluster: `python -m mcore_rl.slurm.ray_node`, as a SLURM task on every node.
 
 The first node starts the head on a free port and publishes its address as ATTEMPT/address; the others wait for that
-file and join. Each leaves its name in ATTEMPT/joined, and ends when ATTEMPT/stop appears. Every node has its own ports
-and its own temporary directory, so that two jobs, or two nodes of a test, can share a machine.
+file and join. Every node creates ATTEMPT/joined/NODE, and ends when ATTEMPT/stop appears. Ports and temporary
+directories are unique per node, so that two jobs, or two nodes of a test, can share a machine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mcore_rl.runtime.session import OF_RAYLETS, private_directory, temporary_fi
 from mcore_rl.slurm.meeting import address_of, is_first, publish, wait_for
 from mcore_rl.slurm.node_check import node_name, put_name
 
-SECONDS_TO_END = 25
+STOP_SECONDS = 25
 
 
 def main() -> int:
-    """Runs until told to stop, or until Ray ends by itself, which is an error."""
+    """Run until ATTEMPT/stop appears. Exits with an error if Ray ends first."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--attempt", type=Path, required=True, help="directory of this start")
     parser.add_argument("--cpus", type=int, required=True)
@@ -47,7 +47,7 @@ def _run(options: argparse.Namespace, temporary: Path) -> int:
             address = wait_for(temporary / "ray_current_cluster", deadline, ray)
             if address is not None:
                 break
-            # Ray (2.60) gives its node 30 seconds to come up, too few for a host that is busy.
+            # Ray 2.60 waits only 30 seconds for its node to start, too short on a busy host.
             print(f"{node_name()}: ray start failed with exit code {ray.returncode}, trying again", flush=True)
             time.sleep(2)
         if is_first():
@@ -97,7 +97,7 @@ def _end(ray: subprocess.Popen[bytes] | None) -> None:
         return
     ray.terminate()
     try:
-        ray.wait(SECONDS_TO_END)
+        ray.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
         ray.kill()
         ray.wait()

@@ -1,6 +1,6 @@
-"""The job script of a configuration: #SBATCH lines and values from here, the program from job.sh.
+"""Job script of a configuration: #SBATCH lines and variables, followed by job.sh.
 
-Every value is quoted by shlex, so paths with blanks and quotes arrive as they are.
+All values are quoted with shlex, so paths can contain blanks and quotes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from mcore_rl.slurm.checks import check_job
 
 PROGRAM = Path(__file__).with_name("job.sh")
 ENVIRONMENT = "slurm.environment"
-# On GPUs: Megatron's overlap of communication and computation relies on one queue per device.
+# Megatron's overlap of communication and computation requires a single hardware queue per device.
 GPU_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"}
 
 
 def render_job(config: Config, config_path: str, overrides: Sequence[str] = (), *, force: bool = False) -> str:
-    """The text of a job script that runs `mcore-rl train config_path overrides...`; `force` as the verb was called.
+    """Return a job script that runs `mcore-rl train config_path overrides...`.
+
+    force: whether the command was called with --force; recorded in a comment only.
 
     Raises: ConfigError.
     """
@@ -85,33 +87,32 @@ def _values(config: Config, config_path: str, overrides: Sequence[str]) -> list[
         f"check=({shlex.join(['python', '-m', 'mcore_rl.slurm.node_check', '--gpus', str(gpus)])})",
         f"fabric=({shlex.join(_fabric_test(config))})",
         f"node=({shlex.join(['python', '-m', 'mcore_rl.slurm.ray_node', *_flat(node_options)])})",
-        f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', config_path, *_of_the_run(overrides)])})",
+        f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', config_path, *_run_overrides(overrides)])})",
     ]
 
 
 def _fabric_test(config: Config) -> list[str]:
-    """The program of every node that tests devices and network; none where the job does without."""
+    """Return the command of the fabric test; empty if it is disabled."""
     slurm, cluster = config.slurm, config.cluster
     if not slurm.fabric_test:
         return []
     options = {
         "--nodes": cluster.nodes,
         "--slots": cluster.gpus_per_node,
-        # One stage that hangs is over, and its ranks named, before the time of the whole test is.
+        # A stage that hangs must time out, so that its ranks are named, before the timeout of the whole test.
         "--timeout-seconds": max(1, slurm.start_timeout_seconds // 8),
         "--slow-percent": slurm.fabric_slow_percent,
     }
     return ["python", "-m", "mcore_rl.slurm.fabric_node", *_flat(options)]
 
 
-def _of_the_run(overrides: Sequence[str]) -> list[str]:
-    """Those that a run reads: what tasks have in their environment does not belong on command lines, which all users of
-    a node can list."""
+def _run_overrides(overrides: Sequence[str]) -> list[str]:
+    """Drop slurm.environment, which tasks receive in a file: all users of a node can list command lines."""
     return [override for override in overrides if not override.startswith(ENVIRONMENT)]
 
 
 def _without_value(override: str) -> str:
-    """A value of the environment stands once in the script, where tasks get it."""
+    """Hide a value of slurm.environment in the comment with the command."""
     return override.partition("=")[0] + "=..." if override.startswith(ENVIRONMENT) else override
 
 
@@ -120,15 +121,14 @@ def _flat(options: dict[str, int]) -> list[str]:
 
 
 def _ray_cpus(config: Config) -> int:
-    """What a node offers in Ray's books, where a process counts as one: enough for the ranks of policy and
-    critic, and engines."""
+    """Return the logical CPUs of a node in Ray, one per process: ranks of policy and critic, and engines."""
     slots, tp = config.cluster.gpus_per_node, config.rollout.tp
     engines = -(-config.rollout.num_engines // config.cluster.nodes)
     return 2 * slots + max(slots, engines * tp) + 1
 
 
 def _enter(slurm: SlurmConfig, *, on_gpus: bool) -> str:
-    """The program of a task, inside the container if there is one: its arguments are the command."""
+    """Return the script that sets up a task's environment, inside the container if any, and executes its arguments."""
     environment = (GPU_ENVIRONMENT if on_gpus else {}) | slurm.environment
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     arrived = [
@@ -139,11 +139,11 @@ def _enter(slurm: SlurmConfig, *, on_gpus: bool) -> str:
 
 
 def _container(slurm: SlurmConfig, *, on_gpus: bool) -> str:
-    """Words between srun's options and the command. The working and the run directory are always mounted."""
+    """Return the container options between srun's options and the command. Mounts the working and run directories."""
     image, mounts = shlex.quote(slurm.container_image or ""), [shlex.quote(mount) for mount in slurm.container_mounts]
     if slurm.container == "pyxis":
         joined = ",".join(['"$PWD:$PWD"', '"$run_dir:$run_dir"', *mounts])
-        # By default a variable that the image has too keeps the image's value.
+        # Without this option, variables that the image defines keep the image's value.
         names = f" --container-env={','.join(slurm.pass_environment)}" if slurm.pass_environment else ""
         return f'--container-image={image} --container-workdir="$PWD" --container-mounts={joined}{names}'
     if slurm.container == "apptainer":
