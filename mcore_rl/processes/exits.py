@@ -61,7 +61,9 @@ class Exits:
 
 def exit_text(code: int | None) -> str:
     """Return `exit code 3` or `signal SIGKILL` for an exit code of subprocess."""
-    return f"signal {signal_name(-code)}" if code is not None and code < 0 else f"exit code {code}"
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    return "signal " + signal_name(-code).removeprefix("signal ")
 
 
 def signal_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""A cached set is the set that would be made anew, or is not used."""
+"""A cache hit equals the set that would be built again; everything else misses the cache."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def load(tmp_path: Path, tokenizer_file: Path) -> Any:
 
 
 def same(one: tuple[PromptSet, LoadReport], other: tuple[PromptSet, LoadReport]) -> bool:
-    """Also in the types of what rows hold: 1, 1.0 and True are equal."""
+    """Compare sets, including the types of values: 1 == 1.0 == True, but they are different rows."""
     (mine, my_report), (theirs, their_report) = one, other
     arrays = all(
         np.array_equal(getattr(mine, name), getattr(theirs, name))
@@ -73,7 +73,7 @@ def same(one: tuple[PromptSet, LoadReport], other: tuple[PromptSet, LoadReport])
     return arrays and lists[0] == lists[1] and counted[0] == counted[1]
 
 
-def test_a_cached_set_is_the_same_set(rows_file: Path, load: Any) -> None:
+def test_cache_hit_returns_the_same_set(rows_file: Path, load: Any) -> None:
     plain, first, second = load(rows_file, cached=False), load(rows_file), load(rows_file)
     assert same(plain, first)
     assert same(plain, second)
@@ -82,7 +82,7 @@ def test_a_cached_set_is_the_same_set(rows_file: Path, load: Any) -> None:
     assert second[0][1].token_ids.tolist() == load.tokenizer("é😀", add_special_tokens=False)["input_ids"]
 
 
-def test_files_without_a_kept_row_are_named_from_a_cache_too(tmp_path: Path, rows_file: Path, load: Any) -> None:
+def test_cache_hit_names_files_without_a_kept_row(tmp_path: Path, rows_file: Path, load: Any) -> None:
     names = [rows_file, written(tmp_path / "empty.jsonl", [])]
     for _ in range(2):
         report = load(names)[1]
@@ -91,14 +91,14 @@ def test_files_without_a_kept_row_are_named_from_a_cache_too(tmp_path: Path, row
     assert HIT in report.notes
 
 
-def test_token_ids_are_mapped_and_not_read(rows_file: Path, load: Any) -> None:
+def test_cached_token_ids_are_memory_mapped(rows_file: Path, load: Any) -> None:
     load(rows_file)
     tokens = load(rows_file)[0].tokens
     assert not tokens.flags.owndata
     assert not tokens.flags.writeable
 
 
-def test_a_cached_set_is_found_wherever_its_files_are(tmp_path: Path, rows_file: Path, load: Any) -> None:
+def test_cache_hit_does_not_depend_on_paths(tmp_path: Path, rows_file: Path, load: Any) -> None:
     load(rows_file)
     (tmp_path / "elsewhere").mkdir()
     moved = rows_file.rename(tmp_path / "elsewhere" / "other.jsonl")
@@ -107,7 +107,7 @@ def test_a_cached_set_is_found_wherever_its_files_are(tmp_path: Path, rows_file:
     assert report.path == str(moved)
 
 
-def test_other_content_of_the_same_size_and_time_is_not_taken_for_the_old(rows_file: Path, load: Any) -> None:
+def test_changed_content_of_equal_size_and_time_misses_the_cache(rows_file: Path, load: Any) -> None:
     load(rows_file)
     times = rows_file.stat().st_atime_ns, rows_file.stat().st_mtime_ns
     rows_file.write_text(rows_file.read_text().replace("1+1=", "1+2="))
@@ -129,7 +129,7 @@ def test_other_content_of_the_same_size_and_time_is_not_taken_for_the_old(rows_f
         {"runs_tools": True},
     ],
 )
-def test_every_key_that_matters_makes_another_set(rows_file: Path, load: Any, changed: dict[str, Any]) -> None:
+def test_changed_key_misses_the_cache(rows_file: Path, load: Any, changed: dict[str, Any]) -> None:
     load(rows_file)
     prompts, report = load(rows_file, **changed)
     assert HIT not in report.notes
@@ -137,7 +137,7 @@ def test_every_key_that_matters_makes_another_set(rows_file: Path, load: Any, ch
     assert HIT in load(rows_file, **changed)[1].notes
 
 
-def test_another_tokenizer_or_chat_template_makes_another_set(
+def test_changed_tokenizer_or_chat_template_misses_the_cache(
     rows_file: Path, load: Any, bos_tokenizer_file: Path, tokenizer_file: Path
 ) -> None:
     load(rows_file)
@@ -157,7 +157,7 @@ def test_another_tokenizer_or_chat_template_makes_another_set(
         assert HIT not in load(rows_file, tokenizer=chat, template_kwargs={"think": think})[1].notes
 
 
-def test_a_template_that_writes_the_day_makes_a_set_for_each(
+def test_template_with_the_date_misses_the_cache_on_another_day(
     rows_file: Path, load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load.tokenizer.chat_template = "{{ messages[0].content }}{{ strftime_now('%d') }}"
@@ -167,7 +167,7 @@ def test_a_template_that_writes_the_day_makes_a_set_for_each(
 
 
 @pytest.mark.parametrize("damage", ["byte", "short", "empty"])
-def test_a_damaged_set_is_made_anew_and_said(tmp_path: Path, rows_file: Path, load: Any, damage: str) -> None:
+def test_damaged_cache_file_is_rebuilt_and_noted(tmp_path: Path, rows_file: Path, load: Any, damage: str) -> None:
     plain = load(rows_file)
     (path,) = (tmp_path / "cache").iterdir()
     content = bytearray(path.read_bytes())
@@ -180,7 +180,7 @@ def test_a_damaged_set_is_made_anew_and_said(tmp_path: Path, rows_file: Path, lo
     assert [each.name for each in (tmp_path / "cache").iterdir()] == [path.name]
 
 
-def test_what_json_does_not_hold_is_not_kept(tmp_path: Path, load: Any) -> None:
+def test_values_outside_json_are_not_cached(tmp_path: Path, load: Any) -> None:
     path = tmp_path / "rows.parquet"
     infos = [{"bytes": b"1"}, {"bytes": b"2"}]
     pq.write_table(pa.table({"question": ["a", "b"], "answer": ["1", "2"], "extra_info": infos}), path)
@@ -191,7 +191,7 @@ def test_what_json_does_not_hold_is_not_kept(tmp_path: Path, load: Any) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_kept(
+def test_file_that_changes_while_it_is_read_is_not_cached(
     rows_file: Path, load: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = cache_module.digest
@@ -207,13 +207,13 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
     assert "not kept in data.cache_dir: a file changed while it was read" in report.notes
 
 
-def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path, rows_file: Path, load: Any) -> None:
+def test_unwritable_cache_dir_raises_config_error(tmp_path: Path, rows_file: Path, load: Any) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(ConfigError, match=r"^data\.cache_dir=.*cache: File exists .*set it to a directory"):
         load(rows_file)
 
 
-def test_targets_are_kept_too(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_cache_stores_targets(tmp_path: Path, tokenizer_file: Path) -> None:
     path = written(tmp_path / "rows.jsonl", [{"question": "a", "answer": "bc"}, {"question": "d", "answer": "e" * 99}])
     tokenizer, limits = load_tokenizer(tokenizer_file), RolloutConfig(max_response_tokens=50)
     config = DataConfig(cache_dir=str(tmp_path / "cache"))
@@ -224,4 +224,4 @@ def test_targets_are_kept_too(tmp_path: Path, tokenizer_file: Path) -> None:
         assert np.array_equal(made.target_offsets, plain[0].target_offsets)
         assert same((made.prompts, report), (plain[0].prompts, plain[1]))
     assert HIT in second[1].notes
-    assert HIT not in load_prompts(path, tokenizer, config, limits)[1].notes  # which need no targets
+    assert HIT not in load_prompts(path, tokenizer, config, limits)[1].notes  # prompts without targets

@@ -1,4 +1,4 @@
-"""Exit status of processes that are not children of the one that reports it."""
+"""Exit status of processes, including processes that are not children of this one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from mcore_rl.processes import exits
-from mcore_rl.processes.exits import Exits, signal_name
+from mcore_rl.processes.exits import Exits, exit_text, signal_name
 
 # Prints the pid of a child that ends as the argument says once its input is closed, and waits for it.
 PARENT = """
@@ -72,3 +72,4 @@ def test_status_of_a_killed_process_mentions_the_oom_killer(monkeypatch: pytest.
 def test_signal_name_of_a_real_time_signal_is_its_number() -> None:
     assert signal_name(signal.SIGTERM) == "SIGTERM"
     assert signal_name(40) == "signal 40"
+    assert [exit_text(code) for code in (3, -9, -40)] == ["exit code 3", "signal SIGKILL", "signal 40"]

@@ -1,4 +1,4 @@
-"""Functions that see whole batches: what they are handed, when, and what an error of theirs costs."""
+"""Batch reward functions: their arguments, the time of the call, and the effect of errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def config(tmp_path_factory):
     )
 
 
-def test_a_group_is_graded_as_a_whole_in_its_order_whatever_order_it_comes_in(config):
+def test_group_is_graded_in_its_own_order_for_any_submit_order(config):
     with RewardManager(config(workers=2), max_response_tokens=10) as manager:
         groups = {group: range(3 * group, 3 * group + 3) for group in range(40)}
         texts = {key: str(100 + (key * 7) % 120) for keys in groups.values() for key in keys}
@@ -72,7 +72,7 @@ def test_a_group_is_graded_as_a_whole_in_its_order_whatever_order_it_comes_in(co
         assert {scores[key].parts["seen"] for key in keys} == {"".join(texts[key] for key in keys)}
 
 
-def test_a_whole_task_can_be_the_batch(config):
+def test_batch_can_be_a_whole_task(config):
     with RewardManager(config(batch="task"), max_response_tokens=10) as manager:
         for key in (3, 0, 2, 1):
             manager.submit(key, prompt(), str(19 - key), 1, group=[key & 2, (key & 2) + 1], task=range(4))
@@ -80,13 +80,13 @@ def test_a_whole_task_can_be_the_batch(config):
     assert [scores[key].reward for key in range(4)] == [3, 2, 1, 0]
 
 
-def test_without_a_group_a_response_is_a_batch_of_one(config):
+def test_response_without_group_is_a_batch_of_one(config):
     with RewardManager(config(), max_response_tokens=10) as manager:
         manager.submit(0, prompt(), "5", 1)
         assert manager.collect([0])[0].parts["seen"] == "5"
 
 
-def test_an_error_costs_its_group_and_no_other(config, monkeypatch):
+def test_error_fails_its_group_only(config, monkeypatch):
     monkeypatch.setattr(dispatcher, "GRACE_SECONDS", 0.3)
     bad = {
         "none": "returned None instead of a list of 2 results",
@@ -111,7 +111,7 @@ def test_an_error_costs_its_group_and_no_other(config, monkeypatch):
         ]
 
 
-def test_a_result_that_is_no_number_costs_its_response_only(config):
+def test_result_without_a_number_fails_its_response_only(config):
     with RewardManager(config(), max_response_tokens=10) as manager:
         for key, text in enumerate(["6", "7", "8"]):
             manager.submit(key, prompt(), text, 1, group=range(3))
@@ -120,7 +120,7 @@ def test_a_result_that_is_no_number_costs_its_response_only(config):
     assert "nan instead of a finite number" in scores[1].error
 
 
-def test_an_async_function_of_batches_and_its_arguments(config):
+def test_async_batch_function_receives_its_arguments(config):
     with RewardManager(config("array", kwargs={"bonus": "0.5"}), max_response_tokens=10) as manager:
         for key in range(40):
             manager.submit(key, prompt(), str(key), 1, group=range(key - key % 4, key - key % 4 + 4))
@@ -128,7 +128,7 @@ def test_an_async_function_of_batches_and_its_arguments(config):
     assert [scores[key].reward for key in range(40)] == [key + 0.5 for key in range(40)]
 
 
-def test_those_who_wait_for_a_response_that_will_not_come_wait_no_longer(config):
+def test_withdrawn_response_ends_the_wait_of_its_group(config):
     with RewardManager(config(), max_response_tokens=10) as manager:
         manager.submit(0, prompt(), "5", 1, group=range(3))
         manager.withdraw(1, group=range(3))
@@ -141,16 +141,16 @@ def test_those_who_wait_for_a_response_that_will_not_come_wait_no_longer(config)
         assert manager.collect([5])[5].parts["seen"] == "1"
 
 
-def test_a_key_outside_its_batch_is_refused_and_whole_batches_are_forgotten():
+def test_key_outside_its_batch_raises_and_batches_are_forgotten():
     batches, sample = Batches(), Sample("test", "x", "y", {})
     with pytest.raises(ValueError, match="key 5 is not among those of its batch"):
         batches.add(5, sample, range(3))
-    for _ in range(2):  # the same keys again
+    for _ in range(2):  # the same keys twice
         assert batches.add(1, sample, range(2)) is None
         assert list(batches.add(0, sample, range(2))) == [0, 1]
 
 
-def test_what_takes_single_responses_cannot_be_called_with_batches(tmp_path):
+def test_function_of_single_responses_rejects_manager_batch(tmp_path):
     (tmp_path / "mine.py").write_text("def f(data_source, solution_str, ground_truth, extra_info): return 1\n")
     with pytest.raises(
         ConfigError, match=r"cannot be called as f\(data_sources, solution_strs, ground_truths, extra_infos"
@@ -158,8 +158,8 @@ def test_what_takes_single_responses_cannot_be_called_with_batches(tmp_path):
         check_reward_function(RewardConfig(function=f"{tmp_path}/mine.py:f", manager="batch"))
 
 
-def test_a_function_of_batches_is_tried_before_a_run(config):
+def test_batch_function_is_tried_before_a_run(config):
     assert try_reward_function(config(), prompt("5")) is None
-    assert try_reward_function(config("spread"), prompt("5")) is None  # of one response there is none
+    assert try_reward_function(config("spread"), prompt("5")) is None  # the spread of one response is undefined
     with pytest.raises(ConfigError, match="cannot grade the first prompt"):
         try_reward_function(config("array", kwargs={"bonus": "much"}), prompt("5"))

@@ -1,4 +1,4 @@
-"""Async functions with many calls under way, and graders that eat memory: each costs its own sample."""
+"""Concurrent calls of async functions, and graders that use too much memory: each fails its own sample only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import asyncio, os, subprocess, sys, time
 running, most, meeting = 0, 0, None
 
 async def meet(solution_str, **_):
-    '''Ends when as many calls are under way as the first says.'''
+    '''Return when as many calls are running as the first response asks for.'''
     global running, most, meeting
     running += 1
     most = max(most, running)
@@ -87,7 +87,7 @@ def _quick_to_give_up(monkeypatch):
 
 
 def pids(scores):
-    """Processes that graded them."""
+    """Return the pids of the processes that graded the scores."""
     return {score.parts["pid"] for score in scores if score.error is None}
 
 
@@ -100,7 +100,7 @@ def graded(config, texts):
     return [scores[key] for key in range(len(texts))]
 
 
-def test_as_many_calls_are_under_way_as_are_allowed_and_no_more(functions):
+def test_max_concurrent_calls_is_reached_and_not_exceeded(functions):
     config = RewardConfig(function=f"{functions}:meet", max_concurrent_calls=6, timeout_seconds=20.0)
     scores = graded(config, ["6"] * 30)
     assert [score.error for score in scores] == [None] * 30
@@ -109,16 +109,16 @@ def test_as_many_calls_are_under_way_as_are_allowed_and_no_more(functions):
 
 
 @pytest.mark.parametrize("more", [{"manager": "naive"}, {"max_concurrent_calls": 1}])
-def test_one_by_one_no_call_meets_another(functions, more):
+def test_naive_manager_and_limit_of_one_run_one_call_at_a_time(functions, more):
     config = RewardConfig(function=f"{functions}:meet", timeout_seconds=20.0, **more)
     assert {score.parts["most"] for score in graded(config, ["1"] * 10)} == {1}
 
 
-def test_the_time_limit_holds_for_each_call(functions):
+def test_time_limit_applies_to_each_call(functions):
     config = RewardConfig(function=f"{functions}:grade", max_concurrent_calls=8, timeout_seconds=0.5)
     texts = ["wait" if number % 5 == 0 else str(number) for number in range(40)]
     scores = graded(config, texts)
-    assert len(pids(scores)) == 1  # no call of another took the process with it
+    assert len(pids(scores)) == 1  # no failed call ended the process
     for text, score in zip(texts, scores, strict=True):
         if text == "wait":
             assert score.error == "the grader did not finish within reward.timeout_seconds=0.5"
@@ -137,7 +137,7 @@ def test_the_time_limit_holds_for_each_call(functions):
         ("words", "ValueError: could not convert"),
     ],
 )
-def test_one_that_cannot_be_cancelled_is_found_among_those_beside_it(functions, text, message):
+def test_call_that_fails_among_concurrent_ones_fails_alone(functions, text, message):
     config = RewardConfig(function=f"{functions}:grade", max_concurrent_calls=4, timeout_seconds=0.5)
     texts = [str(number) for number in range(12)]
     texts[5] = text
@@ -147,14 +147,14 @@ def test_one_that_cannot_be_cancelled_is_found_among_those_beside_it(functions, 
     assert [number for number, score in enumerate(scores) if score.error is not None] == [5]
 
 
-def test_answers_of_others_do_not_put_off_the_end_of_one_that_cannot_be_cancelled(functions):
+def test_answers_of_other_calls_do_not_extend_the_time_limit(functions):
     config = RewardConfig(function=f"{functions}:steady", max_concurrent_calls=2, timeout_seconds=0.5)
-    scores = graded(config, ["stubborn", *["1"] * 25])  # beside it 2.5 seconds, one by one
+    scores = graded(config, ["stubborn", *["1"] * 25])  # the other calls take 2.5 seconds, one after another
     assert [number for number, score in enumerate(scores) if score.error is not None] == [0]
     assert len(pids(scores)) > 1
 
 
-def test_the_time_limit_is_that_of_one_response_however_many_are_handed_over(functions):
+def test_time_limit_applies_to_each_response_of_a_batch(functions):
     scores = graded(RewardConfig(function=f"{functions}:plain", timeout_seconds=0.7), ["1"] * 30)
     assert len(pids(scores)) == 1
     assert [score.reward for score in scores] == [1.0] * 30
@@ -162,7 +162,7 @@ def test_the_time_limit_is_that_of_one_response_however_many_are_handed_over(fun
 
 @linux
 @pytest.mark.parametrize("text", ["eat", "child"])
-def test_a_grader_that_eats_memory_costs_its_own_sample(functions, text):
+def test_grader_above_memory_mib_fails_its_own_sample_only(functions, text):
     config = RewardConfig(function=f"{functions}:eat", memory_mib=400, timeout_seconds=60.0)
     scores = graded(config, ["1", "2", text, "3", "4"])
     assert scores[2].error == "the grader took more memory than reward.memory_mib=400"

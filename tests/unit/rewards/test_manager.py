@@ -1,4 +1,4 @@
-"""Grading processes: order, isolation of graders that raise, hang or die, and no process left behind."""
+"""Grading processes: order of scores, graders that raise, hang or die, and cleanup."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRADERS = """
 import asyncio, collections, ctypes, itertools, os, subprocess, sys, time
 
 def hang_in_c():
-    collections.deque(itertools.repeat(0), maxlen=0)  # never looks at signals
+    collections.deque(itertools.repeat(0), maxlen=0)  # never handles signals
 
 def swallow():
     while True:
@@ -115,7 +115,7 @@ def _quick_to_give_up(monkeypatch):
 
 
 def workers_of(parent):
-    """Pids of living grading processes that `parent` started, from the kernel's own tables."""
+    """Return the pids of running grading processes that `parent` started, from /proc."""
     return [
         pid for pid, ppid, command in processes() if ppid == parent and "mcore_rl.rewards.processes.worker" in command
     ]
@@ -143,7 +143,7 @@ def wait_until(condition, seconds=20.0):
     return condition()
 
 
-def test_collect_returns_exactly_what_was_asked_for(graders):
+def test_collect_returns_the_requested_keys_only(graders):
     with RewardManager(RewardConfig(function=graders, workers=2), max_response_tokens=10) as manager:
         rewarder: Rewarder = manager
         assert rewarder.collect([]) == {}
@@ -155,7 +155,7 @@ def test_collect_returns_exactly_what_was_asked_for(graders):
             assert {key: score.reward for key, score in scores.items()} == {key: float(key) for key in keys}
 
 
-def test_those_who_wait_for_scores_wait_for_their_own_only(graders):
+def test_collect_from_several_threads_returns_each_its_own_scores(graders):
     with RewardManager(RewardConfig(function=graders, workers=2), max_response_tokens=10) as manager:
         for key in range(50):
             manager.submit(key, prompt(), str(key), 1)
@@ -166,7 +166,7 @@ def test_those_who_wait_for_scores_wait_for_their_own_only(graders):
             assert {key: score.reward for key, score in scores.items()} == {key: float(key) for key in keys}
 
 
-def test_graders_that_misbehave_cost_their_own_sample_only(graders):
+def test_grader_that_raises_hangs_or_dies_fails_its_own_sample_only(graders):
     config = RewardConfig(function=graders, timeout_seconds=0.4, workers=2)
     with RewardManager(config, max_response_tokens=10) as manager:
         manager.wait_ready()
@@ -185,7 +185,7 @@ def test_graders_that_misbehave_cost_their_own_sample_only(graders):
                 assert (scores[key].reward, scores[key].error) == (float(text), None)
 
 
-def test_an_async_function_has_the_same_limits(graders):
+def test_async_function_has_the_same_limits(graders):
     config = RewardConfig(function=graders.replace(":grade", ":grade_later"), timeout_seconds=0.4)
     texts = ["1", "wait", "2", "raise", "loop", "3", "stubborn", "exit", "4"]
     with RewardManager(config, max_response_tokens=10) as manager:
@@ -202,20 +202,20 @@ def test_an_async_function_has_the_same_limits(graders):
     assert f'graders.py", line {line}, in grade_later' in scores[1].traceback
 
 
-def test_the_first_failure_of_a_batch_says_where_it_raised(graders):
+def test_first_failure_of_a_batch_has_a_traceback(graders):
     with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
         for key in range(20):
             manager.submit(key, prompt(), "raise" if key % 2 else "1", 1)
         scores = manager.collect(range(20))
     shown = [scores[key].traceback for key in range(20) if scores[key].traceback]
-    assert 1 <= len(shown) < 10  # of ten
+    assert 1 <= len(shown) < 10  # ten samples failed
     lines = shown[0].splitlines()
     assert lines[0].startswith("Traceback")
-    assert "graders.py" in lines[1]  # none of our own calls before it
+    assert "graders.py" in lines[1]  # no frames of this project before it
     assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_the_last_sample_of_a_batch_can_be_the_one_that_dies(graders):
+def test_death_on_the_last_sample_of_a_batch_fails_this_sample(graders):
     with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
         manager.submit(1, prompt(), "die3", 1)
         assert "exit code 3" in manager.collect([1])[1].error
@@ -223,8 +223,8 @@ def test_the_last_sample_of_a_batch_can_be_the_one_that_dies(graders):
         assert manager.collect([1])[1].reward == 4.0
 
 
-def test_a_reward_file_of_verls_documentation_runs_as_it_is(tmp_path):
-    """Its form: a function compute_score with four arguments, or with the reward manager's keywords too."""
+def test_reward_file_from_verls_documentation_runs_unchanged(tmp_path):
+    """compute_score has four arguments, or additional keywords of the reward manager."""
     path = tmp_path / "my_reward.py"
     path.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -251,7 +251,7 @@ def test_a_reward_file_of_verls_documentation_runs_as_it_is(tmp_path):
         assert [score.reward for score in manager.collect([0, 1]).values()] == [1.0, 0.0]
 
 
-def test_what_a_dead_grader_forked_dies_with_it(graders, tmp_path, monkeypatch):
+def test_death_of_a_grader_kills_the_processes_it_forked(graders, tmp_path, monkeypatch):
     monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
     with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
         manager.submit(1, prompt(), "fork", 1)
@@ -260,7 +260,7 @@ def test_what_a_dead_grader_forked_dies_with_it(graders, tmp_path, monkeypatch):
         assert wait_until(lambda: not alive(child), 5)
 
 
-def test_a_sample_that_cannot_be_pickled_costs_itself_only(graders):
+def test_unpicklable_sample_fails_itself_only(graders):
     with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
         manager.submit(0, prompt(handle=lambda: None), "1", 1)
         manager.submit(1, prompt(), "1", 1)
@@ -269,14 +269,14 @@ def test_a_sample_that_cannot_be_pickled_costs_itself_only(graders):
         assert scores[1].error is None
 
 
-def test_submitting_a_key_twice_is_refused(graders):
+def test_submitting_a_key_twice_raises(graders):
     with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
         manager.submit(0, prompt(), "1", 1)
         with pytest.raises(ValueError, match="key 0"):
             manager.submit(0, prompt(), "1", 1)
 
 
-def test_weight_and_overlong_punishment_are_in_the_reward_and_not_in_the_accuracy():
+def test_weight_and_overlong_penalty_change_reward_not_accuracy():
     config = RewardConfig(weight=0.5, overlong=OverlongConfig(enable=True, buffer_tokens=4, penalty=0.5))
     with RewardManager(config, max_response_tokens=10) as manager:
         for key, (text, tokens) in enumerate([("5", 6), ("5", 8), ("5", 10), ("6", 10)]):
@@ -286,7 +286,7 @@ def test_weight_and_overlong_punishment_are_in_the_reward_and_not_in_the_accurac
     assert [scores[key].accuracy for key in range(4)] == [1.0, 1.0, 1.0, 0.0]
 
 
-def test_a_function_that_does_not_load_is_reported_to_the_caller(tmp_path):
+def test_function_that_does_not_load_raises_config_error(tmp_path):
     with RewardManager(RewardConfig(function=f"{tmp_path}/none.py:f"), max_response_tokens=10) as manager:
         with pytest.raises(ConfigError, match="there is no file"):
             manager.wait_ready()
@@ -294,7 +294,7 @@ def test_a_function_that_does_not_load_is_reported_to_the_caller(tmp_path):
             manager.collect([0])
 
 
-def test_processes_that_cannot_start_are_given_up_on(tmp_path):
+def test_processes_that_cannot_start_raise_worker_died_error(tmp_path):
     path = tmp_path / "fatal.py"
     path.write_text("import os\nos._exit(7)\n")
     manager = RewardManager(RewardConfig(function=f"{path}:f"), max_response_tokens=10)
@@ -303,7 +303,7 @@ def test_processes_that_cannot_start_are_given_up_on(tmp_path):
     assert workers_of(os.getpid()) == []
 
 
-def test_shutdown_leaves_no_process_even_while_one_hangs(graders, tmp_path, monkeypatch):
+def test_shutdown_while_a_grader_hangs_leaves_no_process(graders, tmp_path, monkeypatch):
     monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
     manager = RewardManager(RewardConfig(function=graders, workers=2), max_response_tokens=10)
     manager.submit(0, prompt(), "spawn", 1)
@@ -319,7 +319,7 @@ def test_shutdown_leaves_no_process_even_while_one_hangs(graders, tmp_path, monk
         manager.submit(1, prompt(), "1", 1)
 
 
-def test_a_host_that_just_ends_leaves_no_worker(graders):
+def test_parent_that_exits_without_shutdown_leaves_no_worker(graders):
     script = (
         "from mcore_rl.config.schema import RewardConfig\n"
         "from mcore_rl.rewards.manager import RewardManager\n"

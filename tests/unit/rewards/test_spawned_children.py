@@ -1,4 +1,4 @@
-"""Processes that a reward function starts by itself import its file and the files beside it."""
+"""Processes that a reward function starts can import its file and the files beside it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def f(solution_str, **_):
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_processes_that_a_reward_function_starts_find_its_module(tmp_path: Path, method: str) -> None:
+def test_processes_spawned_by_a_reward_function_find_its_module(tmp_path: Path, method: str) -> None:
     (tmp_path / "beside_spawning.py").write_text("def length(text): return float(len(text))\n")
     (tmp_path / f"mine_{method}.py").write_text(SPAWNS.format(method=method))
     config = RewardConfig(function=f"{tmp_path}/mine_{method}.py:f", workers=1, timeout_seconds=120.0)

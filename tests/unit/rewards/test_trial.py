@@ -1,4 +1,4 @@
-"""The call of a reward function before a run: what it refuses, what it lets pass, and what it says."""
+"""Trial of a reward function before a run: accepted and rejected functions, and the messages."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     )
 
 
-def test_a_function_that_grades_the_ground_truth_passes(tried):
+def test_trial_passes_a_function_that_grades_the_ground_truth(tried):
     assert tried("right") is None
-    assert tried("needs_text") is None  # of an empty response nothing is asked then
+    assert tried("needs_text") is None  # the empty response is not graded then
     assert try_reward_function(RewardConfig(), PROMPT) is None
 
 
-def test_one_that_fails_on_any_response_is_refused_with_its_place(tried):
+def test_trial_rejects_a_function_that_fails_on_any_response(tried):
     with pytest.raises(ConfigError) as caught:
         tried("broken")
     message, *shown = str(caught.value).splitlines()
@@ -74,19 +74,19 @@ def test_one_that_fails_on_any_response_is_refused_with_its_place(tried):
         ("nothing", "returned None instead of a finite number"),
     ],
 )
-def test_so_is_one_without_an_answer(tried, name, cause):
+def test_trial_rejects_a_function_without_a_result(tried, name, cause):
     with pytest.raises(ConfigError, match=rf"mine\.py:{name} cannot grade .*{cause}"):
         tried(name)
 
 
-def test_one_that_only_some_responses_break_is_warned_about(tried):
+def test_trial_warns_if_only_the_ground_truth_fails(tried):
     warning = tried("strict")
     assert warning.startswith("warning: reward.function=")
     assert "ZeroDivisionError: division by zero; with an empty one it works" in warning
     assert "in strict" in warning
 
 
-def test_of_rows_that_choose_their_graders_each_function_of_the_users_is_tried(tmp_path):
+def test_trial_covers_every_user_function_that_rows_choose(tmp_path):
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     mine = {name: f"{tmp_path}/mine.py:{name}" for name in ("right", "broken")}
     config = RewardConfig(function="by_data_source", functions={"sums": mine["right"], "other*": mine["broken"]})
@@ -112,7 +112,7 @@ def by_tools(extra_info, **_):
 
 
 @pytest.mark.parametrize(("name", "multi_turn"), [("by_turns", False), ("by_turns", True), ("by_tools", True)])
-def test_the_trial_passes_the_extra_info_of_a_run(tmp_path, name, multi_turn):
+def test_trial_passes_the_extra_info_of_a_run(tmp_path, name, multi_turn):
     (tmp_path / "turns.py").write_text(TURNS)
     config = RewardConfig(function=f"{tmp_path}/turns.py:{name}")
     prompt = Prompt(0, np.zeros(1, np.int32), "q", "sums", "5", {"level": 3})
