@@ -89,7 +89,7 @@ def assemble(config: Config, prepared: Prepared, say: Callable[[str], None]) -> 
 
 def _roles(config: Config, prepared: Prepared) -> list[Role]:
     """Return the roles that need processes in addition to trainer ranks and engines."""
-    roles = [judge_role(config.judge)] if uses_judge(config) else []
+    roles = [judge_role(config.judge)] if uses_judge(config.judge) else []
     if prepared.critic is not None:
         own_batch = functools.partial(
             spread, num_ranks=prepared.layout.dp, other_ranks=prepared.critic.dp, cost=prepared.cost
@@ -209,10 +209,10 @@ class _Site:
 
     def _reference(self, journal: RunJournal) -> tuple[Reference | None, dict[str, Any]]:
         """Return the reference policy's part of the loop, and its state for checkpoints."""
-        if not uses_reference(self.config):
+        if not uses_reference(self.config.algorithm.kl):
             return None, {}
         kl, per_response = self.config.algorithm.kl, self.prepared.estimator.per_response
-        controller, advantages_of = KLController.from_config(kl), response_advantages(self.config)
+        controller, advantages_of = KLController.from_config(kl), response_advantages(self.config.algorithm)
 
         def recorded(groups: Groups, rewards: np.ndarray) -> np.ndarray:
             advantages = advantages_of(groups, rewards)
@@ -379,7 +379,8 @@ class SupervisedBatches:
         """Build a batch of the next trainer.prompts_per_step rows, divided into updates of prompts_per_update rows."""
         rows = self.sampler.draw(self.config.trainer.prompts_per_step)
         buffers, scalars = supervised_chunk(self.targets, rows)
-        weights_of: Callable[[np.ndarray], np.ndarray] = response_weights(self.config)
+        longest = self.config.rollout.max_response_tokens
+        weights_of: Callable[[np.ndarray], np.ndarray] = response_weights(self.config.algorithm, longest)
         return build_batch(
             [self.store(buffers)],
             [scalars],

@@ -170,9 +170,9 @@ def _idleness(config: Config) -> list[Sign]:
 def _graders(config: Config) -> str:
     """Keys of everything that scores responses."""
     named = [] if config.reward.function == NO_RULE and not config.reward.weighted else [config.reward.chosen]
-    if uses_judge(config):
+    if uses_judge(config.judge):
         named.append("judge")
-    if uses_reward_model(config):
+    if uses_reward_model(config.reward_model):
         named.append("reward_model")
     return " and ".join(named) or config.reward.chosen
 

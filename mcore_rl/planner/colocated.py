@@ -119,12 +119,12 @@ def colocated_ranks(config: Config, *, cuda: bool) -> ColocatedRanks:
     if estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).needs.critic:
         validate_critic(config)
         critic = value_model_ranks(config, ModelRole.critic(config), num_critic_ranks(config), trained=True, cuda=cuda)
-    if uses_reward_model(config):
+    if uses_reward_model(config.reward_model):
         validate_reward_model(config)
         role, ranks = ModelRole.reward_model(config), num_reward_model_ranks(config)
         model = value_model_ranks(config, role, ranks, trained=False, cuda=cuda)
-    judge = judge_rank(config, cuda=cuda) if has_judge_engines(config) else None
-    reference = uses_reference(config) and not base_is_reference(config)
+    judge = judge_rank(config, cuda=cuda) if has_judge_engines(config.judge) else None
+    reference = uses_reference(config.algorithm.kl) and not base_is_reference(config.actor, config.reference)
     staging = 0 if is_supervised(config.algorithm) else staging_bytes(config, cuda=cuda)
     everywhere = ColocatedModels(None, None, judge if cuda else None, reference, config.reference.offload, staging)
     return ColocatedRanks(critic, model, everywhere) if cuda else ColocatedRanks(everywhere=everywhere)

@@ -155,7 +155,7 @@ class Job:
         validate(config, run_here=False)
         cuda = config.cluster.device != "cpu"
         config = replace(config, model=replace(config.model))
-        settle_dtype(config, cuda=cuda)
+        settle_dtype(config.model, cuda=cuda)
         spec = ModelSpec.policy(config)
         check_engine_model(EngineRole.rollout(config), config.algorithm, spec.hf_config)
         installed = planned_machine(cuda=cuda)

@@ -28,7 +28,7 @@ from typing import Any
 
 from mcore_rl.config.models import ActorConfig, OffloadConfig, ParallelConfig
 from mcore_rl.config.rules.lora import refuse_suggestions
-from mcore_rl.config.schema import ClusterConfig, Config
+from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
 from mcore_rl.planner.activations import StageActivations, stage_activations
 from mcore_rl.planner.batches import batch_arithmetic
 from mcore_rl.planner.candidates import candidate_layouts, parallel_of
@@ -221,10 +221,10 @@ def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:
 
     Raises: ConfigError for settings that are invalid in every layout.
     """
-    refuse_suggestions(config)
+    refuse_suggestions(config.actor)
     base = deepcopy(config)
     base.actor.parallel = ParallelConfig(sequence_parallel=config.actor.parallel.sequence_parallel)
-    extra = _fit_engines(base)
+    extra = _fit_engines(base.cluster, base.rollout)
     search = _Search(Job.of(base))
     if search.engine.sequences < 1:
         return Suggestions((), 0, "rollout.tp: an engine rank has no room for one sequence; raise it")
@@ -241,13 +241,13 @@ def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:
     return Suggestions((), len(layouts), problem)
 
 
-def _fit_engines(config: Config) -> tuple[str, ...]:
+def _fit_engines(cluster: ClusterConfig, rollout: RolloutConfig) -> tuple[str, ...]:
     """Lower rollout.num_engines to the number that fits on the GPUs; return the override, if any."""
-    slots = config.cluster.nodes * config.cluster.gpus_per_node
-    most = max(slots // config.rollout.tp, 1)
-    if config.cluster.placement != "colocated" or config.rollout.num_engines <= most:
+    slots = cluster.nodes * cluster.gpus_per_node
+    most = max(slots // rollout.tp, 1)
+    if cluster.placement != "colocated" or rollout.num_engines <= most:
         return ()
-    config.rollout.num_engines = most
+    rollout.num_engines = most
     return (f"rollout.num_engines={most}",)
 
 

@@ -26,9 +26,9 @@ def check_episode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     if not has_turns(rollout):
         return [], []
     load_episode(rollout)
-    schemas = check_tools(config)
+    schemas = check_tools(rollout, config.sandbox)
     stop_ids = eos_token_ids(tokenizer, config.model.hf_path)
-    load = partial(conversation_of, config, tokenizer, schemas, stop_ids)
+    load = partial(conversation_of, rollout, config.data.template_kwargs, tokenizer, schemas, stop_ids)
     try_out(load, "model.tokenizer_path")
     _, facts = load()
     notes = []

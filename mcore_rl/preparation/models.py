@@ -159,16 +159,16 @@ def check_reference(config: Config, hf_config: dict[str, Any], needs: Needs) -> 
 
 def check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> None:
     """Check the judge, if the run has one, before its engines start."""
-    if not uses_judge(config):
+    judge = config.judge
+    if not uses_judge(judge):
         return
     if not needs.advantages:
         raise ConfigError(
-            f"{'judge.hf_path' if has_judge_engines(config) else 'judge.url'} names a judge that has nothing to read: "
+            f"{'judge.hf_path' if has_judge_engines(judge) else 'judge.url'} names a judge that has nothing to read: "
             f"algorithm.policy_loss.name={config.algorithm.policy_loss.name} samples no responses; set it to null"
         )
-    judge = config.judge
     score_reader(judge)
-    if has_judge_engines(config):
+    if has_judge_engines(judge):
         hf_config, _ = policy_config(ModelRole.judge(config))
         check_engine_model(EngineRole.judge(config), config.algorithm, hf_config)
         check_weights(ModelRole.judge(config))

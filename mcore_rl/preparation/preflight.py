@@ -35,7 +35,7 @@ def check_run(config: Config) -> None:
     """
     validate(config)
     validate_judge(config)
-    if uses_reward_model(config) and not is_supervised(config.algorithm):
+    if uses_reward_model(config.reward_model) and not is_supervised(config.algorithm):
         validate_reward_model(config)
     for problem in (*cannot_run(config), missing_engine(config)):
         if problem is not None:
@@ -50,7 +50,7 @@ def check_run(config: Config) -> None:
     )
     _check_data(config.data, config.algorithm)
     make_paths_absolute(config)
-    if uses_judge(config):
+    if uses_judge(config.judge):
         config.judge.template = template_text(config.judge)
 
 

@@ -90,7 +90,7 @@ def prepare(config: Config) -> Prepared:
 
     Raises: ConfigError, DataError for the first setting or row that cannot work.
     """
-    settle_dtype(config, cuda=uses_cuda(config.cluster))
+    settle_dtype(config.model, cuda=uses_cuda(config.cluster))
     spec = ModelSpec.policy(config)
     hf_config, layout = spec.hf_config, spec.layout
     check_engine_model(EngineRole.rollout(config), config.algorithm, hf_config)
@@ -105,11 +105,11 @@ def prepare(config: Config) -> Prepared:
     critic = None
     if needs.advantages and chosen.needs.critic:
         critic = critic_layout(config, layout)
-    if uses_reference(config):
+    if uses_reference(config.algorithm.kl):
         check_reference(config, hf_config, needs)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
     try_out(partial(PromptRenderer, tokenizer, config.data), "model.tokenizer_path")
-    reward_model = reward_model_layout(config, needs) if uses_reward_model(config) else None
+    reward_model = reward_model_layout(config, needs) if uses_reward_model(config.reward_model) else None
     prompts: dict[str, PromptSet] = {}
     targets: SupervisedSet | None = None
     reports: list[LoadReport]
@@ -121,7 +121,7 @@ def prepare(config: Config) -> Prepared:
         prompts, reports, parts = _load_prompts(config, tokenizer, tools)
         notes += [*parts.notes, *overridden_fields(config.model, hf_config)]
         if reward_model is not None:
-            inputs = RewardInputs(config)
+            inputs = RewardInputs(config.reward_model, config.model, config.rollout)
             for name, loaded in prompts.items():
                 inputs.check(loaded, f"data.{name}")
     else:
@@ -133,7 +133,7 @@ def prepare(config: Config) -> Prepared:
     check_judge(config, needs, prompts)
     warnings = [*notes, *_try_rewards(config.reward, prompts, multi_turn=has_turns(config.rollout))]
     trained = actor_parameters if critic is None else actor_parameters + parameters
-    refreshed = parameters if uses_reference(config) and config.reference.refresh_every_steps else 0
+    refreshed = parameters if uses_reference(config.algorithm.kl) and config.reference.refresh_every_steps else 0
     checkpoint_bytes = _checkpoint_bytes(config.model.dtype, trained, refreshed)
     return Prepared(
         layout,

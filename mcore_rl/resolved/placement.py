@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config import num_trainer_ranks
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 
 
@@ -75,19 +75,20 @@ def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[G
 
     Raises: ConfigError when an engine does not fit the slots of a node, or guests those of the policy.
     """
-    slots, tp = config.cluster.gpus_per_node, config.rollout.tp
+    cluster, rollout = config.cluster, config.rollout
+    slots, tp = cluster.gpus_per_node, rollout.tp
     ranks = tuple(rank // slots for rank in range(num_trainer_ranks(config)))
-    colocated = config.cluster.placement == "colocated"
+    colocated = cluster.placement == "colocated"
     engines: tuple[tuple[Slot, ...], ...]
-    if config.cluster.nodes > 1 and tp > slots:
-        engines = _wide_engines(config, num_engines, len(ranks), on_gpus)
+    if cluster.nodes > 1 and tp > slots:
+        engines = _wide_engines(cluster, rollout, num_engines, len(ranks), on_gpus)
     elif colocated:
         engines = tuple(
-            (slot,) for slot in _shared_slots(config, Guests("rollout", num_engines, tp), len(ranks), on_gpus)
+            (slot,) for slot in _shared_slots(cluster, Guests("rollout", num_engines, tp), len(ranks), on_gpus)
         )
     else:
-        engines = tuple((_own_slot(config, engine, on_gpus),) for engine in range(num_engines))
-    placed = {each.section: _shared_slots(config, each, len(ranks), on_gpus) for each in guests}
+        engines = tuple((_own_slot(cluster, rollout, engine, len(ranks), on_gpus),) for engine in range(num_engines))
+    placed = {each.section: _shared_slots(cluster, each, len(ranks), on_gpus) for each in guests}
     computing = {"actor": Counter(ranks), "rollout": Counter[int]()}
     for hosts in engines:
         computing["rollout"] += Counter({slot.node: tp // len(hosts) for slot in hosts})
@@ -101,18 +102,20 @@ def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[G
     return Placement(ranks, engines, placed, bundle, computing, colocated)
 
 
-def _wide_engines(config: Config, num_engines: int, num_ranks: int, on_gpus: bool) -> tuple[tuple[Slot, ...], ...]:
+def _wide_engines(
+    cluster: ClusterConfig, rollout: RolloutConfig, num_engines: int, num_ranks: int, on_gpus: bool
+) -> tuple[tuple[Slot, ...], ...]:
     """Engines of more ranks than a node has slots: each fills whole nodes, one engine after the other."""
-    slots, nodes, tp = config.cluster.gpus_per_node, config.cluster.nodes, config.rollout.tp
+    slots, nodes, tp = cluster.gpus_per_node, cluster.nodes, rollout.tp
     if tp % slots:
         raise ConfigError(
             f"rollout.tp={tp}: an engine that spans nodes fills them; set a multiple of cluster.gpus_per_node={slots}, "
             "or at most as many"
         )
-    colocated = config.cluster.placement == "colocated"
-    first, end = (
-        (0, num_ranks // slots if on_gpus else nodes) if colocated else (_first_free_node(config, num_ranks), nodes)
-    )
+    colocated = cluster.placement == "colocated"
+    first, end = (0, num_ranks // slots if on_gpus else nodes)
+    if not colocated:
+        first, end = _first_free_node(cluster, rollout, num_ranks), nodes
     span = tp // slots
     if first + num_engines * span > end:
         raise ConfigError(
@@ -126,17 +129,17 @@ def _wide_engines(config: Config, num_engines: int, num_ranks: int, on_gpus: boo
     )
 
 
-def _first_free_node(config: Config, num_ranks: int) -> int:
+def _first_free_node(cluster: ClusterConfig, rollout: RolloutConfig, num_ranks: int) -> int:
     """Of those that are the engines' alone."""
-    if config.rollout.nodes:
-        return config.cluster.nodes - config.rollout.nodes
-    return -(-num_ranks // config.cluster.gpus_per_node)
+    if rollout.nodes:
+        return cluster.nodes - rollout.nodes
+    return -(-num_ranks // cluster.gpus_per_node)
 
 
-def _shared_slots(config: Config, guests: Guests, num_ranks: int, on_gpus: bool) -> tuple[Slot, ...]:
-    slots = config.cluster.gpus_per_node
+def _shared_slots(cluster: ClusterConfig, guests: Guests, num_ranks: int, on_gpus: bool) -> tuple[Slot, ...]:
+    slots = cluster.gpus_per_node
     if guests.tp is not None:
-        return tuple(_engine_slot(config, guests, engine, num_ranks, on_gpus) for engine in range(guests.num))
+        return tuple(_engine_slot(cluster, guests, engine, num_ranks, on_gpus) for engine in range(guests.num))
     if guests.num > num_ranks:
         raise ConfigError(
             f"{guests.section}.num_ranks={guests.num} ranks share the slots of the {num_ranks} trainer ranks; lower it"
@@ -144,8 +147,8 @@ def _shared_slots(config: Config, guests: Guests, num_ranks: int, on_gpus: bool)
     return tuple(Slot(rank // slots, (rank % slots,) if on_gpus else None) for rank in range(guests.num))
 
 
-def _engine_slot(config: Config, guests: Guests, engine: int, num_ranks: int, on_gpus: bool) -> Slot:
-    slots, nodes, num, tp = config.cluster.gpus_per_node, config.cluster.nodes, guests.num, guests.tp or 1
+def _engine_slot(cluster: ClusterConfig, guests: Guests, engine: int, num_ranks: int, on_gpus: bool) -> Slot:
+    slots, nodes, num, tp = cluster.gpus_per_node, cluster.nodes, guests.num, guests.tp or 1
     node = engine * nodes // num
     if not on_gpus:
         return Slot(node, None)
@@ -161,18 +164,18 @@ def _engine_slot(config: Config, guests: Guests, engine: int, num_ranks: int, on
     return Slot(node, tuple(range(first, first + tp)))
 
 
-def _own_slot(config: Config, engine: int, on_gpus: bool) -> Slot:
-    tp, slots, nodes = config.rollout.tp, config.cluster.gpus_per_node, config.cluster.nodes
+def _own_slot(cluster: ClusterConfig, rollout: RolloutConfig, engine: int, ranks: int, on_gpus: bool) -> Slot:
+    tp, slots, nodes = rollout.tp, cluster.gpus_per_node, cluster.nodes
     if not on_gpus and nodes == 1:
         return Slot(0, None)
     # The first slot after the ranks at which an engine can begin without crossing to another node.
-    ranks, per_node = num_trainer_ranks(config), slots // tp
-    node, used = (nodes - config.rollout.nodes, 0) if config.rollout.nodes else divmod(ranks, slots)
+    per_node = slots // tp
+    node, used = (nodes - rollout.nodes, 0) if rollout.nodes else divmod(ranks, slots)
     nth = engine + min(-(-used // tp), per_node)
     if per_node == 0 or node + nth // per_node >= nodes:
         raise ConfigError(
             f"cluster.placement=disaggregated: {ranks} trainer ranks leave no room for "
-            f"rollout.num_engines={config.rollout.num_engines} of rollout.tp={tp}, an engine within one node, on "
+            f"rollout.num_engines={rollout.num_engines} of rollout.tp={tp}, an engine within one node, on "
             f"cluster.nodes={nodes} x cluster.gpus_per_node={slots}; lower actor.num_ranks or rollout.num_engines, or "
             "raise rollout.nodes"
         )

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.models import RewardModelConfig
+from mcore_rl.config.schema import ModelConfig, RolloutConfig
 from mcore_rl.data.chat.limits import try_out
 from mcore_rl.data.chat.messages import with_answer
 from mcore_rl.data.chat.style import ChatStyle
@@ -35,9 +36,9 @@ class RewardInputs:
     that the model cannot keep.
     """
 
-    def __init__(self, config: Config) -> None:
-        path = str(config.reward_model.hf_path)
-        self._policy_tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
+    def __init__(self, section: RewardModelConfig, policy: ModelConfig, rollout: RolloutConfig) -> None:
+        path = str(section.hf_path)
+        self._policy_tokenizer = load_tokenizer(policy.tokenizer_path or policy.hf_path)
         self._tokenizer = load_tokenizer(path, "reward_model.hf_path")
         self.reencoded = not same_encoding(self._tokenizer, self._policy_tokenizer)
         self._style: ChatStyle | None = None
@@ -46,15 +47,15 @@ class RewardInputs:
             self._style = ChatStyle.of(self._tokenizer)
         hf_config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         self._positions: int | None = hf_config.get("max_position_embeddings")
-        self._stop = config.rollout.stop
-        self._budget = config.reward_model.tokens_per_microbatch
+        self._stop = rollout.stop
+        self._budget = section.tokens_per_microbatch
         known, self._vocabulary = len(self._tokenizer), int(hf_config["vocab_size"])
         if known > self._vocabulary:
             raise ConfigError(
                 f"reward_model.hf_path={path}: its tokenizer knows {known} tokens, its model vocab_size="
                 f"{self._vocabulary}; set it to a checkpoint with the model's own tokenizer"
             )
-        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        longest = rollout.max_prompt_tokens + rollout.max_response_tokens
         if not self.reencoded and self._positions and longest > self._positions:
             raise ConfigError(
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} exceeds "

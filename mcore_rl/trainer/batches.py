@@ -30,9 +30,11 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
 
     Raises: NonFiniteError (from the function) naming responses with non-finite rewards.
     """
-    per_response = estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).per_response
-    advantages_of, weights_of = response_advantages(config), response_weights(config)
-    is_trained = response_filter(config.algorithm)
+    algorithm = config.algorithm
+    per_response = estimator(algorithm.advantage, **advantage_options(algorithm)).per_response
+    advantages_of = response_advantages(algorithm)
+    weights_of = response_weights(algorithm, config.rollout.max_response_tokens)
+    is_trained = response_filter(algorithm)
 
     def build(groups: Groups, step: int, version: int) -> Batch:
         kept = gather(groups.scalars, groups.keep)
@@ -78,14 +80,14 @@ def response_filter(config: AlgorithmConfig) -> Callable[[KeptSamples], np.ndarr
     return trained
 
 
-def response_advantages(config: Config) -> Callable[[Groups, np.ndarray], np.ndarray]:
+def response_advantages(algorithm: AlgorithmConfig) -> Callable[[Groups, np.ndarray], np.ndarray]:
     """Return a function (groups, rewards of the kept responses) -> advantages, for estimators that need no per-token
     data.
 
     Shapes: float32 [B] -> float32 [B], in the order of `gather`.
     """
-    options = advantage_options(config.algorithm)
-    chosen = estimator(config.algorithm.advantage, **options)
+    options = advantage_options(algorithm)
+    chosen = estimator(algorithm.advantage, **options)
 
     def advantages_of(groups: Groups, rewards: np.ndarray) -> np.ndarray:
         kept = gather(groups.scalars, groups.keep)
@@ -94,7 +96,7 @@ def response_advantages(config: Config) -> Callable[[Groups, np.ndarray], np.nda
         group_ids, lengths = kept.group_ids[first], np.bincount(episode, kept.trained_tokens).astype(np.int32)
         baseline = greedy_rewards(groups.greedy, group_ids) if chosen.needs.baseline_rewards else None
         estimates = compute_advantages(
-            config.algorithm.advantage,
+            algorithm.advantage,
             token_rewards=torch.from_numpy(rewards[first])[:, None],
             mask=torch.ones(len(first), 1),
             group_ids=torch.from_numpy(group_ids),
@@ -128,10 +130,10 @@ def greedy_rewards(greedy: Sequence[RolloutScalars], group_ids: np.ndarray) -> n
     return rewards[order][place].astype(np.float32)
 
 
-def response_weights(config: Config) -> Callable[[np.ndarray], np.ndarray]:
+def response_weights(algorithm: AlgorithmConfig, longest: int) -> Callable[[np.ndarray], np.ndarray]:
     """Return the function that computes loss_weights for the configured aggregation; seq-mean-token-sum-norm divides by
-    rollout.max_response_tokens."""
-    mode, longest = config.algorithm.loss_aggregation, config.rollout.max_response_tokens
+    `longest`, which is rollout.max_response_tokens."""
+    mode = algorithm.loss_aggregation
     options: dict[str, Any] = {"norm_tokens": longest} if "norm_tokens" in MODE_OPTIONS.get(mode, ()) else {}
     return partial(loss_weights, mode, **options)
 

@@ -37,7 +37,7 @@ def configured(hf: Path, *overrides: str) -> Config:
     base = hf / "run.yaml"
     base.write_text(f"model:\n  hf_path: {hf}\ndata:\n  train: none.jsonl\nrun:\n  dir: {hf}\n")
     config = load_config(base, list(overrides))
-    settle_dtype(config, cuda=False)
+    settle_dtype(config.model, cuda=False)
     return config
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.schema import ClusterConfig, Config
+from mcore_rl.config.schema import ClusterConfig, ModelConfig
 
 
 def uses_cuda(cluster: ClusterConfig) -> bool:
@@ -22,6 +22,6 @@ def settled_dtype(dtype: str, *, cuda: bool) -> str:
     return "bfloat16" if cuda else "float32"
 
 
-def settle_dtype(config: Config, *, cuda: bool) -> None:
+def settle_dtype(model: ModelConfig, *, cuda: bool) -> None:
     """Replace model.dtype=auto in the configuration, which is also written to config.yaml."""
-    config.model.dtype = settled_dtype(config.model.dtype, cuda=cuda)
+    model.dtype = settled_dtype(model.dtype, cuda=cuda)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.episodes import SINGLE_TURN, WITH_ENVIRONMENT, WITH_TOOLS
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.rules.unused import refuse_unless_default
-from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 
 OF_TURNS = (
@@ -40,10 +40,10 @@ def concurrent_episodes(rollout: RolloutConfig) -> int:
     return rollout.max_concurrent_episodes or EPISODES_PER_REQUEST * rollout.max_concurrent_requests
 
 
-def check_episodes(config: Config) -> None:
+def check_episodes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError naming keys that contradict each other."""
-    rollout, chosen = config.rollout, episode_of(config.rollout)
-    if is_supervised(config.algorithm):
+    chosen = episode_of(rollout)
+    if is_supervised(algorithm):
         return
     if chosen == WITH_TOOLS and rollout.tools is None:
         raise ConfigError("rollout.episode=tools needs rollout.tools: a YAML file of tools, or module_or_file.py:name")

@@ -6,13 +6,12 @@ from mcore_rl.config.functions import names_function
 from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, DAPO, GROUP, NAIVE, STEP, RewardConfig
 from mcore_rl.config.rules.episodes import episode_of, has_turns
 from mcore_rl.config.rules.unused import changed, refuse_unless_default
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 
 
-def check_graders(config: Config) -> None:
+def check_graders(reward: RewardConfig, rollout: RolloutConfig) -> None:
     """Raise ConfigError for a key without effect and for contradictory keys."""
-    reward = config.reward
     if all(entry.function != BY_DATA_SOURCE for entry in reward.entries):
         refuse_unless_default("reward", reward, f"set reward.function={BY_DATA_SOURCE}", ["functions"])
     if reward.weighted:
@@ -24,13 +23,13 @@ def check_graders(config: Config) -> None:
     _check_kwargs(reward)
     _check_manager(reward)
     if reward.batch == STEP:
-        _check_whole_steps(config)
+        _check_whole_steps(rollout)
 
 
-def _check_whole_steps(config: Config) -> None:
+def _check_whole_steps(rollout: RolloutConfig) -> None:
     """Check reward.batch=step: all responses of a step must exist at the same time, and only the function grades
     them."""
-    chosen, rollout = f"reward.batch={STEP}", config.rollout
+    chosen = f"reward.batch={STEP}"
     if rollout.max_staleness:
         raise ConfigError(
             f"{chosen} grades all responses of a step together, but with rollout.max_staleness="

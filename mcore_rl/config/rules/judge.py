@@ -22,13 +22,13 @@ OF_ENGINES = ("engine", "dtype", "num_engines", "tp", "kv_cache_gib", "gpu_memor
 """And those that a judge on a server has no use for."""
 
 
-def uses_judge(config: Config) -> bool:
-    return has_judge_engines(config) or config.judge.url is not None
+def uses_judge(judge: JudgeConfig) -> bool:
+    return has_judge_engines(judge) or judge.url is not None
 
 
-def has_judge_engines(config: Config) -> bool:
+def has_judge_engines(judge: JudgeConfig) -> bool:
     """Whether the judge runs on engines of the run's own."""
-    return config.judge.hf_path is not None
+    return judge.hf_path is not None
 
 
 def validate_judge(config: Config) -> None:
@@ -38,7 +38,7 @@ def validate_judge(config: Config) -> None:
     Raises: ConfigError for the first thing that cannot work.
     """
     judge = config.judge
-    if not uses_judge(config):
+    if not uses_judge(judge):
         refuse_unless_default("judge", judge, "set judge.hf_path or judge.url")
         return
     if judge.url is not None:
@@ -57,7 +57,7 @@ def validate_judge(config: Config) -> None:
             f"judge.score_pattern={judge.score_pattern} has no effect: judge.parser={judge.parser} finds the score; "
             "set one of the two"
         )
-    if has_judge_engines(config):
+    if has_judge_engines(judge):
         role = EngineRole.judge(config)
         check_engine_sizes(role, read_hf_config(role.model, role.checkpoint))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.models import ActorConfig, LoraConfig
+from mcore_rl.config.models import ActorConfig, LoraConfig, ReferenceConfig
 from mcore_rl.config.rules.unused import changed, refuse_unless_default
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -13,9 +13,9 @@ def uses_lora(actor: ActorConfig) -> bool:
     return actor.lora.rank > 0
 
 
-def base_is_reference(config: Config) -> bool:
+def base_is_reference(actor: ActorConfig, reference: ReferenceConfig) -> bool:
     """Return True if the base model of the adapters is the reference of the KL terms."""
-    return uses_lora(config.actor) and config.reference.hf_path is None
+    return uses_lora(actor) and reference.hf_path is None
 
 
 def check_lora(config: Config) -> None:
@@ -50,7 +50,7 @@ def check_lora(config: Config) -> None:
             "the reference is the base model without adapters and cannot change; set it to 0",
         ),
     }
-    if base_is_reference(config) and not config.reference.offload:
+    if base_is_reference(config.actor, config.reference) and not config.reference.offload:
         raise ConfigError(
             f"reference.offload=False has no effect with actor.lora.rank={lora.rank}: the reference is the policy "
             "without its adapters and has no weights of its own; leave it at True, or set reference.hf_path"
@@ -60,12 +60,12 @@ def check_lora(config: Config) -> None:
             raise ConfigError(f"{key}={value} is not supported with actor.lora.rank={lora.rank}: {reason}")
 
 
-def refuse_suggestions(config: Config) -> None:
+def refuse_suggestions(actor: ActorConfig) -> None:
     """Raise ConfigError if adapters are trained."""
-    if uses_lora(config.actor):
+    if uses_lora(actor):
         raise ConfigError(
             f"--suggest assumes gradients and optimizer state for all weights, but actor.lora.rank="
-            f"{config.actor.lora.rank} trains only adapters; run plan on your own layout without --suggest, or set "
+            f"{actor.lora.rank} trains only adapters; run plan on your own layout without --suggest, or set "
             "actor.lora.rank to 0 for layouts that fit in any case"
         )
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from mcore_rl.config.algorithm import KLConfig
+from mcore_rl.config.models import ReferenceConfig
 from mcore_rl.config.rules.unused import refuse_unless_default
-from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 
-def uses_reference(config: Config) -> bool:
+def uses_reference(kl: KLConfig) -> bool:
     """Return True if the loss or the reward has a KL term."""
-    return config.algorithm.kl.in_loss > 0 or config.algorithm.kl.in_reward > 0
+    return kl.in_loss > 0 or kl.in_reward > 0
 
 
-def check_reference(config: Config) -> None:
+def check_reference(kl: KLConfig, reference: ReferenceConfig) -> None:
     """Raise ConfigError for a key without effect, or one that needs another."""
-    kl = config.algorithm.kl
     if kl.controller == "adaptive":
         _check_adaptive(kl)
     else:
@@ -24,9 +23,9 @@ def check_reference(config: Config) -> None:
         key = f"algorithm.kl.in_{use}"
         if not getattr(kl, f"in_{use}"):
             refuse_unless_default("algorithm.kl", kl, f"set {key} above 0", (f"{use}_kind",))
-    if not uses_reference(config):
+    if not uses_reference(kl):
         needed = "set algorithm.kl.in_loss or algorithm.kl.in_reward above 0"
-        refuse_unless_default("reference", config.reference, needed)
+        refuse_unless_default("reference", reference, needed)
 
 
 def _check_adaptive(kl: KLConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mcore_rl.config.models import RewardModelConfig
 from mcore_rl.config.reward import NO_RULE
 from mcore_rl.config.rules.episodes import has_turns
 from mcore_rl.config.rules.unused import changed, refuse_unless_default
@@ -20,9 +21,9 @@ OF_A_FROZEN_MODEL = (
 """Keys, in addition to parallel.*, that affect a model without gradients and vocabulary."""
 
 
-def uses_reward_model(config: Config) -> bool:
+def uses_reward_model(section: RewardModelConfig) -> bool:
     """Return True if a reward model on its own ranks scores responses."""
-    return config.reward_model.hf_path is not None
+    return section.hf_path is not None
 
 
 def check_rewards(config: Config) -> None:
@@ -44,7 +45,7 @@ def check_rewards(config: Config) -> None:
         )
     no_judge = config.judge.hf_path is None and config.judge.url is None
     episodes_give = has_turns(config.rollout)
-    if config.reward.function == NO_RULE and not uses_reward_model(config) and no_judge and not episodes_give:
+    if config.reward.function == NO_RULE and not uses_reward_model(section) and no_judge and not episodes_give:
         raise ConfigError(
             "reward.function=none leaves responses without a reward; set reward_model.hf_path to a sequence "
             "classification checkpoint, judge.hf_path or judge.url to a model that judges, rollout.environment or "

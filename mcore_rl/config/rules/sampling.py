@@ -3,9 +3,9 @@ restricted."""
 
 from __future__ import annotations
 
-from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, is_supervised
+from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, AlgorithmConfig, is_supervised
 from mcore_rl.config.rules.unused import written
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 
 MIN_TEMPERATURE = 0.01
@@ -43,10 +43,9 @@ def stop_fault(stops: object) -> str | None:
     return None
 
 
-def check_sampling_keys(config: Config) -> None:
+def check_sampling_keys(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError if training would sample from another distribution than the trained one, and for contradictory
     validation keys."""
-    rollout = config.rollout
     for name, value in (("top_k", rollout.top_k), ("validation_top_k", rollout.validation_top_k)):
         if value == 0:
             raise ConfigError(f"rollout.{name}=0 leaves no token; set it to -1 (all tokens) or to at least 1")
@@ -57,12 +56,12 @@ def check_sampling_keys(config: Config) -> None:
             f"rollout.validation_samples={rollout.validation_samples} greedy responses to a prompt would all be equal; "
             "set rollout.validation_temperature above 0, or one sample"
         )
-    if is_supervised(config.algorithm):
+    if is_supervised(algorithm):
         return
-    if rollout.temperature == 0 and config.algorithm.advantage in COMPARING_ADVANTAGES:
+    if rollout.temperature == 0 and algorithm.advantage in COMPARING_ADVANTAGES:
         raise ConfigError(
             f"rollout.temperature=0 makes all samples of a prompt equal, and algorithm.advantage="
-            f"{config.algorithm.advantage} learns from their differences; set rollout.temperature above 0"
+            f"{algorithm.advantage} learns from their differences; set rollout.temperature above 0"
         )
     found = untrainable(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
     if found is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.rules.episodes import concurrent_episodes, has_turns
 from mcore_rl.config.rules.unused import refuse_unless_default
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.config.staleness import FINISH, RECOMPUTE
 from mcore_rl.errors import ConfigError
 
@@ -28,7 +28,7 @@ def check_staleness(config: Config) -> None:
             f"rollout.max_staleness_hard={rollout.max_staleness_hard} is below {asked}, the average staleness; raise "
             "it, or lower rollout.max_staleness"
         )
-    _check_parking(config)
+    _check_parking(rollout, drain=config.checkpoint.drain)
     if config.cluster.placement == "colocated":
         raise ConfigError(
             f"{asked} generates while the trainer updates, but colocated engines share devices with the trainer ranks; "
@@ -43,9 +43,8 @@ def check_staleness(config: Config) -> None:
     _refuse_by_name(config, asked)
 
 
-def _check_parking(config: Config) -> None:
+def _check_parking(rollout: RolloutConfig, *, drain: bool) -> None:
     """Check keys with which responses wait for later weights: partial_tokens and replay_schedule."""
-    rollout = config.rollout
     if rollout.partial_tokens is not None and rollout.swap == FINISH:
         raise ConfigError(
             f"rollout.partial_tokens={rollout.partial_tokens} pauses responses until the next weight version, but with "
@@ -58,7 +57,7 @@ def _check_parking(config: Config) -> None:
             f"rollout.swap=recompute, but rollout.swap is {rollout.swap} and rollout.episode is {rollout.episode}; set "
             "rollout.swap=recompute and single turns, or leave rollout.replay_schedule at null"
         )
-    if rollout.replay_schedule is not None and config.checkpoint.drain:
+    if rollout.replay_schedule is not None and drain:
         raise ConfigError(
             "checkpoint.drain=true waits until running responses have finished, but with "
             f"rollout.replay_schedule={rollout.replay_schedule} they wait for later weights; set checkpoint.drain=false"

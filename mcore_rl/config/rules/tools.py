@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.config.rules.unused import refuse_unless_default
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import RolloutConfig
 
 OF_TOOLS = (
     *("tool_parser", "tool_processes", "max_tool_seconds", "max_tool_calls_per_turn"),
@@ -12,7 +12,7 @@ OF_TOOLS = (
 """Keys that have no effect without tools."""
 
 
-def check_tool_keys(config: Config) -> None:
+def check_tool_keys(rollout: RolloutConfig) -> None:
     """Raise ConfigError for a tool key that is set without tools."""
-    if config.rollout.tools is None:
-        refuse_unless_default("rollout", config.rollout, "set rollout.tools", OF_TOOLS)
+    if rollout.tools is None:
+        refuse_unless_default("rollout", rollout, "set rollout.tools", OF_TOOLS)

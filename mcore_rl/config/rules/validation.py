@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import check_domains
-from mcore_rl.config.models import ParallelConfig
+from mcore_rl.config.models import MoeConfig, ParallelConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
 from mcore_rl.config.rules.available import check_sglang_model
@@ -23,7 +23,7 @@ from mcore_rl.config.rules.sampling import check_sampling_keys
 from mcore_rl.config.rules.staleness import check_staleness
 from mcore_rl.config.rules.tools import check_tool_keys
 from mcore_rl.config.rules.unused import changed
-from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RolloutConfig, RunConfig
+from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from mcore_rl.errors import ConfigError
 
 NOT_OF_A_CRITIC = ("critic.logprob_chunk_tokens", "critic.mtp_loss_coefficient", "critic.moe.router_replay")
@@ -33,11 +33,11 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 def num_trainer_ranks(config: Config) -> int:
     """Trainer ranks of this run: actor.num_ranks, or every slot of the nodes that are not the engines' alone."""
-    return config.actor.num_ranks or _trainer_nodes(config) * config.cluster.gpus_per_node
+    return config.actor.num_ranks or _trainer_nodes(config.cluster, config.rollout) * config.cluster.gpus_per_node
 
 
-def _trainer_nodes(config: Config) -> int:
-    return config.cluster.nodes - config.rollout.nodes
+def _trainer_nodes(cluster: ClusterConfig, rollout: RolloutConfig) -> int:
+    return cluster.nodes - rollout.nodes
 
 
 def num_critic_ranks(config: Config) -> int:
@@ -59,21 +59,21 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     """
     policy = ModelRole.policy(config)
     check_domains(config)
-    _check_batches(config)
+    _check_batches(config.trainer, config.rollout, dynamic_sampling=config.algorithm.dynamic_sampling.enable)
     _check_lengths(config.rollout, config.reward)
-    check_episodes(config)
+    check_episodes(config.rollout, config.algorithm)
     check_staleness(config)
-    check_sampling_keys(config)
+    check_sampling_keys(config.rollout, config.algorithm)
     _check_row(policy, config.rollout)
     _check_engine(config.rollout)
     _check_layout(policy, config, num_trainer_ranks(config))
     _check_overlap(policy)
-    _check_replay(config)
-    check_reference(config)
+    _check_replay(config.actor.moe, config.algorithm)
+    check_reference(config.algorithm.kl, config.reference)
     check_rewards(config)
-    check_graders(config)
+    check_graders(config.reward, config.rollout)
     check_lora(config)
-    check_tool_keys(config)
+    check_tool_keys(config.rollout)
     if run_here:
         _check_run_dir(config.run)
     _check_host_optimizer(policy)
@@ -127,14 +127,13 @@ def read_hf_config(model: ModelConfig, key: str = POLICY.checkpoint) -> dict[str
     return content
 
 
-def _check_batches(config: Config) -> None:
-    trainer = config.trainer
+def _check_batches(trainer: TrainerConfig, rollout: RolloutConfig, *, dynamic_sampling: bool) -> None:
     if trainer.prompts_per_step % trainer.prompts_per_update:
         raise ConfigError(
             f"trainer.prompts_per_step={trainer.prompts_per_step} must be a multiple of "
             f"trainer.prompts_per_update={trainer.prompts_per_update}"
         )
-    if config.algorithm.dynamic_sampling.enable and config.rollout.samples_per_prompt < 2:
+    if dynamic_sampling and rollout.samples_per_prompt < 2:
         raise ConfigError("rollout.samples_per_prompt must be at least 2 with algorithm.dynamic_sampling.enable=true")
 
 
@@ -186,7 +185,7 @@ def _check_layout(role: ModelRole, config: Config, ranks: int) -> None:
             f"rollout.nodes={own_nodes} of cluster.nodes={config.cluster.nodes} leave none to the trainer ranks; lower "
             "it"
         )
-    offered = _trainer_nodes(config) * config.cluster.gpus_per_node
+    offered = _trainer_nodes(config.cluster, config.rollout) * config.cluster.gpus_per_node
     if ranks > offered:
         less = " less rollout.nodes" if own_nodes else ""
         raise ConfigError(
@@ -236,10 +235,10 @@ def _check_overlap(role: ModelRole) -> None:
                 )
 
 
-def _check_replay(config: Config) -> None:
-    if config.actor.moe.router_replay != "engine":
+def _check_replay(moe: MoeConfig, algorithm: AlgorithmConfig) -> None:
+    if moe.router_replay != "engine":
         return
-    if is_supervised(config.algorithm):
+    if is_supervised(algorithm):
         raise ConfigError(
             "actor.moe.router_replay=engine replays what the engine chose while sampling, and "
             "algorithm.policy_loss.name=sft samples nothing; set it to none"

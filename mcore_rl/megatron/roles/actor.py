@@ -89,7 +89,7 @@ class MegatronActor:
         if config.actor.mtp_loss_coefficient:
             chunk_tokens = config.actor.logprob_chunk_tokens
             self.mtp = MTPObjective(config.actor.mtp_loss_coefficient, chunk_tokens, self.model.group)
-        self.reference = self._reference() if uses_reference(config) else None
+        self.reference = self._reference() if uses_reference(config.algorithm.kl) else None
 
     @property
     def memory(self) -> Offloader:
@@ -306,7 +306,7 @@ class MegatronActor:
         parallel.destroy()
 
     def _reference(self) -> FrozenPolicy | BasePolicy:
-        if base_is_reference(self.config):
+        if base_is_reference(self.config.actor, self.config.reference):
             return BasePolicy(self.model, self.memory, self.objective)
         frozen = FrozenPolicy(
             self.config, self.hf_config, self.layout, self.rank, objective=self.objective, policy=self.chunks

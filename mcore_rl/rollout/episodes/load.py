@@ -83,7 +83,7 @@ def start_episodes(
     player = EpisodePlayer(load_episode(rollout), loop, rollout, record)
     tools = player.run(ToolBox.start(rollout, config.sandbox)) if rollout.tools is not None else None
     schemas = tools.schemas if tools is not None else []
-    conversation, facts = conversation_of(config, tokenizer, schemas, stop_ids)
+    conversation, facts = conversation_of(rollout, config.data.template_kwargs, tokenizer, schemas, stop_ids)
     parser_of = partial(_parser_of, rollout.tool_parser, str(tokenizer.chat_template))
     player.context = EpisodeContext(
         tokenizer,
@@ -104,15 +104,18 @@ def _parser_of(spec: str, chat_template: str, schemas: Sequence[ToolSchema]) -> 
 
 
 def conversation_of(
-    config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[ToolSchema], stop_ids: tuple[int, ...]
+    rollout: RolloutConfig,
+    template_kwargs: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[ToolSchema],
+    stop_ids: tuple[int, ...],
 ) -> tuple[Conversation, TemplateFacts]:
     """Return the renderer of turns and the properties of the chat template.
 
     Raises: ConfigError if the template cannot render tools or users, or rewrites earlier turns while rollout.history is
     null.
     """
-    rollout = config.rollout
-    conversation = Conversation(tokenizer, tools, stop_ids, config.data.template_kwargs)
+    conversation = Conversation(tokenizer, tools, stop_ids, template_kwargs)
     chosen = episode_of(rollout)
     users = chosen == WITH_ENVIRONMENT
     facts = examine(conversation, tools=bool(tools), users=users)

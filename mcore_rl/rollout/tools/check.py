@@ -6,19 +6,19 @@ import asyncio
 from dataclasses import replace
 
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.tools.schemas import Schema
 from mcore_rl.rollout.tools.toolbox import ToolBox
 
 
-def check_tools(config: Config) -> list[Schema]:
+def check_tools(rollout: RolloutConfig, sandbox: SandboxConfig) -> list[Schema]:
     """Load every tool in a tool process, as the run does, and return their schemas; empty if rollout.tools is null.
 
     Raises: ConfigError naming rollout.tools, its file and key, and the cause.
     """
-    if config.rollout.tools is None:
+    if rollout.tools is None:
         return []
-    return asyncio.run(_schemas(replace(config.rollout, tool_processes=1), config.sandbox))
+    return asyncio.run(_schemas(replace(rollout, tool_processes=1), sandbox))
 
 
 async def _schemas(rollout: RolloutConfig, sandbox: SandboxConfig) -> list[Schema]:

@@ -41,7 +41,7 @@ class RewardModelProcess(RankProcess):
         from mcore_rl.rewards.model_inputs import RewardInputs
 
         with self.spans.span("setup"):
-            self.inputs = RewardInputs(config)
+            self.inputs = RewardInputs(config.reward_model, config.model, config.rollout)
             # The tokens of a trajectory say it all; only a conversation that is encoded anew needs its prompt.
             self.prompts = {name: ray.get(ref) for name, ref in prompts.items()} if self.inputs.reencoded else {}
             self.model = MegatronRewardModel(config, rank, world_size, init_method)

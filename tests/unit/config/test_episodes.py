@@ -23,7 +23,7 @@ def test_what_is_brought_chooses_the_episode(keys: dict[str, str], chosen: str) 
     rollout = RolloutConfig(**keys)
     assert episode_of(rollout) == chosen
     assert has_turns(rollout) == (chosen != "single_turn")
-    check_episodes(Config(rollout=rollout))
+    check_episodes(rollout, AlgorithmConfig())
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_what_is_brought_chooses_the_episode(keys: dict[str, str], chosen: str) 
 )
 def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_episodes(Config(rollout=RolloutConfig(**keys)))  # type: ignore[arg-type]
+        check_episodes(RolloutConfig(**keys), AlgorithmConfig())  # type: ignore[arg-type]
 
 
 def test_supervised_training_has_no_episodes() -> None:
     config = Config(rollout=RolloutConfig(tools="t.yaml", episode="single_turn"))
     config.algorithm = AlgorithmConfig(policy_loss=PolicyLossConfig(name="sft"))
-    check_episodes(config)
+    check_episodes(config.rollout, config.algorithm)

@@ -27,7 +27,7 @@ def base(tmp_path: Path) -> str:
 def checked(base: str, overrides: list[str]) -> Config:
     config = load_config(base, overrides)
     check_domains(config)
-    check_graders(config)
+    check_graders(config.reward, config.rollout)
     return config
 
 

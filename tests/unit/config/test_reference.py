@@ -51,9 +51,9 @@ def test_what_contradicts_is_refused_by_name(base: str, overrides: list[str], me
 
 
 def test_a_reference_is_there_where_a_coefficient_is(base: str) -> None:
-    assert not uses_reference(load_config(base, []))
+    assert not uses_reference(load_config(base, []).algorithm.kl)
     used = (["algorithm.kl.in_loss=0.01"], ["algorithm.kl.in_reward=0.01", "algorithm.kl.reward_kind=k2"], ADAPTIVE)
     for overrides in used:
         config = load_config(base, [*overrides, "reference.refresh_every_steps=3", "reference.offload=false"])
         validate(config)
-        assert uses_reference(config)
+        assert uses_reference(config.algorithm.kl)

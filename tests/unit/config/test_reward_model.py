@@ -38,9 +38,9 @@ def test_a_layout_of_its_own_beside_a_rule_or_alone(base: str) -> None:
         config = load_config(base, [*overrides, *more])
         validate(config)
         validate_reward_model(config)
-        assert uses_reward_model(config)
+        assert uses_reward_model(config.reward_model)
         assert (config.reward_model.parallel.tp, config.actor.parallel.tp) == (2, 1)
-    assert not uses_reward_model(load_config(base))
+    assert not uses_reward_model(load_config(base).reward_model)
 
 
 @pytest.mark.parametrize(

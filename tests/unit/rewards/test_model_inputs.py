@@ -34,6 +34,10 @@ ANSWERS = [(1, "four"), (0, "zwei"), (1, "")]
 PROMPT_ROWS = np.array([1, 0, 1])
 
 
+def reward_inputs(config: Config) -> RewardInputs:
+    return RewardInputs(config.reward_model, config.model, config.rollout)
+
+
 def write_tokenizer(directory: Path, *, template: str | None, bos: bool = False, reverse: bool = False) -> Path:
     """One token per byte, in either order of the alphabet; with `bos`, <s> comes before plain text."""
     from transformers import PreTrainedTokenizerFast
@@ -80,7 +84,7 @@ def trajectories(config: Config, prompts: PromptSet) -> TrajectoryBuffers:
 
 def read(config: Config, tmp_path: Path, rows: list[int]) -> list[list[int]]:
     prompts = prompts_of(config, tmp_path)
-    inputs = RewardInputs(config)
+    inputs = reward_inputs(config)
     inputs.check(prompts, "data.train")
     buffers = take_rows(trajectories(config, prompts), np.array(rows))
     found = inputs.of(buffers, PROMPT_ROWS[rows], prompts, "data.train")
@@ -89,7 +93,7 @@ def read(config: Config, tmp_path: Path, rows: list[int]) -> list[list[int]]:
 
 def test_with_the_policys_tokenizer_tokens_are_those_of_the_trajectory(tmp_path: Path) -> None:
     config = config_of(tmp_path, template=TEMPLATE)
-    inputs = RewardInputs(config)
+    inputs = reward_inputs(config)
     assert not inputs.reencoded
     prompts = prompts_of(config, tmp_path)
     buffers = trajectories(config, prompts)
@@ -104,7 +108,7 @@ def test_a_token_that_only_the_policys_model_has_is_named(tmp_path: Path) -> Non
     prompts = prompts_of(config, tmp_path)
     buffers = trajectories(config, prompts)
     buffers.tokens[buffers.token_offsets[2] - 1] = 300  # the last of the second response
-    inputs = RewardInputs(config)
+    inputs = reward_inputs(config)
     inputs.of(take_rows(buffers, np.array([0, 2])), PROMPT_ROWS[[0, 2]], None, "data.train")
     with pytest.raises(DataError, match=r"data\.train, row 0: the response has token 300.*reward_model\.hf_path"):
         inputs.of(take_rows(buffers, np.array([0, 1])), PROMPT_ROWS[[0, 1]], None, "data.train")
@@ -143,15 +147,15 @@ def test_lengths_are_those_of_the_reward_models_tokens(tmp_path: Path) -> None:
     longest = max(len(ids) for ids in read(config, tmp_path, [0, 1, 2]))
     prompts = prompts_of(config, tmp_path)
     config.reward_model.tokens_per_microbatch = longest
-    RewardInputs(config).of(trajectories(config, prompts), PROMPT_ROWS, prompts, "data.val")
+    reward_inputs(config).of(trajectories(config, prompts), PROMPT_ROWS, prompts, "data.val")
     config.reward_model.tokens_per_microbatch = longest - 1
-    RewardInputs(config).check(prompts, "data.val")
+    reward_inputs(config).check(prompts, "data.val")
     message = rf"data\.val, row 1: .* take {longest} tokens .* reward_model\.tokens_per_microbatch={longest - 1}; raise"
     with pytest.raises(DataError, match=message):
-        RewardInputs(config).of(trajectories(config, prompts), PROMPT_ROWS, prompts, "data.val")
+        reward_inputs(config).of(trajectories(config, prompts), PROMPT_ROWS, prompts, "data.val")
     config.reward_model.tokens_per_microbatch = 10
     with pytest.raises(DataError, match=r"data\.val, row 0: .*reward_model\.tokens_per_microbatch=10"):
-        RewardInputs(config).check(prompts, "data.val")
+        reward_inputs(config).check(prompts, "data.val")
 
 
 def test_positions_of_the_reward_model_are_a_limit_as_well(tmp_path: Path) -> None:
@@ -164,7 +168,7 @@ def test_a_conversation_that_the_template_refuses_is_found_before_the_run(tmp_pa
     config = config_of(tmp_path, template=OTHER_TEMPLATE)
     prompts = prompts_of(config, tmp_path, [*ROWS, {"prompt": "no", "answer": ""}])
     with pytest.raises(DataError, match=r"data\.val, row 2: reward_model.*chat template refuses.*not this one"):
-        RewardInputs(config).check(prompts, "data.val")
+        reward_inputs(config).check(prompts, "data.val")
 
 
 @pytest.mark.parametrize(
@@ -176,11 +180,11 @@ def test_a_conversation_that_the_template_refuses_is_found_before_the_run(tmp_pa
 )
 def test_a_model_too_small_for_its_tokens_is_refused(tmp_path: Path, model: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RewardInputs(config_of(tmp_path, template=TEMPLATE, model=model))
+        reward_inputs(config_of(tmp_path, template=TEMPLATE, model=model))
 
 
 def test_a_reward_model_without_a_tokenizer_is_refused_by_its_key(tmp_path: Path) -> None:
     config = config_of(tmp_path, template=TEMPLATE)
     config.reward_model.hf_path = str(tmp_path)
     with pytest.raises(ConfigError, match=r"^reward_model\.hf_path: .* holds no tokenizer"):
-        RewardInputs(config)
+        reward_inputs(config)

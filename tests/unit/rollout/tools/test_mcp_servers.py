@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.check import check_tools
 from mcore_rl.rollout.tools.toolbox import ToolBox
@@ -184,7 +185,7 @@ def test_mcp_server_behind_a_failing_proxy_is_reported_with_it(
         with pytest.raises(
             ConfigError, match=r"server mine does not answer: .*NO_PROXY=tools\.invalid avoids it"
         ) as told:
-            check_tools(Config(rollout=RolloutConfig(tools=spec)))
+            check_tools(RolloutConfig(tools=spec), SandboxConfig())
         proxy.shutdown()
     assert f"through http://127.0.0.1:{proxy.server_port} of HTTP_PROXY" in str(told.value)
     assert "secret" not in str(told.value)
@@ -211,4 +212,4 @@ def test_mcp_server_behind_a_failing_proxy_is_reported_with_it(
 def test_what_is_wrong_is_found_before_the_run(tmp_path: Path, server: Any, selected: str, told: str) -> None:
     spec = tools_file(tmp_path, stdio_server(tmp_path) if server is None else server, selected)
     with pytest.raises(ConfigError, match=rf"tools.yaml: tools\[0\].mcp.*{told}"):
-        check_tools(Config(rollout=RolloutConfig(tools=spec)))
+        check_tools(RolloutConfig(tools=spec), SandboxConfig())

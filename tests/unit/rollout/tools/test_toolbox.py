@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.rollout.tools import tool_process
 from mcore_rl.rollout.tools.check import check_tools
@@ -240,7 +241,7 @@ def test_processes_end_with_the_one_that_called(folder: Path) -> None:
 def test_code_that_gives_no_tools_is_refused(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match=rf"^rollout.tools={tmp_path}/mine.py:f.*{told}"):
-        check_tools(Config(rollout=RolloutConfig(tools=f"{tmp_path}/mine.py:f")))
+        check_tools(RolloutConfig(tools=f"{tmp_path}/mine.py:f"), SandboxConfig())
 
 
 def test_a_class_of_its_own_form(tmp_path: Path) -> None:

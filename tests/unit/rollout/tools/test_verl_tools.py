@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.check import check_tools
 from mcore_rl.rollout.tools.interface import EpisodeState, ToolError, ToolResult
@@ -184,7 +185,7 @@ def test_functions_with_verls_decorator_are_found_in_their_file(tmp_path: Path) 
     assert (times.text, times.reward, times.metrics) == ("8", 0.5, {"x": 4})
     assert [
         each["function"]["name"]
-        for each in check_tools(Config(rollout=RolloutConfig(tools=f"{tmp_path}/mine.py:product")))
+        for each in check_tools(RolloutConfig(tools=f"{tmp_path}/mine.py:product"), SandboxConfig())
     ] == ["times"]
 
 
@@ -201,7 +202,7 @@ def test_a_decorated_function_may_run_in_processes(tmp_path: Path) -> None:
 def test_a_file_without_a_decorated_function_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(): ...")
     with pytest.raises(ConfigError, match=r"rollout.tools=.*mine.py has no function with @function_tool"):
-        check_tools(Config(rollout=RolloutConfig(tools=f"{tmp_path}/mine.py")))
+        check_tools(RolloutConfig(tools=f"{tmp_path}/mine.py"), SandboxConfig())
 
 
 @pytest.mark.parametrize(
@@ -215,12 +216,14 @@ def test_a_file_without_a_decorated_function_is_refused(tmp_path: Path) -> None:
 def test_classes_that_cannot_be_used_are_found_before_the_run(tmp_path: Path, class_name: str, told: str) -> None:
     rollout = RolloutConfig(tools=files(tmp_path, class_name=class_name))
     with pytest.raises(ConfigError, match=rf"rollout.tools=.*tools.yaml: tools\[0\].*{told}"):
-        check_tools(Config(rollout=rollout))
+        check_tools(rollout, SandboxConfig())
 
 
 def test_what_check_tools_gives_are_the_schemas(tmp_path: Path) -> None:
-    assert check_tools(Config()) == []
-    names = [schema["function"]["name"] for schema in check_tools(Config(rollout=RolloutConfig(tools=files(tmp_path))))]
+    assert check_tools(RolloutConfig(), SandboxConfig()) == []
+    names = [
+        schema["function"]["name"] for schema in check_tools(RolloutConfig(tools=files(tmp_path)), SandboxConfig())
+    ]
     assert names == ["calc_reward"]
 
 
