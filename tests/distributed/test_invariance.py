@@ -1,10 +1,11 @@
-"""The same update in every layout: from one distributed checkpoint, the loss, the log-probabilities and entropies of
-every token, the gradient of every parameter and the parameters after two optimizer steps are those of one rank.
+"""The same update in every layout: starting from one distributed checkpoint, the loss, the log-probabilities and
+entropies of all tokens, the gradients, and the parameters after two optimizer steps equal those of one rank.
 
-Of 1 and 2 ranks these are all layouts that the model allows, of 4, for models with experts, a choice in which every two
-axes that can be divided together are, of 8 one layout that divides every axis; with MCORE_RL_EVERY_TEST=1 in the
-environment all on 4 ranks, and of 8 a choice for each model. With TransformerEngine simulated, without that variable,
-what its layers make different: tensor parallelism and whole experts, on 2 ranks.
+Layouts: on 1 and 2 ranks all that the model supports; on 4, for models with experts, a choice that combines every two
+axes; on 8 one layout that uses every axis. MCORE_RL_EVERY_TEST=1 runs all layouts on 4 ranks and a choice on 8 ranks
+for each model. With simulated TransformerEngine, without that variable: the layouts in which its layers differ, tensor
+parallelism and whole experts, on 2 ranks.
+
 test_actor_gradients compares with transformers.
 """
 
@@ -32,17 +33,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
     "v3 mtp": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
 }
-# Relative to the tensor's largest entry; sums of float32 in another order. A factor of an axis, a lost or doubled token
-# or a missing reduction is off by 1e-2 or more.
+# Relative to the tensor's largest entry; float32 sums in a different order. A factor of an axis, a lost or doubled
+# token or a missing reduction is off by 1e-2 or more.
 GRADIENT_TOLERANCE = 1e-5
 VALUE_TOLERANCE = 2e-5  # nats
 WEIGHT_TOLERANCE = 4e-6  # weights are of size 1 and move by about 1e-3
-# Actors live on in autograd's hooks (megatron's DDP), and with each its process groups with some 50 threads.
+# Autograd hooks of Megatron's DDP keep actors alive, each with process groups that have about 50 threads.
 CASES_PER_LAUNCH = 12
 
 
 def cover(choices: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-    """Few of the layouts, in which every two axes are divided together that are in any of them."""
+    """Select a few layouts that combine every two axes that are combined in any of them."""
 
     def pairs(layout: dict[str, int]) -> set[Any]:
         divided = sorted(axis for axis, size in layout.items() if size > 1)
@@ -57,7 +58,7 @@ def cover(choices: Sequence[dict[str, int]]) -> list[dict[str, int]]:
     return chosen
 
 
-# What changes the update, and must change it alike everywhere.
+# Settings that change the update, equally in every layout.
 ROUTED = {"moe.load_balancing": "seq_aux_loss", "moe.aux_loss_coefficient": 0.02, "moe.z_loss_coefficient": 1e-3}
 MATH: list[tuple[str, dict[str, Any]]] = [
     ("moe", ROUTED),
@@ -65,7 +66,7 @@ MATH: list[tuple[str, dict[str, Any]]] = [
     ("v3", {"moe.bias_update_rate": 1e-2}),
     ("v3 mtp", {"mtp_loss_coefficient": 0.3}),
 ]
-# What must not change it.
+# Settings that must not change the update.
 MEANS: list[tuple[str, dict[str, Any]]] = [
     ("moe", {"recompute": "full"}),
     ("v3", {"recompute": "selective"}),
@@ -113,7 +114,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def checkpoints(directories: dict[str, str]) -> dict[str, str]:
-    """One distributed checkpoint of each model, written in the trivial layout."""
+    """Write one distributed checkpoint of each model in the trivial layout."""
     from model_converters.__main__ import main
 
     for directory in directories.values():
@@ -131,7 +132,7 @@ def references(directories: dict[str, str], checkpoints: dict[str, str]) -> dict
 
 @dataclass
 class Results:
-    """Runs the cases a few at a time, when the first of them is asked for."""
+    """Runs the cases, a few at a time, when a result of one of them is first requested."""
 
     directories: dict[str, str]
     checkpoints: dict[str, str]
@@ -150,7 +151,7 @@ class Results:
         cases = [CASES[size][index] for index in indices]
         try:
             ranks = launch(measure, size, self.directories, self.checkpoints, cases, timeout_seconds=300)
-        except AssertionError as error:  # each of its tests fails, at once
+        except AssertionError as error:  # each test of the launch fails immediately
             self.found |= {(size, index): error for index in indices}
             return
         self.found |= {(size, index): _join([rank[i] for rank in ranks]) for i, index in enumerate(indices)}
@@ -177,7 +178,7 @@ def _join(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("size", "index"), ALL_CASES)
-def test_the_update_is_that_of_one_rank(size: int, index: int, results: Results, references: Any) -> None:
+def test_update_in_every_layout_equals_one_rank(size: int, index: int, results: Results, references: Any) -> None:
     found, expected = results.get(size, index), references[CASES[size][index].reference]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert found["values"].keys() == expected["values"].keys() == set(range(len(policy_batch.PROMPTS)))
@@ -188,7 +189,7 @@ def test_the_update_is_that_of_one_rank(size: int, index: int, results: Results,
     if found["gradients"]:
         _compare(found["gradients"], expected["gradients"], GRADIENT_TOLERANCE, scale)
     _compare(found["weights"], expected["weights"], WEIGHT_TOLERANCE, dict.fromkeys(expected["weights"], 1.0))
-    # Before clipping, of every kind of module; the squares of the kinds add up to megatron's own norm of all.
+    # Norms by kind of module, before clipping; their squares add up to the square of Megatron's total norm.
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
     kinds = dict(found["norms"])
     whole = kinds.pop("actor/grad_norm")
@@ -200,6 +201,6 @@ def _compare(
 ) -> None:
     assert found.keys() == expected.keys()
     errors = {name: float((found[name] - tensor).abs().max()) / scale[name] for name, tensor in expected.items()}
-    # NaN, an element that no rank holds, is no error below the tolerance either.
+    # NaN marks an element that no rank holds; it must fail the comparison.
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}
     assert not wrong, f"{len(wrong)} of {len(errors)}, the worst {max(wrong.items(), key=lambda item: item[1])}"

@@ -1,15 +1,15 @@
-"""What megatron-core 0.16.1 gets wrong in silence, each with the remedy taken out: the gradient is then not the one of
-plain torch on transformers' model, so the remedy is still needed; with it the same layout is right.
+"""Silent errors of megatron-core 0.16.1: without the workaround the gradient differs from plain torch on transformers'
+model, so the workaround is still needed; with it the same layout is correct.
 
 - An interleaved pipeline on two stages without overlap_p2p_comm. `model._parallel_arguments` always sets it.
-- Latent attention with tensor parallelism but whole sequences: the projection into the latent space, which every rank
-  holds, keeps the gradient of one rank's heads. `layout.train_layout` refuses it.
-- Gradients divided by the data-parallel size, where the model learns only after DistributedDataParallel was built that
-  the loss is a sum over tokens. `optimizer.wrap_chunks` asserts it.
-- Mixture-of-experts layers with tensor parallelism but whole sequences raise in training, a step too late.
-  `layout.train_layout` refuses it.
+- Latent attention with tensor parallelism but without sequence parallelism: the replicated down-projection has the
+  gradient of one rank's heads only. `layout.train_layout` rejects it.
+- Gradients are divided by the data-parallel size if calculate_per_token_loss is set after DistributedDataParallel was
+  built. `optimizer.wrap_chunks` asserts it.
+- Mixture-of-experts layers with tensor parallelism but without sequence parallelism raise in training, one step too
+  late. `layout.train_layout` rejects it.
 
-Held by tests elsewhere: test_cpu_backend.py (calls of CUDA, uneven collectives, the float32 router, latent attention
+Covered by other tests: test_cpu_backend.py (calls of CUDA, uneven collectives, the float32 router, latent attention
 without TransformerEngine, steps of a reloaded optimizer), test_actor_update.py (one step count in all parameters),
 test_recompute.py and tests/unit/resolved/test_implementation.py (blocks of layers that do not fill a stage).
 """
@@ -26,10 +26,10 @@ from tests.distributed import policy_batch
 from tests.distributed.launch import launch
 from tests.tiny_models import YARN, write_tiny_model
 
-RIGHT, WRONG = 1e-5, 1e-3  # of a tensor's largest entry; see test_actor_gradients.py
+RIGHT, WRONG = 1e-5, 1e-3  # relative to a tensor's largest entry; see test_actor_gradients.py
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
-    # Latent attention in every layer, experts in none: those would raise before.
+    # Latent attention in every layer, no experts, which would raise earlier.
     "latent": ("deepseek_v3", {"rope_parameters": YARN, "first_k_dense_replace": 4}),
     "moe": ("qwen3_moe", {}),
 }
@@ -57,7 +57,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, dict[str, float]]:
-    """By case and tensor: how far the gradient is from transformers', of its largest entry."""
+    """By case and tensor: difference of the gradient from transformers', relative to its largest entry."""
     samples = policy_batch.UPDATES[0]
     expected = {kind: policy_batch.reference_gradients(directories[kind], samples)[1] for kind in ("dense", "latent")}
     ranks = launch(_gradients, 2, directories)
@@ -77,7 +77,7 @@ def _gradients(rank: int, directories: dict[str, str]) -> dict[str, Any]:
 
 def _gradient(rank: int, directory: str, parallel: dict[str, Any], removed: str) -> list[Any]:
     actor = _build_without(removed, policy_batch.config(directory, parallel, 24), rank)
-    if parallel.get("vpp"):  # Rows of one length: stages would notice that they compute another row than they got.
+    if parallel.get("vpp"):  # equal lengths; otherwise stages would fail on different shapes
         actor.model.packing = replace(actor.model.packing, row_multiple=32)
     place, chunks = actor.layout.coordinates(rank), policy_batch.chunks()
     other, share = (policy_batch.share(policy_batch.UPDATES[i], place.dp, actor.layout.dp) for i in (1, 0))
@@ -119,12 +119,12 @@ def _build_without(removed: str, config: Any, rank: int) -> Any:
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - EXPECTED_WRONG.keys()))
-def test_with_its_remedy_every_gradient_is_right(case: str, results: dict[str, dict[str, float]]) -> None:
+def test_gradients_with_workaround_are_correct(case: str, results: dict[str, dict[str, float]]) -> None:
     assert max(results[case].values()) <= RIGHT
 
 
 @pytest.mark.parametrize("case", sorted(EXPECTED_WRONG))
-def test_without_its_remedy_gradients_are_wrong_in_silence(case: str, results: dict[str, dict[str, float]]) -> None:
+def test_gradients_without_workaround_are_silently_wrong(case: str, results: dict[str, dict[str, float]]) -> None:
     wrong = [name for name, error in results[case].items() if error > WRONG]
     assert wrong
     assert any(EXPECTED_WRONG[case] in name for name in wrong)
@@ -138,14 +138,14 @@ def _train_experts_on_whole_sequences(rank: int, directory: str) -> str:
     return ""
 
 
-def test_experts_on_whole_sequences_raise_only_in_the_first_step(directories: dict[str, str]) -> None:
+def test_experts_without_sequence_parallelism_raise_in_the_first_step(directories: dict[str, str]) -> None:
     assert all(
         "sequence parallelism" in message
         for message in launch(_train_experts_on_whole_sequences, 2, directories["moe"])
     )
 
 
-def test_a_model_that_does_not_sum_over_tokens_is_not_wrapped() -> None:
+def test_wrap_chunks_without_per_token_loss_raises() -> None:
     from types import SimpleNamespace
 
     from mcore_rl.config.models import ActorConfig

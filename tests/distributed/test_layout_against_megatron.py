@@ -1,6 +1,6 @@
-"""TrainLayout against Megatron itself: its process groups on a fake backend, and its division of layers.
+"""TrainLayout compared with Megatron's process groups on a fake backend and with its division of layers.
 
-One child process is rank after rank of worlds of up to 512; no collective runs.
+One child process simulates all ranks of worlds of up to 512 ranks; no collective runs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def child():
 
 
 def megatron_coordinates(sizes: dict[str, int], ranks: list[int]) -> list[tuple[int, ...]]:
-    """tp, cp, dp, pp, ep, etp, edp of every rank, as Megatron's process groups have them; runs in the child."""
+    """Return tp, cp, dp, pp, ep, etp, edp of every rank from Megatron's process groups; runs in the child."""
     from mcore_rl.megatron.cpu import install
 
     install()
@@ -106,7 +106,7 @@ def megatron_coordinates(sizes: dict[str, int], ranks: list[int]) -> list[tuple[
 
 
 def megatron_stages(num_layers: int, sizes: dict[str, int]) -> list[list[tuple[int, int]]]:
-    """(first layer, end) by [stage][chunk], as Megatron builds them; runs in the child."""
+    """Return (first layer, end) by [stage][chunk] as built by Megatron; runs in the child."""
     from mcore_rl.megatron.cpu import install
 
     install()
@@ -133,7 +133,7 @@ def megatron_stages(num_layers: int, sizes: dict[str, int]) -> list[list[tuple[i
 
 
 def megatron_layers(text: str, pp: int) -> list[list[list[int]]]:
-    """Layers by [stage][chunk] of a string, as Megatron deals them; runs in the child."""
+    """Return layers by [stage][chunk] of a layout string as assigned by Megatron; runs in the child."""
     from mcore_rl.megatron.cpu import install
 
     install()
@@ -150,7 +150,7 @@ def megatron_layers(text: str, pp: int) -> list[list[list[int]]]:
 
 
 def megatron_parses(texts: list[str]) -> list[list[str] | None]:
-    """Every string's stages by Megatron's parser, None where it refuses; runs in the child."""
+    """Return the stages of every string from Megatron's parser, None if it raises; runs in the child."""
     from mcore_rl.megatron.cpu import install
 
     install()
@@ -169,7 +169,7 @@ def megatron_parses(texts: list[str]) -> list[list[str] | None]:
 
 
 @pytest.mark.parametrize("sizes", WORLDS, ids=str)
-def test_every_rank_sits_where_megatron_puts_it(sizes: dict[str, int], child: Executor) -> None:
+def test_train_layout_coordinates_equal_megatron(sizes: dict[str, int], child: Executor) -> None:
     layout = TrainLayout(**sizes)
     world = layout.world_size
     ranks = list(range(world)) if world <= 24 else [0, 1, 7, 33, 100, 255, 256, 330, 510, 511]
@@ -178,25 +178,21 @@ def test_every_rank_sits_where_megatron_puts_it(sizes: dict[str, int], child: Ex
 
 
 @pytest.mark.parametrize(("num_layers", "sizes"), STAGES, ids=str)
-def test_every_stage_has_the_layers_that_megatron_builds(
-    num_layers: int, sizes: dict[str, int], child: Executor
-) -> None:
+def test_train_layout_stages_equal_megatron(num_layers: int, sizes: dict[str, int], child: Executor) -> None:
     found = child.submit(megatron_stages, num_layers, sizes).result(timeout=100)
     ours = TrainLayout(sizes["pp"], **sizes).stage_layers(num_layers)
     assert [[(layers.start, layers.stop) for layers in chunks] for chunks in ours] == found
 
 
 @pytest.mark.parametrize(("num_layers", "sizes"), LAYOUTS, ids=str)
-def test_a_pipeline_layout_deals_layers_as_megatron_does(
-    num_layers: int, sizes: dict[str, Any], child: Executor
-) -> None:
+def test_pipeline_layout_assigns_layers_like_megatron(num_layers: int, sizes: dict[str, Any], child: Executor) -> None:
     found = child.submit(megatron_layers, sizes["pipeline_layout"], sizes["pp"]).result(timeout=100)
     ours = TrainLayout(sizes["pp"], **sizes).stage_layers(num_layers)
     assert [[list(layers) for layers in chunks] for chunks in ours] == found
 
 
 def megatron_shapes(hf_config: dict[str, Any], layout: TrainLayout) -> list[dict[str, tuple[int, ...]]]:
-    """What every rank's model holds; runs in the child."""
+    """Return the tensors of every rank's model with their shapes; runs in the child."""
     from mcore_rl.megatron.model.sharded import rank_state
 
     return [dict(rank_state(hf_config, layout, rank).shapes) for rank in range(layout.world_size)]
@@ -206,14 +202,12 @@ def megatron_shapes(hf_config: dict[str, Any], layout: TrainLayout) -> list[dict
     "sizes",
     [
         {"world_size": 4, "pp": 2, "ep": 2, "pipeline_layout": "Ett|ttmL"},
-        # The norm behind the last layer is not where the output projection is, nor multi-token prediction.
+        # The final norm is on another stage than the output projection and multi-token prediction.
         {"world_size": 2, "pp": 2, "pipeline_layout": "Ett|t|t|mL"},
     ],
     ids=str,
 )
-def test_every_rank_of_a_pipeline_layout_holds_what_the_weight_table_gives_it(
-    sizes: dict[str, Any], child: Executor
-) -> None:
+def test_pipeline_layout_ranks_hold_tensors_of_the_weight_table(sizes: dict[str, Any], child: Executor) -> None:
     config = tiny_fields("deepseek_v3", num_nextn_predict_layers=1)
     layout = TrainLayout(**sizes)
     bound = bind(family_for(config).rows(config), config, torch.float32)
@@ -221,8 +215,8 @@ def test_every_rank_of_a_pipeline_layout_holds_what_the_weight_table_gives_it(
     assert found == [dict(shapes) for shapes in local_shapes_by_rank(bound, layout)]
 
 
-def test_pipeline_layouts_are_read_as_megatron_reads_them(child: Executor) -> None:
-    """Every string, and every pair of them, which makes new repeats and new nonsense."""
+def test_pipeline_layout_strings_are_parsed_like_megatron(child: Executor) -> None:
+    """Compare every string and every pair of strings, which gives new repetitions and new invalid strings."""
     texts = [*STRINGS, *(a + b for a in STRINGS for b in STRINGS)]
     expected = child.submit(megatron_parses, texts).result(timeout=100)
     assert None in expected

@@ -1,4 +1,4 @@
-"""The fused projection and softmax against torch's log_softmax in float64."""
+"""The fused projection and softmax compared with torch's log_softmax in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-3}
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize(("chunk", "tile"), [(1024, 1 << 19), (8, 8 * 50), (5, 1)])
-def test_values_and_gradients_equal_log_softmax_for_any_tiling(
+def test_linear_logp_entropy_with_any_tiling_equals_log_softmax(
     dtype: torch.dtype, temperature: float | None, chunk: int, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(logprobs.TILE_ELEMENTS, "cpu", tile)
@@ -32,7 +32,7 @@ def test_values_and_gradients_equal_log_softmax_for_any_tiling(
     assert_close(ours, reference(dtype, temperature), TOLERANCE[dtype])
 
 
-def test_two_vocabulary_shards_equal_one() -> None:
+def test_linear_logp_entropy_on_two_shards_equals_one() -> None:
     ranks = launch(_shard_worker, 2)
     for index, temperature in enumerate(TEMPERATURES):
         parts = [{name: torch.from_numpy(value) for name, value in rank[index].items()} for rank in ranks]
@@ -59,8 +59,8 @@ def _shard_worker(rank: int) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("vocab_size", [VOCABULARY - 7, VOCABULARY // 2])
-def test_padding_of_the_vocabulary_counts_for_nothing(vocab_size: int) -> None:
-    """On two ranks, the second of which is padding in part or altogether."""
+def test_linear_logp_entropy_ignores_vocabulary_padding(vocab_size: int) -> None:
+    """Two ranks; the second rank's shard is partly or entirely padding."""
     hidden, weight, targets = inputs(torch.float64)
     hidden.requires_grad_()
     weight = weight[:vocab_size].requires_grad_()
@@ -90,7 +90,7 @@ def _padded_worker(rank: int, vocab_size: int) -> dict[str, np.ndarray]:
     return {"logp": logp.detach().numpy(), "hidden": hidden.grad.numpy(), "weight": weight.grad.numpy()}
 
 
-def test_without_entropy_the_log_probability_and_its_gradient_are_the_same() -> None:
+def test_linear_logp_without_entropy_is_unchanged() -> None:
     grads = []
     for compute_entropy in (True, False):
         hidden, weight, targets = inputs(torch.float32)
@@ -103,14 +103,14 @@ def test_without_entropy_the_log_probability_and_its_gradient_are_the_same() -> 
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 
 
-def test_a_hidden_state_that_is_not_finite_shows_in_its_own_token_only() -> None:
+def test_linear_logp_of_non_finite_state_affects_its_token_only() -> None:
     hidden, weight, targets = inputs(torch.float32)
     hidden[3, 2] = torch.nan
     logp, _ = linear_logp_entropy(hidden, weight, targets)
     assert torch.isfinite(logp).tolist() == [token != 3 for token in range(TOKENS)]
 
 
-def test_extra_memory_is_two_tiles_not_the_logits() -> None:
+def test_linear_logp_entropy_needs_memory_of_two_tiles() -> None:
     tokens, vocabulary = 512, 20_000
     hidden, weight = torch.randn(tokens, 8), torch.randn(vocabulary, 8, requires_grad=True)
     targets = torch.zeros(tokens, dtype=torch.int64)

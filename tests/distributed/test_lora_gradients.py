@@ -1,5 +1,5 @@
-"""The gradient of one update of a LoRA run, matrix by matrix: in every layout and every cut into micro-batches the one
-that PEFT gives on transformers' model.
+"""Gradients of one update of a LoRA run, matrix by matrix, in every layout and division into micro-batches, compared
+with PEFT on transformers' model.
 
 One launch per number of ranks runs all its cases.
 """
@@ -15,7 +15,7 @@ from mcore_rl.config.models import MoeConfig
 from tests.distributed import lora, policy_batch
 from tests.distributed.launch import launch
 
-# As in test_actor_gradients.
+# See test_actor_gradients.
 TOLERANCE = 1e-5
 ONE_MICROBATCH, SMALL = 10_000, 24
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
@@ -77,7 +77,7 @@ def references(directories: dict[str, str]) -> dict[str, tuple[float, dict[str, 
 
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
-    """By case: the loss, and the gradients put together from all ranks' slices."""
+    """By case: the loss, and the gradients assembled from the slices of all ranks."""
     joined = {}
     for size, cases in CASES.items():
         ranks = launch(_worker, size, directories, cases, timeout_seconds=300)
@@ -88,7 +88,7 @@ def results(directories: dict[str, str]) -> dict[str, tuple[float, dict[str, tor
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_every_gradient_equals_peft(size: int, case: str, results: Any, references: Any) -> None:
+def test_lora_gradients_in_every_layout_equal_peft(size: int, case: str, results: Any, references: Any) -> None:
     expected_loss, expected = references[CASES[size][case][0]]
     loss, gradients = results[case]
     assert loss == pytest.approx(expected_loss, rel=1e-5)
@@ -100,8 +100,8 @@ def test_every_gradient_equals_peft(size: int, case: str, results: Any, referenc
     assert not wrong, f"{len(wrong)} of {len(errors)}, the worst {max(wrong.items(), key=lambda item: item[1])}"
 
 
-def test_router_losses_reach_the_adapters_alike_everywhere(directories: dict[str, str], references: Any) -> None:
-    """Routers are frozen, but what they see is not."""
+def test_lora_router_losses_are_equal_in_every_layout(directories: dict[str, str], references: Any) -> None:
+    """Routers are frozen, but their losses reach the adapters through their inputs."""
     found = {}
     for size, parallel in ((1, {}), (2, {"tp": 2}), (2, {"ep": 2})):
         ranks = launch(_worker, size, directories, {"moe": ("moe", parallel, SMALL, {"moe": ROUTED})})
@@ -131,7 +131,7 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
         dp = actor.layout.coordinates(rank).dp
         share = policy_batch.share(samples, dp, actor.layout.dp)
         first = policy_batch.share(policy_batch.UPDATES[1], dp, actor.layout.dp)
-        batch, _ = actor.recompute_logp([first, share], chunks)  # as a second update, which has an old policy
+        batch, _ = actor.recompute_logp([first, share], chunks)  # like a second update, with old log-probabilities
         for sample, logp in batch.old_logp.items():
             logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
         _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)

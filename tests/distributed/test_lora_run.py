@@ -1,5 +1,5 @@
-"""What a LoRA run leaves behind: weights under adapters that no update touches, merged weights for engines and exports,
-adapters that PEFT reads, checkpoints that go on in any layout, and a reference without weights of its own."""
+"""Results of a LoRA run: base weights that no update changes, merged weights for engines and exports, adapters that
+PEFT can read, checkpoints that resume in any layout, and a reference without own weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(root: Path) -> dict[str, dict[str, Any]]:
-    """By case: what train found on all ranks, put together."""
+    """Results of `train` from all ranks, combined, by case."""
     joined = {}
     for size in (1, 2):
         cases = [case for case in CASES if case.layout[0] == size]
@@ -73,7 +73,7 @@ def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(ranks: list[Any]) -> dict[str, torch.Tensor]:
-    """Checkpoint tensors from the blocks that ranks hold."""
+    """Assemble checkpoint tensors from the blocks of the ranks."""
     whole: dict[str, torch.Tensor] = {}
     for key, shape, box, values in (block for blocks in ranks for block in blocks):
         target = whole.setdefault(key, torch.full(tuple(shape), torch.nan, dtype=torch.float64))
@@ -82,7 +82,7 @@ def _whole(ranks: list[Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_new_adapters_change_nothing_and_are_the_same_in_every_layout(case: Case, saved: Any) -> None:
+def test_new_adapters_change_no_output_and_equal_in_every_layout(case: Case, saved: Any) -> None:
     found = saved[str(case)]
     same = next(other for other in CASES if (other.model, other.dtype) == (case.model, case.dtype))
     for name, tensor in found["base"].items():
@@ -97,7 +97,7 @@ def test_new_adapters_change_nothing_and_are_the_same_in_every_layout(case: Case
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_updates_move_the_adapters_alone(case: Case, saved: Any) -> None:
+def test_lora_updates_change_adapters_only(case: Case, saved: Any) -> None:
     found = saved[str(case)]
     assert all(found["base is unchanged"])
     before, after = found["adapters before"], found["adapters"]
@@ -108,7 +108,7 @@ def test_updates_move_the_adapters_alone(case: Case, saved: Any) -> None:
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_merged_weights_are_w_plus_scale_b_a(case: Case, saved: Any) -> None:
+def test_merged_weights_equal_w_plus_scale_b_a(case: Case, saved: Any) -> None:
     found, model = saved[str(case)], lora.MODELS[case.model]
     scale = model.alpha / (model.rank**0.5 if model.rslora else model.rank)
     adapted = 0
@@ -127,8 +127,8 @@ def test_merged_weights_are_w_plus_scale_b_a(case: Case, saved: Any) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.model != "v3"], ids=str)
-def test_peft_computes_with_the_exported_adapter_what_the_merged_model_does(case: Case, root: Path, saved: Any) -> None:
-    """Not of v3: preparation refuses to export what PEFT would read as the routed experts'."""
+def test_exported_adapter_in_peft_equals_merged_model(case: Case, root: Path, saved: Any) -> None:
+    """Without DeepSeek-V3: preparation rejects exports that PEFT would apply to the routed experts."""
     import peft
 
     base = policy_batch.reference_model(root / case.model)
@@ -145,7 +145,7 @@ def test_peft_computes_with_the_exported_adapter_what_the_merged_model_does(case
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_the_converter_merges_what_was_exported(case: Case, root: Path, saved: Any) -> None:
+def test_converter_merges_exported_adapter(case: Case, root: Path, saved: Any) -> None:
     from model_converters.hf.io import HFCheckpoint
 
     exported = load_file(root / f"{case} adapter" / "adapter_model.safetensors")
@@ -161,7 +161,7 @@ def test_the_converter_merges_what_was_exported(case: Case, root: Path, saved: A
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_engines_are_handed_the_merged_weights(case: Case, root: Path, saved: Any) -> None:
+def test_engines_receive_merged_weights(case: Case, root: Path, saved: Any) -> None:
     from mcore_rl.weights.verify import digest
 
     merged = load_file(root / f"{case} merged" / "model.safetensors")
@@ -175,7 +175,7 @@ def test_engines_are_handed_the_merged_weights(case: Case, root: Path, saved: An
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_the_reference_is_the_model_under_the_adapters(case: Case, root: Path, saved: Any) -> None:
+def test_lora_reference_equals_base_model(case: Case, root: Path, saved: Any) -> None:
     model = policy_batch.reference_model(root / case.model)
     tolerance = 0.2 if case.dtype == "bfloat16" else 2e-5
     seen = set()
@@ -185,24 +185,24 @@ def test_the_reference_is_the_model_under_the_adapters(case: Case, root: Path, s
                 expected = policy_batch.reference_logp(model, sample)[0].numpy()[held]
             assert np.abs(logp - expected).max(initial=0) <= tolerance
             seen.add(sample)
-            # The policy's own before and after that pass: adapters are on again.
+            # The policy's log-probabilities before and after the pass: the adapters are enabled again.
             assert np.array_equal(before[sample], after[sample])
             assert case.dtype == "bfloat16" or np.abs(before[sample] - logp).max(initial=1) > 1e-3
     assert seen == {sample for update in policy_batch.UPDATES for sample in update}
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_ranks_write_every_element_once(case: Case, saved: Any) -> None:
+def test_lora_checkpoint_contains_every_element_once(case: Case, saved: Any) -> None:
     written = sum(saved[str(case)]["written"], Counter())
     assert written == {key: tensor.numel() for key, tensor in saved[str(case)]["state"].items()}
 
 
 @pytest.mark.parametrize(("case", "into"), RESUMED)
-def test_a_checkpoint_goes_on_in_another_layout(case: Case, into: Layout, saved: Any, loaded: Any) -> None:
+def test_lora_checkpoint_resumes_in_another_layout(case: Case, into: Layout, saved: Any, loaded: Any) -> None:
     start, found = saved[str(case)], loaded[str(case), describe(into)]
     assert found["state"].keys() == start["state"].keys()
     assert any("exp_avg_sq" in key for key in start["state"])
-    # The adapters and their optimizer, and nothing of what is under them.
+    # The adapters and their optimizer state, without base weights.
     assert all("base_model.model." in key for key in start["state"])
     for key, tensor in start["state"].items():
         assert not torch.isnan(tensor).any()
@@ -212,17 +212,17 @@ def test_a_checkpoint_goes_on_in_another_layout(case: Case, into: Layout, saved:
     }
     moments = {key: tensor for key, tensor in start["state later"].items() if "exp_avg" in key}
     errors = {key: found["state later"][key] - tensor for key, tensor in moments.items()}
-    if case.dtype == "bfloat16":  # activations are rounded: all tensors are judged together, as in test_resharding
+    if case.dtype == "bfloat16":  # activations are rounded: compare all tensors together, see test_resharding
         whole, error = (torch.cat([t.flatten() for t in named.values()]).norm() for named in (moments, errors))
         assert error <= 0.1 * whole
         return
     for key, tensor in moments.items():
-        # Float32 sums in another order. Relative differences of 0.9e-5, 1.3e-5 and (router of a MoE) more than 3e-5
+        # Float32 sums in a different order. Relative differences of 0.9e-5, 1.3e-5 and (router of a MoE) more than 3e-5
         # were measured on three processors; an optimizer state that is lost or misplaced differs by more than 0.1.
         assert errors[key].abs().max() <= 2e-4 * tensor.abs().max(), key
 
 
-def test_memory_and_overlap_change_nothing(root: Path) -> None:
+def test_lora_with_memory_and_overlap_settings_is_unchanged(root: Path) -> None:
     ranks = launch(with_settings, 2, str(root), timeout_seconds=300)
     found = {
         name: tuple(policy_batch.assemble([rank[name][kind] for rank in ranks]) for kind in (0, 1)) for name in SETTINGS
@@ -234,13 +234,13 @@ def test_memory_and_overlap_change_nothing(root: Path) -> None:
                 if name != "replicated":
                     assert torch.equal(tensor, found["plain"][kind][key]), f"{name}: {key}"
                     continue
-                # The norm that clips is summed in another order, and bfloat16 rounds.
+                # The norm for clipping is summed in a different order, and bfloat16 rounds.
                 torch.testing.assert_close(tensor, found["plain"][kind][key], rtol=2**-6, atol=1e-3)
         assert all(not torch.equal(tensor, start[key]) for key, tensor in adapters.items())
 
 
-def test_a_rank_without_a_layer_has_nothing_to_train(root: Path, saved: Any) -> None:
-    """The stage of the embedding alone: it steps and saves with the others."""
+def test_lora_rank_without_layers_trains_nothing(root: Path, saved: Any) -> None:
+    """A stage with only the embedding steps and saves together with the other ranks."""
     ranks = launch(train, 2, str(root), [EMBEDDING_APART], timeout_seconds=300)
     found, one = _joined([rank[0] for rank in ranks]), saved[str(CASES[0])]
     assert all(found["base is unchanged"])
@@ -249,7 +249,7 @@ def test_a_rank_without_a_layer_has_nothing_to_train(root: Path, saved: Any) -> 
     assert found["state"].keys() == one["state"].keys()
 
 
-def test_a_checkpoint_of_other_adapters_is_refused(root: Path, saved: Any) -> None:
+def test_lora_checkpoint_with_other_adapters_raises(root: Path, saved: Any) -> None:
     (found,) = launch(refusals, 1, str(root), CASES[0])
     assert found["rank"].endswith(
         "was saved with adapters; set actor.lora.rank=3, actor.lora.alpha=7.0, actor.lora.rslora=False, "
@@ -263,14 +263,14 @@ def test_a_checkpoint_of_other_adapters_is_refused(root: Path, saved: Any) -> No
     assert found["untouched"]
 
 
-def test_the_converter_says_that_a_checkpoint_holds_adapters_alone(root: Path, saved: Any) -> None:
+def test_converter_with_adapter_checkpoint_raises(root: Path, saved: Any) -> None:
     code, _, errors = converting.cli("to-hf", "--ckpt", root / f"{CASES[0]} checkpoint", "--out", root / "converted")
     assert code == 2
     assert "contains the adapters of a LoRA run without the base model" in errors
     assert not (root / "converted").exists()
 
 
-def test_a_run_may_start_from_an_adapter_only_of_its_own_kind(root: Path) -> None:
+def test_lora_path_with_other_adapter_raises(root: Path) -> None:
     from mcore_rl.errors import ConfigError
     from mcore_rl.resolved.adapters import check_adapter
     from model_converters.families.parts.hf_config import read_hf_config

@@ -1,5 +1,5 @@
-"""Every policy loss, aggregation, correction and token-level advantage: the gradient of every parameter, however the
-update is laid out and cut, is that of one rank and one micro-batch."""
+"""For every policy loss, aggregation, correction and token-level advantage: the gradients in any layout and division
+into micro-batches equal those of one rank and one micro-batch."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ CORRECTIONS: list[dict[str, Any]] = [
 ]
 ESTIMATORS: dict[str, dict[str, Any]] = {"gae": {"gamma": 0.95, "lam": 0.9}, "reinforce_plus_plus": {"gamma": 0.9}}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {"dp2": (2, {}), "cp2": (2, {"cp": 2})}
-if os.environ.get("MCORE_RL_EVERY_TEST"):  # a loss is the last stage's, and knows no experts
+if os.environ.get("MCORE_RL_EVERY_TEST"):  # a loss is computed on the last stage and is independent of experts
     LAYOUTS |= {"pp2": (2, {"pp": 2}), "ep2": (2, {"ep": 2})}
 SAMPLES = policy_batch.UPDATES[0]
-# Relative to the tensor's largest entry, as in test_invariance.
+# Relative to the tensor's largest entry; see test_invariance.
 GRADIENT_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Objectives:
-    """A loss as the configuration names it, with a word on its options; how the advantages of its tokens come about."""
+    """A loss by its configuration name with a note on its options, and the kind of advantages of its tokens."""
 
     loss: str
     aggregation: str = "token-mean"
@@ -99,7 +99,7 @@ def measure_all(rank: int, directory: str, checkpoint: str, case: Case) -> list[
 
 
 def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, torch.Tensor]) -> dict[str, Any]:
-    """The gradient of one update whose old policy is `drift` away from the current one."""
+    """Compute the gradient of one update; old and current log-probabilities differ by `drift`."""
     from mcore_rl.megatron.step.objective import Objective
     from mcore_rl.megatron.step.rank_batch import RankBatch
 
@@ -147,7 +147,9 @@ def differences() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("layout", "objective"), differences())
-def test_the_gradient_is_that_of_one_rank(layout: str, objective: Objectives, found: dict[str, Any]) -> None:
+def test_objective_gradients_in_every_layout_equal_one_rank(
+    layout: str, objective: Objectives, found: dict[str, Any]
+) -> None:
     expected, ours = found["one rank"][str(objective)], found[layout][str(objective)]
     assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
     assert ours["gradients"].keys() == expected["gradients"].keys()
@@ -160,16 +162,16 @@ def test_the_gradient_is_that_of_one_rank(layout: str, objective: Objectives, fo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_metrics_count_every_token_and_response_once(layout: str, found: dict[str, Any]) -> None:
+def test_objective_metrics_count_every_token_and_response_once(layout: str, found: dict[str, Any]) -> None:
     for objective in ALL:
         expected, ours = found["one rank"][str(objective)]["metrics"], found[layout][str(objective)]["metrics"]
         assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5), objective
 
 
-def test_objectives_differ(found: dict[str, Any]) -> None:
-    """Or the comparison would say little: losses, aggregations and corrections change the gradient."""
+def test_objectives_have_different_gradients(found: dict[str, Any]) -> None:
+    """Check the test data: losses, aggregations and corrections must change the gradient."""
     name = "model.embed_tokens.weight"
     seen = {key: result["gradients"][name] for key, result in found["one rank"].items()}
     equal = [(a, b) for a, b in itertools.combinations(seen, 2) if torch.equal(seen[a], seen[b])]
-    # What is only measured changes nothing.
+    # A correction that is only measured changes nothing.
     assert equal == [("decoupled_ppo token-mean", f"{MEASURED} token-mean")]

@@ -1,4 +1,4 @@
-"""Packed micro-batches against the trajectories they come from, read token by token."""
+"""Packed micro-batches compared token by token with the trajectories they are built from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = list(range(len(policy_batch.PROMPTS)))
 
 
 def _computed(sample: int) -> int:
-    """Tokens up to the last one that predicts: what follows changes nothing."""
+    """Tokens up to the last predictor; later tokens have no effect."""
     return policy_batch.PROMPTS[sample] + int(np.flatnonzero(policy_batch.trained(sample))[-1])
 
 
@@ -36,7 +36,7 @@ def _bounds(batch: MicroBatch) -> list[int]:
 
 
 @pytest.mark.parametrize("tokens", [16, 20, 45, 10_000])
-def test_every_trained_token_is_predicted_once_from_the_position_before_it(tokens: int) -> None:
+def test_microbatches_predict_every_trained_token_once(tokens: int) -> None:
     share = policy_batch.share(SAMPLES, 0, 1)
     found: dict[int, list[tuple[int, int, float, float, float, float]]] = {}
     for batch in _build(Packing(tokens=tokens)):
@@ -64,14 +64,14 @@ def test_every_trained_token_is_predicted_once_from_the_position_before_it(token
         assert found[sample] == expected
 
 
-def test_tokens_of_newer_weights_than_the_updates_start_from_are_refused() -> None:
+def test_microbatches_with_tokens_of_newer_weights_raise() -> None:
     share = replace(policy_batch.share([3, 5], 0, 1), version=policy_batch.VERSION - 1)
     with pytest.raises(McoreRLError, match="sample 5 has tokens of version 5, newer than version 4 of its batch"):
         build_microbatches(share, policy_batch.chunks(), Packing(tokens=45))
 
 
 @pytest.mark.parametrize("tokens", [16, 20, 45, 10_000])
-def test_rows_are_whole_sequences_within_the_budget(tokens: int) -> None:
+def test_microbatch_rows_are_whole_sequences_within_the_budget(tokens: int) -> None:
     for batch in _build(Packing(tokens=tokens)):
         bounds = _bounds(batch)
         assert bounds[-1] == len(batch.tokens) == sum(LENGTHS[sample] for sample in batch.samples)
@@ -80,7 +80,7 @@ def test_rows_are_whole_sequences_within_the_budget(tokens: int) -> None:
             assert batch.tokens[first:end].tolist() == policy_batch.sequence(sample)[: _computed(sample)].tolist()
 
 
-def test_only_the_total_is_padded_and_only_by_a_sequence_of_its_own() -> None:
+def test_microbatch_row_is_padded_by_a_separate_sequence() -> None:
     for batch in _build(Packing(tokens=20, row_multiple=4)):
         real = sum(LENGTHS[sample] for sample in batch.samples)
         assert len(batch.tokens) == -(-real // 4) * 4
@@ -88,7 +88,7 @@ def test_only_the_total_is_padded_and_only_by_a_sequence_of_its_own() -> None:
         assert (batch.predictors < real).all()
 
 
-def test_an_interleaved_pipeline_gets_a_multiple_with_dummies_that_train_nothing() -> None:
+def test_microbatches_of_interleaved_pipeline_include_dummies() -> None:
     batches = _build(Packing(tokens=10_000, row_multiple=2, count_multiple=4), [3, 5])
     assert len(batches) == 4
     assert sorted(sample for batch in batches for sample in batch.samples) == [3, 5]
@@ -97,7 +97,7 @@ def test_an_interleaved_pipeline_gets_a_multiple_with_dummies_that_train_nothing
     assert not any(len(batch.targets) for batch in dummies)
 
 
-def test_a_rank_without_samples_still_runs() -> None:
+def test_microbatches_without_samples_are_dummies() -> None:
     empty = RankShare(*(np.empty(0, kind) for kind in ("i8", "i4", "i4", "i4", "i4", "f4", "f4", "f4")))
     batches = build_microbatches(empty, policy_batch.chunks(), Packing(tokens=20))
     assert [len(batch.tokens) for batch in batches] == [1]
@@ -105,9 +105,7 @@ def test_a_rank_without_samples_still_runs() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("row_multiple", [1, 2, 3])
-def test_context_parallel_ranks_hold_every_row_once_each_token_where_megatron_looks_for_it(
-    size: int, row_multiple: int
-) -> None:
+def test_microbatches_of_context_ranks_cover_every_row_once(size: int, row_multiple: int) -> None:
     whole = _build(Packing(tokens=24))
     ranks = [_build(Packing(24, row_multiple, context=ContextPart(rank, size))) for rank in range(size)]
     for parts in zip(*ranks, strict=True):
@@ -117,7 +115,7 @@ def test_context_parallel_ranks_hold_every_row_once_each_token_where_megatron_lo
         assert (lengths % (2 * size) == 0).all()
         assert len({len(part.tokens) for part in parts}) == 1
         assert len(first.tokens) % row_multiple == 0
-        # Chunks back into the order of the row: chunk c of a sequence lies on rank c or, mirrored, 2 * size - 1 - c.
+        # Restore the order of the row: chunk c of a sequence is on rank c or, mirrored, on rank 2 * size - 1 - c.
         held = [part.tokens.split((lengths // size).tolist()) for part in parts]
         bounds = _bounds(first)
         for index, sample in enumerate(first.samples):
@@ -131,7 +129,7 @@ def test_context_parallel_ranks_hold_every_row_once_each_token_where_megatron_lo
 
 
 def _by_token(batches: list[MicroBatch]) -> dict[tuple[int, float], tuple[float, ...]]:
-    """What is known of every trained token, named by its sample and its (unique) log-probability."""
+    """Data of every trained token by its sample and its (unique) log-probability."""
     found = {}
     for batch in batches:
         samples = np.repeat(batch.samples, batch.trained_counts).tolist()
@@ -143,7 +141,7 @@ def _by_token(batches: list[MicroBatch]) -> dict[tuple[int, float], tuple[float,
     return found
 
 
-def test_context_parallel_ranks_know_the_rank_of_every_trained_token() -> None:
+def test_microbatches_of_context_ranks_know_owners_of_all_tokens() -> None:
     ranks = [_build(Packing(48, context=ContextPart(rank, 2))) for rank in range(2)]
     for parts in zip(*ranks, strict=True):
         assert torch.equal(parts[0].owners, parts[1].owners)
@@ -159,19 +157,19 @@ def test_context_parallel_ranks_know_the_rank_of_every_trained_token() -> None:
             assert np.array_equal(joined.numpy(), np.concatenate(in_order))
 
 
-def test_a_sequence_longer_than_the_budget_is_refused() -> None:
+def test_microbatches_with_too_long_sequence_raise() -> None:
     with pytest.raises(DataError, match=r"takes 16 tokens.*actor\.tokens_per_microbatch"):
         _build(Packing(tokens=15))
 
 
-def test_a_response_without_a_prompt_is_refused() -> None:
+def test_microbatches_without_prompt_raise() -> None:
     first, second = policy_batch.chunks()
     first.prompt_tokens[2] = 0
     with pytest.raises(DataError, match="sample 2 has an empty prompt"):
         build_microbatches(policy_batch.share([2], 0, 1), [first, second], Packing(tokens=20))
 
 
-def test_data_parallel_ranks_run_equally_many() -> None:
+def test_microbatches_are_equally_many_on_data_parallel_ranks() -> None:
     counts = launch(_count, 2)
     assert counts[0] == counts[1]
     assert counts[0] >= sum(LENGTHS) / 20
@@ -179,7 +177,7 @@ def test_data_parallel_ranks_run_equally_many() -> None:
 
 def _count(rank: int) -> int:
     packing = Packing(tokens=20, group=torch.distributed.group.WORLD)
-    share = policy_batch.share(SAMPLES, rank, 2)  # eight samples here, one there
+    share = policy_batch.share(SAMPLES, rank, 2)  # eight samples on the first rank, one on the second
     batches = build_microbatches(share, policy_batch.chunks(), packing)
     assert all(len(batch.tokens) for batch in batches)
     return len(batches)

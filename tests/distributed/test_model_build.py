@@ -1,4 +1,4 @@
-"""Building, naming, loading and initialising a model on its ranks."""
+"""Building, naming, loading and initializing a model on its ranks."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def _name_a_stranger(_: int) -> None:
     canonical_tensors([chunk])
 
 
-def test_a_tensor_that_no_table_knows_is_an_error() -> None:
+def test_canonical_tensors_with_unknown_name_raises() -> None:
     with pytest.raises(RankFailedError, match=r"decoder\.layers\.1\.mlp\.gain has no canonical name"):
         launch(_name_a_stranger, 1)
 
 
-def test_every_spelling_of_transformer_engine_has_a_canonical_name() -> None:
-    """TransformerEngine's spec cannot be built here; its names are those of megatron-core 0.16.1's own checkpoints."""
+def test_canonical_name_covers_transformer_engine_names() -> None:
+    """TransformerEngine's spec cannot be built here; the names are from checkpoints of megatron-core 0.16.1."""
     from types import SimpleNamespace
 
     from mcore_rl.megatron.model.names import canonical_name
@@ -74,10 +74,11 @@ def test_every_spelling_of_transformer_engine_has_a_canonical_name() -> None:
         canonical_name(model, "decoder.layers.0.mlp.experts.weight1")
 
 
-def test_what_is_counted_without_memory_is_counted_where_a_gpu_would_build_from_transformer_engine(
+def test_meta_model_with_transformer_engine_uses_local_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its layers cannot be made on the meta device; `plan` and the converters count the local ones everywhere."""
+    """TransformerEngine's layers cannot be built on the meta device, so `plan` and the converters always use local
+    ones."""
     from mcore_rl.megatron.model import model
     from mcore_rl.megatron.model.sharded import rank_state
     from mcore_rl.resolved.installed import planned_machine
@@ -99,7 +100,7 @@ def _load(_: int, directory: str) -> None:
     load_hf(chunks, directory, layout)
 
 
-def test_a_checkpoint_that_lacks_or_adds_a_tensor_is_refused_by_name(tmp_path: Path) -> None:
+def test_load_hf_with_missing_or_extra_tensor_names_it(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     write_tiny_model(tmp_path, "qwen3")
@@ -121,8 +122,8 @@ def _marks(_: int, random_init: bool) -> dict[str, tuple[bool, bool, bool]]:
     return {name: tuple(bool(getattr(p, mark, False)) for mark in marks) for name, p in chunk.named_parameters()}
 
 
-def test_weights_that_will_be_loaded_keep_the_marks_that_gradient_norms_read() -> None:
-    """megatron sets them while it initialises; without them a norm counts only the first tensor-parallel shard."""
+def test_build_model_without_init_keeps_tensor_parallel_attributes() -> None:
+    """Megatron sets them during initialization; without them a norm counts only the first tensor-parallel shard."""
     initialised, (left, _) = launch(_marks, 2, True)[0], launch(_marks, 2, False)
     assert left == initialised
     assert left["decoder.layers.0.self_attention.linear_qkv.weight"][0]
@@ -136,7 +137,7 @@ def _initial_values(_: int, sizes: dict[str, int]) -> dict[str, np.ndarray]:
     return {name: tensor.numpy().copy() for name, tensor in canonical_tensors(chunks).items()}
 
 
-def test_random_weights_agree_where_ranks_replicate_and_differ_where_they_do_not() -> None:
+def test_random_init_is_equal_for_replicas_and_different_for_shards() -> None:
     first, second = launch(_initial_values, 2, {"ep": 2})
     shared = set(first) & set(second)
     assert "decoder.layers.3.mlp.router.weight" in shared
@@ -161,8 +162,8 @@ def _initial_down_projection(_: int) -> np.ndarray:
     return torch.cat([attention.linear_q_down_proj.weight, attention.linear_kv_down_proj.weight]).detach().numpy()
 
 
-def test_replicated_projections_start_equal_and_as_wide_as_the_configuration_says() -> None:
-    """megatron leaves them to torch, which knows nothing of initializer_range."""
+def test_random_init_of_replicated_projections_uses_initializer_range() -> None:
+    """Megatron uses torch's default initialization for them."""
     first, second = launch(_initial_down_projection, 2)
     np.testing.assert_array_equal(first, second)
     assert first.std() == pytest.approx(0.5, rel=0.1)
@@ -189,8 +190,8 @@ def _bfloat16_logits(_: int, directory: str, tokens: list[int]) -> np.ndarray:
         return (hidden.float() @ output_weight(wrapped).float().t()).numpy()
 
 
-def test_a_bfloat16_model_computes_what_its_float32_checkpoint_says(tmp_path: Path) -> None:
-    """3e-1 on logits of a spread above 2: eight bits of mantissa through four layers."""
+def test_bfloat16_model_matches_its_float32_checkpoint(tmp_path: Path) -> None:
+    """Tolerance 3e-1 for logits with a standard deviation above 2: eight bits of mantissa through four layers."""
     directory = str(write_tiny_model(tmp_path, "qwen3"))
     tokens = list(range(0, 60, 3))
     (ours,) = launch(_bfloat16_logits, 1, directory, tokens)
@@ -207,7 +208,7 @@ def _join(rank: int, port: int, device: str) -> list[int]:
     from mcore_rl.megatron.model import parallel
     from mcore_rl.resolved import layout
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as for a run of one machine
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # like a run on one machine
     world_size = dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
@@ -217,7 +218,7 @@ def _join(rank: int, port: int, device: str) -> list[int]:
         parallel.initialize(placed, rank=rank, device=device, **options)
         own = psutil.Process().net_connections("tcp")
         hosts = {connection.laddr.ip for connection in own if connection.status == psutil.CONN_LISTEN}
-        assert hosts == {"127.0.0.1"}  # the store of rank 0, and the pairs of gloo, nowhere else
+        assert hosts == {"127.0.0.1"}  # only the store of rank 0 and gloo's pairs listen
         total = torch.tensor([rank + 1])
         dist.all_reduce(total)
         return [int(total), dist.get_world_size()]
@@ -232,7 +233,7 @@ def _free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def test_ranks_meet_at_an_address_and_may_leave_twice() -> None:
+def test_initialize_at_an_address_and_destroy_twice() -> None:
     assert launch(_join, 2, _free_port(), "cpu") == [[3, 2], [3, 2]]
 
 
@@ -245,7 +246,7 @@ def _meet_where_another_listens(rank: int) -> str:
     return str(refused.value)
 
 
-def test_a_port_that_another_process_has_taken_is_named_with_its_host() -> None:
+def test_rendezvous_with_used_port_names_host_and_port() -> None:
     (said,) = launch(_meet_where_another_listens, 1)
     assert re.match(
         rf"{socket.gethostname()}: port \d+ for the rendezvous of ranks is used by another process; start again", said
@@ -253,12 +254,12 @@ def test_a_port_that_another_process_has_taken_is_named_with_its_host() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is present")
-def test_a_device_that_is_not_there_is_refused_by_its_key() -> None:
+def test_initialize_with_missing_device_names_key() -> None:
     with pytest.raises(RankFailedError, match=r"ConfigError: cluster\.device=cuda, but this process has cpu"):
         launch(_join, 2, _free_port(), "cuda")
 
 
-def test_the_caller_of_a_half_written_directory_learns_its_name(tmp_path: Path) -> None:
+def test_load_hf_with_truncated_file_names_it(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "whole", "qwen3")
     broken = tmp_path / "broken"
     shutil.copytree(directory, broken)

@@ -1,6 +1,6 @@
-"""The live model against transformers: logits, log-probabilities and every gradient, in each layout.
+"""The model compared with transformers in each layout: logits, log-probabilities and all gradients.
 
-One launch per number of ranks runs all its cases; the oracle is transformers' own model on unpacked sequences.
+One launch per number of ranks runs all its cases; the reference is transformers' model on unpacked sequences.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd biased": ("qwen2", {"vocab_size": VOCABULARY + 1, "tie_word_embeddings": True}),
     "v3": ("deepseek_v3", {}),
     "v3 yarn groups": ("deepseek_v3", {"rope_parameters": YARN, **GROUPS}),
-    # Without a query latent, and with an epsilon that the latent norms must not take from the model.
+    # Without a query latent, and with an epsilon that the latent norms must not use.
     "v3 no q latent": ("deepseek_v3", {"q_lora_rank": None, "n_shared_experts": 2, "rms_norm_eps": 1e-2}),
     "v2": ("deepseek_v2", {}),
     # Two of four groups of two experts, ranked by the better one; then three of these four.
@@ -103,7 +103,7 @@ def _row(microbatch: list[list[int]]) -> torch.Tensor:
 
 
 def _targets(tokens: torch.Tensor) -> torch.Tensor:
-    """Some other token for every position: log-probabilities of arbitrary targets test as much as next tokens."""
+    """A different token for every position: arbitrary targets are as good a test as next tokens."""
     return (tokens * 7 + 3) % VOCABULARY
 
 
@@ -137,7 +137,7 @@ def _reference(directory: str) -> dict[str, Any]:
         total, count = total + logp.sum(), count + len(targets)
     (total / count).backward()
     named = {name: parameter.grad for name, parameter in model.named_parameters()}
-    # No gradient moves it: it must come back as it was loaded.
+    # It has no gradient and must be unchanged.
     named |= {name: bias for name, bias in model.named_buffers() if name.endswith("correction_bias")}
     gradients = checkpoint_tensors(model, named)
     return {"logits": logits, "gradients": {name: gradient.numpy() for name, gradient in gradients.items()}}
@@ -169,7 +169,7 @@ def _run_case(rank: int, directory: str, sizes: dict[str, int]) -> dict[str, Any
 
 
 def _build(hf_config: dict[str, Any], directory: str, layout: Any, sequence_parallel: bool) -> list[Any]:
-    """build_model; sequence parallelism, which is on with tp > 1, can be left out."""
+    """Call build_model; sequence parallelism, on by default with tp > 1, can be switched off."""
     from mcore_rl.megatron.model import model
 
     actor = ActorConfig(parallel=ParallelConfig(sequence_parallel=None if sequence_parallel else False))
@@ -197,7 +197,7 @@ def _packed(microbatch: list[list[int]]) -> tuple[torch.Tensor, Any]:
 
 
 def _logits(chunks: list[Any], vocab_size: int) -> list[np.ndarray] | None:
-    """Logits of all micro-batches, whole vocabulary without padding; None but on the last stage."""
+    """Logits of all micro-batches over the whole vocabulary without padding; None except on the last stage."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     from mcore_rl.megatron.model.output import logits_emitted
@@ -216,7 +216,7 @@ def _logits(chunks: list[Any], vocab_size: int) -> list[np.ndarray] | None:
 
 
 def _backward(chunks: list[Any]) -> None:
-    """Leaves the gradient of the mean log-probability in the parameters' data."""
+    """Compute the gradient of the mean log-probability and store it in the parameters' data."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -266,12 +266,12 @@ def _gradient_pieces(chunks: list[Any], hf_config: dict[str, Any], layout: Any, 
     ]
 
 
-# ---- the facts ----
+# ---- tests ----
 
 
 @pytest.fixture(scope="module")
 def outcomes(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """What every rank returned, by case."""
+    """Results of every rank by case."""
     found = {}
     for num_ranks, cases in CASES.items():
         named = {name: (directories[model], sizes) for name, (model, sizes) in cases.items()}
@@ -284,10 +284,10 @@ ALL_CASES = {name: model for cases in CASES.values() for name, (model, _) in cas
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_packed_logits_equal_those_of_transformers_on_each_sequence_alone(
+def test_packed_logits_in_every_layout_equal_transformers(
     case: str, outcomes: dict[str, Any], references: dict[str, Any]
 ) -> None:
-    """2e-5: float32 sums of a few hundred terms in another order."""
+    """Tolerance 2e-5: float32 sums of a few hundred terms in a different order."""
     holders = [outcome["logits"] for outcome in outcomes[case] if outcome["logits"] is not None]
     assert holders
     for logits in holders:
@@ -296,11 +296,11 @@ def test_packed_logits_equal_those_of_transformers_on_each_sequence_alone(
 
 
 @pytest.mark.parametrize("case", ALL_CASES)
-def test_every_gradient_through_the_deferred_projection_equals_that_of_transformers(
+def test_deferred_projection_gradients_equal_transformers(
     case: str, outcomes: dict[str, Any], references: dict[str, Any]
 ) -> None:
-    """Every parameter, not the norm: partial gradients of hidden states that are summed twice, or not at all, scale
-    some layers only. Tolerance: float32 rounding relative to the tensor's largest gradient."""
+    """Compare every parameter, not the norm: partial gradients of hidden states that are summed twice, or not at all,
+    scale some layers only. Tolerance: float32 rounding relative to the tensor's largest gradient."""
     expected = references[ALL_CASES[case]]["gradients"]
     found: dict[str, np.ndarray] = {}
     for outcome in outcomes[case]:

@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers in megatron's own model: named, loaded and exported bit by bit, or left out."""
+"""Multi-token-prediction layers in Megatron's model: named, loaded and exported bitwise, or left out."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.tiny_models import add_mtp_layer, write_tiny_model
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
 def directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What transformers saves, and a layer for multi-token prediction beside it."""
+    """A model saved by transformers, with an additional layer for multi-token prediction."""
     path = write_tiny_model(tmp_path_factory.mktemp("models") / "mtp", request.param, num_hidden_layers=2)
     add_mtp_layer(path)
     return str(path)
 
 
 def _through_the_model(rank: int, directory: str, sizes: dict[str, int]) -> tuple[list[str], list[Any]]:
-    """Names of what a rank holds, and the HF slices that it exports after loading."""
+    """Names of the rank's tensors, and the HF slices that it exports after loading."""
     import torch.distributed as dist
 
     from mcore_rl.config.models import ActorConfig, ParallelConfig
@@ -52,7 +52,7 @@ def _through_the_model(rank: int, directory: str, sizes: dict[str, int]) -> tupl
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2, "ep": 2}, {"pp": 2}], ids=str)
-def test_a_model_with_the_layers_takes_and_returns_every_bit(sizes: dict[str, int], directory: str) -> None:
+def test_model_with_mtp_layers_loads_and_exports_bitwise(sizes: dict[str, int], directory: str) -> None:
     ranks = launch(_through_the_model, 2 if sizes else 1, directory, sizes)
     exported = policy_batch.assemble([pieces for _, pieces in ranks])
     stored = load_file(Path(directory) / "model.safetensors")
@@ -82,7 +82,7 @@ def _train_and_export(rank: int, directory: str, target: str) -> tuple[list[str]
     return sorted(actor.tensors()), records
 
 
-def test_the_trainer_leaves_the_layers_out_and_says_so_once(directory: str, tmp_path: Path) -> None:
+def test_trainer_without_mtp_skips_layers_and_logs_once(directory: str, tmp_path: Path) -> None:
     ranks = launch(_train_and_export, 2, directory, str(tmp_path / "exported"))
     assert not any(name.startswith("mtp.") for names, _ in ranks for name in names)
     first, second = (records for _, records in ranks)
@@ -96,7 +96,7 @@ def test_the_trainer_leaves_the_layers_out_and_says_so_once(directory: str, tmp_
 
 
 def _train_and_keep(rank: int, directory: str, root: str) -> list[bool]:
-    """Whether an update moved what this rank holds of the layers, and a checkpoint restored it."""
+    """Return True if an update changed this rank's part of the layers and a checkpoint restored it."""
     import torch.distributed as dist
 
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
@@ -125,7 +125,7 @@ def _train_and_keep(rank: int, directory: str, root: str) -> list[bool]:
     return same + [not torch.equal(loaded[name], updated[name]) for name in held if not name.endswith("expert_bias")]
 
 
-def test_trained_layers_are_kept_by_checkpoints_and_exports(directory: str, tmp_path: Path) -> None:
+def test_trained_mtp_layers_are_in_checkpoints_and_exports(directory: str, tmp_path: Path) -> None:
     nothing, found = launch(_train_and_keep, 2, directory, str(tmp_path))
     assert not nothing
     assert len(found) > 20

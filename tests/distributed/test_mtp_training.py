@@ -1,5 +1,5 @@
-"""Multi-token prediction trained beside the policy: values and every gradient against the module written out in
-float64 on transformers' own layers, in every layout and every cut into micro-batches."""
+"""Training of multi-token-prediction layers: values and gradients in every layout and division into micro-batches,
+compared with a float64 implementation based on transformers' layers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.tiny_models import add_mtp_layer, checkpoint_tensors, write_tiny_mode
 
 COEFFICIENT = 0.3
 LAYERS = 2  # of the policy
-MODELS = {"v3": ("deepseek_v3", 2), "glm": ("glm4_moe", 1)}  # kind, depths
+MODELS = {"v3": ("deepseek_v3", 2), "glm": ("glm4_moe", 1)}  # kind of model, number of depths
 ONE_MICROBATCH, SMALL = 10_000, 24
-# As in test_actor_gradients: of a tensor's largest entry, float32 sums in another order.
+# See test_actor_gradients: relative to a tensor's largest entry, float32 sums in a different order.
 TOLERANCE = 1e-5
 # By number of ranks: model, layout, tokens of a micro-batch, recomputation.
 CASES: dict[int, dict[str, tuple[str, dict[str, Any], int, str]]] = {
@@ -53,7 +53,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 class Oracle:
-    """transformers' model, whose layers behind the policy's are those of the depths."""
+    """transformers' model; its layers after the policy's layers are the MTP layers."""
 
     def __init__(self, directory: str, depths: int) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -62,7 +62,7 @@ class Oracle:
         config.num_hidden_layers = LAYERS + depths
         options = {"attn_implementation": "eager", "experts_implementation": "eager", "local_files_only": True}
         self.model = AutoModelForCausalLM.from_pretrained(directory, config=config, **options).double()
-        self.model.config.num_hidden_layers = LAYERS  # the policy runs these alone
+        self.model.config.num_hidden_layers = LAYERS  # the policy uses only these
         stored = load_file(Path(directory) / "model.safetensors")
         self.own: dict[str, torch.Tensor] = {}
         for depth in range(depths):
@@ -71,7 +71,7 @@ class Oracle:
                 self.own[full] = stored[full].double().requires_grad_()
 
     def logits(self, tokens: torch.Tensor) -> list[torch.Tensor]:
-        """Of every depth d = 1..: [S - d, V], position i predicting token i + d + 1."""
+        """Logits of every depth d = 1..: [S - d, V]; position i predicts token i + d + 1."""
         inner, found = self.model.model, []
         hidden = inner(tokens[None]).last_hidden_state[0].detach()
         for depth in range(len(self.own) // 4):
@@ -96,7 +96,7 @@ class Oracle:
         return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
 
     def cross_entropies(self, sample: int) -> torch.Tensor:
-        """Of the trained tokens that have enough tokens before them, all depths."""
+        """Cross entropies of the trained tokens with enough tokens before them, all depths."""
         tokens = torch.from_numpy(policy_batch.sequence(sample).astype(np.int64))
         trained = policy_batch.PROMPTS[sample] + np.flatnonzero(policy_batch.trained(sample))
         parts = []
@@ -107,7 +107,7 @@ class Oracle:
         return torch.cat(parts)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Of the whole update, by HF name, with the copies of embedding and head."""
+        """Gradients of the whole update by HF name, including the copies of embedding and head."""
         with torch.no_grad():
             old = {
                 s: policy_batch.reference_logp(self.model, s)[0] + torch.from_numpy(policy_batch.drift(s)).double()
@@ -139,7 +139,7 @@ def references(oracles: dict[str, Oracle]) -> dict[str, dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """By case, of every rank."""
+    """Results of all ranks by case."""
     joined: dict[str, list[dict[str, Any]]] = {}
     for size, cases in CASES.items():
         ranks = launch(_worker, size, directories, cases, timeout_seconds=300)
@@ -152,7 +152,7 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
 
 
 def _trained(rank: int, directory: str, parallel: dict[str, int], tokens: int, recompute: str) -> dict[str, Any]:
-    """Gradients and metrics of an update; the parameters after two of them, and their gradients' norms."""
+    """Gradients and metrics of an update; parameters after two updates, and the norms of their gradients."""
     import torch.distributed as dist
 
     from mcore_rl.megatron.roles.actor import MegatronActor
@@ -186,13 +186,13 @@ def _trained(rank: int, directory: str, parallel: dict[str, int], tokens: int, r
 
 
 def _differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """By tensor, of its largest entry."""
+    """Differences by tensor, relative to its largest entry."""
     assert found.keys() == expected.keys()
     return {name: float((found[name] - tensor).abs().max() / tensor.abs().max()) for name, tensor in expected.items()}
 
 
 @pytest.mark.parametrize("case", [name for cases in CASES.values() for name in cases])
-def test_every_gradient_equals_the_module_written_out(case: str, results: Any, references: Any, oracles: Any) -> None:
+def test_mtp_gradients_in_every_layout_equal_reference(case: str, results: Any, references: Any, oracles: Any) -> None:
     ranks = results[case]
     kind = next(cases[case][0] for cases in CASES.values() if case in cases)
     expected = torch.cat([oracles[kind].cross_entropies(sample).detach() for sample in SAMPLES])
@@ -204,25 +204,25 @@ def test_every_gradient_equals_the_module_written_out(case: str, results: Any, r
 
 
 @pytest.mark.parametrize("case", ["recomputed", "tp2", "pp2", "cp2", "tp2 pp2", "alone on a stage"])
-def test_two_updates_are_those_of_one_rank(case: str, results: Any) -> None:
-    """With a alone on a stage, the layers' embedding is a copy: it must take the same steps, and count once."""
+def test_mtp_updates_in_every_layout_equal_one_rank(case: str, results: Any) -> None:
+    """If the layers are alone on a stage, their embedding is a copy, which must be updated equally and count once."""
     one, many = results["split"], results[case]
     norms = [norm for rank in many for norm in rank["norms"]]
     assert norms == pytest.approx(one[0]["norms"], rel=1e-5)
     start, found = (policy_batch.assemble([rank["updated"] for rank in ranks]) for ranks in (one, many))
-    # Adam's first steps are as long as the rate, whatever the gradient: entries near 0 amplify rounding.
+    # Adam's first steps have the size of the learning rate for any gradient, so entries near 0 amplify rounding.
     assert max(_differences(found, start).values()) < 1e-3
     torch.testing.assert_close(found["model.layers.2.embed_tokens.weight"], found["model.embed_tokens.weight"])
 
 
-def test_engines_are_sent_the_policy_alone(results: Any, references: Any) -> None:
+def test_engines_receive_policy_without_mtp(results: Any, references: Any) -> None:
     ahead = {name for name in references["v3"] if name.startswith(("model.layers.2.", "model.layers.3."))}
     synced = set().union(*(rank["synced"] for rank in results["tp2 pp2"]))
     assert synced == references["v3"].keys() - ahead
 
 
 def _values(rank: int, directory: str) -> list[np.ndarray]:
-    """Logits of every depth of one packed row."""
+    """Logits of every depth for one packed row."""
     from mcore_rl.config.models import ActorConfig
     from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron.model import loading, model, parallel
@@ -241,7 +241,7 @@ def _values(rank: int, directory: str) -> list[np.ndarray]:
     return [(part @ output_weight(chunks[0]).t()).detach().numpy() for part in hidden[len(row) :].chunk(2)]
 
 
-def test_the_values_of_every_depth_are_those_of_the_module_written_out(directories: Any, oracles: Any) -> None:
+def test_mtp_logits_of_every_depth_equal_reference(directories: Any, oracles: Any) -> None:
     (depths,) = launch(_values, 1, directories["v3"])
     start = 0
     for sample in SAMPLES:
@@ -249,7 +249,7 @@ def test_the_values_of_every_depth_are_those_of_the_module_written_out(directori
         with torch.no_grad():
             expected = oracles["v3"].logits(tokens)
         for found, logits in zip(depths, expected, strict=True):
-            # Only positions that have a token to embed: behind them the row is not used.
+            # Only positions with a token to embed; later positions are not used.
             inside = found[start : start + len(logits)]
             np.testing.assert_allclose(inside, logits.numpy(), atol=2e-5 * float(logits.abs().max()))
         start += len(tokens)
@@ -263,7 +263,7 @@ def _refused(rank: int, directory: str) -> None:
     MegatronActor(config, rank, 1, None)
 
 
-def test_a_model_without_the_layers_is_refused_by_the_key(tmp_path: Path) -> None:
+def test_mtp_training_without_layers_names_key(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "dense", "qwen3", num_hidden_layers=2)
     with pytest.raises(RankFailedError, match=r"ConfigError: actor\.mtp_loss_coefficient=0\.1, but .* set .* to 0"):
         launch(_refused, 1, str(directory))

@@ -1,4 +1,4 @@
-"""State that goes to host memory between phases: the bytes that it gives up, and training that never notices."""
+"""Offloading of state to host memory between phases: freed bytes, and training that is bitwise unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By case: what every rank found."""
+    """Results of all ranks by case."""
     return run_cases(_train_both_ways, CASES, tmp_path_factory.mktemp("offload"))
 
 
@@ -68,14 +68,14 @@ def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, off
     settings = config.actor.offload
     settings.params = settings.grads = settings.optimizer = offload
     actor = MegatronActor(config, rank, dist.get_world_size(), None)
-    # Pieces that no tensor's size is a multiple of.
+    # A piece size that divides no tensor's size.
     actor.trained.memory = Offloader(actor.ddp, actor.optimizer, settings, piece_bytes=1000)
     return actor
 
 
 def _storages(actor: Any) -> list[torch.UntypedStorage]:
-    """Of every tensor in this process, whoever holds it, less the host copies. Whoever keeps the list keeps them alive:
-    what gloo's threads let go of meanwhile then counts as memory that nobody gave up."""
+    """Storages of all tensors in this process except host copies. Delete the list before measuring again: it keeps the
+    storages alive, and memory freed by gloo's threads in between would be counted."""
     with torch._C.DisableTorchFunctionSubclass():
         storages = {
             storage._cdata: storage
@@ -94,7 +94,7 @@ def _num_bytes(*storages: torch.UntypedStorage) -> int:
 
 
 def _buffer_bytes(actor: Any) -> dict[str, int]:
-    """What megatron allocated, from its buffers' sizes."""
+    """Bytes allocated by Megatron, from the sizes of its buffers."""
     from mcore_rl.megatron.optim.main_params import optimizer_parts
 
     buffers = [b for chunk in actor.ddp for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -105,7 +105,7 @@ def _buffer_bytes(actor: Any) -> dict[str, int]:
         moments = 2 if inner.state else 0
         optimizer += sum(4 * p.numel() * (moments + (0 if float32 else 1)) for p in masters)
     return {
-        # Without the distributed optimizer every parameter has memory of its own.
+        # Without the distributed optimizer every parameter has its own storage.
         "params": sum(
             (b.numel if b.param_data is not None else b.numel_unpadded) * b.param_dtype.itemsize for b in buffers
         ),
@@ -134,7 +134,7 @@ def _away_and_back(actor: Any) -> dict[str, Any]:
 
 
 def _part_by_part(actor: Any) -> dict[str, Any]:
-    """Each part alone, in an order that is not that of the class."""
+    """Offload and load each part separately, in another order than the class."""
     before = held_tensors(actor)
     sizes, fell = _buffer_bytes(actor), {}
     for part in ("optimizer", "params", "grads"):
@@ -150,7 +150,7 @@ def _part_by_part(actor: Any) -> dict[str, Any]:
 
 
 def _refusals(actor: Any) -> list[str]:
-    """What reading parameters, gradients and masters says while they are away."""
+    """Errors of reading parameters, gradients and main parameters while they are offloaded."""
     parameter = next(actor.chunks[0].parameters())
     master = actor.optimizer.param_groups[0]["params"][0]
     actor.memory.offload()
@@ -183,7 +183,7 @@ def _save_away_and_load(actor: Any, directory: Path, expected: dict[str, torch.T
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_live_bytes_fall_by_what_each_part_holds_and_come_back(size: int, case: str, results: Any) -> None:
+def test_offload_frees_bytes_of_each_part_and_load_restores_them(size: int, case: str, results: Any) -> None:
     for rank in results[case]:
         for when in ("before any update", "after updates"):
             found = rank[when]
@@ -194,12 +194,12 @@ def test_live_bytes_fall_by_what_each_part_holds_and_come_back(size: int, case: 
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_training_between_moves_is_bit_equal(size: int, case: str, results: Any) -> None:
+def test_offload_between_phases_trains_bitwise_equal(size: int, case: str, results: Any) -> None:
     assert [rank["training"] for rank in results[case]] == [[]] * size
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_parts_move_alone_in_any_order(size: int, case: str, results: Any) -> None:
+def test_offload_parts_in_any_order(size: int, case: str, results: Any) -> None:
     for rank in results[case]:
         found = rank["part by part"]
         assert found["fell"] == found["sizes"]
@@ -208,15 +208,15 @@ def test_parts_move_alone_in_any_order(size: int, case: str, results: Any) -> No
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_what_is_away_cannot_be_read(size: int, case: str, results: Any) -> None:
+def test_offloaded_tensors_raise_when_read(size: int, case: str, results: Any) -> None:
     for rank in results[case]:
         params, grads, masters = rank["refusals"][:4], rank["refusals"][4:8], rank["refusals"][8:]
         assert all("actor.offload.params" in message for message in params)
         assert all("actor.offload.grads" in message for message in grads)
-        owner = "params" if "float32" in case else "optimizer"  # float32 masters are the parameters
+        owner = "params" if "float32" in case else "optimizer"  # in float32 the main parameters are the parameters
         assert all(f"actor.offload.{owner}" in message for message in masters)
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_checkpoints_are_saved_and_loaded_while_away(size: int, case: str, results: Any) -> None:
+def test_checkpoints_are_saved_and_loaded_while_offloaded(size: int, case: str, results: Any) -> None:
     assert [rank["checkpoint"] for rank in results[case]] == [[]] * size

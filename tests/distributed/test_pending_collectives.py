@@ -1,4 +1,4 @@
-"""A rank that waits for its peers says in which collective of which group; one that waits for none says nothing."""
+"""A rank that waits for its peers reports the collective and group; a rank that does not wait reports nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.distributed.launch import launch
 
 
 def _nothing_is_pending() -> None:
-    """The recorder hears of an end a moment after the caller."""
+    """Wait until nothing is pending: the recorder registers the end of a collective slightly after the caller."""
     from mcore_rl.runtime.collectives import pending_collectives
 
     deadline = time.monotonic() + 10
@@ -42,6 +42,6 @@ def _wait_for_the_other(rank: int) -> list[tuple[str, str, int]]:
     return [(each.group, each.name, each.number) for each in pending]
 
 
-def test_a_rank_says_what_it_waits_in() -> None:
+def test_pending_collectives_names_collective_and_group() -> None:
     waiting, _ = launch(_wait_for_the_other, 2)
     assert waiting == [("TENSOR_MODEL_PARALLEL_GROUP", "all_reduce", 2)]

@@ -1,4 +1,4 @@
-"""`mcore-rl plan` on the run that it was made for: DeepSeek-V3 671B on 512 GPUs."""
+"""`mcore-rl plan` for DeepSeek-V3 671B on 512 GPUs, and for the recipes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[
     return code, json.loads(lines[-1]) if "--json" in arguments and lines else {}, captured.out + captured.err
 
 
-def test_the_671b_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_671b_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
     code, plan, _ = run(capsys, RECIPE, "--json")
     assert code == 0
     assert plan["cannot_run"] == []
@@ -38,7 +38,7 @@ def test_the_671b_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["parameters_total"] == pytest.approx(671.03e9, rel=1e-4)
     state = {entry["rank"]: entry["state_bytes"] / GIB for entry in plan["per_rank"]}
     assert sorted(state) == list(range(512))
-    # What Megatron's own model has on the first stage, the fourteen in the middle, and the last.
+    # Parameters of Megatron's model on the first stage, the fourteen middle stages, and the last stage.
     assert state[0] == pytest.approx(15.895, abs=1e-2)
     assert state[32] == state[479] == max(state.values()) == pytest.approx(29.158, abs=1e-2)
     assert state[511] == pytest.approx(20.081, abs=1e-2)
@@ -47,18 +47,18 @@ def test_the_671b_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert peaks[plan["fullest_rank"]] == max(peaks)
     assert all(entry["activation_bytes"] > 0 for entry in plan["per_rank"])
     sync = plan["weight_sync"]
-    # 43.9 GB: experts and heads divided by 32, what is replicated whole.
+    # 43.9 GB: experts and heads divided by 32, replicated weights whole.
     assert sync["floor_bytes_per_engine_rank"] == pytest.approx(43.94e9, rel=1e-3)
     assert sync["floor_bytes_per_engine_rank"] <= sync["bytes_per_engine_rank"]
     assert sync["bytes_per_engine_rank"] <= 1.05 * sync["floor_bytes_per_engine_rank"]
-    # On 64 hosts nearly nothing that a rank needs is on its own.
+    # On 64 hosts, almost nothing that a rank needs is on its own host.
     assert 0.9 * sync["total_bytes"] < sync["bytes_crossing_hosts"] < sync["total_bytes"]
     assert sync["busiest_sender_bytes"] < 1.2 * sync["total_bytes"] / 512
     assert sync["buckets"] == pytest.approx(sync["bytes_per_engine_rank"] / 2**28, rel=0.05)
     assert (sync["transport"], sync["seconds"]) == ("cuda_ipc", None)
 
 
-def test_too_little_memory_names_key_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_too_little_memory_names_key_and_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     code, plan, _ = run(capsys, RECIPE, "cluster.gpu_memory_gib=40", "--json")
     assert code == 1
     assert plan["fits"] is False
@@ -74,14 +74,14 @@ def test_too_little_memory_names_key_and_remedy(capsys: pytest.CaptureFixture[st
         ("actor.optimizer.cpu_offload=true", "actor.offload.optimizer"),
     ],
 )
-def test_a_bad_layout_is_bad_input(capsys: pytest.CaptureFixture[str], override: str, key: str) -> None:
+def test_plan_with_invalid_layout_exits_2(capsys: pytest.CaptureFixture[str], override: str, key: str) -> None:
     code, _, output = run(capsys, RECIPE, override)
     assert code == 2
     assert key in output
     assert "Traceback" not in output
 
 
-def test_the_table_says_what_the_json_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_table_equals_json(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("actor.parallel.tp=2", "cluster.gpus_per_node=4", "actor.parallel.ep=1", "cluster.gpu_memory_gib=0.5")
     code, _, output = run(capsys, "configs/qwen3_30b_a3b.yaml", *overrides, "cluster.nodes=4")
     assert code == 1
@@ -93,7 +93,7 @@ def test_the_table_says_what_the_json_says(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=[pytest.mark.on_demand] * (name in ON_DEMAND)) for name in RECIPES]
 )
-def test_recipes_fit(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+def test_plan_of_recipes_fits(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
     # The demos' model is made by `make demo`.
     model = ["model.hf_path=configs/models/gsm8k_tiny"] if recipe.startswith("demo_") else []
     code, plan, output = run(capsys, f"configs/{recipe}", *model, "--json")
@@ -107,7 +107,7 @@ def test_recipes_fit(capsys: pytest.CaptureFixture[str], recipe: str) -> None:
         assert 0 < overlap["swap_seconds"] < 0.05 * overlap["step_seconds"]
 
 
-def test_nodes_that_wait_are_shared_out_anew(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_suggests_other_division_of_waiting_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = "configs/qwen3_30b_a3b_async.yaml"
     _, plan, _ = run(capsys, recipe, "rollout.nodes=4", "rollout.num_engines=8", "--json")
     overlap = plan["asynchronous"]
@@ -117,7 +117,7 @@ def test_nodes_that_wait_are_shared_out_anew(capsys: pytest.CaptureFixture[str])
     code, plan, _ = run(capsys, recipe, *overlap["balanced_overrides"], "--json")
     assert code == 0
     assert plan["asynchronous"]["step_seconds"] == pytest.approx(overlap["balanced_step_seconds"], rel=0.01)
-    # The table says so too, and of a synchronous run what it would gain.
+    # The table shows this too and, for a synchronous run, the possible gain.
     _, _, output = run(capsys, recipe)
     assert f"{plan['asynchronous']['step_seconds']:.1f} s: generate" in output
     assert "1.0 on average, at most 2 versions" in output
@@ -125,14 +125,14 @@ def test_nodes_that_wait_are_shared_out_anew(capsys: pytest.CaptureFixture[str])
     assert "rollout.max_staleness=1 takes 874.6 s per step instead of" in " ".join(output.split())
 
 
-@pytest.mark.on_demand  # the README's command searches too
-def test_layouts_for_deepseek_v3_on_128_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.on_demand  # the README's command also searches layouts
+def test_plan_suggests_layouts_for_deepseek_v3_on_128_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("cluster.nodes=16", "cluster.gpu_memory_gib=80", "--suggest", "--json")
     code, found, _ = run(capsys, RECIPE, *arguments)
     assert code == 0
     best = found["suggestions"][0]
     assert best["exact"]
-    # 18 bytes of state per parameter are 88 GiB per GPU: something has to leave.
+    # 18 bytes of state per parameter are 88 GiB per GPU: something must be offloaded.
     assert "actor.optimizer.cpu_offload=true" in best["overrides"]
     assert any("host memory per node" in loss for loss in best["gives_up"])
     code, plan, output = run(capsys, RECIPE, *arguments[:2], *best["overrides"], "--json")
@@ -140,14 +140,14 @@ def test_layouts_for_deepseek_v3_on_128_gpus(capsys: pytest.CaptureFixture[str])
     assert max(entry["peak_bytes"] for entry in plan["per_rank"]) == best["peak_bytes"] < 80 * GIB
 
 
-def test_the_table_says_what_fits_and_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_table_marks_what_fits_but_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, output = run(capsys, "configs/qwen3_30b_a3b.yaml", "rollout.engine=sglang")
     assert code == 3
     assert "cannot run yet: rollout.engine=sglang runs on CPUs" in " ".join(output.split())
     assert output.rstrip().endswith("fits, cannot run yet")
 
 
-def test_a_job_that_does_not_fit_is_not_rendered(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_slurm_with_job_that_does_not_fit_renders_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").touch()
     words = ["configs/qwen3_30b_a3b.yaml", "model.random_init=true", f"data.train={tmp_path}/t.jsonl", "data.val=null"]
     assert cli.main(["slurm", *words]) == 0

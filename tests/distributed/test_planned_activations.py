@@ -1,4 +1,4 @@
-"""The plan's table of saved tensors against what autograd really saves in a forward pass."""
+"""The plan's table of saved tensors compared with the tensors that autograd saves in a forward pass."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ CASES: dict[int, list[tuple[str, dict[str, int], str, list[str]]]] = {
 
 
 @pytest.mark.parametrize("num_ranks", CASES)
-def test_saved_tensors(num_ranks: int) -> None:
+def test_planned_saved_tensors_equal_autograd(num_ranks: int) -> None:
     cases = CASES[num_ranks]
     measured = launch(measure, num_ranks, cases)
     for index, case in enumerate(cases):
-        # Ranks of one expert-parallel group get different numbers of tokens; their mean is what the plan says.
+        # Ranks of an expert-parallel group get different numbers of tokens; the plan contains their mean.
         mean = sum(rank[index] for rank in measured) / num_ranks
         assert planned(num_ranks, *case) == pytest.approx(mean, rel=TOLERANCE), case
 
@@ -84,7 +84,7 @@ def measure(rank: int, cases: list[tuple[str, dict[str, int], str, list[str]]]) 
 
 
 def saved_bytes(kind: str, parallel: dict[str, int], recompute: str, modules: list[str]) -> float:
-    """Bytes of the storages that a forward pass of one packed row saves, weights excepted."""
+    """Bytes of the storages saved by a forward pass of one packed row, without weights."""
     import torch
     import torch.distributed as dist
 
@@ -108,7 +108,7 @@ def saved_bytes(kind: str, parallel: dict[str, int], recompute: str, modules: li
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         address = tensor.untyped_storage().data_ptr()
         if address not in weights:
-            found[address] = tensor  # kept alive, so that no address comes twice
+            found[address] = tensor  # keep alive, so that no address is reused
         return tensor
 
     tokens = torch.randint(0, hf_config["vocab_size"], (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))

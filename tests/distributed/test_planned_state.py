@@ -1,4 +1,4 @@
-"""The plan's state bytes are what an actor has allocated after an update, to the byte, on every rank."""
+"""The plan's state bytes equal the bytes that an actor has allocated after an update, exactly, on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIED = {"tie_word_embeddings": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "tied": ("qwen3", TIED),
-    # Sizes that no alignment divides.
+    # Sizes that are not multiples of any alignment.
     "odd": ("qwen3", {"vocab_size": 97, "num_key_value_heads": 1, "intermediate_size": 50}),
     "moe": ("qwen3_moe", {}),
     "v3": ("deepseek_v3", {}),
@@ -72,7 +72,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("num_ranks", LAYOUTS)
-def test_state_is_exact(directories: dict[str, str], num_ranks: int) -> None:
+def test_planned_state_equals_allocated_bytes(directories: dict[str, str], num_ranks: int) -> None:
     cases = [
         (directories[model], layout, dtype, {})
         for model, layout in LAYOUTS[num_ranks]
@@ -92,7 +92,7 @@ ROLES = [("dense", {}), ("tied", {"pp": 2}), ("moe", {"ep": 2}), ("odd", {"tp": 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_critic_and_a_reward_model_hold_what_their_plan_says(directories: dict[str, str], dtype: str) -> None:
+def test_planned_state_of_critic_and_reward_model_is_exact(directories: dict[str, str], dtype: str) -> None:
     from mcore_rl.config.roles import ModelRole
     from mcore_rl.planner.colocated import value_model_ranks
 
@@ -118,7 +118,7 @@ def role_config(directory: str, parallel: dict[str, Any], dtype: str) -> Any:
 
 
 def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[tuple[int, int]]:
-    """Of a critic after an update, and of a frozen model of the same kind."""
+    """Bytes of a critic after an update, and of a frozen model of the same kind."""
     from mcore_rl.config.roles import ModelRole
     from mcore_rl.megatron.model.model import build_model
     from mcore_rl.megatron.model.value_model import ValueModel
@@ -174,7 +174,8 @@ def allocate(rank: int, cases: list[tuple[str, dict[str, Any], str, dict[str, An
 def after_an_update(
     rank: int, directory: str, parallel: dict[str, Any], dtype: str, settings: dict[str, Any]
 ) -> tuple[int, ...]:
-    """Parameters, and bytes of the storages behind weights, gradients and optimizer state, on the device and not."""
+    """Number of parameters, and bytes of the storages of weights, gradients and optimizer state, on the device and off
+    it."""
     import torch.distributed as dist
 
     from mcore_rl.megatron.roles.actor import MegatronActor
@@ -206,7 +207,7 @@ def allocated(chunks: Any, optimizer_of_all: Any) -> tuple[int, ...]:
             else:
                 optimizer |= storages(moments.values())
             optimizer |= storages([main, inner.state[main].get("step")])
-    # float32 models have no main parameters of their own: the optimizer's are views of the weights.
+    # float32 models have no separate main parameters: the optimizer's parameters are views of the weights.
     optimizer = {key: size for key, size in optimizer.items() if key not in weights}
     held = sum(parameter.numel() for parameter in parameters)
     return held, *(sum(each.values()) for each in (weights, gradients, optimizer, host))

@@ -1,4 +1,4 @@
-"""Random streams of a checkpoint that a rank with another kind of device wrote."""
+"""Random streams of a checkpoint written on another kind of device."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ GPU_STATE = torch.zeros(16, dtype=torch.uint8)
 """As torch.cuda.get_rng_state returns it: seed and offset, 8 bytes each."""
 
 
-def test_the_streams_of_a_gpu_are_seeded_anew_on_a_cpu(tmp_path: Path) -> None:
-    """By the seed and the updates done, as in another layout; a CPU's generator refuses a GPU's state."""
+def test_random_state_of_gpu_on_cpu_is_seeded_anew(tmp_path: Path) -> None:
+    """Streams are seeded by the seed and the number of updates, as in another layout; a CPU generator does not accept a
+    GPU state."""
     directory = str(write_tiny_model(tmp_path / "model", "qwen3"))
-    [(restored, seeded, later)] = launch(restore_that_of_a_gpu, 1, directory)
+    [(restored, seeded, later)] = launch(restore_gpu_state, 1, directory)
     assert restored == seeded
     assert restored != later
 
 
-def restore_that_of_a_gpu(rank: int, directory: str) -> list[list[float]]:
-    """Numbers drawn after restoring, after seeding as for 3 updates, and as for 4."""
+def restore_gpu_state(rank: int, directory: str) -> list[list[float]]:
+    """Random numbers after restoring, after seeding for 3 updates, and after seeding for 4."""
     from mcore_rl.megatron.checkpoint.random_state import _UPDATES_BETWEEN_SEEDS, restore_random_state
     from mcore_rl.megatron.model import parallel
 
@@ -39,7 +40,7 @@ def restore_that_of_a_gpu(rank: int, directory: str) -> list[list[float]]:
 
 
 class _Saved:
-    """A checkpoint's reader, of a rank on a GPU."""
+    """Reader of a checkpoint written by a rank on a GPU."""
 
     def read_object(self, key: str) -> dict[str, Any]:
         named = {"model-parallel-rng": GPU_STATE}

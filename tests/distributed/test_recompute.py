@@ -1,4 +1,4 @@
-"""Recomputed activations give the same gradients, bit by bit, and megatron takes every argument that is chosen."""
+"""Recomputed activations give bitwise equal gradients, and Megatron accepts every chosen argument."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.distributed.launch import SIMULATED, launch
 from tests.tiny_models import write_tiny_model
 
 FULL = {"recompute": "full"}
-# TransformerEngine computes a dense model's norms within other layers: then there is nothing to recompute.
+# TransformerEngine fuses the norms of a dense model into other layers, so there is nothing to recompute.
 NORMS = [] if SIMULATED else ["layernorm"]
 
 
@@ -48,8 +48,8 @@ CASES = [(kind, index) for kind, modes in MODES.items() for index in range(len(m
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By model: of the model as it is, then of every mode, each with the number of elements kept for the backward
-    pass."""
+    """Gradients by model, without recomputation and in every mode, each with the number of elements saved for the
+    backward pass."""
     root = tmp_path_factory.mktemp("models")
     directories = {kind: str(write_tiny_model(root / kind, kind)) for kind in MODES}
     [found] = launch(_gradients, 1, directories)
@@ -85,16 +85,16 @@ def _gradients(rank: int, directories: dict[str, str]) -> dict[str, list[tuple[d
 
 
 @pytest.mark.parametrize(("kind", "index"), CASES, ids=[f"{kind} {MODES[kind][index]}" for kind, index in CASES])
-def test_recomputation_changes_no_bit_of_any_gradient(kind: str, index: int, gradients: dict[str, Any]) -> None:
+def test_recompute_gives_bitwise_equal_gradients(kind: str, index: int, gradients: dict[str, Any]) -> None:
     (plain, saved), *modes = gradients[kind]
     recomputed, saved_then = modes[index]
     assert recomputed.keys() == plain.keys()
     assert [name for name in plain if not np.array_equal(plain[name], recomputed[name])] == []
-    # It did happen: other tensors were kept for the backward pass.
+    # Recomputation took place: other tensors were saved for the backward pass.
     assert saved_then != saved
 
 
-def test_megatron_takes_every_argument_that_a_gpu_with_everything_gets() -> None:
+def test_megatron_accepts_all_arguments_for_fully_equipped_gpu() -> None:
     from mcore_rl.megatron import cpu
 
     cpu.install()
@@ -110,7 +110,7 @@ def test_megatron_takes_every_argument_that_a_gpu_with_everything_gets() -> None
     for recipe in RECIPES:
         arguments = choose(everything, replace(spread, fp8=recipe)).arguments()
         assert set(arguments) <= known
-        # Only what needs TransformerEngine itself is left out.
+        # Only arguments that need TransformerEngine are left out.
         for name in ("apply_rope_fusion", "moe_permute_fusion"):
             arguments.pop(name)
         config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, bf16=True, **arguments)

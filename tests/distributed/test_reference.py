@@ -1,5 +1,5 @@
-"""The reference: its log-probabilities, the KL in the loss and in the reward are those of plain torch on transformers'
-models in float64, in every layout; refresh, offloading and checkpoints keep its weights.
+"""The reference: log-probabilities, the KL in the loss and the KL in the reward equal plain torch on transformers'
+models in float64, in every layout; refreshing, offloading and checkpoints preserve its weights.
 
 One launch per number of ranks runs all its cases.
 """
@@ -21,8 +21,8 @@ from tests.distributed import policy_batch
 from tests.distributed.launch import launch
 from tests.tiny_models import checkpoint_tensors, write_tiny_model
 
-# Float32 against float64. A sign, a coefficient or a neighbouring token is off by 1e-2; on some CPUs the gradient of a
-# router is off by 1.03e-5.
+# Float32 against float64. A wrong sign, coefficient or token differs by 1e-2; on some CPUs the gradient of a
+# router differs by 1.03e-5.
 LOGP_TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 2e-5
 SAME = 5e-6
@@ -119,7 +119,7 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
         s: logp + torch.from_numpy(policy_batch.drift(s)[policy_batch.held(s, actor.layout, rank)])
         for s, logp in _own_logp(actor, shares[0], chunks).items()
     }
-    # As a second update, which has an old policy.
+    # Like a second update, with old log-probabilities.
     later = replace(penalized, shares=[shares[1], shares[0]], old_logp=old_logp)
     _, reports = actor.accumulate_gradients(later, 1, on_every_replica=True)
     counts = actor.model.counts_tokens
@@ -151,7 +151,7 @@ def _gradients(actor: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """By case: what every rank found."""
+    """Results of all ranks by case."""
     found = {}
     for size, cases in CASES.items():
         ranks = launch(_measure, size, directories, cases, timeout_seconds=300)
@@ -160,7 +160,7 @@ def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_log_probabilities_are_those_of_the_reference(size: int, case: str, results: Any, expected: Any) -> None:
+def test_reference_logp_in_every_layout_equals_transformers(size: int, case: str, results: Any, expected: Any) -> None:
     wanted = expected[CASES[size][case][0]].ref
     whole = {s: np.full(len(logp), np.nan) for s, logp in wanted.items()}
     for rank in results[case]:
@@ -170,9 +170,9 @@ def test_log_probabilities_are_those_of_the_reference(size: int, case: str, resu
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_penalties_are_those_of_whole_responses(size: int, case: str, results: Any, expected: Any) -> None:
+def test_reference_penalties_cover_whole_responses(size: int, case: str, results: Any, expected: Any) -> None:
     logp, ref = expected[CASES[size][case][0]].logp, expected[CASES[size][case][0]].ref
-    wanted = {s: IN_REWARD * (logp[s] - ref[s]).numpy() for s in SAMPLES}  # k1, of every sample of both updates
+    wanted = {s: IN_REWARD * (logp[s] - ref[s]).numpy() for s in SAMPLES}  # k1, for every sample of both updates
     found: dict[int, list[np.ndarray]] = {}
     for rank in results[case]:
         for sample, penalties in rank["penalties"].items():
@@ -186,9 +186,7 @@ def test_penalties_are_those_of_whole_responses(size: int, case: str, results: A
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_token_by_token_the_return_is_the_reward_less_what_is_still_to_come(
-    size: int, case: str, results: Any, expected: Any
-) -> None:
+def test_token_returns_subtract_later_penalties(size: int, case: str, results: Any, expected: Any) -> None:
     logp, ref = expected[CASES[size][case][0]].logp, expected[CASES[size][case][0]].ref
     seen = set()
     for rank in results[case]:
@@ -202,7 +200,7 @@ def test_token_by_token_the_return_is_the_reward_less_what_is_still_to_come(
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_the_loss_has_the_kl_and_its_gradient(size: int, case: str, results: Any, expected: Any) -> None:
+def test_loss_contains_kl_and_its_gradient(size: int, case: str, results: Any, expected: Any) -> None:
     wanted = expected[CASES[size][case][0]]
     assert sum(rank["loss"] for rank in results[case]) == pytest.approx(wanted.loss, rel=1e-5)
     metrics = merge_metrics([rank["metrics"] for rank in results[case]])
@@ -215,7 +213,7 @@ def test_the_loss_has_the_kl_and_its_gradient(size: int, case: str, results: Any
 
 
 def _live(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:
-    """A reference of the policy's own weights over updates, refreshes and a checkpoint of another layout."""
+    """A reference with the policy's initial weights over updates, refreshes and a checkpoint of another layout."""
     import torch.distributed as dist
 
     from mcore_rl.errors import OffloadedError
@@ -305,7 +303,7 @@ def _storages(weights: list[torch.Tensor]) -> list[Any]:
 
 
 def _weights(actor: Any) -> list[Any]:
-    """Of the reference, as this rank's slices of HF tensors."""
+    """Weights of the reference as this rank's slices of HF tensors."""
     from mcore_rl.megatron.model.names import canonical_tensors
     from model_converters.mapping.plan import export_pieces
 
@@ -322,7 +320,7 @@ def lives(directories: dict[str, str]) -> list[dict[str, Any]]:
     return launch(_live, 2, directories, 2)
 
 
-def test_it_starts_as_the_policy_stays_and_is_refreshed(lives: list[dict[str, Any]]) -> None:
+def test_reference_starts_as_policy_stays_and_is_refreshed(lives: list[dict[str, Any]]) -> None:
     distance = {name: max(rank[name] for rank in lives) for name in ("at first", "after updates", "left behind")}
     assert distance["at first"] <= SAME
     assert max(rank["refreshed"] for rank in lives) <= SAME
@@ -330,20 +328,20 @@ def test_it_starts_as_the_policy_stays_and_is_refreshed(lives: list[dict[str, An
     assert distance["left behind"] > 1e-3
 
 
-def test_its_weights_leave_the_device_between_passes(lives: list[dict[str, Any]]) -> None:
+def test_reference_is_offloaded_between_passes(lives: list[dict[str, Any]]) -> None:
     for rank in lives:
         assert rank["released"] == (rank["held"][1], 0)
         assert rank["held"][0] == 0
         assert "host memory" in rank["refusal"]
 
 
-def test_weights_of_a_reference_in_a_checkpoint_are_neither_left_out_nor_made_up(lives: list[dict[str, Any]]) -> None:
+def test_reference_weights_missing_on_one_side_raise(lives: list[dict[str, Any]]) -> None:
     for rank in lives:
         assert "contains the weights of a reference, but this run saves none" in rank["not kept"]
         assert "without does not contain the weights of a reference, but this run saves them" in rank["not found"]
 
 
-def test_a_refreshed_reference_goes_on_in_another_layout(lives: list[dict[str, Any]], directories: Any) -> None:
+def test_refreshed_reference_resumes_in_another_layout(lives: list[dict[str, Any]], directories: Any) -> None:
     from model_converters.__main__ import main
 
     saved, loaded = (policy_batch.assemble([rank[when] for rank in lives]) for when in ("saved", "loaded"))
@@ -351,6 +349,6 @@ def test_a_refreshed_reference_goes_on_in_another_layout(lives: list[dict[str, A
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
     resumed, before = (max(rank[when] for rank in lives) for when in ("resumed", "left behind"))
     assert resumed == pytest.approx(before, rel=0.3)
-    # The checkpoint is still one of the policy.
+    # The checkpoint still contains the policy.
     target = f"{directories['checkpoints']}.hf"
     assert main(["to-hf", "--ckpt", directories["checkpoints"], "--out", target]) == 0

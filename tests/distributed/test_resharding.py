@@ -1,8 +1,8 @@
-"""A run saved in any layout goes on in any other: weights, main parameters and both of Adam's moments come back bit by
-bit, and the next update is the one that the saving ranks would have made.
+"""A run saved in any layout resumes in any other: weights, main parameters and both Adam moments are restored bitwise,
+and the next update equals that of the saving ranks.
 
-Weights are compared by HF name, through the tables of model_converters; optimizer state by HF name too, after megatron
-itself has gathered it from the distributed optimizer's buffers.
+Weights are compared by HF name, through the tables of model_converters. Optimizer state is compared by HF name too,
+after Megatron has gathered it from the distributed optimizer's buffers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODELS = {
     "tied": ("qwen2", {}),
     "moe": ("qwen3_moe", {}),
     "v3": ("deepseek_v3", {}),
-    "glm": ("glm4_moe", {}),  # of tests/te, which has these cases too
+    "glm": ("glm4_moe", {}),  # for tests/te, which uses these cases too
     "mtp": ("deepseek_v3", {"actor.mtp_loss_coefficient": 0.3}),
     "replicated": ("qwen3", {"actor.distributed_optimizer": False}),
     "replicated bf16": ("qwen3_moe", {"actor.distributed_optimizer": False, "model.dtype": "bfloat16"}),
@@ -36,7 +36,8 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """From `ranks` ranks in `layout` to each of `into`: (ranks, layout). `other`: with the settings of that model."""
+    """A checkpoint from `ranks` ranks in `layout`, loaded in each of `into`: (ranks, layout). other: key of a model
+    with other settings."""
 
     model: str
     ranks: int
@@ -53,7 +54,7 @@ def describe(ranks: int, layout: dict[str, int]) -> str:
     return "".join(f"{key}{size}" for key, size in layout.items()) + f"of{ranks}"
 
 
-# On demand: as many ranks on both sides, and replicas of tensor-parallel ranks.
+# On demand: the same number of ranks on both sides, and replicas of tensor-parallel ranks.
 MORE = [(4, {"ep": 2, "tp": 2, "etp": 2})] if os.environ.get("MCORE_RL_EVERY_TEST") else []
 CASES = [
     Case("dense", 1, {}, ((2, {"tp": 2}), (2, {}))),
@@ -92,7 +93,7 @@ def _actor(rank: int, root: str, model: str, layout: dict[str, int]) -> Any:
 
     config = policy_batch.config(f"{root}/{model}", layout, 24)
     optimizer = config.actor.optimizer
-    # eps and warm-up as in test_actor_update.
+    # eps and warm-up: see test_actor_update.
     optimizer.lr, optimizer.eps, optimizer.warmup_steps, optimizer.clip_grad = 4e-3, 1e-2, 1, 0.5
     for key, value in MODELS[model][1].items():
         section, name = key.split(".")
@@ -108,7 +109,7 @@ def _update(actor: Any, index: int) -> None:
 
 
 def _pieces(actor: Any) -> dict[str, list[Any]]:
-    """This rank's slices of HF tensors: weights, and what the optimizer keeps of them."""
+    """This rank's slices of HF tensors: weights and optimizer state."""
     found = {"weight": policy_batch.hf_pieces(actor)}
     for name, tensors in _optimizer_tensors(actor).items():
         found[name] = policy_batch.hf_pieces(_Stand(actor, tensors))
@@ -116,7 +117,7 @@ def _pieces(actor: Any) -> dict[str, list[Any]]:
 
 
 class _Stand:
-    """For hf_pieces: an actor with other tensors in the places of its weights."""
+    """Stand-in for an actor with other tensors instead of its weights, for hf_pieces."""
 
     def __init__(self, actor: Any, tensors: Tensors) -> None:
         self.rank, self.export_plan = actor.rank, actor.export_plan
@@ -124,7 +125,7 @@ class _Stand:
 
 
 def _optimizer_tensors(actor: Any) -> dict[str, Tensors]:
-    """By kind and canonical name, gathered over data-parallel ranks by megatron."""
+    """Optimizer state by kind and canonical name, gathered over data-parallel ranks by Megatron."""
     names = {(tensor.data_ptr(), tensor.shape): name for name, tensor in actor.tensors().items()}
     found: dict[str, Tensors] = {"param": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for part in actor.optimizer.chained_optimizers:
@@ -144,10 +145,10 @@ def _optimizer_tensors(actor: Any) -> dict[str, Tensors]:
 
 
 def _add_replicated(part: Any, names: dict[Any, str], found: dict[str, Tensors]) -> None:
-    """What an optimizer keeps that is not sharded over data-parallel ranks."""
+    """Add optimizer state that is not sharded over data-parallel ranks."""
     for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
         name = names.get((parameter.data_ptr(), parameter.shape))
-        if name is None:  # a main parameter: its model's parameter points to it
+        if name is None:  # a main parameter: the model's parameter refers to it
             (model,) = (p for group in part.float16_groups for p in group if p.main_param is parameter)
             name = names[model.data_ptr(), model.shape]
         found["param"][name] = parameter.detach()
@@ -160,13 +161,13 @@ def _optimizers(actor: Any) -> list[Any]:
 
 
 def _steps(actor: Any) -> set[float]:
-    """torch's AdamW counts by parameter, TransformerEngine's by group."""
+    """Step counts: torch's AdamW counts per parameter, TransformerEngine per group."""
     counts = [held for inner in _optimizers(actor) for held in (*inner.state.values(), *inner.param_groups)]
     return {float(held["step"]) for held in counts if "step" in held}
 
 
 def _save(rank: int, root: str, cases: list[Case]) -> dict[str, Any]:
-    """Two updates, a checkpoint, a third update."""
+    """Run two updates, save a checkpoint, and run a third update."""
     import torch.distributed as dist
 
     from tests.distributed.saving import save_checkpoint
@@ -202,7 +203,7 @@ def _load(rank: int, root: str, resumed: list[tuple[Case, dict[str, int]]]) -> l
 
 @pytest.fixture(scope="module")
 def saved(root: str) -> dict[str, tuple[dict[str, Tensors], dict[str, Tensors], Any]]:
-    """By case: state when it was saved, state one update later, optimizers on a rank."""
+    """By case: state when saved, state one update later, number of optimizers on a rank."""
     joined = {}
     for size in sorted({case.ranks for case in CASES}):
         cases = [case for case in CASES if case.ranks == size]
@@ -215,8 +216,8 @@ def saved(root: str) -> dict[str, tuple[dict[str, Tensors], dict[str, Tensors], 
 
 @pytest.fixture(scope="module")
 def loaded(root: str, saved: Any) -> dict[str, Any]:
-    """By id: state after loading, state one update later, Adam's steps (the latter's less one), learning rate,
-    optimizers on a rank."""
+    """By id: state after loading, state one update later, Adam's steps (for the latter minus one), learning rate,
+    number of optimizers on a rank."""
     joined = {}
     for size in sorted({ranks for _, ranks, _ in RESUMED}):
         chosen = [(i, case, layout) for i, (case, ranks, layout) in enumerate(RESUMED) if ranks == size]
@@ -233,7 +234,7 @@ def _joined(parts: list[Any], index: int) -> dict[str, Tensors]:
 
 
 @pytest.mark.parametrize(("case", "name"), [(r[0], i) for r, i in zip(RESUMED, IDS, strict=True)], ids=IDS)
-def test_every_tensor_comes_back_bit_by_bit_in_another_layout(case: Case, name: str, saved: Any, loaded: Any) -> None:
+def test_resharding_restores_every_tensor_bitwise(case: Case, name: str, saved: Any, loaded: Any) -> None:
     before, found = saved[case.name][0], loaded[name][0]
     assert found.keys() == before.keys() == {"weight", "param", "exp_avg", "exp_avg_sq"}
     for kind, tensors in before.items():
@@ -245,7 +246,7 @@ def test_every_tensor_comes_back_bit_by_bit_in_another_layout(case: Case, name: 
 
 
 @pytest.mark.parametrize(("case", "name"), [(r[0], i) for r, i in zip(RESUMED, IDS, strict=True)], ids=IDS)
-def test_the_next_update_is_that_of_the_ranks_that_saved(case: Case, name: str, saved: Any, loaded: Any) -> None:
+def test_resharding_next_update_equals_saving_ranks(case: Case, name: str, saved: Any, loaded: Any) -> None:
     start, expected, _ = saved[case.name]
     _, found, steps, rate, _ = loaded[name]
     assert steps == {2.0}  # of every parameter, before and after: no step tensor is shared
@@ -253,13 +254,13 @@ def test_the_next_update_is_that_of_the_ranks_that_saved(case: Case, name: str, 
     for kind in ("param", "exp_avg", "exp_avg_sq"):
         errors = {n: found[kind][n] - tensor for n, tensor in expected[kind].items()}
         if "bf16" in case.model:
-            # Activations are rounded, and a router that wavers may choose another expert: all tensors are judged
-            # together. Without moments or steps the update would be another one altogether.
+            # Activations are rounded, and a router may choose another expert for near ties: all tensors are compared
+            # together. Without moments or step counts the update would be entirely different.
             moved = _norm(tensor - start[kind][n] for n, tensor in expected[kind].items())
             assert _norm(errors.values()) <= 0.1 * moved, kind
             continue
         for tensor_name, error in errors.items():
-            # Layouts sum gradients in another order.
+            # Layouts sum gradients in a different order.
             largest = expected[kind][tensor_name].abs().max()
             assert error.abs().max() <= 1e-5 * largest, f"{kind} of {tensor_name}: {error.abs().max():.1e} of {largest}"
 
@@ -269,9 +270,9 @@ def _norm(tensors: Iterable[torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("precision", ["", " bf16"])
-def test_one_optimizer_of_all_experts_resumes_in_two(precision: str, saved: Any, loaded: Any) -> None:
-    """megatron 0.16.1 keeps experts in an optimizer of their own where ep > 1, and its state_dict of one optimizer does
-    not load into two ("Expected 2 entries in state dict, but got 4")."""
+def test_resharding_from_one_optimizer_to_two(precision: str, saved: Any, loaded: Any) -> None:
+    """megatron-core 0.16.1 has a separate optimizer for experts if ep > 1, and its state_dict of one optimizer cannot
+    be loaded into two ("Expected 2 entries in state dict, but got 4")."""
     before, _, optimizers = saved[f"moe{precision}-of1"]
     found, *_, optimizers_then = loaded[f"moe{precision}-of1-to-tp2ep2of2"]
     assert (optimizers, optimizers_then) == (1, 2)

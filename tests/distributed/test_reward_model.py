@@ -1,5 +1,5 @@
-"""The reward model: scores are the logits of transformers' sequence classification, in every layout and every cut into
-micro-batches; a checkpoint without a head is refused.
+"""The reward model: scores equal the logits of transformers' sequence classification, in every layout and division into
+micro-batches; a checkpoint without a head is rejected.
 
 One launch per number of ranks runs all its cases.
 """
@@ -17,7 +17,7 @@ from tests.distributed import policy_batch
 from tests.distributed.launch import launch
 from tests.tiny_models import VOCABULARY, write_tiny_classifier, write_tiny_model
 
-# Float32 against float64, in another order for each layout. A neighbouring token's value is off by 1e-1.
+# Float32 against float64, in a different order for each layout. The value of a neighboring token differs by 1e-1.
 TOLERANCE = 1e-5  # scores are of size 1
 BFLOAT16_TOLERANCE = 0.1  # 8 bits of four layers
 ONE_MICROBATCH, SMALL = 10_000, 24
@@ -50,7 +50,7 @@ ALL_PADDING = 5
 
 
 def sequence(number: int) -> np.ndarray:
-    """Some end in padding tokens, one has nothing else, and padding tokens lie in between as well."""
+    """Token sequences: some end in padding tokens, one consists of them, and some have padding tokens in between."""
     tokens = np.random.default_rng(700 + number).integers(0, VOCABULARY, LENGTHS[number]).astype(np.int32)
     if number % 3 == 0:
         tokens[-2:] = PADDING
@@ -72,7 +72,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def expected(directories: dict[str, str]) -> dict[str, list[float]]:
-    """transformers' logits in float64, one unpacked sequence at a time."""
+    """Logits of transformers in float64, one unpacked sequence at a time."""
     from transformers import AutoModelForSequenceClassification
 
     found = {}
@@ -92,8 +92,8 @@ def _reward_model(rank: int, directory: str, parallel: dict[str, Any], tokens: i
     from mcore_rl.config.models import ParallelConfig
     from mcore_rl.megatron.roles.reward_model import MegatronRewardModel
 
-    config = policy_batch.config("nowhere", {"tp": 64}, 1)  # the reward model reads nothing of the actor's
-    config.model.random_init = True  # nor is it random where the policy is
+    config = policy_batch.config("nowhere", {"tp": 64}, 1)  # the reward model reads no setting of the actor
+    config.model.random_init = True  # it is not random even if the policy is
     config.model.dtype = options.get("dtype", "float32")
     section = config.reward_model
     section.hf_path, section.tokens_per_microbatch = directory, tokens
@@ -109,13 +109,13 @@ def _measure_one(rank: int, directory: str, case: Case) -> dict[str, Any]:
     _, parallel, tokens, options = case
     model = _reward_model(rank, directory, parallel, tokens, options)
     place, layout = model.layout.coordinates(rank), model.layout
-    # Unevenly: of two data-parallel ranks the first has three sequences, so that it needs dummy micro-batches.
+    # Uneven: the first of two data-parallel ranks has three sequences, so that it needs dummy micro-batches.
     mine = [n for n in range(len(LENGTHS)) if min(int(n > 2), layout.dp - 1) == place.dp]
     found = {
         "away before": model.memory.released_bytes,
         "scores": model.score({number: sequence(number) for number in mine}),
         "away after": model.memory.released_bytes,
-        # One sequence for all ranks: the others have none.
+        # One sequence in total: the other ranks have none.
         "again": model.score({4: sequence(4)} if place.dp == layout.dp - 1 else {}),
         "on last stage": place.pp == layout.pp - 1,
         "mine": mine,
@@ -127,7 +127,7 @@ def _measure_one(rank: int, directory: str, case: Case) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """By case: what every rank found."""
+    """Results of all ranks by case."""
     found = {}
     for size, cases in CASES.items():
         ranks = launch(_measure, size, directories, cases, timeout_seconds=300)
@@ -136,7 +136,7 @@ def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_scores_are_transformers_logits(size: int, case: str, results: Any, expected: Any) -> None:
+def test_reward_model_scores_equal_transformers_logits(size: int, case: str, results: Any, expected: Any) -> None:
     model, _, _, options = CASES[size][case]
     tolerance = BFLOAT16_TOLERANCE if "dtype" in options else TOLERANCE
     seen: set[int] = set()
@@ -149,9 +149,7 @@ def test_scores_are_transformers_logits(size: int, case: str, results: Any, expe
 
 
 @pytest.mark.parametrize(("size", "case"), ALL_CASES)
-def test_weights_leave_between_passes_and_come_back_as_they_were(
-    size: int, case: str, results: Any, expected: Any
-) -> None:
+def test_reward_model_weights_are_offloaded_between_passes(size: int, case: str, results: Any, expected: Any) -> None:
     model, _, _, options = CASES[size][case]
     for rank in results[case]:
         assert (rank["away before"] > 0) == (rank["away after"] > 0) == bool(options.get("offload"))
@@ -169,6 +167,6 @@ def _build_causal(rank: int, directory: str) -> str:
     return ""
 
 
-def test_a_causal_model_has_no_score(directories: dict[str, str]) -> None:
+def test_reward_model_from_causal_model_raises(directories: dict[str, str]) -> None:
     (message,) = launch(_build_causal, 1, directories["causal"])
     assert message.startswith(f"reward_model.hf_path={directories['causal']}: score.weight is missing")

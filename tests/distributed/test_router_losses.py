@@ -1,5 +1,5 @@
-"""Auxiliary losses of routers against their formulas in float64 on transformers' model, in every layout; and the bias
-that chooses experts, moved by a count of tokens done by hand."""
+"""Auxiliary losses of routers compared with their formulas in float64 on transformers' model, in every layout; and the
+update of the expert bias compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.tiny_models import GROUPS, checkpoint_tensors, write_tiny_model
 BALANCE, Z, RATE = 0.7, 0.05, 0.01
 SAMPLES = policy_batch.UPDATES[0]
 ONE_MICROBATCH, SMALL = 10_000, 24
-TOLERANCE = 1e-5  # as in test_actor_gradients
+TOLERANCE = 1e-5  # see test_actor_gradients
 LAYERS = 2
 MODELS = {"moe": ("qwen3_moe", {}), "v3": ("deepseek_v3", GROUPS)}
-# The samples of each group that is balanced.
+# Samples of each group whose load is balanced.
 BY_SEQUENCE, TOGETHER = [[sample] for sample in SAMPLES], [SAMPLES]
 BY_RANK = [[int(s) for s in policy_batch.share(SAMPLES, rank, 2).samples] for rank in range(2)]
 # By number of ranks: model, load_balancing, groups, layout, tokens of a micro-batch, recomputation.
@@ -106,14 +106,14 @@ def _bias(actor: Any) -> dict[str, np.ndarray]:
 
 
 class Oracle:
-    """What routers of transformers' model see and choose, by layer and sample."""
+    """Inputs and choices of the routers of transformers' model, by layer and sample."""
 
     def __init__(self, directory: str) -> None:
         self.model: Any = policy_batch.reference_model(directory)
         self.gates = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
 
     def update(self) -> tuple[torch.Tensor, list[dict[int, torch.Tensor]], list[dict[int, torch.Tensor]]]:
-        """Policy loss; by layer and sample the logits and the experts chosen, up to the last predictor."""
+        """Policy loss; by layer and sample the logits and the chosen experts, up to the last predictor."""
         with torch.no_grad():
             old = {
                 s: policy_batch.reference_logp(self.model, s)[0] + torch.from_numpy(policy_batch.drift(s)).double()
@@ -139,7 +139,7 @@ class Oracle:
 
 
 def len_computed(sample: int) -> int:
-    """Tokens of a sequence that a row holds: up to the last predictor."""
+    """Number of tokens of a sequence in a row: up to the last predictor."""
     return policy_batch.PROMPTS[sample] + int(np.flatnonzero(policy_batch.trained(sample))[-1])
 
 
@@ -172,7 +172,7 @@ def _reference(directory: str, groups: list[list[int]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def references(directories: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """By case; those of equal model and groups are computed once."""
+    """References by case; cases with the same model and groups share one."""
     found: dict[str, dict[str, Any]] = {}
     by_key: dict[str, dict[str, Any]] = {}
     for name, (kind, _, groups, *_rest) in ((n, c) for cases in CASES.values() for n, c in cases.items()):
@@ -184,7 +184,7 @@ def references(directories: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_every_gradient_equals_the_formula(case: str, results: Any, references: Any) -> None:
+def test_router_loss_gradients_equal_formula(case: str, results: Any, references: Any) -> None:
     gradients = policy_batch.assemble([rank["gradients"] for rank in results[case]])
     expected = references[case]["gradients"]
     assert gradients.keys() == expected.keys()
@@ -196,7 +196,7 @@ def test_every_gradient_equals_the_formula(case: str, results: Any, references: 
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_metrics_are_means_over_layers(case: str, results: Any, references: Any) -> None:
+def test_router_loss_metrics_are_means_over_layers(case: str, results: Any, references: Any) -> None:
     from mcore_rl.types import merge_metrics
 
     metrics, expected = merge_metrics([rank["metrics"] for rank in results[case]]), references[case]
@@ -206,15 +206,15 @@ def test_metrics_are_means_over_layers(case: str, results: Any, references: Any)
     assert metrics["actor/moe_max_load"].value == pytest.approx((load.max(1) / load.mean(1)).max())
 
 
-def test_the_losses_reach_the_routers(references: Any) -> None:
-    """Guards the oracle: groups make a difference that the tolerance would show."""
+def test_router_losses_depend_on_groups(references: Any) -> None:
+    """Check the test data: groups make a difference larger than the tolerance."""
     name = "model.layers.1.mlp.gate.weight"
     one, other = (references[case]["gradients"][name] for case in ("sequence", "batch"))
     assert (one - other).abs().max() > 100 * TOLERANCE * one.abs().max()
 
 
 @pytest.mark.parametrize("case", ["v3", "v3 tp2", "v3 dp2", "v3 pp2"])
-def test_the_bias_moves_once_by_the_rate_towards_equal_load(case: str, results: Any, references: Any) -> None:
+def test_expert_bias_moves_by_rate_towards_equal_load(case: str, results: Any, references: Any) -> None:
     load = references[case]["load"]
     direction = np.sign(load.mean(1, keepdims=True) - load)
     assert (direction > 0).any()
@@ -228,7 +228,7 @@ def test_the_bias_moves_once_by_the_rate_towards_equal_load(case: str, results: 
 
 
 def _biased_run(rank: int, directory: str) -> list[np.ndarray]:
-    """The bias as loaded, after a pass without gradient, a refused update and one that counts."""
+    """The bias as loaded, after a pass without gradient, after a rejected update, and after a successful one."""
     from mcore_rl.errors import NonFiniteError
     from mcore_rl.megatron.roles.actor import MegatronActor
 
@@ -250,7 +250,7 @@ def _biased_run(rank: int, directory: str) -> list[np.ndarray]:
     return [*seen, next(iter(_bias(actor).values()))]
 
 
-def test_only_an_update_that_counts_moves_the_bias(directories: Any, references: Any) -> None:
+def test_expert_bias_changes_in_successful_updates_only(directories: Any, references: Any) -> None:
     (seen,) = launch(_biased_run, 1, directories["v3"])
     loaded, recomputed, refused, updated = seen
     np.testing.assert_array_equal(recomputed, loaded)

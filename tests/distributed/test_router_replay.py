@@ -1,5 +1,5 @@
-"""Experts chosen by the old policy stay chosen in updates, under another cut and in every layout: recorded experts and
-every gradient against transformers' model in float64, told which experts to take."""
+"""Router replay: experts chosen by the old policy are used in updates, with other micro-batches and in every layout.
+Recorded experts and all gradients are compared with transformers' model in float64 with given experts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.distributed.launch import RankFailedError, launch
 from tests.distributed.test_router_losses import len_computed
 from tests.tiny_models import checkpoint_tensors, write_tiny_model
 
-SAMPLES = policy_batch.UPDATES[1]  # of the second update: the first starts from the old policy
+SAMPLES = policy_batch.UPDATES[1]  # in the second update; the first starts from the old policy
 ALIKE = 3
 ONE_MICROBATCH, SMALL = 10_000, 24
-TOLERANCE = 1e-5  # as in test_actor_gradients
+TOLERANCE = 1e-5  # see test_actor_gradients
 LAYERS = 4
 # By number of ranks: layout, recomputation.
 CASES: dict[int, dict[str, tuple[dict[str, int], str]]] = {
@@ -49,7 +49,7 @@ def results(directory: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _imposed() -> dict[int, np.ndarray]:
-    """Experts that no router chose: [layers, tokens, 2] by sample."""
+    """Experts that no router would choose: [layers, tokens, 2] by sample."""
     generator = np.random.default_rng(5)
     return {
         sample: generator.random((LAYERS, len_computed(sample), 8)).argsort(-1)[..., :2].astype(np.uint8)
@@ -73,10 +73,10 @@ def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: st
     shares = [policy_batch.share(samples, place.dp, actor.layout.dp) for samples in policy_batch.UPDATES]
     batch, _ = actor.recompute_logp(shares, chunks)
     recorded = {sample: ids.numpy().copy() for sample, ids in actor.routing.by_sample.items()}
-    actor.update(batch, 0)  # its own pass is the old policy's
+    actor.update(batch, 0)  # its update also provides the old policy's pass
     kept = sorted(actor.routing.by_sample)
     _restore(actor)
-    # Other weights, another cut: were they asked, the routers would choose the least likely experts.
+    # Other weights and micro-batches: without replay, the routers would choose the least likely experts.
     for name, tensor in actor.tensors().items():
         if name.endswith("router.weight"):
             tensor.neg_()
@@ -93,8 +93,8 @@ def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: st
     batch, found["metrics"] = actor.recompute_logp(
         shares, _with_engines_experts(chunks, actor.routing.layers, recorded)
     )
-    actor.accumulate_gradients(batch, 0)  # the old policy's pass of its samples
-    # By sample: which of its trained tokens this rank holds, and their log-probabilities.
+    actor.accumulate_gradients(batch, 0)  # the old policy's pass for these samples
+    # By sample: mask of its trained tokens on this rank, and their log-probabilities.
     held = {sample: policy_batch.held(sample, actor.layout, rank) for sample in batch.old_logp}
     found["engine"] = {sample: (held[sample], logp.numpy()) for sample, logp in batch.old_logp.items()}
     return found
@@ -103,8 +103,8 @@ def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: st
 def _with_engines_experts(
     chunks: list[TrajectoryBuffers], layers: list[int], recorded: dict[int, np.ndarray]
 ) -> list[TrajectoryBuffers]:
-    """Trajectories whose engine chose as _imposed, but for sample ALIKE as the policy did, and nonsense for tokens that
-    the trainer does not compute."""
+    """Trajectories with the experts of _imposed, except for sample ALIKE, which has the policy's; tokens that the
+    trainer does not compute have invalid experts."""
     imposed, numbers = _imposed(), iter(range(len(policy_batch.PROMPTS)))
     if ALIKE in recorded:
         imposed[ALIKE][layers] = recorded[ALIKE]
@@ -119,7 +119,7 @@ def _with_engines_experts(
 
 
 def _restore(actor: Any) -> None:
-    """The weights as loaded."""
+    """Restore the loaded weights."""
     from mcore_rl.megatron.model.loading import load_hf
 
     load_hf(actor.chunks, actor.config.model.hf_path, actor.layout)
@@ -136,8 +136,8 @@ def _gradients(actor: Any, batch: Any) -> list[Any]:
     return pieces
 
 
-class Told:
-    """transformers' router, told which experts to take: [tokens, k]."""
+class GivenExpertsRouter:
+    """transformers' router with given experts: [tokens, k]."""
 
     def __init__(self, gate: Any) -> None:
         self.gate = gate
@@ -156,10 +156,10 @@ class Told:
 
 @pytest.fixture(scope="module")
 def reference(directory: str) -> dict[str, Any]:
-    """Recorded experts by sample, and gradients of the second update with them and with those imposed; of all samples
-    log-probabilities, with the routers' own experts (`free`) and those imposed (`told`)."""
+    """Recorded experts by sample; gradients of the second update with recorded and with imposed experts;
+    log-probabilities of all samples with the routers' own experts (`free`) and with imposed ones (`told`)."""
     model: Any = policy_batch.reference_model(directory)
-    gates = [Told(layer.mlp.gate) for layer in model.model.layers]
+    gates = [GivenExpertsRouter(layer.mlp.gate) for layer in model.model.layers]
     old, recorded, free, told = {}, {}, {}, {}
     imposed = {sample: torch.from_numpy(ids.astype(np.int64)) for sample, ids in _imposed().items()}
     with torch.no_grad():
@@ -183,13 +183,13 @@ def reference(directory: str) -> dict[str, Any]:
     return found
 
 
-def _tell(gates: list[Told], routing: Any) -> None:
+def _tell(gates: list[GivenExpertsRouter], routing: Any) -> None:
     for gate, experts in zip(gates, routing, strict=True):
         gate.experts = experts
 
 
 def _part_of_loss(model: Any, sample: int, old: dict[int, torch.Tensor]) -> torch.Tensor:
-    """One sample's term of the update's loss: weights are those of the whole update."""
+    """Compute one sample's term of the update's loss, with the weights of the whole update."""
     weights = policy_batch.loss_weights
     try:
         policy_batch.loss_weights = lambda _: weights(list(SAMPLES))
@@ -200,7 +200,9 @@ def _part_of_loss(model: Any, sample: int, old: dict[int, torch.Tensor]) -> torc
 
 @pytest.mark.parametrize("routing", ["replayed", "imposed"])
 @pytest.mark.parametrize("case", NAMES)
-def test_every_gradient_is_that_of_the_given_experts(case: str, routing: str, results: Any, reference: Any) -> None:
+def test_replay_gradients_equal_transformers_with_given_experts(
+    case: str, routing: str, results: Any, reference: Any
+) -> None:
     gradients, expected = policy_batch.assemble([rank[routing] for rank in results[case]]), reference[routing]
     assert gradients.keys() == expected.keys()
     errors = {
@@ -213,7 +215,7 @@ def test_every_gradient_is_that_of_the_given_experts(case: str, routing: str, re
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_the_old_policys_experts_are_recorded_by_sample(case: str, results: Any, reference: Any) -> None:
+def test_replay_records_experts_of_old_policy_by_sample(case: str, results: Any, reference: Any) -> None:
     seen = set()
     for rank in results[case]:
         for sample, ids in rank["recorded"].items():
@@ -224,13 +226,13 @@ def test_the_old_policys_experts_are_recorded_by_sample(case: str, results: Any,
     assert seen == {(sample, layer) for sample in SAMPLES for layer in range(LAYERS)}
 
 
-def test_further_epochs_find_the_experts_of_the_first_update(results: Any) -> None:
+def test_replay_in_later_epochs_uses_experts_of_first_update(results: Any) -> None:
     assert results["one"][0]["kept"] == sorted(range(len(policy_batch.PROMPTS)))
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_the_old_policy_takes_the_experts_that_the_engine_chose(case: str, results: Any, reference: Any) -> None:
-    """Of samples that are recomputed and of those whose own update comes first, token by token."""
+def test_replay_of_engine_applies_to_old_policy(case: str, results: Any, reference: Any) -> None:
+    """Token by token, for samples that are recomputed and for samples whose own update comes first."""
     seen: dict[int, np.ndarray] = {}
     for rank in results[case]:
         for sample, (held, logp) in rank["engine"].items():
@@ -244,7 +246,7 @@ def test_the_old_policy_takes_the_experts_that_the_engine_chose(case: str, resul
 
 
 @pytest.mark.parametrize("case", NAMES)
-def test_what_replay_changes_is_counted_in_a_pass_without(case: str, results: Any, reference: Any) -> None:
+def test_replay_differences_are_counted_in_a_free_pass(case: str, results: Any, reference: Any) -> None:
     metrics = {name: m.value for name, m in merge_metrics([rank["metrics"] for rank in results[case]]).items()}
     differs, gaps = [], []
     for sample, ids in _imposed().items():
@@ -253,7 +255,7 @@ def test_what_replay_changes_is_counted_in_a_pass_without(case: str, results: An
         trained = np.flatnonzero(policy_batch.trained(sample))
         gaps.append(np.abs(reference["free"][sample].numpy() - policy_batch.logp_rollout(sample)[trained]))
     differ = np.concatenate(differs, 1)
-    assert 0 < differ.mean() < differ.any(0).mean() < 1  # some layers and tokens agree by chance
+    assert 0 < differ.mean() < differ.any(0).mean() < 1  # some layers and tokens are equal by chance
     assert metrics["routing/differing_choices"] == pytest.approx(differ.mean(), abs=1e-12)
     assert metrics["routing/differing_tokens"] == pytest.approx(differ.any(0).mean(), abs=1e-12)
     assert metrics["routing/logp_diff_mean_without_replay"] == pytest.approx(np.concatenate(gaps).mean(), abs=1e-5)
@@ -272,6 +274,6 @@ def _unrecorded(rank: int, directory: str) -> None:
     actor.accumulate_gradients(RankBatch([share, share], policy_batch.chunks(), replays=True), 1)
 
 
-def test_a_sample_without_recorded_experts_is_an_error(directory: str) -> None:
+def test_replay_without_recorded_experts_raises(directory: str) -> None:
     with pytest.raises(RankFailedError, match="have no recorded routing"):
         launch(_unrecorded, 1, directory)

@@ -1,4 +1,4 @@
-"""A step waits for its device in a few known places, each with its reason, and nowhere else."""
+"""A step waits for its device only in known places, each with its reason."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from tests.tiny_models import write_tiny_model
 
 LAYERS_WITH_EXPERTS = {"qwen3": 0, "qwen3_moe": 4, "deepseek_v3": 3}
 EXEMPT = (
-    # Kernels of the CPU alone: on a GPU they are TransformerEngine's.
+    # Kernels used only on CPUs; TransformerEngine replaces them on a GPU.
     ("mcore_rl/megatron/cpu/", ""),
-    # On tensors of the host, once for a row: which sequences torch's attention takes together.
+    # Operates on host tensors, once per row: grouping of sequences for torch's attention.
     ("mcore_rl/megatron/model/attention.py", "_plan"),
 )
 """megatron's own functions are left out as well: how many tokens each expert gets, the norm that is clipped."""
 _STEP, _BUILD = "mcore_rl/megatron/step", "mcore_rl/megatron/model"
 AN_UPDATE = {
-    # How many tokens all ranks have: the loss of multi-token prediction and of routers is a mean over them.
+    # Number of tokens on all ranks: the losses of MTP layers and routers are means over them.
     Wait("mcore_rl/megatron/roles/rank_model.py", "RankModel.token_weights", "tensor"): 1,
     Wait("mcore_rl/megatron/roles/rank_model.py", "RankModel.token_weights", "tolist"): 1,
-    # Before the step, which must not happen with a gradient that is not finite: one for each of DDP's buffers.
+    # Check for finite gradients before the step, one wait per DDP buffer.
     Wait(f"{_STEP}/finite_check.py", "_is_finite", "_local_scalar_dense"): 1,
     Wait(f"{_STEP}/finite_check.py", "require_finite", "tensor"): 1,
     Wait(f"{_STEP}/finite_check.py", "require_finite", "_local_scalar_dense"): 1,
-    # Metrics, all kinds of modules at once.
+    # Metrics of all kinds of modules together.
     Wait("mcore_rl/megatron/optim/gradient_norms.py", "gradient_norms", "tolist"): 1,
 }
 AN_UPDATE_OF_EXPERTS = {
-    # Metrics of all layers, behind the step.
+    # Metrics of all layers, after the step.
     Wait(f"{_BUILD}/routers.py", "Routers.finish_update", "_local_scalar_dense"): 1,
     Wait(f"{_BUILD}/routers.py", "Routers.finish_update", "tolist"): 1,
 }
 A_MICROBATCH = {
-    # Metrics, and whether all is finite: between its forward and its backward pass.
+    # Metrics and the check for finite values, between forward and backward pass.
     Wait(f"{_STEP}/objective.py", "Objective.evaluate", "tolist"): 1,
     Wait("mcore_rl/algorithms/losses/surrogate.py", "ratio_metrics", "tolist"): 1,
 }
 A_MICROBATCH_OF_THE_OLD_POLICY = {Wait(f"{_STEP}/objective.py", "mismatch", "tolist"): 1}
 A_MICROBATCH_WITH_EXPERTS = {
-    # What routers need to know of a row, before the first forward pass.
+    # Routing data of a row, before the first forward pass.
     Wait(f"{_STEP}/replay.py", "RoutingStore._token_places", "repeat_interleave"): 1,
     Wait(f"{_STEP}/replay.py", "RoutingStore._token_places", "tensor"): 1,
     Wait(f"{_BUILD}/context.py", "ContextPart.positions", "repeat_interleave"): 2,
     Wait(f"{_STEP}/replay.py", "RoutingStore.row", "tensor"): 1,
 }
 A_LAYER_WITH_EXPERTS = {
-    # Waits in the first micro-batch of an update; then the counts are on the device already.
+    # Waits in the first micro-batch of an update; afterwards the counts are on the device.
     Wait(f"{_BUILD}/routers.py", "PolicyRouter._apply_expert_bias", "to"): 1,
 }
 
 
 @pytest.mark.parametrize("kind", LAYERS_WITH_EXPERTS)
-def test_an_update_waits_where_it_is_known_to(kind: str, tmp_path: Path) -> None:
-    """Counted exactly: one more is a host that stands still once more, one fewer belongs out of the tables."""
+def test_update_waits_for_device_only_in_known_places(kind: str, tmp_path: Path) -> None:
+    """Exact counts: an additional wait stalls the host once more; a missing one must be removed from the tables."""
     directory = str(write_tiny_model(tmp_path / kind, kind))
     [updates] = launch(count_waits, 1, directory)
     layers = LAYERS_WITH_EXPERTS[kind]
@@ -80,7 +80,7 @@ def times(factor: int, table: dict[Wait, int]) -> dict[Wait, int]:
 
 
 def count_waits(rank: int, directory: str) -> list[tuple[int, dict[Wait, int]]]:
-    """Of two updates: micro-batches, and the waits of ours."""
+    """Per update: number of micro-batches, and waits in our code."""
     actor, shares = make_actor(rank, directory, {})
     batch, _ = actor.recompute_logp(shares, policy_batch.chunks())
     updates = []
@@ -140,7 +140,7 @@ GOES_ON: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_the_counter_sees_every_kind_of_wait(name: str) -> None:
+def test_wait_counter_detects_every_kind_of_wait(name: str) -> None:
     call, kind = WAITS[name]
     with WaitCounter() as counter:
         call()
@@ -148,7 +148,7 @@ def test_the_counter_sees_every_kind_of_wait(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GOES_ON)
-def test_the_counter_sees_none_where_the_host_goes_on(name: str) -> None:
+def test_wait_counter_ignores_asynchronous_operations(name: str) -> None:
     with WaitCounter() as counter:
         GOES_ON[name]()
     assert counter.counts == {}

@@ -1,5 +1,5 @@
-"""A loss that reads all tokens of a response at once: on context-parallel ranks, which each hold a part of them, it has
-the gradient that plain torch on transformers' model gives."""
+"""A loss over whole responses on context-parallel ranks, each with a part of the tokens: gradients equal plain torch on
+transformers' model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ TOKENS = 40  # several responses in one micro-batch
 
 @dataclass(frozen=True)
 class SequenceRatio:
-    """Every token of a response has the geometric mean of its tokens' ratios."""
+    """Loss in which every token has the geometric mean of its response's ratios."""
 
     needs: ClassVar[Needs] = Needs(advantages=True, old_logp=True, whole_sequence=True)
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
         assert inputs.old_logp is not None
         assert inputs.advantages is not None
-        assert (inputs.mask.diff(dim=1) <= 0).all()  # one response per row, padding behind it
+        assert (inputs.mask.diff(dim=1) <= 0).all()  # one response per row, then padding
         ratio = (((inputs.logp - inputs.old_logp) * inputs.mask).sum(1) / inputs.mask.sum(1)).exp()
         metrics = {"ratio": Mean(float(ratio.detach().sum()), len(ratio))}
         return PolicyLossResult(-inputs.advantages * ratio[:, None] * inputs.mask, metrics)
@@ -42,7 +42,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def reference(directory: str) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Loss, mean ratio over responses, gradients by HF name, float64."""
+    """Loss, mean ratio over responses, and gradients by HF name, in float64."""
     model = policy_batch.reference_model(directory)
     weights, advantages = policy_batch.loss_weights(SAMPLES).astype(float), policy_batch.advantages().astype(float)
     total, ratios = torch.zeros((), dtype=torch.float64), []
@@ -59,7 +59,7 @@ def reference(directory: str) -> tuple[float, float, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_its_gradients_and_metrics_are_those_of_whole_responses(size: int, directory: Path, reference: Any) -> None:
+def test_whole_sequence_loss_on_context_ranks_equals_transformers(size: int, directory: Path, reference: Any) -> None:
     expected_loss, expected_ratio, expected = reference
     ranks = launch(_worker, size, directory)
     assert sum(loss for loss, _, _ in ranks) == pytest.approx(expected_loss, rel=1e-5)
@@ -69,7 +69,7 @@ def test_its_gradients_and_metrics_are_those_of_whole_responses(size: int, direc
     gradients = policy_batch.assemble([pieces for _, _, pieces in ranks])
     errors = {name: float((gradients[name] - t).abs().max() / t.abs().max()) for name, t in expected.items()}
     worst = max(errors, key=errors.__getitem__)
-    # float32 sums in another order; a token whose gradient stays on one rank is off by 1e-1.
+    # float32 sums in a different order; a gradient that stays on one rank causes an error of 1e-1.
     assert errors[worst] <= 1e-5, f"{worst}: {errors[worst]:.1e}"
 
 

@@ -1,4 +1,4 @@
-"""Cases of a small actor, two training steps of it on the policy's batch, and all that they leave behind."""
+"""Cases of a small actor: two training steps on the policy's batch, and the resulting state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Cases = dict[int, dict[str, tuple[str, str, dict[str, Any]]]]
 
 
 def run_cases(worker: Callable[..., dict[str, Any]], cases: Cases, root: Path) -> dict[str, list[dict[str, Any]]]:
-    """By case: what `worker` (rank, directories of models, cases, root) found on every rank."""
+    """Run `worker` (rank, directories of models, cases, root) on the ranks. Returns the results of all ranks by
+    case."""
     kinds = ("qwen3", "qwen3_moe")
     directories = {kind: str(write_tiny_model(root / kind, kind, num_hidden_layers=4)) for kind in kinds}
     found = {}
@@ -29,7 +30,7 @@ def run_cases(worker: Callable[..., dict[str, Any]], cases: Cases, root: Path) -
 
 
 def configure(directory: str, dtype: str, layout: dict[str, Any]) -> Config:
-    """Of an actor whose updates move far enough to tell."""
+    """Configure an actor with updates large enough to detect differences."""
     config = policy_batch.config(directory, {key: size for key, size in layout.items() if key != "actor"}, 24)
     vars(config.actor).update(layout.get("actor", {}))
     config.model.dtype = dtype
@@ -38,7 +39,7 @@ def configure(directory: str, dtype: str, layout: dict[str, Any]) -> Config:
 
 
 def train_two_steps(actor: Any, between: Callable[[], Any] = lambda: None) -> None:
-    """Two steps of two updates each, with `between` wherever the engine may want the memory."""
+    """Run two steps with two updates each, and `between` wherever the engine may use the memory."""
     chunks = policy_batch.chunks()
     dp = actor.layout.coordinates(actor.rank).dp
     shares = [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]
@@ -48,14 +49,14 @@ def train_two_steps(actor: Any, between: Callable[[], Any] = lambda: None) -> No
         between()
         for index in range(len(shares)):
             actor.update(batch, index)
-            # As before a sync: whole parameters are read, then all may leave.
+            # As before a weight sync: whole parameters are read, then everything may be offloaded.
             actor.gather_parameters()
             actor.tensors()
             between()
 
 
 def held_tensors(actor: Any) -> dict[str, torch.Tensor]:
-    """Copies of every parameter, main parameter and Adam moment that this rank holds."""
+    """Copies of all parameters, main parameters and Adam moments of this rank."""
     from mcore_rl.megatron.optim.optimizer_state import parameter_states
 
     actor.memory.load("params", "optimizer")
@@ -70,7 +71,7 @@ def held_tensors(actor: Any) -> dict[str, torch.Tensor]:
 
 
 def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that are not equal to the bit, or only in one."""
+    """Names of tensors that are not bitwise equal or exist in only one of the two."""
     assert any(name.endswith("exp_avg_sq") for name in expected)
     return [
         name

@@ -1,4 +1,4 @@
-"""Whole updates of an actor on the policy's batch, and what AdamW makes of transformers' model in float64."""
+"""Whole updates of an actor on the policy's batch, and the same updates by AdamW on transformers' model in float64."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.distributed import policy_batch
 from tests.tiny_models import checkpoint_tensors
 
 LR, WARMUP, WEIGHT_DECAY, CLIP_GRAD = 4e-3, 1, 0.1, 0.5
-# Adam divides by the gradient's size: with a tiny eps entries that are all rounding noise would move by a whole lr.
+# Adam divides by the gradient's magnitude. With a tiny eps, entries of pure rounding noise would change by lr.
 EPS = 1e-2
 
 
 def make_config(directory: str, parallel: dict[str, int]) -> Config:
-    """Of updates that AdamW, as `reference` has it, can be compared with."""
+    """Configuration whose updates can be compared with AdamW in `reference`."""
     config = policy_batch.config(directory, parallel, 24)
     optimizer = config.actor.optimizer
     optimizer.lr, optimizer.warmup_steps, optimizer.eps = LR, WARMUP, EPS
@@ -27,7 +27,8 @@ def make_config(directory: str, parallel: dict[str, int]) -> Config:
 
 
 def make_actor(rank: int, directory: str, parallel: dict[str, int], **changes: Any) -> tuple[Any, list[RankShare]]:
-    """Within a process group; its shares of both updates. `changes`: of sections of the configuration."""
+    """Build an actor and its shares of both updates, within a process group. changes: by section of the
+    configuration."""
     import torch.distributed as dist
 
     from mcore_rl.megatron.roles.actor import MegatronActor
@@ -42,25 +43,25 @@ def make_actor(rank: int, directory: str, parallel: dict[str, int], **changes: A
 
 
 def train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
-    """By case (kind of model, layout, perhaps settings of the actor): this rank's slices of the final weights, metrics
-    of the passes and updates, and the final policy's log-probabilities of the first update's samples."""
+    """By case (kind of model, layout, optional settings of the actor): this rank's slices of the final weights, metrics
+    of passes and updates, and the final policy's log-probabilities of the first update's samples."""
     from mcore_rl.megatron.optim import optimizer
 
-    optimizer.BUCKET_PARAMETERS = 1000  # of several thousand, so that modules wait for buckets of their own
+    optimizer.BUCKET_PARAMETERS = 1000  # of several thousand, so that modules are in different buckets
     results = {}
     for name, (kind, parallel, *changes) in cases.items():
         actor, shares = make_actor(rank, directories[kind], parallel, actor=dict(*changes))
         chunks = policy_batch.chunks()
         compared = actor.compare(shares[0], chunks)
         gaps = [gap.mean for gap in actor.compare_logp(shares, chunks)]
-        # The first share twice, as a second epoch gives it: its samples must be recomputed once.
+        # The first share twice, like a second epoch: its samples must be recomputed once.
         batch, recomputed = actor.recompute_logp([*shares, shares[0]], chunks)
         metrics = [recomputed, *(actor.update(batch, index) for index in range(len(shares)))]
-        # The first update finds out itself what the pass before it would have found of its samples.
+        # The first update computes the old log-probabilities of its own samples itself.
         of_first = {key: metrics[1].pop(key) for key in list(metrics[1]) if key.startswith("rollout/")}
         metrics[0] = merge_metrics([metrics[0], of_first])
         metrics += [compared, dict(zip(GAPS, gaps, strict=True))]
-        # Straight behind the step, before anything has gathered parameters.
+        # Directly after the step, before any gathering of parameters.
         batch, _ = actor.recompute_logp(shares[::-1], chunks)
         after = {
             sample: (policy_batch.held(sample, actor.layout, rank), logp.cpu().numpy().copy())
@@ -78,15 +79,15 @@ Joined = tuple[dict[str, torch.Tensor], list[dict[str, Metric]], dict[int, np.nd
 
 
 def join(ranks: list[dict[str, Any]], case: str) -> Joined:
-    """What all ranks have of a case that `train` ran: final weights by HF name, merged metrics of the pass before the
-    updates and of each one, and the final policy's log-probabilities of the first update's samples."""
+    """Combine the results of `train` of all ranks: final weights by HF name, merged metrics of the pass before the
+    updates and of each update, and the final policy's log-probabilities of the first update's samples."""
     weights = policy_batch.assemble([rank[case][0] for rank in ranks])
     metrics = [merge_metrics(list(parts)) for parts in zip(*(rank[case][1] for rank in ranks), strict=True)]
     return weights, metrics, _whole([rank[case][2] for rank in ranks])
 
 
 def _whole(ranks: list[dict[int, Any]]) -> dict[int, np.ndarray]:
-    """Every sample's values, from which of them each rank has, and its own."""
+    """Assemble every sample's values from each rank's mask and values."""
     whole: dict[int, np.ndarray] = {}
     for sample, (on_rank, values) in (item for rank in ranks for item in rank.items()):
         whole.setdefault(sample, np.full(len(on_rank), np.nan, np.float32))[on_rank] = values
@@ -94,7 +95,7 @@ def _whole(ranks: list[dict[int, Any]]) -> dict[int, np.ndarray]:
 
 
 def reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, float]], dict[int, torch.Tensor]]:
-    """The same three of transformers' model under torch's AdamW, on the CPU."""
+    """The same results from transformers' model with torch's AdamW, on the CPU."""
     model = policy_batch.reference_model(directory)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -120,7 +121,7 @@ def reference(directory: str) -> tuple[dict[str, torch.Tensor], list[dict[str, f
         figures["actor/trained_tokens"] = sum(int(policy_batch.trained(sample).sum()) for sample in samples)
         optimizer.step()
         metrics.append(figures)
-    metrics.append(_differences(plain))  # of the comparison, which is made before the updates
+    metrics.append(_differences(plain))  # for the comparison, which precedes the updates
     of_updates = [_differences({s: old[s] for s in samples}) for samples in policy_batch.UPDATES]
     metrics.append({name: found["rollout/logp_diff_mean"] for name, found in zip(GAPS, of_updates, strict=True)})
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
