@@ -23,6 +23,7 @@ from mcore_rl.data.checksum import file_crc32
 from mcore_rl.data.tokenised.blocks import BlockTokeniser
 from mcore_rl.data.tokenised.digest import Stamp, digest, stamp
 from mcore_rl.errors import ConfigError
+from model_converters.durable_files import sync
 
 if TYPE_CHECKING:
     import pyarrow
@@ -61,7 +62,7 @@ class TokenCache:
                 self.notes.append("read from data.cache_dir")
                 return _read(path)
             path.unlink(missing_ok=True)
-            self.notes.append(f"{path} was damaged, and is made anew")
+            self.notes.append(f"{path} was damaged and is built again")
         return None
 
     def save(self, entry: Entry) -> None:
@@ -79,8 +80,9 @@ class TokenCache:
         temporary = self.directory / f".{self.name}.{os.getpid()}.partial"
         try:
             _write(temporary, entry, texts)
+            sync(temporary)
             os.replace(temporary, self.directory / f"{self.name}-{file_crc32(temporary).value:08x}.arrow")
-            _sync(self.directory)
+            sync(self.directory)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise _cannot_write(self.directory, error) from error
@@ -117,7 +119,7 @@ def _json_lines(rows: list[dict[str, Any]]) -> list[str] | str:
             except (TypeError, ValueError):
                 same = False
             if not same:
-                return f"{name} of the {number}. prompt is nothing that JSON holds"
+                return f"JSON cannot hold {name} of prompt {number}"
         lines.append(json.dumps(row, ensure_ascii=False))
     return lines
 
@@ -137,11 +139,8 @@ def _write(path: Path, entry: Entry, lines: list[str]) -> None:
         [(name, column.type) for name, column in columns.items()], metadata={_REPORT: json.dumps(entry.report).encode()}
     )
     batch = pyarrow.RecordBatch.from_arrays(list(columns.values()), schema=schema)
-    with path.open("wb") as file:
-        with pyarrow.ipc.new_file(file, schema) as writer:
-            writer.write_batch(batch)
-        file.flush()
-        os.fsync(file.fileno())
+    with path.open("wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
+        writer.write_batch(batch)
 
 
 def _read(path: Path) -> Entry:
@@ -156,14 +155,6 @@ def _read(path: Path) -> Entry:
     }
     rows = [json.loads(line) for line in batch.column(_ROWS).to_pylist()]
     return Entry(ragged, batch.column(_TEXTS).to_pylist(), rows, report)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cannot_write(directory: Path, error: OSError) -> ConfigError:

@@ -174,7 +174,7 @@ def test_damaged_cache_file_is_rebuilt_and_noted(tmp_path: Path, rows_file: Path
     content[len(content) // 2] ^= 1
     path.write_bytes({"byte": content, "short": content[:-7], "empty": b""}[damage])
     again = load(rows_file)
-    assert f"{path} was damaged, and is made anew" in again[1].notes
+    assert f"{path} was damaged and is built again" in again[1].notes
     assert same(plain, again)
     assert HIT in load(rows_file)[1].notes
     assert [each.name for each in (tmp_path / "cache").iterdir()] == [path.name]
@@ -187,7 +187,7 @@ def test_values_outside_json_are_not_cached(tmp_path: Path, load: Any) -> None:
     for _ in range(2):
         prompts, report = load(path)
         assert prompts.extra_infos == infos
-        assert "not kept in data.cache_dir: extra_infos of the 1. prompt is nothing that JSON holds" in report.notes
+        assert "not kept in data.cache_dir: JSON cannot hold extra_infos of prompt 1" in report.notes
     assert list((tmp_path / "cache").iterdir()) == []
 
 
