@@ -1,1 +1,1 @@
-"""What a run tells its owner: metrics, trackers, timeline, progress and the final table."""
+"""Output of a run: metrics, TensorBoard, timeline, progress and the final table."""

@@ -1,4 +1,4 @@
-"""Warnings about signs that a run is about to collapse, or teaches nothing. Each sign is reported once."""
+"""Warnings about signs of collapse or missing learning signal. Each sign is reported once per run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from mcore_rl.observe.signs import GRADIENT, GRADIENT_TEXT, WINDOW, Sign
 
 @dataclass
 class CollapseSigns:
-    """Looks at every step's figures for `signs`, and at the gradient's norm; remembers the first figures, the recent
-    norms, and what was said."""
+    """Checks the metrics of every step for `signs`, and the gradient norm for outliers."""
 
     signs: Sequence[Sign]
     _first: dict[str, float] = field(default_factory=dict)
     _norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _said: set[str] = field(default_factory=set)
+    _reported: set[str] = field(default_factory=set)
 
-    def look(self, step: int, values: Mapping[str, float | None]) -> list[str]:
-        """Sentences about signs that this step shows for the first time."""
-        sentences = []
+    def check(self, step: int, values: Mapping[str, float | None]) -> list[str]:
+        """Return warnings for signs that appear for the first time."""
+        warnings = []
         for sign in self.signs:
             now = values.get(sign.figure)
             if now is None:
@@ -30,17 +29,17 @@ class CollapseSigns:
             first = self._first.setdefault(sign.figure, now)
             if step > sign.after_step and sign.holds(now, first):
                 text = sign.text.format(now=now, first=first, reward=values.get("reward/mean") or 0.0)
-                sentences += self._say(sign.figure, f"step {step}: {text}")
+                warnings += self._report(sign.figure, f"step {step}: {text}")
         norm = values.get(GRADIENT)
         if norm is not None:
             usual = statistics.median(self._norms) if len(self._norms) == WINDOW else norm
             if norm > 20 * usual > 0:
-                sentences += self._say(GRADIENT, f"step {step}: {GRADIENT_TEXT.format(now=norm, times=norm / usual)}")
+                warnings += self._report(GRADIENT, f"step {step}: {GRADIENT_TEXT.format(now=norm, times=norm / usual)}")
             self._norms.append(norm)
-        return sentences
+        return warnings
 
-    def _say(self, figure: str, sentence: str) -> list[str]:
-        if figure in self._said:
+    def _report(self, figure: str, warning: str) -> list[str]:
+        if figure in self._reported:
             return []
-        self._said.add(figure)
-        return [sentence]
+        self._reported.add(figure)
+        return [warning]

@@ -1,4 +1,4 @@
-"""What earlier starts recorded about steps that are run again: kept in earlier/<n>/ of the run directory."""
+"""Records of earlier starts about steps that are repeated, moved to earlier/<n>/ of the run directory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _OF_STEP = re.compile(r"(?:.*_)?step_(\d+)\.jsonl")
 
 
 def set_aside(run_dir: Path, step: int) -> Path | None:
-    """Moves the records of steps after `step` (-1: all records) into a new earlier/<n>/, laid out as the run directory
-    is; returns it, or None when there were none.
+    """Move records of steps after `step` (-1: all) to a new earlier/<n>/ with the layout of the run directory.
 
-    The timeline, and what TensorBoard has, go on over a resume; they are moved only when the run starts over.
+    Timeline and TensorBoard files continue after a resume; they are moved only if the run starts from the beginning.
+
+    Returns: the new directory; None if there are no such records.
     """
     metrics = MetricsLog(run_dir)
     rollouts = [path for path in (run_dir / ROLLOUTS).glob("*.jsonl") if _step_of(path) > step]
@@ -29,7 +30,7 @@ def set_aside(run_dir: Path, step: int) -> Path | None:
         kept = target / path.relative_to(run_dir)
         kept.parent.mkdir(exist_ok=True)
         os.rename(path, kept)
-    # Last: were this interrupted before, the next start would move the rest, to another folder.
+    # Must come last: after an interruption, the next start finds these records and moves the rest.
     metrics.move_after(step, target / FILE_NAME)
     return target
 

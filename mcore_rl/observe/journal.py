@@ -1,4 +1,4 @@
-"""One step's figures, from wherever they come, to every place that shows them."""
+"""Journal of a run: collects the metrics of each step and writes them to all logs and displays."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from mcore_rl.types import Metric, Span
 
 TRAINING_PHASES = ("rollout", "logp", "reference", "values", "advantages", "critic_update", "update", "weight_sync")
 STEP_PHASES = (*TRAINING_PHASES, "verify", "validate", "checkpoint")
-"""All that a step takes. The checkpoint after a step counts in the next one: the step's figures are in it."""
+"""Phases of time/step. A checkpoint contains the metrics of its step, so its time counts for the next step."""
 
 
 class RunJournal:
-    """Collects the metrics of a step; finish_step adds times, writes metrics.jsonl, tensorboard, the timeline and the
-    progress line, and warns of `signs` of collapse. `own_spans` drains the spans of this process, `sources` those of
-    the others."""
+    """Collects the metrics of a step; finish_step adds times and writes them to all logs and displays.
+
+    own_spans: drains the spans of this process.
+    sources: drain the spans of other processes.
+    signs: signs of collapse to warn about.
+    """
 
     def __init__(
         self,
@@ -43,8 +46,7 @@ class RunJournal:
         self._signs = CollapseSigns(signs)
 
     def resume_after(self, step: int) -> None:
-        """Goes on with the files of earlier processes. What they wrote of steps after `step` (-1: everything) is set
-        aside first."""
+        """Continue the files of earlier starts. Records of steps after `step` (-1: all) are moved to earlier/ first."""
         kept = set_aside(self._run_dir, step)
         self._timeline = Timeline(self._run_dir / TIMELINE)
         self._tensorboard = TensorBoardLog(self._run_dir / TENSORBOARD, purge_step=step + 1)
@@ -54,18 +56,18 @@ class RunJournal:
             self.note(f"the records {since} are kept in {kept}")
 
     def note(self, line: str) -> None:
-        """A line for the reader of the terminal, also of one that sees no steps."""
+        """Print a line above the progress display, or to stderr before it exists."""
         if self._progress is not None:
             self._progress.note(line)
         else:
             print(line, file=sys.stderr, flush=True)
 
     def record(self, metrics: dict[str, Metric]) -> None:
-        """Figures of the step that is under way; they are final (already merged over ranks)."""
+        """Add metrics of the current step. They must already be reduced over ranks."""
         self._pending.update(metrics)
 
     def finish_step(self, step: int) -> None:
-        """Writes the step. Where a figure and a phase share a name, the figure counts."""
+        """Write the step. A recorded metric overrides a phase of the same name."""
         spans = self._own_spans()
         seconds = seconds_by_name(spans)
         values = {f"time/{name}": took for name, took in seconds.items()}
@@ -82,11 +84,11 @@ class RunJournal:
             self._timeline.append([*spans, *(span for source in self._sources for span in source())])
         if self._progress is not None:
             self._progress.update(step, values)
-        for warning in self._signs.look(step, values):
+        for warning in self._signs.check(step, values):
             self.note(f"warning: {warning}")
 
     def close(self) -> None:
-        """Ends the progress display and the trackers."""
+        """Close the progress display and TensorBoard."""
         if self._progress is not None:
             self._progress.close()
         if self._tensorboard is not None:
@@ -94,7 +96,7 @@ class RunJournal:
 
 
 def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds spent under each name."""
+    """Sum the seconds of spans by name."""
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start

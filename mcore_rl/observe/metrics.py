@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per step, on disk before the next step starts."""
+"""metrics.jsonl: one JSON object per step, durable before the next step starts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends to run_dir/metrics.jsonl. A last line that a crash tore is removed when the log is opened."""
+    """Log of run_dir/metrics.jsonl. Opening it removes an incomplete last line, left by a crash."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_torn_line(self.path)
+        _remove_incomplete_line(self.path)
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes {"step": step, **values}, values that are not finite as null, and waits for the disk."""
+        """Append {"step": step, **values} durably; values that are not finite become null."""
         line = json.dumps({"step": int(step), **{key: _plain(value) for key, value in values.items()}}, allow_nan=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -36,8 +36,10 @@ class MetricsLog:
         return any(record["step"] > step for record in self.read())
 
     def move_after(self, step: int, target: Path) -> None:
-        """Moves what came after `step`, which a resumed run writes again, to the new file `target`, if there is any. It
-        is whole there before it is gone here."""
+        """Move records after `step`, which a resumed run writes again, to the new file `target`.
+
+        They are durable in `target` before they are removed here.
+        """
         records = self.read()
         kept = [record for record in records if record["step"] <= step]
         if len(kept) < len(records):
@@ -54,11 +56,11 @@ def _write(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Every complete record of a metrics.jsonl, in order; [] where there is no file.
+    """Read the complete records of a metrics.jsonl in order; [] if the file does not exist.
 
-    A line without its end is still being written, or was torn by a crash, and is no record.
+    A last line without a newline is ignored: it is being written, or a crash interrupted it.
 
-    Raises: DataError naming the line for anything else that is not a record.
+    Raises: DataError with the line of an invalid record.
     """
     path = Path(path)
     if not path.is_file():
@@ -77,12 +79,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value: numpy scalars become Python numbers, numbers that are not finite become None."""
+    """Convert numpy scalars to Python numbers, and numbers that are not finite to None."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _remove_torn_line(path: Path) -> None:
+def _remove_incomplete_line(path: Path) -> None:
     if not path.is_file():
         return
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Progress of a run: a live bar on a terminal, one plain line per step elsewhere."""
+"""Progress of a run: a progress bar on a terminal, and one line per step everywhere."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ _PHASES = ("generate", "reward", "logp", "update", "weight_sync", "validate", "c
 
 
 class Progress:
-    """Shows steps as they end. Prints to `stream`, by default stderr, so that stdout stays for results.
-
-    Every step leaves one line behind; a terminal also has a bar with the time that remains.
-    """
+    """Prints one line per finished step to `stream`, by default stderr; on a terminal also a bar with the time left."""
 
     def __init__(self, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None) -> None:
         self._total_steps, self._first_step = total_steps, first_step
@@ -33,18 +30,18 @@ class Progress:
             self._bar, self._task = _start_bar(self._stream, total_steps, first_step)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Step `step` of total_steps has ended with these metrics (keys of metrics.jsonl)."""
+        """Show that `step` has ended. metrics: keys of metrics.jsonl."""
         self.note(step_line(step, self._total_steps, metrics, seconds_left=self._seconds_left(step)))
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def _seconds_left(self, step: int) -> float | None:
-        """At the pace of this process's steps so far, all that happened between them included."""
+        """Estimate from the wall-clock time per step since this process started."""
         done, left = step - self._first_step, self._total_steps - step
         return (time.monotonic() - self._started) / done * left if done > 0 and left > 0 else None
 
     def note(self, line: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -65,7 +62,7 @@ class Progress:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, Any], *, seconds_left: float | None = None) -> str:
-    """`step 3/60  reward 0.412  length 18.2  entropy 0.311  1.90 s (generate 0.80, update 0.91, ...)  left 1:48`."""
+    """Format as `step 3/60  reward 0.412  entropy 0.311  1.90 s (generate 0.80, update 0.91, ...)  left 1:48`."""
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     parts += [f"{name} {form.format(metrics[key])}" for name, key, form in _SHOWN if metrics.get(key) is not None]
     phases = [
@@ -81,7 +78,7 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, Any], *, second
 
 
 def clock(seconds: float) -> str:
-    """`0:09`, `12:30`, `3:05:00`, `2 d 3:05:00`."""
+    """Format seconds as `0:09`, `12:30`, `3:05:00`, `2 d 3:05:00`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

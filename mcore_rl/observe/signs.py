@@ -1,7 +1,6 @@
-"""Signs that a run is about to collapse, or teaches nothing, each with remedies that its configuration leaves open.
+"""Signs of collapse or missing learning signal, with remedies for the run's configuration.
 
-The thresholds are rules of thumb; none of them stops a run. A remedy never names an option that is on already, or one
-that has no effect in this run.
+Thresholds are heuristics and never stop a run. Remedies never name an option that is already set or has no effect.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from mcore_rl.config.rules.reward_model import uses_reward_model
 from mcore_rl.config.schema import Config
 
 WINDOW = 20
-"""Steps: over which a gradient's usual norm is known, and before which a critic may be bad."""
+"""Number of steps for the median of the gradient norm, and before a critic is judged."""
 
 SETTLED = 5
-"""Steps, after which shares of time are those of the run, not of its start."""
+"""Number of steps after which idle fractions are representative."""
 
 UPPER_CLIPS = ("ppo_clip", "gspo", "cispo", "gmpo", "clip_cov", "decoupled_ppo")
 """Policy losses with algorithm.policy_loss.clip_high."""
@@ -26,8 +25,11 @@ UPPER_CLIPS = ("ppo_clip", "gspo", "cispo", "gmpo", "clip_cov", "decoupled_ppo")
 
 @dataclass(frozen=True)
 class Sign:
-    """A metric and the warning about it. `holds` and `text` take its present and its first value; `text` may also name
-    the mean reward."""
+    """A metric and its warning.
+
+    holds: whether the sign applies to the current and the first value.
+    text: template with {now}, {first} and {reward}, the mean reward.
+    """
 
     figure: str
     holds: Callable[[float, float], bool]
@@ -43,11 +45,11 @@ GRADIENT_TEXT = (
 
 
 def signs_for(config: Config) -> list[Sign]:
-    """All signs, with the remedies that `config` leaves open."""
-    return [*_responses(config), *_distances(config), *_rewards(config), *_idleness(config)]
+    """Return all signs, with remedies that apply to `config`."""
+    return [*_response_signs(config), *_distances(config), *_rewards(config), *_idleness(config)]
 
 
-def _responses(config: Config) -> list[Sign]:
+def _response_signs(config: Config) -> list[Sign]:
     entropy = ["raise algorithm.entropy_coefficient"]
     if config.algorithm.policy_loss.name in UPPER_CLIPS:
         entropy.insert(0, "raise algorithm.policy_loss.clip_high")
@@ -106,7 +108,7 @@ def _distances(config: Config) -> list[Sign]:
 
 
 def _systematic(config: Config) -> list[str]:
-    """Ways to find a difference between engine and trainer."""
+    """Return ways to find a systematic difference between engine and trainer."""
     ways = ["look at rollout/logp_diff_max, and at config.json for a field that only one of them reads"]
     if config.weights.verify_every != 1:
         ways.append("set weights.verify_every=1, which compares their weights")
@@ -168,7 +170,7 @@ def _idleness(config: Config) -> list[Sign]:
 
 
 def _graders(config: Config) -> str:
-    """Keys of everything that scores responses."""
+    """Return the keys of all graders."""
     named = [] if config.reward.function == NO_RULE and not config.reward.weighted else [config.reward.chosen]
     if uses_judge(config.judge):
         named.append("judge")

@@ -1,4 +1,4 @@
-"""What a run does before its first step, line by line with the time, so that nobody watches a silent terminal."""
+"""Log of a run's start, with timestamps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 class StartUp:
-    """`say` prints a line with the seconds since the process of this run began its work."""
+    """Prints lines with the seconds since this object was created."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr

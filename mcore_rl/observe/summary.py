@@ -1,4 +1,4 @@
-"""The table at the end of a run: what training changed."""
+"""Table of the main metrics at the end of a run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _HEAD = ("", "before", "best", "after", "change")
 
 
 def summary_table(records: Sequence[dict[str, Any]]) -> str:
-    """First and last value of the run's main metrics, and the best validation accuracy (the first of several that are
-    as good), with the steps that they are from.
+    """Return first and last value of the main metrics, and the best validation accuracy, each with its step.
 
-    `records` are those of metrics.jsonl; a metric that was recorded once is shown as the last value only.
+    Ties go to the earlier step. A metric with a single value has only the last column.
+
+    records: content of metrics.jsonl.
     """
     lines: list[tuple[str, ...]] = [_HEAD]
     for title, key, form, change_form in (*_ROWS[:1], *_parts(records), *_ROWS[1:]):
@@ -43,7 +44,7 @@ def summary_table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def _parts(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Rows for the accuracy of sets and sources, where there are several."""
+    """Return rows for the accuracy of each set and source, if there are several."""
     keys = dict.fromkeys(key for record in records for key in record if key.startswith(f"{_HAS_BEST}/"))
     if len(keys) < 2:
         return []

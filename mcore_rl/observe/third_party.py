@@ -1,4 +1,4 @@
-"""What third parties say: into `logs/` of the run directory, so that the terminal has the run's own lines only."""
+"""Redirects log records and warnings of third-party packages to logs/driver.log of the run directory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ OWN_LOGGERS = ("mcore_rl", "model_converters")
 
 
 class ThirdPartyLog:
-    """Keeps lines until the run directory is there, then writes them to logs/driver.log, each as it comes."""
+    """Buffers lines until the run directory exists, then appends them to logs/driver.log."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
         self._lines: list[str] = []
 
     def write(self, line: str) -> None:
-        """Without a directory (bad input ended the run before it had one) a line is never seen."""
+        """Write or buffer a line. Buffered lines are lost if invalid input ends the run before its directory exists."""
         self._lines.append(line.rstrip("\n") + "\n")
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
@@ -27,7 +27,7 @@ class ThirdPartyLog:
             self._lines = []
 
     def begin(self, directory: Path) -> None:
-        """From now on lines are in driver.log there."""
+        """Write buffered and later lines to driver.log in `directory`."""
         directory.mkdir(exist_ok=True)
         self._path = directory / "driver.log"
         for line in [self._lines.pop(0) for _ in range(len(self._lines))]:
@@ -46,7 +46,7 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def third_party_log() -> Iterator[ThirdPartyLog]:
-    """Inside, warnings and log records of other packages go to the log, those of our own to stderr as before."""
+    """Send warnings and log records of other packages to the log. Those of this project still go to stderr."""
     log = ThirdPartyLog()
 
     def show(

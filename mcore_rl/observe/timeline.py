@@ -1,7 +1,7 @@
 """timeline.json: spans of all processes in Chrome's trace format, for ui.perfetto.dev or chrome://tracing.
 
-The file is a JSON array with one event per line, valid after every append. Every process has a track of its own;
-spans of one process that overlap without one containing the other get further lanes in it.
+The file is a JSON array with one event per line, valid after every append. Every process has its own track. Spans of a
+process that overlap without nesting go to additional lanes of its track.
 
 Source: "Trace Event Format", complete ("X") and metadata ("M") events; times in microseconds.
 """
@@ -23,7 +23,7 @@ _TAIL = b"\n]\n"
 
 
 class Timeline:
-    """Appends spans to a trace file, and goes on with the file of an earlier process of the run."""
+    """Appends spans to a trace file; continues the file of an earlier start."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -35,11 +35,11 @@ class Timeline:
         self._rewrite(events)
 
     def append(self, spans: Iterable[Span]) -> None:
-        """Adds spans, and the processes seen for the first time."""
+        """Append spans, and metadata of new processes."""
         events: list[dict[str, Any]] = []
         for span in sorted(spans, key=lambda span: (span.start, -span.end)):
             if span.process not in self._pids:
-                events += self._introduce(span.process)
+                events += self._process_events(span.process)
             events.append(self._complete_event(span))
         if not events:
             return
@@ -49,7 +49,7 @@ class Timeline:
             file.seek(-len(_TAIL), os.SEEK_END)
             file.write(body + _TAIL)
 
-    def _introduce(self, process: str) -> list[dict[str, Any]]:
+    def _process_events(self, process: str) -> list[dict[str, Any]]:
         pid = self._pids[process] = max(self._pids.values(), default=0) + 1
         return [
             {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": process}},
@@ -68,7 +68,7 @@ class Timeline:
 
 
 def read_timeline(path: str | Path) -> list[dict[str, Any]]:
-    """Events of a timeline; of one that a crash tore, every event that is whole. [] where there is no file."""
+    """Read the complete events of a timeline, also of an incomplete file; [] if the file does not exist."""
     path = Path(path)
     if not path.is_file():
         return []
@@ -76,7 +76,7 @@ def read_timeline(path: str | Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().splitlines():
         try:
             event = json.loads(line.rstrip(b","))
-        except ValueError:  # a bracket, or the line that was torn
+        except ValueError:  # a bracket, or an incomplete line
             continue
         if isinstance(event, dict):
             events.append(event)
@@ -93,9 +93,9 @@ class _Lane:
     open_ends: list[int]
 
     def takes(self, start: int, end: int) -> bool:
-        """Adds [start, end] if it follows or lies inside what is there; viewers misplace spans that cross.
+        """Add [start, end] if it follows or nests in the spans of this lane; viewers misplace spans that cross.
 
-        A span that began before the lane's last one is refused: what it might cross is no longer known.
+        A span that starts before the lane's last one is refused, because closed spans are not remembered.
         """
         if start < self.last_start:
             return False
@@ -109,7 +109,7 @@ class _Lane:
 
 
 def _lane_of(lanes: list[_Lane], start: int, end: int) -> int:
-    """Number of the first lane that takes the span; a new one where none does."""
+    """Return the first lane that takes the span, or a new one."""
     for number, lane in enumerate(lanes):
         if lane.takes(start, end):
             return number

@@ -50,35 +50,35 @@ SIGNS: dict[str, tuple[dict[str, float], str]] = {
 def test_a_sign_is_said_once_in_words(sign: str) -> None:
     change, words = SIGNS[sign]
     signs = CollapseSigns(signs_for(Config()))
-    assert [line for step in range(1, 31) for line in signs.look(step, HEALTHY)] == []
-    (line,) = signs.look(31, HEALTHY | change)
+    assert [line for step in range(1, 31) for line in signs.check(step, HEALTHY)] == []
+    (line,) = signs.check(31, HEALTHY | change)
     assert line.startswith("step 31: ")
     assert words in line
-    assert signs.look(32, HEALTHY | change) == []
+    assert signs.check(32, HEALTHY | change) == []
 
 
 def test_a_run_that_always_was_so_is_not_a_collapse() -> None:
     signs = CollapseSigns(signs_for(Config()))
     values: dict[str, Any] = {"actor/entropy": 0.01, "response_tokens/mean": 2.0, "actor/grad_norm": 1e6}
     values["response_tokens/clipped_fraction"] = 0.9
-    assert [line for step in range(1, 40) for line in signs.look(step, values)] == []
+    assert [line for step in range(1, 40) for line in signs.check(step, values)] == []
 
 
 def test_missing_and_null_figures_say_nothing() -> None:
     signs = CollapseSigns(signs_for(Config()))
-    assert signs.look(1, {"actor/entropy": None}) == []
-    assert signs.look(50, {}) == []
+    assert signs.check(1, {"actor/entropy": None}) == []
+    assert signs.check(50, {}) == []
 
 
 def test_a_critic_that_has_just_begun_may_be_bad() -> None:
-    assert CollapseSigns(signs_for(Config())).look(5, {"critic/explained_variance": -3.0}) == []
+    assert CollapseSigns(signs_for(Config())).check(5, {"critic/explained_variance": -3.0}) == []
 
 
 def test_where_nothing_is_sampled_the_gradient_alone_is_watched() -> None:
     signs = CollapseSigns(())
-    first = [line for step in range(1, 31) for line in signs.look(step, HEALTHY)]
+    first = [line for step in range(1, 31) for line in signs.check(step, HEALTHY)]
     assert first == []
-    (line,) = signs.look(
+    (line,) = signs.check(
         31, HEALTHY | {"actor/entropy": 0.0, "rollout/logp_diff_fresh_mean": 9.0, "actor/grad_norm": 30.0}
     )
     assert "30 times the median" in line
@@ -88,8 +88,8 @@ def warning(config: Config, **change: float) -> str:
     """The warning about one metric, whose name has underscores in place of slashes."""
     signs = CollapseSigns(signs_for(config))
     values = HEALTHY | {name.replace("__", "/"): value for name, value in change.items()}
-    assert signs.look(40, HEALTHY) == []
-    (line,) = signs.look(41, values)
+    assert signs.check(40, HEALTHY) == []
+    (line,) = signs.check(41, values)
     return line
 
 
