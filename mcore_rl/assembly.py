@@ -20,7 +20,7 @@ from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import FINISH
-from mcore_rl.data.batching import UpdateCut, build_batch, rank_balance, spread
+from mcore_rl.data.batching import UpdateSchedule, build_batch, rank_balance, spread
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.records import remove_unjoined
 from mcore_rl.data.sampler import PromptSampler
@@ -387,5 +387,5 @@ class SupervisedBatches:
             [np.arange(len(rows))],
             advantages=np.zeros(len(rows), np.float32),
             weights_of=weights_of,
-            cut=UpdateCut(self.config.trainer.prompts_per_update, num_dp_ranks=self.dp_size, cost=self.cost),
+            schedule=UpdateSchedule(self.config.trainer.prompts_per_update, num_dp_ranks=self.dp_size, cost=self.cost),
         )

@@ -17,7 +17,7 @@ import torch
 
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import UpdateCut, build_batch
+from mcore_rl.data.batching import UpdateSchedule, build_batch
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron.model.hf_logits import transformers_logits
@@ -56,8 +56,8 @@ def model_check(config: Config, num_dp_ranks: int, cost: SequenceCost) -> Iterat
         return
     with ThreadPoolExecutor(1) as pool:
         expected = pool.submit(_expected, config, num_dp_ranks)
-        cut = UpdateCut(_NUM_SEQUENCES * num_dp_ranks, num_dp_ranks=num_dp_ranks, cost=cost)
-        yield lambda ranks: _require_equal(config, ranks, _batch(ranks, *expected.result(), cut))
+        schedule = UpdateSchedule(_NUM_SEQUENCES * num_dp_ranks, num_dp_ranks=num_dp_ranks, cost=cost)
+        yield lambda ranks: _require_equal(config, ranks, _batch(ranks, *expected.result(), schedule))
 
 
 def _skip_reason(config: Config) -> str | None:
@@ -138,7 +138,9 @@ def _trajectories(
     return buffers, scalars
 
 
-def _batch(ranks: ComparingRanks, buffers: TrajectoryBuffers, scalars: RolloutScalars, cut: UpdateCut) -> Batch:
+def _batch(
+    ranks: ComparingRanks, buffers: TrajectoryBuffers, scalars: RolloutScalars, schedule: UpdateSchedule
+) -> Batch:
     count = len(scalars.group_ids)
     return build_batch(
         [ranks.store(buffers)],
@@ -146,7 +148,7 @@ def _batch(ranks: ComparingRanks, buffers: TrajectoryBuffers, scalars: RolloutSc
         [np.arange(count)],
         advantages=np.zeros(count, np.float32),
         weights_of=lambda trained_tokens: np.zeros(len(trained_tokens), np.float32),
-        cut=cut,
+        schedule=schedule,
     )
 
 

@@ -1,7 +1,7 @@
 """Weights of one process's GPU to another process's tensors on it, through shared memory, beside a copy on the device.
 
-Both sides are the run's own (sync_processes). Pinned: the trainer's process registers the windows with CUDA, so that
-its copies go at the bus's full rate.
+Both sides are the run's own (sync_processes). Pinned: the trainer's process registers the staging buffers with
+CUDA, so that its copies use the full rate of the bus.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Processes:
 
     @property
     def sent_bytes(self) -> int:
-        """In one update, to all windows."""
+        """Bytes that one update sends to all staging buffers."""
         return sum(
             incoming.num_bytes for incoming in self.plan.incoming(range(len(self.plan.topology.buffers))).values()
         )
@@ -92,7 +92,7 @@ class Processes:
 @contextmanager
 def processes(plan: SyncPlan, *, device: str = "cpu", keep: bool = True, pinned: bool = False) -> Iterator[Processes]:
     """keep: engine ranks copy what comes to tensors of their own, on `device`, where the trainers' are too. pinned: the
-    windows are registered with CUDA."""
+    staging buffers are registered with CUDA."""
     context = multiprocessing.get_context("spawn")  # a process that has a CUDA context must not fork
     store = open_store("127.0.0.1")
     with ExitStack() as stack:

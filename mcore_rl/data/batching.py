@@ -21,7 +21,7 @@ from mcore_rl.types import Batch, BuffersRef, Mean, RolloutScalars
 
 
 @dataclass(frozen=True)
-class UpdateCut:
+class UpdateSchedule:
     """How a step's groups become optimizer updates.
 
     `seed`, for instance (run.seed, step), orders the updates of every epoch after the first; `cost` is what
@@ -84,14 +84,14 @@ def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> Kep
     )
 
 
-def places_in_groups(group_ids: np.ndarray) -> np.ndarray:
+def positions_in_groups(group_ids: np.ndarray) -> np.ndarray:
     """Of responses whose groups are consecutive: 0, 1, ... in each. Shapes: [B] -> int64 [B]."""
     starts = np.flatnonzero(np.diff(group_ids, prepend=group_ids[:1] - 1))
     sizes = np.diff([*starts, len(group_ids)])
     return np.arange(len(group_ids)) - np.repeat(starts, sizes)
 
 
-def of_episodes(scalars: RolloutScalars) -> RolloutScalars:
+def one_row_per_episode(scalars: RolloutScalars) -> RolloutScalars:
     """Without the further responses of episodes that have several: one row for each episode."""
     if scalars.episodes is None:
         return scalars
@@ -114,7 +114,7 @@ def build_batch(
     *,
     advantages: np.ndarray,
     weights_of: Callable[[np.ndarray], np.ndarray],
-    cut: UpdateCut,
+    schedule: UpdateSchedule,
     trained: np.ndarray | None = None,
     version: int = 0,
 ) -> Batch:
@@ -133,13 +133,13 @@ def build_batch(
     kept = gather(scalars, keep)
     if len(advantages) != len(kept):
         raise ValueError(f"{len(advantages)} advantages for {len(kept)} kept responses")
-    first_epoch = _cut(kept.group_ids, cut.prompts_per_update)
+    first_epoch = _cut(kept.group_ids, schedule.prompts_per_update)
     counted = kept.trained_tokens if trained is None else np.where(trained, kept.trained_tokens, 0)
     loss_weights = np.empty(len(kept), np.float32)
     dp_ranks = np.empty(len(kept), np.int32)
     for samples in first_epoch:
         loss_weights[samples] = weights_of(counted[samples])
-        dp_ranks[samples] = balance(cut.cost.of(kept.total_tokens[samples]), cut.num_dp_ranks)
+        dp_ranks[samples] = balance(schedule.cost.of(kept.total_tokens[samples]), schedule.num_dp_ranks)
     return Batch(
         chunks=tuple(chunks),
         chunk_ids=kept.chunk_ids,
@@ -151,7 +151,7 @@ def build_batch(
         advantages=np.asarray(advantages, np.float32),
         loss_weights=loss_weights,
         dp_ranks=dp_ranks,
-        updates=_repeat(first_epoch, cut),
+        updates=_repeat(first_epoch, schedule),
         version=version,
     )
 
@@ -202,10 +202,10 @@ def _cut(group_ids: np.ndarray, prompts_per_update: int) -> list[np.ndarray]:
     return np.split(order, ends[:-1])
 
 
-def _repeat(first_epoch: list[np.ndarray], cut: UpdateCut) -> tuple[np.ndarray, ...]:
+def _repeat(first_epoch: list[np.ndarray], schedule: UpdateSchedule) -> tuple[np.ndarray, ...]:
     updates = list(first_epoch)
-    for epoch in range(1, cut.update_epochs):
+    for epoch in range(1, schedule.update_epochs):
         # Raw bits, because numpy does not promise the stream of its shuffles from one version to the next.
-        bits = np.random.PCG64(np.random.SeedSequence([*cut.seed, epoch])).random_raw(len(first_epoch))
+        bits = np.random.PCG64(np.random.SeedSequence([*schedule.seed, epoch])).random_raw(len(first_epoch))
         updates += [first_epoch[index] for index in np.argsort(bits, kind="stable")]
     return tuple(updates)

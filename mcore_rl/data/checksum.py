@@ -14,7 +14,7 @@ class Crc32:
     def __init__(self) -> None:
         self.value, self.num_bytes = 0, 0
 
-    def see(self, data: bytes) -> None:
+    def update(self, data: bytes) -> None:
         self.value = zlib.crc32(data, self.value)
         self.num_bytes += memoryview(data).nbytes
 
@@ -27,5 +27,5 @@ def file_crc32(path: Path) -> Crc32:
     crc = Crc32()
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
-            crc.see(block)
+            crc.update(block)
     return crc

@@ -17,14 +17,14 @@ from mcore_rl.data.files import read_rows
 from mcore_rl.data.json_text import parse_json, to_plain
 from mcore_rl.data.sources.media import check_media, is_empty, is_media
 from mcore_rl.data.sources.overrides import check_sampling, check_turns
-from mcore_rl.data.sources.paths import Names, find_files, shown
+from mcore_rl.data.sources.paths import Names, find_files, format_files
 from mcore_rl.data.sources.row_tools import SELECTION, TOOLS, RowTools, Schema
 from mcore_rl.data.templates import with_system
 from mcore_rl.errors import DataError
 
 PROMPT_COLUMNS = ("prompt", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
-_OF_TOOLS = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
+_TOOL_COLUMNS = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
 _TEMPLATE_KWARGS = "chat_template_kwargs"
 _SINGLE_TURN = "single_turn_agent"
 """verl's name of an episode without tools."""
@@ -33,7 +33,7 @@ _WITH_TOOLS = "tool_agent"
 _KNOWN = frozenset(
     [
         *("reward_model", "data_source", "extra_info", "sampling", "max_turns", "agent_name"),
-        *(_TEMPLATE_KWARGS, *_OF_TOOLS, TOOLS, SELECTION),
+        *(_TEMPLATE_KWARGS, *_TOOL_COLUMNS, TOOLS, SELECTION),
     ]
 )
 """Columns that are read, or reported, in any file."""
@@ -42,7 +42,7 @@ _NAME_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
-class Fields:
+class RowFields:
     """What a row says; `where` starts error messages about it."""
 
     where: str
@@ -84,7 +84,7 @@ class Columns:
         """Columns that a row was read from."""
         self._ignored: dict[str, None] = {}
 
-    def read(self, place: str, row: Mapping[str, Any]) -> Fields:
+    def read(self, place: str, row: Mapping[str, Any]) -> RowFields:
         """Raises: DataError for a row that lacks a column, or asks for what would not be done."""
         where = f"{self._key}: {place}"
         row = {name: value for name, value in row.items() if value == value or name == "max_turns"}  # NaN is no value
@@ -93,19 +93,19 @@ class Columns:
         extra_info = _object(row, "extra_info", where)
         self._check_tools(row, extra_info, where)
         self._check_template_kwargs(row, where)
-        fields = Fields(
+        fields = RowFields(
             where=where,
             messages=self._messages(row, where),
             data_source=_data_source(row, where),
             ground_truth=to_plain(self._ground_truth(row, where)),
             extra_info=extra_info,
             sampling=check_sampling(
-                _of_row(row, extra_info, "sampling", where) or {},
+                _column_or_extra_info(row, extra_info, "sampling", where) or {},
                 where,
                 trained=self._trained,
                 max_response_tokens=self._rollout_config.max_response_tokens,
             ),
-            max_turns=check_turns(_of_row(row, extra_info, "max_turns", where), where),
+            max_turns=check_turns(_column_or_extra_info(row, extra_info, "max_turns", where), where),
             tools=self._row_tools(row, extra_info, where),
         )
         unread = (name for name in row if name not in self._read and not is_media(name))
@@ -140,7 +140,7 @@ class Columns:
         if wanted is None:
             names = listing(row)
             raise DataError(f"{where} has no prompt: {self._names} {names}; set data.prompt_key to one of them")
-        if _is_verls(row):
+        if _is_verl_row(row):
             self._noted[f"have no column {wanted!r}: verl's prompt was read"] += 1
             self._read.add("prompt")
             return row["prompt"]
@@ -171,7 +171,7 @@ class Columns:
         )
 
     def _row_tools(self, row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str) -> list[Schema] | None:
-        given, selection = row.get(TOOLS), _of_row(row, extra_info, SELECTION, where)
+        given, selection = row.get(TOOLS), _column_or_extra_info(row, extra_info, SELECTION, where)
         if not self._tools.are_called:
             if not is_empty(selection) and given is None:
                 self._noted[f"have {SELECTION}, which is not used: rollout.tools names no tools"] += 1
@@ -188,17 +188,17 @@ class Columns:
         if self._runs_tools:
             if agent not in (None, _SINGLE_TURN, _WITH_TOOLS):
                 self._noted[f"have agent_name {agent!r}, which is not used: rollout.episode says what runs"] += 1
-            if columns := [name for name in _OF_TOOLS if row.get(name)]:
+            if columns := [name for name in _TOOL_COLUMNS if row.get(name)]:
                 self._noted[f"have columns {', '.join(columns)}, which are not used: put them into extra_info"] += 1
             return
         if agent is not None and agent != _SINGLE_TURN:
-            if _is_verls(row):
+            if _is_verl_row(row):
                 raise DataError(
                     f"{where} has agent_name {agent!r}, but prompts are answered in a single turn, without tools; set"
                     f" {self._key} to a file without such rows, or without the column if single turns are meant"
                 )
             self._noted["have agent_name, which is not used: responses are single turns"] += 1
-        if unused := [name for name in _OF_TOOLS if extra_info.get(name) or row.get(name)]:
+        if unused := [name for name in _TOOL_COLUMNS if extra_info.get(name) or row.get(name)]:
             self._noted[f"have {', '.join(unused)}, used by no tool: responses are single turns, without tools"] += 1
 
     def _check_template_kwargs(self, row: Mapping[str, Any], where: str) -> None:
@@ -212,7 +212,7 @@ class Columns:
             )
 
 
-def told(noted: Mapping[str, int], ignored: Collection[str] = ()) -> tuple[str, ...]:
+def format_notes(noted: Mapping[str, int], ignored: Collection[str] = ()) -> tuple[str, ...]:
     """Notes of Columns, as lines; the last one lists columns that are not used."""
     lines = [f"{count} rows {text}" for text, count in noted.items()]
     if ignored:
@@ -238,7 +238,7 @@ def check_keys(data_config: DataConfig, paths: Mapping[str, Names]) -> None:
                 columns |= dict.fromkeys(row)
     for key, column in wanted.items():
         if columns and column is not None and column not in columns:
-            where = " and ".join(f"{name} ({shown(files)})" for name, files in found.items())
+            where = " and ".join(f"{name} ({format_files(files)})" for name, files in found.items())
             raise DataError(f"{key}: there is no column {column!r} in {where}: {_remedy(key, column, columns)}")
 
 
@@ -256,7 +256,7 @@ def _remedy(key: str, wanted: str, row: Mapping[str, Any]) -> str:
     )
 
 
-def _is_verls(row: Mapping[str, Any]) -> bool:
+def _is_verl_row(row: Mapping[str, Any]) -> bool:
     return row.get("prompt") is not None and row.get("reward_model") is not None
 
 
@@ -300,7 +300,7 @@ def _object(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _of_row(row: Mapping[str, Any], extra_info: Mapping[str, Any], name: str, where: str) -> Any:
+def _column_or_extra_info(row: Mapping[str, Any], extra_info: Mapping[str, Any], name: str, where: str) -> Any:
     """What a row says in a column of its own or in extra_info; `sampling` is an object.
 
     Raises: DataError where it says it twice.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.json_text import HalfCharacterError, parse_json
+from mcore_rl.data.json_text import LoneSurrogateError, parse_json
 from mcore_rl.data.sources.arrow import Rows, read_parquet, read_saved_dataset
 from mcore_rl.data.sources.paths import Names, find_files, is_saved_dataset
 from mcore_rl.errors import DataError
@@ -44,8 +44,8 @@ def _read_jsonl(path: Path, key: str) -> Rows:
                 place = f"{path}, line {number}"
                 try:
                     row = _parse(line, f"{key}: {place}")
-                except HalfCharacterError as error:
-                    also = [n for n, other in enumerate(lines, start=number + 1) if _has_half(other)]
+                except LoneSurrogateError as error:
+                    also = [n for n, other in enumerate(lines, start=number + 1) if _has_lone_surrogate(other)]
                     raise DataError(f"{error}{_further(also)}") from None
                 yield place, row
     except OSError as error:
@@ -68,10 +68,10 @@ def _decode(line: bytes, problem: str) -> str:
         raise DataError(f"{problem} it is not UTF-8 ({byte}); convert the file to UTF-8") from None
 
 
-def _has_half(line: bytes) -> bool:
+def _has_lone_surrogate(line: bytes) -> bool:
     try:
         _parse(line, "")
-    except HalfCharacterError:
+    except LoneSurrogateError:
         return True
     except DataError:
         pass

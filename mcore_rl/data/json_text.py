@@ -21,18 +21,18 @@ MAX_NESTING = 100
 """Python's own parser, pickle and json.dumps recurse, up to a limit that depends on where they are called."""
 _MISSING = ("NAType", "NaTType")
 """Types of missing values in pandas."""
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 """The escape of half a surrogate pair, of which there are mostly two."""
 
 
-class HalfCharacterError(DataError):
+class LoneSurrogateError(DataError):
     """A string with half of a surrogate pair, which neither a tokenizer nor a file takes."""
 
 
 def parse_json(text: str, where: str) -> Any:
     """The value of a JSON text. `where` starts error messages.
 
-    Raises: DataError for what is not JSON or nested deeper than MAX_NESTING; HalfCharacterError.
+    Raises: DataError for what is not JSON or nested deeper than MAX_NESTING; LoneSurrogateError.
     """
     try:
         value = json.loads(text)
@@ -40,7 +40,7 @@ def parse_json(text: str, where: str) -> Any:
         raise _too_deep(where) from None
     except ValueError as error:
         raise DataError(f"{where} is not valid JSON: {error}") from error
-    if text.count("[") + text.count("{") > MAX_NESTING or _HALF.search(text):
+    if text.count("[") + text.count("{") > MAX_NESTING or _SURROGATE_ESCAPE.search(text):
         _check(value, where)
     return value
 
@@ -64,7 +64,7 @@ def _check_characters(text: str, name: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise HalfCharacterError(
+        raise LoneSurrogateError(
             f"{where}: {ascii(name)[1:-1] or 'a string'} holds half of a character (\\u{ord(text[error.start]):04x}, of"
             " which a cut emoji leaves one); write the whole character, or \\ufffd in its place"
         ) from None

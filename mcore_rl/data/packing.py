@@ -98,7 +98,7 @@ def _spread(
     num_bins = max(len(bins), min_bins)
     # As in balance: ties of empty sequences would pile up.
     costs = np.maximum(costs, 1)
-    owners = _level(costs, lengths, capacity, num_bins)
+    owners = _pack_evenly(costs, lengths, capacity, num_bins)
     if owners is None:
         # Nearly full bins leave no choice of their own: then that of the packing, and its costliest bins in halves.
         owners = np.empty(len(lengths), np.int64)
@@ -163,7 +163,7 @@ def _fill_bin(ascending: list[int], free: list[int], place: int, room: int, take
             free[place] = place = free[free[place]]
 
 
-def _level(costs: np.ndarray, lengths: np.ndarray, capacity: int, num_bins: int) -> np.ndarray | None:
+def _pack_evenly(costs: np.ndarray, lengths: np.ndarray, capacity: int, num_bins: int) -> np.ndarray | None:
     """Bin of each sequence: longest first, each into the bin of least cost that has room; None where none has.
 
     A bin without room for one sequence is set aside until the sequences are as short as its room. Every time that this

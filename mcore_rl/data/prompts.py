@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.columns import told
-from mcore_rl.data.sources.paths import Names, find_files, shown
+from mcore_rl.data.columns import format_notes
+from mcore_rl.data.sources.paths import Names, find_files, format_files
 from mcore_rl.data.tokenised.blocks import BlockTokeniser
 from mcore_rl.data.tokenised.cache import Entry, open_cache
 from mcore_rl.data.tokenised.reader import tokenised_blocks
+from mcore_rl.data.trajectories import offsets_of
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
 
@@ -118,11 +119,11 @@ def load_prompts(
     tokeniser = BlockTokeniser(tokenizer, data_config, rollout_config, key, runs_tools, tuple(tools))
     cache = open_cache(files, tokeniser, max_prompts)
     if cache is not None and (entry := cache.load()) is not None:
-        return prompts_of(entry), report_of(entry, key, files, cache.notes)
+        return prompts_from_entry(entry), report_from_entry(entry, key, files, cache.notes)
     prompts, report = _read_prompts(files, tokeniser, max_prompts)
     made = prompt_set(prompts)
     if cache is not None:
-        cache.save(entry_of(made, report))
+        cache.save(to_cache_entry(made, report))
     return made, with_notes(report, files, [] if cache is None else cache.notes)
 
 
@@ -149,30 +150,23 @@ def joined(sets: Sequence[PromptSet]) -> PromptSet:
     return sets[0] if len(sets) == 1 else prompt_set([each[row] for each in sets for row in range(len(each))])
 
 
-def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """int64 [N + 1]: where each of N consecutive pieces starts, and where the last one ends."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def entry_of(prompts: PromptSet, report: LoadReport) -> Entry:
+def to_cache_entry(prompts: PromptSet, report: LoadReport) -> Entry:
     """What a cache keeps of a set."""
-    columns = {name: getattr(prompts, name) for name in _OF_ROWS}
+    columns = {name: getattr(prompts, name) for name in _ROW_COLUMNS}
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return Entry({TOKENS: (prompts.tokens, prompts.offsets)}, prompts.texts, rows, asdict(report))
 
 
-def prompts_of(entry: Entry) -> PromptSet:
+def prompts_from_entry(entry: Entry) -> PromptSet:
     """The set of which a cache kept this."""
     tokens, offsets = entry.ragged[TOKENS]
-    columns = {name: [row[name] for row in entry.rows] for name in _OF_ROWS}
+    columns = {name: [row[name] for row in entry.rows] for name in _ROW_COLUMNS}
     return PromptSet(tokens=tokens, offsets=offsets, texts=entry.texts, **columns)
 
 
-def report_of(entry: Entry, key: str, files: Sequence[Path], notes: Sequence[str]) -> LoadReport:
+def report_from_entry(entry: Entry, key: str, files: Sequence[Path], notes: Sequence[str]) -> LoadReport:
     """The report of what was kept, on the files as they are called now."""
-    kept = {**entry.report, "key": key, "path": shown(files)}
+    kept = {**entry.report, "key": key, "path": format_files(files)}
     kept |= {name: tuple(kept[name]) for name in ("notes", "of_files")}
     return with_notes(LoadReport(**kept), files, notes)
 
@@ -180,10 +174,12 @@ def report_of(entry: Entry, key: str, files: Sequence[Path], notes: Sequence[str
 def with_notes(report: LoadReport, files: Sequence[Path], notes: Sequence[str]) -> LoadReport:
     """The report, with `notes` and the names of files of which nothing is kept."""
     unused = [path for path, kept in zip(files, report.of_files, strict=True) if not kept]
-    return replace(report, notes=(*report.notes, *([f"no row kept of {shown(unused)}"] if unused else []), *notes))
+    return replace(
+        report, notes=(*report.notes, *([f"no row kept of {format_files(unused)}"] if unused else []), *notes)
+    )
 
 
-_OF_ROWS = ("data_sources", "ground_truths", "extra_infos", "messages", "samplings", "max_turns", "tools")
+_ROW_COLUMNS = ("data_sources", "ground_truths", "extra_infos", "messages", "samplings", "max_turns", "tools")
 
 
 def _read_prompts(
@@ -209,22 +205,23 @@ def _read_prompts(
         if len(kept) == max_prompts:
             break
     if not lengths:
-        raise DataError(f"{key}: {shown(files)} has no rows; set {key} to a file with prompts")
+        raise DataError(f"{key}: {format_files(files)} has no rows; set {key} to a file with prompts")
     if not kept:
         raise DataError(
-            f"{key}: all {len(lengths)} prompts of {shown(files)} are longer than rollout.max_prompt_tokens={limit}"
-            f" ({min(lengths)} to {max(lengths)} tokens); raise rollout.max_prompt_tokens"
+            f"{key}: all {len(lengths)} prompts of {format_files(files)} are longer than "
+            f"rollout.max_prompt_tokens={limit} ({min(lengths)} to {max(lengths)} tokens); raise "
+            "rollout.max_prompt_tokens"
         )
     exceeding = sum(length > limit for length in (lengths[:max_prompts] if truncates else lengths))
     report = LoadReport(
         key,
-        shown(files),
+        format_files(files),
         kept=len(kept),
         dropped=0 if truncates else exceeding,
         truncated=exceeding if truncates else 0,
         longest_tokens=max(lengths),
         limits=f"longer than rollout.max_prompt_tokens={limit}",
-        notes=told(noted, ignored),
+        notes=format_notes(noted, ignored),
         of_files=tuple(of_files),
     )
     return kept, report

@@ -14,7 +14,7 @@ import numpy as np
 from model_converters.durable_files import durable_write
 
 FIELDS = ".fields"
-HALF_CHARACTERS = "backslashreplace"
+SURROGATE_ERRORS = "backslashreplace"
 """Graders may hand over half of a surrogate pair, which UTF-8 does not have: it is written as the escape that JSON has
 for it, and comes back as it was."""
 
@@ -53,7 +53,7 @@ def _join(sources: Sequence[str], path: Path) -> None:
 def add_fields(part: str, lines: Sequence[int], fields: Sequence[Mapping[str, Any]]) -> None:
     """Keeps further fields of some lines of a part until it is amended. Processes may do so beside each other, each for
     lines of its own."""
-    with open(f"{part}.{lines[0]}{FIELDS}", "w", encoding="utf-8", errors=HALF_CHARACTERS) as file:
+    with open(f"{part}.{lines[0]}{FIELDS}", "w", encoding="utf-8", errors=SURROGATE_ERRORS) as file:
         for line, line_fields in zip(lines, fields, strict=True):
             file.write(json.dumps([line, line_fields], ensure_ascii=False) + "\n")
 
@@ -76,7 +76,7 @@ def amend_part(part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: M
     temporary, fields = f"{part}.amended", _take_fields(part)
     with (
         open(part, encoding="utf-8") as source,
-        open(temporary, "w", encoding="utf-8", errors=HALF_CHARACTERS) as target,
+        open(temporary, "w", encoding="utf-8", errors=SURROGATE_ERRORS) as target,
     ):
         for index, line in enumerate(source):
             record = json.loads(line)

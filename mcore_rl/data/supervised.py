@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.columns import told
+from mcore_rl.data.columns import format_notes
 from mcore_rl.data.prompts import (
     LoadReport,
     PromptSet,
-    entry_of,
-    offsets_of,
     prompt_set,
-    prompts_of,
-    report_of,
+    prompts_from_entry,
+    report_from_entry,
+    to_cache_entry,
     with_notes,
 )
-from mcore_rl.data.sources.paths import Names, find_files, shown
+from mcore_rl.data.sources.paths import Names, find_files, format_files
 from mcore_rl.data.tokenised.blocks import BlockTokeniser
 from mcore_rl.data.tokenised.cache import open_cache
 from mcore_rl.data.tokenised.reader import tokenised_blocks
+from mcore_rl.data.trajectories import offsets_of
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types import Prompt, RolloutScalars, TrajectoryBuffers
 
@@ -75,10 +75,12 @@ def load_supervised(
     tokeniser = BlockTokeniser(tokenizer, data_config, rollout_config, key, with_targets=True)
     cache = open_cache(files, tokeniser)
     if cache is not None and (entry := cache.load()) is not None:
-        return SupervisedSet(prompts_of(entry), *entry.ragged[TARGETS]), report_of(entry, key, files, cache.notes)
+        return SupervisedSet(prompts_from_entry(entry), *entry.ragged[TARGETS]), report_from_entry(
+            entry, key, files, cache.notes
+        )
     supervised, report = _read_supervised(files, tokeniser)
     if cache is not None:
-        entry = entry_of(supervised.prompts, report)
+        entry = to_cache_entry(supervised.prompts, report)
         targets = {TARGETS: (supervised.target_tokens, supervised.target_offsets)}
         cache.save(replace(entry, ragged={**entry.ragged, **targets}))
     return supervised, with_notes(report, files, [] if cache is None else cache.notes)
@@ -149,7 +151,7 @@ def _read_supervised(files: Sequence[Path], tokeniser: BlockTokeniser) -> tuple[
         f" {long_targets} targets longer than rollout.max_response_tokens={rollout_config.max_response_tokens}"
     )
     if not kept:
-        raise DataError(_nothing_left(shown(files), key, dropped, limits, longest_prompt, longest_target))
+        raise DataError(_nothing_left(format_files(files), key, dropped, limits, longest_prompt, longest_target))
     targets = [target for _, target in kept]
     supervised = SupervisedSet(
         prompts=prompt_set([prompt for prompt, _ in kept]),
@@ -158,12 +160,12 @@ def _read_supervised(files: Sequence[Path], tokeniser: BlockTokeniser) -> tuple[
     )
     report = LoadReport(
         key,
-        shown(files),
+        format_files(files),
         len(kept),
         dropped,
         longest_prompt,
         limits,
-        notes=told(noted, ignored),
+        notes=format_notes(noted, ignored),
         of_files=tuple(of_files),
     )
     return supervised, report

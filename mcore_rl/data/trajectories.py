@@ -42,7 +42,7 @@ def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
     return TrajectoryBuffers(**joined, temperatures=temperatures)
 
 
-def one_if_equal(temperatures: np.ndarray) -> np.ndarray | None:
+def compact_temperatures(temperatures: np.ndarray) -> np.ndarray | None:
     """Temperatures in their shortest form (see TrajectoryBuffers). NaN is left out of the comparison: a token that was
     not sampled has no temperature. Shapes: [T] -> [T] or []; None if none is known."""
     known = temperatures[~np.isnan(temperatures)]
@@ -85,8 +85,8 @@ def ragged(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return np.arange(new[-1]) + np.repeat(offsets[:-1][rows] - new[:-1], lengths), new
 
 
-def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Where each of so many runs begins, and where the last ends: int64 [n + 1]."""
+def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return the start of each of n consecutive runs and the end of the last one: int64 [n + 1]."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

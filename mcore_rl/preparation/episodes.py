@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config import Config
 from mcore_rl.config.rules.episodes import has_turns
-from mcore_rl.data.chat.limits import try_out
+from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.tokenizer import eos_token_ids
 from mcore_rl.rollout.episodes.load import conversation_of, load_episode
 from mcore_rl.rollout.tools.check import check_tools
@@ -29,7 +29,7 @@ def check_episode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     schemas = check_tools(rollout, config.sandbox)
     stop_ids = eos_token_ids(tokenizer, config.model.hf_path)
     load = partial(conversation_of, rollout, config.data.template_kwargs, tokenizer, schemas, stop_ids)
-    try_out(load, "model.tokenizer_path")
+    check_limits(load, "model.tokenizer_path")
     _, facts = load()
     notes = []
     if schemas:

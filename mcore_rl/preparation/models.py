@@ -22,7 +22,7 @@ from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.rules.judge import has_judge_engines, server_key, template_text, uses_judge
 from mcore_rl.config.schema import ClusterConfig
-from mcore_rl.data.chat.limits import try_out
+from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
@@ -176,7 +176,7 @@ def check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> 
         key = "judge.tokenizer_path"
         tokenizer = load_tokenizer(path, key)
         questions = partial(JudgePrompts, tokenizer, template_text(judge))
-        try_out(questions, key, "")
+        check_limits(questions, key, "")
         check_room(questions(), prompts, judge.max_prompt_tokens)
     if judge.url is not None:
         try_server(judge, server_key(judge))

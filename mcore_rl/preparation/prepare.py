@@ -20,7 +20,7 @@ from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.rules.reward_model import uses_reward_model
 from mcore_rl.config.schema import DataConfig
-from mcore_rl.data.chat.limits import try_out
+from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.columns import check_keys
 from mcore_rl.data.order.curriculum import Curriculum
 from mcore_rl.data.order.weights import RowWeights
@@ -108,7 +108,7 @@ def prepare(config: Config) -> Prepared:
     if uses_reference(config.algorithm.kl):
         check_reference(config, hf_config, needs)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
-    try_out(partial(PromptRenderer, tokenizer, config.data), "model.tokenizer_path")
+    check_limits(partial(PromptRenderer, tokenizer, config.data), "model.tokenizer_path")
     reward_model = reward_model_layout(config, needs) if uses_reward_model(config.reward_model) else None
     prompts: dict[str, PromptSet] = {}
     targets: SupervisedSet | None = None

@@ -11,7 +11,7 @@ import numpy as np
 
 from mcore_rl.config.models import RewardModelConfig
 from mcore_rl.config.schema import ModelConfig, RolloutConfig
-from mcore_rl.data.chat.limits import try_out
+from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.chat.messages import with_answer
 from mcore_rl.data.chat.style import ChatStyle
 from mcore_rl.data.prompts import PromptSet
@@ -43,7 +43,7 @@ class RewardInputs:
         self.reencoded = not same_encoding(self._tokenizer, self._policy_tokenizer)
         self._style: ChatStyle | None = None
         if self.reencoded and self._tokenizer.chat_template is not None:
-            try_out(partial(ChatStyle.of, self._tokenizer), "reward_model.hf_path", "")
+            check_limits(partial(ChatStyle.of, self._tokenizer), "reward_model.hf_path", "")
             self._style = ChatStyle.of(self._tokenizer)
         hf_config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         self._positions: int | None = hf_config.get("max_position_embeddings")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_rl.data.batching import places_in_groups
+from mcore_rl.data.batching import positions_in_groups
 from mcore_rl.data.packing import balance
 from mcore_rl.errors import NonFiniteError
 from mcore_rl.types import RolloutScalars, RolloutTask
@@ -62,7 +62,7 @@ def _require_finite(task: RolloutTask, scalars: RolloutScalars, scores: np.ndarr
     if not len(bad):
         return
     index = int(bad[0])
-    sample = places_in_groups(scalars.group_ids)[index]
+    sample = positions_in_groups(scalars.group_ids)[index]
     more = f", and {len(bad) - 1} more are no number" if len(bad) > 1 else ""
     raise NonFiniteError(
         f"the reward model's score of group {scalars.group_ids[index]}, sample {sample} (row "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.data.json_text import to_plain
-from mcore_rl.data.records import HALF_CHARACTERS
+from mcore_rl.data.records import SURROGATE_ERRORS
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.trajectories import temperature_spans, version_spans
 from mcore_rl.types import EpisodeOutcome, Grades, RolloutScalars, RolloutTask, Score, Trajectory, TrajectoryBuffers
@@ -106,7 +106,7 @@ def _digests(responses: Sequence[Response]) -> np.ndarray:
 
 def write_records(path: Path, task: RolloutTask, responses: Sequence[Response]) -> None:
     """Write one JSON object per trajectory."""
-    with open(path, "w", encoding="utf-8", errors=HALF_CHARACTERS) as file:
+    with open(path, "w", encoding="utf-8", errors=SURROGATE_ERRORS) as file:
         for index, response in enumerate(responses, start=task.span[0]):
             place = int(task.group_ids[index // task.samples_per_prompt]), index % task.samples_per_prompt
             for trajectory in response.outcome.trajectories:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mcore_rl.data.trajectories import offsets_of, one_if_equal
+from mcore_rl.data.trajectories import compact_temperatures, offsets_of
 from mcore_rl.errors import McoreRLError
 from mcore_rl.types import NOT_SAMPLED, Trajectory, TrajectoryBuffers
 
@@ -36,7 +36,9 @@ def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] =
         trained=_filled([t.trained for t in trajectories], response_tokens, 1, np.uint8),
         routed_experts=_routed_experts(trajectories, names),
         turn_rewards=_filled([t.rewards for t in trajectories], response_tokens, 0, np.float32) if has_turns else None,
-        temperatures=one_if_equal(_filled([t.temperatures for t in trajectories], response_tokens, np.nan, np.float32)),
+        temperatures=compact_temperatures(
+            _filled([t.temperatures for t in trajectories], response_tokens, np.nan, np.float32)
+        ),
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.data.batching import of_episodes
+from mcore_rl.data.batching import one_row_per_episode
 from mcore_rl.data.records import join_parts, part_path
 from mcore_rl.ports import Validator
 from mcore_rl.rollout.collector import RolloutPool
@@ -57,7 +57,7 @@ class RolloutValidator:
             )
             for number, rows in enumerate(parts)
         ]
-        results = [of_episodes(scalars) for _, scalars in self.pool.run(tasks)]
+        results = [one_row_per_episode(scalars) for _, scalars in self.pool.run(tasks)]
         join_parts([str(task.records) for task in tasks], self.records_dir, name)
         if self.failures is not None:
             self.failures.check(results, f"data.val after step {step}", f"rollouts/{name}.jsonl")

@@ -15,7 +15,7 @@ from mcore_rl.algorithms.filters import finished, user_filter
 from mcore_rl.algorithms.interface import MAX_NAMED
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import KeptSamples, UpdateCut, build_batch, gather, of_episodes
+from mcore_rl.data.batching import KeptSamples, UpdateSchedule, build_batch, gather, one_row_per_episode
 from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.errors import NonFiniteError
 from mcore_rl.trainer.diagnostics import describe_equality, describe_groups, describe_lengths, describe_parts
@@ -40,7 +40,7 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
         kept = gather(groups.scalars, groups.keep)
         check_rewards(kept)
         advantages = advantages_of(groups, kept.rewards) if per_response else np.zeros(len(kept), np.float32)
-        cut = UpdateCut(
+        schedule = UpdateSchedule(
             config.trainer.prompts_per_update, config.trainer.update_epochs, dp_size, (config.run.seed, step), cost
         )
         return build_batch(
@@ -49,7 +49,7 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
             groups.keep,
             advantages=advantages,
             weights_of=weights_of,
-            cut=cut,
+            schedule=schedule,
             trained=is_trained(kept),
             version=version,
         )
@@ -143,7 +143,7 @@ def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[st
     once."""
     responses = sum(len(s.rewards) for s in groups.scalars)
     tokens = _every(groups.scalars, "response_tokens")
-    episodes = [of_episodes(s) for s in groups.scalars]
+    episodes = [one_row_per_episode(s) for s in groups.scalars]
     return {
         "reward/mean": _mean(episodes, "rewards"),
         "reward/accuracy": _mean(episodes, "accuracies"),

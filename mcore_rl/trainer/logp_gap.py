@@ -10,7 +10,7 @@ import numpy as np
 
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import UpdateCut, build_batch
+from mcore_rl.data.batching import UpdateSchedule, build_batch
 from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.errors import ConfigError
 from mcore_rl.ports import Actor, EngineProbe
@@ -81,7 +81,9 @@ class LogpGapCheck:
             keep,
             advantages=np.zeros(sum(map(len, keep)), np.float32),
             weights_of=lambda trained_tokens: np.zeros(len(trained_tokens), np.float32),
-            cut=UpdateCut(num_prompts, num_dp_ranks=self.num_dp_ranks, cost=self.cost),  # an update per engine
+            schedule=UpdateSchedule(
+                num_prompts, num_dp_ranks=self.num_dp_ranks, cost=self.cost
+            ),  # an update per engine
             version=version,
         )
         return dict(zip(results, self.actor.compare_logp(batch), strict=True))

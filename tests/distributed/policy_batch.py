@@ -11,7 +11,7 @@ import torch
 
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.schema import Config
-from mcore_rl.data.trajectories import one_if_equal
+from mcore_rl.data.trajectories import compact_temperatures
 from mcore_rl.types import RankShare, TrajectoryBuffers
 from tests.tiny_models import VOCABULARY, checkpoint_tensors
 
@@ -210,5 +210,5 @@ def _buffers(samples: range) -> TrajectoryBuffers:
         logp_rollout=np.concatenate([logp_rollout(sample) for sample in samples]),
         versions=np.concatenate([versions(sample) for sample in samples]),
         trained=np.concatenate([trained(sample) for sample in samples]),
-        temperatures=one_if_equal(np.concatenate([temperatures(sample) for sample in samples])),
+        temperatures=compact_temperatures(np.concatenate([temperatures(sample) for sample in samples])),
     )

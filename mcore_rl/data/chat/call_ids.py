@@ -30,11 +30,11 @@ def with_call_ids(messages: Sequence[Message], where: str, *, strict: bool) -> l
     for place, message in enumerate(messages):
         made = dict(message)
         if made.get("tool_calls"):
-            calls = _named(made["tool_calls"], _given_ids(messages[place + 1 :]), number)
+            calls = _with_ids(made["tool_calls"], _given_ids(messages[place + 1 :]), number)
             number += len(calls)
             made["tool_calls"] = list(calls)
         elif made["role"] == "tool" and calls is not None:
-            call = _answered(made, calls)
+            call = _answered_call(made, calls)
             if call is not None:
                 calls.remove(call)
                 made["tool_call_id"] = call["id"]
@@ -48,7 +48,7 @@ def with_call_ids(messages: Sequence[Message], where: str, *, strict: bool) -> l
     return completed
 
 
-def renamed(messages: Sequence[Message], new_id: NewId) -> list[dict[str, Any]]:
+def with_new_ids(messages: Sequence[Message], new_id: NewId) -> list[dict[str, Any]]:
     """The messages with other ids, in the calls and in the tool messages that answer them."""
     made: list[dict[str, Any]] = []
     names: dict[str, str] = {}
@@ -88,14 +88,14 @@ def _given_ids(after: Sequence[Message]) -> list[str]:
     return ids
 
 
-def _named(calls: Sequence[Message], answered: Sequence[str], number: int) -> list[dict[str, Any]]:
+def _with_ids(calls: Sequence[Message], answered: Sequence[str], number: int) -> list[dict[str, Any]]:
     """Calls with ids: their own, else those of the answers in their order, else new ones."""
     own = {call.get("id") for call in calls}
     free = iter([each for each in answered if each not in own])
     return [{**call, "id": call.get("id") or next(free, call_id(number + place))} for place, call in enumerate(calls)]
 
 
-def _answered(message: Message, calls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def _answered_call(message: Message, calls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     given, name = message.get("tool_call_id"), message.get("name")
     if given is not None:
         return next((call for call in calls if call["id"] == given), None)

@@ -59,7 +59,7 @@ class Conversation:
             other._style = replace(self._style, tools=tuple(tools))
         return other
 
-    def rendered(self, messages: Sequence[Message], *, prompts: bool = True, continues: bool = True) -> str:
+    def render(self, messages: Sequence[Message], *, prompts: bool = True, continues: bool = True) -> str:
         """The text of a whole conversation; with `prompts` the model's turn begins at its end, and a last message of
         the assistant is left open if it `continues`.
 
@@ -70,11 +70,11 @@ class Conversation:
         shown = self._style.canonical(normalized(messages, "messages"), "messages", strict=False)
         return self._style.render(shown, "messages", opens_turn=prompts, continues=continues)
 
-    def whole(self, messages: Sequence[Message], *, continues: bool = True) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], *, continues: bool = True) -> list[int]:
         """Token ids of a conversation whose next turn is the model's, or `continues` a last message of it."""
-        return self._encode(self.rendered(messages, continues=continues))
+        return self._encode(self.render(messages, continues=continues))
 
-    def after(self, messages: Sequence[Message], last_id: int) -> list[int]:
+    def ids_after_turn(self, messages: Sequence[Message], last_id: int) -> list[int]:
         """Token ids that follow a sampled turn, which ended with `last_id`, when `messages` are said after it and the
         next turn is the model's. Answers of tools come first, as many as the turn had calls.
 
@@ -83,12 +83,14 @@ class Conversation:
         texts = [str(message["content"]) for message in messages]
         if not self.has_template:
             return self._encode_with("".join(texts), texts)
-        tail = self.tail([QUESTION], messages)
+        tail = self.text_after_turn([QUESTION], messages)
         stop, place = self._first_stop(tail)
         begun = [] if self._stops[stop] == last_id else [self._stops[stop]]
         return begun + self._encode_with(tail[place + len(stop) :], texts)
 
-    def tail(self, before: Sequence[Message], messages: Sequence[Message], *, reasoning: str | None = None) -> str:
+    def text_after_turn(
+        self, before: Sequence[Message], messages: Sequence[Message], *, reasoning: str | None = None
+    ) -> str:
         """The text behind a made-up turn of the model, with `messages` after it; the turn follows `before`.
 
         Raises: DataError where the template drops the turn.
@@ -96,7 +98,7 @@ class Conversation:
         mark = f"mark{secrets.token_hex(8)}"
         answers = sum(message["role"] == "tool" for message in messages)
         turn = self.turn("" if answers else mark, reasoning=reasoning, calls=self._marked_calls(messages, mark))
-        text = self.rendered([*before, turn, *with_answer_ids(messages)])
+        text = self.render([*before, turn, *with_answer_ids(messages)])
         if text.count(mark) != 1:
             what = "the call of a tool" if answers else "what the model said"
             raise DataError(f"the chat template shows {what} {text.count(mark)} times instead of once")

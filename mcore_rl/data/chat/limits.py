@@ -60,7 +60,7 @@ def render_all(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
             yield result
 
 
-def try_out(work: Callable[[], object], key: str, remedy: str = "data.template=plain, or ") -> None:
+def check_limits(work: Callable[[], object], key: str, remedy: str = "data.template=plain, or ") -> None:
     """Run `work`, which renders a chat template, once in a child process under the limits; the result and errors of
     ours are dropped, because the caller runs `work` again.
 
@@ -87,22 +87,22 @@ class _Exceeded:
 
 @contextlib.contextmanager
 def _child(jobs: Sequence[Callable[[], T]]) -> Iterator[tuple[Connection, int]]:
-    ours, theirs = Pipe(duplex=False)
+    receiver, sender = Pipe(duplex=False)
     parent = os.getpid()
     child = os.fork()
     if child == 0:
         try:
-            ours.close()
-            _serve(jobs, theirs, parent)
+            receiver.close()
+            _serve(jobs, sender, parent)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)  # without the parent's exit handlers
-    theirs.close()
+    sender.close()
     try:
-        yield ours, child
+        yield receiver, child
     finally:
-        ours.close()
+        receiver.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):

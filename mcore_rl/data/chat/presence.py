@@ -62,10 +62,10 @@ class PresenceCheck:
             for message, content in zip(messages, contents, strict=True)
         )
         if shape not in self._dropped:
-            self._dropped[shape] = self._look(messages, contents)
+            self._dropped[shape] = self._find_dropped(messages, contents)
         return self._dropped[shape]
 
-    def _look(self, messages: Sequence[Message], contents: Sequence[int]) -> int | None:
+    def _find_dropped(self, messages: Sequence[Message], contents: Sequence[int]) -> int | None:
         marks = [f"mark{number:05d}z" if number else "" for number in contents]
         marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
         try:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.data.chat.call_ids import kimi_id, nine_characters, renamed, with_call_ids
+from mcore_rl.data.chat.call_ids import kimi_id, nine_characters, with_call_ids, with_new_ids
 from mcore_rl.data.chat.messages import text_of
 from mcore_rl.errors import ConfigError, DataError
 
@@ -73,8 +73,8 @@ class ChatStyle:
                 message["role"] = self.developer
         made = with_call_ids(made, where, strict=strict)
         if strict and _KIMI_MARK in self.source:
-            return renamed(made, kimi_id)
-        return renamed(made, nine_characters) if self.short_ids else made
+            return with_new_ids(made, kimi_id)
+        return with_new_ids(made, nine_characters) if self.short_ids else made
 
     def render(self, messages: Sequence[Message], where: str, *, opens_turn: bool, continues: bool = True) -> str:
         """The text of canonical messages. With `opens_turn` the model's turn begins at its end; a last message of the
@@ -86,7 +86,7 @@ class ChatStyle:
             if not is_empty(messages[-1]):
                 return self._continued(messages, where)
             messages = messages[:-1]
-        return self._applied(messages, where, add_generation_prompt=opens_turn)
+        return self._apply(messages, where, add_generation_prompt=opens_turn)
 
     def _continued(self, messages: Sequence[Message], where: str) -> str:
         last = messages[-1]
@@ -103,14 +103,14 @@ class ChatStyle:
             last = {**last, "content": "", field: begun}
         if "prefix" in self.source:
             last = {**last, "prefix": True}  # DeepSeek-V3.1 opens or closes the reasoning by it
-        text = self._applied([*messages[:-1], last], where, continue_final_message=field)
+        text = self._apply([*messages[:-1], last], where, continue_final_message=field)
         if not text.rstrip().endswith(begun.strip()):
             raise DataError(
                 f"{where}: the last message begins the assistant's answer, and the chat template does not leave it open"
             )
         return text
 
-    def _applied(self, messages: Sequence[Message], where: str, **options: Any) -> str:
+    def _apply(self, messages: Sequence[Message], where: str, **options: Any) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 [self._shown(message) for message in messages],
@@ -153,10 +153,10 @@ def is_empty(message: Message) -> bool:
     return not any(message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
 
 
-def _tried(style: ChatStyle, *messages: Message) -> str:
+def _try_render(style: ChatStyle, *messages: Message) -> str:
     """The rendering; empty where the template refuses it."""
     try:
-        return style._applied(messages, "probe", add_generation_prompt=True)
+        return style._apply(messages, "probe", add_generation_prompt=True)
     except DataError as error:
         from jinja2 import TemplateSyntaxError
 
@@ -175,21 +175,21 @@ def _user(content: Any) -> Message:
 def _with_parts(style: ChatStyle) -> ChatStyle:
     first, second = _MARKS
     as_parts = [{"type": "text", "text": mark} for mark in _MARKS]
-    one_part = _tried(style, _user(as_parts[:1]))
+    one_part = _try_render(style, _user(as_parts[:1]))
     printed = any(key in one_part for key in ("'type'", '"type"'))  # the list itself, as Python or JSON writes it
-    parts = first in one_part and not printed and first not in _tried(style, _user(first))
-    text = _tried(style, _user(as_parts))
+    parts = first in one_part and not printed and first not in _try_render(style, _user(first))
+    text = _try_render(style, _user(as_parts))
     separator = text[text.find(first) + len(first) : max(text.find(second), 0)]
     style = replace(style, parts=parts)
     native = second in text and len(separator) <= _MAX_SEPARATOR
-    if not native or _tried(style, _user(f"{first}{separator}{second}")) != text:
+    if not native or _try_render(style, _user(f"{first}{separator}{second}")) != text:
         separator = "\n"  # as vLLM joins them for a template that takes strings
     return replace(style, separator=separator)
 
 
 def _with_developer(style: ChatStyle) -> ChatStyle:
     for role in ("developer", "system"):
-        if _MARKS[0] in _tried(style, {"role": role, "content": _MARKS[0]}, _user(_MARKS[1])):
+        if _MARKS[0] in _try_render(style, {"role": role, "content": _MARKS[0]}, _user(_MARKS[1])):
             return replace(style, developer=role)
     return style
 
@@ -211,7 +211,7 @@ def _shows_calls(style: ChatStyle, call_id: str) -> bool:
     calls = [{"id": call_id, "type": "function", "function": function}]
     messages = [_user("?"), {"role": "assistant", "content": "", "tool_calls": calls}]
     answer = {"role": "tool", "name": _NAME, "tool_call_id": call_id, "content": "!"}
-    before = _tried(style, *messages[:1])
-    text = _tried(style, *messages, answer) or _tried(style, *messages)
+    before = _try_render(style, *messages[:1])
+    text = _try_render(style, *messages, answer) or _try_render(style, *messages)
     quoted_wrongly = f"'{_KEY}'" in text or f'\\"{_KEY}' in text  # Python's form of a dict, or JSON within JSON
     return _NAME in text and _VALUE in text and not quoted_wrongly and text.count("None") == before.count("None")

@@ -61,7 +61,7 @@ def examine(conversation: Conversation, *, tools: bool, users: bool) -> Template
 def _examine_tools(conversation: Conversation) -> bool:
     """Whether two calls of a turn work too."""
     names = [str(tool["function"]["name"]) for tool in conversation.tools]
-    prompt = conversation.rendered([QUESTION])
+    prompt = conversation.render([QUESTION])
     hidden = [name for name in names if name not in prompt]
     if hidden:
         raise ConfigError(
@@ -82,7 +82,7 @@ def _examine_tail(conversation: Conversation, new: Sequence[Message], texts: Seq
     try:
         for before in _possible(conversation):
             for reasoning in (None, THOUGHT):
-                tails.add(conversation.tail(before, new, reasoning=reasoning))
+                tails.add(conversation.text_after_turn(before, new, reasoning=reasoning))
     except DataError as error:
         raise ConfigError(f"{TEMPLATE} cannot render {what} after a turn of the model: {error}") from error
     if len(tails) > 1:
@@ -102,7 +102,7 @@ def _examine_tail(conversation: Conversation, new: Sequence[Message], texts: Seq
 def _possible(conversation: Conversation) -> list[tuple[Message, ...]]:
     """Some templates take no system message."""
     try:
-        conversation.rendered([SYSTEM, QUESTION])
+        conversation.render([SYSTEM, QUESTION])
     except DataError:
         return [HISTORIES[0], (QUESTION, *HISTORIES[2][2:])]
     return list(HISTORIES)
@@ -117,8 +117,8 @@ def _rewritten(
     for reasoning, having in ((None, ""), (THOUGHT, " with reasoning")):
         turn = conversation.turn("" if calls else "said0", reasoning=reasoning, calls=calls)
         try:
-            before = conversation.rendered([QUESTION, *between, turn], prompts=False)
-            after = conversation.rendered([QUESTION, *between, turn, *new])
+            before = conversation.render([QUESTION, *between, turn], prompts=False)
+            after = conversation.render([QUESTION, *between, turn, *new])
         except DataError:
             continue
         if not after.startswith(before):

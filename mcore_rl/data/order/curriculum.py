@@ -22,7 +22,7 @@ from mcore_rl.errors import CurriculumError
 
 KEY = "data.curriculum"
 _WHOLE = (int, np.integer)
-GIVEN = ("epoch", "prompts", "seed")
+ARGUMENTS = ("epoch", "prompts", "seed")
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Curriculum:
 
     def __post_init__(self) -> None:
         self._function = load_function(KEY, self.spec)
-        check_call(f"{KEY}={self.spec}", self._function, GIVEN, {}, f"f({', '.join(GIVEN)})")
+        check_call(f"{KEY}={self.spec}", self._function, ARGUMENTS, {}, f"f({', '.join(ARGUMENTS)})")
 
     def order(self, epoch: int) -> np.ndarray:
         """The rows of the epoch, int64 [drawn]; the same row may be in it more than once.
@@ -51,13 +51,13 @@ class Curriculum:
         return self._latest[1]
 
     def _call(self, epoch: int) -> np.ndarray:
-        told = f"{KEY}={self.spec}, called for epoch {epoch}"
+        context = f"{KEY}={self.spec}, called for epoch {epoch}"
         try:
             found: Any = self._function(epoch=epoch, prompts=self.prompts, seed=self.seed)
             rows = found if isinstance(found, np.ndarray) else list(found)
         except (Exception, SystemExit) as error:
-            raise CurriculumError(f"{told}, raised {describe(error)}{_place(error)}") from error
-        return _checked(rows, len(self.prompts), told)
+            raise CurriculumError(f"{context}, raised {describe(error)}{_place(error)}") from error
+        return _checked(rows, len(self.prompts), context)
 
 
 def fingerprint(order: np.ndarray) -> int:
@@ -65,7 +65,7 @@ def fingerprint(order: np.ndarray) -> int:
     return zlib.crc32(order.astype("<i8").tobytes())
 
 
-def _checked(rows: np.ndarray | Sequence[Any], num_prompts: int, told: str) -> np.ndarray:
+def _checked(rows: np.ndarray | Sequence[Any], num_prompts: int, context: str) -> np.ndarray:
     if isinstance(rows, np.ndarray):
         whole = rows.ndim == 1 and np.issubdtype(rows.dtype, np.integer)
         wrong = None if whole else f"an array of {rows.dtype} with {rows.ndim} dimensions"
@@ -74,12 +74,12 @@ def _checked(rows: np.ndarray | Sequence[Any], num_prompts: int, told: str) -> n
             (_shown(row) for row in rows if isinstance(row, bool) or not isinstance(row, int | np.integer)), None
         )
     if wrong is not None:
-        raise CurriculumError(f"{told}, returned {wrong}; return a list of indices of prompts, whole numbers")
+        raise CurriculumError(f"{context}, returned {wrong}; return a list of indices of prompts, whole numbers")
     if not len(rows):
-        raise CurriculumError(f"{told}, returned no row; an epoch needs at least one")
+        raise CurriculumError(f"{context}, returned no row; an epoch needs at least one")
     outside = next((int(row) for row in rows if not 0 <= row < num_prompts), None)
     if outside is not None:
-        raise CurriculumError(f"{told}, returned row {outside}; there are the rows 0 to {num_prompts - 1}")
+        raise CurriculumError(f"{context}, returned row {outside}; there are the rows 0 to {num_prompts - 1}")
     return np.array(rows, np.int64)
 
 

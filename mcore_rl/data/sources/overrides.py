@@ -62,25 +62,25 @@ def with_overrides(options: SamplingOptions, wanted: Mapping[str, Any]) -> Sampl
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
-    told = f"{where}: sampling.{name}"
+    context = f"{where}: sampling.{name}"
     if name in CHANGES_DISTRIBUTION:
-        raise DataError(f"{told} changes the distribution, which the trainer would not compute; leave it out")
+        raise DataError(f"{context} changes the distribution, which the trainer would not compute; leave it out")
     if name not in SAMPLING:
         near = difflib.get_close_matches(name, SAMPLING, n=1)
         hint = f"did you mean {near[0]}? It" if near else "it"
         raise DataError(f"{where}: sampling has {name!r}; {hint} may set {', '.join(SAMPLING)}")
     if name == "stop":
-        return _stops(value, told)
-    number = _number(name, value, told)
+        return _stops(value, context)
+    number = _number(name, value, context)
     if name == "top_k" and number == 0:
-        raise DataError(f"{told} is 0, which leaves no token; set it to -1 (all tokens) or to at least 1")
+        raise DataError(f"{context} is 0, which leaves no token; set it to -1 (all tokens) or to at least 1")
     return number
 
 
-def _stops(value: Any, told: str) -> list[str]:
+def _stops(value: Any, context: str) -> list[str]:
     stops = [value] if isinstance(value, str) else value
     if (fault := stop_fault(stops)) is not None:
-        raise DataError(f"{told} is {written(value)}, which {fault}")
+        raise DataError(f"{context} is {written(value)}, which {fault}")
     return list(stops)
 
 
@@ -97,16 +97,16 @@ def check_turns(value: Any, where: str) -> int | None:
     return turns
 
 
-def _number(name: str, value: Any, told: str) -> float:
+def _number(name: str, value: Any, context: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"{told} is {value!r}, not a number")
+        raise DataError(f"{context} is {value!r}, not a number")
     if not math.isfinite(value):
-        raise DataError(f"{told} is {value}, not a finite number")
+        raise DataError(f"{context} is {value}, not a finite number")
     number: float | None = _whole(value) if name in _WHOLE else value
     if number is None:
-        raise DataError(f"{told} is {value}, not a whole number")
+        raise DataError(f"{context} is {value}, not a whole number")
     if (demand := _DOMAINS[name].demand(number)) is not None:
-        raise DataError(f"{told} is {value}, but must be {demand}")
+        raise DataError(f"{context} is {value}, but must be {demand}")
     return number
 
 

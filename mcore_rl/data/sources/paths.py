@@ -55,17 +55,19 @@ def file_weights(weights: Mapping[str, float], names: Names) -> tuple[float, ...
     files = find_files(names, "data.train")
     found: dict[Path, tuple[str, float]] = {}
     for name, weight in weights.items():
-        told = f"data.weights: {name}: {weight:g}"
+        context = f"data.weights: {name}: {weight:g}"
         for path in _expand(name, "data.weights"):
             if path not in files:
-                raise ConfigError(f"{told}: {path} is not in data.train; the keys are paths or globs that are")
+                raise ConfigError(f"{context}: {path} is not in data.train; the keys are paths or globs that are")
             if path in found:
-                raise ConfigError(f"{told}: {path} has a weight by {found[path][0]} already; leave one of the two out")
+                raise ConfigError(
+                    f"{context}: {path} has a weight by {found[path][0]} already; leave one of the two out"
+                )
             found[path] = name, weight
     return tuple(found[path][1] if path in found else 1.0 for path in files)
 
 
-def shown(files: Sequence[Path]) -> str:
+def format_files(files: Sequence[Path]) -> str:
     """For a message: the file, or how many there are and the first of them."""
     if len(files) == 1:
         return str(files[0])

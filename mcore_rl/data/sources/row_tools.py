@@ -48,66 +48,68 @@ class RowTools:
         return self._interned([self._named(name, there, f"{where}: {SELECTION}") for name in names])
 
     def _own(self, given: Any, where: str, struct_nulls: bool) -> list[Schema] | None:
-        told = f"{where}: {TOOLS}"
+        context = f"{where}: {TOOLS}"
         if isinstance(given, str):
-            given = parse_json(given, told) if given.strip() else None
+            given = parse_json(given, context) if given.strip() else None
         if given is None:
             return None
         listed = [given] if isinstance(given, dict) else given
         if not isinstance(listed, list):
-            raise DataError(f"{told} is {type(given).__name__}, not a list of schemas of functions; rename the column")
-        schemas = [self._schema(each, f"{told}[{place}]", struct_nulls) for place, each in enumerate(listed)]
+            raise DataError(
+                f"{context} is {type(given).__name__}, not a list of schemas of functions; rename the column"
+            )
+        schemas = [self._schema(each, f"{context}[{place}]", struct_nulls) for place, each in enumerate(listed)]
         names = [_name(schema) for schema in schemas]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise DataError(f"{told} has two tools {twice!r}; leave one out")
+            raise DataError(f"{context} has two tools {twice!r}; leave one out")
         return self._interned(schemas)
 
-    def _schema(self, given: Any, told: str, struct_nulls: bool) -> Schema:
+    def _schema(self, given: Any, context: str, struct_nulls: bool) -> Schema:
         if isinstance(given, str):
             if not given.lstrip().startswith("{"):
-                return self._named(given, self._tools, told)
-            given = parse_json(given, told)
+                return self._named(given, self._tools, context)
+            given = parse_json(given, context)
         if struct_nulls:
             given = without_nulls(given)
         function = given.get("function", given) if isinstance(given, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str) or not name:
-            raise DataError(f"{told} must be {{type: function, function: {{name, description, parameters}}}}")
+            raise DataError(f"{context} must be {{type: function, function: {{name, description, parameters}}}}")
         if given.get("type", "function") != "function":
-            raise DataError(f"{told} is of type {given['type']!r}; only functions are supported")
+            raise DataError(f"{context} is of type {given['type']!r}; only functions are supported")
         function = {key: value for key, value in function.items() if key != "type" or function is not given}
         if isinstance(parameters := function.get("parameters"), str):
-            function["parameters"] = parameters = parse_json(parameters, f"{told}: parameters of {name}")
+            function["parameters"] = parameters = parse_json(parameters, f"{context}: parameters of {name}")
         if not isinstance(parameters, dict | None):
-            raise DataError(f"{told}: parameters of {name} is {type(parameters).__name__}, not a JSON schema")
+            raise DataError(f"{context}: parameters of {name} is {type(parameters).__name__}, not a JSON schema")
         if self._executes:
-            self._check_implemented(name, parameters or {}, told)
+            self._check_implemented(name, parameters or {}, context)
         return {"type": "function", "function": function}
 
-    def _check_implemented(self, name: str, parameters: Any, told: str) -> None:
+    def _check_implemented(self, name: str, parameters: Any, context: str) -> None:
         """Holds a row's schema to the run's tool, which gets the arguments."""
         from jsonschema import Draft202012Validator
         from jsonschema.exceptions import SchemaError
 
-        own = self._named(name, self._tools, told)["function"].get("parameters") or {}
+        own = self._named(name, self._tools, context)["function"].get("parameters") or {}
         try:
             Draft202012Validator.check_schema(parameters)
         except SchemaError as error:
-            raise DataError(f"{told}: parameters of {name} are no JSON schema: {error.message}") from None
+            raise DataError(f"{context}: parameters of {name} are no JSON schema: {error.message}") from None
         shown, taken = set(parameters.get("properties") or {}), set(own.get("properties") or {})
         if not own.get("additionalProperties") and (extra := sorted(shown - taken)):
-            raise DataError(f"{told}: {name} has the argument {extra[0]!r}, which its implementation does not take")
+            raise DataError(f"{context}: {name} has the argument {extra[0]!r}, which its implementation does not take")
         if lacking := sorted(set(own.get("required") or ()) - shown):
-            raise DataError(f"{told}: {name} lacks the argument {lacking[0]!r}, which its implementation requires")
+            raise DataError(f"{context}: {name} lacks the argument {lacking[0]!r}, which its implementation requires")
 
-    def _named(self, name: str, there: Mapping[str, Schema], told: str) -> Schema:
+    def _named(self, name: str, there: Mapping[str, Schema], context: str) -> Schema:
         if name in there:
             return there[name]
         near = difflib.get_close_matches(name, there, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
         where = "rollout.tools has" if there is self._tools else "the row has"
         raise DataError(
-            f"{told} names {name!r}, which has no implementation ({where}: {', '.join(there) or 'none'}){hint} "
+            f"{context} names {name!r}, which has no implementation ({where}: {', '.join(there) or 'none'}){hint} "
             "Add it to rollout.tools, or leave it out of the row"
         )
 
@@ -115,13 +117,13 @@ class RowTools:
         return self._checked.setdefault(json.dumps(schemas, sort_keys=True, default=str), schemas)
 
 
-def _names(given: Any, told: str) -> list[str]:
+def _names(given: Any, context: str) -> list[str]:
     if isinstance(given, str):
-        given = parse_json(given, told) if given.lstrip().startswith("[") else given or None
+        given = parse_json(given, context) if given.lstrip().startswith("[") else given or None
     if given is None:
         return []
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise DataError(f"{told} is {given!r}, not a list of names of tools")
+        raise DataError(f"{context} is {given!r}, not a list of names of tools")
     return list(dict.fromkeys(given))
 
 

@@ -90,7 +90,7 @@ class CheckpointWriter:
         for file in self._files:
             crc = Crc32()
             with _path_in_errors(self.directory / file.name):
-                spans[file.name] = write_file(self.directory, file, self._tensor, lambda _: None, on_write=crc.see)
+                spans[file.name] = write_file(self.directory, file, self._tensor, lambda _: None, on_write=crc.update)
             saved.append(SavedFile(file.name, crc.num_bytes, crc.value))
         self._views.clear()
         return RankReport(tuple(saved), tuple(_without_contents(file) for file in self._files), spans)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_rl.data.batching import places_in_groups
+from mcore_rl.data.batching import positions_in_groups
 from mcore_rl.data.records import add_fields
 from mcore_rl.data.trajectories import split_rows
 from mcore_rl.data.transcripts import PromptSource, TextDecoder, transcripts
@@ -36,7 +36,7 @@ def shares(tasks: Sequence[RolloutTask], results: Sequence[RolloutScalars], num_
     """For every judge what it scores of each task of which it has a response, all of about as many tokens."""
     return [
         [
-            Share(index, part, group_ids[part.rows], places_in_groups(group_ids)[part.rows], task.records)
+            Share(index, part, group_ids[part.rows], positions_in_groups(group_ids)[part.rows], task.records)
             for index, (task, part) in enumerate(zip(tasks, parts, strict=True))
             if len(part.rows)
             for group_ids in [results[index].group_ids]

@@ -275,7 +275,7 @@ class Session:
                 "session.next_prompt(messages) instead of session.render"
             )
         self._note(messages)
-        return self._context.conversation.after(with_answer_ids(messages), self._last.token_ids[-1])
+        return self._context.conversation.ids_after_turn(with_answer_ids(messages), self._last.token_ids[-1])
 
     def next_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return all tokens for the next turn after `messages`, following rollout.history and rollout.long_history."""
@@ -283,9 +283,9 @@ class Session:
         self._note(messages)
         if self._context.history == "keep":
             ids = self._last.sequence.tokens.tolist()
-            ids += self._context.conversation.after(with_answer_ids(messages), self._last.token_ids[-1])
+            ids += self._context.conversation.ids_after_turn(with_answer_ids(messages), self._last.token_ids[-1])
         else:
-            ids = self._context.conversation.whole(self.messages, continues=False)
+            ids = self._context.conversation.prompt_ids(self.messages, continues=False)
         if self._context.drops_turns:
             ids = self._shortened(ids)
         return ids
@@ -314,7 +314,7 @@ class Session:
     def _first(self, messages: Sequence[Message]) -> list[int]:
         if list(messages) == list(self._prompt.messages):
             return [int(i) for i in self._prompt.token_ids]
-        return self._context.conversation.whole(messages)
+        return self._context.conversation.prompt_ids(messages)
 
     def _note(self, messages: Sequence[Message]) -> None:
         """Append the last sampled turn and `messages` to the conversation."""
@@ -340,7 +340,7 @@ class Session:
         while len(ids) + wanted > self.limits.context_tokens and len(kept) > 1:
             kept = kept[1:]
             shown = [*start, *(message for turn in kept for message in turn)]
-            ids = self._context.conversation.whole(shown, continues=False)
+            ids = self._context.conversation.prompt_ids(shown, continues=False)
         return ids
 
     def _options(self, given: SamplingOptions | Mapping[str, Any] | None, room: int) -> SamplingOptions:

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.driver.load import DULL_FRACTION, ReadyPool, make_episodes, make_scalars
 from benchmarks.whole_step.forced_lengths import ForcedLengths
 from benchmarks.whole_step.task import EQUAL_TOKENS, LONGEST, RESPONSES, WORKLOADS, lengths, schedule
-from mcore_rl.data.batching import of_episodes
+from mcore_rl.data.batching import one_row_per_episode
 from mcore_rl.types import GenerationRequest, RolloutTask, SamplingOptions
 
 EQUAL, LONG_TAILED = WORKLOADS
@@ -77,7 +77,7 @@ def test_ready_episodes_are_the_responses_with_two_sequences_each(tmp_path: Path
     task = _task(tmp_path, 500)
     single, several = make_scalars(task), make_episodes(task)
     assert abs(len(several.rewards) / len(single.rewards) - 2.0) < 0.1  # five standard deviations
-    episodes = of_episodes(several)
+    episodes = one_row_per_episode(several)
     assert (episodes.rewards == single.rewards).all()
     assert (episodes.group_ids == single.group_ids).all()
     assert {len(values) for values in several.episode_metrics.values()} == {len(several.rewards)}

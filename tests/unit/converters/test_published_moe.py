@@ -187,7 +187,7 @@ def inclusive(bounds: list[int] | None) -> range:
 
 
 def patterns() -> list[dict[str, Any]]:
-    """Return name patterns and shapes of the published DeepSeek-V3 tensors, without FP8 scales; ranges are inclusive."""
+    """Return name patterns and shapes of the published DeepSeek-V3 tensors, without FP8 scales (inclusive ranges)."""
     everywhere, sparse, dense = [0, 61], [3, 61], [0, 2]
     h, heads, layer = 7168, 128, "model.layers.{L}."
     gated = {

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mcore_rl.data.batching import UpdateCut, build_batch, gather, rank_balance
+from mcore_rl.data.batching import UpdateSchedule, build_batch, gather, rank_balance
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import RolloutScalars
@@ -42,7 +42,7 @@ def batch_of(version=0, **cut):
         KEEP,
         advantages=advantages,
         weights_of=token_mean,
-        cut=UpdateCut(**options),
+        schedule=UpdateSchedule(**options),
         version=version,
     )
 
@@ -79,7 +79,7 @@ def test_ids_need_not_be_sorted_or_consecutive():
         [np.arange(8)],
         advantages=np.zeros(8),
         weights_of=token_mean,
-        cut=UpdateCut(prompts_per_update=1),
+        schedule=UpdateSchedule(prompts_per_update=1),
     )
     assert [u.tolist() for u in batch.updates] == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
@@ -154,5 +154,10 @@ def test_an_empty_step_is_refused():
     none = [np.empty(0, np.int64)]
     with pytest.raises(ConfigError, match="kept no response"):
         build_batch(
-            ["a"], SCALARS[:1], none, advantages=np.empty(0), weights_of=token_mean, cut=UpdateCut(prompts_per_update=1)
+            ["a"],
+            SCALARS[:1],
+            none,
+            advantages=np.empty(0),
+            weights_of=token_mean,
+            schedule=UpdateSchedule(prompts_per_update=1),
         )

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.columns import Columns, Fields, check_keys, told
+from mcore_rl.data.columns import Columns, RowFields, check_keys, format_notes
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
@@ -23,7 +23,7 @@ VERL = {"data_source": "gsm8k", "prompt": MESSAGES, "reward_model": {"ground_tru
 
 def read(
     row: dict[str, Any], *, tools: bool = False, trained: bool = False, **data: Any
-) -> tuple[Fields, tuple[str, ...]]:
+) -> tuple[RowFields, tuple[str, ...]]:
     columns = Columns(
         DataConfig(**data),
         "data.val",
@@ -32,7 +32,7 @@ def read(
         runs_tools=tools,
         trained=trained,
     )
-    return columns.read("rows.jsonl, line 1", row), told(columns.take_notes())
+    return columns.read("rows.jsonl, line 1", row), format_notes(columns.take_notes())
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -146,7 +146,7 @@ def test_arguments_for_tools_are_reported_once_with_their_number() -> None:
     info = {"need_tools_kwargs": True, "tools_kwargs": {"calc": {"x": 1}}, "interaction_kwargs": {}}
     for row in ({**VERL, "extra_info": info}, VERL, {**VERL, "extra_info": info}):
         columns.read("a place", row)
-    assert told(columns.take_notes()) == (
+    assert format_notes(columns.take_notes()) == (
         "2 rows have need_tools_kwargs, tools_kwargs, used by no tool: responses are single turns, without tools",
     )
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.batching import UpdateCut, build_batch
+from mcore_rl.data.batching import UpdateSchedule, build_batch
 from mcore_rl.data.supervised import load_supervised, supervised_chunk
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
@@ -52,7 +52,7 @@ def test_a_chunk_becomes_a_batch(tmp_path, tokenizer):
         [np.arange(4)],
         advantages=np.ones(4, np.float32),
         weights_of=lambda trained: np.full(len(trained), 1 / trained.sum(), np.float32),
-        cut=UpdateCut(prompts_per_update=4, num_dp_ranks=2),
+        schedule=UpdateSchedule(prompts_per_update=4, num_dp_ranks=2),
     )
     assert (batch.loss_weights * batch.trained_tokens).sum() == pytest.approx(1)
     assert set(batch.dp_ranks.tolist()) == {0, 1}

@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.algorithms import groups_with_variance
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.data.batching import places_in_groups
+from mcore_rl.data.batching import positions_in_groups
 from mcore_rl.rollout.collector import RolloutCollector
 from mcore_rl.types import Groups, RolloutScalars, RolloutTask
 from tests.unit.rollout.counting import CountingSampler
@@ -180,7 +180,7 @@ def test_groups_of_unequal_sizes_are_kept_dropped_and_filled_up_whole(tmp_path: 
     class Several(ScriptedPool):
         def _score(self, task: RolloutTask) -> RolloutScalars:
             whole = super()._score(task)
-            counts = 1 + (whole.prompt_rows + places_in_groups(whole.group_ids)) % 3
+            counts = 1 + (whole.prompt_rows + positions_in_groups(whole.group_ids)) % 3
             arrays = {
                 field.name: np.repeat(value, counts, axis=0)
                 for field in fields(RolloutScalars)

@@ -78,12 +78,12 @@ def test_calls_of_the_warm_start_are_calls_and_what_follows_is_the_templates_ren
     calls = answers = 0
     for problem in demo_task.problems("tool")["warm_start"][:2000]:
         question, _, after = problem.prompt.removeprefix("[calculator]").partition(episode_tasks.CALL)
-        prompt = talk.whole([{"role": "user", "content": question}])
+        prompt = talk.prompt_ids([{"role": "user", "content": question}])
         if after:
             answers += 1
             target = f"{episode_tasks.CALL}{question.rstrip('=')}{episode_tasks.CALLED}"
             sampled = [*tokenizer(target)["input_ids"], tokenizer.eos_token_id]
-            new = talk.after([{"role": "tool", "name": "calculator", "content": problem.answer}], sampled[-1])
+            new = talk.ids_after_turn([{"role": "tool", "name": "calculator", "content": problem.answer}], sampled[-1])
             assert tokenizer(problem.prompt)["input_ids"] == prompt + sampled + new
             assert problem.target == f"#{problem.answer}"
         else:
@@ -132,7 +132,7 @@ def test_games_of_the_warm_start_are_what_the_game_answers_and_the_template_rend
             assert not done
             messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": said}]
         assert last.startswith(said)
-        rendered = [*talk.whole(messages), *tokenizer(last.removeprefix(said))["input_ids"]]
+        rendered = [*talk.prompt_ids(messages), *tokenizer(last.removeprefix(said))["input_ids"]]
         assert tokenizer(problem.prompt + problem.target)["input_ids"] == rendered
         assert playing.step(last.removeprefix(said))[2]  # it is over, where the target ends
         won += playing.won

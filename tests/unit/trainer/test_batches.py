@@ -14,7 +14,7 @@ from mcore_rl.algorithms import advantage_options, compute_advantages, estimator
 from mcore_rl.algorithms.advantages.gae import GAE
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config, TrainerConfig
-from mcore_rl.data.batching import of_episodes, places_in_groups
+from mcore_rl.data.batching import one_row_per_episode, positions_in_groups
 from mcore_rl.errors import ConfigError, NonFiniteError
 from mcore_rl.rewards.results import TAKEN
 from mcore_rl.trainer.batches import batch_builder, describe
@@ -194,7 +194,7 @@ def test_an_episode_counts_once_in_its_group_however_many_sequences_it_left(name
 
 def test_figures_are_of_episodes():
     groups = several_sequences()
-    kept = of_episodes(replace(groups.scalars[0], version_tokens=((3, 20), (4, 3))))
+    kept = one_row_per_episode(replace(groups.scalars[0], version_tokens=((3, 20), (4, 3))))
     assert kept.version_tokens == ((3, 20), (4, 3))
     assert kept.rewards.tolist() == [1, 0, 0.5, 1, 0]
     assert kept.errors == ((1, "raised"),)
@@ -208,5 +208,5 @@ def test_figures_are_of_episodes():
 
 
 def test_responses_are_numbered_within_their_groups():
-    assert places_in_groups(np.array([5, 5, 5, 2, 9, 9])).tolist() == [0, 1, 2, 0, 0, 1]
-    assert places_in_groups(np.empty(0, np.int64)).tolist() == []
+    assert positions_in_groups(np.array([5, 5, 5, 2, 9, 9])).tolist() == [0, 1, 2, 0, 0, 1]
+    assert positions_in_groups(np.empty(0, np.int64)).tolist() == []

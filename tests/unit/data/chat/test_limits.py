@@ -33,7 +33,7 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_template_beyond_a_limit_is_refused_when_it_is_loaded(bomb: str, problem: str) -> None:
     tokenizer = made.tokenizer(made.STABLE + bomb)
     with pytest.raises(ConfigError, match=rf"^model\.tokenizer_path: .*({problem}).*; set data\.template=plain, or"):
-        limits.try_out(partial(PromptRenderer, tokenizer, DataConfig()), "model.tokenizer_path")
+        limits.check_limits(partial(PromptRenderer, tokenizer, DataConfig()), "model.tokenizer_path")
 
 
 @pytest.mark.parametrize(("bomb", "problem"), [*BOMBS, ("{{ 'a' * 10 ** 8 }}", "writes more than 64 MiB|needs more")])

@@ -142,8 +142,8 @@ def stage() -> Iterator[Callable[..., Stage]]:
             )
             prompt = Prompt(
                 0,
-                np.array(talk.whole(QUESTION), np.int32),
-                talk.rendered(QUESTION),
+                np.array(talk.prompt_ids(QUESTION), np.int32),
+                talk.render(QUESTION),
                 "src",
                 "42",
                 extra_info or {},

@@ -92,7 +92,7 @@ def test_a_new_sequence_per_turn_is_rendered_as_it_is_served(stage: SetUp) -> No
     (outcome,) = anew.play()
     assert [anew.trained_text(outcome, i) for i in range(2)] == [f"<think>hm</think>{call('a')}{END}", f"done{END}"]
     assert "<think>" not in anew.text(outcome, 1)
-    rendered = anew.player.context.conversation.rendered(list(outcome.messages), prompts=False)
+    rendered = anew.player.context.conversation.render(list(outcome.messages), prompts=False)
     assert anew.text(outcome, 1) + "\n" == rendered
 
 

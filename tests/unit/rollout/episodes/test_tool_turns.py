@@ -52,7 +52,7 @@ def test_the_sequence_is_the_templates_rendering_of_the_conversation(stage: SetU
 
     on = stage(say, ToolEpisode(), tools=FakeTools(echo))
     (outcome,) = on.play()
-    rendered = on.player.context.conversation.rendered(list(outcome.messages), prompts=False)
+    rendered = on.player.context.conversation.render(list(outcome.messages), prompts=False)
     assert on.text(outcome) + "\n" == rendered
 
 
@@ -227,7 +227,7 @@ def test_first_turn_joins_the_beginning_that_the_row_has_made(stage: SetUp) -> N
     on = stage(lambda text: f"see</think>{call('a')}{END}", solve, tools=FakeTools(echo), history="new_sequence")
     begun = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>Let me "}]
     on.prompt = replace(
-        on.prompt, messages=begun, token_ids=np.array(on.player.context.conversation.whole(begun), np.int32)
+        on.prompt, messages=begun, token_ids=np.array(on.player.context.conversation.prompt_ids(begun), np.int32)
     )
     on.play()
     (said, ids), messages = seen
