@@ -95,6 +95,7 @@ class Correction:
             difference = difference.sum(-1)
             if self.level == "geometric":
                 difference = difference / length.clamp(min=1)
+        # Clamp before exp: an infinite weight would make the metrics infinite even if it is masked afterwards.
         weights = masked(difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), counted)
         applied, outside = self._bounded(weights, counted)
         spread = applied if self.level == "token" else masked(applied[:, None].expand(selected.shape), selected)

@@ -128,6 +128,7 @@ def _group_numbers(ids: np.ndarray, table: np.ndarray, shift: int, index: np.nda
         if i > 0 and ids[i] == ids[i - 1]:
             index[i] = index[i - 1]
         else:
+            # The highest bits of the product are the best mixed.
             slot = np.int64((np.uint64(ids[i]) * GOLDEN_RATIO) >> np.uint64(shift))
             while table[slot] >= 0 and distinct[table[slot]] != ids[i]:
                 slot = (slot + 1) & last
@@ -159,7 +160,7 @@ def _centred_in_groups(
 def _discounted_sums(rewards: np.ndarray, mask: np.ndarray, gamma: float, sums: np.ndarray) -> None:
     rows, length = rewards.shape
     for i in range(rows):
-        later, reward = 0.0, 0.0
+        later, reward = 0.0, 0.0  # reward: sum since the last trained token, so that other tokens' rewards move to it
         for t in range(length - 1, -1, -1):
             reward += rewards[i, t]
             if mask[i, t] > 0:

@@ -59,6 +59,7 @@ def choose(
     Shapes: keys int64, like the logp of each part (see token_keys). A rank without tokens passes an empty part.
     Collective: all ranks that all_reduce sums over.
     """
+    # The moments must be global before any score is computed: they contain the means of the whole update.
     moments = all_reduce(torch.stack([loss.moments(part) for part in parts]).sum(0))
     scores = [loss.scores(part, moments, key) for part, key in zip(parts, keys, strict=True)]
     number = loss.count(int(moments[0]))
@@ -114,6 +115,7 @@ def threshold(scores: Tensor, count: int, all_reduce: AllReduce = one_rank) -> T
     # The search interval excludes -inf and includes +inf.
     low = torch.full((), 1 - INFINITY, dtype=torch.int64, device=scores.device)
     high = torch.full((), INFINITY, dtype=torch.int64, device=scores.device)
+    # Invariant: at least `count` scores are >= low, and fewer than `count` are > high.
     for _ in range(ROUNDS):
         middle = torch.div(low + high + 1, 2, rounding_mode="floor")
         enough = all_reduce((order >= middle).count_nonzero()) >= count

@@ -40,6 +40,7 @@ class Moments:
 
         weights = torch.ones(len(values), dtype=torch.float64)
         if lengths is not None:
+            # A row with one masked entry stands for lengths[i] tokens; one with n entries has lengths[i] / n each.
             weights = lengths.double() / (mask > 0).sum(-1).clamp(min=1)
         return cls(*weighted_moments(values, mask, weights))
 
@@ -47,6 +48,7 @@ class Moments:
         count = self.count + other.count
         if not count:
             return self
+        # Chan et al.: the distance between the two means adds to the squared deviations.
         shift = other.mean - self.mean
         squares = self.squares + other.squares + shift * shift * self.count * other.count / count
         return Moments(count, self.mean + shift * (other.count / count), squares)

@@ -27,5 +27,6 @@ class GPG(PerResponse):
     def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
         assert inputs.group_ids is not None
         groups = Segments.of(inputs.group_ids)
+        # Compare rewards exactly, so that alpha counts the same groups whose centered rewards are exactly 0.
         with_signal = groups.sizes[groups.max(rewards) > groups.min(rewards)].sum()
         return groups.centred(rewards) * (len(rewards) / with_signal.clamp(min=1).double())

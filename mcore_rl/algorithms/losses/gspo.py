@@ -52,6 +52,7 @@ class GSPO:
         ratio = bounded_exp(row_log_ratio).to(logp.dtype)[:, None]
         low = (advantages < 0) & (ratio < 1 - self.clip_low)
         high = (advantages > 0) & (ratio > 1 + self.clip_high)
+        # Beyond the limit, detach logp: the loss keeps its value but has no gradient.
         within = row_log_ratio.abs() <= MAX_LOG_RATIO
         loss = _with_gradient_of(torch.where(within[:, None], logp, logp.detach()), -advantages * ratio)
         bounded = -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)

@@ -34,6 +34,7 @@ def sequence_metrics(
     length = selected.sum(-1)
     counted = length > 0
     shares = torch.stack([flags.sum(-1) / length.clamp(min=1) for flags in (low, high)]).double().sum(-1)
+    # Empty rows must not affect the extremes: they get -inf and +inf below.
     bounded = row_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     growth = torch.expm1(bounded).sum()  # 0 for a response without tokens
     largest = torch.where(counted, bounded, -torch.inf)

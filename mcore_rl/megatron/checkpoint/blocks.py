@@ -216,6 +216,7 @@ def _blocks(item: _ModelTensor, prefix: str, flat: torch.Tensor, start: int) -> 
         for chunk in item.chunks:
             common = box.overlap(chunk.local)
             if common is not None:
+                # Position of the overlap relative to `values`, which starts at the offset of `box`.
                 within = common.moved(box.offset, (0,) * len(shape))
                 yield LiveBlock(_part(chunk, common, prefix), within.view(values))
 

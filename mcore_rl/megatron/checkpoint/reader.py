@@ -101,6 +101,7 @@ def check_fit(reader: DcpReader, blocks: Sequence[LiveBlock], device: torch.devi
     raise_on_every_rank(
         CheckpointError(f"{reader.directory} does not fit this model: {listing(list(misfits))}") if misfits else None
     )
+    # A tensor is extra only if no rank needs it.
     stored = sorted(reader.shapes)
     wanted = {block.chunk.key for block in blocks}
     asked = torch.tensor([key in wanted for key in stored], dtype=torch.int32, device=device)

@@ -68,6 +68,7 @@ def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = 
     if reference is not None:
         reference.memory.load("params")
         blocks += reference_blocks(reference.model.chunks, to_save=False)
+    # All checks precede the first write, so that a rejected checkpoint leaves the state unchanged.
     check_fit(reader, blocks, model.device)
     try:
         read_blocks(reader, blocks)

@@ -108,6 +108,7 @@ class CheckpointWriter:
             write_metadata(self.directory, metadata, planned, spans)
             names = [METADATA_NAME, *write_format_files(self.directory, self._common)]
             copy_side_files(source, self.directory / HF_FOLDER, hf_config)
+        # The metadata must be on disk before the caller marks the checkpoint as complete.
         for name in names:
             sync(self.directory / name)
         names += sorted(str(file.relative_to(self.directory)) for file in (self.directory / HF_FOLDER).iterdir())

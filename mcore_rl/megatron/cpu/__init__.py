@@ -55,6 +55,7 @@ def install(*, without: Collection[str] = ()) -> bool:
             f"{early[0]} was imported before mcore_rl.megatron.cpu.install(): call install() first, because the CPU "
             "backend cannot change modules that are already loaded"
         )
+    # Fixes of a module are applied by the import hook when Megatron imports it; the others now.
     fixes = [fix for fix in FIXES.values() if fix.name not in without and (fix.on_cuda or not on_cuda)]
     for fix in fixes:
         if fix.module is None:

@@ -22,6 +22,7 @@ def all_gather(
     if len({output.shape for output in outputs}) == 1:
         return dist.all_gather(outputs, tensor, group=group, async_op=async_op)
     assert not async_op, "an uneven all_gather on gloo cannot be asynchronous"
+    # gloo has no all_gather of different sizes: one broadcast per rank.
     for source, output in enumerate(outputs):
         part = tensor.contiguous() if source == dist.get_rank(group) else torch.empty_like(output)
         dist.broadcast(part, group_src=source, group=group)
@@ -43,6 +44,7 @@ def reduce_scatter(
     if len({part.shape for part in inputs}) == 1:
         return dist.reduce_scatter(output, inputs, op=op, group=group, async_op=async_op)
     assert not async_op, "an uneven reduce_scatter on gloo cannot be asynchronous"
+    # gloo has no reduce_scatter of different sizes: one all_reduce per rank, of which the owner keeps the result.
     for owner, part in enumerate(inputs):
         total = part.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, op=op, group=group)

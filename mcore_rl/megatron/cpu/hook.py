@@ -41,6 +41,7 @@ class MegatronFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != _PACKAGE and not fullname.startswith(_PACKAGE + "."):
             return None
+        # Find the module as usual; only its loader is replaced.
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = _Loader(spec.loader.name, spec.loader.path, self._fixes, self._rebinds)

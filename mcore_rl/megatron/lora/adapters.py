@@ -134,7 +134,7 @@ def attach(chunks: Sequence[PolicyModel], factors: dict[str, Factor], scale: flo
         chunk.has_adapters = True
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(_start_graph)
-        for live_name, module in list(chunk.named_modules()):
+        for live_name, module in list(chunk.named_modules()):  # a copy: adapters are added to the modules
             weight = getattr(module, "weight", None)
             if not isinstance(weight, torch.nn.Parameter):
                 continue
@@ -151,6 +151,7 @@ def attach(chunks: Sequence[PolicyModel], factors: dict[str, Factor], scale: flo
 def _add(module: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:
     if not module.adapter.enabled:
         return output
+    # Megatron's projections return (output, bias).
     return output[0] + module.adapter(inputs[0]), *output[1:]
 
 

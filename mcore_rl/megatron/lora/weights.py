@@ -66,6 +66,7 @@ def attach_adapters(
     coordinates = layout.coordinates(dist.get_rank())
     dtype = next(chunks[0].parameters()).dtype
     bound = bound_adapters(lora, hf_config, dtype)
+    # Placement needs the base rows too: an adapter is sharded like the projection that it adapts.
     placement = Placement([*bind(base_rows(hf_config), hf_config, dtype), *bound], layout)
     shards = ((row, placement.shard_at(row, coordinates)) for row in bound)
     factors = {row.mcore: Factor(row, *shard) for row, shard in shards if shard is not None}

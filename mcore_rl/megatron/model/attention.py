@@ -122,6 +122,7 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBa
     for group in _group(lengths):
         width = lengths[group[0]]
         first = torch.tensor([starts[i] for i in group])[:, None]
+        # Padding cells read the first token of their sequence; their results are dropped by unpad.
         column = torch.arange(width)[None]
         inside = column < torch.tensor([lengths[i] for i in group])[:, None]
         source = first + column * inside

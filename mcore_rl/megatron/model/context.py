@@ -49,6 +49,7 @@ class ContextPart:
         chunk = (rank_lengths // 2).repeat_interleave(rank_lengths)
         starts = (rank_lengths.cumsum(0) - rank_lengths).repeat_interleave(rank_lengths)
         place = torch.arange(len(chunk), device=lengths.device) - starts
+        # The first half of the rank's tokens is in its front chunk, the second half in its back chunk.
         front, back = self.chunks()
         return place + torch.where(place < chunk, front * chunk, (back - 1) * chunk)
 
@@ -90,6 +91,7 @@ class _GatherTokens(torch.autograd.Function):
         sent[: values.shape[1]] = values.t()
         gathered = values.new_empty(part.size * width, len(values))
         dist.all_gather_single(gathered, sent, group=part.group)
+        # ordinal: position of each token among the tokens of its owner, hence in the owner's part of the result.
         by_owner = owners.argsort(stable=True)
         first = (counts.cumsum(0) - counts)[owners]
         ordinal = by_owner.argsort() - first

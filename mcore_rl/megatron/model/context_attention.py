@@ -126,6 +126,7 @@ class _ContextAttention(torch.autograd.Function):
             halves = [_attend_half(q[half], kv, blocks, scale) for half, blocks in _by_half(group)]
             _put_queries(out, group, torch.stack([attended for attended, _ in halves]))
             _put_queries(log_sum, group, torch.stack([total for _, total in halves]))
+        # Save this rank's keys and values, not the gathered ones: the backward pass gathers again.
         ctx.save_for_backward(query, key_value, out, log_sum)
         ctx.plan, ctx.part, ctx.scale = plan, part, scale
         return out
@@ -176,6 +177,7 @@ def _attend_half(
     ]
     if len(parts) == 1:
         return parts[0]
+    # Combine the causal block and the block of earlier chunks, weighted by their shares of the softmax denominator.
     log_sum = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum(attended * torch.exp(part - log_sum)[..., None] for attended, part in parts)
     return out.to(q.dtype), log_sum

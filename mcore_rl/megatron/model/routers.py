@@ -126,6 +126,7 @@ class PolicyRouter(TopKRouter):
             value = term(logits, row, valid) * weight if coefficient else loss.new_zeros(())
             loss = loss + coefficient * value
             sums.append(value.detach())
+        # Accumulate on the device; finish_update reads the sums once per update.
         self.sums = self.sums.to(loss.device) + torch.stack(sums)
         return loss
 
@@ -133,6 +134,7 @@ class PolicyRouter(TopKRouter):
         chosen, scores = compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function, padding_mask=~valid
         )
+        # group: index of each token's row in `counts`; padding may have any, because its scores are masked.
         group = torch.zeros_like(row.sequence)
         if self.settings.load_balancing == "seq_aux_loss":
             group = row.sequence.clamp(min=0)
@@ -258,6 +260,7 @@ class Routers:
         rate = self.settings.bias_update_rate
         for router, offset in zip(self.all, mean - load, strict=True):
             if rate:
+                # Updates need float32; Megatron restores it if a wrapper changed the dtype.
                 router._maintain_float32_expert_bias()
                 router.expert_bias += rate * offset.sign().to(router.expert_bias.dtype)
         metrics: dict[str, Metric] = {f"{self.role}/moe_max_load": Max(float((load / mean.clamp(min=1e-9)).max()))}

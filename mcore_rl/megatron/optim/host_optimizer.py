@@ -95,6 +95,7 @@ class HostOptimizer:
         """
         owned = [self._owned[id(main)] for main in piece]
         hosts = [self._load(each) for each in owned]
+        # Show the inner optimizer a single group that contains only this piece.
         whole, only = self._inner.param_groups, {**group, "params": piece}
         if torch.is_tensor(group.get("step")):
             only["step"] = group["step"].clone()

@@ -91,6 +91,7 @@ class Offloader:
         # Guard tensors of all parts: the state of a float32 optimizer contains views of the parameters.
         leaving = [tensor for tensor in self._on_device(PARTS) if tensor.untyped_storage().data_ptr() in storages]
         guarded: list[tuple[torch.Tensor, Any]] = [(tensor, type(tensor)) for tensor in leaving]
+        # Guard first: after resize_ a read would access freed memory.
         for tensor, kind in guarded:
             tensor.__class__ = _guard_class(part, kind)
         for storage, _ in moved:

@@ -220,6 +220,7 @@ def materialize_state(optimizer: MegatronOptimizer) -> None:
         inner = part.optimizer
         if inner.state:
             continue
+        # A step with rate 0 creates the state without changing the parameters.
         kept = [(group["lr"], group["weight_decay"]) for group in inner.param_groups]
         for group in inner.param_groups:
             group["lr"] = group["weight_decay"] = 0.0

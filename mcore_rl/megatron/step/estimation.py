@@ -144,6 +144,7 @@ def _over_ranks(rank_moments: Moments, group: dist.ProcessGroup | None) -> Momen
     if group is None or group.size() == 1:
         return rank_moments
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    # Each rank fills its own row; merging rows in order gives the same bits on every rank, unlike a sum of moments.
     rows = torch.zeros(group.size(), 3, dtype=torch.float64, device=device)
     rows[group.rank()] = rank_moments.as_tensor()
     dist.all_reduce(rows, group=group)

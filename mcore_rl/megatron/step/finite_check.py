@@ -21,6 +21,7 @@ def require_finite(problem: str | None, device: torch.device) -> None:
 
     Collective: all ranks.
     """
+    # Exchange the messages only if there is one: all_gather_object is slow and pickles.
     any_problem = torch.tensor([problem is not None], dtype=torch.int32, device=device)
     dist.all_reduce(any_problem, op=dist.ReduceOp.MAX)
     if not any_problem.item():

@@ -84,6 +84,7 @@ class _LinearLogpEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         local_targets = targets - options.first_entry(weight)
         statistics = _local_statistics(hidden, weight, local_targets, options)
+        # Only per-token statistics are saved for the backward pass, no logits.
         log_sum, target_logit, entropy = _reduce_statistics(statistics, options)
         ctx.save_for_backward(hidden, weight, local_targets, log_sum, entropy)
         ctx.options = options
@@ -106,6 +107,7 @@ class _LinearLogpEntropy(torch.autograd.Function):
         dtype = log_sum.dtype
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if ctx.needs_input_grad[1] else None
+        # Recompute the logits tile by tile; the tile's memory is reused for the gradient of its logits.
         for tile, logits in _tiles(hidden, weight, ctx.options):
             rows = tile.rows
             grad_logits = _softmax_gradient(
@@ -190,6 +192,7 @@ def _reduce_statistics(statistics: torch.Tensor, options: _Options) -> tuple[tor
     """Combine the statistics of all ranks. Returns log-sum-exp, target logit and entropy, each [T]."""
     maximum, total, weighted, target_logit = statistics
     if options.group is not None and dist.get_world_size(options.group) > 1:
+        # Rescale the local sums to the global maximum; then all ranks' sums can be added.
         local_maximum = maximum.clone()
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=options.group)
         _shift(local_maximum, total, weighted, maximum)

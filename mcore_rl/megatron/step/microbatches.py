@@ -94,6 +94,7 @@ def distinct_samples(shares: Sequence[RankShare], *, first: int = 0) -> RankShar
     """Join the shares after the `first` ones, with each sample once (further epochs repeat samples)."""
     arrays = [name for name, value in vars(shares[0]).items() if isinstance(value, np.ndarray)]
     joined = {name: np.concatenate([getattr(share, name) for share in shares]) for name in arrays}
+    # np.unique returns first occurrences, so samples that the `first` shares contain are dropped below.
     _, index = np.unique(joined["samples"], return_index=True)
     index = index[index >= sum(len(share.samples) for share in shares[:first])]
     return replace(shares[0], **{name: values[index] for name, values in joined.items()})
@@ -134,6 +135,8 @@ def build_microbatches(share: RankShare, chunks: Sequence[TrajectoryBuffers], pa
     """
     multiple = packing.context.multiple
     lengths = -(-share.total_tokens // multiple) * multiple
+    # All ranks need the same number of micro-batches: take the largest, then pack again into that many, balanced by
+    # cost.
     most = _max_over_ranks(len(pack(lengths, packing.tokens)), packing)
     count = -(-max(most, 1) // packing.count_multiple) * packing.count_multiple
     bins = pack(lengths, packing.tokens, min_bins=count, cost=packing.cost)
@@ -231,7 +234,9 @@ def _row(sequences: list[_Sequence], packing: Packing) -> _FullRow:
     part = packing.context
     lengths = [-(-len(sequence.tokens) // part.multiple) * part.multiple for sequence in sequences]
     starts = np.cumsum([0, *lengths])
+    # The row is split over context-parallel ranks first, then over tensor-parallel ones (sequence parallelism).
     row_multiple = math.lcm(part.multiple, part.size * packing.row_multiple)
+    # A dummy micro-batch consists of padding only: attention needs at least one sequence.
     padding = -int(starts[-1]) % row_multiple or (0 if lengths else row_multiple)
     if padding:
         lengths.append(padding)

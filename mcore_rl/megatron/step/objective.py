@@ -160,6 +160,7 @@ class Objective:
         loss = weighted.sum()
         with torch.no_grad():
             tokens = len(batch.targets)
+            # If an input is not finite, one of these is not either; non_finite_samples then finds the tokens.
             suspects = torch.stack((logp, weighted, entropy))
             # One device-to-host transfer instead of one per number.
             sums = [loss, entropy.sum(dtype=torch.float64), torch.isfinite(suspects).all()]
@@ -258,6 +259,7 @@ class Objective:
         given = {name: value for name, value in vars(inputs).items() if value is not None}
         whole = self.context.gather(torch.stack([value.to(inputs.logp) for value in given.values()]), batch.owners)
         joined = dict(zip(given, whole, strict=True))
+        # One collective for all tensors, so the flags were sent as numbers.
         if "chosen" in joined:
             joined["chosen"] = joined["chosen"] > 0
         rows = _one_response_per_row(PolicyLossInputs(**joined), batch.whole_counts)

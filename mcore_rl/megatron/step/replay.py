@@ -102,6 +102,7 @@ class RoutingStore:
         Collective: the tensor-, context- and pipeline-parallel ranks.
         """
         tokens = sum(sum(batch.lengths) for batch in batches)
+        # A stage without layers with experts has no recorded choices, but takes part in the reduction below.
         differ = torch.zeros(len(self.layers), tokens, dtype=torch.bool)
         if self.layers and tokens:
             pairs = [
@@ -157,6 +158,7 @@ class RoutingStore:
         unknown = [sample for sample in batch.samples if sample not in self.by_sample]
         if unknown:
             raise McoreRLError(f"samples {unknown} have no recorded routing: call recompute_logp before the updates")
+        # Padding needs k distinct experts as well: the dispatcher permutes it like other tokens.
         padding = torch.arange(self.topk, dtype=self.dtype).expand(len(self.layers), 1, -1)
         return torch.cat([*(self.by_sample[sample] for sample in batch.samples), padding], 1)
 
