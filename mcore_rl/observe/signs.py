@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.reward import NO_RULE, RewardConfig
 from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.reward_model import uses_reward_model
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import Config, TrainerConfig
 
 WINDOW = 20
 """Number of steps for the median of the gradient norm, and before a critic is judged."""
@@ -46,15 +47,20 @@ GRADIENT_TEXT = (
 
 def signs_for(config: Config) -> list[Sign]:
     """Return all signs, with remedies that apply to `config`."""
-    return [*_response_signs(config), *_distances(config), *_rewards(config), *_idleness(config)]
+    return [
+        *_response_signs(config.algorithm, config.reward),
+        *_distances(config),
+        *_rewards(config),
+        *_idleness(config.rollout.num_engines),
+    ]
 
 
-def _response_signs(config: Config) -> list[Sign]:
+def _response_signs(algorithm: AlgorithmConfig, reward: RewardConfig) -> list[Sign]:
     entropy = ["raise algorithm.entropy_coefficient"]
-    if config.algorithm.policy_loss.name in UPPER_CLIPS:
+    if algorithm.policy_loss.name in UPPER_CLIPS:
         entropy.insert(0, "raise algorithm.policy_loss.clip_high")
     cut_off = ["raise rollout.max_response_tokens"]
-    if not config.reward.punishes_overlong:
+    if not reward.punishes_overlong:
         cut_off.append("set reward.overlong.enable=true")
     return [
         Sign(
@@ -78,7 +84,7 @@ def _response_signs(config: Config) -> list[Sign]:
 def _distances(config: Config) -> list[Sign]:
     """Distances between the policies of engine, trainer and updates."""
     slower = ["lower actor.optimizer.lr"]
-    if _updates_per_rollout(config) > 1:
+    if _updates_per_rollout(config.trainer) > 1:
         slower.append("lower the number of updates per rollout")
     if config.rollout.max_staleness > 0:
         slower.append("lower rollout.max_staleness")
@@ -147,10 +153,10 @@ def _rewards(config: Config) -> list[Sign]:
     ]
 
 
-def _idleness(config: Config) -> list[Sign]:
+def _idleness(num_engines: int) -> list[Sign]:
     faster = ["raise rollout.num_engines", "raise rollout.max_concurrent_requests", "raise rollout.max_staleness"]
     fewer = ["lower rollout.num_engines and give their devices to the trainer ranks"]
-    if config.rollout.num_engines == 1:
+    if num_engines == 1:
         fewer = ["give the trainer more ranks"]
     return [
         Sign(
@@ -179,8 +185,7 @@ def _graders(config: Config) -> str:
     return " and ".join(named) or config.reward.chosen
 
 
-def _updates_per_rollout(config: Config) -> int:
-    trainer = config.trainer
+def _updates_per_rollout(trainer: TrainerConfig) -> int:
     return trainer.prompts_per_step // trainer.prompts_per_update * trainer.update_epochs
 
 

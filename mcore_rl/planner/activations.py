@@ -148,6 +148,7 @@ def _latent(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
     yield SavedTensor("attention", (run.norm(kv_rank) + (kv_rank + rope) * b) / s)
     query = nope + rope
     if run.fused or query == value:
+        # Flash attention and torch's fused attention save the output instead of the probabilities.
         yield SavedTensor("attention", heads * (2 * query + value) * b, ("mla_up_proj",))
         yield from _core(heads * value, heads, run)
         return
@@ -182,6 +183,7 @@ def experts(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
     yield SavedTensor("moe", hidden * b / s, ("layernorm",))
     scores = 9 if sizes.get("moe_router_score_function") == "sigmoid" else 5
     yield SavedTensor("router", (scores * number + (24 if run.fused else 28) * topk) / s, ("moe",))
+    # Expert-tensor-parallel ranks all receive the tokens of their group, hence the factor etp.
     dispatched = topk * layout.etp / s * (run.imbalance if layout.ep > 1 else 1.0)
     yield SavedTensor("moe", dispatched * (hidden * b + 4), ("moe",))
     yield SavedTensor("moe", dispatched * 2 * width / layout.etp * b, ("moe",))
@@ -299,6 +301,7 @@ def in_flight(layout: TrainLayout, stage: int, microbatches: int) -> list[int]:
     """
     if layout.vpp is None:
         return [min(layout.pp - stage, microbatches)]
+    # A unit is one micro-batch in one chunk: the warm-up of the schedule, plus the unit that runs.
     units = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
     counts = [0] * layout.vpp
     for unit in range(min(units, microbatches * layout.vpp)):
@@ -336,6 +339,7 @@ def stage_activations(
         _add(components, {name: value * row * count for name, value in chunk.saved.items()})
     if layout.pp > 1:
         components["stage outputs"] = sum(counts) * hidden * b / run.scatter * row
+    # Only one chunk of a stage runs backward at a time, so the largest chunk decides.
     components["recomputed"] = max(chunk.recomputed for chunk in by_chunk) * row
     components["gradients in flight"] = max(chunk.gradients for chunk in by_chunk) * row
     components["weight gradient"] = float(largest_weight_elements * b)

@@ -39,7 +39,7 @@ def _with_stages(job: Job, layout: TrainLayout) -> Iterator[TrainLayout]:
     """
     batch = job.config.trainer.prompts_per_update * job.config.rollout.samples_per_prompt
     if batch < layout.dp:
-        return
+        return  # an update would leave data-parallel ranks without a response
     for ends in _ends(job.arguments.transformer["num_layers"], layout.pp):
         candidate = replace(layout, first_stage_layers=ends[0], last_stage_layers=ends[1])
         if _buildable(job, candidate):

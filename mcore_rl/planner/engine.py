@@ -74,7 +74,7 @@ def engine_weights(rows: Sequence[BoundRow], tp: int, element_bytes: int) -> int
     total = 0.0
     for bound in rows:
         if bound.row.copy_of_embedding or bound.row.place == "mtp":
-            continue
+            continue  # engines hold neither a copy of the embedding nor multi-token-prediction layers
         whole = sum(prod(shape) for shape in bound.row.shapes)
         if bound.expert is not None:
             total += whole / tp
@@ -103,5 +103,6 @@ def _workspace(rollout: RolloutConfig, arguments: ModelArguments, element_bytes:
         # Every rank receives the dispatched tokens of the whole batch and computes its part of the experts.
         widest = max(widest, sizes["moe_router_topk"] * (sizes["hidden_size"] + 2 * sizes["moe_ffn_hidden_size"]) / tp)
     hidden = (4 * sizes["hidden_size"] + widest) * tokens * element_bytes
+    # Each running request has one row of logits, and sampling makes a second copy of it.
     running = min(rollout.max_concurrent_requests, tokens)
     return int(hidden + 2 * 4 * running * arguments.vocab_size / tp)

@@ -154,7 +154,7 @@ class Job:
         """
         validate(config, run_here=False)
         cuda = config.cluster.device != "cpu"
-        config = replace(config, model=replace(config.model))
+        config = replace(config, model=replace(config.model))  # settle_dtype must not change the caller's configuration
         settle_dtype(config.model, cuda=cuda)
         spec = ModelSpec.policy(config)
         check_engine_model(EngineRole.rollout(config), config.algorithm, spec.hf_config)

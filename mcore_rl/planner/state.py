@@ -118,6 +118,7 @@ class RankState:
         """
         state = owned * numerics.optimizer_bytes
         counters = steps * STEP_BYTES if numerics.counts_steps else 0
+        # A step moves whole parameters, so a piece is at least the state of the largest one.
         piece = numerics.optimizer_bytes * max(PIECE_ELEMENTS, largest)
         return cls(
             parameters,
@@ -167,6 +168,7 @@ class BufferLayout:
         elements, parameters, largest = (np.zeros(ranks, np.int64) for _ in range(3))
         for start, end in self.buckets:
             first, last = np.searchsorted(self.starts, [start, end])
+            # Row: a parameter of the bucket. Column: the part of the bucket that one rank owns.
             edges = start + (end - start) // ranks * np.arange(ranks + 1)
             low = np.maximum(self.starts[first:last, None], edges[None, :-1])
             high = np.minimum(self.ends[first:last, None], edges[None, 1:])
@@ -189,10 +191,12 @@ def stage_state(
     groups = ((False, dense_ranks, inner // layout.tp), (True, layout.edp, inner // (layout.etp * layout.ep)))
     for index, chunk in enumerate(chunks):
         bucket = None
+        # Megatron splits buffers into buckets only on the first stage, and there only for the first chunk.
         if numerics.overlap_grad_reduce and stage == 0 and index == 0:
             bucket = max(SMALLEST_BUCKET, BUCKET_PER_RANK * dense_ranks)
         frozen += sum(parameter.elements for parameter in chunk if not parameter.trained)
         for expert, ranks, place in groups:
+            # Dense parameters and experts are reduced over different groups, so each kind has a buffer of its own.
             trained = [parameter for parameter in chunk if parameter.trained and parameter.expert == expert]
             if not trained:
                 continue
@@ -227,6 +231,7 @@ def lay_out(
     starts, ends, buckets = [], [], []
     bucket_start = position = 0
     for parameter in reversed(parameters):
+        # Only the distributed optimizer gives a tied embedding a bucket of its own.
         alone = parameter.own_bucket and aligned
         position = _round_up(position, to_parameter)
         if alone and position > bucket_start:

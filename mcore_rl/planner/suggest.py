@@ -143,6 +143,7 @@ class _Search:
         groups += ["embedding"] if stage == 0 else []
         groups += ["head", "mtp"] if stage == layout.pp - 1 else []
         total = sum((self.by_group[group] for group in groups if group in self.by_group), _Weights())
+        # With pipeline stages, the last stage has its own copy of a tied embedding.
         tied = self.job.arguments.tied_embeddings and layout.pp > 1 and stage == layout.pp - 1
         return total + self.by_group["embedding"] if tied else total
 
@@ -223,6 +224,7 @@ def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:
     """
     refuse_suggestions(config.actor)
     base = deepcopy(config)
+    # Job.of checks the layout, so it gets one that fits every model.
     base.actor.parallel = ParallelConfig(sequence_parallel=config.actor.parallel.sequence_parallel)
     extra = _fit_engines(base.cluster, base.rollout)
     search = _Search(Job.of(base))

@@ -105,6 +105,7 @@ def staging_bytes(config: Config, *, cuda: bool) -> int:
     kind = transport(config.weights, config.cluster, cuda=cuda)
     if not cuda or kind == "shared_memory":
         return 0
+    # A single trainer rank has its engine rank on the same GPU and sends nothing to other ranks.
     sends = kind == "network" or num_trainer_ranks(config) > 1
     slots = config.weights.num_buckets * int(config.weights.bucket_mib * MIB)
     return slots * ((kind == "cuda_ipc") + sends)

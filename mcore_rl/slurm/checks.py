@@ -33,7 +33,7 @@ def check_job(config: Config) -> None:
     if slurm.container == "none" and slurm.container_mounts:
         raise ConfigError("slurm.container_mounts needs slurm.container=pyxis or apptainer")
     _check_variables(slurm)
-    _check_text(config)
+    _check_text(slurm, config.run.dir)
 
 
 def seconds(time_limit: str) -> int | None:
@@ -75,13 +75,12 @@ def _check_variables(slurm: SlurmConfig) -> None:
             )
 
 
-def _check_text(config: Config) -> None:
-    slurm = config.slurm
+def _check_text(slurm: SlurmConfig, run_dir: str) -> None:
     for option in slurm.extra:
         if not option.startswith("-"):
             raise ConfigError(f"slurm.extra: {option!r} must be an option of sbatch, such as --constraint=h100")
     one_line = {
-        "run.dir": config.run.dir,
+        "run.dir": run_dir,
         "slurm.job_name": slurm.job_name,
         "slurm.partition": slurm.partition,
         "slurm.account": slurm.account,

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.config.schema import Config, SlurmConfig
+from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig, SlurmConfig
 from mcore_rl.slurm.checks import check_job
 
 PROGRAM = Path(__file__).with_name("job.sh")
@@ -32,7 +32,7 @@ def render_job(config: Config, config_path: str, overrides: Sequence[str] = (), 
         "#!/usr/bin/env bash",
         f"# Rendered by: {command}".replace("\n", " "),
         "# Relative paths start at the directory in which sbatch is called.",
-        *(f"#SBATCH {option}" for option in _options(config)),
+        *(f"#SBATCH {option}" for option in _options(config.slurm, config.cluster)),
         "",
         *_values(config, config_path, overrides),
         "",
@@ -40,8 +40,7 @@ def render_job(config: Config, config_path: str, overrides: Sequence[str] = (), 
     return "\n".join(lines) + PROGRAM.read_text(encoding="utf-8")
 
 
-def _options(config: Config) -> list[str]:
-    slurm, cluster = config.slurm, config.cluster
+def _options(slurm: SlurmConfig, cluster: ClusterConfig) -> list[str]:
     chosen = {
         "job-name": slurm.job_name,
         "partition": slurm.partition,
@@ -71,7 +70,7 @@ def _values(config: Config, config_path: str, overrides: Sequence[str]) -> list[
     cluster, slurm = config.cluster, config.slurm
     gpus = cluster.gpus_per_node if cluster.device == "cuda" else 0
     node_options = {
-        "--cpus": _ray_cpus(config),
+        "--cpus": _ray_cpus(cluster, config.rollout),
         "--gpus": gpus,
         "--object-store-bytes": int(cluster.object_store_gib * 2**30),
         "--timeout-seconds": slurm.start_timeout_seconds,
@@ -85,15 +84,14 @@ def _values(config: Config, config_path: str, overrides: Sequence[str]) -> list[
         f"passed=({shlex.join(slurm.pass_environment)})",
         f"container=({_container(slurm, on_gpus=gpus > 0)})",
         f"check=({shlex.join(['python', '-m', 'mcore_rl.slurm.node_check', '--gpus', str(gpus)])})",
-        f"fabric=({shlex.join(_fabric_test(config))})",
+        f"fabric=({shlex.join(_fabric_test(slurm, cluster))})",
         f"node=({shlex.join(['python', '-m', 'mcore_rl.slurm.ray_node', *_flat(node_options)])})",
         f"run=({shlex.join(['python', '-m', 'mcore_rl.cli', 'train', config_path, *_run_overrides(overrides)])})",
     ]
 
 
-def _fabric_test(config: Config) -> list[str]:
+def _fabric_test(slurm: SlurmConfig, cluster: ClusterConfig) -> list[str]:
     """Return the command of the fabric test; empty if it is disabled."""
-    slurm, cluster = config.slurm, config.cluster
     if not slurm.fabric_test:
         return []
     options = {
@@ -120,10 +118,10 @@ def _flat(options: dict[str, int]) -> list[str]:
     return [word for name, value in options.items() for word in (name, str(value))]
 
 
-def _ray_cpus(config: Config) -> int:
+def _ray_cpus(cluster: ClusterConfig, rollout: RolloutConfig) -> int:
     """Return the logical CPUs of a node in Ray, one per process: ranks of policy and critic, and engines."""
-    slots, tp = config.cluster.gpus_per_node, config.rollout.tp
-    engines = -(-config.rollout.num_engines // config.cluster.nodes)
+    slots, tp = cluster.gpus_per_node, rollout.tp
+    engines = -(-rollout.num_engines // cluster.nodes)
     return 2 * slots + max(slots, engines * tp) + 1
 
 

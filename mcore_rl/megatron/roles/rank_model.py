@@ -99,7 +99,9 @@ class RankModel:
         self.packing = Packing(
             tokens=role.section.tokens_per_microbatch,
             cost=sequence_cost(hf_config),
+            # Sequence parallelism splits a row over tp ranks, and FP8 kernels need aligned parts.
             row_multiple=layout.tp * row_multiple(role.section.fp8),
+            # The interleaved schedule requires a multiple of the pipeline stages.
             count_multiple=layout.pp if layout.vpp else 1,
             group=parallel_state.get_data_parallel_group() if layout.dp > 1 else None,
             device=self.device,

@@ -63,6 +63,7 @@ class TrainedModel:
     ) -> None:
         self.seed = seed
         self.ddp = wrap_chunks(chunks, role.section)
+        # Ranks initialize weights independently, so data-parallel replicas must copy those of one rank.
         if role.model.random_init:
             for chunk in self.ddp:
                 chunk.broadcast_params()

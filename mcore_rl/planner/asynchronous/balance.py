@@ -59,6 +59,7 @@ def splits(config: Config, layout: TrainLayout) -> Iterator[GpuSplit]:
     """
     cluster, batch = config.cluster, config.trainer.prompts_per_update * config.rollout.samples_per_prompt
     replica = layout.tp * layout.pp * layout.cp
+    # The number of ranks must be a multiple of both the dense and the expert layout.
     unit = lcm(replica, layout.etp * layout.ep * layout.pp)
     for nodes in range(1, cluster.nodes) if config.rollout.nodes else [0]:
         offered = (cluster.nodes - nodes) * cluster.gpus_per_node
