@@ -1,1 +1,1 @@
-"""Prompt sets, tokenizers, the resumable sampler, batches, packing and balancing."""
+"""Prompt sets, tokenizers, the resumable prompt sampler, batches, packing and load balancing."""

@@ -1,10 +1,10 @@
-"""Cuts a step's kept responses into optimizer updates and data-parallel shares, on scalars alone.
+"""Division of a step's kept responses into optimizer updates and data-parallel shares, from scalars only.
 
-Worked example: groups of 2 responses, prompts_per_update 2, update_epochs 2, 2 data-parallel ranks.
+Example: groups of 2 responses, prompts_per_update 2, update_epochs 2, 2 data-parallel ranks.
 
     response        0 1 | 2 3 | 4 5 | 6 7        groups in the order in which they were kept
     update          0 0   0 0   1 1   1 1        `updates` = (0..3), (4..7), then both again, reordered
-    dp rank         0 1   1 0   1 0   0 1        balanced by cost within each update, the same in every epoch
+    dp rank         0 1   1 0   1 0   0 1        balanced by cost within each update, equal in every epoch
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mcore_rl.types import Batch, BuffersRef, Mean, RolloutScalars
 
 @dataclass(frozen=True)
 class UpdateSchedule:
-    """How a step's groups become optimizer updates.
+    """Division of a step's groups into optimizer updates.
 
-    `seed`, for instance (run.seed, step), orders the updates of every epoch after the first; `cost` is what
-    data-parallel ranks share evenly.
+    seed: orders the updates of every epoch after the first, for example (run.seed, step).
+    cost: work that is balanced over data-parallel ranks.
     """
 
     prompts_per_update: int
@@ -37,10 +37,10 @@ class UpdateSchedule:
 
 @dataclass(frozen=True)
 class KeptSamples:
-    """Scalars of the kept responses, joined over rollout calls: advantages are computed from these.
+    """Scalars of the kept responses, joined over rollout calls. Advantages are computed from them.
 
-    Shapes: every array [B]; chunk_ids, rows int32 say where the tokens are; the others as in RolloutScalars. `episodes`
-    int64: the same number for the responses of an episode, which have one reward, and for no other.
+    Shapes: every array [B]. chunk_ids and rows (int32) locate the tokens; the other fields are as in RolloutScalars.
+    episodes (int64): one number per episode; the responses of an episode share it and have one reward.
     """
 
     chunk_ids: np.ndarray
@@ -59,7 +59,7 @@ class KeptSamples:
 
 
 def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> KeptSamples:
-    """Joins the responses `keep[i]` of every rollout call i, call after call."""
+    """Join the responses `keep[i]` of all rollout calls i, in call order."""
 
     def join(name: str, dtype: type) -> np.ndarray:
         parts = [np.asarray(getattr(part, name))[rows] for part, rows in zip(scalars, keep, strict=True)]
@@ -85,14 +85,14 @@ def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> Kep
 
 
 def positions_in_groups(group_ids: np.ndarray) -> np.ndarray:
-    """Of responses whose groups are consecutive: 0, 1, ... in each. Shapes: [B] -> int64 [B]."""
+    """Number the responses of each group 0, 1, ...; groups must be consecutive. Shapes: [B] -> int64 [B]."""
     starts = np.flatnonzero(np.diff(group_ids, prepend=group_ids[:1] - 1))
     sizes = np.diff([*starts, len(group_ids)])
     return np.arange(len(group_ids)) - np.repeat(starts, sizes)
 
 
 def one_row_per_episode(scalars: RolloutScalars) -> RolloutScalars:
-    """Without the further responses of episodes that have several: one row for each episode."""
+    """Keep only the first response of each episode."""
     if scalars.episodes is None:
         return scalars
     rows = np.flatnonzero(scalars.episodes == np.arange(len(scalars.episodes)))
@@ -118,17 +118,17 @@ def build_batch(
     trained: np.ndarray | None = None,
     version: int = 0,
 ) -> Batch:
-    """The batch of one training step.
+    """Build the batch of one training step.
 
-    Whole groups, in the order in which they were kept, go to updates of `prompts_per_update` groups. Further epochs
-    repeat the same updates in another order: a response keeps its update, so its loss weight and its data-parallel
-    rank (where lies what passes have found of it) are the same in all of them.
+    Whole groups, in the order in which they were kept, form updates of `prompts_per_update` groups. Later epochs repeat
+    the same updates in another order. A response keeps its update, and so its loss weight and its data-parallel rank,
+    which stores the results of earlier passes (log-probabilities), are equal in all epochs.
 
-    Shapes: keep[i] integer indices into chunk i; advantages float32 [B] in the order of `gather(scalars, keep)`;
-    weights_of maps trained_tokens int32 [b] of one update to the loss weights float32 [b] of its responses; trained
-    bool [B], responses that are not have weight 0 and are not counted in the weights of others; `version` of the
-    weights that the step starts from.
-    Raises: ConfigError when no response is kept or prompts_per_update does not divide the number of groups.
+    Shapes: keep[i] integer indices into chunk i; advantages float32 [B] in the order of `gather(scalars, keep)`.
+    weights_of: maps trained_tokens int32 [b] of one update to the loss weights float32 [b] of its responses.
+    trained: bool [B]; other responses have weight 0 and do not count in the weights of the others.
+    version: weight version at the start of the step.
+    Raises: ConfigError if no response is kept or prompts_per_update does not divide the number of groups.
     """
     kept = gather(scalars, keep)
     if len(advantages) != len(kept):
@@ -157,10 +157,12 @@ def build_batch(
 
 
 def spread(batch: Batch, num_ranks: int, other_ranks: int, cost: SequenceCost = TOKENS) -> Batch:
-    """The batch for the data-parallel ranks of another model: runs of equal length of the larger number of ranks
-    share the samples of one of the smaller.
+    """Reassign a batch to the data-parallel ranks of another model.
 
-    Raises: ValueError unless one number divides the other.
+    The samples of one rank are split over consecutive ranks of the larger model, or the samples of consecutive ranks
+    are merged on one rank of the smaller model.
+
+    Raises: ValueError unless one number of ranks divides the other.
     """
     if num_ranks % other_ranks and other_ranks % num_ranks:
         raise ValueError(f"{num_ranks} and {other_ranks} data-parallel ranks: one number must divide the other")
@@ -175,15 +177,14 @@ def spread(batch: Batch, num_ranks: int, other_ranks: int, cost: SequenceCost = 
 
 
 def rank_balance(batch: Batch, cost: SequenceCost, num_dp_ranks: int) -> Mean:
-    """Mean cost of a data-parallel rank over that of the one which the others wait for, over the batch's updates; 1
-    is perfect."""
+    """Return the mean over updates of (mean cost of a data-parallel rank) / (largest cost of a rank); 1 is ideal."""
     costs = cost.of(batch.total_tokens)
     loads = [np.bincount(batch.dp_ranks[update], costs[update], num_dp_ranks) for update in batch.updates]
     return Mean(float(sum(load.mean() / load.max() for load in loads)), len(loads))
 
 
 def _cut(group_ids: np.ndarray, prompts_per_update: int) -> list[np.ndarray]:
-    """Ascending response indices of each update."""
+    """Return the response indices of each update, in ascending order."""
     if not len(group_ids):
         raise ConfigError("a step kept no response; raise algorithm.dynamic_sampling.max_batches")
     _, first, inverse = np.unique(group_ids, return_index=True, return_inverse=True)
@@ -193,7 +194,7 @@ def _cut(group_ids: np.ndarray, prompts_per_update: int) -> list[np.ndarray]:
             f"trainer.prompts_per_update={prompts_per_update} does not divide the {num_groups} groups of a step;"
             " set it to a divisor of trainer.prompts_per_step"
         )
-    # Ids are arbitrary; groups count in the order in which their first response was kept.
+    # Group ids are arbitrary; number the groups by their first kept response.
     ordinal = np.empty(num_groups, np.int64)
     ordinal[np.argsort(first)] = np.arange(num_groups)
     update_of = ordinal[inverse] // prompts_per_update
@@ -205,7 +206,7 @@ def _cut(group_ids: np.ndarray, prompts_per_update: int) -> list[np.ndarray]:
 def _repeat(first_epoch: list[np.ndarray], schedule: UpdateSchedule) -> tuple[np.ndarray, ...]:
     updates = list(first_epoch)
     for epoch in range(1, schedule.update_epochs):
-        # Raw bits, because numpy does not promise the stream of its shuffles from one version to the next.
+        # Sort raw bits: numpy guarantees the stream of a bit generator across versions, but not its shuffles.
         bits = np.random.PCG64(np.random.SeedSequence([*schedule.seed, epoch])).random_raw(len(first_epoch))
         updates += [first_epoch[index] for index in np.argsort(bits, kind="stable")]
     return tuple(updates)

@@ -1,4 +1,4 @@
-"""CRC-32 of files, from bytes as they are written or read: the fastest checksum that Python has without a package."""
+"""CRC-32 of files, computed while they are written or read. It is the fastest checksum in the standard library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BLOCK_BYTES = 1 << 22
 
 
 class Crc32:
-    """Sees bytes in order; `value` is the CRC-32 of all so far, `num_bytes` their number."""
+    """Incremental CRC-32: `value` is the checksum of all bytes so far, `num_bytes` their number."""
 
     def __init__(self) -> None:
         self.value, self.num_bytes = 0, 0
@@ -20,7 +20,7 @@ class Crc32:
 
 
 def file_crc32(path: Path) -> Crc32:
-    """Of the whole file.
+    """Compute the CRC-32 of a whole file.
 
     Raises: OSError.
     """

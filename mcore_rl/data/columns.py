@@ -1,4 +1,4 @@
-"""Finds prompt, ground truth and what goes with them in the rows of a file: verl's columns, or plain ones."""
+"""Extraction of prompt, ground truth and options from the rows of a file, in verl's columns or plain ones."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ ANSWER_COLUMNS = ("answer", "ground_truth")
 _TOOL_COLUMNS = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
 _TEMPLATE_KWARGS = "chat_template_kwargs"
 _SINGLE_TURN = "single_turn_agent"
-"""verl's name of an episode without tools."""
+"""verl's agent name for episodes without tools."""
 _WITH_TOOLS = "tool_agent"
-"""Its name of one with tools."""
+"""verl's agent name for episodes with tools."""
 _KNOWN = frozenset(
     [
         *("reward_model", "data_source", "extra_info", "sampling", "max_turns", "agent_name"),
         *(_TEMPLATE_KWARGS, *_TOOL_COLUMNS, TOOLS, SELECTION),
     ]
 )
-"""Columns that are read, or reported, in any file."""
+"""Columns that are used or reported in any file."""
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 _NAME_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
 class RowFields:
-    """What a row says; `where` starts error messages about it."""
+    """Values of a row. `where` starts error messages about the row."""
 
     where: str
     messages: list[dict[str, Any]]
@@ -56,9 +56,12 @@ class RowFields:
 
 
 class Columns:
-    """Reads the rows of one file, whose columns may differ from those of the run's other files. `key` is the
-    configuration key of the file; with `runs_tools` rows may be for episodes with tools. `trained`: responses to the
-    rows are trained on, which restricts their sampling."""
+    """Reader of the rows of one file. Files of a run may have different columns.
+
+    key: configuration key of the file, for messages.
+    runs_tools: whether rows may require episodes with tools.
+    trained: whether responses are trained on, which restricts their sampling options.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class Columns:
     ) -> None:
         self._trained = trained
         self._struct_nulls = Path(path).suffix not in (".jsonl", ".csv")
-        """Whether rows are Arrow's, whose structs hold a null for every field that only other rows have."""
+        """True for Arrow files, whose structs have a null for every field that only other rows use."""
         self._names = "its columns, which line 1 names, are" if Path(path).suffix == ".csv" else "its columns are"
         self._prompt_key, self._answer_key = data_config.prompt_key, data_config.answer_key
         self._system_prompt, self._rollout_config = data_config.system_prompt, rollout_config
@@ -81,13 +84,17 @@ class Columns:
         self._tools = RowTools(tools, executes=runs_tools)
         self._noted: Counter[str] = Counter()
         self._read: set[str] = set()
-        """Columns that a row was read from."""
+        """Columns of the current row that are used."""
         self._ignored: dict[str, None] = {}
 
     def read(self, place: str, row: Mapping[str, Any]) -> RowFields:
-        """Raises: DataError for a row that lacks a column, or asks for what would not be done."""
+        """Extract the values of a row.
+
+        Raises: DataError for a row that lacks a column or requires an unsupported option.
+        """
         where = f"{self._key}: {place}"
-        row = {name: value for name, value in row.items() if value == value or name == "max_turns"}  # NaN is no value
+        # NaN marks a missing value, except in max_turns, where check_turns rejects it.
+        row = {name: value for name, value in row.items() if value == value or name == "max_turns"}
         check_media(row, self._key, where)
         self._read = set(_KNOWN)
         extra_info = _object(row, "extra_info", where)
@@ -113,12 +120,12 @@ class Columns:
         return fields
 
     def take_ignored(self) -> list[str]:
-        """Columns that hold something and were not read since the last call."""
+        """Return and reset the non-empty columns that were not used since the last call."""
         ignored, self._ignored = list(self._ignored), {}
         return ignored
 
     def take_notes(self) -> Counter[str]:
-        """What a user should know of the rows read since the last call, with their number."""
+        """Return and reset the notes for the user, with the number of rows, since the last call."""
         noted, self._noted = self._noted, Counter()
         return noted
 
@@ -128,7 +135,7 @@ class Columns:
             prompt = _plain_messages(prompt, where)
         if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
             prompt, struct_nulls = _messages_of_text(prompt, where), False
-            self._noted["have chat messages as JSON text, read as messages"] += 1
+            self._noted["have chat messages as JSON text, which was parsed"] += 1
         return with_system(chat_messages(prompt, where, struct_nulls=struct_nulls), self._system_prompt)
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Any:
@@ -141,7 +148,7 @@ class Columns:
             names = listing(row)
             raise DataError(f"{where} has no prompt: {self._names} {names}; set data.prompt_key to one of them")
         if _is_verl_row(row):
-            self._noted[f"have no column {wanted!r}: verl's prompt was read"] += 1
+            self._noted[f"have no column {wanted!r}: verl's column prompt is used"] += 1
             self._read.add("prompt")
             return row["prompt"]
         raise DataError(f"{where} has no prompt in column {wanted!r}: {_remedy('data.prompt_key', wanted, row)}")
@@ -154,7 +161,7 @@ class Columns:
         truth = _object(row, "reward_model", where).get("ground_truth")
         if truth is not None and truth == truth:
             if wanted is not None:
-                self._noted[f"have no column {wanted!r}: verl's reward_model.ground_truth was read"] += 1
+                self._noted[f"have no column {wanted!r}: verl's reward_model.ground_truth is used"] += 1
             return truth
         if wanted is not None:
             raise DataError(
@@ -174,7 +181,7 @@ class Columns:
         given, selection = row.get(TOOLS), _column_or_extra_info(row, extra_info, SELECTION, where)
         if not self._tools.are_called:
             if not is_empty(selection) and given is None:
-                self._noted[f"have {SELECTION}, which is not used: rollout.tools names no tools"] += 1
+                self._noted[f"have {SELECTION}, which is ignored: rollout.tools is empty"] += 1
                 selection = None
             if not is_empty(given):
                 self._noted[f"have {TOOLS}, shown in prompts: calls are text for the reward, nothing is executed"] += 1
@@ -187,43 +194,45 @@ class Columns:
         agent = row.get("agent_name")
         if self._runs_tools:
             if agent not in (None, _SINGLE_TURN, _WITH_TOOLS):
-                self._noted[f"have agent_name {agent!r}, which is not used: rollout.episode says what runs"] += 1
+                self._noted[f"have agent_name {agent!r}, which is ignored: rollout.episode selects the episode"] += 1
             if columns := [name for name in _TOOL_COLUMNS if row.get(name)]:
-                self._noted[f"have columns {', '.join(columns)}, which are not used: put them into extra_info"] += 1
+                self._noted[f"have columns {', '.join(columns)}, which are ignored: move them into extra_info"] += 1
             return
         if agent is not None and agent != _SINGLE_TURN:
             if _is_verl_row(row):
                 raise DataError(
-                    f"{where} has agent_name {agent!r}, but prompts are answered in a single turn, without tools; set"
-                    f" {self._key} to a file without such rows, or without the column if single turns are meant"
+                    f"{where} has agent_name {agent!r}, but prompts are answered in a single turn without tools; set"
+                    f" {self._key} to a file without such rows, or without the column if single turns are intended"
                 )
-            self._noted["have agent_name, which is not used: responses are single turns"] += 1
+            self._noted["have agent_name, which is ignored: responses are single turns"] += 1
         if unused := [name for name in _TOOL_COLUMNS if extra_info.get(name) or row.get(name)]:
-            self._noted[f"have {', '.join(unused)}, used by no tool: responses are single turns, without tools"] += 1
+            self._noted[f"have {', '.join(unused)}, which are ignored: responses are single turns without tools"] += 1
 
     def _check_template_kwargs(self, row: Mapping[str, Any], where: str) -> None:
-        """Refuse other arguments than the run's, with which later turns are rendered (a column of TRL's)."""
+        """Reject template arguments (a column of TRL) that differ from the run's, which render the later turns."""
         given = _object(row, _TEMPLATE_KWARGS, where)
         given = {name: value for name, value in given.items() if not (self._struct_nulls and value is None)}
         if different := [name for name, value in given.items() if self._template_kwargs.get(name) != value]:
             raise DataError(
                 f"{where} has {_TEMPLATE_KWARGS}.{different[0]}={given[different[0]]!r}, but arguments of the chat "
-                f"template are the same for all rows; set data.template_kwargs.{different[0]}, or leave the column out"
+                f"template are the same for all rows; set data.template_kwargs.{different[0]}, or remove the column"
             )
 
 
 def format_notes(noted: Mapping[str, int], ignored: Collection[str] = ()) -> tuple[str, ...]:
-    """Notes of Columns, as lines; the last one lists columns that are not used."""
+    """Format the notes of Columns as lines; the last line lists ignored columns."""
     lines = [f"{count} rows {text}" for text, count in noted.items()]
     if ignored:
         names = listing(dict.fromkeys(ignored))
-        lines.append(f"columns that are not used: {names} (reward functions and tools get what is in extra_info)")
+        lines.append(f"ignored columns: {names} (reward functions and tools receive extra_info)")
     return tuple(lines)
 
 
 def check_keys(data_config: DataConfig, paths: Mapping[str, Names]) -> None:
-    """Whether data.prompt_key and data.answer_key, where they are set, name a column of any file at all: rows of verl's
-    format need neither. `paths` maps configuration keys to what they name; of each file, the first row is read.
+    """Check that data.prompt_key and data.answer_key, if set, name a column of at least one file.
+
+    Single files may lack the column: rows in verl's format do not need it. Reads the first row of each file. `paths`
+    maps configuration keys to their values.
 
     Raises: DataError.
     """
@@ -243,7 +252,7 @@ def check_keys(data_config: DataConfig, paths: Mapping[str, Names]) -> None:
 
 
 def listing(columns: Mapping[str, Any], nearest: str | None = None) -> str:
-    """Names of columns, those like `nearest` first."""
+    """Join the names of columns, the most similar to `nearest` first."""
     names = list(columns)
     if nearest is not None:
         names.sort(key=lambda name: -SequenceMatcher(None, name.lower(), nearest.lower()).ratio())
@@ -251,9 +260,7 @@ def listing(columns: Mapping[str, Any], nearest: str | None = None) -> str:
 
 
 def _remedy(key: str, wanted: str, row: Mapping[str, Any]) -> str:
-    return (
-        f"the columns are {listing(row, wanted)}; set {key} to one of them, or to null for the usual ones of each file"
-    )
+    return f"the columns are {listing(row, wanted)}; set {key} to one of them, or to null for the default columns"
 
 
 def _is_verl_row(row: Mapping[str, Any]) -> bool:
@@ -261,7 +268,10 @@ def _is_verl_row(row: Mapping[str, Any]) -> bool:
 
 
 def _plain_messages(prompt: list[Any], where: str) -> Any:
-    """Messages with types of JSON. Raises: DataError for binary values that are not UTF-8."""
+    """Convert messages to JSON types.
+
+    Raises: DataError for binary values that are not UTF-8.
+    """
     pending: list[Any] = [prompt]
     while pending:
         value = pending.pop()
@@ -273,7 +283,7 @@ def _plain_messages(prompt: list[Any], where: str) -> Any:
             try:
                 value.decode()
             except UnicodeDecodeError:
-                raise DataError(f"{where}: the prompt has binary data that is not UTF-8; store texts") from None
+                raise DataError(f"{where}: the prompt has binary data that is not UTF-8; store it as text") from None
     return to_plain(prompt)
 
 
@@ -282,13 +292,13 @@ def _messages_of_text(text: str, where: str) -> Any:
         return parse_json(text, f"{where}: the prompt")
     except DataError as error:
         raise DataError(
-            f"{error} (it looks like a list of chat messages; write them as JSON, or put a text that is meant to look"
-            " like this into a chat message)"
+            f"{error} (it looks like a list of chat messages; write them as JSON, or wrap the text in a chat message"
+            " if it is not one)"
         ) from None
 
 
 def _object(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
-    """Value of a column of objects, which a flat file holds as JSON text; {} where there is none."""
+    """Return the object in a column, parsed if it is JSON text (CSV); {} if the row has none."""
     value = row.get(column)
     if value is None:
         return {}
@@ -301,12 +311,12 @@ def _object(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
 
 
 def _column_or_extra_info(row: Mapping[str, Any], extra_info: Mapping[str, Any], name: str, where: str) -> Any:
-    """What a row says in a column of its own or in extra_info; `sampling` is an object.
+    """Return an option of a row from its column or from extra_info; `sampling` is an object.
 
-    Raises: DataError where it says it twice.
+    Raises: DataError if the row has both.
     """
     if row.get(name) is not None and extra_info.get(name) is not None:
-        raise DataError(f"{where} has {name} both as a column and in extra_info; leave one of them out")
+        raise DataError(f"{where} has {name} both as a column and in extra_info; remove one of them")
     source = row if row.get(name) is not None else extra_info
     return _object(source, name, where) if name == "sampling" else source.get(name)
 

@@ -1,4 +1,4 @@
-"""Reads rows from jsonl, parquet and CSV files and saved sets, one at a time, each with its place for errors."""
+"""Row reader for jsonl, parquet and CSV files and saved data sets; each row comes with its location for errors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mcore_rl.data.sources.paths import Names, find_files, is_saved_dataset
 from mcore_rl.errors import DataError
 
 _NAMED_LINES = 5
-_QUOTING = 'put a cell with a comma, a quote or a line break in it between double quotes ("), and write " as ""'
+_QUOTING = 'enclose cells that contain a comma, a quote or a line break in double quotes ("), and write " as ""'
 
 
 def read_rows(names: Names, key: str) -> Rows:
-    """Yields (place, row), file after file: place is "<file>, line 12" or "<file>, row 12", both counted from 1.
+    """Yield (place, row) of all files in order. `place` is "<file>, line 12" or "<file>, row 12", counted from 1.
 
-    Blank lines of a jsonl or CSV file are not rows. The first line of a CSV file names the columns; every value is the
-    text that is written, and an empty cell is None. `key` is the configuration key that errors name.
+    Blank lines of a jsonl or CSV file are skipped. The first line of a CSV file names the columns; values are strings,
+    and an empty cell is None. `key` is the configuration key that errors name.
 
-    Raises: DataError, at once for what find_files refuses, later for a malformed row.
+    Raises: DataError, immediately for the errors of find_files, during iteration for a malformed row.
     """
     files = find_files(names, key)
     return (row for path in files for row in _read_file(path, key))
@@ -61,7 +61,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 def _decode(line: bytes, problem: str) -> str:
     try:
-        # Files with a byte order mark, joined, have one in the middle.
+        # Concatenated files can have a byte order mark in any line.
         return line.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         byte = f"{error.object[error.start]:#04x} is byte {error.start + 1} of the line"
@@ -79,7 +79,7 @@ def _has_lone_surrogate(line: bytes) -> bool:
 
 
 def _further(lines: list[int]) -> str:
-    """Every such line at once, so that a file is mended in one go."""
+    """Name all lines with the same problem, so that a file can be corrected at once."""
     if not lines:
         return ""
     named = ", ".join(map(str, lines[:_NAMED_LINES])) + (", ..." if len(lines) > _NAMED_LINES else "")
@@ -99,8 +99,8 @@ def _read_csv(path: Path, key: str) -> Rows:
 
 
 def _csv_records(path: Path, key: str) -> Iterator[tuple[str, list[str]]]:
-    """Cells of each record that is not a blank line, with the line in which it starts."""
-    # The module's own limit of 131,072 characters to a cell is for the whole process, and no file of prompts needs it.
+    """Yield the first line and the cells of each record, except blank lines."""
+    # The csv module limits cells to 131,072 characters, for the whole process; prompts may be longer.
     csv.field_size_limit(sys.maxsize)
     place = f"{path}, line 1"
     try:
@@ -119,8 +119,8 @@ def _csv_records(path: Path, key: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _header(values: list[str], where: str) -> list[str]:
-    """Names of the columns; one without a name, such as an index that was written too, is no column."""
+    """Return the column names. A column without a name, such as a saved index, is ignored later."""
     names = [value.strip() for value in values]
     if twice := sorted({name for name in names if name and names.count(name) > 1}):
-        raise DataError(f"{where} names a column twice: {', '.join(twice)}; the first line of a CSV file names columns")
+        raise DataError(f"{where} repeats column names: {', '.join(twice)}; the first line of a CSV file names columns")
     return names

@@ -1,4 +1,4 @@
-"""JSON that people bring, as values that every later part can take: whole characters, nesting that fits a stack."""
+"""JSON of user files: parsing with checks of nesting and surrogate pairs, and conversion of values to JSON types."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from typing import Any
 from mcore_rl.errors import DataError
 
 MAX_NESTING = 100
-"""Python's own parser, pickle and json.dumps recurse, up to a limit that depends on where they are called."""
+"""Limit of nesting. json, pickle and json.dumps recurse, and their limit depends on the depth of the caller."""
 _MISSING = ("NAType", "NaTType")
 """Types of missing values in pandas."""
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-"""The escape of half a surrogate pair, of which there are mostly two."""
+"""Escape of a surrogate. Most occur in valid pairs, so a match only triggers the full check."""
 
 
 class LoneSurrogateError(DataError):
-    """A string with half of a surrogate pair, which neither a tokenizer nor a file takes."""
+    """A string contains an unpaired surrogate, which can be neither tokenised nor written to a file."""
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text. `where` starts error messages.
+    """Parse JSON text. `where` starts error messages.
 
-    Raises: DataError for what is not JSON or nested deeper than MAX_NESTING; LoneSurrogateError.
+    Raises: DataError for invalid JSON or nesting deeper than MAX_NESTING; LoneSurrogateError.
     """
     try:
         value = json.loads(text)
@@ -65,22 +65,22 @@ def _check_characters(text: str, name: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise LoneSurrogateError(
-            f"{where}: {ascii(name)[1:-1] or 'a string'} holds half of a character (\\u{ord(text[error.start]):04x}, of"
-            " which a cut emoji leaves one); write the whole character, or \\ufffd in its place"
+            f"{where}: {ascii(name)[1:-1] or 'a string'} contains half of a character (\\u{ord(text[error.start]):04x},"
+            " for example from a truncated emoji); write the whole character, or replace it by \\ufffd"
         ) from None
 
 
 def _too_deep(where: str) -> DataError:
-    return DataError(f"{where} is nested more than {MAX_NESTING} deep; flatten it")
+    return DataError(f"{where} is nested more than {MAX_NESTING} levels deep; flatten it")
 
 
 def to_plain(value: Any) -> Any:
-    """The value with types of JSON alone, at every depth.
+    """Convert a value to JSON types at every depth.
 
-    NumPy scalars and arrays, tensors and series become numbers and lists; Decimal and Fraction become int or float,
-    or text where a float is not exact; dates, times, UUIDs and paths become text; bytes become text if they are UTF-8,
-    else base64; enums become their values, dataclasses and pydantic models mappings, sets lists; NaN and missing values
-    of pandas become null, infinities text. Other objects become their `str`.
+    NumPy scalars and arrays, tensors and series become numbers and lists. Decimal and Fraction become int or float, or
+    text if a float is not exact. Dates, times, UUIDs and paths become text. Bytes become text if they are UTF-8, else
+    base64. Enums become their values, dataclasses and pydantic models mappings, sets lists. NaN and missing values of
+    pandas become null, infinities text. Other objects become their `str`.
     """
     if value is None or isinstance(value, bool) or type(value) in (int, str):
         return value
@@ -96,15 +96,15 @@ def to_plain(value: Any) -> Any:
 
 
 def as_json_text(value: Any) -> str:
-    """Text for a model: a string as it is, a NaN on its own as NaN, anything else as JSON of its plain form."""
-    if isinstance(value, Real) and value != value:  # of NumPy too
+    """Format a value as text for a model: strings unchanged, a top-level NaN as "NaN", other values as JSON."""
+    if isinstance(value, Real) and value != value:  # NaN, also of NumPy
         return "NaN"
     plain = to_plain(value)
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
 
 def _plain_object(value: Any) -> Any:
-    if isinstance(value, int | str):  # their subclasses
+    if isinstance(value, int | str):  # subclasses of int and str
         return int(value) if isinstance(value, int) else str(value)
     if isinstance(value, bytes | bytearray | memoryview):
         return _text_of_bytes(bytes(value))
@@ -112,13 +112,13 @@ def _plain_object(value: Any) -> Any:
         return _plain_number(value)
     if type(value).__name__ in _MISSING and type(value).__module__.startswith("pandas"):
         return None
-    if type(value).__name__ in ("datetime64", "timedelta64"):  # NumPy's, whose tolist gives nanoseconds
+    if type(value).__name__ in ("datetime64", "timedelta64"):  # NumPy types; their tolist returns nanoseconds
         return str(value)
     if isinstance(value, date | time) or hasattr(value, "isoformat"):
         return str(value.isoformat())
     if is_dataclass(value) and not isinstance(value, type):
         return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
-    for method in ("tolist", "model_dump"):  # of arrays, tensors and series; of pydantic models
+    for method in ("tolist", "model_dump"):  # arrays, tensors and series; pydantic models
         if callable(getattr(value, method, None)) and not isinstance(value, type):
             found = getattr(value, method)()
             return str(value) if found is value else to_plain(found)
@@ -136,7 +136,7 @@ def _plain_number(value: Decimal | Fraction) -> int | float | str | None:
 
 
 def _plain_key(key: Any) -> str:
-    """As json.dumps writes keys of types that it has."""
+    """Convert a mapping key to a string, like json.dumps."""
     plain = to_plain(key)
     return plain if isinstance(plain, str) else json.dumps(plain)
 
@@ -153,7 +153,7 @@ def _infinity(value: float) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value of JSON without nulls at any depth. Arrow fills the structs of a column with them."""
+    """Remove nulls at every depth. Arrow adds them for struct fields that only other rows use."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):

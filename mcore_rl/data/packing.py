@@ -1,7 +1,7 @@
-"""Who computes what: spreads sequences over data-parallel ranks, and packs a rank's share into micro-batches.
+"""Load balancing of sequences over data-parallel ranks, and packing of a rank's share into micro-batches.
 
-Plain Python integers and standard algorithms, on purpose: 8,192 sequences take a few milliseconds, and a
-compiled kernel would cost every process more at its start than it saves in a run.
+The algorithms use plain Python integers: 8,192 sequences take a few milliseconds, and loading a compiled kernel would
+cost each process more time than it saves in a run.
 """
 
 from __future__ import annotations
@@ -16,39 +16,41 @@ import numpy as np
 from mcore_rl.errors import DataError
 
 TOLERANCE = 0.002
-"""Of the costliest rank or bin above the mean: what is left is not worth another exchange."""
+"""Accepted relative excess of the costliest rank or bin over the mean; exchanges stop below it."""
 MAX_EXCHANGES = 64
 CHEAP_BINS = 8
-"""With how many of the cheapest an exchange is tried."""
+"""Number of the cheapest bins that are candidates for an exchange."""
 
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """Work that sequences take: `per_token` for each token, `per_pair` for each pair of tokens that causal attention
-    joins. Only the ratio of the two counts."""
+    """Cost of a sequence: `per_token` for each token, plus `per_pair` for each pair of tokens in causal attention.
+
+    Only the ratio of the two matters.
+    """
 
     per_token: float = 1.0
     per_pair: float = 0.0
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
-        """Shapes: lengths integer [B]; returns int64 [B]. Units: tokens, the pairs converted to as much work."""
+        """Return the costs of sequences. Units: tokens of equal work. Shapes: lengths integer [B] -> int64 [B]."""
         tokens = np.asarray(lengths).astype(np.float64)
         pairs = tokens * (tokens + 1) / 2
         return np.rint(tokens + self.per_pair / self.per_token * pairs).astype(np.int64)
 
 
 TOKENS = SequenceCost()
-"""Every token costs the same, wherever it stands."""
+"""Cost model in which every token costs the same."""
 
 
 def balance(costs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Assigns every sequence to a rank so that the ranks' costs are nearly equal; costs may be token counts.
+    """Assign every sequence to a rank so that the ranks' total costs are nearly equal.
 
-    Longest processing time first: each sequence, costliest first, goes to the rank with the least, so two ranks never
-    differ by more than one sequence; where few sequences leave a difference, exchanges lower it. Numbers of sequences
-    may differ; no rank is empty when B >= num_ranks.
+    Longest processing time first: sequences in descending order of cost go to the rank with the lowest load, so that
+    two loads differ by at most one sequence. Exchanges then reduce the difference. The number of sequences per rank may
+    differ; no rank is empty if B >= num_ranks.
 
-    Shapes: costs integer [B]; returns int32 [B] with values in 0..num_ranks - 1.
+    Shapes: costs integer [B] -> int32 [B], values in [0, num_ranks).
     Raises: DataError for a negative cost or num_ranks < 1.
     """
     costs = _checked(costs)
@@ -56,7 +58,7 @@ def balance(costs: np.ndarray, num_ranks: int) -> np.ndarray:
         raise DataError(f"cannot balance over {num_ranks} ranks")
     ranks = np.empty(len(costs), np.int32)
     order = np.argsort(-costs, kind="stable")
-    # An empty sequence counts as one token: otherwise ties would pile all of them on one rank.
+    # Count an empty sequence as one token; with cost 0 all of them would go to the same rank.
     costs = np.maximum(costs, 1)
     ranks[order] = _longest_first(costs[order], num_ranks)
     _exchange(ranks, costs, num_ranks)
@@ -66,14 +68,14 @@ def balance(costs: np.ndarray, num_ranks: int) -> np.ndarray:
 def pack(
     lengths: np.ndarray, capacity: int, min_bins: int = 1, *, cost: SequenceCost | None = None
 ) -> list[np.ndarray]:
-    """Packs sequences into as few bins of `capacity` tokens as first-fit decreasing finds.
+    """Pack sequences into bins of `capacity` tokens, with the number of bins that first-fit decreasing needs.
 
-    With min_bins above the number needed, the sequences are spread evenly over min_bins bins (bins stay empty only
-    where B < min_bins): pipelines want a set number of micro-batches, and equal ones. With `cost` they are spread in
-    any case, evenly by cost as far as the capacity lets them, and the costliest bin comes first: ranks whose
-    micro-batches wait for each other then run their costly ones together.
+    If min_bins is larger, the sequences are distributed evenly over min_bins bins (empty only if B < min_bins):
+    pipelines need a fixed number of equal micro-batches. With `cost`, bins are always evened out by cost within the
+    capacity, and the costliest bin comes first, so that ranks whose micro-batches wait for each other run their costly
+    ones at the same time.
 
-    Shapes: lengths integer [B]; returns bins of int64 indices, together 0..B - 1 exactly once, each ascending.
+    Shapes: lengths integer [B] -> list of int64 indices per bin, ascending; together a permutation of 0..B - 1.
     Units: capacity in tokens.
     Raises: DataError for a negative length, a sequence longer than capacity, or capacity < 1.
     """
@@ -82,7 +84,7 @@ def pack(
         raise DataError(f"cannot pack into bins of {capacity} tokens; raise actor.tokens_per_microbatch")
     if lengths.size and lengths.max() > capacity:
         raise DataError(
-            f"a sequence takes {lengths.max()} tokens, more than the {capacity} of a micro-batch; raise "
+            f"a sequence has {lengths.max()} tokens, more than the {capacity} of a micro-batch; raise "
             "actor.tokens_per_microbatch"
         )
     bins = _first_fit_decreasing(lengths, capacity)
@@ -94,13 +96,13 @@ def pack(
 def _spread(
     lengths: np.ndarray, costs: np.ndarray, capacity: int, bins: list[np.ndarray], min_bins: int
 ) -> list[np.ndarray]:
-    """Even bins, at least min_bins of them, from a packing that need not be even."""
+    """Even out a packing, with at least min_bins bins."""
     num_bins = max(len(bins), min_bins)
-    # As in balance: ties of empty sequences would pile up.
+    # Count empty sequences as one token, as in `balance`.
     costs = np.maximum(costs, 1)
     owners = _pack_evenly(costs, lengths, capacity, num_bins)
     if owners is None:
-        # Nearly full bins leave no choice of their own: then that of the packing, and its costliest bins in halves.
+        # The bins are nearly full: keep the first-fit packing, which is known to fit, and halve its costliest bins.
         owners = np.empty(len(lengths), np.int64)
         for index, members in enumerate(_halve_fullest(costs, bins, num_bins)):
             owners[members] = index
@@ -117,8 +119,8 @@ def _checked(lengths: np.ndarray) -> np.ndarray:
 
 
 def _longest_first(weights: np.ndarray, num_ranks: int) -> list[int]:
-    """Rank of each weight; weights must be positive and descending."""
-    # load * num_ranks + rank in one integer: comparing integers is what makes the heap fast, and breaks ties by rank.
+    """Return the rank of each weight; weights must be positive and descending."""
+    # A heap entry is the integer load * num_ranks + rank: integers compare fast, and ties are broken by rank.
     heap = list(range(num_ranks))
     ranks = []
     for step in (weights * num_ranks).tolist():
@@ -129,13 +131,13 @@ def _longest_first(weights: np.ndarray, num_ranks: int) -> list[int]:
 
 
 def _first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """First-fit decreasing, one bin after the other: a bin takes the longest sequence that still fits until none does.
+    """Pack by first-fit decreasing, bin by bin: a bin repeatedly takes the longest sequence that fits.
 
-    That is the same packing as walking the sequences and opening bins, but each step is one search in a sorted list.
+    The packing equals the usual formulation, sequence by sequence, but each step is one search in a sorted list.
     """
     order = np.argsort(lengths, kind="stable")
     ascending = lengths[order].tolist()
-    # free[i] leads to the longest untaken sequence among the i shortest (0: none).
+    # Union-find: following free[i] leads to the longest unpacked sequence among the i shortest (0: none).
     free = list(range(len(ascending) + 1))
     taken: list[int] = []
     starts: list[int] = []
@@ -150,7 +152,7 @@ def _first_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[np.ndarray
 
 
 def _fill_bin(ascending: list[int], free: list[int], place: int, room: int, taken: list[int]) -> None:
-    """Takes untaken sequences into one bin, starting with the one at `place`, which must be untaken."""
+    """Fill one bin, starting with the sequence at `place`, which must be unpacked."""
     while place:
         taken.append(place)
         free[place] = place = place - 1
@@ -164,10 +166,10 @@ def _fill_bin(ascending: list[int], free: list[int], place: int, room: int, take
 
 
 def _pack_evenly(costs: np.ndarray, lengths: np.ndarray, capacity: int, num_bins: int) -> np.ndarray | None:
-    """Bin of each sequence: longest first, each into the bin of least cost that has room; None where none has.
+    """Assign each sequence, longest first, to the cheapest bin with room. Returns None if a sequence fits in no bin.
 
-    A bin without room for one sequence is set aside until the sequences are as short as its room. Every time that this
-    happens it has received one in between, so all of it takes O(B log B).
+    A bin without room for the current sequence is set aside until sequences are short enough. Between two such events
+    the bin receives a sequence, so the total time is O(B log B).
     """
     bins = np.empty(len(lengths), np.int64)
     open_bins = [(0, index) for index in range(num_bins)]  # (cost, bin)
@@ -204,8 +206,10 @@ def _halve_fullest(costs: np.ndarray, bins: list[np.ndarray], num_bins: int) -> 
 def _exchange(
     owners: np.ndarray, costs: np.ndarray, num_bins: int, lengths: np.ndarray | None = None, capacity: int = 0
 ) -> None:
-    """Lowers the cost of the costliest bin, in place: while it helps, one of its sequences changes places with one of
-    a cheap bin, or moves there. With `lengths`, bins stay within capacity.
+    """Reduce the cost of the costliest bin, in place.
+
+    While the cost decreases, swap one of its sequences with one of a cheap bin, or move it there. With `lengths`, bins
+    stay within capacity.
     """
     loads = np.bincount(owners, costs, num_bins)
     sizes = np.zeros(len(costs)) if lengths is None else lengths
@@ -219,7 +223,7 @@ def _exchange(
         cheap = np.argsort(loads, kind="stable")[:CHEAP_BINS]
         cheap = cheap[cheap != most]
         theirs = np.flatnonzero(np.isin(owners, cheap))
-        # What a sequence may change places with: one of theirs, or nothing in one of their bins.
+        # Candidates: a sequence in a cheap bin (swap), or an empty slot of a cheap bin (move).
         where = np.concatenate([owners[theirs], cheap])
         cost = costs[mine, None] - np.concatenate([costs[theirs], np.zeros(len(cheap))])
         size = sizes[mine, None] - np.concatenate([sizes[theirs], np.zeros(len(cheap))])

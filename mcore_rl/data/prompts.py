@@ -1,4 +1,4 @@
-"""Prompt sets: rows of verl's format or plain ones, rendered, tokenised and filtered by length."""
+"""Prompt sets: rows in verl's or a plain format, rendered, tokenised and filtered by length."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENS = "tokens"
-"""What a cache calls the token ids of prompts."""
+"""Name of the prompts' token ids in the cache."""
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Tokenised prompts as flat arrays; plain values only, so that it is put in an object store once.
+    """Tokenised prompts as flat arrays and plain values, to be stored once in Ray's object store.
 
     Shapes: tokens int32 [sum P]; offsets int64 [N + 1]; the lists have N entries.
     """
@@ -65,16 +65,20 @@ class PromptSet:
         )
 
     def take(self, rows: Sequence[int] | np.ndarray) -> PromptSet:
-        """A set of these rows, in this order, numbered anew from 0."""
+        """Return a set of these rows in this order, renumbered from 0."""
         return prompt_set([self[int(row)] for row in rows])
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was read from one file or several. `dropped` rows exceeded a token limit, `truncated` ones did and were
-    shortened to it; `limits` says which limit, and how many each. longest_tokens is of the prompts as they were read;
-    `notes` say of how many rows what was read otherwise than it is written, or not used. `of_files` are the rows kept
-    of each file: those of a set lie one file after the other."""
+    """Summary of reading one or more files.
+
+    dropped, truncated: rows above a token limit that were dropped or shortened.
+    limits: the exceeded limits, with the number of rows.
+    longest_tokens: longest prompt before truncation.
+    notes: rows that were converted or partly ignored, with their number.
+    of_files: rows kept per file; a set contains the files in order.
+    """
 
     key: str
     path: str
@@ -106,11 +110,13 @@ def load_prompts(
     runs_tools: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[PromptSet, LoadReport]:
-    """Reads, renders and tokenises the prompts of all files that `names` stands for, one file after the other.
+    """Read, render and tokenise the prompts of all files in `names`, in order.
 
-    Prompts above rollout.max_prompt_tokens are dropped or truncated, as data.long_prompts says, and counted. With
-    max_prompts, reading ends when so many are kept. With runs_tools rows may be for episodes with tools; `tools` are
-    the OpenAI schemas that the chat template shows.
+    Prompts above rollout.max_prompt_tokens are dropped or truncated (data.long_prompts) and counted.
+
+    max_prompts: stop reading after this number of kept prompts.
+    runs_tools: whether rows may require episodes with tools.
+    tools: OpenAI schemas that the chat template shows.
 
     Raises: DataError naming file and row for a malformed row, or `key` for files without a usable prompt;
     ConfigError for a template that the tokenizer cannot apply.
@@ -128,7 +134,7 @@ def load_prompts(
 
 
 def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
-    """Joins prompts into flat arrays."""
+    """Join prompts into flat arrays."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     tokens = [prompt.token_ids for prompt in prompts]
     return PromptSet(
@@ -146,33 +152,33 @@ def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
 
 
 def joined(sets: Sequence[PromptSet]) -> PromptSet:
-    """The prompts of several sets, one after the other."""
+    """Concatenate several sets."""
     return sets[0] if len(sets) == 1 else prompt_set([each[row] for each in sets for row in range(len(each))])
 
 
 def to_cache_entry(prompts: PromptSet, report: LoadReport) -> Entry:
-    """What a cache keeps of a set."""
+    """Convert a set to a cache entry."""
     columns = {name: getattr(prompts, name) for name in _ROW_COLUMNS}
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return Entry({TOKENS: (prompts.tokens, prompts.offsets)}, prompts.texts, rows, asdict(report))
 
 
 def prompts_from_entry(entry: Entry) -> PromptSet:
-    """The set of which a cache kept this."""
+    """Convert a cache entry to a set."""
     tokens, offsets = entry.ragged[TOKENS]
     columns = {name: [row[name] for row in entry.rows] for name in _ROW_COLUMNS}
     return PromptSet(tokens=tokens, offsets=offsets, texts=entry.texts, **columns)
 
 
 def report_from_entry(entry: Entry, key: str, files: Sequence[Path], notes: Sequence[str]) -> LoadReport:
-    """The report of what was kept, on the files as they are called now."""
+    """Restore the report of a cache entry, with the current key and file names."""
     kept = {**entry.report, "key": key, "path": format_files(files)}
     kept |= {name: tuple(kept[name]) for name in ("notes", "of_files")}
     return with_notes(LoadReport(**kept), files, notes)
 
 
 def with_notes(report: LoadReport, files: Sequence[Path], notes: Sequence[str]) -> LoadReport:
-    """The report, with `notes` and the names of files of which nothing is kept."""
+    """Add `notes` and the names of files without a kept row to a report."""
     unused = [path for path, kept in zip(files, report.of_files, strict=True) if not kept]
     return replace(
         report, notes=(*report.notes, *([f"no row kept of {format_files(unused)}"] if unused else []), *notes)
@@ -228,7 +234,7 @@ def _read_prompts(
 
 
 def _truncated(prompt: Prompt, limit: int, how: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The prompt without the tokens beyond `limit`; its text is what the model will see, for the records."""
+    """Truncate a prompt to `limit` tokens on the side `how`; its text becomes the text of the remaining tokens."""
     if how == "drop" or len(prompt.token_ids) <= limit:
         return prompt
     ids = prompt.token_ids[-limit:] if how == "truncate_left" else prompt.token_ids[:limit]

@@ -1,4 +1,4 @@
-"""rollouts/step_<n>.jsonl: engines write parts, the collector joins them under the final name."""
+"""Files rollouts/step_<n>.jsonl: engines write parts, and the collector joins them under the final name."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ from model_converters.durable_files import durable_write
 
 FIELDS = ".fields"
 SURROGATE_ERRORS = "backslashreplace"
-"""Graders may hand over half of a surrogate pair, which UTF-8 does not have: it is written as the escape that JSON has
-for it, and comes back as it was."""
+"""Error handler of the files' encoding. Graders may return unpaired surrogates, which UTF-8 cannot represent: they are
+written as JSON escapes and read back unchanged."""
 
 
 def part_path(directory: Path, name: str, batch: int, task: int) -> str:
-    """Where an engine writes what one task produced; hidden until joined. One that begins anew elsewhere writes it
-    anew."""
+    """Return the hidden file for the records of one task. A task that is restarted on another engine overwrites it."""
     return str(directory / f".{name}.{batch}.{task}.part")
 
 
 def join_parts(parts: Sequence[str], directory: Path, name: str) -> None:
-    """Concatenates the parts, in order, into `<name>.jsonl`, atomically, and removes them."""
+    """Concatenate the parts, in order, into `<name>.jsonl` atomically, and remove them."""
     _join(parts, directory / f"{name}.jsonl")
 
 
 def piece_path(part: str, first: int) -> str:
-    """Where an engine writes what it produced of a task from response `first` on."""
+    """Return the file for the records of a task from response `first` on."""
     return f"{part}.{first}" if first else part
 
 
 def join_pieces(part: str, firsts: Sequence[int]) -> None:
-    """Makes the part of a task of what several engines have written, in order, atomically, and removes the pieces."""
+    """Concatenate the pieces of a task that several engines wrote into its part atomically, and remove the pieces."""
     _join([piece_path(part, first) for first in firsts], Path(part))
 
 
@@ -51,15 +50,17 @@ def _join(sources: Sequence[str], path: Path) -> None:
 
 
 def add_fields(part: str, lines: Sequence[int], fields: Sequence[Mapping[str, Any]]) -> None:
-    """Keeps further fields of some lines of a part until it is amended. Processes may do so beside each other, each for
-    lines of its own."""
+    """Store additional fields for lines of a part, until amend_part merges them.
+
+    Several processes may call this concurrently for different lines.
+    """
     with open(f"{part}.{lines[0]}{FIELDS}", "w", encoding="utf-8", errors=SURROGATE_ERRORS) as file:
         for line, line_fields in zip(lines, fields, strict=True):
             file.write(json.dumps([line, line_fields], ensure_ascii=False) + "\n")
 
 
 def _take_fields(part: str) -> dict[int, dict[str, Any]]:
-    """What add_fields has kept, by line."""
+    """Load and remove the fields that add_fields stored. Returns line -> fields."""
     fields_by_line: dict[int, dict[str, Any]] = {}
     for path in Path(part).parent.glob(f"{Path(part).name}.*{FIELDS}"):
         with open(path, encoding="utf-8") as source:
@@ -69,7 +70,7 @@ def _take_fields(part: str) -> dict[int, dict[str, Any]]:
 
 
 def amend_part(part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: Mapping[str, np.ndarray]) -> None:
-    """Puts the final rewards, the scores that are in them, and what add_fields has kept, into a part, atomically.
+    """Write the final rewards, their component scores and the fields of add_fields into a part, atomically.
 
     Shapes: [B], in the order of the lines.
     """
@@ -88,6 +89,6 @@ def amend_part(part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: M
 
 
 def remove_unjoined(directory: Path) -> None:
-    """Removes what a crash left of steps that had not ended."""
+    """Remove the files of unfinished steps after a crash."""
     for path in directory.glob(".*"):
         path.unlink()

@@ -1,4 +1,4 @@
-"""Draws prompt rows, epoch after epoch, in an order that a checkpoint can name with a few numbers."""
+"""Prompt sampler whose position is restored from a few numbers in a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from mcore_rl.data.order.weights import RowWeights
 from mcore_rl.errors import CheckpointError, DataError
 
 _CURRICULUM = "curriculum"
-"""In the state, where there is one: the fingerprint of the epoch's order."""
+"""Key of the order's fingerprint in the state, if there is a curriculum."""
 
 
 class PromptSampler:
-    """Every row once per epoch, in an order that depends on (seed, epoch) alone; with `weights` as often as they say,
-    with a `curriculum` those that it returns, in its order.
+    """Sampler of rows without replacement: every row once per epoch, in an order that depends only on (seed, epoch).
 
-    The order is the same on every platform and numpy version: it sorts raw output of a bit generator, whose stream
-    numpy guarantees, instead of calling its shuffling, whose stream it does not.
+    `weights` change the number of draws per row; a `curriculum` replaces rows and order.
+
+    The order is equal on every platform and numpy version: it sorts the raw output of a bit generator, whose stream
+    numpy guarantees; the stream of its shuffles is not guaranteed.
     """
 
     def __init__(
@@ -42,14 +43,14 @@ class PromptSampler:
         self._order = self._order_of(0)
 
     def draw(self, count: int) -> np.ndarray:
-        """The next `count` rows, as int64 [count]; goes on into the next epoch where this one ends.
+        """Return the next `count` rows as int64 [count], continuing in the next epoch if necessary.
 
         Raises: CurriculumError.
         """
         parts = []
         while count > 0:
             if self._position == len(self._order):
-                # First the order, so that an error in making it leaves the position as it was.
+                # Compute the order first: if it raises, the position is unchanged.
                 self._order = self._order_of(self._epoch + 1)
                 self._epoch += 1
                 self._position = 0
@@ -64,28 +65,27 @@ class PromptSampler:
         return state if self._curriculum is None else state | {_CURRICULUM: fingerprint(self._order)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken.
+        """Restore the position.
 
-        Raises: CheckpointError when it belongs to other data, another seed or another order.
+        Raises: CheckpointError if the state belongs to other data, another seed or another order.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise CheckpointError(
-                    f"the checkpoint's sampler has {name} {state.get(name)}, this run {value}: set run.seed,"
-                    " data.train, data.weights, data.shuffle and rollout.max_prompt_tokens as they were, or start in a"
-                    " new run.dir"
+                    f"the checkpoint's sampler has {name} {state.get(name)}, this run {value}: restore run.seed,"
+                    " data.train, data.weights, data.shuffle and rollout.max_prompt_tokens, or start in a new run.dir"
                 )
         epoch = int(state["epoch"])
         order = self._order_of(epoch)
         if state.get(_CURRICULUM) != (None if self._curriculum is None else fingerprint(order)):
             raise CheckpointError(
                 f"the checkpoint is in the middle of epoch {epoch}, for which data.curriculum now gives another order:"
-                " set it as it was, and let it depend on nothing but (epoch, prompts, seed); or start in a new run.dir"
+                " restore the function and make it depend only on (epoch, prompts, seed), or start in a new run.dir"
             )
         self._epoch, self._position, self._order = epoch, int(state["position"]), order
 
     def _identity(self) -> dict[str, Any]:
-        """States of before there were weights say nothing of them, which is None too."""
+        # Older states have no `weights`; their value None equals the value of a run without weights.
         weights = None if self._weights is None else self._weights.identity()
         return {"num_rows": self._num_rows, "seed": self._seed, "shuffle": self._shuffle, "weights": weights}
 

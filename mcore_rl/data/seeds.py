@@ -1,4 +1,4 @@
-"""Seeds of requests."""
+"""Sampling seeds of requests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 def request_seeds(seed: int, group_ids: np.ndarray, samples: int) -> np.ndarray:
-    """A seed per response from (run seed, group, sample), so that no other response can change it.
+    """Return one seed per response that depends only on (run seed, group, sample).
 
-    Shapes: group_ids int64 [G] -> int64 [G * samples], below 2**31 (engines take signed 32-bit seeds).
+    Shapes: group_ids int64 [G] -> int64 [G * samples], below 2**31 (engines use signed 32-bit seeds).
     Source: the finaliser of splitmix64.
     """
     keys = np.repeat(group_ids.astype(np.uint64), samples) * np.uint64(1 << 20)
@@ -20,5 +20,5 @@ def request_seeds(seed: int, group_ids: np.ndarray, samples: int) -> np.ndarray:
 
 
 def turn_seed(seed: int, history: int, again: int) -> int:
-    """A seed for what an episode samples after a history, of which `history` is a checksum, for the `again`-th time."""
+    """Return the seed of an episode's turn. history: checksum of the preceding turns; again: number of the attempt."""
     return int(request_seeds(seed, np.array([history + (again << 32)]), 1)[0])

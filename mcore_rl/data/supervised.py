@@ -1,4 +1,4 @@
-"""Prompts with target texts, as the buffers that rollouts give: supervised training runs through the same actor."""
+"""Prompts with target texts, in the buffers that rollouts use, so that supervised training uses the same actor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TARGETS = "targets"
-"""What a cache calls the token ids of targets."""
+"""Name of the targets' token ids in the cache."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ def load_supervised(
     rollout_config: RolloutConfig,
     key: str = "data.train",
 ) -> tuple[SupervisedSet, LoadReport]:
-    """Reads prompts and targets (column data.answer_key) of all files that `names` stands for.
+    """Read prompts and targets (column data.answer_key) of all files in `names`.
 
     Rows whose prompt exceeds rollout.max_prompt_tokens, or whose target with its end-of-sequence token exceeds
     rollout.max_response_tokens, are dropped and counted.
 
     Raises: DataError naming file and row for a malformed row, or `key` for files without a usable row; ConfigError
-    when data.long_prompts asks for truncation.
+    if data.long_prompts requests truncation.
     """
     if data_config.long_prompts != "drop":
         raise ConfigError(
-            f"data.long_prompts={data_config.long_prompts}: a target does not answer a truncated prompt; "
+            f"data.long_prompts={data_config.long_prompts}: the target of a row does not fit its truncated prompt; "
             "set data.long_prompts=drop for supervised training"
         )
     files = find_files(names, key)
@@ -89,11 +89,11 @@ def load_supervised(
 def supervised_chunk(
     data: SupervisedSet, rows: np.ndarray, *, first_group: int = 0
 ) -> tuple[TrajectoryBuffers, RolloutScalars]:
-    """Rows of the set as one chunk of trajectories, each a group of its own; only targets are trained.
+    """Convert rows to one chunk of trajectories, with one group per row. Only targets are trained.
 
     Log-probabilities of a sampling policy do not exist and are 0, as are versions, rewards and accuracies.
 
-    Shapes: rows integer [B]; group ids are first_group .. first_group + B - 1.
+    Shapes: rows integer [B]; group ids are [first_group, first_group + B).
     """
     prompts = [data.prompts.tokens[a:b] for a, b in _bounds(data.prompts.offsets, rows)]
     targets = [data.target_tokens[a:b] for a, b in _bounds(data.target_offsets, rows)]

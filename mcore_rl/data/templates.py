@@ -1,4 +1,4 @@
-"""Turns a row's prompt into the text, and the text into the token ids, that the model continues."""
+"""Rendering of a row's prompt to text, and tokenisation of the text."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _SYSTEM_ROLES = ("system", "developer")
 
 Messages = Sequence[Mapping[str, Any]]
 Row = tuple[Messages, str] | tuple[Messages, str, Sequence[Mapping[str, Any]] | None]
-"""Canonical messages, the start of error messages, and the row's own tools; None, or nothing: those of the run."""
+"""(canonical messages, start of error messages, tools of the row); without tools, or None: the tools of the run."""
 
 
 class PromptRenderer:
-    """Renders prompts by the tokenizer's chat template, which shows `tools` (OpenAI schemas), or by
-    data.plain_template.
+    """Renderer of prompts, with the tokenizer's chat template or with data.plain_template.
 
-    Chat messages become their contents, one after the other, for the plain template. A last message of the assistant
-    begins the answer, and is left open. `leading_ids` are the special tokens (such as a BOS) that the tokenizer puts
-    before plain text; a chat template writes its own.
+    The chat template shows `tools` (OpenAI schemas). The plain template receives the joined contents of the messages.
+    If the last message is the assistant's, it is the beginning of the response and is left open.
 
-    Raises: ConfigError for a template or an argument of it that cannot be used.
+    leading_ids: special tokens, such as BOS, that the tokenizer adds before plain text; a chat template writes its own.
+
+    Raises: ConfigError for a template or template argument that cannot be used.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PromptRenderer:
             raise ConfigError(f"data.plain_template has no {_PLACEHOLDER}; put it where the prompt goes")
         if not self._chat and data_config.template_kwargs:
             raise ConfigError(
-                "data.template_kwargs has no effect: prompts are rendered by data.plain_template; leave it out"
+                "data.template_kwargs has no effect: prompts are rendered by data.plain_template; remove it"
             )
         self.leading_ids = [] if self._chat else leading_ids(tokenizer)
         if self._chat:
@@ -68,7 +68,7 @@ class PromptRenderer:
                 self._check_system(data_config.system_prompt)
 
     def canonical(self, messages: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
-        """Normalized messages in the form that the template shows; contents are strings.
+        """Convert normalized messages to the form that the template needs; contents become strings.
 
         Raises: DataError for a tool message that answers no call.
         """
@@ -83,9 +83,10 @@ class PromptRenderer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], where: str, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
-        """The text of canonical messages; it shows `tools`, by default those of the run. `where` starts error messages.
+        """Render canonical messages with `tools`, by default the tools of the run. `where` starts error messages.
 
-        Raises: DataError for a prompt that the chat template refuses, drops messages or tools of, or cannot leave open.
+        Raises: DataError if the chat template rejects the prompt, drops messages or tools, or cannot leave the last
+        message open.
         """
         if self._chat:
             style = self._style if tools is None else replace(self._style, tools=tuple(tools))
@@ -94,13 +95,13 @@ class PromptRenderer:
             if hidden:
                 raise DataError(
                     f"{where}: the tokenizer's chat template does not show the tools of the row ({', '.join(hidden)} "
-                    "not in the prompt); use a tokenizer whose template does, or leave the column out"
+                    "not in the prompt); use a tokenizer whose template does, or remove the column"
                 )
             return text
         if tools:
             raise DataError(
-                f"{where} has tools, which only a chat template shows, and prompts are rendered by data.plain_template;"
-                " set data.template=chat, or leave the column out"
+                f"{where} has tools, which need a chat template, but prompts are rendered by data.plain_template;"
+                " set data.template=chat, or remove the column"
             )
         begun = ""
         if len(messages) > 1 and messages[-1]["role"] == "assistant":
@@ -110,8 +111,9 @@ class PromptRenderer:
         return self._plain_template.replace(_PLACEHOLDER, joined) + begun
 
     def render_all(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Yield the text of every row. Chat templates run in a child process, under the limits of `chat.limits`, and
-        have to show every message.
+        """Yield the text of every row.
+
+        Chat templates run in a child process under the limits of `chat.limits` and must show every message.
 
         Raises: DataError.
         """
@@ -132,12 +134,12 @@ class PromptRenderer:
         return text, self._presence.check(messages, text, where)
 
     def take_notes(self) -> Counter[str]:
-        """Notes on the rows rendered since the last call, with the number of rows."""
+        """Return and reset the notes on rendered rows, with the number of rows."""
         noted, self._noted = +self._noted, Counter()
         return noted
 
     def _check_system(self, text: str) -> None:
-        """A template that knows no system message refuses one, or leaves it out without a word."""
+        """Reject data.system_prompt if the template rejects or silently drops system messages."""
         messages = with_system([{"role": "user", "content": "a"}], text)
         try:
             rendered = self._style.render(messages, "data.system_prompt", opens_turn=True)
@@ -153,7 +155,7 @@ class PromptRenderer:
 def encode(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], leading_ids: Sequence[int] = ()
 ) -> list[np.ndarray]:
-    """Token ids of each text, int32, after `leading_ids`; no other special tokens are added."""
+    """Tokenise each text to int32 ids, preceded by `leading_ids`; no other special tokens are added."""
     if not texts:
         return []
     encoded = tokenizer(
@@ -168,16 +170,15 @@ def encode(
 
 
 def with_system(messages: list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
-    """The messages behind a system message, if they have none of their own; as they are where system_prompt is None."""
+    """Prepend a system message, unless system_prompt is None or the messages have one."""
     if system_prompt is None or any(message["role"] in _SYSTEM_ROLES for message in messages):
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens, such as a BOS, that the tokenizer puts before plain text."""
-    # Asking for special tokens outright would also append the EOS that some tokenizers end a text with, and a prompt
-    # must not end.
+    """Return the special tokens, such as BOS, that the tokenizer adds before plain text."""
+    # add_special_tokens=True would also append the EOS of some tokenizers, and a prompt must not end with it.
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     special = tokenizer("a", add_special_tokens=True)["input_ids"]
     starts = [start for start in range(len(special)) if special[start : start + len(plain)] == plain]

@@ -1,4 +1,4 @@
-"""Loads a tokenizer from an HF directory or a bare tokenizer.json, with an end-of-sequence token in any case."""
+"""Loading of tokenizers from an HF directory or a single tokenizer.json, always with an end-of-sequence token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLAIN = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-"""Arguments with which decoding leaves every character of every token."""
+"""Arguments of `decode` that keep every character of every token."""
 _DIRECTORY_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 _EOS_NAMES = (
     "<|endoftext|>",
@@ -25,16 +25,16 @@ _EOS_NAMES = (
     "<eos>",
     "[EOS]",
 )
-"""Names that released tokenizers use for the end of a sequence, for files that do not say which of theirs it is."""
+"""Names of the end-of-sequence token in released tokenizers, for files that do not define it."""
 POLICY_KEY = "model.tokenizer_path"
 
 
 def load_tokenizer(path: str | Path, key: str = POLICY_KEY) -> PreTrainedTokenizerBase:
-    """The fast tokenizer at `path`: an HF directory, or a tokenizer.json file on its own.
+    """Load the fast tokenizer at `path`, an HF directory or a single tokenizer.json file.
 
-    eos_token is always set: by the tokenizer's own configuration, else by generation_config.json or config.json beside
-    it, else by a well-known name such as GPT-2's `<|endoftext|>`. pad_token falls back to it. Nothing is downloaded
-    and no code from the directory is run.
+    eos_token is always set: from the tokenizer's configuration, else from generation_config.json or config.json in the
+    same directory, else from a known name such as GPT-2's `<|endoftext|>`. pad_token defaults to it. Nothing is
+    downloaded, and no code in the directory is executed.
 
     Raises: ConfigError naming `key`.
     """
@@ -49,8 +49,7 @@ def load_tokenizer(path: str | Path, key: str = POLICY_KEY) -> PreTrainedTokeniz
 
 
 def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path, key: str = POLICY_KEY) -> tuple[int, ...]:
-    """Every token id that ends a response: the tokenizer's own first, then those that the model directory's
-    generation_config.json adds, if it has one.
+    """Return all token ids that end a response: the tokenizer's, then the ids in generation_config.json, if it exists.
 
     Raises: ConfigError for a generation_config.json that cannot be read.
     """
@@ -60,25 +59,25 @@ def eos_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: str | Path, key
 
 
 def plain_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """Text of token ids, special tokens included, without any clean-up of spaces."""
+    """Return a function that decodes token ids with special tokens and without clean-up of spaces."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:  # without the layers above it, which take longer than decoding a few tokens
+    if backend is not None:  # skip the Python layers, which take longer than decoding a few tokens
         return functools.partial(backend.decode, skip_special_tokens=False)
     return functools.partial(tokenizer.decode, **PLAIN)
 
 
 def _locate(path: Path, key: str) -> tuple[Path | None, Path | None]:
-    """(directory with configuration, bare tokenizer.json): either may be None."""
+    """Return (directory with configuration, single tokenizer.json); either may be None."""
     if not path.exists():
         raise ConfigError(f"{key}: there is no {path}; set it to an HF directory or a tokenizer.json file")
     if path.is_file():
-        # A tokenizer.json inside an HF directory keeps that directory's special tokens and chat template.
+        # A tokenizer.json in an HF directory uses the special tokens and the chat template of the directory.
         if path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file():
             return path.parent, None
         return None, path
     if not any((path / name).is_file() for name in _DIRECTORY_FILES):
         names = ", ".join(_DIRECTORY_FILES)
-        raise ConfigError(f"{key}: {path} holds no tokenizer (none of {names}); set it to a directory that does")
+        raise ConfigError(f"{key}: {path} contains no tokenizer (none of {names}); set it to a tokenizer directory")
     bare = path / "tokenizer.json"
     return path, None if (path / "tokenizer_config.json").is_file() or not bare.is_file() else bare
 
@@ -96,8 +95,8 @@ def _load(directory: Path | None, bare_file: Path | None, key: str) -> PreTraine
                 tokenizer.chat_template = template.read_text(encoding="utf-8")
             return tokenizer
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises plain Exception for a file that it cannot read
-        raise ConfigError(f"{key}: {bare_file or directory} is not a tokenizer that can be read: {error}") from error
+    except Exception as error:  # the tokenizers library raises a plain Exception for unreadable files
+        raise ConfigError(f"{key}: {bare_file or directory} is not a readable tokenizer: {error}") from error
 
 
 def _find_eos(tokenizer: PreTrainedTokenizerBase, directory: Path | None, path: Path, key: str) -> str:
@@ -125,7 +124,7 @@ def _ids(value: Any) -> list[int]:
 
 
 def _read_json(path: Path, key: str) -> dict[str, Any]:
-    """The JSON object in `path`; {} where the file does not exist."""
+    """Read the JSON object in `path`; {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Rows of trajectories: taken out of buffers, and put behind one another."""
+"""Selection, concatenation and splitting of trajectories in buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_rl.types import TrajectoryBuffers
 
 
 def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers:
-    """Copies of some trajectories, in the order of `rows` (int [b])."""
+    """Copy the trajectories `rows` (int [b]), in this order."""
     tokens, token_offsets = ragged(buffers.token_offsets, rows)
     responses, response_offsets = ragged(buffers.response_offsets, rows)
     experts = buffers.routed_experts
@@ -31,7 +31,7 @@ def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers
 
 
 def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
-    """All trajectories of one or more buffers, one after the other. All have experts, or none has; so with turns."""
+    """Concatenate the trajectories of buffers. Routed experts and turn rewards must exist in all buffers or in none."""
     columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(TrajectoryBuffers)}
     temperatures = _joined_temperatures(parts)
     del columns["temperatures"]
@@ -43,8 +43,11 @@ def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
 
 
 def compact_temperatures(temperatures: np.ndarray) -> np.ndarray | None:
-    """Temperatures in their shortest form (see TrajectoryBuffers). NaN is left out of the comparison: a token that was
-    not sampled has no temperature. Shapes: [T] -> [T] or []; None if none is known."""
+    """Return temperatures in their shortest form (see TrajectoryBuffers).
+
+    NaN is ignored: tokens that were not sampled have no temperature. Shapes: [T] -> [T], or [] if all are equal; None
+    if none is known.
+    """
     known = temperatures[~np.isnan(temperatures)]
     if not len(known):
         return None
@@ -56,7 +59,7 @@ def _taken(temperatures: np.ndarray | None, responses: np.ndarray) -> np.ndarray
 
 
 def _joined_temperatures(parts: Sequence[TrajectoryBuffers]) -> np.ndarray | None:
-    """Parts without temperatures have NaN beside parts with some."""
+    """Concatenate temperatures; buffers without temperatures get NaN if other buffers have some."""
     given = [part.temperatures for part in parts]
     if all(each is None for each in given):
         return None
@@ -71,15 +74,14 @@ def _joined_temperatures(parts: Sequence[TrajectoryBuffers]) -> np.ndarray | Non
 
 
 def split_rows(buffers: TrajectoryBuffers, counts: Sequence[int]) -> list[TrajectoryBuffers]:
-    """The first so many trajectories, the next so many, and so on: all of them."""
+    """Split buffers into consecutive parts of `counts` trajectories; counts must sum to the number of trajectories."""
     ends = np.cumsum([0, *counts])
-    assert ends[-1] == len(buffers.prompt_tokens), f"{ends[-1]} trajectories asked for of {len(buffers.prompt_tokens)}"
+    assert ends[-1] == len(buffers.prompt_tokens), f"counts sum to {ends[-1]}, not {len(buffers.prompt_tokens)}"
     return [take_rows(buffers, np.arange(start, end)) for start, end in itertools.pairwise(ends)]
 
 
 def ragged(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the elements of `rows` (runs that `offsets` bounds), one row after the other, and where each begins
-    there."""
+    """Return the element indices of the runs `rows` of a ragged array, concatenated, and the new offsets."""
     lengths = (offsets[1:] - offsets[:-1])[rows]
     new = offsets_of(lengths)
     return np.arange(new[-1]) + np.repeat(offsets[:-1][rows] - new[:-1], lengths), new

@@ -1,4 +1,4 @@
-"""What was asked and what was answered, as text: for models that judge with a tokenizer of their own."""
+"""Prompts and responses as text, for judge models with their own tokenizer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mcore_rl.types import Prompt, TrajectoryBuffers
 from mcore_rl.types.stop_strings import first_stop
 
 INCOMPLETE = "\ufffd"
-"""What decoders write for bytes that are no whole character."""
+"""Replacement character that decoders write for incomplete characters."""
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """`response` as graders see it, without special tokens."""
+    """A prompt and its response as text without special tokens, as graders receive it."""
 
     prompt: Prompt
     response: str
@@ -39,7 +39,7 @@ def transcripts(
     decoder: TextDecoder,
     stop: Sequence[str] = (),
 ) -> list[Transcript]:
-    """Of all trajectories of the buffers. `stop` are the run's stop strings; a row may have others.
+    """Return the transcripts of all trajectories. `stop`: stop strings of the run, unless a row has others.
 
     Shapes: prompt_rows [B] as in RolloutScalars.
     """
@@ -54,8 +54,7 @@ def transcripts(
 
 
 def response_text(decoder: TextDecoder, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-    """Text of a response for graders: without special tokens and, if the last token completed one of the stop strings,
-    up to where that begins."""
+    """Return the text of a response for graders: without special tokens and without a stop string at the end."""
     text = decoder.decode(token_ids, skip_special_tokens=True)
     if not stop or not len(token_ids):
         return text
@@ -65,28 +64,27 @@ def response_text(decoder: TextDecoder, token_ids: Sequence[int], stop: Sequence
     if found is None:
         return text
     start, _ = found
-    if text.endswith(plain[start:]):  # no special token there
+    if text.endswith(plain[start:]):  # the stop string contains no special token
         return text[: len(text) - len(plain) + start]
     return _text_before(decoder, token_ids, plain[:start])
 
 
 def _text_before(decoder: TextDecoder, token_ids: Sequence[int], plain: str) -> str:
-    """The text without special tokens of the tokens whose text, with them, is `plain`; the last of them may be a part
-    of a token."""
+    """Return the text without special tokens of the tokens that decode to `plain`, which may end within a token."""
     count = len(token_ids) - 1
     while count and len(decoder.decode(token_ids[:count], **PLAIN)) > len(plain):
         count -= 1
     whole = decoder.decode(token_ids[:count], skip_special_tokens=True)
     if not decoder.decode(token_ids[count : count + 1], skip_special_tokens=True):
-        return whole  # it is special
+        return whole  # the last token is special
     return whole + plain[len(decoder.decode(token_ids[:count], **PLAIN)) :]
 
 
 def trajectory_ids(buffers: TrajectoryBuffers, row: int) -> np.ndarray:
-    """Token ids of prompt and response, int32 [S]."""
+    """Return the token ids of prompt and response, int32 [S]."""
     return buffers.tokens[buffers.token_offsets[row] : buffers.token_offsets[row + 1]]
 
 
 def response_ids(buffers: TrajectoryBuffers, row: int) -> np.ndarray:
-    """Token ids of the response, int32 [T]."""
+    """Return the token ids of the response, int32 [T]."""
     return trajectory_ids(buffers, row)[int(buffers.prompt_tokens[row]) :]

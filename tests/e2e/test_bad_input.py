@@ -101,7 +101,7 @@ def test_model_directory_without_config(refused: Callable[..., str], tmp_path: P
         ),
         ("{{ 'a' * 10 ** 13 }}", "needs more than 2048 MiB of memory"),
         ("{% for %}", "is not valid Jinja: line 1"),
-        ("{{ raise_exception('one\ntwo') }}", "line 1: the tokenizer's chat template refuses the prompt: one two"),
+        ("{{ raise_exception('one\ntwo') }}", "line 1: the tokenizer's chat template rejects the prompt: one two"),
         ("{{ messages | length }}", "line 1: the tokenizer's chat template drops or changes message 1"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Conversations of several turns as tokens: what is new after a sampled message, and what a chat template can do."""
+"""Chat messages and templates: normalization, rendering, multi-turn token ids, and checks of a template."""

@@ -1,4 +1,4 @@
-"""Arguments of a chat template (data.template_kwargs), checked against the variables that the template reads."""
+"""Check of data.template_kwargs against the variables that the chat template reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 def check_template_arguments(kwargs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Check that the chat template `source` reads every argument.
 
-    Raises: ConfigError naming the argument and those that the template reads.
+    Raises: ConfigError naming the argument and the variables that the template reads.
     """
     if not kwargs:
         return
@@ -34,21 +34,21 @@ def check_template_arguments(kwargs: Mapping[str, Any], tokenizer: PreTrainedTok
     listed = f"it reads {', '.join(known)}" if known else "it reads none"
     for name in kwargs:
         if name in _OWN:
-            raise ConfigError(f"{KEY}.{name} is set by the trainer; leave it out")
+            raise ConfigError(f"{KEY}.{name} is set by the trainer; remove it")
         if name not in read:
             raise ConfigError(
-                f"{KEY}.{name} has no effect: the tokenizer's chat template does not read it ({listed}); leave it out"
+                f"{KEY}.{name} has no effect: the tokenizer's chat template does not read it ({listed}); remove it"
             )
 
 
 def variables(source: str) -> set[str]:
-    """Names that a chat template reads and does not define."""
+    """Return the names that a chat template reads and does not define."""
     from jinja2 import Environment, meta, nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
 
     class GenerationBlocks(Extension):
-        """The block tag by which transformers marks what the model wrote."""
+        """The block tag {% generation %}, with which transformers marks the assistant's text."""
 
         tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 

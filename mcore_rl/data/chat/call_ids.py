@@ -1,4 +1,4 @@
-"""Ids of tool calls in chat messages: every call has one, and the tool message that answers the call repeats it."""
+"""Ids of tool calls in chat messages. Every call gets an id, which the tool message that answers it repeats."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from mcore_rl.errors import DataError
 
 Message = Mapping[str, Any]
 NewId = Callable[[str, str, int], str]
-"""From the id of a call, the tool's name and the number of the call in the conversation to another id."""
+"""Function from (id of a call, name of the tool, number of the call in the conversation) to a new id."""
 
 
 def call_id(number: int) -> str:
-    """The id of a call that has none: nine letters and digits, which some templates require."""
+    """Return the id of a call without id: nine letters and digits, which some templates require."""
     return f"call{number:05d}"
 
 
 def with_call_ids(messages: Sequence[Message], where: str, *, strict: bool) -> list[dict[str, Any]]:
-    """Add the ids that are missing. A tool message without an id answers the first open call of its `name`, or the
-    first open call. Not `strict`: a tool message may have an id of no call.
+    """Add missing ids. A tool message without id answers the first open call with its `name`, else the first open call.
 
-    Raises: DataError for a tool message that answers no call of the turn before it.
+    Unless `strict`, a tool message may have the id of no call.
+
+    Raises: DataError for a tool message that answers no call of the preceding turn.
     """
     completed: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] | None = None
@@ -41,15 +42,15 @@ def with_call_ids(messages: Sequence[Message], where: str, *, strict: bool) -> l
             elif strict:
                 ids = ", ".join(str(each["id"]) for each in calls) or "none"
                 raise DataError(
-                    f"{where}: message {place + 1} answers tool call {made.get('tool_call_id')!r}, but the calls "
-                    f"without an answer before it are: {ids}"
+                    f"{where}: message {place + 1} answers tool call {made.get('tool_call_id')!r}, but the open calls "
+                    f"before it are: {ids}"
                 )
         completed.append(made)
     return completed
 
 
 def with_new_ids(messages: Sequence[Message], new_id: NewId) -> list[dict[str, Any]]:
-    """The messages with other ids, in the calls and in the tool messages that answer them."""
+    """Replace the ids of calls and of the tool messages that answer them."""
     made: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     number = 0
@@ -69,17 +70,17 @@ def with_new_ids(messages: Sequence[Message], new_id: NewId) -> list[dict[str, A
 
 
 def kimi_id(given: str, name: str, number: int) -> str:
-    """The form of Kimi-K2, whose template names a tool by the id alone."""
+    """Return an id in the format of Kimi-K2, whose template takes the tool's name from the id."""
     return given if re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", given) else f"functions.{name}:{number}"
 
 
 def nine_characters(given: str, name: str, number: int) -> str:
-    """The form of Mistral's templates."""
+    """Return an id in the format of Mistral's templates."""
     return given if re.fullmatch(r"[a-zA-Z0-9]{9}", given) else call_id(number)
 
 
 def _given_ids(after: Sequence[Message]) -> list[str]:
-    """Ids of the tool messages that come next."""
+    """Return the ids of the immediately following tool messages."""
     ids: list[str] = []
     for message in after:
         if message["role"] != "tool":
@@ -89,7 +90,7 @@ def _given_ids(after: Sequence[Message]) -> list[str]:
 
 
 def _with_ids(calls: Sequence[Message], answered: Sequence[str], number: int) -> list[dict[str, Any]]:
-    """Calls with ids: their own, else those of the answers in their order, else new ones."""
+    """Add ids to calls without one: unused ids of the answers in their order, then new ids."""
     own = {call.get("id") for call in calls}
     free = iter([each for each in answered if each not in own])
     return [{**call, "id": call.get("id") or next(free, call_id(number + place))} for place, call in enumerate(calls)]

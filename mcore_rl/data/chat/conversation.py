@@ -1,14 +1,13 @@
-"""The token ids of what is said in a conversation, so that a sequence only ever grows.
+"""Token ids of multi-turn conversations that only ever append to a sequence.
 
-What a model sampled is never rendered again: text that is decoded and encoded again has mostly other tokens. What tools
-or users say after it is found by one rendering of a made-up history whose assistant turn holds a unique mark:
+Sampled tokens are never rendered again: decoding and encoding a text usually gives other tokens. The text that follows
+a sampled turn is found by rendering a dummy history whose assistant turn contains a unique mark:
 
     rendered     <user>?<end>\n<assistant>MARK<end>\n<user>how so?<end>\n<assistant>
     new text                                        \n<user>how so?<end>\n<assistant>
 
-The first stop token behind the mark ends the sampled turn, and is a token of the sequence already where the model has
-sampled it; the new text is what stands behind it. It does not depend on what was said before, which the checks of
-`template.examine` prove for the tokenizer at hand.
+The first stop token after the mark ends the sampled turn; the sequence already contains it if the model sampled it. The
+text after it is new. It must not depend on the earlier messages, which `template.examine` checks for the tokenizer.
 """
 
 from __future__ import annotations
@@ -34,8 +33,12 @@ QUESTION: Message = {"role": "user", "content": "?"}
 
 
 class Conversation:
-    """`tools` are OpenAI schemas that the chat template shows; `stop_ids` the tokens that end a response; `kwargs`
-    are data.template_kwargs. Without a chat template messages are their contents, one after the other."""
+    """Tokeniser of the messages of an episode. Without a chat template, the contents of messages are concatenated.
+
+    tools: OpenAI schemas that the chat template shows.
+    stop_ids: tokens that end a response.
+    kwargs: data.template_kwargs.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class Conversation:
         self._style = ChatStyle.of(tokenizer, self.tools, kwargs) if self.has_template else None
 
     def with_tools(self, tools: Sequence[ToolSchema]) -> Conversation:
-        """The same conversation with other tools in its prompts."""
+        """Return a copy with other tools in its prompts."""
         other = copy.copy(self)
         other.tools = list(tools)
         if self._style is not None:
@@ -60,10 +63,12 @@ class Conversation:
         return other
 
     def render(self, messages: Sequence[Message], *, prompts: bool = True, continues: bool = True) -> str:
-        """The text of a whole conversation; with `prompts` the model's turn begins at its end, and a last message of
-        the assistant is left open if it `continues`.
+        """Render a whole conversation.
 
-        Raises: DataError where the template refuses it.
+        With `prompts` the text ends with the beginning of the model's turn; a last message of the assistant is then
+        left open if it `continues`.
+
+        Raises: DataError if the template rejects the messages.
         """
         if self._style is None:
             return "".join(str(message["content"]) for message in messages)
@@ -71,14 +76,15 @@ class Conversation:
         return self._style.render(shown, "messages", opens_turn=prompts, continues=continues)
 
     def prompt_ids(self, messages: Sequence[Message], *, continues: bool = True) -> list[int]:
-        """Token ids of a conversation whose next turn is the model's, or `continues` a last message of it."""
+        """Return the token ids of a conversation whose next turn is the model's (or `continues` its last message)."""
         return self._encode(self.render(messages, continues=continues))
 
     def ids_after_turn(self, messages: Sequence[Message], last_id: int) -> list[int]:
-        """Token ids that follow a sampled turn, which ended with `last_id`, when `messages` are said after it and the
-        next turn is the model's. Answers of tools come first, as many as the turn had calls.
+        """Return the token ids to append after a sampled turn: the new `messages` and the start of the next model turn.
 
-        Raises: DataError where the template refuses or drops them.
+        `last_id` is the last sampled token. Answers of tools come first in `messages`, one per call of the turn.
+
+        Raises: DataError if the template rejects or drops the messages.
         """
         texts = [str(message["content"]) for message in messages]
         if not self.has_template:
@@ -91,21 +97,21 @@ class Conversation:
     def text_after_turn(
         self, before: Sequence[Message], messages: Sequence[Message], *, reasoning: str | None = None
     ) -> str:
-        """The text behind a made-up turn of the model, with `messages` after it; the turn follows `before`.
+        """Render [*before, a dummy model turn, *messages] and return the text after the turn's content.
 
-        Raises: DataError where the template drops the turn.
+        Raises: DataError if the template drops the turn.
         """
         mark = f"mark{secrets.token_hex(8)}"
         answers = sum(message["role"] == "tool" for message in messages)
         turn = self.turn("" if answers else mark, reasoning=reasoning, calls=self._marked_calls(messages, mark))
         text = self.render([*before, turn, *with_answer_ids(messages)])
         if text.count(mark) != 1:
-            what = "the call of a tool" if answers else "what the model said"
+            what = "the call of a tool" if answers else "the model's message"
             raise DataError(f"the chat template shows {what} {text.count(mark)} times instead of once")
         return text[text.index(mark) + len(mark) :]
 
     def turn(self, content: str, *, reasoning: str | None = None, calls: Sequence[Message] = ()) -> dict[str, Any]:
-        """A turn of the model as a message. `calls` have a name, arguments, and an id where the model has given one."""
+        """Return a model turn as a message. `calls` have a name, arguments, and an id if the model wrote one."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning is not None:
             message |= dict.fromkeys(("reasoning_content", "thinking", "reasoning"), reasoning)
@@ -121,7 +127,7 @@ class Conversation:
         return message
 
     def _marked_calls(self, messages: Sequence[Message], mark: str) -> list[dict[str, Any]]:
-        """A call for each answer; the last one holds the mark."""
+        """Return one call per answer; the last call contains the mark."""
         answers = [message for message in with_answer_ids(messages) if message["role"] == "tool"]
         values = ["?"] * (len(answers) - 1) + [mark]
         return [
@@ -137,7 +143,7 @@ class Conversation:
         return str(self.tools[0]["function"]["name"]) if self.tools else "tool"
 
     def _first_stop(self, tail: str) -> tuple[str, int]:
-        """The stop token that ends the turn before `tail`, and where it stands."""
+        """Return the first stop token in `tail`, which ends the turn, and its position."""
         places = {stop: tail.find(stop) for stop in self._stops}
         there = {stop: place for stop, place in places.items() if place >= 0}
         if not there:
@@ -146,11 +152,11 @@ class Conversation:
         return stop, there[stop]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text in which special tokens are text."""
+        """Tokenise a text in which special tokens are plain text."""
         return self._encode(text, plain=True)
 
     def ends_turn_before(self, tail: str, text: str) -> bool:
-        """Whether the model's turn ends, with a stop token, before `text` stands in a tail."""
+        """Return whether a stop token ends the model's turn before `text` occurs in a tail."""
         try:
             _, place = self._first_stop(tail)
         except DataError:
@@ -158,16 +164,18 @@ class Conversation:
         return place < tail.index(text)
 
     def _encode(self, text: str, *, plain: bool = False) -> list[int]:
-        """`plain`: special tokens in the text are text."""
+        """Tokenise a text. `plain`: treat special tokens in it as plain text."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=plain, verbose=False)[
             "input_ids"
         ]
         return ids
 
     def _encode_with(self, text: str, contents: Sequence[str]) -> list[int]:
-        """As one text, but where a tool or user wrote a special token: that stays text, so that nobody forges a turn.
+        """Tokenise a rendered text that includes `contents`. Special tokens inside contents stay plain text.
 
-        Raises: DataError where the template changed what was said so that it cannot be told from its own text.
+        Tools and users can therefore not forge a turn.
+
+        Raises: DataError if the template changed such a content so that it cannot be found in the text.
         """
         risky = [content for content in contents if any(token in content for token in self._special)]
         ids: list[int] = []
@@ -175,7 +183,7 @@ class Conversation:
             forms = (content, content.strip(), json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
             form = next((form for form in forms if form in text), None)
             if form is None:
-                raise DataError("an answer holds a special token, and the chat template changes what it says")
+                raise DataError("an answer contains a special token, and the chat template modifies the answer")
             place = text.index(form)
             ids += self._encode(text[:place]) + self._encode(form, plain=True)
             text = text[place + len(form) :]
@@ -183,7 +191,7 @@ class Conversation:
 
 
 def with_answer_ids(messages: Sequence[Message]) -> list[Message]:
-    """Answers of tools, which come first, get the ids of the calls that they answer, unless they have the model's."""
+    """Add call ids to the tool messages, which come first, unless they have ids that the model wrote."""
     return [
         {**message, "tool_call_id": message.get("tool_call_id") or call_id(number)}
         if message["role"] == "tool"

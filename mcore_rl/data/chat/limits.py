@@ -1,7 +1,7 @@
-"""Time and memory limits for chat templates, which come with a tokenizer and may be hostile or broken.
+"""Time and memory limits for chat templates, which come with a tokenizer and may be malicious or broken.
 
-Jinja's sandbox stops neither `{{ 'a' * 10**10 }}` nor two nested loops of 100,000 turns. Templates therefore run first
-in a forked child that the parent can kill: when the template is loaded, and for every block of rows.
+Jinja's sandbox stops neither `{{ 'a' * 10**10 }}` nor two nested loops of 100,000 iterations. Templates therefore run
+in a forked child process that the parent can kill: once when the template is loaded, and for every block of rows.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.parent_death import die_with
 
 MAX_SECONDS = 30.0
-"""Time limit of one rendering: ordinary templates take milliseconds."""
+"""Time limit of one rendering; normal templates take milliseconds."""
 MAX_BYTES = 2 << 30
-"""Memory that a child may add to the parent's."""
+"""Address space that a child may allocate in addition to the parent's."""
 MAX_RESULT_BYTES = 1 << 26
-"""Largest size of one rendered text."""
+"""Maximum size of one rendered text."""
 
 T = TypeVar("T")
 
 
 class TemplateLimitError(ConfigError):
-    """A chat template exceeded a limit; `job` is the number of the rendering, from 0."""
+    """A chat template exceeded a limit; `job` is the index of the rendering."""
 
     def __init__(self, problem: str, job: int = 0) -> None:
         super().__init__(problem)
@@ -41,9 +41,9 @@ class TemplateLimitError(ConfigError):
 
 
 def render_all(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
-    """Yield the result of every job, which renders a chat template, from a child process under the limits.
+    """Run jobs that render chat templates in a child process under the limits, and yield their results.
 
-    Raises: the error of the first job that fails, if it is one of ours; TemplateLimitError.
+    Raises: the error of the first job that fails, if it is a McoreRLError; TemplateLimitError.
     """
     with _child(jobs) as (connection, child):
         for number in range(len(jobs)):
@@ -61,10 +61,11 @@ def render_all(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
 
 
 def check_limits(work: Callable[[], object], key: str, remedy: str = "data.template=plain, or ") -> None:
-    """Run `work`, which renders a chat template, once in a child process under the limits; the result and errors of
-    ours are dropped, because the caller runs `work` again.
+    """Run `work`, which renders a chat template, once in a child process under the limits.
 
-    Raises: ConfigError where a limit was exceeded; `key` names the tokenizer.
+    The result and McoreRLErrors are ignored: the caller runs `work` again in its own process.
+
+    Raises: ConfigError if a limit is exceeded; `key` is the configuration key of the tokenizer.
     """
 
     def job() -> None:
@@ -97,7 +98,7 @@ def _child(jobs: Sequence[Callable[[], T]]) -> Iterator[tuple[Connection, int]]:
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-        os._exit(0)  # without the parent's exit handlers
+        os._exit(0)  # skip the exit handlers inherited from the parent
     sender.close()
     try:
         yield receiver, child
@@ -123,7 +124,7 @@ def _serve(jobs: Sequence[Callable[[], T]], connection: Connection, parent: int)
 
 
 def _message(job: Callable[[], T]) -> tuple[bytes, bool]:
-    """The pickled result, error or exceeded limit of a job, and whether the next job may run."""
+    """Run a job. Returns its pickled result, error or exceeded limit, and whether the next job may run."""
     try:
         message = pickle.dumps(job())
     except MemoryError:
@@ -136,7 +137,7 @@ def _message(job: Callable[[], T]) -> tuple[bytes, bool]:
 
 
 def _status(child: int) -> str:
-    """The cause of the child's end; the child stays a zombie, so that its id is not reused."""
+    """Return the child's exit code or signal. WNOWAIT keeps the zombie: its pid must not be reused before the kill."""
     deadline = time.monotonic() + 1
     while time.monotonic() < deadline:
         ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -1,4 +1,4 @@
-"""Chat messages of a row in one form: text or text parts as content, tool calls in OpenAI's form, no null fields."""
+"""Normalization of chat messages: content as text or text parts, tool calls in OpenAI's format, no null fields."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mcore_rl.errors import DataError
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names that data sets and templates have for the reasoning of an assistant message."""
+"""Field names for the reasoning of an assistant message in data sets and templates."""
 _MAX_JSON_LAYERS = 2
-"""Arguments that an exporter encoded twice are decoded twice."""
+"""Limit of JSON decoding of arguments; some exporters encode them twice."""
 
 
 def chat_messages(prompt: Any, where: str, *, struct_nulls: bool = False) -> list[dict[str, Any]]:
@@ -20,10 +20,10 @@ def chat_messages(prompt: Any, where: str, *, struct_nulls: bool = False) -> lis
 
     The content is a string, or a list of two or more `{"type": "text", "text": ...}` parts. A tool call is
     `{"type": "function", "function": {"name": str, "arguments": dict}}` with an `id` if the row has one. With
-    `struct_nulls` (rows of Arrow files, whose structs hold every field of every row) nulls are removed at every depth;
-    otherwise a null within the arguments of a call is a value.
+    `struct_nulls` (Arrow files, whose structs have the fields of all rows) nulls are removed at every depth; otherwise
+    a null in the arguments of a call is a value.
 
-    Raises: DataError for an empty prompt, another type, or a message that has no such form; `where` starts the message.
+    Raises: DataError for an empty prompt or any other form; `where` starts the message.
     """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -36,7 +36,7 @@ def chat_messages(prompt: Any, where: str, *, struct_nulls: bool = False) -> lis
 
 
 def normalized(messages: Sequence[Any], where: str, *, struct_nulls: bool = False) -> list[dict[str, Any]]:
-    """Normalize a list of messages, as chat_messages; all of them may be empty.
+    """Normalize a list of messages like chat_messages; all of them may be empty.
 
     Raises: DataError.
     """
@@ -44,7 +44,7 @@ def normalized(messages: Sequence[Any], where: str, *, struct_nulls: bool = Fals
 
 
 def with_answer(messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages with the assistant's `answer` at their end, joined to a last message that begins the answer."""
+    """Append the assistant's `answer`, or join it to a last assistant message that begins the answer."""
     made = [dict(message) for message in messages]
     if made and made[-1]["role"] == "assistant" and not made[-1].get("tool_calls"):
         begun = made.pop()
@@ -53,7 +53,7 @@ def with_answer(messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]
 
 
 def text_of(message: Mapping[str, Any], separator: str = "\n") -> str:
-    """The content of a normalized message as one string."""
+    """Return the content of a normalized message as one string."""
     content = message["content"]
     return content if isinstance(content, str) else separator.join(part["text"] for part in content)
 
@@ -70,11 +70,11 @@ def _message(message: Any, where: str, struct_nulls: bool) -> dict[str, Any]:
     where = f"{where} ({role})"
     made = {key: value for key, value in message.items() if value is not None}
     if role == "function":
-        made["role"] = "tool"  # OpenAI's earlier name of the role that answers a `function_call`
+        made["role"] = "tool"  # OpenAI's former role for the answer to a `function_call`
     _check_reasoning(made, where)
     calls = _tool_calls(made, where)
     if calls and role != "assistant":
-        raise DataError(f"{where} has tool calls, but only a message with the role 'assistant' calls tools")
+        raise DataError(f"{where} has tool calls, but only messages with the role 'assistant' may have them")
     made.pop("function_call", None)
     if calls:
         made["tool_calls"] = calls
@@ -110,14 +110,14 @@ def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if isinstance(part, dict) and kind in (None, *_TEXT_PARTS) and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise DataError(f"{where} has a part of type {kind!r}, but prompts are text only; leave such rows out")
+    raise DataError(f"{where} has a part of type {kind!r}, but prompts are text only; remove such rows")
 
 
 def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     calls, single = (_parsed(message.get(name), f"{where}: {name}") for name in ("tool_calls", "function_call"))
-    if single:  # OpenAI's earlier form of a single call
+    if single:  # OpenAI's former format of a single call
         if calls:
-            raise DataError(f"{where} has both tool_calls and function_call; leave function_call out")
+            raise DataError(f"{where} has both tool_calls and function_call; remove function_call")
         calls = [single]
     if not calls:
         return []
@@ -127,7 +127,7 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _parsed(value: Any, where: str) -> Any:
-    """Decode JSON text; other values and blank texts stay."""
+    """Decode JSON text; return other values and blank texts unchanged."""
     return parse_json(value, where) if isinstance(value, str) and value.strip() else value
 
 
@@ -150,9 +150,9 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
     if given is None or given == "":
         return {}
     if isinstance(given, list) and given and all(map(_is_pair, given)):
-        given = dict(given)  # a map column of an Arrow file
+        given = dict(given)  # map type of Arrow: a list of pairs
     if not isinstance(given, dict):
-        raise DataError(f"{where} are {type(given).__name__}, not an object or the JSON text of one")
+        raise DataError(f"{where} are {type(given).__name__}, not an object or its JSON text")
     return given
 
 

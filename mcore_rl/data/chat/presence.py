@@ -1,4 +1,4 @@
-"""Proof that a rendered prompt contains every message: chat templates drop roles and fields without an error."""
+"""Check that a rendered prompt contains every message: chat templates silently drop roles and fields."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from mcore_rl.data.chat.messages import REASONING_FIELDS
 from mcore_rl.data.chat.style import ChatStyle, Message, is_empty
 from mcore_rl.errors import DataError
 
-REASONING_NOTE = "have reasoning in earlier assistant messages, which the chat template leaves out"
+REASONING_NOTE = "have reasoning in earlier assistant messages, which the chat template drops"
 _SWITCHES = re.compile(r"/(?:no_?think|think)\b")
-"""Words by which users switch reasoning; templates that act on them remove them."""
+"""Commands with which users switch reasoning; templates that support them remove them from the text."""
 
 
 class PresenceCheck:
-    """Checks rendered prompts in two ways: the text of each message is in the prompt and, once for each shape of a
-    conversation, marks in the place of the contents are too. Only marks show that a message was dropped whose text is
-    also part of another one. Equal contents have equal marks, which have to be there as often.
+    """Check of rendered prompts in two ways.
+
+    The text of each message must be in the prompt. In addition, once per shape of a conversation, the contents are
+    replaced by unique marks, which must all be in the prompt: this detects a dropped message whose text is part of
+    another message. Equal contents get equal marks, which must occur as often.
     """
 
     def __init__(self, style: ChatStyle) -> None:
         self._style = style
         self._dropped: dict[tuple[tuple[str, int, int], ...], int | None] = {}
-        """Index of the first message that the template drops, by the shape of the conversation; None: it shows all."""
+        """Shape of a conversation -> index of the message that the template drops; None: it shows all messages."""
 
     def check(self, messages: Sequence[Message], text: str, where: str) -> bool:
-        """Return whether all of the messages is in `text`, the rendering, or only reasoning of earlier turns is not.
+        """Check a rendering `text`. Returns False if only reasoning of earlier turns is missing, else True.
 
         Raises: DataError naming the message that the template drops or changes.
         """
@@ -50,7 +52,7 @@ class PresenceCheck:
     def _refuse(self, messages: Sequence[Message], index: int, where: str, problem: str) -> None:
         raise DataError(
             f"{where}: the tokenizer's chat template drops or changes message {index + 1} (role "
-            f"{messages[index]['role']!r}): {problem}; rewrite or leave out the row, or use a tokenizer whose chat "
+            f"{messages[index]['role']!r}): {problem}; rewrite or remove the row, or use a tokenizer whose chat "
             "template shows such messages"
         )
 
@@ -71,14 +73,14 @@ class PresenceCheck:
         try:
             text = self._style.render(marked, "probe", opens_turn=True)
         except DataError:
-            return None  # a template that depends on the contents, which were found
+            return None  # the template depends on the contents, which `check` has found
         counts = {mark: marks.count(mark) for mark in marks if mark}
         lacking = {mark for mark, count in counts.items() if text.count(mark) < count}
         return next((number for number in reversed(range(len(marks))) if marks[number] in lacking), None)
 
 
 def _texts(message: Message, content: str) -> Iterator[str]:
-    """All that a message has to show: content, names and arguments of calls."""
+    """Yield the texts of a message that must be in the prompt: content, names and arguments of calls."""
     if not is_empty(message) or message["role"] != "assistant":
         yield content
     for call in message.get("tool_calls", ()):
@@ -99,7 +101,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _shows(text: str, part: str) -> bool:
-    """Return whether a text holds `part` as it is, without blanks around it, as JSON, or without reasoning switches."""
+    """Return whether a text contains `part`: unchanged, stripped, as JSON, or without reasoning commands."""
     part = part.strip()
     if part in text:
         return True

@@ -1,4 +1,4 @@
-"""The form in which a chat template takes messages, found by rendering short conversations when it is loaded."""
+"""Format of messages that a chat template needs, detected by rendering short conversations."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ _OPEN_THOUGHT = re.compile(r"\s*+<think>(?P<thought>(?:(?!</think>).)*+)\Z", re.
 
 @dataclass(frozen=True)
 class ChatStyle:
-    """Renders messages with one chat template, with `tools` (OpenAI schemas) and `kwargs` (data.template_kwargs).
+    """Renderer for one chat template, with `tools` (OpenAI schemas) and `kwargs` (data.template_kwargs).
 
-    `parts`: every content is a list of parts; `separator`: what stands between text parts; `developer`: the role that
-    shows a developer message; `text_arguments`: arguments of calls are JSON text; `null_content`: a turn that only
-    calls tools has the content None; `short_ids`: ids of calls have nine letters or digits.
+    parts: every content is a list of parts.
+    separator: text between two text parts.
+    developer: role with which developer messages are shown.
+    text_arguments: arguments of calls are JSON text.
+    null_content: the content of a turn with only tool calls is None.
+    short_ids: ids of calls have nine letters or digits.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -50,7 +53,7 @@ class ChatStyle:
         tools: Sequence[Mapping[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> ChatStyle:
-        """Find the style of the tokenizer's chat template.
+        """Detect the style of the tokenizer's chat template.
 
         Raises: ConfigError for a template that is not valid Jinja.
         """
@@ -58,12 +61,11 @@ class ChatStyle:
 
     @property
     def source(self) -> str:
-        """The chat template's text."""
+        """Source text of the chat template."""
         return str(self.tokenizer.get_chat_template(tools=[dict(tool) for tool in self.tools] or None))
 
     def canonical(self, messages: Sequence[Message], where: str, *, strict: bool = True) -> list[dict[str, Any]]:
-        """Normalized messages as this template can show them: every content is a string, every call has an id, and
-        developer messages have the role `developer` of the style.
+        """Adapt normalized messages to this template: contents are strings, calls have ids, developer roles are mapped.
 
         Raises: DataError, if `strict`, for a tool message that answers no call.
         """
@@ -77,10 +79,12 @@ class ChatStyle:
         return with_new_ids(made, nine_characters) if self.short_ids else made
 
     def render(self, messages: Sequence[Message], where: str, *, opens_turn: bool, continues: bool = True) -> str:
-        """The text of canonical messages. With `opens_turn` the model's turn begins at its end; a last message of the
-        assistant is the beginning of that turn, and is left open, if it `continues`.
+        """Render canonical messages.
 
-        Raises: DataError for messages that the chat template refuses, or a last message that it cannot leave open.
+        With `opens_turn` the text ends with the beginning of the model's turn. If the last message is the assistant's
+        and it `continues`, it is the beginning of that turn and is left open.
+
+        Raises: DataError for messages that the chat template rejects, or a last message that it cannot leave open.
         """
         if opens_turn and continues and messages and messages[-1]["role"] == "assistant":
             if not is_empty(messages[-1]):
@@ -93,7 +97,7 @@ class ChatStyle:
         if last.get("tool_calls"):
             raise DataError(
                 f"{where}: the last message is an assistant's tool call without an answer; add the tool's message, or "
-                "leave the call out"
+                "remove the call"
             )
         thought = _OPEN_THOUGHT.match(last["content"]) if last["content"] else None
         field, begun = "content", last["content"]
@@ -102,11 +106,11 @@ class ChatStyle:
             begun = thought["thought"].strip("\n") if thought is not None else str(last[field])
             last = {**last, "content": "", field: begun}
         if "prefix" in self.source:
-            last = {**last, "prefix": True}  # DeepSeek-V3.1 opens or closes the reasoning by it
+            last = {**last, "prefix": True}  # DeepSeek-V3.1 opens or closes the reasoning depending on it
         text = self._apply([*messages[:-1], last], where, continue_final_message=field)
         if not text.rstrip().endswith(begun.strip()):
             raise DataError(
-                f"{where}: the last message begins the assistant's answer, and the chat template does not leave it open"
+                f"{where}: the last message begins the assistant's answer, but the chat template cannot leave it open"
             )
         return text
 
@@ -120,10 +124,10 @@ class ChatStyle:
                 **(self.kwargs or {}),
             )
         except MemoryError:
-            raise  # a limit, which `limits` reports
+            raise  # a memory limit, which limits.py reports
         except Exception as error:  # a template may raise anything
             problem = " ".join((str(error) or type(error).__name__).split())
-            raise DataError(f"{where}: the tokenizer's chat template refuses the prompt: {problem}") from error
+            raise DataError(f"{where}: the tokenizer's chat template rejects the prompt: {problem}") from error
         return str(text)
 
     def _shown(self, message: Message) -> dict[str, Any]:
@@ -144,17 +148,17 @@ class ChatStyle:
 
 
 def opens_thought(content: str) -> bool:
-    """Return whether a content begins with reasoning that does not end."""
+    """Return whether a content begins with unfinished reasoning."""
     return _OPEN_THOUGHT.match(content) is not None
 
 
 def is_empty(message: Message) -> bool:
-    """Return whether an assistant's message begins nothing: no content, reasoning or call."""
+    """Return whether an assistant message has no content, reasoning or call."""
     return not any(message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
 
 
 def _try_render(style: ChatStyle, *messages: Message) -> str:
-    """The rendering; empty where the template refuses it."""
+    """Render messages; return "" if the template rejects them."""
     try:
         return style._apply(messages, "probe", add_generation_prompt=True)
     except DataError as error:
@@ -176,14 +180,14 @@ def _with_parts(style: ChatStyle) -> ChatStyle:
     first, second = _MARKS
     as_parts = [{"type": "text", "text": mark} for mark in _MARKS]
     one_part = _try_render(style, _user(as_parts[:1]))
-    printed = any(key in one_part for key in ("'type'", '"type"'))  # the list itself, as Python or JSON writes it
+    printed = any(key in one_part for key in ("'type'", '"type"'))  # the template prints the list as Python or JSON
     parts = first in one_part and not printed and first not in _try_render(style, _user(first))
     text = _try_render(style, _user(as_parts))
     separator = text[text.find(first) + len(first) : max(text.find(second), 0)]
     style = replace(style, parts=parts)
     native = second in text and len(separator) <= _MAX_SEPARATOR
     if not native or _try_render(style, _user(f"{first}{separator}{second}")) != text:
-        separator = "\n"  # as vLLM joins them for a template that takes strings
+        separator = "\n"  # vLLM joins parts like this for templates that need strings
     return replace(style, separator=separator)
 
 
@@ -213,5 +217,5 @@ def _shows_calls(style: ChatStyle, call_id: str) -> bool:
     answer = {"role": "tool", "name": _NAME, "tool_call_id": call_id, "content": "!"}
     before = _try_render(style, *messages[:1])
     text = _try_render(style, *messages, answer) or _try_render(style, *messages)
-    quoted_wrongly = f"'{_KEY}'" in text or f'\\"{_KEY}' in text  # Python's form of a dict, or JSON within JSON
+    quoted_wrongly = f"'{_KEY}'" in text or f'\\"{_KEY}' in text  # repr() of a dict, or JSON encoded twice
     return _NAME in text and _VALUE in text and not quoted_wrongly and text.count("None") == before.count("None")

@@ -1,4 +1,4 @@
-"""What a chat template does with turns, calls and answers, found by rendering, before a run begins."""
+"""Check of a chat template for multi-turn episodes, by rendering, before a run starts."""
 
 from __future__ import annotations
 
@@ -23,25 +23,29 @@ TAG_CHARACTERS = 12
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """`parallel_calls`: a turn may call more than one tool. `rewrites`: what of earlier turns is rendered otherwise
-    once something follows, one sentence each: what the model reads when it is served is not what it was trained on."""
+    """Properties of a chat template.
+
+    parallel_calls: whether a turn may call more than one tool.
+    rewrites: sentences about earlier turns that are rendered differently when messages follow. A served model then
+    reads other text than in training.
+    dated: whether the template writes the current date.
+    """
 
     parallel_calls: bool = True
     rewrites: tuple[str, ...] = ()
     dated: bool = False
-    """It writes today's date."""
 
 
 def examine(conversation: Conversation, *, tools: bool, users: bool) -> TemplateFacts:
-    """Whether the answers of tools, or further messages of users, can follow what the model sampled.
+    """Check that answers of `tools` and further messages of `users` can follow a sampled turn.
 
-    Raises: ConfigError naming what the template cannot do.
+    Raises: ConfigError naming the unsupported feature of the template.
     """
     if not conversation.has_template:
         if tools:
             raise ConfigError(
-                "rollout.tools needs a chat template, which shows tools to the model, and the tokenizer of "
-                "model.tokenizer_path has none; put a chat_template.jinja beside it"
+                "rollout.tools needs a chat template, which shows tools to the model, but the tokenizer of "
+                "model.tokenizer_path has none; add a chat_template.jinja to its directory"
             )
         return TemplateFacts()
     parallel, rewrites = True, []
@@ -59,7 +63,7 @@ def examine(conversation: Conversation, *, tools: bool, users: bool) -> Template
 
 
 def _examine_tools(conversation: Conversation) -> bool:
-    """Whether two calls of a turn work too."""
+    """Check calls of tools. Returns whether a turn may have two calls."""
     names = [str(tool["function"]["name"]) for tool in conversation.tools]
     prompt = conversation.render([QUESTION])
     hidden = [name for name in names if name not in prompt]
@@ -86,21 +90,21 @@ def _examine_tail(conversation: Conversation, new: Sequence[Message], texts: Seq
     except DataError as error:
         raise ConfigError(f"{TEMPLATE} cannot render {what} after a turn of the model: {error}") from error
     if len(tails) > 1:
-        raise ConfigError(f"{TEMPLATE} renders {what} in {len(tails)} ways, by what was said before")
+        raise ConfigError(f"{TEMPLATE} renders {what} in {len(tails)} ways, depending on the earlier messages")
     tail = tails.pop()
     lacking = [text for text in texts if text not in tail]
     if lacking:
-        raise ConfigError(f"{TEMPLATE} drops {what}: it is not in what is rendered")
+        raise ConfigError(f"{TEMPLATE} drops {what}: it is not in the rendered text")
     if not conversation.ends_turn_before(tail, texts[0]):
         raise ConfigError(
-            f"{TEMPLATE} ends the model's turn with another token than those that end a response (eos_token of the "
-            "tokenizer, eos_token_id of generation_config.json): the model would go on and write the next turn itself; "
-            "add the template's token to eos_token_id in generation_config.json"
+            f"{TEMPLATE} ends the model's turn with a token that does not end a response (eos_token of the tokenizer, "
+            "eos_token_id of generation_config.json): the model would continue and write the next turn itself; add the "
+            "template's token to eos_token_id in generation_config.json"
         )
 
 
 def _possible(conversation: Conversation) -> list[tuple[Message, ...]]:
-    """Some templates take no system message."""
+    """Return the histories that the template accepts: some templates reject system messages."""
     try:
         conversation.render([SYSTEM, QUESTION])
     except DataError:
@@ -111,7 +115,7 @@ def _possible(conversation: Conversation) -> list[tuple[Message, ...]]:
 def _rewritten(
     conversation: Conversation, new: Sequence[Message], what: str, between: Sequence[Message] = ()
 ) -> list[str]:
-    """What is rendered otherwise of a turn of the model, which follows `between`, when `new` follows it."""
+    """Describe the text of a model turn (after `between`) that changes when the messages `new` follow it."""
     found = {}
     calls = [{"name": m["name"], "arguments": {"value": "?"}} for m in new if m["role"] == "tool"]
     for reasoning, having in ((None, ""), (THOUGHT, " with reasoning")):
@@ -124,7 +128,7 @@ def _rewritten(
         if not after.startswith(before):
             place = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
             begins = before.rfind("<", max(0, place - TAG_CHARACTERS), place + 1)
-            place = place if begins < 0 else begins  # within a tag, the whole of it is easier to read
+            place = place if begins < 0 else begins  # show the whole tag
             was, becomes = (repr(text[place : place + SHOWN_CHARACTERS]) for text in (before, after))
             found[having] = f"when {what} follows a turn{having}, {was} of it becomes {becomes}"
     return list(found.values())

@@ -1,1 +1,1 @@
-"""Which rows an epoch draws, and in which order, where it is not each of them once: weights, a curriculum."""
+"""Rows and order of an epoch: weights of files, and curricula."""

@@ -1,4 +1,4 @@
-"""A user's function that says which rows an epoch draws, and in which order.
+"""User functions that select the rows of an epoch and their order.
 
 def easy_first(epoch, prompts, seed):
     rows = [row for row, prompt in enumerate(prompts) if epoch > 0 or prompt.extra_info["level"] < 3]
@@ -27,9 +27,9 @@ ARGUMENTS = ("epoch", "prompts", "seed")
 
 @dataclass
 class Curriculum:
-    """Calls data.curriculum=`spec`, once for each epoch, in the process that draws prompts.
+    """The function data.curriculum=`spec`, called once per epoch in the process that samples prompts.
 
-    Raises: ConfigError where `spec` names no function of (epoch, prompts, seed).
+    Raises: ConfigError if `spec` does not name a function of (epoch, prompts, seed).
     """
 
     spec: str
@@ -42,9 +42,9 @@ class Curriculum:
         check_call(f"{KEY}={self.spec}", self._function, ARGUMENTS, {}, f"f({', '.join(ARGUMENTS)})")
 
     def order(self, epoch: int) -> np.ndarray:
-        """The rows of the epoch, int64 [drawn]; the same row may be in it more than once.
+        """Return the rows of an epoch, int64 [draws]; a row may occur more than once.
 
-        Raises: CurriculumError where the function raises, or returns anything but indices of prompts.
+        Raises: CurriculumError if the function raises or returns anything but indices of prompts.
         """
         if self._latest is None or self._latest[0] != epoch:
             self._latest = epoch, self._call(epoch)
@@ -61,7 +61,7 @@ class Curriculum:
 
 
 def fingerprint(order: np.ndarray) -> int:
-    """CRC-32 of an order, for checkpoints: whether a function gave the same again."""
+    """Return the CRC-32 of an order, by which a resumed run detects a changed curriculum."""
     return zlib.crc32(order.astype("<i8").tobytes())
 
 
@@ -74,12 +74,12 @@ def _checked(rows: np.ndarray | Sequence[Any], num_prompts: int, context: str) -
             (_shown(row) for row in rows if isinstance(row, bool) or not isinstance(row, int | np.integer)), None
         )
     if wrong is not None:
-        raise CurriculumError(f"{context}, returned {wrong}; return a list of indices of prompts, whole numbers")
+        raise CurriculumError(f"{context}, returned {wrong}; return a list of whole numbers, the indices of prompts")
     if not len(rows):
-        raise CurriculumError(f"{context}, returned no row; an epoch needs at least one")
+        raise CurriculumError(f"{context}, returned no rows; an epoch needs at least one")
     outside = next((int(row) for row in rows if not 0 <= row < num_prompts), None)
     if outside is not None:
-        raise CurriculumError(f"{context}, returned row {outside}; there are the rows 0 to {num_prompts - 1}")
+        raise CurriculumError(f"{context}, returned row {outside}; valid rows are 0 to {num_prompts - 1}")
     return np.array(rows, np.int64)
 
 
@@ -88,7 +88,7 @@ def _shown(value: Any) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """File and line where it was raised: the innermost frame of the user's own file, the outermost after ours."""
+    """Format file and line of the innermost frame in the user's file, which is the first file after ours."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     if not frames:
         return ""

@@ -1,4 +1,4 @@
-"""How often each row is drawn in an epoch, where the files of data.train have weights."""
+"""Number of draws per row and epoch, for files of data.train with weights."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 _PARTS = 1_000_000
-"""Weights are whole numbers of these, so that no rounding depends on a platform."""
+"""Weights are rounded to multiples of 1 / _PARTS and computed as integers, which is exact on every platform."""
 
 
 @dataclass(frozen=True)
 class RowWeights:
-    """`rows` of each file, which lie one file after the other, and their `weights`.
+    """Number of `rows` and `weights` of each file, in the order of the prompt set.
 
-    In E epochs a row of weight w is drawn floor(w E) or ceil(w E) times, and a file of n rows floor(n w E) times. Which
-    rows are ahead depends on `seed` alone, so an epoch needs no state.
+    In E epochs a row of weight w is drawn floor(w E) or ceil(w E) times, and a file of n rows floor(n w E) times in
+    total. The rows with the additional draw depend only on `seed`, so an epoch needs no state.
     """
 
     rows: tuple[int, ...]
@@ -23,7 +23,7 @@ class RowWeights:
     seed: int
 
     def counts(self, epoch: int) -> np.ndarray:
-        """How often the epoch draws each row: int64 [N]."""
+        """Return the number of draws of each row in an epoch: int64 [N]."""
         counts = [
             self._counts_of_file(file, num_rows, weight, epoch)
             for file, (num_rows, weight) in enumerate(zip(self.rows, self.weights, strict=True))
@@ -31,16 +31,18 @@ class RowWeights:
         return np.concatenate(counts)
 
     def identity(self) -> list[list[float]]:
-        """For a checkpoint: what must be the same for draws to go on."""
+        """Return the values that must be equal in a resumed run, for the checkpoint."""
         return [[rows, weight] for rows, weight in zip(self.rows, self.weights, strict=True)]
 
     def _counts_of_file(self, file: int, num_rows: int, weight: float, epoch: int) -> np.ndarray:
-        """floor(w (epoch + 1) + phase) - floor(w epoch + phase), the phases k / n in a random order: by Hermite's
-        identity, their sum is floor(n w (epoch + 1)) - floor(n w epoch)."""
+        """Return floor(w (epoch + 1) + phase) - floor(w epoch + phase) per row, with phases k / n in random order.
+
+        By Hermite's identity the sum over rows is floor(n w (epoch + 1)) - floor(n w epoch).
+        """
         whole, part = divmod(max(round(weight * _PARTS), 1), _PARTS)
         if not part or not num_rows:
             return np.full(num_rows, whole, np.int64)
-        # The last word keeps this stream apart from those of (seed, epoch), of which zeros at the end are no part.
+        # The final 1 makes this stream differ from the streams of (seed, epoch): SeedSequence ignores trailing zeros.
         bits = np.random.PCG64(np.random.SeedSequence([self.seed, file, 1])).random_raw(num_rows)
         phases = np.argsort(np.argsort(bits, kind="stable"), kind="stable").astype(np.int64) * _PARTS
         before = epoch * part % _PARTS * num_rows

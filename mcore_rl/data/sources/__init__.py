@@ -1,1 +1,1 @@
-"""What data.train and data.val name: files, directories, what `datasets` saved; and what rows ask for themselves."""
+"""Sources of data.train and data.val: files, directories, saved data sets; and options of single rows."""

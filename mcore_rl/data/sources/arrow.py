@@ -1,4 +1,4 @@
-"""Rows of parquet files, and of the directories that `datasets` saves."""
+"""Row readers for parquet files and for directories saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PARQUET_BATCH_ROWS = 1024
 
 
 def read_parquet(path: Path, key: str) -> Rows:
-    """Rows with their places, as files.read_rows.
+    """Yield (place, row) like files.read_rows.
 
     Raises: DataError.
     """
@@ -37,9 +37,9 @@ def read_parquet(path: Path, key: str) -> Rows:
 
 
 def read_saved_dataset(path: Path, key: str) -> Rows:
-    """Rows of a directory that `datasets` saved, with their places in it, counted from 1 over all of its files.
+    """Yield (place, row) of a directory saved by `datasets`; rows are counted from 1 over all of its files.
 
-    They are as `datasets` gives them, but that nothing is decoded: a class label is its number.
+    Rows are equal to the rows of `datasets`, except that features are not decoded: a class label is its number.
 
     Raises: DataError.
     """
@@ -64,7 +64,7 @@ def read_saved_dataset(path: Path, key: str) -> Rows:
 
 
 def _described(path: Path, key: str) -> tuple[list[str], list[str] | None]:
-    """Files of a saved set in their order, and the columns that it shows; None: all."""
+    """Return the files of a saved set in order, and its selected columns; None: all."""
     file = path / STATE_FILE
     try:
         state = parse_json(file.read_text(encoding="utf-8"), f"{key}: {file}")
@@ -73,10 +73,10 @@ def _described(path: Path, key: str) -> tuple[list[str], list[str] | None]:
     try:
         names, columns = [str(each["filename"]) for each in state["_data_files"]], state.get("_format_columns")
     except (AttributeError, KeyError, TypeError):
-        raise DataError(f"{key}: {file} does not list files as `datasets` does; save the set again") from None
-    if state.get("_indices_data_files") or state.get("_indices_files"):  # before version 2, selections were kept apart
+        raise DataError(f"{key}: {file} does not list files in the format of `datasets`; save the set again") from None
+    if state.get("_indices_data_files") or state.get("_indices_files"):  # `datasets` 1 stored a selection as indices
         raise DataError(
-            f"{key}: {path} is a selection that an old version saved; save it again with `datasets` 2 or later"
+            f"{key}: {path} is a selection saved by an old version; save it again with `datasets` 2 or later"
         )
     return names, None if columns is None else [str(column) for column in columns]
 

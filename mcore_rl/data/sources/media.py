@@ -1,4 +1,4 @@
-"""Columns with images, videos or audio, which no supported model family reads."""
+"""Detection of columns with images, videos or audio, which no supported model family reads."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ _COLUMN = re.compile(
 
 
 def is_media(column: str) -> bool:
-    """Return whether a column has the name of images, videos or audio."""
+    """Return whether a column name denotes images, videos or audio."""
     return _COLUMN.fullmatch(column.lower()) is not None
 
 
 def check_media(row: Mapping[str, Any], key: str, where: str) -> None:
-    """Raises: DataError naming row and column, for a row with something in such a column."""
+    """Reject a row with a non-empty media column.
+
+    Raises: DataError naming row and column.
+    """
     for column, value in row.items():
         if is_media(column) and not is_empty(value):
             raise DataError(
-                f"{where} has {column}, but prompts are text only: the model would be trained without what they are"
-                f" about; set {key} to a file without such rows, or without the column if the text suffices"
+                f"{where} has {column}, but prompts are text only, and the model would be trained without it; set"
+                f" {key} to a file without such rows, or without the column if the text suffices"
             )
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether nothing is in a value: null, NaN, an empty text or list, or a struct of empty fields."""
+    """Return whether a value is empty: null, NaN, an empty text or list, or a struct of empty fields."""
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))
     if isinstance(value, list | tuple):

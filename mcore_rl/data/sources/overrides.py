@@ -1,4 +1,4 @@
-"""What a row asks for instead of the run's keys: how its responses are drawn, and how many turns it may take."""
+"""Options of single rows that override the run's keys: sampling options and the number of turns."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mcore_rl.errors import DataError
 from mcore_rl.types import SamplingOptions
 
 SAMPLING = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
-"""Keys of rollout that a row may set for itself, and a call of session.generate."""
+"""Keys of `rollout` that a row or a call of session.generate may override."""
 CHANGES_DISTRIBUTION = (
     *("min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
     *("bad_words_ids", "allowed_token_ids", "min_tokens", "min_new_tokens", "logits_processors", "structured_outputs"),
 )
-"""Options of engines that no response can have."""
+"""Engine options that are always rejected: they change the sampling distribution."""
 _WHOLE = ("top_k", "max_response_tokens")
 _MOST_DIGITS = 10
 _DOMAINS = {field.name: field.metadata[DOMAIN] for field in fields(RolloutConfig) if field.name in SAMPLING}
@@ -30,31 +30,32 @@ _DOMAINS = {field.name: field.metadata[DOMAIN] for field in fields(RolloutConfig
 def check_sampling(
     given: Mapping[str, Any], where: str, *, trained: bool, max_response_tokens: int | None = None
 ) -> dict[str, Any] | None:
-    """Those of SAMPLING that a row or call sets: whole numbers as int, stop strings as a list. None if it sets none. A
-    null is not set, as a column of structs has every field in every row.
+    """Check the sampling options of a row or call. Returns them (whole numbers as int, stop strings as a list) or None.
 
-    `trained`: responses are trained on, so their tokens must come from the distribution that the trainer computes.
-    `max_response_tokens`: the run's limit, which the row's may not exceed; None: not checked.
+    A null counts as absent, because Arrow structs have all fields in every row.
 
-    Raises: DataError for another name, or a value that the run's key could not have, or beyond the run's limit.
+    trained: whether responses are trained on; their tokens must then come from the distribution that the trainer
+    computes.
+    max_response_tokens: the run's limit, which the row must not exceed; None: not checked.
+
+    Raises: DataError for an unknown name, a value that the run's key does not allow, or a value above the run's limit.
     """
     checked = {name: _checked(name, value, where) for name, value in given.items() if value is not None}
     if max_response_tokens is not None and checked.get("max_response_tokens", 0) > max_response_tokens:
         raise DataError(
             f"{where}: sampling.max_response_tokens is {given['max_response_tokens']}, above "
-            f"rollout.max_response_tokens={max_response_tokens}, for which engines and batches are laid out; raise "
-            "rollout.max_response_tokens, or lower the row's"
+            f"rollout.max_response_tokens={max_response_tokens}, which sizes engines and batches; raise "
+            "rollout.max_response_tokens, or lower the row's value"
         )
     shape = {name: checked[name] for name in ("temperature", "top_p", "top_k") if name in checked}
     if trained and (found := untrainable(**shape)) is not None:
         name, reason = found
-        raise DataError(f"{where}: sampling.{name} is {given[name]}, which {reason}, or leave it out")
+        raise DataError(f"{where}: sampling.{name} is {given[name]}, which {reason}, or remove it")
     return checked or None
 
 
 def with_overrides(options: SamplingOptions, wanted: Mapping[str, Any]) -> SamplingOptions:
-    """`options` with the checked ones of a row or call in their place. Greedy sampling (validation, baselines) stays
-    greedy."""
+    """Apply checked options of a row or call. Greedy sampling (validation, baselines) stays greedy."""
     changed = {name: value for name, value in wanted.items() if name != "temperature" or options.temperature > 0}
     if "stop" in changed:
         changed["stop"] = tuple(changed["stop"])
@@ -64,7 +65,7 @@ def with_overrides(options: SamplingOptions, wanted: Mapping[str, Any]) -> Sampl
 def _checked(name: str, value: Any, where: str) -> Any:
     context = f"{where}: sampling.{name}"
     if name in CHANGES_DISTRIBUTION:
-        raise DataError(f"{context} changes the distribution, which the trainer would not compute; leave it out")
+        raise DataError(f"{context} changes the sampling distribution, which the trainer does not model; remove it")
     if name not in SAMPLING:
         near = difflib.get_close_matches(name, SAMPLING, n=1)
         hint = f"did you mean {near[0]}? It" if near else "it"
@@ -85,9 +86,9 @@ def _stops(value: Any, context: str) -> list[str]:
 
 
 def check_turns(value: Any, where: str) -> int | None:
-    """The most turns of a row's episodes; None where it sets none.
+    """Read the maximum number of turns of a row's episodes; None if the row does not set it.
 
-    Raises: DataError for what is not a whole number above 0.
+    Raises: DataError unless it is a whole number above 0.
     """
     if value is None:
         return None
@@ -111,7 +112,7 @@ def _number(name: str, value: Any, context: str) -> float:
 
 
 def _whole(value: Any) -> int | None:
-    """A whole number, however it is written: a flat file has text, a column with nulls in it often floats."""
+    """Parse a whole number; CSV files have text, and columns with nulls often have floats. None if it is not whole."""
     if isinstance(value, str):
         text = value.strip()
         return int(text) if text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS else None

@@ -1,6 +1,6 @@
-"""The files that data.train or data.val names: paths, globs, directories of shards, what `datasets` saved.
+"""Resolution of data.train and data.val to files: paths, globs, directories of shards and saved data sets.
 
-Imports nothing heavy: a run that names no file is refused in its first second.
+This module has no slow imports, so that a missing file is reported within the first second of a run.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Names = str | Path | Sequence[str | Path]
 
 
 def find_files(names: Names, key: str) -> tuple[Path, ...]:
-    """Every file that `names` stands for, in their order: of a glob, and of a directory of shards, by name. A directory
-    that `datasets` saved counts as one file. `key` is the configuration key that errors name.
+    """Return all files of `names`, in order; files of a glob or a directory are sorted by name.
 
-    Raises: DataError for a name without a file, a file of another kind, and one that is named twice.
+    A directory saved by `datasets` counts as one file. `key` is the configuration key that errors name.
+
+    Raises: DataError for a name without a file, an unsupported kind of file, and a file that is named twice.
     """
     listed = [names] if isinstance(names, str | Path) else names
     if not listed:
@@ -38,17 +39,17 @@ def find_files(names: Names, key: str) -> tuple[Path, ...]:
             check_utf8(key, str(path))
             if path in files:
                 raise DataError(
-                    f"{key} names {path} twice, by {files[path]} and by {name}; name it once, and set data.weights if "
-                    "its rows are to be drawn more often"
+                    f"{key} names {path} twice, by {files[path]} and by {name}; name it once, and use data.weights to "
+                    "sample its rows more often"
                 )
             files[path] = name
     return tuple(files)
 
 
 def file_weights(weights: Mapping[str, float], names: Names) -> tuple[float, ...] | None:
-    """The weight of each file of data.train=`names`; None where data.weights is empty.
+    """Return the weight of each file of data.train=`names`; None if data.weights is empty.
 
-    Raises: ConfigError for a weight of what is not in data.train, or of what has another weight too.
+    Raises: ConfigError for the weight of a file that is not in data.train, or that has two weights.
     """
     if not weights:
         return None
@@ -58,24 +59,24 @@ def file_weights(weights: Mapping[str, float], names: Names) -> tuple[float, ...
         context = f"data.weights: {name}: {weight:g}"
         for path in _expand(name, "data.weights"):
             if path not in files:
-                raise ConfigError(f"{context}: {path} is not in data.train; the keys are paths or globs that are")
+                raise ConfigError(f"{context}: {path} is not in data.train; keys must be paths or globs of data.train")
             if path in found:
                 raise ConfigError(
-                    f"{context}: {path} has a weight by {found[path][0]} already; leave one of the two out"
+                    f"{context}: {path} already has a weight from {found[path][0]}; remove one of the two"
                 )
             found[path] = name, weight
     return tuple(found[path][1] if path in found else 1.0 for path in files)
 
 
 def format_files(files: Sequence[Path]) -> str:
-    """For a message: the file, or how many there are and the first of them."""
+    """Format files for a message: a single file, or the number of files and the first of them."""
     if len(files) == 1:
         return str(files[0])
     return f"{len(files)} files ({', '.join(map(str, files[:_NAMED_FILES]))}{', ...' if files[_NAMED_FILES:] else ''})"
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `datasets` saved a set (not several splits) in this directory."""
+    """Return whether the directory is a single set (not several splits) saved by `datasets`."""
     return (path / STATE_FILE).is_file() and (path / "dataset_info.json").is_file()
 
 
@@ -90,32 +91,36 @@ def _expand(name: str | Path, key: str) -> list[Path]:
 
 def _files_of(path: Path, key: str) -> list[Path]:
     if not path.exists():
-        several = " (several are a list: '[a.jsonl, b.jsonl]')" if "," in str(path) else ""
+        several = " (write several files as a list: '[a.jsonl, b.jsonl]')" if "," in str(path) else ""
         raise DataError(f"{key}: there is no file {path}; set {key} to a {_KINDS} file{several}")
     if path.is_dir():
         return [path] if is_saved_dataset(path) else _shards(path, key)
     if not path.is_file():
         raise DataError(f"{key}: {path} is not a file; set {key} to a {_KINDS} file")
     if path.suffix not in KINDS:
-        raise DataError(f"{key}: {path} is neither .jsonl nor .parquet nor .csv; convert it, set {key} to the result")
+        raise DataError(
+            f"{key}: {path} is neither .jsonl nor .parquet nor .csv; convert it and set {key} to the result"
+        )
     return [path]
 
 
 def _shards(path: Path, key: str) -> list[Path]:
-    """The files right in a directory. One that holds several splits is refused: training on the rows of the test shows
-    nowhere."""
+    """Return the files directly in a directory.
+
+    A directory with several splits is rejected, because training on test rows would go unnoticed.
+    """
     if (path / SPLITS_FILE).is_file():
         splits = sorted(part.name for part in path.iterdir() if is_saved_dataset(part))
-        raise DataError(f"{key}: {path} holds the splits {', '.join(splits)}; name one, such as {path / splits[0]}")
+        raise DataError(f"{key}: {path} contains the splits {', '.join(splits)}; name one, such as {path / splits[0]}")
     files = sorted(each for each in path.iterdir() if each.suffix in KINDS and each.name[0] not in "._")
     if not files:
         below = sorted({file.parent for kind in KINDS for file in path.glob(f"*/*{kind}")})
         hint = f"; such files are in {', '.join(map(str, below[:_NAMED_FILES]))}" if below else ""
-        raise DataError(f"{key}: {path} holds no {_KINDS} file, nor a set that `datasets` saved{hint}")
+        raise DataError(f"{key}: {path} contains no {_KINDS} file and no set saved by `datasets`{hint}")
     splits = sorted({match[1].lower() for file in files if (match := _SPLIT.match(file.name))})
     if len(splits) > 1:
         raise DataError(
-            f"{key}: {path} holds files of several splits ({', '.join(splits)}); name those of one by a glob, such as "
+            f"{key}: {path} contains files of several splits ({', '.join(splits)}); select one with a glob, such as "
             f"{path}/{splits[-1]}*"
         )
     return files

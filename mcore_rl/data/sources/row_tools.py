@@ -1,4 +1,4 @@
-"""Tools that a row offers: schemas in its column `tools` (TRL, OpenAI, slime), or names in `tool_selection` (verl)."""
+"""Tools of single rows: schemas in column `tools` (TRL, OpenAI, slime), or names in `tool_selection` (verl)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ TOOLS, SELECTION = "tools", "tool_selection"
 
 
 class RowTools:
-    """Reads the tools of rows. `tools` are the schemas of the run; with `executes` calls run these tools, so a row may
-    offer only them."""
+    """Reader of the tools of rows.
+
+    tools: schemas of the run's tools.
+    executes: whether calls execute these tools; a row may then offer only these.
+    """
 
     def __init__(self, tools: Sequence[Schema], *, executes: bool) -> None:
         self._tools = {_name(schema): schema for schema in tools}
         self._executes = executes and bool(tools)
         self._checked: dict[str, list[Schema]] = {}
-        """Lists of schemas that passed, by their JSON text: many rows have the same."""
+        """JSON text -> checked list of schemas, shared by rows with equal tools."""
 
     @property
     def are_called(self) -> bool:
@@ -30,15 +33,17 @@ class RowTools:
         return self._executes
 
     def unknown(self, tools_kwargs: Any) -> list[str]:
-        """Names in a row's tools_kwargs that no tool of the run has."""
+        """Return the names in a row's tools_kwargs that are not tools of the run."""
         given = tools_kwargs if isinstance(tools_kwargs, Mapping) else {}
         return [str(name) for name, kwargs in given.items() if kwargs is not None and name not in self._tools]
 
     def of(self, given: Any, selection: Any, where: str, *, struct_nulls: bool) -> list[Schema] | None:
-        """Schemas that a row offers: its own, or those of the run that it names; None: all of the run. `given` is the
-        column `tools`, `selection` the row's `tool_selection`, which is no restriction if it is empty.
+        """Return the schemas that a row offers: its own, or a selection of the run's; None: all tools of the run.
 
-        Raises: DataError naming the row, for what is no tool, is not implemented, or differs from the implementation.
+        `given` is the column `tools`; `selection` is `tool_selection`, which has no effect if it is empty.
+
+        Raises: DataError naming the row, for an invalid schema, a tool that is not implemented, or one that differs
+        from its implementation.
         """
         offered = self._own(given, where, struct_nulls)
         names = _names(selection, f"{where}: {SELECTION}")
@@ -61,7 +66,7 @@ class RowTools:
         schemas = [self._schema(each, f"{context}[{place}]", struct_nulls) for place, each in enumerate(listed)]
         names = [_name(schema) for schema in schemas]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise DataError(f"{context} has two tools {twice!r}; leave one out")
+            raise DataError(f"{context} has two tools {twice!r}; remove one")
         return self._interned(schemas)
 
     def _schema(self, given: Any, context: str, struct_nulls: bool) -> Schema:
@@ -87,7 +92,7 @@ class RowTools:
         return {"type": "function", "function": function}
 
     def _check_implemented(self, name: str, parameters: Any, context: str) -> None:
-        """Holds a row's schema to the run's tool, which gets the arguments."""
+        """Check that the run's tool accepts the arguments of a row's schema."""
         from jsonschema import Draft202012Validator
         from jsonschema.exceptions import SchemaError
 
@@ -95,10 +100,10 @@ class RowTools:
         try:
             Draft202012Validator.check_schema(parameters)
         except SchemaError as error:
-            raise DataError(f"{context}: parameters of {name} are no JSON schema: {error.message}") from None
+            raise DataError(f"{context}: parameters of {name} are not a JSON schema: {error.message}") from None
         shown, taken = set(parameters.get("properties") or {}), set(own.get("properties") or {})
         if not own.get("additionalProperties") and (extra := sorted(shown - taken)):
-            raise DataError(f"{context}: {name} has the argument {extra[0]!r}, which its implementation does not take")
+            raise DataError(f"{context}: {name} has the argument {extra[0]!r}, which its implementation lacks")
         if lacking := sorted(set(own.get("required") or ()) - shown):
             raise DataError(f"{context}: {name} lacks the argument {lacking[0]!r}, which its implementation requires")
 
@@ -110,7 +115,7 @@ class RowTools:
         where = "rollout.tools has" if there is self._tools else "the row has"
         raise DataError(
             f"{context} names {name!r}, which has no implementation ({where}: {', '.join(there) or 'none'}){hint} "
-            "Add it to rollout.tools, or leave it out of the row"
+            "Add it to rollout.tools, or remove it from the row"
         )
 
     def _interned(self, schemas: list[Schema]) -> list[Schema]:

@@ -51,7 +51,7 @@ def test_plain_rows_for_training_and_verls_for_validation(
     for path, noted in ((train, False), (val, prompt_key is not None)):
         prompts, report = load_prompts(path, tokenizer, config, RolloutConfig())
         assert (prompts[0].messages, prompts[0].ground_truth) == (MESSAGES, "2")
-        assert ("2 rows have no column 'question': verl's prompt was read" in str(report)) == noted
+        assert ("2 rows have no column 'question': verl's column prompt is used" in str(report)) == noted
 
 
 def test_a_prompt_key_that_a_file_lacks_is_refused_with_the_nearest_column_first() -> None:
@@ -81,7 +81,7 @@ def test_an_answer_key_comes_before_verls_ground_truth_where_the_row_has_it() ->
     assert read({**VERL, "solution": "3"}, answer_key="solution")[0].ground_truth == "3"
     fields, notes = read(VERL, answer_key="solution")
     assert fields.ground_truth == "2"
-    assert notes == ("1 rows have no column 'solution': verl's reward_model.ground_truth was read",)
+    assert notes == ("1 rows have no column 'solution': verl's reward_model.ground_truth is used",)
     with pytest.raises(DataError, match=r"no ground truth in column 'answers': the columns are answer, question"):
         read(PLAIN, answer_key="answers")
 
@@ -93,7 +93,7 @@ def test_a_flat_file_may_call_its_answers_ground_truth() -> None:
 def test_chat_messages_written_as_json_are_messages_and_reported() -> None:
     fields, notes = read({**PLAIN, "question": json.dumps(MESSAGES)})
     assert fields.messages == MESSAGES
-    assert notes == ("1 rows have chat messages as JSON text, read as messages",)
+    assert notes == ("1 rows have chat messages as JSON text, which was parsed",)
 
 
 @pytest.mark.parametrize("text", ["[1, 2] sorted?", '[{"id": 1}]', '{"role": "user", "content": "a"}', "[{role"])
@@ -107,8 +107,8 @@ def test_a_prompt_with_other_json_in_it_is_text(text: str) -> None:
     [
         (str(MESSAGES), "not valid JSON.*write them as JSON"),
         (json.dumps(MESSAGES)[:-4], "not valid JSON.*write them as JSON"),
-        (r'[{"role": "user", "content": "\ud83d"}]', "the prompt: content holds half of a character"),
-        ('[{"role": "user", "content": ' + "[" * 100_000, "nested more than 100 deep"),
+        (r'[{"role": "user", "content": "\ud83d"}]', "the prompt: content contains half of a character"),
+        ('[{"role": "user", "content": ' + "[" * 100_000, "nested more than 100 levels deep"),
         ('[{"role": "user"}]', "`role` and `content`"),
     ],
 )
@@ -137,7 +137,7 @@ def test_verls_episodes_with_tools_are_refused_by_their_agent() -> None:
     with pytest.raises(DataError, match=r"line 1 has agent_name 'tool_agent', .*without tools; set data\.val"):
         read({**VERL, "agent_name": "tool_agent"})
     assert read({**PLAIN, "agent_name": "Ada"})[1] == (
-        "1 rows have agent_name, which is not used: responses are single turns",
+        "1 rows have agent_name, which is ignored: responses are single turns",
     )
 
 
@@ -147,7 +147,7 @@ def test_arguments_for_tools_are_reported_once_with_their_number() -> None:
     for row in ({**VERL, "extra_info": info}, VERL, {**VERL, "extra_info": info}):
         columns.read("a place", row)
     assert format_notes(columns.take_notes()) == (
-        "2 rows have need_tools_kwargs, tools_kwargs, used by no tool: responses are single turns, without tools",
+        "2 rows have need_tools_kwargs, tools_kwargs, which are ignored: responses are single turns without tools",
     )
 
 
@@ -160,8 +160,8 @@ def test_with_tools_verls_agent_and_its_arguments_are_taken() -> None:
 
 def test_with_tools_what_nothing_reads_is_reported() -> None:
     assert read({**VERL, "agent_name": "mine", "tools_kwargs": {"calc": {}}}, tools=True)[1] == (
-        "1 rows have agent_name 'mine', which is not used: rollout.episode says what runs",
-        "1 rows have columns tools_kwargs, which are not used: put them into extra_info",
+        "1 rows have agent_name 'mine', which is ignored: rollout.episode selects the episode",
+        "1 rows have columns tools_kwargs, which are ignored: move them into extra_info",
     )
 
 
@@ -229,9 +229,9 @@ def test_a_flat_file_writes_sampling_as_json_and_turns_as_text() -> None:
     [
         ({"sampling": {"temperatur": 1}}, "sampling has 'temperatur'; did you mean temperature"),
         ({"sampling": {"beam_width": 1}}, "sampling has 'beam_width'; it may set temperature"),
-        ({"sampling": {"min_p": 0.1}}, r"sampling\.min_p changes the distribution.*leave it out"),
-        ({"sampling": {"repetition_penalty": 1.0}}, r"sampling\.repetition_penalty changes the distribution"),
-        ({"sampling": {"min_tokens": 3}}, r"sampling\.min_tokens changes the distribution"),
+        ({"sampling": {"min_p": 0.1}}, r"sampling\.min_p changes the sampling distribution.*remove it"),
+        ({"sampling": {"repetition_penalty": 1.0}}, r"sampling\.repetition_penalty changes the sampling distribution"),
+        ({"sampling": {"min_tokens": 3}}, r"sampling\.min_tokens changes the sampling distribution"),
         ({"sampling": {"top_k": 0}}, r"sampling\.top_k is 0, which leaves no token"),
         ({"sampling": {"stop": ""}}, r"sampling\.stop is , which has an empty text"),
         ({"sampling": {"stop": [1]}}, r"sampling\.stop is \[1\], which must be a text or a list of texts"),

@@ -40,7 +40,7 @@ def table(tmp_path: Path) -> Path:
     ],
 )
 def test_half_an_emoji_is_named_by_line_and_column(jsonl: Path, row: str, name: str) -> None:
-    with pytest.raises(DataError, match=rf"^data\.train: .*rows\.jsonl, line 2: {name} holds half of a character"):
+    with pytest.raises(DataError, match=rf"^data\.train: .*rows\.jsonl, line 2: {name} contains half of a character"):
         rows_of(jsonl, '{"question": "a"}\n' + row + "\n")
 
 
@@ -64,7 +64,7 @@ def test_bytes_of_surrogates_are_no_utf8(jsonl: Path, half: bytes) -> None:
 @pytest.mark.parametrize("depth", [150, 900, 100_000])
 def test_nesting_has_a_limit_that_no_stack_decides(jsonl: Path, depth: int) -> None:
     deep = '{"answer": ' + "[" * depth + "]" * depth + "}"
-    with pytest.raises(DataError, match=r"^data\.train: .*rows\.jsonl, line 2 is nested more than 100 deep"):
+    with pytest.raises(DataError, match=r"^data\.train: .*rows\.jsonl, line 2 is nested more than 100 levels deep"):
         rows_of(jsonl, '{"answer": 1}\n' + deep)
 
 
@@ -112,7 +112,7 @@ def test_a_csv_cell_may_be_a_long_document(table: Path) -> None:
         (b'q,a\n"1" x,2\n', r"line 2 is not valid CSV: .*double quotes"),
         (b'q,a\n"1\n\xff",2\n', r"line 3 is not valid CSV: it is not UTF-8"),
         ("q,a\n1,2\n".encode("utf-16"), r"line 1 is not valid CSV: it is not UTF-8"),
-        (b"q,q\n1,2\n", r"line 1 names a column twice: q"),
+        (b"q,q\n1,2\n", r"line 1 repeats column names: q"),
     ],
 )
 def test_malformed_csv_is_named_by_line(table: Path, content: bytes, message: str) -> None:

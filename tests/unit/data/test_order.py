@@ -162,9 +162,9 @@ def test_a_curriculum_is_called_once_for_an_epoch(curriculum: Any) -> None:
     ("body", "message"),
     [
         ("return []", "returned no row"),
-        ("return [0, 6]", "returned row 6; there are the rows 0 to 5"),
+        ("return [0, 6]", "returned row 6; valid rows are 0 to 5"),
         ("return [-1]", "returned row -1"),
-        ("return [0, 1.0]", "returned float '1.0'; return a list of indices"),
+        ("return [0, 1.0]", "returned float '1.0'; return a list of whole numbers"),
         ("return [True, False]", "returned bool 'True'"),
         ("return prompts", "returned Prompt"),
         ("import numpy as np; return np.ones(3)", "returned an array of float64 with 1 dimensions"),

@@ -87,7 +87,7 @@ def test_min_bins_never_break_the_capacity():
 
 def test_a_sequence_above_capacity_is_refused_with_its_length_and_the_key() -> None:
     assert len(pack(np.array([3, 10, 1]), 10)) == 2
-    with pytest.raises(DataError, match=r"takes 11 tokens, more than the 10 .*raise actor\.tokens_per_microbatch"):
+    with pytest.raises(DataError, match=r"has 11 tokens, more than the 10 .*raise actor\.tokens_per_microbatch"):
         pack(np.array([3, 11, 1]), 10)
 
 

@@ -71,7 +71,7 @@ def test_a_name_that_exists_is_no_glob(folder: Path) -> None:
     [
         ([], "^data.val is an empty list"),
         (["z*.jsonl"], r"there is no file .*z\*\.jsonl; set data\.val to a .*glob that matches"),
-        (["a.jsonl,b.jsonl"], r"there is no file .*several are a list: '\[a\.jsonl, b\.jsonl\]'"),
+        (["a.jsonl,b.jsonl"], r"there is no file .*write several files as a list: '\[a\.jsonl, b\.jsonl\]'"),
         (["*.md"], r"README\.md is neither \.jsonl nor"),
         (["*.jsonl", "a.jsonl"], r"names .*a\.jsonl twice, by .*\*\.jsonl and by .*a\.jsonl; .*data\.weights"),
     ],
@@ -84,14 +84,12 @@ def test_what_names_no_prompts_is_refused(folder: Path, names: list[str], messag
 def test_a_directory_of_several_splits_is_refused(folder: Path) -> None:
     for name in ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"):
         (folder / "x" / name).write_text("{}\n")
-    with pytest.raises(
-        DataError, match=r"several splits \(test, train\); name those of one by a glob, such as .*train\*"
-    ):
+    with pytest.raises(DataError, match=r"several splits \(test, train\); select one with a glob, such as .*train\*"):
         names_of("x", folder)
     assert len(names_of("x/train*", folder)) == 2
     (folder / "above").mkdir()
     shutil.move(folder / "x", folder / "above" / "x")
-    with pytest.raises(DataError, match=r"^data\.val: .* holds no .* such files are in .*/x$"):
+    with pytest.raises(DataError, match=r"^data\.val: .* contains no .* such files are in .*/x$"):
         names_of("above", folder)
 
 
@@ -122,7 +120,7 @@ def test_of_saved_splits_one_has_to_be_named(tmp_path: Path) -> None:
     for split in ("train", "test"):
         shutil.copytree(SAVED, tmp_path / "set" / split)
     (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DataError, match=r"set holds the splits test, train; name one, such as .*set/test"):
+    with pytest.raises(DataError, match=r"set contains the splits test, train; name one, such as .*set/test"):
         find_files(tmp_path / "set", "data.train")
     assert find_files(tmp_path / "set" / "train", "data.train") == (tmp_path / "set" / "train",)
 
@@ -144,7 +142,7 @@ def test_a_damaged_saved_set_is_named(tmp_path: Path, damage: str) -> None:
         "gone": r"data-00001-of-00002\.arrow is not a readable file of a saved set \(after row 4\)",
         "torn": r"data-00001-of-00002\.arrow is not a readable file of a saved set \(after row 4\)",
         "state": r"state\.json does not list files",
-        "selection": "is a selection that an old version saved",
+        "selection": "is a selection saved by an old version",
     }[damage]
     with pytest.raises(DataError, match=rf"^data\.train: .*{message}"):
         list(read_rows(path, "data.train"))
@@ -171,7 +169,7 @@ def test_weights_are_found_by_path_and_glob(folder: Path) -> None:
     [
         ({"x/d.jsonl": 2}, r"data\.weights: .*d\.jsonl: 2: .* is not in data\.train"),
         ({"nowhere.jsonl": 2}, r"data\.weights: there is no file"),
-        ({"a.jsonl": 2, "*.jsonl": 3}, r"a\.jsonl has a weight by .*a\.jsonl already"),
+        ({"a.jsonl": 2, "*.jsonl": 3}, r"a\.jsonl already has a weight from .*a\.jsonl"),
     ],
 )
 def test_weights_of_nothing_and_of_the_same_twice_are_refused(

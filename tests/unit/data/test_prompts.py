@@ -196,7 +196,7 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path, tokenizer, bad, mes
 
 def test_a_row_that_the_chat_template_refuses_is_named(tmp_path, chat_tokenizer):
     rows = [GOOD, {"prompt": [{"role": "tool", "content": "x"}], "answer": "a"}]
-    with pytest.raises(DataError, match=r"line 2: the tokenizer's chat template refuses the prompt: no tools here"):
+    with pytest.raises(DataError, match=r"line 2: the tokenizer's chat template rejects the prompt: no tools here"):
         load(jsonl(tmp_path, rows), chat_tokenizer)
 
 
@@ -224,7 +224,7 @@ def test_files_that_cannot_be_prompts_are_refused(tmp_path, tokenizer):
     torn.write_bytes(torn.read_bytes()[:-20])
     for name, message in [
         ("missing.jsonl", "there is no file"),
-        ("directory.jsonl", "holds no .jsonl, .parquet or .csv file"),
+        ("directory.jsonl", "contains no .jsonl, .parquet or .csv file"),
         ("prompts.json", "neither .jsonl nor .parquet nor .csv"),
         ("prompts.csv", "has no rows"),
         ("empty.jsonl", "has no rows"),
@@ -268,7 +268,7 @@ def test_a_system_prompt_is_rendered_by_either_template(tmp_path, chat_tokenizer
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (CHAT_TEMPLATE.replace("'tool'", "'system'"), "refuses the prompt: no tools here; set data.system_prompt=null"),
+        (CHAT_TEMPLATE.replace("'tool'", "'system'"), "rejects the prompt: no tools here; set data.system_prompt=null"),
         (CHAT_TEMPLATE.replace("in messages", "in messages if m.role != 'system'"), "does not write it"),
     ],
 )

@@ -98,7 +98,7 @@ def test_load_prompts_single_turn_shows_tools_and_reports_it(tmp_path: Path) -> 
         tmp_path / "rows.jsonl", made.tokenizer(SHOWN), DataConfig(), RolloutConfig(max_prompt_tokens=10_000)
     )
     assert supervised.prompts[0].text == prompts[0].text
-    with pytest.raises(DataError, match=r"line 1 has tools, which only a chat template shows"):
+    with pytest.raises(DataError, match=r"line 1 has tools, which need a chat template"):
         load(tmp_path, [{**ROW, "tools": [mine]}], runs=False, template="plain")
 
 
@@ -107,7 +107,7 @@ def test_load_prompts_single_turn_shows_tools_and_reports_it(tmp_path: Path) -> 
     [
         ([schema("get_weather")], r"tools\[0\] names 'get_weather', which has no implementation \(rollout\.tools has"),
         ([RUN[1], schema("add", "a", "b")], "two tools 'add'"),
-        ([schema("add", "a", "c")], r"tools\[0\]: add has the argument 'c', which its implementation does not take"),
+        ([schema("add", "a", "c")], r"tools\[0\]: add has the argument 'c', which its implementation lacks"),
         ([schema("search")], r"search lacks the argument 'query', which its implementation requires"),
         ([{"type": "web_search", "name": "add"}], "is of type 'web_search'; only functions"),
         ([{"function": {"description": "x"}}], r"tools\[0\] must be \{type: function"),
@@ -115,7 +115,7 @@ def test_load_prompts_single_turn_shows_tools_and_reports_it(tmp_path: Path) -> 
         (3, "tools is int, not a list of schemas"),
         ("hammer", "tools is not valid JSON"),
         (["hammer"], r"tools\[0\] names 'hammer'"),
-        ([{**schema("add"), "function": {"name": "add", "parameters": {"properties": 3}}}], "no JSON schema"),
+        ([{**schema("add"), "function": {"name": "add", "parameters": {"properties": 3}}}], "not a JSON schema"),
         ([{"name": "add", "parameters": True}], "parameters of add is bool, not a JSON schema"),
         ([{"name": "add", "parameters": [1]}], "parameters of add is list, not a JSON schema"),
         ([{"name": "add", "parameters": "{"}], "parameters of add is not valid JSON"),
@@ -132,7 +132,7 @@ def test_load_prompts_tools_that_cannot_be_called_are_rejected(tmp_path: Path, t
 def test_load_prompts_media_column_is_rejected_by_name(tmp_path: Path, column: str) -> None:
     empty = [None, [], "", {"bytes": None, "path": None}]
     _, report = load(tmp_path, [{**ROW, column: value} for value in empty])
-    assert "not used" not in report
+    assert "ignored columns" not in report
     with pytest.raises(DataError, match=rf"line 2 has {column}, but prompts are text only.*set data\.train"):
         load(tmp_path, [ROW, {**ROW, column: {"bytes": "x"}}])
 
@@ -140,10 +140,10 @@ def test_load_prompts_media_column_is_rejected_by_name(tmp_path: Path, column: s
 def test_load_prompts_columns_that_nothing_reads_are_listed_once(tmp_path: Path) -> None:
     row = {**ROW, "data_source": "a", "ability": "math", "uid": 1, "question": "?", "empty": None, "extra_info": {}}
     _, report = load(tmp_path, [row, {**ROW, "other": 0}, row])
-    assert report.count("not used") == 1
-    assert "columns that are not used: ability, uid, question, other (reward functions and tools get" in report
-    assert "not used" not in load(tmp_path, [ROW])[1]
-    assert "not used: prompt (" in load(tmp_path, [{**ROW, "text": "?"}], prompt_key="text")[1]
+    assert report.count("ignored columns") == 1
+    assert "ignored columns: ability, uid, question, other (reward functions and tools receive" in report
+    assert "ignored columns" not in load(tmp_path, [ROW])[1]
+    assert "ignored columns: prompt (" in load(tmp_path, [{**ROW, "text": "?"}], prompt_key="text")[1]
 
 
 def test_load_prompts_ground_truth_that_json_lacks_becomes_plain(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_tokenizer_without_any_known_eos_is_refused(tokenizer_file):
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         ("[]", "not a JSON object"),
-        ('{"model": {"type": "Unheard"}}', "not a tokenizer that can be read"),
+        ('{"model": {"type": "Unheard"}}', "not a readable tokenizer"),
     ],
 )
 def test_unreadable_files_are_refused_by_name(tmp_path, content, message):
@@ -78,7 +78,7 @@ def test_unreadable_files_are_refused_by_name(tmp_path, content, message):
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.tokenizer_path.*holds no tokenizer"):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer_path.*contains no tokenizer"):
         load_tokenizer(tmp_path)
 
 

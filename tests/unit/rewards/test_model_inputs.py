@@ -167,7 +167,7 @@ def test_positions_of_the_reward_model_are_a_limit_as_well(tmp_path: Path) -> No
 def test_a_conversation_that_the_template_refuses_is_found_before_the_run(tmp_path: Path) -> None:
     config = config_of(tmp_path, template=OTHER_TEMPLATE)
     prompts = prompts_of(config, tmp_path, [*ROWS, {"prompt": "no", "answer": ""}])
-    with pytest.raises(DataError, match=r"data\.val, row 2: reward_model.*chat template refuses.*not this one"):
+    with pytest.raises(DataError, match=r"data\.val, row 2: reward_model.*chat template rejects.*not this one"):
         reward_inputs(config).check(prompts, "data.val")
 
 
@@ -186,5 +186,5 @@ def test_a_model_too_small_for_its_tokens_is_refused(tmp_path: Path, model: dict
 def test_a_reward_model_without_a_tokenizer_is_refused_by_its_key(tmp_path: Path) -> None:
     config = config_of(tmp_path, template=TEMPLATE)
     config.reward_model.hf_path = str(tmp_path)
-    with pytest.raises(ConfigError, match=r"^reward_model\.hf_path: .* holds no tokenizer"):
+    with pytest.raises(ConfigError, match=r"^reward_model\.hf_path: .* contains no tokenizer"):
         reward_inputs(config)

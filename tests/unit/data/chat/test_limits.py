@@ -65,7 +65,7 @@ def test_row_beyond_a_limit_is_named(bomb: str, problem: str) -> None:
 )
 def test_template_that_raises_refuses_the_row(template: str, problem: str) -> None:
     renderer = PromptRenderer(made.tokenizer(template), DataConfig())
-    with pytest.raises(DataError, match=rf"^row 1: the tokenizer's chat template refuses the prompt: .*{problem}"):
+    with pytest.raises(DataError, match=rf"^row 1: the tokenizer's chat template rejects the prompt: .*{problem}"):
         list(renderer.render_all([([{"role": "user", "content": "x"}], "row 1")]))
 
 

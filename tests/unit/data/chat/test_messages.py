@@ -159,7 +159,7 @@ def test_prefill_of_reasoning_or_nothing_continues_the_turn() -> None:
         (made.STABLE, [user("?"), assistant("", {"name": "a", "arguments": "{"})], "arguments of a is not valid JSON"),
         (made.STABLE, [user("?"), assistant("", {"name": "a", "arguments": [1]})], "arguments of a are list"),
         (made.STABLE, [user("?"), assistant("", {**WHOLE, "type": "custom"})], "of type 'custom'"),
-        (made.STABLE, [{**user("?"), "tool_calls": [WHOLE]}], "only a message with the role 'assistant' calls tools"),
+        (made.STABLE, [{**user("?"), "tool_calls": [WHOLE]}], "only messages with the role 'assistant' may have them"),
         (made.STABLE, [user("?"), {**assistant("", WHOLE), "function_call": WHOLE["function"]}], "both tool_calls and"),
         (made.STABLE, [user("?"), {**assistant("a"), "thinking": 5}, user("?")], "thinking is of type int"),
         (made.STABLE, [{"role": " ", "content": "a"}], "no `role`"),

@@ -309,7 +309,7 @@ def test_episodes_that_wait_for_a_slot_are_withdrawn_with_first_turns_that_have_
         ({"temperature": 1e-3}, "sampling.temperature is 0.001, which is below 0.01"),
         ({"temperature": "hot"}, "sampling.temperature is 'hot', not a number"),
         ({"max_response_tokens": 0}, "sampling.max_response_tokens is 0, but must be at least 1"),
-        ({"logit_bias": {}}, "sampling.logit_bias changes the distribution"),
+        ({"logit_bias": {}}, "sampling.logit_bias changes the sampling distribution"),
         ({"temprature": 1}, "sampling has 'temprature'; did you mean temperature?"),
         (SamplingOptions(9, top_p=0.5), "sampling.top_p is 0.5, which samples from fewer tokens"),
     ],
