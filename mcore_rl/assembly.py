@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -43,10 +43,11 @@ from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.launch import Processes, launch
 from mcore_rl.runtime.phases import Phase, Phases, shares_device
 from mcore_rl.runtime.publisher import SlicePublisher
-from mcore_rl.runtime.roles.base import RankMap, Role
-from mcore_rl.runtime.roles.critic import critic_role
-from mcore_rl.runtime.roles.judge import judge_role
-from mcore_rl.runtime.roles.reward_model import reward_model_role
+from mcore_rl.runtime.roles.critic import CriticGroup, critic_role
+from mcore_rl.runtime.roles.groups import RankMap
+from mcore_rl.runtime.roles.judge import JudgeGroup, judge_role
+from mcore_rl.runtime.roles.reward_model import RewardModelGroup, reward_model_role
+from mcore_rl.runtime.roles.role import Role
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.staged import (
     StagedActor,
@@ -69,6 +70,8 @@ from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.run import Run, SupervisedRun
 from mcore_rl.types import Batch, BuffersRef, Groups, Mean, Metric, TrajectoryBuffers
 from model_converters.mapping.layout import TrainLayout
+
+G = TypeVar("G")
 
 
 @contextlib.contextmanager
@@ -225,26 +228,29 @@ class _Site:
 
     def _scorers(self, stages: Stages) -> dict[str, WeightedScorer]:
         """Return the reward models by their name in metrics and records."""
-        groups, scorers = self.processes.groups, {}
-        if (model := groups.get("reward_model")) is not None:
+        scorers = {}
+        if (model := self._group(RewardModelGroup)) is not None:
             scorer = StagedScorer(model, stages, "reward_model")
             scorers["model"] = WeightedScorer(scorer, self.config.reward_model.weight)
-        if (judge := groups.get("judge")) is not None:
+        if (judge := self._group(JudgeGroup)) is not None:
             scorers["judge"] = WeightedScorer(StagedScorer(judge, stages, "judge"), self.config.judge.weight)
         return scorers
 
+    def _group(self, kind: type[G]) -> G | None:
+        return next((group for group in self.processes.groups.values() if isinstance(group, kind)), None)
+
     def _describe(self, groups: Groups) -> dict[str, Metric]:
         """Compute the metrics of the step's responses, the engines and the judge."""
-        engines, judge = self.processes.engines, self.processes.groups.get("judge")
+        engines, judge = self.processes.engines, self._group(JudgeGroup)
         of_groups = [] if engines is None else [engines.take_metrics()]
-        of_groups += [] if judge is None else [judge.take_figures()]
+        of_groups += [] if judge is None else [judge.take_metrics()]
         overlong = self.config.reward.punishes_overlong
         unpunished = self.config.rollout.max_response_tokens - self.config.reward.overlong.buffer_tokens
         found = describe(groups, unpunished_tokens=unpunished if overlong else None)
         return found | {name: metric for of_group in of_groups for name, metric in of_group.items()}
 
     def _critic(self, stages: Stages) -> Critic | None:
-        critic = self.processes.groups.get("critic")
+        critic = self._group(CriticGroup)
         return StagedCritic(critic, stages) if critic is not None else None
 
     def supervised(self) -> SupervisedRun:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -123,7 +123,7 @@ class Clock:
         of_attendant = [call for call in ended if call not in refs]
         self.meter.turn(before)
         if of_attendant:
-            self.attendant.ended(of_attendant)
+            self.attendant.ended(cast(Any, of_attendant))
         return there, [ref for ref in refs if ref not in there]
 
     def _pass_time(self, enough: int, latest: float) -> None:

@@ -17,6 +17,7 @@ from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.rollout.streaming.collector import StreamingCollector
+from mcore_rl.runtime.engines.calls import EngineCalls
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import Groups, Mean
@@ -115,8 +116,8 @@ class _Run:
         self._directory = directory
         self._seconds_per_token = step_seconds(SLOTS) / (SLOTS * setting.engines)
         records = write_ready_records(directory, SAMPLES)
-        handles = [Engine(self.clock, records) for _ in range(setting.engines)]
-        engines = [FleetEngine(number, Up(f"engine {number}", [handle])) for number, handle in enumerate(handles)]
+        calls = [EngineCalls(cast(Any, Engine(self.clock, records))) for _ in range(setting.engines)]
+        engines = [FleetEngine(number, Up(f"engine {number}", own)) for number, own in enumerate(calls)]
         scheduler = Scheduler(Fleet(engines, cast(Any, self.clock)), SLOTS, streaming=True)
         self._collector = _collector(scheduler, setting, directory)
         with self.clock.meter.driver():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -17,16 +17,20 @@ from benchmarks.driver.load import DP_RANKS, ENGINES, Make, make_scalars, write_
 from benchmarks.sizes import size
 from mcore_rl.config.schema import Config
 from mcore_rl.rollout.tasks import GivenUp, Until
+from mcore_rl.runtime.calls import ProcessCalls
 from mcore_rl.runtime.cluster import ray_cluster
-from mcore_rl.runtime.delivery import FetchRequest
+from mcore_rl.runtime.engines.calls import EngineCalls
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import Report
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.health import Watch, kill_all
-from mcore_rl.runtime.roles.base import RankGroup, RankMap, RankProcess, RunProcess
+from mcore_rl.runtime.roles.base import RankProcess, RunProcess
+from mcore_rl.runtime.roles.groups import RankCalls, RankMap
 from mcore_rl.runtime.roles.trainer import TrainerGroup
+from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import Mean, Metric, RankShares, RolloutScalars, RolloutTask
 
+C = TypeVar("C", bound=ProcessCalls)
 PROCESSES = 2
 RANKS_PER_NODE = size(8, 2)
 
@@ -66,8 +70,12 @@ class Up:
     """An engine that needs no start."""
 
     name: str
-    handles: list[Any]
+    leader: EngineCalls
     journal: str | None = None
+
+    @property
+    def processes(self) -> list[ProcessCalls]:
+        return [self.leader]
 
     def kill(self) -> None:
         raise AssertionError(f"{self.name} was lost")
@@ -108,11 +116,13 @@ class SilentTrainer(RankProcess):
         return [{"actor/loss": Mean(0.0, 1)} for _ in range(self.num_updates)]
 
 
-@ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
 class IdleRank(RankProcess):
     """Answers at once; passes calls on as the ranks of a run do."""
 
     def nothing(self) -> None: ...
+
+
+IdleActor = ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)(IdleRank)
 
 
 def seconds_to_pass_on(calls: int) -> float:
@@ -121,15 +131,14 @@ def seconds_to_pass_on(calls: int) -> float:
     config.cluster.device = "cpu"
     with ray_cluster(config, {"CPU": 1.0 * RANKS_PER_NODE}) as [node]:
         watch = Watch()
-        ranks = [start(IdleRank, node, "rank") for _ in range(RANKS_PER_NODE)]
+        ranks = [start(IdleActor, node, "rank") for _ in range(RANKS_PER_NODE)]
         for index, handle in enumerate(ranks):
             watch.add(f"rank {index}", handle)
         try:
-            map_of = RankMap((0,) * RANKS_PER_NODE, (0,))
-            group, seconds = RankGroup(ranks, [0] * RANKS_PER_NODE, map_of, watch), []
+            calls_of, seconds = RankCalls(ranks, [0] * RANKS_PER_NODE, watch), []
             for _ in range(calls + 1):
                 started = time.perf_counter()
-                group.on_every_rank("nothing")
+                calls_of.call(IdleRank.nothing).results()
                 seconds.append(time.perf_counter() - started)
             return statistics.median(seconds[1:])
         finally:
@@ -146,28 +155,26 @@ def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[Schedule
         engines = [start(ReadyEngine, node, "engine", make) for _ in range(PROCESSES)]
         trainers = [start(SilentTrainer, node, "trainer", peers) for _ in range(PROCESSES)]
         try:
-            engine_handles = _spread(engines, ENGINES, watch)
-            trainer_handles = _spread(trainers, DP_RANKS * peers, watch)
-            watch.get([handle.drain_spans.remote() for handle in [*engines, *trainers]])
+            engine_calls = _spread(engines, ENGINES, watch, EngineCalls)
+            ranks_of_trainer = _spread(trainers, DP_RANKS * peers, watch, ProcessCalls)
+            watch.get([process.drain_spans() for process in [*engines, *trainers]])
             dp_rank_of = tuple(rank // peers for rank in range(DP_RANKS * peers))
-            ranks = RankMap(dp_rank_of, speakers=tuple(range(0, DP_RANKS * peers, peers)))
+            ranks = RankMap(dp_rank_of, reporting=tuple(range(0, DP_RANKS * peers, peers)))
             nodes = [rank // RANKS_PER_NODE for rank in range(DP_RANKS * peers)]
-            fleet = Fleet(
-                [FleetEngine(n, Up(f"engine {n}", [handle])) for n, handle in enumerate(engine_handles)], watch
-            )
+            fleet = Fleet([FleetEngine(n, Up(f"engine {n}", calls)) for n, calls in enumerate(engine_calls)], watch)
             scheduler = Scheduler(fleet, Config().rollout.max_concurrent_requests)
-            yield scheduler, TrainerGroup(trainer_handles, nodes, ranks, watch)
+            yield scheduler, TrainerGroup(ranks_of_trainer, nodes, ranks, watch)
         finally:
             kill_all([*engines, *trainers])
 
 
-def start(process: Any, node: Any, *arguments: Any) -> Any:
-    return process.options(num_cpus=1, scheduling_strategy=node).remote(*arguments)
+def start(actor: Any, node: Any, *arguments: Any) -> ProcessCalls:
+    return ProcessCalls(actor.options(num_cpus=1, scheduling_strategy=node).remote(*arguments))
 
 
-def _spread(processes: list[Any], count: int, watch: Watch) -> list[Any]:
-    """`count` handles, each watched as in a run, of the few processes."""
-    handles = [processes[index % len(processes)] for index in range(count)]
-    for index, handle in enumerate(handles):
-        watch.add(f"process {index}", handle)
-    return handles
+def _spread(processes: list[ProcessCalls], count: int, watch: Watch, kind: type[C]) -> list[C]:
+    """`count` handles of the few processes, each watched as in a run."""
+    spread = [kind(processes[index % len(processes)].handle) for index in range(count)]
+    for index, process in enumerate(spread):
+        watch.add(f"process {index}", process)
+    return spread

@@ -1,4 +1,4 @@
-"""Where processes of several hosts meet: this node's address, its interface, and ports."""
+"""Addresses at which processes of several hosts meet: this node's interface and free ports."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TRIED = 100
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, if one is below those that the kernel gives to outgoing connections: on a
-    busy host one of these would be taken again before its server listens.
+    """Find a port that is free now, if possible below the range that the kernel uses for outgoing connections: on a
+    busy host a port of that range may be taken again before its server listens.
 
     Raises: ConfigError naming this host when none is free.
     """
@@ -32,14 +32,14 @@ def free_port() -> int:
                 continue
             return int(listener.getsockname()[1])
     raise ConfigError(
-        f"{socket.gethostname()}: no port is free for processes to meet at; end what holds them, or give the kernel "
-        "more (sysctl net.ipv4.ip_local_port_range)"
+        f"{socket.gethostname()}: no port is free for processes to meet at; end processes that hold ports, or enlarge "
+        "the range (sysctl net.ipv4.ip_local_port_range)"
     )
 
 
 def meet_at(address: str) -> None:
-    """Collectives and engines of this process meet others at this node's address, by its interface; what the user has
-    set stays."""
+    """Make collectives and engines of this process use the interface that has this node's address. Variables that the
+    user has set stay."""
     found = [
         name for name, addresses in psutil.net_if_addrs().items() if address in (each.address for each in addresses)
     ]
@@ -50,11 +50,11 @@ def meet_at(address: str) -> None:
 
 
 def missing_interface() -> str:
-    """What is wrong with the interface that the user has set, if this host has it not; "" where it has."""
+    """Error message if this host lacks an interface of GLOO_SOCKET_IFNAME; else ""."""
     chosen, interfaces = os.environ.get("GLOO_SOCKET_IFNAME", ""), psutil.net_if_addrs()
     if all(name in interfaces for name in chosen.split(",") if name):
         return ""
     return (
-        f"GLOO_SOCKET_IFNAME={chosen}: {socket.gethostname()} has no such interface, but "
-        f"{', '.join(sorted(interfaces))}; set it to one that every host has, or leave it out"
+        f"GLOO_SOCKET_IFNAME={chosen}: {socket.gethostname()} has no such interface, only "
+        f"{', '.join(sorted(interfaces))}; set it to an interface that every host has, or unset it"
     )

@@ -1,4 +1,4 @@
-"""Whether the hosts of a run have the same: packages, files that the configuration names, run.dir, the time."""
+"""Check that the hosts of a run agree: packages, files that the configuration names, run.dir, and clocks."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ PACKAGES = (
     "numpy",
 )
 WRITTEN = ("run.dir", "trainer.export_hf", "trainer.export_adapter")
-"""Paths that need not be there."""
+"""Keys whose paths need not exist."""
 READ_BY_DRIVER = ("data.train", "data.val", "data.val_sets", "data.weights", "data.curriculum", "data.cache_dir")
 LARGEST_DIGESTED = 1 << 20
-"""Bytes of a file of which the content is compared; of a larger one the size."""
+"""Maximum bytes of a file whose content is compared; larger files are compared by size."""
 MOST_SECONDS_APART = 10.0
 ABSENT = "nothing"
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What one host has: versions by package; by key a digest of what it names, ABSENT where that is not there."""
+    """Facts about one host: versions by package, and digests of files by key (ABSENT if a file does not exist)."""
 
     name: str
     versions: Mapping[str, str]
@@ -54,14 +54,14 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class Question:
-    """`paths` by key; `mark` is a file in run.dir that the driver has just made."""
+    """Question to a host: `paths` by key; `mark` is a file in run.dir that the driver has just created."""
 
     paths: Mapping[str, str]
     mark: str
 
 
 def answer(question: Question) -> HostFacts:
-    """Of the calling process's host."""
+    """Collect the facts of this process's host."""
     versions = {"Python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -74,9 +74,9 @@ def answer(question: Question) -> HostFacts:
 
 
 def check_hosts(config: Config, ask: Callable[[Question], list[HostFacts]]) -> None:
-    """`ask` gets the answers of all hosts but this one.
+    """Compare all hosts with this one. `ask` returns the answers of the others.
 
-    Raises: ConfigError naming the host and what to mend there.
+    Raises: ConfigError with the host and the remedy.
     """
     mark = Path(config.run.dir) / f".hosts-{secrets.token_hex(8)}"
     mark.touch()
@@ -93,7 +93,7 @@ def check_hosts(config: Config, ask: Callable[[Question], list[HostFacts]]) -> N
             raise ConfigError(there.missing_interface)
         if not there.sees_mark:
             raise ConfigError(
-                f"run.dir={config.run.dir}: {there.name} does not see what {here.name} writes there; set run.dir to "
+                f"run.dir={config.run.dir}: {there.name} does not see the files of {here.name} there; set run.dir to "
                 "storage that all hosts share"
             )
         for key, path in question.paths.items():
@@ -102,18 +102,18 @@ def check_hosts(config: Config, ask: Callable[[Question], list[HostFacts]]) -> N
             if there.versions[package] != version:
                 raise ConfigError(
                     f"{there.name} has {package} {there.versions[package]}, and {here.name} has {version}: install the "
-                    "same on every host of cluster.nodes"
+                    "same version on every host of cluster.nodes"
                 )
         apart = max(started - there.seconds, there.seconds - ended)
         if apart > MOST_SECONDS_APART:
             raise ConfigError(
-                f"the clocks of {here.name} and {there.name} are {apart:.0f} s apart: set them right (NTP), or leave "
-                "the host out of cluster.nodes"
+                f"the clocks of {here.name} and {there.name} are {apart:.0f} s apart: synchronise them (NTP), or "
+                "remove the host from cluster.nodes"
             )
 
 
 def named_paths(config: Config) -> dict[str, str]:
-    """Files and directories that processes of every host read, by key."""
+    """Files and directories that processes on every host read, by key."""
     paths = {}
     for leaf in leaves(config):
         if leaf.key in (*WRITTEN, *READ_BY_DRIVER):
@@ -128,7 +128,7 @@ def named_paths(config: Config) -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """Of a file, or of all files right in a directory."""
+    """Digest of a file, or of all files directly in a directory."""
     if not path.exists():
         return ABSENT
     files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
@@ -139,11 +139,11 @@ def digest(path: Path) -> str:
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
 
 
-def _check_file(told: str, here: HostFacts, there: HostFacts, key: str) -> None:
+def _check_file(setting: str, here: HostFacts, there: HostFacts, key: str) -> None:
     if there.files[key] == here.files[key]:
         return
     if there.files[key] == ABSENT:
-        raise ConfigError(f"{told} is not on {there.name}; put it there, or on storage that all hosts share")
+        raise ConfigError(f"{setting} does not exist on {there.name}; put it there or on storage of all hosts")
     raise ConfigError(
-        f"{told} is another on {there.name} than on {here.name}; put the same there, or on storage that all hosts share"
+        f"{setting} differs between {there.name} and {here.name}; put the same there or on storage of all hosts"
     )

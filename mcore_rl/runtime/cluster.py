@@ -1,4 +1,4 @@
-"""Starts or joins a Ray cluster, reserves its nodes, and guarantees that nothing is left running."""
+"""Start or join a Ray cluster, reserve its nodes, and leave nothing running."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.rules.defaults import uses_cuda
@@ -20,53 +19,53 @@ from mcore_rl.runtime.daemons import Daemons, Guard, services_kept_from_ray, sig
 from mcore_rl.runtime.session import loopback_session
 from mcore_rl.runtime.stops import STOPS
 
-# One OpenMP thread per process, but where the run gives a process more (`cores`): more threads than cores, all of which
-# wait for each other, once cost 100 times the work.
+# One OpenMP thread per process unless the run assigns more (`cores`): with more threads than cores, which wait for each
+# other, a step once took 100 times as long.
 PROCESS_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # A step's activations stay with the process: faulting them in anew costs more than the passes that fill them.
+    # Keep the memory of a step's activations: page faults would cost more than the passes that fill it.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 28),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 29),
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 ON_CPU = {
-    # It would start a C++ compiler at the first call. On GPUs vLLM's graphs and megatron's fusions are made with it.
+    # Dynamo would start a C++ compiler at the first call. On GPUs, vLLM's graphs and Megatron's fusions need it.
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 ON_GPUS = {
-    # Kernels start in the order in which they are called: tensor and sequence parallelism overlap on that.
+    # Kernels start in the order of their launches; the overlap of tensor and sequence parallelism relies on it.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
 ATTEMPTS_TO_START = 3
-"""Ray (2.60) gives its own processes 30 seconds to come up, which are too few on a host that is very busy."""
+"""Ray (2.60) gives its daemons 30 seconds to start, which is too short on a very busy host."""
 SECONDS_TO_RESERVE = 60.0
-"""How long a cluster's nodes may take to be free; one that was joined has them already."""
+"""Time limit for the reservation of nodes."""
 
 
 def process_environment(*, on_gpus: bool) -> dict[str, str]:
-    """Variables that the processes of a run have unless the user's shell says otherwise."""
+    """Default environment variables of the processes of a run; the user's values take precedence."""
     return PROCESS_ENVIRONMENT | (ON_GPUS if on_gpus else ON_CPU)
 
 
 @contextlib.contextmanager
-def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[Any]]:
-    """A Ray cluster for the length of the block: joined at cluster.address, else started on this machine. `bundle` is
-    what the run needs of each node; yields, per node, the scheduling strategy that puts a process there.
+def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[PlacementGroupSchedulingStrategy]]:
+    """Join the Ray cluster at cluster.address, or start one on this host for the block. `bundle` has the resources that
+    the run needs on each node. Yields, per node, the scheduling strategy that places a process there.
 
-    A cluster started here ends with the block, and also when this process is killed (the kernel tells them).
-    Only this machine reaches it, with a token of its own (session.loopback_session).
+    A cluster started here ends with the block, and also if this process is killed (by PR_SET_PDEATHSIG). It accepts
+    only connections from this host with its own token (session.loopback_session).
 
     Raises: ConfigError when the cluster does not have the nodes.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Errors of calls that nobody waits for any more are those of processes of which the run has told already.
+    # Errors of abandoned calls come from processes whose failure the run has already reported.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     for name, value in process_environment(on_gpus=uses_cuda(config.cluster)).items():
-        os.environ.setdefault(name, value)  # a local cluster's processes inherit it; no runtime-env agent needed
+        os.environ.setdefault(name, value)  # processes of a local cluster inherit it, without a runtime-env agent
     session, guard = contextlib.ExitStack(), Guard(STOPS.give_up)
     try:
         with signals_kept_from_ray():
@@ -121,24 +120,24 @@ def _start_local(config: Config, num_cpus: int, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _reserved(config: Config, bundle: Mapping[str, float]) -> Iterator[list[Any]]:
-    """The bundle on every node, all at once or not at all."""
+def _reserved(config: Config, bundle: Mapping[str, float]) -> Iterator[list[PlacementGroupSchedulingStrategy]]:
+    """Reserve the bundle on all nodes at once, or on none."""
     group = placement_group([dict(bundle)] * config.cluster.nodes, strategy="STRICT_SPREAD")
     try:
         if not group.wait(SECONDS_TO_RESERVE):
             raise ConfigError(
-                f"cluster.nodes={config.cluster.nodes}: the run needs as many nodes with {_words(bundle)} free; the "
+                f"cluster.nodes={config.cluster.nodes}: the run needs as many nodes with {_text(bundle)} free; the "
                 f"Ray cluster at {config.cluster.address or 'this machine'} did not have them within "
                 f"{SECONDS_TO_RESERVE:.0f} s. Its nodes: {_offers(bundle)}"
             )
         yield [PlacementGroupSchedulingStrategy(group, index) for index in _in_order(group)]
     finally:
-        if config.cluster.address is not None:  # one of our own goes with all that is in it, and may be gone already
+        if config.cluster.address is not None:  # a local cluster ends as a whole, and may be gone already
             remove_placement_group(group)
 
 
-def _in_order(group: Any) -> list[int]:
-    """Bundle indices, the driver's node first, then by name: a restarted run finds its ranks where they were."""
+def _in_order(group: PlacementGroup) -> list[int]:
+    """Bundle indices, the driver's node first, then by node name, so that a restart places ranks on the same nodes."""
     names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
     driver = ray.get_runtime_context().get_node_id()
     node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
@@ -148,14 +147,14 @@ def _in_order(group: Any) -> list[int]:
 def _offers(bundle: Mapping[str, float]) -> str:
     alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: natural(node["NodeName"]))
     return "; ".join(
-        f"{node['NodeName']} with {_words({kind: node['Resources'].get(kind, 0) for kind in bundle})}" for node in alive
+        f"{node['NodeName']} with {_text({kind: node['Resources'].get(kind, 0) for kind in bundle})}" for node in alive
     )
 
 
-def _words(resources: Mapping[str, float]) -> str:
+def _text(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {kind}" for kind, amount in resources.items())
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Key of a node's name by which n2 comes before n10."""
+    """Sort key of a node's name: n2 comes before n10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]

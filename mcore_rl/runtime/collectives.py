@@ -1,5 +1,5 @@
-"""What the process groups of a rank do: torch's flight recorder, read from the driver when a process has died or does
-not answer. NCCL's ranks wait for a dead peer without a word, and what they wait in tells where it was lost."""
+"""Pending collectives of a rank, from torch's flight recorder. The driver reads them when a process has died or does
+not answer: NCCL ranks wait for a dead peer silently, and their collective shows where it was lost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Collective:
-    """The newest of a process group that a rank has called and that is not done. `number` counts those of the group;
-    `seconds` since it was called."""
+    """The last collective of a process group that a rank has called and that is not done. `number` counts the
+    collectives of the group; `seconds` have passed since the call."""
 
     group: str
     name: str
@@ -26,7 +26,7 @@ class Collective:
 
 
 def pending_collectives() -> list[Collective]:
-    """Of this process, in the order in which they were called; [] without torch.distributed."""
+    """Pending collectives of this process, in the order of the calls; [] without torch.distributed."""
     if "torch.distributed" not in sys.modules:
         return []
     from torch._C import _distributed_c10d
@@ -35,7 +35,7 @@ def pending_collectives() -> list[Collective]:
 
 
 def read_record(record: Mapping[str, Sequence[dict[str, Any]]], now_ns: int) -> list[Collective]:
-    """Of a flight recorder's dump (torch 2.13); `now_ns` since the epoch."""
+    """Read a flight recorder's dump (torch 2.13); `now_ns` is the time since the epoch."""
     newest: dict[str, Collective] = {}
     for entry in record.get("entries", []):
         number, name = entry["process_group"]

@@ -12,25 +12,28 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError
 
-from mcore_rl.data.trajectories import join_rows, ragged, take_rows
-from mcore_rl.errors import McoreRLError, PeerLostError, WorkerDiedError
+from mcore_rl.data.trajectories import join_rows, take_rows
+from mcore_rl.errors import WorkerDiedError
+from mcore_rl.runtime.calls import ProcessCalls, Ref
 from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import Batch, BuffersRef, RolloutTask, TrajectoryBuffers
+
+if TYPE_CHECKING:
+    from mcore_rl.runtime.engines.calls import EngineCalls
 
 
 @dataclass(frozen=True)
 class Place:
-    """Trajectories under `key` in the process `handle` with the name `producer`, which keeps them while this object
-    exists."""
+    """Trajectories under `key` in the process with the name `producer`, which keeps them while this object exists."""
 
     producer: str
-    handle: Any
+    calls: EngineCalls
     key: int
 
 
@@ -63,52 +66,15 @@ class DriverChunk:
     buffers: TrajectoryBuffers
 
 
-class TrajectoryStore:
-    """Trajectories that the producing process keeps."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._keys = itertools.count()
-        self._chunks: dict[int, TrajectoryBuffers] = {}
-        self._request_ids: dict[int, Sequence[str]] = {}
-
-    def keep(self, buffers: TrajectoryBuffers, request_ids: Sequence[str] = ()) -> int:
-        """Store trajectories with the ids of their requests; returns their key."""
-        key = next(self._keys)
-        self._chunks[key], self._request_ids[key] = buffers, request_ids
-        return key
-
-    def all_of(self, key: int) -> TrajectoryBuffers:
-        return self._chunks[key]
-
-    def release(self, keys: Sequence[int]) -> list[str]:
-        """Delete trajectories; returns the ids of their requests."""
-        for key in keys:
-            del self._chunks[key]
-        return [request_id for key in keys for request_id in self._request_ids.pop(key)]
-
-    def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
-        """Join rows `rows[offsets[i]:offsets[i + 1]]` of the trajectories under `keys[i]`.
-
-        Raises: McoreRLError for a key that does not exist (any more).
-        """
-        parts = []
-        for key, of_key in zip(keys.tolist(), np.split(rows, offsets[1:-1]), strict=True):
-            if key not in self._chunks:
-                raise McoreRLError(f"{self._name} has no trajectories under {key}")
-            parts.append(take_rows(self._chunks[key], of_key))
-        return join_rows(parts)
-
-
 @dataclass
 class ReleasedKeys:
     """Keys of trajectories that nothing on the driver refers to any more, by producer."""
 
     _keys: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
 
-    def refer(self, producer: str, handle: Any, key: int) -> Place:
+    def refer(self, producer: str, calls: EngineCalls, key: int) -> Place:
         """A reference to trajectories; their key is released with its last use."""
-        place = Place(producer, handle, key)
+        place = Place(producer, calls, key)
         weakref.finalize(place, self._keys[producer].append, key).atexit = False
         return place
 
@@ -136,51 +102,14 @@ class Rows:
         return Rows(numbers, np.cumsum([0, *map(len, nonempty)]), np.concatenate([*nonempty, np.empty(0, np.int64)]))
 
 
-@dataclass(frozen=True)
-class FetchRequest:
-    """Rows for a reader: `rows[offsets[i]:offsets[i + 1]]` of the trajectories under `keys[i]` of the producer
-    `producers[producer_of[i]]`. `handles` are those of producers that the reader has not had a request for before."""
-
-    producers: list[str]
-    producer_of: np.ndarray
-    keys: np.ndarray
-    offsets: np.ndarray
-    rows: np.ndarray
-    handles: dict[str, Any]
-    timeout_seconds: float
-
-
-def fetch(request: FetchRequest, handles: dict[str, Any]) -> TrajectoryBuffers:
-    """Fetch all rows in their order, with one call per producer. Run by the reader, which keeps `handles` of producers
-    between calls.
-
-    Raises: PeerLostError naming a producer that does not answer.
-    """
-    handles |= request.handles
-    calls, places = [], []
-    for number, producer in enumerate(request.producers):
-        pieces = np.flatnonzero(request.producer_of == number)
-        of_producer, offsets = ragged(request.offsets, pieces)
-        calls.append(handles[producer].cut.remote(request.keys[pieces], offsets, request.rows[of_producer]))
-        places.append(of_producer)
-    try:
-        joined = join_rows(ray.get(calls, timeout=request.timeout_seconds))
-    except GetTimeoutError:
-        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
-        silent = sorted(producer for producer, call in zip(request.producers, calls, strict=True) if call not in ready)
-        raise PeerLostError(f"no trajectories came from {', '.join(silent)} in {request.timeout_seconds:g} s") from None
-    order = np.argsort(np.concatenate(places))
-    return joined if np.array_equal(order, np.arange(len(order))) else take_rows(joined, order)
-
-
 class TrajectoryIndex:
     """Places of the rows of chunks, as arrays over all parts: every reader has some rows of nearly every chunk."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         parts = [part for chunk in chunks for part in chunk.parts]
-        self._handles = {part.place.producer: part.place.handle for part in parts}
-        numbers = {producer: number for number, producer in enumerate(self._handles)}
-        self._producers = list(self._handles)
+        self._calls = {part.place.producer: part.place.calls for part in parts}
+        numbers = {producer: number for number, producer in enumerate(self._calls)}
+        self._producers = list(self._calls)
         self._producer_of = np.array([numbers[part.place.producer] for part in parts], np.int64)
         self._keys = np.array([part.place.key for part in parts], np.int64)
         self._first = np.array([part.first for part in parts], np.int64)
@@ -191,12 +120,12 @@ class TrajectoryIndex:
         self._ends = begins + np.array([part.last for part in parts], np.int64)
 
     @property
-    def handles(self) -> list[Any]:
-        """Handles of all producers."""
-        return list(self._handles.values())
+    def processes(self) -> list[EngineCalls]:
+        """All producers."""
+        return list(self._calls.values())
 
     def request(self, rows: Rows, known: set[str], timeout_seconds: float) -> FetchRequest:
-        """Request for a reader that has the handles of the producers `known`."""
+        """Request for a reader that knows the producers `known`."""
         begins = np.repeat(self._begins[rows.chunks], np.diff(rows.offsets))
         part_of = np.searchsorted(self._ends, begins + rows.rows, side="right")
         edges = np.flatnonzero(np.diff(part_of, prepend=-1))
@@ -208,26 +137,26 @@ class TrajectoryIndex:
             self._keys[part_of[edges]],
             np.append(edges, len(part_of)),
             rows.rows - self._first[part_of],
-            {name: self._handles[name] for name in names if name not in known},
+            {name: self._calls[name] for name in names if name not in known},
             timeout_seconds,
         )
 
 
 @dataclass
 class Delivery:
-    """Delivery to a group of readers, which are processes with a method `fetch`. Used by the driver."""
+    """Delivery to a group of readers; used by the driver."""
 
-    readers: Sequence[Any]
+    readers: Sequence[ProcessCalls]
     watch: Watch
     _known: list[set[str]] = field(init=False)
-    """Producers whose handles each reader has; a handle costs the reader a connection."""
+    """Producers that each reader knows; each of them costs the reader a connection."""
 
     def __post_init__(self) -> None:
         self._known = [set() for _ in self.readers]
 
-    def deliver(self, chunks: Sequence[BuffersRef], rows: Sequence[Rows]) -> list[tuple[Any, ...]]:
-        """For every reader, a reference of all its rows in the order of `chunks`; () for a reader without rows. Returns
-        after the rows have arrived, so that the loss of a producer cannot break the calls that read them.
+    def deliver(self, chunks: Sequence[BuffersRef], rows: Sequence[Rows]) -> list[tuple[Ref[TrajectoryBuffers], ...]]:
+        """Deliver rows. Returns, for each reader, a reference of its rows in the order of `chunks`; () without rows.
+        The rows have arrived then, so that the loss of a producer cannot break the calls that read them.
 
         Raises: WorkerDiedError.
         """
@@ -240,24 +169,24 @@ class Delivery:
                 if len(of_reader.rows)
             }
             try:
-                self.watch.get([arrived for arrived, _ in fetched.values()], [] if index is None else index.handles)
+                self.watch.get([arrived for arrived, _ in fetched.values()], [] if index is None else index.processes)
                 return [(fetched[number][1],) if number in fetched else () for number in range(len(rows))]
             except WorkerDiedError:
                 self.watch.blame_the_dead()
                 if not produced or not produced[0].renew(produced):
                     raise
 
-    def _fetch(self, reader: int, index: TrajectoryIndex, rows: Rows) -> tuple[Any, Any]:
+    def _fetch(self, reader: int, index: TrajectoryIndex, rows: Rows) -> tuple[Ref[None], Ref[TrajectoryBuffers]]:
         """References of None, which is there when all rows have arrived, and of the rows."""
         known = self._known[reader]
         request = index.request(rows, known, self.watch.dependent_seconds)
-        arrived, trajectories = self.readers[reader].fetch.remote(request)
+        arrived, trajectories = self.readers[reader].fetch(request)
         known.update(request.producers)
         return arrived, trajectories
 
 
-def _put(chunks: Sequence[BuffersRef], rows: Rows) -> tuple[Any, Any]:
-    """As Delivery._fetch, for trajectories made by the driver."""
+def _put(chunks: Sequence[BuffersRef], rows: Rows) -> tuple[Ref[None], Ref[TrajectoryBuffers]]:
+    """References as in Delivery._fetch, for trajectories made by the driver."""
     parts = zip(rows.chunks, np.split(rows.rows, rows.offsets[1:-1]), strict=True)
     made = [take_rows(cast("DriverChunk", chunks[number]).buffers, of_chunk) for number, of_chunk in parts]
     return ray.put(None), ray.put(join_rows(made))

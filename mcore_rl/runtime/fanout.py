@@ -1,66 +1,90 @@
-"""Calls to every rank of a group, passed on by one rank of each node.
+"""Calls to every rank of a process group, passed on by one rank of each node.
 
 A call costs the driver about a millisecond, so a thousand ranks would cost it a second each time. It calls one rank per
-node instead, which calls its neighbours; what comes back is again one result per node.
+node instead, which calls its neighbours and returns all of their results.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import ray
 
+from mcore_rl.runtime.calls import ProcessCalls, Ref
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from mcore_rl.runtime.health import Watch
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Calls:
-    """Calls that have begun, to wait for with `references`; `ranks[i]` are those whose results `references[i]` has."""
+class GroupCall(Generic[T]):
+    """A call of all ranks that has begun. `references[i]` has the result of the only rank of `ranks[i]`, or a list of
+    the results of several."""
 
-    references: list[Any]
+    references: list[Ref[T | list[T]]]
     ranks: list[list[int]]
+    watch: Watch
 
-    def results(self, found: Sequence[Any]) -> list[Any]:
-        """Rank by rank, of what the references referred to."""
-        of_rank: dict[int, Any] = {}
+    def results(self) -> list[T]:
+        """Wait for the results of all ranks, in the order of the ranks.
+
+        Raises: as Watch.get.
+        """
+        return self.in_order(self.watch.get(self.references))
+
+    def in_order(self, found: Sequence[T | list[T]]) -> list[T]:
+        """Results of all ranks from the values of `references`."""
+        of_rank: dict[int, T] = {}
         for ranks, results in zip(self.ranks, found, strict=True):
-            of_rank |= zip(ranks, results if len(ranks) > 1 else [results], strict=True)
+            of_node = results if len(ranks) > 1 else [results]
+            of_rank |= zip(ranks, cast("list[T]", of_node), strict=True)
         return [of_rank[rank] for rank in range(len(of_rank))]
 
 
 @dataclass
 class FanOut:
-    """`nodes[rank]` is where `handles[rank]` runs. A rank that has its node to itself is called directly."""
+    """`nodes[rank]` is the node of `ranks[rank]`. A rank that is alone on its node is called directly."""
 
-    handles: Sequence[Any]
+    ranks: Sequence[ProcessCalls]
     nodes: Sequence[int]
-    _told: set[int] = field(default_factory=set, init=False)
-    """Ranks that know their neighbours."""
+    watch: Watch
+    _introduced: set[int] = field(default_factory=set, init=False)
+    """Ranks that have the handles of their neighbours."""
 
     def __post_init__(self) -> None:
         by_node: dict[int, list[int]] = defaultdict(list)
-        for rank, node in zip(range(len(self.handles)), self.nodes, strict=True):
+        for rank, node in zip(range(len(self.ranks)), self.nodes, strict=True):
             by_node[node].append(rank)
         self._by_node = list(by_node.values())
 
-    def begin(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> Calls:
-        """A method of all ranks, each with its own arguments, if any."""
-        given = arguments if arguments is not None else [()] * len(self.handles)
-        return Calls([self._call(ranks, method, given) for ranks in self._by_node], self._by_node)
+    def begin(self, method: Callable[..., T], *arguments: object) -> GroupCall[T]:
+        """Call a method of the process class on all ranks, with the same arguments."""
+        return self.begin_each(method, [arguments] * len(self.ranks))
 
-    def _call(self, ranks: list[int], method: str, given: Sequence[tuple[Any, ...]]) -> Any:
+    def begin_each(self, method: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> GroupCall[T]:
+        """Call a method of the process class on all ranks, each with its own arguments."""
+        references: list[Ref[T | list[T]]] = [self._call(ranks, method.__name__, arguments) for ranks in self._by_node]
+        return GroupCall(references, self._by_node, self.watch)
+
+    def _call(self, ranks: list[int], method: str, arguments: Sequence[tuple[object, ...]]) -> Ref[T | list[T]]:
         first = ranks[0]
         if len(ranks) == 1:
-            return getattr(self.handles[first], method).remote(*given[first])
-        neighbours = None if first in self._told else [self.handles[rank] for rank in ranks]
-        self._told.add(first)
-        return self.handles[first].pass_on.remote(method, [given[rank] for rank in ranks], neighbours)
+            return getattr(self.ranks[first].handle, method).remote(*arguments[first])  # type: ignore[no-any-return]
+        neighbours = None if first in self._introduced else [self.ranks[rank].handle for rank in ranks]
+        self._introduced.add(first)
+        return self.ranks[first].handle.pass_on.remote(method, [arguments[rank] for rank in ranks], neighbours)  # type: ignore[no-any-return]
 
 
-def call_all(handles: Sequence[Any], method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Results of a method of all `handles`. Raises at once what the first of them to fail raised: its peers may wait
-    for it in vain."""
+def call_all(handles: Sequence[ActorHandle], method: str, arguments: Sequence[tuple[object, ...]]) -> list[object]:
+    """Results of a method of all `handles`. Raises the first error at once, since the other ranks may wait for the
+    failed one in vain."""
     calls = [getattr(handle, method).remote(*given) for handle, given in zip(handles, arguments, strict=True)]
     results, pending = {}, calls
     while pending:

@@ -1,4 +1,4 @@
-"""Waiting that cannot hang on a dead process: every wait also watches the life of every process of the run."""
+"""Waits that cannot hang on a dead process: every wait also watches all processes of the run."""
 
 from __future__ import annotations
 
@@ -6,184 +6,193 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from mcore_rl.errors import ClusterDiedError, McoreRLError, PeerLostError, WorkerDiedError, storage_error
+from mcore_rl.runtime.calls import ProcessCalls, Ref
 from mcore_rl.runtime.daemons import Daemons, pid_is_alive
 from mcore_rl.runtime.roles.origins import first_line, last_lines, named, origin_of
 from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.weights.transports.hosts import this_host
 
-# After a rank dies its peers fail in their collectives, often before the death itself is reported: an unexplained
-# failure waits this long for a death to explain it.
+# After a rank dies, its peers fail in their collectives, often before the death itself is reported: an unexplained
+# failure waits this long for a death that explains it.
 SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
-# Processes that still run have so long to say what they wait in.
-SECONDS_TO_SAY = 2.0
-# While results are awaited, deaths of processes that owe none are looked for this often.
+# Time limit for living processes to return their pending collectives, for the message of a failure.
+SECONDS_FOR_PENDING = 2.0
+# Interval in which a wait checks for deaths of all processes, also those that owe no result.
 SECONDS_BETWEEN_LOOKS = 0.5
-# Of an attendant's calls, one in so many is waited for, but not longer than this.
+# A wait for calls of an attendant returns after one in PART_OF_CALLS has ended, or after SECONDS_TO_GATHER.
 PART_OF_CALLS = 16
 SECONDS_TO_GATHER = 0.05
-# Of the time that a silent process has, this much passes between two questions whether it still runs.
-QUESTIONS_PER_TIMEOUT = 10
-# Detection of a silent process takes its timeout, the time between two questions, and a few looks. Processes that wait
-# for a replaceable one get more, so that it is replaced before they give up.
+# Number of liveness probes within the timeout of a silent process.
+PROBES_PER_TIMEOUT = 10
+# Detection of a silent process takes the timeout, the interval of the probes, and a few looks. Processes that wait for
+# a replaceable process get more time, so that it is replaced before they give up.
 PART_FOR_DEPENDENTS = 1.25
 SECONDS_FOR_DEPENDENTS = 10.0
 
+# Processes whose host and log file a message about several of them names.
+MAX_PLACES = 4
+
+T = TypeVar("T")
+AnyRef = Ref[object]
+
 
 class Attendant(Protocol):
-    """Has calls of its own under way, which end while others are waited for."""
+    """Owner of calls that end while the driver waits for others."""
 
-    def calls(self) -> list[Any]: ...
+    def calls(self) -> list[AnyRef]:
+        """Calls that have not ended."""
 
-    def ended(self, calls: Sequence[Any]) -> None:
-        """Of these it takes the values; it must not wait for anything.
+    def ended(self, calls: Sequence[AnyRef]) -> None:
+        """Take the values of calls that have ended; it must not wait for anything.
 
-        Raises: what ends the run.
+        Raises: errors that end the run.
         """
 
 
 @dataclass
 class Watch:
-    """The processes of a run and, for each, a call that ends only when the process does; and the Ray under them."""
+    """The processes of a run, each with a call that ends only with the process, and the Ray daemons under them."""
 
-    names: dict[Any, str] = field(default_factory=dict)
+    names: dict[AnyRef, str] = field(default_factory=dict)
+    """Names of the processes by calls that end only with them."""
     daemons: Daemons = field(default_factory=Daemons)
     timeout_seconds: float = 600.0
-    """How long processes wait for one of them that is silent."""
+    """Time after which a process without an answer counts as lost."""
     start_seconds: float = 1800.0
-    """How long one may take to start."""
-    handles: dict[str, Any] = field(default_factory=dict)
+    """Time limit of a process's start."""
+    processes: dict[str, ProcessCalls] = field(default_factory=dict)
     places: Places = field(default_factory=Places)
     attendant: Attendant | None = None
-    """Whose calls are looked after in every wait of this process."""
+    """Receives its ended calls in every wait of this process."""
     _replaceable: set[str] = field(default_factory=set, init=False)
     """Processes whose death does not end the run."""
     _lost: dict[str, str] = field(default_factory=dict, init=False)
-    """What became of those that have died."""
+    """Reasons by name of lost processes."""
     _looked: float = field(default_factory=time.monotonic, init=False)
-    """When all processes were looked after for the last time."""
-    _asked: dict[Any, str] = field(default_factory=dict, init=False)
-    """Calls that ask a process whether it still runs."""
-    _heard: set[str] = field(default_factory=set, init=False)
-    """Processes that have started, or answered: one that still starts is not silent."""
+    """Time of the last look at all processes."""
+    _probes: dict[Ref[float], str] = field(default_factory=dict, init=False)
+    """Liveness probes that have not ended."""
+    _answered: set[str] = field(default_factory=set, init=False)
+    """Processes that have started or answered a probe; one that still starts is not silent."""
     _waited: float = field(default=0.0, init=False)
-    """Seconds since then, of those that this process was awake in."""
+    """Seconds since the last probes, of those in which this process was awake."""
 
     @property
     def dependent_seconds(self) -> float:
-        """Timeout of processes that wait for a process which can be replaced: longer than detecting its silence."""
+        """Timeout of processes that wait for a replaceable process: longer than the detection of its silence."""
         return PART_FOR_DEPENDENTS * self.timeout_seconds + SECONDS_FOR_DEPENDENTS
 
-    def add(self, name: str, handle: Any) -> None:
-        """`handle.watch` must block for ever, in a concurrency group of its own."""
-        self.names[handle.watch.remote()] = name
-        self.handles[name] = handle
+    def add(self, name: str, process: ProcessCalls) -> None:
+        """Watch a process under its name: role and rank."""
+        self.names[process.watch()] = name
+        self.processes[name] = process
 
-    def let_die(self, handles: Sequence[Any]) -> None:
-        """From now on these processes may die; then `lost` says so, and `replace` puts others in their places."""
-        self._replaceable |= {self.name_of(handle) for handle in handles}
+    def allow_failure(self, processes: Sequence[ProcessCalls]) -> None:
+        """Do not end the run when one of these processes dies: `lost` returns the reason, and `replace` replaces it."""
+        self._replaceable |= {self.name_of(process) for process in processes}
 
-    def lost(self, handle: Any) -> str | None:
-        """What became of a replaceable process; None while it is well."""
-        return self._lost.get(self.name_of(handle))
+    def lost(self, process: ProcessCalls) -> str | None:
+        """The reason why a replaceable process is lost; None while it is well."""
+        return self._lost.get(self.name_of(process))
 
     @property
     def any_lost(self) -> bool:
         return bool(self._lost)
 
-    def replace(self, handle: Any, other: Any) -> None:
-        """`other` takes the name of `handle`, a replaceable process, which is dead or as good as dead."""
-        name = self.name_of(handle)
+    def replace(self, process: ProcessCalls, other: ProcessCalls) -> None:
+        """Give the name of `process`, a replaceable process that is dead or about to be, to `other`."""
+        name = self.name_of(process)
         self._lose(name, "")
         del self._lost[name]
-        self.places.forget(handle)
+        self.places.forget(process)
         self.add(name, other)
 
     def name_hosts(self, hosts: Sequence[str]) -> None:
-        """Where each process that was added runs, in their order, for messages."""
-        told = {name: f"{name} on {host}" for name, host in zip(self.handles, hosts, strict=True)}
-        self.names = {ref: told[name] for ref, name in self.names.items()}
-        self.handles = {told[name]: handle for name, handle in self.handles.items()}
-        self._replaceable = {told[name] for name in self._replaceable}
-        self._heard = {told[name] for name in self._heard}
-        self._asked = {call: told[name] for call, name in self._asked.items()}
+        """Add the host to the name of each process, for messages. `hosts` are in the order of `add`."""
+        renamed = {name: f"{name} on {host}" for name, host in zip(self.processes, hosts, strict=True)}
+        self.names = {ref: renamed[name] for ref, name in self.names.items()}
+        self.processes = {renamed[name]: process for name, process in self.processes.items()}
+        self._replaceable = {renamed[name] for name in self._replaceable}
+        self._answered = {renamed[name] for name in self._answered}
+        self._probes = {call: renamed[name] for call, name in self._probes.items()}
 
-    def add_call(self, handle: Any, call: Any) -> None:
-        """`call` of a process that was added ends only when the process has nothing more to do for the run."""
-        self.names[call] = self.name_of(handle)
+    def add_call(self, process: ProcessCalls, call: AnyRef) -> None:
+        """Watch a call of a process that was added; it ends only if the process has nothing more to do for the run."""
+        self.names[call] = self.name_of(process)
 
-    def name_of(self, handle: Any) -> str:
-        return next(name for name, known in self.handles.items() if known is handle)
+    def name_of(self, process: ProcessCalls) -> str:
+        return next(name for name, known in self.processes.items() if known is process)
 
-    def get(self, refs: Sequence[Any], needs: Sequence[Any] = ()) -> list[Any]:
-        """Results of `refs`, in order. `needs`: handles of other processes without which they cannot come.
+    def get(self, refs: Sequence[Ref[T]], needs: Sequence[ProcessCalls] = ()) -> list[T]:
+        """Wait for the results of `refs` and return them in order. `needs` are other processes without which the
+        results cannot come.
 
-        Raises: the typed error that a process raised, with that process in its message; WorkerDiedError naming the
-        process that died or failed, as soon as either happens, whatever else is still running, and the replaceable
-        process that was lost and owes a result, or is one of `needs`; ClusterDiedError when
-        Ray is gone; KeyboardInterrupt in the place of both where a signal to stop has come (it may have gone to all
-        processes).
+        Raises: the typed error of a process, with the process in its message; WorkerDiedError with the name of a
+        process that died or failed, as soon as that happens, whatever else still runs; also for a replaceable process
+        if it owes a result or is one of `needs`; ClusterDiedError if Ray is gone; KeyboardInterrupt instead of the
+        latter two if a stop was requested, because the signal may have gone to all processes.
         """
         with self._explained():
             return self._results(refs, needs)
 
-    def get_started(self, starts: Mapping[Any, Sequence[Any]]) -> None:
-        """Waits for the ends of set-ups, each by the processes that take part in it.
+    def get_started(self, starts: Mapping[AnyRef, Sequence[ProcessCalls]]) -> None:
+        """Wait for the ends of set-ups, each with the processes that take part in it.
 
-        Raises: as `get`, also for a process that may die; WorkerDiedError naming those that are not ready within
-        `start_seconds`.
+        Raises: as `get`, also for replaceable processes; WorkerDiedError with the names of processes that are not ready
+        within `start_seconds`.
         """
         with self._explained():
             self._require_started(starts)
 
-    def _require_started(self, starts: Mapping[Any, Sequence[Any]]) -> None:
+    def _require_started(self, starts: Mapping[AnyRef, Sequence[ProcessCalls]]) -> None:
         pending, deadline = list(starts), self.start_deadline()
         while pending:
             ready, pending = self.wait(pending, len(pending))
             for ref in ready:
                 self.value(ref)
-                self._heard |= {self.name_of(handle) for handle in starts[ref]}
-            self._require_in_time([handle for ref in pending for handle in starts[ref]], deadline)
+                self._answered |= {self.name_of(process) for process in starts[ref]}
+            self._require_in_time([process for ref in pending for process in starts[ref]], deadline)
 
     def start_deadline(self) -> float:
-        """By which one that starts now has to be ready, on time.monotonic()."""
+        """Time limit, by time.monotonic(), for a process that starts now."""
         return time.monotonic() + self.start_seconds
 
-    def has_started(self, start: Any, handles: Sequence[Any], deadline: float) -> bool:
-        """Whether a set-up has ended, without waiting for it.
+    def has_started(self, start: AnyRef, processes: Sequence[ProcessCalls], deadline: float) -> bool:
+        """Return whether a set-up has ended, without waiting for it.
 
-        Raises: as `get_started`, where it has not by the deadline.
+        Raises: as `get_started`, after the deadline.
         """
         ended, _ = ray.wait([start], timeout=0)
         with self._explained():
             if ended:
                 self.value(start)
-                self._heard |= {self.name_of(handle) for handle in handles}
+                self._answered |= {self.name_of(process) for process in processes}
             else:
-                self._require_in_time(handles, deadline)
+                self._require_in_time(processes, deadline)
         return bool(ended)
 
-    def _require_in_time(self, handles: Sequence[Any], deadline: float) -> None:
-        names = [self.name_of(handle) for handle in handles]
+    def _require_in_time(self, processes: Sequence[ProcessCalls], deadline: float) -> None:
+        names = [self.name_of(process) for process in processes]
         if names and time.monotonic() > deadline:
             self._give_up(
                 names,
                 f"did not start within {self.start_seconds:g} s (cluster.start_timeout_seconds): see what its log "
                 "says last, or raise that key",
             )
-        for name in names:  # the others of its engine may wait for it without end
+        for name in names:  # the other processes of the engine may wait for a lost one without end
             if name in self._lost:
                 raise WorkerDiedError(self._lost[name])
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turns a death into what `get` says of it."""
+        """Add to an error what other processes wait for, or turn it into a requested stop."""
         try:
             yield
         except ClusterDiedError:
@@ -191,10 +200,10 @@ class Watch:
             raise
         except WorkerDiedError as error:
             STOPS.end()
-            raise WorkerDiedError("\n".join([str(error), *self._meanwhile()])) from None
+            raise WorkerDiedError("\n".join([str(error), *self._pending_work()])) from None
 
-    def _results(self, refs: Sequence[Any], needs: Sequence[Any]) -> list[Any]:
-        pending, results = list(dict.fromkeys(refs)), {}
+    def _results(self, refs: Sequence[Ref[T]], needs: Sequence[ProcessCalls]) -> list[T]:
+        pending, results = list(dict.fromkeys(refs)), dict[Ref[T], T]()
         while pending:
             # All at once: waiting for one at a time would pass every reference to Ray once per result.
             ready, pending = self.wait(pending, len(pending))
@@ -204,24 +213,24 @@ class Watch:
                 self._require_present(pending, needs)
         return [results[ref] for ref in refs]
 
-    def _require_present(self, pending: Sequence[Any], needs: Sequence[Any]) -> None:
-        """A stopped process keeps its calls open for ever.
+    def _require_present(self, pending: Sequence[AnyRef], needs: Sequence[ProcessCalls]) -> None:
+        """Check processes that owe results: a stopped process keeps its calls open for ever.
 
         Raises: WorkerDiedError if a lost process owes one of the results, or is needed for them.
         """
-        names = {id(handle): name for name, handle in self.handles.items()} if needs or self._lost else {}
-        if any(id(handle) not in names for handle in needs):
+        names = {id(process): name for name, process in self.processes.items()} if needs or self._lost else {}
+        if any(id(process) not in names for process in needs):
             raise WorkerDiedError("a process that was needed has been replaced")
-        needed = [names[id(handle)] for handle in needs]
+        needed = [names[id(process)] for process in needs]
         owing = [self._called(ref) for ref in pending] if self._lost else []
         for name in (*needed, *owing):
             if name in self._lost:
                 raise WorkerDiedError(self._lost[name])
 
-    def wait(self, refs: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
-        """Those of `refs` that have ended, `num_returns` of them if it does not take long, and the others.
+    def wait(self, refs: Sequence[Ref[T]], num_returns: int) -> tuple[list[Ref[T]], list[Ref[T]]]:
+        """Wait until `num_returns` of `refs` have ended, or for a moment. Returns the ended ones and the others.
 
-        Raises: as `get`, of processes that owe none of them.
+        Raises: as `get`, for processes that owe none of them.
         """
         STOPS.raise_swallowed()
         if (name := self.daemons.dead()) is not None:
@@ -233,11 +242,11 @@ class Watch:
             dead, _ = ray.wait(list(self.names), num_returns=1, timeout=0)
             if dead:
                 self._report_death(dead[0])
-            self._ask(min(elapsed, 2 * SECONDS_BETWEEN_LOOKS))
+            self._probe(min(elapsed, 2 * SECONDS_BETWEEN_LOOKS))
         return ready, pending
 
-    def _ended(self, refs: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
-        """As `wait`. The calls of the attendant are handed to it; then fewer than `num_returns` may come."""
+    def _ended(self, refs: Sequence[Ref[T]], num_returns: int) -> tuple[list[Ref[T]], list[Ref[T]]]:
+        """Implement `wait`. The attendant receives its own ended calls; then fewer than `num_returns` may return."""
         own = self.attendant.calls() if self.attendant is not None else []
         if self.attendant is None or not own:
             ready, pending = ray.wait(
@@ -245,62 +254,66 @@ class Watch:
             )
             return ready, pending
         every = [*refs, *own]
-        # Each look costs as much as there are calls: they wait a little for each other.
+        # A look costs time in proportion to the number of calls: it gathers several of them.
         enough = max(1, len(own) // PART_OF_CALLS)
         seconds = SECONDS_BETWEEN_LOOKS if enough == 1 else SECONDS_TO_GATHER
         ended, _ = ray.wait(every, num_returns=enough, timeout=seconds, fetch_local=False)
-        if ended and len(ended) < len(every):  # and what has ended beside them
+        if ended and len(ended) < len(every):  # take what has ended in the meantime too
             ended, _ = ray.wait(every, num_returns=len(every), timeout=0, fetch_local=False)
         there = set(ended)
         if of_attendant := [call for call in own if call in there]:
             self.attendant.ended(of_attendant)
         return [ref for ref in refs if ref in there], [ref for ref in refs if ref not in there]
 
-    def _ask(self, seconds: float) -> None:
-        """`seconds` after the last time. A stopped process is not dead, and nobody may be waiting for it in a
-        collective that would say so.
+    def _probe(self, seconds: float) -> None:
+        """Evaluate liveness probes and send new ones, `seconds` after the last call. A stopped process is not dead, and
+        there may be no collective that would time out on it.
 
-        Raises: WorkerDiedError when some process has been silent, or has hung, for `timeout_seconds`.
+        Raises: WorkerDiedError if a process has not answered, or its work has hung, for `timeout_seconds`.
         """
         self._waited += seconds
         answered, silent = (
-            ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+            ray.wait(list(self._probes), num_returns=len(self._probes), timeout=0) if self._probes else ([], [])
         )
-        self._heard |= {self._asked[call] for call in answered}
-        names = [self._asked[call] for call in silent if self._asked[call] in self._heard]
-        self._require_moving({self._asked.pop(call): call for call in answered})
+        self._answered |= {self._probes[call] for call in answered}
+        names = [self._probes[call] for call in silent if self._probes[call] in self._answered]
+        self._require_moving({self._probes.pop(call): call for call in answered})
         if names and self._waited > self.timeout_seconds:
             self._give_up(names, f"did not answer for {self.timeout_seconds:g} s")
-        if not names and self._waited > self.timeout_seconds / QUESTIONS_PER_TIMEOUT:
-            self._asked = {handle.seconds_stuck.remote(): name for name, handle in self.handles.items()}
+        if not names and self._waited > self.timeout_seconds / PROBES_PER_TIMEOUT:
+            self._probes = {process.seconds_stuck(): name for name, process in self.processes.items()}
             self._waited = 0.0
 
-    def _require_moving(self, answers: dict[str, Any]) -> None:
+    def _require_moving(self, answers: dict[str, Ref[float]]) -> None:
         for name, call in answers.items():
-            with contextlib.suppress(RayError):  # it is dead
+            with contextlib.suppress(RayError):  # the process is dead
                 if (seconds := ray.get(call)) > self.timeout_seconds:
                     self._give_up([name], f"has hung for {seconds:.0f} s in one call")
 
     def _give_up(self, names: Sequence[str], why: str) -> None:
         """Raises: WorkerDiedError unless all of them can be replaced."""
         if not self._replaceable.issuperset(names):
-            raise WorkerDiedError(f"{', '.join(names)} {why}")
+            raise WorkerDiedError(f"{', '.join(names)} {why}{self._places(names)}")
         for name in names:
-            self._lose(name, f"{name} {why}")
+            self._lose(name, f"{name} {why}{self._places([name])}")
+
+    def _places(self, names: Sequence[str]) -> str:
+        return self.places.described([(name, self.processes[name]) for name in names[:MAX_PLACES]])
 
     def _lose(self, name: str, why: str) -> None:
         self.names = {ref: other for ref, other in self.names.items() if other != name}
-        self._asked = {call: other for call, other in self._asked.items() if other != name}
-        self._heard.discard(name)
+        self._probes = {call: other for call, other in self._probes.items() if other != name}
+        self._answered.discard(name)
         self._lost[name] = why
 
-    def value(self, ref: Any) -> Any:
+    def value(self, ref: Ref[T]) -> T:
         """The result of a call that has ended.
 
-        Raises: as `get`; also WorkerDiedError where a replaceable process has died.
+        Raises: as `get`; also WorkerDiedError if a replaceable process has died.
         """
         try:
-            return ray.get(ref)
+            value: T = ray.get(ref)
+            return value
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, PeerLostError):
@@ -315,69 +328,74 @@ class Watch:
         except RayError as error:
             self.blame_the_dead()
             name = self._called(ref)
-            why = first_line(error) if name is None else self.places.death(self.handles[name], name, error)
+            why = first_line(error) if name is None else self.places.death(self.processes[name], name, error)
             raise WorkerDiedError(f"{name or 'a process'} died: {why}") from None
 
-    def _called(self, ref: Any) -> str | None:
-        """Name of the process that was called with the result `ref`; None if it is not of this run."""
+    def _called(self, ref: AnyRef) -> str | None:
+        """Name of the process that owes the result `ref`; None if it is not of this run."""
         if not hasattr(ref, "task_id"):
             return None
         called = ref.task_id().actor_id()
-        return next((name for name, handle in self.handles.items() if handle._actor_id == called), None)
+        return next((name for name, process in self.processes.items() if process.actor_id == called), None)
 
-    def _meanwhile(self) -> list[str]:
-        """What the processes that still run are waiting in, of their collectives, and which of them do not answer."""
+    def _pending_work(self) -> list[str]:
+        """Lines with the pending collectives of living processes, and with processes that do not answer."""
         calls = {
-            handle.pending_collectives.remote(): name for name, handle in self.handles.items() if name not in self._lost
+            process.pending_collectives(): name for name, process in self.processes.items() if name not in self._lost
         }
-        answered, silent = ray.wait(list(calls), num_returns=len(calls), timeout=SECONDS_TO_SAY) if calls else ([], [])
+        answered, silent = (
+            ray.wait(list(calls), num_returns=len(calls), timeout=SECONDS_FOR_PENDING) if calls else ([], [])
+        )
         lines = []
         for call in answered:
-            with contextlib.suppress(RayError):  # it is dead
+            with contextlib.suppress(RayError):  # the process is dead
                 lines += [f"{calls[call]} waits in {collective}" for collective in ray.get(call)]
         return lines + [f"{calls[call]} does not answer" for call in silent]
 
-    def blame_the_dead(self, handles: Sequence[Any] = ()) -> None:
-        """Waits a while for a death that explains what has failed: of any process, or only of `handles`.
+    def blame_the_dead(self, processes: Sequence[ProcessCalls] = ()) -> None:
+        """Wait a few seconds for a death that explains a failure: of any process, or only of `processes`.
 
-        Raises: WorkerDiedError naming the process, unless it can be replaced.
+        Raises: WorkerDiedError with the name of the dead process, unless it can be replaced.
         """
-        names = {self.name_of(handle) for handle in handles} or set(self.handles)
-        if not names.isdisjoint(self._lost):  # which is explanation enough
+        names = {self.name_of(process) for process in processes} or set(self.processes)
+        if not names.isdisjoint(self._lost):  # a known loss is explanation enough
             return
         refs = [ref for ref, name in self.names.items() if name in names]
         ready, _ = ray.wait(refs, num_returns=1, timeout=SECONDS_FOR_A_DEATH_TO_SHOW)
         if ready:
             self._report_death(ready[0])
 
-    def _report_death(self, ref: Any) -> None:
-        """Raises: WorkerDiedError unless it can be replaced."""
+    def _report_death(self, ref: AnyRef) -> None:
+        """Raises: WorkerDiedError unless the process can be replaced."""
         name = self.names[ref]
+        place = self._places([name])
         try:
             ray.get(ref, timeout=1)
         except (RayActorError, OutOfMemoryError) as error:
-            why = f"died: {self.places.death(self.handles[name], name, error)}"
+            why = f"died: {self.places.death(self.processes[name], name, error)}"
         except RayTaskError as error:
-            why = f"stopped: {error.cause if isinstance(error.cause, McoreRLError) else first_line(error)}"
+            why = f"stopped: {error.cause if isinstance(error.cause, McoreRLError) else first_line(error)}{place}"
         except (RayError, GetTimeoutError) as error:
-            why = f"stopped: {first_line(error)}"
+            why = f"stopped: {first_line(error)}{place}"
         else:
-            why = "ended: see its log in run.logs"
-        self._give_up([name], why)
+            why = f"ended: see its log in run.logs{place}"
+        if name not in self._replaceable:
+            raise WorkerDiedError(f"{name} {why}")
+        self._lose(name, f"{name} {why}")
 
 
-def kill_all(handles: Sequence[Any], seconds: float = 10.0) -> None:
-    """Kills actors at once and waits, up to `seconds`, until those of this host are gone."""
-    calls = [handle.where.remote() for handle in handles]
-    # Who is dead already or does not answer is killed below all the same.
+def kill_all(processes: Sequence[ProcessCalls], seconds: float = 10.0) -> None:
+    """Kill processes at once and wait, up to `seconds`, until those on this host are gone."""
+    calls = [process.where() for process in processes]
+    # Processes that are dead or do not answer are killed below all the same.
     answered, _ = ray.wait(calls, num_returns=len(calls), timeout=1) if calls else ([], [])
     pids = []
     for call in answered:
         with contextlib.suppress(RayError):
             host, pid = ray.get(call)
             pids += [pid] if host == this_host() else []
-    for handle in handles:
-        ray.kill(handle, no_restart=True)
+    for process in processes:
+        ray.kill(process.handle, no_restart=True)
     deadline = time.monotonic() + seconds
     while any(pid_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)

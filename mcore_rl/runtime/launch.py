@@ -1,72 +1,80 @@
-"""Places and sets up the processes of a run, and takes them down again whatever happens."""
+"""Placement, set-up and shutdown of the processes of a run."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
+from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.placement import Placement, place, visible_devices
 from mcore_rl.runtime.addresses import missing_interface
 from mcore_rl.runtime.agreement import HostFacts, Question, check_hosts
+from mcore_rl.runtime.calls import ProcessCalls, Ref
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.cores import shares_cores
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.start import EngineStart
-from mcore_rl.runtime.health import Watch, kill_all
+from mcore_rl.runtime.health import AnyRef, Watch, kill_all
 from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.output import ray_output_to
 from mcore_rl.runtime.phases import shares_device
-from mcore_rl.runtime.roles.base import RankMap, Role, Surroundings
+from mcore_rl.runtime.roles.groups import RankMap
 from mcore_rl.runtime.roles.places import Places
-from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
+from mcore_rl.runtime.roles.role import ActorOptions, Group, Role, SetUpContext
+from mcore_rl.runtime.roles.trainer import TrainerActor, TrainerCalls, TrainerGroup
 from mcore_rl.weights.transports.hosts import this_host
 
-PLACE = "scheduling_strategy"
+if TYPE_CHECKING:
+    from ray.actor import ActorClass
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+Starts = dict[AnyRef, Sequence[ProcessCalls]]
+"""Ends of set-ups that have begun, with the processes that take part in each."""
 
 
 @dataclass
 class Processes:
-    """The trainer ranks and, in reinforcement learning, the rollout engines; `groups` are those of the roles beside
-    them, by the section that configures each."""
+    """Trainer ranks and, in reinforcement learning, rollout engines. `groups` has the other roles, by configuration
+    section."""
 
     trainers: TrainerGroup
     engines: Fleet | None
-    groups: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Handles:
-    """Of all processes; `beside` by section."""
+class _Started:
+    """All processes before their set-up. `others` has the other roles, by configuration section."""
 
     watch: Watch
-    ranks: list[Any]
+    ranks: list[ProcessCalls]
     engines: list[EngineStart]
-    beside: dict[str, list[Any]]
+    others: dict[str, list[ProcessCalls]]
 
 
 @contextlib.contextmanager
 def launch(
     config: Config,
     trainers: RankMap,
-    prompts: dict[str, Any],
+    prompts: Mapping[str, PromptSource],
     roles: Sequence[Role] = (),
     *,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Processes]:
-    """Starts Ray and every process, waits until all are set up, and kills all of them when the block ends.
+    """Start Ray and all processes, wait until they are set up, and kill them when the block ends.
 
-    `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `say` tells a person
-    what has started.
+    `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `say` shows progress
+    to the user.
     """
     if problem := missing_interface():
         raise ConfigError(problem)
@@ -89,71 +97,77 @@ def launch(
         for role in roles:
             section = role.guests.section
             nodes_of_role = [slot.node for slot in placement.guests[section]]
-            groups[section] = role.group(started.beside[section], nodes_of_role, started.watch)
+            groups[section] = role.group(started.others[section], nodes_of_role, started.watch)
         yield Processes(TrainerGroup(started.ranks, placement.ranks, trainers, started.watch), fleet, groups)
 
 
 def _set_up(
     config: Config,
     placement: Placement,
-    prompts: dict[str, Any],
+    prompts: Mapping[str, PromptSource],
     roles: Sequence[Role],
-    started: _Handles,
+    started: _Started,
     say: Callable[[str], None],
 ) -> Fleet | None:
-    """Everything at once, but what measures free memory that others would take meanwhile; returns when all is ready."""
-    watch, ranks, engines = started.watch, started.ranks, started.engines
-    address = watch.get([ranks[0].free_address.remote()])[0]
-    of_ranks = watch.get([rank.visible_devices.remote() for rank in ranks]) if uses_cuda(config.cluster) else []
+    """Set up all processes concurrently, except where a set-up measures free memory that another one would take.
+    Returns when all are ready."""
+    watch, engines = started.watch, started.engines
+    trainers = TrainerCalls(started.ranks, placement.ranks, watch)
+    address = watch.get([started.ranks[0].free_address()])[0]
+    devices = trainers.visible_devices().results() if uses_cuda(config.cluster) else []
     references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
-    starting = _set_up_engines(engines, config, placement, references, of_ranks)
+    starting = _set_up_engines(engines, config, placement, references, devices)
     fleet = _fleet(engines, config, watch) if engines else None
     takes_turns = fleet is not None and shares_device(config)
     if fleet is not None and takes_turns:
-        # An engine measures what is free when it starts: the next one, and the ranks, come once it sleeps.
+        # An engine measures the free memory when it starts: other engines and ranks start after it sleeps.
         watch.get_started(starting)
         fleet.sleep(keep_weights=False)
         say(f"{_count(len(engines), 'rollout engine')} ready")
-    around = Surroundings(config, references, watch)
-    starting |= _set_up_roles(roles, around, placement, started, of_ranks, takes_turns=takes_turns)
-    watch.get([rank.setup.remote(config, index, len(ranks), address) for index, rank in enumerate(ranks)])
-    say(f"{_count(len(ranks), 'trainer rank')} ready")
+    context = SetUpContext(config, references, watch)
+    starting |= _set_up_roles(roles, context, placement, started, devices, takes_turns=takes_turns)
+    watch.get(trainers.setup(config, address))
+    say(f"{_count(len(started.ranks), 'trainer rank')} ready")
     watch.get_started(starting)
     if len(starting) and not (takes_turns and len(starting) == len(engines)):
         say("engines and models beside them ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
     if config.rollout.max_engine_restarts:
-        watch.let_die([handle for engine in engines for handle in engine.handles])
+        watch.allow_failure([process for engine in engines for process in engine.processes])
     return fleet
 
 
 def _set_up_roles(
     roles: Sequence[Role],
-    around: Surroundings,
+    context: SetUpContext,
     placement: Placement,
-    started: _Handles,
-    of_ranks: list[str],
+    started: _Started,
+    devices: list[str],
     *,
     takes_turns: bool,
-) -> dict[Any, Sequence[Any]]:
-    """As _set_up_engines, of the roles beside them."""
-    starting: dict[Any, Sequence[Any]] = {}
+) -> Starts:
+    """Begin the set-ups of all roles. `devices`: the GPUs of trainer ranks."""
+    starting: Starts = {}
     for role in sorted(roles, key=lambda role: role.guests.tp is None):  # engines first
-        section = role.guests.section
-        visible = [visible_devices(placement, slot, of_ranks) for slot in placement.guests[section]]
-        handles = started.beside[section]
-        set_ups = role.set_up(around, handles, visible)
-        of_role = {ready: [handle] for ready, handle in zip(set_ups, handles, strict=True)}
-        if (takes_turns or of_ranks) and role.guests.tp is not None:
-            started.watch.get_started(of_role)  # disaggregated, they share the GPUs of the ranks all the same
+        visible = [visible_devices(placement, slot, devices) for slot in placement.guests[role.guests.section]]
+        processes = started.others[role.guests.section]
+        set_ups = role.set_up(context, processes, visible)
+        of_role: Starts = {ready: [process] for ready, process in zip(set_ups, processes, strict=True)}
+        if (takes_turns or devices) and role.guests.tp is not None:
+            started.watch.get_started(of_role)  # with cluster.placement=disaggregated too, they share the ranks' GPUs
         starting |= of_role
     return starting
 
 
 @contextlib.contextmanager
 def _started(
-    config: Config, placement: Placement, roles: Sequence[Role], nodes: list[Any], on_gpus: bool, several_threads: bool
-) -> Iterator[_Handles]:
-    """The processes, each on its node, before any set-up."""
+    config: Config,
+    placement: Placement,
+    roles: Sequence[Role],
+    nodes: list[PlacementGroupSchedulingStrategy],
+    on_gpus: bool,
+    several_threads: bool,
+) -> Iterator[_Started]:
+    """Create the processes, each on its node, without any set-up."""
     cluster = config.cluster
     watch = Watch(
         daemons=Daemons.started(),
@@ -161,34 +175,33 @@ def _started(
         start_seconds=cluster.start_timeout_seconds,
         places=Places(config.run.logs),
     )
-    handles: list[Any] = []
+    processes: list[ProcessCalls] = []
     logs, journals = config.run.logs, _journals(config)
-    rank_options = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
 
     def peers(section: str, node: int) -> int | None:
         return placement.peers(section, node) if several_threads else None
 
+    def start(actor: ActorClass, name: str, section: str, node: int, options: ActorOptions) -> ProcessCalls:
+        options = {**options, "scheduling_strategy": nodes[node]}
+        process = ProcessCalls(actor.options(**options).remote(name, logs, peers(section, node)))
+        processes.append(process)
+        watch.add(name, process)
+        return process
+
     try:
+        rank_options: ActorOptions = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
         ranks = [
-            _start(
-                TrainerProcess,
-                f"trainer rank {rank}",
-                watch,
-                handles,
-                rank_options | {PLACE: nodes[node]},
-                (logs, peers("actor", node)),
-            )
+            start(TrainerActor, f"trainer rank {rank}", "actor", node, rank_options)
             for rank, node in enumerate(placement.ranks)
         ]
-        beside = {
+        others = {
             role.guests.section: [
-                _start(
-                    role.process,
+                start(
+                    role.actor,
                     f"{role.name} {index}",
-                    watch,
-                    handles,
-                    {"num_cpus": role.guests.num_cpus, PLACE: nodes[slot.node]},
-                    (logs, peers(role.guests.section, slot.node)),
+                    role.guests.section,
+                    slot.node,
+                    {"num_cpus": role.guests.num_cpus},
                 )
                 for index, slot in enumerate(placement.guests[role.guests.section])
             ]
@@ -196,49 +209,49 @@ def _started(
         }
         engines = []
         for index, slots in enumerate(placement.engines):
-            options = [_engine_options(config, len(slots), on_gpus) | {PLACE: nodes[slot.node]} for slot in slots]
+            options = _engine_options(config, len(slots), on_gpus)
+            of_hosts: list[ActorOptions] = [{**options, "scheduling_strategy": nodes[slot.node]} for slot in slots]
             sharing = [peers("rollout", slot.node) for slot in slots]
-            engine = EngineStart(f"rollout engine {index}", options, sharing, watch, handles, logs, journals)
+            engine = EngineStart(f"rollout engine {index}", of_hosts, sharing, watch, processes, logs, journals)
             engine.create()
             engines.append(engine)
-        watch.places.ask(handles)
-        yield _Handles(watch, ranks, engines, beside)
+        watch.places.ask(processes)
+        yield _Started(watch, ranks, engines, others)
     finally:
-        kill_all(handles)
+        kill_all(processes)
         if journals is not None:
             shutil.rmtree(journals, ignore_errors=True)
 
 
-def _engine_options(config: Config, num_hosts: int, on_gpus: bool) -> dict[str, Any]:
-    """Of Ray, for an engine's process on each of its hosts. One that is colocated shares its GPUs with trainer ranks,
-    which own them in Ray's books; so do the processes of roles beside them."""
+def _engine_options(config: Config, num_hosts: int, on_gpus: bool) -> ActorOptions:
+    """Ray's options for an engine's process on each of its hosts. Colocated engines and processes of other roles share
+    GPUs that Ray assigns to trainer ranks."""
     size = config.rollout.tp // num_hosts
     owns_gpus = on_gpus and config.cluster.placement == "disaggregated"
     return {"num_cpus": size, "num_gpus": size if owns_gpus else 0}
 
 
 def _journals(config: Config) -> Path | None:
-    """Where engines keep what they draw for those who take over from them; a response without its experts cannot go on
-    elsewhere."""
+    """Directory of the engines' journals, from which other engines continue. None: no restarts, or responses whose
+    experts are recorded, which cannot continue elsewhere."""
     if not config.rollout.max_engine_restarts or config.actor.moe.router_replay == "engine":
         return None
     return Path(config.run.dir) / "journals"
 
 
 def _check_hosts(config: Config, watch: Watch) -> None:
-    """Messages name the host of a process from here on.
+    """Compare the hosts, and add the host to the names of processes.
 
-    Raises: ConfigError where hosts have not the same.
+    Raises: ConfigError if hosts differ.
     """
-    handles = list(watch.handles.values())
-    hosts = [host for host, _ in watch.get([handle.where.remote() for handle in handles])]
+    processes = list(watch.processes.values())
+    hosts = [host for host, _ in watch.get([process.where() for process in processes])]
     watch.name_hosts([host.name for host in hosts])
-    others = {host.memory: handle for host, handle in zip(hosts, handles, strict=True) if host != this_host()}
+    others = {host.memory: process for host, process in zip(hosts, processes, strict=True) if host != this_host()}
 
     def ask(question: Question) -> list[HostFacts]:
-        """One process on each host but the driver's."""
-        facts: list[HostFacts] = watch.get([handle.host_facts.remote(question) for handle in others.values()])
-        return facts
+        """Ask one process on each host except the driver's."""
+        return watch.get([process.host_facts(question) for process in others.values()])
 
     check_hosts(config, ask)
 
@@ -248,44 +261,38 @@ def _check_users(config: Config, watch: Watch) -> None:
 
     Raises: ConfigError naming the host.
     """
-    handles = list(watch.handles.values())
-    hosts = [host for host, _ in watch.get([handle.where.remote() for handle in handles])]
-    asked = {host.memory: (host.name, handle) for host, handle in zip(hosts, handles, strict=True)}
-    users = watch.get([handle.other_users.remote() for _, handle in asked.values()])
+    processes = list(watch.processes.values())
+    hosts = [host for host, _ in watch.get([process.where() for process in processes])]
+    asked = {host.memory: (host.name, process) for host, process in zip(hosts, processes, strict=True)}
+    users = watch.get([process.other_users() for _, process in asked.values()])
     for (name, _), others in zip(asked.values(), users, strict=True):
         check_remote_host(config, name, others)
 
 
 def _set_up_engines(
-    engines: Sequence[EngineStart], config: Config, placement: Placement, prompts: dict[str, Any], of_ranks: list[str]
-) -> dict[Any, Sequence[Any]]:
-    """References of the end of each engine's set-up, with its processes; `of_ranks`: the GPUs of trainer ranks."""
-    starting: dict[Any, Sequence[Any]] = {}
+    engines: Sequence[EngineStart],
+    config: Config,
+    placement: Placement,
+    prompts: Mapping[str, Ref[PromptSource]],
+    devices: list[str],
+) -> Starts:
+    """Begin the set-ups of all engines. `devices`: the GPUs of trainer ranks."""
+    starting: Starts = {}
     for engine, slots in zip(engines, placement.engines, strict=True):
-        visible = [visible_devices(placement, slot, of_ranks) for slot in slots]
-        starting[engine.set_up(config, prompts, visible)] = engine.handles
+        visible = [visible_devices(placement, slot, devices) for slot in slots]
+        starting[engine.set_up(config, prompts, visible)] = engine.processes
     return starting
 
 
 def _fleet(engines: Sequence[EngineStart], config: Config, watch: Watch) -> Fleet:
-    fleet_engines = [FleetEngine(index, engine) for index, engine in enumerate(engines)]
+    fleet_engines = [FleetEngine(number, engine) for number, engine in enumerate(engines)]
     return Fleet(fleet_engines, watch, config.rollout.max_engine_restarts)
 
 
-def _start(
-    process: Any, name: str, watch: Watch, handles: list[Any], options: dict[str, Any], given: tuple[str, int | None]
-) -> Any:
-    """`given`: as RunProcess takes it, after the name."""
-    handle = process.options(**options).remote(name, *given)
-    handles.append(handle)
-    watch.add(name, handle)
-    return handle
-
-
-def _counted(started: _Handles) -> str:
+def _counted(started: _Started) -> str:
     """`2 trainer ranks, 1 rollout engine, 1 judge process`."""
     parts = [_count(len(started.ranks), "trainer rank"), _count(len(started.engines), "rollout engine")]
-    parts += [_count(len(handles), f"{section} process") for section, handles in started.beside.items()]
+    parts += [_count(len(processes), f"{section} process") for section, processes in started.others.items()]
     return ", ".join(part for part in parts if not part.startswith("0 "))
 
 

@@ -1,4 +1,4 @@
-"""Where the processes of a run write: a file of their own beside the run."""
+"""Log files of the processes of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def log_file(directory: Path, name: str) -> Path:
 
 
 def write_output_to(directory: Path, name: str) -> None:
-    """From now on all that this process writes, libraries in C included, goes to the end of `name`.log."""
+    """Append all output of this process, including C libraries, to `name`.log from now on."""
     descriptor = _open(log_file(directory, name))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -45,7 +45,7 @@ def own_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ray_output_to(directory: Path) -> Iterator[None]:
-    """In the block, output of Ray in this process goes to ray.log in `directory`: stack dumps and log lines of its C++
+    """Redirect output of Ray in this process to ray.log in `directory` for the block: stack dumps and log lines of C++
     code, which it writes to file descriptor 2, and errors of its daemons, which it prints. Does nothing outside of
     `own_stderr`, where Python's own output would go there too. Ray (2.60) has no option for it."""
     if sys.__stderr__ is None or sys.__stderr__.fileno() == 2:

@@ -1,4 +1,4 @@
-"""Who holds the device when trainer ranks and engines share it: the moves between the phases of a step, in their order.
+"""Phases of a step in which trainer ranks or engines hold a shared device, and the moves between them.
 
     phase      trainer ranks hold            engines hold
     TRAIN      what the call loads           nothing; their weights lie in host memory or are discarded
@@ -8,7 +8,7 @@
     generate -> engines sleep -> recompute_logp, update -> gradients and optimizer leave -> weights wake -> sync
              -> parameters leave -> KV cache wakes -> generate
 
-Ranks load what a call needs when it comes (megatron.offload); here is what must have left before.
+Ranks load the state that a call needs when it arrives (megatron.offload); this module frees memory before that.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ NOT_SYNCED = ("grads", "optimizer")
 
 
 class Phase(Enum):
-    """REPLACE is TRAIN where a sync follows, so that engines need not keep their weights; KEEP is TRAIN where they
-    must."""
+    """REPLACE is TRAIN before a sync, where engines need not keep their weights; KEEP is TRAIN without a sync, where
+    they must."""
 
     REPLACE = "replace"
     KEEP = "keep"
@@ -39,19 +39,19 @@ class Phase(Enum):
 
 class Trainers(Protocol):
     def offload(self, parts: tuple[str, ...]) -> int:
-        """Sends `parts` to host memory where the configuration says so; returns the bytes away, of all ranks."""
+        """Move `parts` to host memory if the configuration says so; returns the bytes of all ranks that are there."""
 
 
 class Engines(Protocol):
     def sleep(self, keep_weights: bool) -> int:
-        """Returns the bytes that all engines gave up."""
+        """Free memory; returns the bytes freed by all engines."""
 
     def wake_up(self, part: str) -> None:
-        """Gives back "weights" or "kv_cache"."""
+        """Take memory for "weights" or "kv_cache"."""
 
 
 def shares_device(config: Config) -> bool:
-    """Whether engines and trainer ranks take turns: colocated on GPUs, or wherever something is offloaded."""
+    """Return whether engines and trainer ranks use the device in turns: colocated on GPUs, or with offloading."""
     offload = config.actor.offload
     if config.cluster.placement != "colocated":
         return False
@@ -60,10 +60,9 @@ def shares_device(config: Config) -> bool:
 
 @dataclass
 class Phases:
-    """Where the device's memory is, and how it gets to the next phase.
+    """State of the device's memory, and the moves to the next phase.
 
-    Engines begin asleep without weights (`launch` puts them so). `record` takes what moved as metrics, `span` times
-    the moves.
+    At first, engines sleep without weights (see `launch`). `record` takes metrics of the moves, `span` times them.
     """
 
     trainers: Trainers
@@ -76,22 +75,22 @@ class Phases:
     _phase: Phase | None = field(default=None, init=False)
 
     def enter(self, phase: Phase) -> None:
-        """Moves what must move before `phase`; nothing when it is there already."""
+        """Make the moves that `phase` needs."""
         if phase is self._phase:
             return
         self._phase = phase
         if phase in (Phase.REPLACE, Phase.KEEP):
             self._put_to_sleep(keep_weights=phase is Phase.KEEP)
             if phase is Phase.REPLACE:
-                self._weights = "discarded"  # or kept, and about to be stale
+                self._weights = "discarded"  # or kept in host memory, but stale after the sync
         elif phase is Phase.SYNC:
             if self._kv_cache_awake:
                 self._put_to_sleep(keep_weights=True)
             self._offload(NOT_SYNCED)
             self._wake_weights()
         else:
-            # Discarded ones come back as garbage, which only a sync mends.
-            assert self._weights != "discarded", "engines were to generate without weights"
+            # Discarded weights come back with undefined values until a sync.
+            assert self._weights != "discarded", "engines would generate without weights"
             away = self._offload(ALL_STATE)
             self.record({"memory/offloaded_bytes": Total(away)})
             self._wake_weights()
@@ -100,7 +99,7 @@ class Phases:
     @contextmanager
     def interrupted(self) -> Iterator[None]:
         """Free the device of all trainer state, for engines that start again in the block. Afterwards the phase is the
-        same as before, whichever the block has entered."""
+        same as before, whichever phase the block has entered."""
         before = self._phase
         self._offload(ALL_STATE)
         yield

@@ -1,10 +1,10 @@
-"""Coordinates weight syncs: the driver moves no bytes, it says when, and counts what arrived."""
+"""Coordination of weight syncs: the driver moves no tensors; it starts syncs and compares the acknowledged bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import ray
@@ -14,6 +14,8 @@ from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import RECOMPUTE
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.ports import Publisher
+from mcore_rl.runtime.calls import Ref
+from mcore_rl.runtime.engines.calls import EngineCalls
 from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.weights.connection import Connection, check_plan
@@ -21,7 +23,7 @@ from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.link import Rendezvous, open_store
 from mcore_rl.weights.transports.topology import Topology
-from mcore_rl.weights.verify import require_equal
+from mcore_rl.weights.verify import Comparison, require_equal
 
 MIB = 2**20
 T = TypeVar("T")
@@ -29,10 +31,10 @@ T = TypeVar("T")
 
 @dataclass
 class SlicePublisher:
-    """Publishes own slices: each engine rank gets what it needs, from trainer ranks that have it.
+    """Publishes slices: each engine rank receives the slices that it needs from trainer ranks that have them.
 
-    Both sides go through the plan by themselves, converting, sending and loading at the same time; the driver calls
-    each process once. `plan` is that of all engines. `store` is where they met: it lives as long as the run.
+    Trainers and engines follow the plan by themselves: they convert, send and load concurrently, and the driver calls
+    each process once. `plan` includes all engines. `store` is the rendezvous store, which lives as long as the run.
     """
 
     trainers: TrainerGroup
@@ -40,24 +42,23 @@ class SlicePublisher:
     plan: SyncPlan
     store: dist.TCPStore
     address: str
-    """Of the store."""
+    """Host of the store."""
     timeout_seconds: float
     recompute: bool = False
-    """Whether requests that run compute what they have of the KV cache anew."""
+    """True if running requests recompute their KV cache after an update."""
     version: int = field(default=0, init=False)
     _generation: int = field(default=0, init=False)
-    """Of the group in which they have met; 0: none."""
+    """Number of the present transfer group; 0: none."""
     _members: list[int] = field(default_factory=list, init=False)
-    """The engines in it, by index: those that were up."""
-    _met: SyncPlan = field(init=False)
-    """Of these engines."""
+    """Indices of the engines in the group, which were up at the time."""
+    _member_plan: SyncPlan = field(init=False)
+    """The plan for the current members."""
     _broken: bool = field(default=True, init=False)
-    """Whether they have to meet anew."""
+    """True if a new group is needed."""
 
     @staticmethod
     def connect(trainers: TrainerGroup, engines: Fleet, config: Config) -> SlicePublisher:
-        """Plans the sync and brings all processes together. From then on, engines that are lost when no other is left
-        get their weights from here.
+        """Plan the sync and connect all processes.
 
         Raises: ConfigError.
         """
@@ -67,13 +68,12 @@ class SlicePublisher:
         seconds = trainers.watch.dependent_seconds
         recompute = config.rollout.swap == RECOMPUTE
         publisher = SlicePublisher(trainers, engines, plan, open_store(address), address, seconds, recompute)
-        publisher._meet(range(engines.num_engines))
+        publisher._connect(range(engines.num_engines))
         return publisher
 
     def publish(self, version: int) -> int:
-        """Hands every tensor to every engine that is up; returns `version` when these have acknowledged everything. One
-        that is lost meanwhile, or was before, starts again, and gets the first version that comes when it is up; what
-        it holds then is compared.
+        """Send every tensor to every engine that is up; returns `version` after they have acknowledged everything. An
+        engine that was lost gets the first version after it is up again, and its weights are compared then.
 
         Raises: WeightSyncError when other bytes arrived than were sent.
         """
@@ -81,10 +81,10 @@ class SlicePublisher:
         def publish() -> None:
             members = self.engines.up()
             if self._broken or members != self._members or self.engines.lack_weights(members):
-                self._meet(members)
+                self._connect(members)
             self._send(version)
 
-        self._insist(publish)
+        self._retry(publish)
         self.version = self.engines.version = version
         if self.engines.lack_weights(self._members):
             self.verify()
@@ -92,20 +92,22 @@ class SlicePublisher:
         return version
 
     def verify(self) -> int:
-        """Compares what every engine rank computes with, of the engines that the last version was sent to, to what the
-        trainer ranks hold; returns the number of tensors compared. An engine that holds others is started again, as
-        often as the pool does so.
+        """Compare the tensors of all engine ranks that received the last version with the trainer ranks' tensors;
+        returns the number of tensors compared. An engine with different weights is started again while restarts are
+        left.
 
         Raises: WeightSyncError listing the tensors that differ.
         """
 
         def compare() -> WeightSyncError | None:
-            if self._broken:  # an engine was lost in the comparison before
+            if self._broken:  # an engine was lost in the previous comparison
                 self.publish(self.version)
-            sending = self.trainers.begin("send_digests")
-            results = self.trainers.watch.get(self._ask("compare_weights") + sending.references)
+            sending = self.trainers.calls.send_digests()
+            comparing = [calls.compare_weights() for calls in self._member_calls]
+            results = self.trainers.watch.get([*comparing, *sending.references])
             engines = [self.engines.engines[member] for member in self._members]
-            for engine, ranks in zip(engines, results[: len(engines)], strict=True):
+            by_engine = cast("list[list[Comparison]]", results[: len(engines)])
+            for engine, ranks in zip(engines, by_engine, strict=True):
                 try:
                     require_equal(ranks, engine.start.name)
                 except WeightSyncError as error:
@@ -115,11 +117,11 @@ class SlicePublisher:
                     return error
             return None
 
-        while self._insist(compare) is not None:
+        while self._retry(compare) is not None:
             self.publish(self.version)
         return self.plan.num_tensors * len(self._members)
 
-    def _insist(self, call: Callable[[], T]) -> T:
+    def _retry(self, call: Callable[[], T]) -> T:
         def marked() -> T:
             try:
                 return call()
@@ -129,39 +131,42 @@ class SlicePublisher:
 
         return self.engines.retry_on_engine_loss(marked)
 
-    def _meet(self, members: Sequence[int]) -> None:
-        """Makes windows, maps them everywhere and removes their names at once, so that no crash can leave them behind.
-        No earlier group has the name of this one."""
-        trainers, watch = self.trainers, self.trainers.watch
+    def _connect(self, members: Sequence[int]) -> None:
+        """Create staging buffers, map them in all processes, and remove their names at once, so that no crash leaves
+        them behind. Every group has a new name."""
+        calls, watch = self.trainers.calls, self.trainers.watch
         self._generation += 1
-        self._members, self._met = list(members), replace(self.plan, topology=self.plan.topology.for_engines(members))
+        self._members, self._member_plan = (
+            list(members),
+            replace(self.plan, topology=self.plan.topology.for_engines(members)),
+        )
         try:
-            made = trainers.on_every_rank("create_buffers", [(ray.put(self._met),)] * len(trainers.handles))
+            made = calls.create_buffers(ray.put(self._member_plan)).results()
             segments = {number: name for of_rank in made for number, name in of_rank.items()}
             rendezvous = Rendezvous(self.address, self.store.port, self._generation)
-            connection = ray.put(Connection(self._met, rendezvous, segments, self.timeout_seconds))
-            ranks = trainers.begin("connect_weights", [(connection,)] * len(trainers.handles))
-            engines = [handle.connect.remote(connection, place) for place, handle in enumerate(self._handles)]
-            watch.get(ranks.references + engines)
+            connection = ray.put(Connection(self._member_plan, rendezvous, segments, self.timeout_seconds))
+            ranks = calls.connect_weights(connection)
+            engines = [engine.connect(connection, place) for place, engine in enumerate(self._member_calls)]
+            watch.get([*ranks.references, *engines])
         finally:
-            # Not passed on by one of them: its other call may still be waiting for a rank to connect.
-            watch.get([handle.unlink_buffers.remote() for handle in trainers.handles])
+            watch.get(calls.unlink_buffers())
         self._broken = False
 
     @property
-    def _handles(self) -> list[Any]:
-        return [self.engines.engines[member].handle for member in self._members]
+    def _member_calls(self) -> list[EngineCalls]:
+        return [self.engines.engines[member].calls for member in self._members]
 
-    def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        """References of the results of a method on every member."""
-        return [getattr(handle, method).remote(*arguments) for handle in self._handles]
+    def _receive(self, version: int) -> list[Ref[list[int]]]:
+        return [calls.receive_update(version, self.recompute) for calls in self._member_calls]
 
     def _send(self, version: int) -> None:
-        sending = self.trainers.begin("send_weights")
-        received = self._ask("receive_update", version, self.recompute)
-        results = self.trainers.watch.get(received + sending.references)
-        acknowledged = [num_bytes for of_engine in results[: len(received)] for num_bytes in of_engine]
-        sent, topology = np.sum(sending.results(results[len(received) :]), axis=0), self._met.topology
+        sending, receiving = self.trainers.calls.send_weights(), self._receive(version)
+        # One wait for both sides: a failure on either side ends it.
+        results = self.trainers.watch.get([*receiving, *sending.references])
+        by_engine, by_trainer = cast("list[list[int]]", results[: len(receiving)]), results[len(receiving) :]
+        acknowledged = [num_bytes for of_engine in by_engine for num_bytes in of_engine]
+        sent = np.sum(sending.in_order(cast("list[np.ndarray]", by_trainer)), axis=0)
+        topology = self._member_plan.topology
         for number, buffer in enumerate(topology.buffers):
             for reader in buffer.readers:
                 if acknowledged[reader] != sent[number]:
@@ -171,13 +176,11 @@ class SlicePublisher:
 
 def _plan(trainers: TrainerGroup, engines: Fleet, config: Config) -> SyncPlan:
     watch, layout = trainers.watch, EngineLayout(config.rollout.tp, expert_parallel=config.rollout.expert_parallel)
-    of_trainers = trainers.on_every_rank("endpoint")
+    of_trainers = trainers.calls.endpoint().results()
     of_engines = engines.endpoints()
     topology = Topology(tuple(of_trainers), tuple(of_engines), layout.num_ranks, config.weights.transport)
     bucket_bytes = int(config.weights.bucket_mib * MIB)
-    planned = trainers.handles[0].sync_plan.remote(layout, topology, bucket_bytes, config.weights.num_buckets)
-    plan: SyncPlan = watch.get([planned])[0]
-    return plan
+    return watch.get([trainers.calls.sync_plan(layout, topology, bucket_bytes, config.weights.num_buckets)])[0]
 
 
 if TYPE_CHECKING:

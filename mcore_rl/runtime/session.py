@@ -1,4 +1,4 @@
-"""What keeps others out of a Ray cluster that we start: its directory, its token, and the addresses it listens on."""
+"""Protection of a local Ray cluster from other users: its directory, its token, and its addresses."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from pathlib import Path
 PREFIX = "mcore_rl_"
 TEMPORARY_PREFIX = f"{PREFIX}tmp_"
 MAX_PARENT_CHARACTERS = 14
-"""Of the directory's parent: Ray's sockets lie 92 characters deeper, and Linux allows 107."""
-SECONDS_TO_LET_GO = 5.0
-"""Ray's processes write to their logs until they are gone, a little after ray.shutdown."""
+"""Maximum length of the parent directory: Ray's sockets lie 92 characters deeper, and Linux allows 107."""
+SECONDS_TO_REMOVE = 5.0
+"""Time limit for the removal: Ray's processes write logs for a short time after ray.shutdown."""
 LOOPBACK = "127.0.0.1"
 INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
-"""Where collectives and engines of one machine meet; what the user has set stays."""
-OF_RAYLETS = {"RAY_worker_niceness": "0"}
-"""Ray (2.60) starts workers with niceness 15: beside two busy processes of niceness 0 they get 3 % of the cores."""
+"""Interfaces for collectives and engines on one host; variables that the user has set stay."""
+RAYLET_VARIABLES = {"RAY_worker_niceness": "0"}
+"""Ray (2.60) starts workers with niceness 15; next to two busy processes of niceness 0 they get 3 % of the cores."""
 
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """A directory for Ray's sockets and logs that no other user can enter, gone when the block ends. Whatever killed
-    processes of this user have left is removed first.
+    """Make a directory for Ray's sockets and logs that no other user can enter, and remove it after the block. First,
+    remove directories that killed processes of this user left.
 
-    Ray (2.60) opens its own directory to everybody, whatever the umask: give it one inside of this.
+    Ray (2.60) opens its own directory to all users, regardless of the umask; give it a subdirectory of this one.
     """
     parent = Path(tempfile.gettempdir())
     parent = parent if len(str(parent)) <= MAX_PARENT_CHARACTERS else Path("/tmp")
@@ -58,11 +58,11 @@ def _removed_directory(parent: Path, prefix: str) -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}_", dir=parent))
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        # Held while this process lives: how remove_stale() knows the dead, in other pid namespaces too.
+        # Held while this process lives: remove_stale() recognises dead owners by it, also in other pid namespaces.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield directory
     finally:
-        deadline = time.monotonic() + SECONDS_TO_LET_GO
+        deadline = time.monotonic() + SECONDS_TO_REMOVE
         while directory.exists() and time.monotonic() < deadline:
             shutil.rmtree(directory, ignore_errors=True)
             time.sleep(0.1)
@@ -70,7 +70,7 @@ def _removed_directory(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def remove_stale(parent: Path) -> None:
-    """Removes directories whose makers were killed."""
+    """Remove directories whose owners were killed."""
     for path in parent.glob(f"{PREFIX}*_*"):
         pid = path.name.removeprefix(TEMPORARY_PREFIX).removeprefix(PREFIX).split("_")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
@@ -78,7 +78,7 @@ def remove_stale(parent: Path) -> None:
 
 
 def _remove_dead(path: Path) -> None:
-    """Removes the directory if it is one, ours, and a living process of another pid namespace does not hold it."""
+    """Remove a directory of this user unless a living process, in another pid namespace, holds it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -91,29 +91,29 @@ def _remove_dead(path: Path) -> None:
 
 @contextlib.contextmanager
 def loopback_session() -> Iterator[Path]:
-    """Until the block ends, a cluster that this process starts is reached from this machine alone, by those who hold a
-    token of its own. Yields the directory to give to Ray."""
+    """Restrict a cluster that this process starts in the block to this host, and to processes with a token of its own.
+    Yields the directory for Ray."""
     with private_directory() as directory, temporary_files() as temporary:
         token = directory / "token"
         with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(secrets.token_hex(32))
         sockets = directory / "vllm"
         sockets.mkdir()
-        ours = INTERFACES | OF_RAYLETS | {"VLLM_RPC_BASE_PATH": str(sockets)}
+        ours = INTERFACES | RAYLET_VARIABLES | {"VLLM_RPC_BASE_PATH": str(sockets)}
         variables = {name: os.environ.get(name, value) for name, value in ours.items()} | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "TMPDIR": str(temporary),
-            # Of Ray 2.60, all of whose processes then take the loopback address, and listen on nothing else. Asked for
-            # 127.0.0.1 by _node_ip_address, it takes the address of the network instead.
+            # Makes all processes of Ray (2.60) use only the loopback address. With _node_ip_address=127.0.0.1, Ray uses
+            # the network address instead.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         }
         try:
             with _environment(variables, without="RAY_AUTH_TOKEN"):
-                _read_environment_anew()
+                _reload_environment()
                 yield directory / "r"
         finally:
-            _read_environment_anew()
+            _reload_environment()
 
 
 @contextlib.contextmanager
@@ -130,8 +130,8 @@ def _environment(variables: dict[str, str], without: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _read_environment_anew() -> None:
-    """Ray (2.60) has read it when it was imported."""
+def _reload_environment() -> None:
+    """Make Ray (2.60) read environment variables again that it read during its import."""
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config
 

@@ -1,4 +1,4 @@
-"""Records named pieces of work in any process; the driver drains the recorders into the timeline."""
+"""Recorder of named pieces of work in any process; the driver drains the recorders into the timeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_rl.types import Span
 
 
 class SpanRecorder:
-    """Spans of one process, `process` being its name in the timeline, such as "actor 3". Safe to use from threads."""
+    """Spans of one process; `process` is its name in the timeline, such as "trainer rank 3". Thread-safe."""
 
     def __init__(self, process: str) -> None:
         self.process = process
@@ -20,7 +20,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Records the time spent inside, also when the work raises."""
+        """Record the time spent in the block, also if it raises."""
         # The Unix clock places spans of different processes on one axis; the steady clock measures how long they took,
         # because the former may be set back.
         start, steady = time.time(), time.perf_counter()
@@ -30,12 +30,12 @@ class SpanRecorder:
             self.record(name, start, start + time.perf_counter() - steady)
 
     def record(self, name: str, start: float, end: float) -> None:
-        """Adds a span that was timed elsewhere. Units: seconds of the Unix clock."""
+        """Add a span that was timed elsewhere. Units: seconds of the Unix clock."""
         with self._lock:
             self._spans.append(Span(name, start, end, self.process))
 
     def drain(self) -> list[Span]:
-        """Every span since the last drain, in the order in which they ended."""
+        """Return all spans since the last drain, in the order of their ends."""
         with self._lock:
             spans, self._spans = self._spans, []
         return spans

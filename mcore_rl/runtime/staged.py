@@ -1,5 +1,5 @@
-"""The parts of a run with what goes around their calls: a span of the timeline and, where engines and trainer ranks
-take turns on the device, the phase. One wrapper for each Protocol: a call that does not exist is a type error."""
+"""Wrappers of the parts of a run, one per Protocol. They record a span for each call and, if engines and trainer ranks
+use the device in turns, enter the phase of the call."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from mcore_rl.types import (
 
 @dataclass(frozen=True)
 class Stages:
-    """`span` times what runs inside; without `phases` engines and trainer ranks hold their memory all the time."""
+    """`span` times a block. Without `phases`, engines and trainer ranks keep their memory all the time."""
 
     span: Callable[[str], AbstractContextManager[None]]
     phases: Phases | None = None
 
     @contextmanager
     def stage(self, name: str | None = None, phase: Phase | None = None) -> Iterator[None]:
-        """Inside, it is the turn of `phase`; what it takes to get there counts in the span `name`."""
+        """Run the block in `phase`; the span `name` includes the moves to the phase."""
         with self.span(name) if name is not None else nullcontext():
             if self.phases is not None and phase is not None:
                 self.phases.enter(phase)
@@ -64,7 +64,7 @@ class StagedActor:
             return self.actor.recompute_logp(batch)
 
     def compare_logp(self, batch: Batch) -> list[LogpGap]:
-        with self.stages.stage("compare_logp", Phase.KEEP):  # no sync follows: engines generate with what they have
+        with self.stages.stage("compare_logp", Phase.KEEP):  # no sync follows: engines keep their weights
             return self.actor.compare_logp(batch)
 
     def reference_logp(self, handle: BatchHandle) -> BatchHandle:
@@ -172,7 +172,7 @@ class StagedPool:
 
 @dataclass(frozen=True)
 class StagedScorer:
-    """A ResponseScorer; `name` is its span."""
+    """A ResponseScorer with the span `name`."""
 
     scorer: ResponseScorer
     stages: Stages

@@ -1,5 +1,5 @@
-"""What a signal to stop does. While a step is under way, the first INT or TERM lets it finish and be saved; before
-that, and a second time, it ends the run at once. USR1 always waits for a step, and may come as often as it likes."""
+"""Signals that stop a run. During a step, the first INT or TERM lets the step finish and be saved; before the first
+step, or a second time, it ends the run at once. USR1 always waits for the end of a step, however often it is sent."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 SECONDS_OF_ONE_STOP = 1.0
-"""Signals this close to each other are one: `timeout` and `make` send TERM to a process and then to its whole group."""
+"""Signals within this time count as one: `timeout` and `make` send TERM to a process and then to its whole group."""
 SECONDS_TO_LEAVE_A_CALLBACK = 0.2
 
 
 class Stops:
-    """The requests to stop that a run has received, and where it stands when one arrives."""
+    """Stop requests that a run has received, and its state when one arrives."""
 
     _step: int | None
-    _asked_by: int | None
+    _requested_by: int | None
     _interrupted_by: int | None
     _to_raise: bool
     _was_swallowed: bool
@@ -29,13 +29,13 @@ class Stops:
     _what_follows: Callable[[], str] | None
 
     def __init__(self) -> None:
-        self._forget()
+        self._reset()
 
     @contextlib.contextmanager
     def listening(self, what_follows: Callable[[], str] | None = None) -> Iterator[None]:
-        """Handles the signals for the length of the block, which starts without any request. `what_follows` says how a
-        run that was stopped can go on."""
-        self._forget()
+        """Handle the signals in the block, which starts without requests. `what_follows` returns how to continue a
+        stopped run."""
+        self._reset()
         self._what_follows = what_follows
         handlers = {signal.SIGINT: self.stop, signal.SIGTERM: self.stop, signal.SIGUSR1: self.request}
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -48,17 +48,17 @@ class Stops:
                 signal.signal(number, before)
 
     def begin(self, step: int) -> None:
-        """From here on a first signal waits until `step` is finished and saved."""
+        """Let a first signal wait until `step` is finished and saved."""
         self._step = step
 
     def requested(self) -> bool:
-        """Whether the run is to save and stop at the end of its step; it stays so."""
-        return self._asked_by is not None
+        """Return whether the run must save and stop at the end of its step."""
+        return self._requested_by is not None
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Signal handler of INT and TERM.
 
-        Raises: KeyboardInterrupt where nothing is waited for.
+        Raises: KeyboardInterrupt if the signal does not wait for a step.
         """
         if self._was_swallowed:
             self._was_swallowed = False
@@ -68,21 +68,21 @@ class Stops:
             return
         self._last_seconds = now
         if self._interrupted_by is not None:
-            os._exit(128 + number)  # what takes the run down is itself in the way; Ray's processes end with this one
-        if self._step is not None and self._asked_by in (None, signal.SIGUSR1):
-            self._asked_by = number
-            _say(f"finishing step {self._step}, then saving; once more stops at once")
+            os._exit(128 + number)  # the shutdown itself hangs; Ray's processes end with this one
+        if self._step is not None and self._requested_by in (None, signal.SIGUSR1):
+            self._requested_by = number
+            _print(f"finishing step {self._step}, then saving; once more stops at once")
             return
         self.interrupt(number)
 
     def request(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler of USR1: the run saves a checkpoint at the end of its step, or of its first, and stops."""
-        if self._asked_by is None:
-            self._asked_by = number
+        """Signal handler of USR1: the run saves a checkpoint at the end of its (or its first) step, and stops."""
+        if self._requested_by is None:
+            self._requested_by = number
 
     def interrupt(self, number: int) -> None:
-        """Unwinds the run, like Ctrl-C. The exception may be raised inside a callback of Ray, which swallows it, so the
-        next wait raises it once more (raise_swallowed).
+        """Unwind the run, like Ctrl-C. A callback of Ray may swallow the exception; then the next wait raises it again
+        (raise_swallowed).
 
         Raises: KeyboardInterrupt.
         """
@@ -97,25 +97,25 @@ class Stops:
             raise KeyboardInterrupt(f"signal {self._interrupted_by}")
 
     def end(self) -> None:
-        """The step under way cannot be finished: ends the run as a second INT or TERM would, if there was a first.
+        """End the run like a second INT or TERM if there was a first, because the step cannot be finished.
 
         Raises: KeyboardInterrupt.
         """
-        if self._asked_by not in (None, signal.SIGUSR1):
-            self.interrupt(self._asked_by)
+        if self._requested_by not in (None, signal.SIGUSR1):
+            self.interrupt(self._requested_by)
 
     def give_up(self, reason: str) -> None:
-        """Ends this process from any thread, as the main one will not come back: as stopped where an INT or TERM had
-        come, else as failed for `reason`."""
-        if self._interrupted_by is None and self._asked_by in (None, signal.SIGUSR1):
-            _say(f"error: {reason}")
+        """End this process from any thread, because the main thread is stuck: as stopped after an INT or TERM, else as
+        failed with `reason`."""
+        if self._interrupted_by is None and self._requested_by in (None, signal.SIGUSR1):
+            _print(f"error: {reason}")
             os._exit(1)
-        _say(f"stopped: {self._what_follows()}" if self._what_follows is not None else "stopped")
+        _print(f"stopped: {self._what_follows()}" if self._what_follows is not None else "stopped")
         os._exit(self.exit_code())
 
     def exit_code(self) -> int:
-        """Of a run that was stopped: os.EX_TEMPFAIL (75) by USR1, as a shell would say (130, 143) by INT and TERM."""
-        number = self._interrupted_by or self._asked_by or signal.SIGINT
+        """Exit code of a stopped run: os.EX_TEMPFAIL (75) after USR1; 130 or 143 after INT or TERM, as in a shell."""
+        number = self._interrupted_by or self._requested_by or signal.SIGINT
         return os.EX_TEMPFAIL if number == signal.SIGUSR1 else 128 + number
 
     def _after_swallowed(
@@ -138,17 +138,17 @@ class Stops:
 
         return raise_again
 
-    def _forget(self) -> None:
-        self._step = self._asked_by = self._interrupted_by = None
+    def _reset(self) -> None:
+        self._step = self._requested_by = self._interrupted_by = None
         self._to_raise = self._was_swallowed = False
         self._last_seconds = -SECONDS_OF_ONE_STOP
         self._what_follows = None
 
 
-def _say(line: str) -> None:
-    # Not print: the signal may have come in the middle of one, and its lock is held.
+def _print(line: str) -> None:
+    # Not print: the signal may have interrupted a print, which holds the lock.
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{line}\n".encode())
 
 
 STOPS = Stops()
-"""Signals belong to the process, so there is one."""
+"""The only instance, since signal handlers belong to the process."""

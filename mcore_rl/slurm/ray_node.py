@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from mcore_rl.runtime.session import OF_RAYLETS, private_directory, temporary_files
+from mcore_rl.runtime.session import RAYLET_VARIABLES, private_directory, temporary_files
 from mcore_rl.slurm.meeting import address_of, is_first, publish, wait_for
 from mcore_rl.slurm.node_check import node_name, put_name
 
@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace, temporary: Path) -> int:
     try:
         deadline = time.monotonic() + options.timeout_seconds
         while True:
-            ray = subprocess.Popen(_command(options, temporary, deadline), env=OF_RAYLETS | os.environ)
+            ray = subprocess.Popen(_command(options, temporary, deadline), env=RAYLET_VARIABLES | os.environ)
             address = wait_for(temporary / "ray_current_cluster", deadline, ray)
             if address is not None:
                 break

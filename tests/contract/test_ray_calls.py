@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, McoreRLError, NonFiniteError, WorkerDiedError
+from mcore_rl.runtime.calls import ProcessCalls
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.health import Watch, kill_all
-from mcore_rl.runtime.roles.base import RankGroup, RankMap, RankProcess
+from mcore_rl.runtime.roles.base import RankProcess
+from mcore_rl.runtime.roles.groups import RankCalls
 from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.runtime.roles.places import Places
-from mcore_rl.runtime.roles.trainer import TrainerProcess
+from mcore_rl.runtime.roles.trainer import TrainerActor
 from mcore_rl.weights.transports.hosts import this_host
 
 NODES = (0, 1, 0, 2, 0)
@@ -34,7 +37,6 @@ class UnpicklableError(Exception):
         raise TypeError("a lock")
 
 
-@ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
 @marks_errors
 class Rank(RankProcess):
     def add(self, number: int, fetched: int) -> tuple[int, int, str]:
@@ -60,6 +62,21 @@ class Rank(RankProcess):
         raise {"disk": OSError(errno.ENOSPC, "full"), "bug": KeyError("weight")}[kind]
 
 
+RankActor = ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)(Rank)
+
+
+@dataclass
+class Group:
+    """Ranks, and calls to one or all of them."""
+
+    ranks: list[ProcessCalls]
+    watch: Watch
+
+    def __post_init__(self) -> None:
+        self.handles = [rank.handle for rank in self.ranks]
+        self.calls = RankCalls(self.ranks, NODES, self.watch)
+
+
 @pytest.fixture(scope="module")
 def node() -> Iterator[Any]:
     config = Config()
@@ -71,37 +88,41 @@ def node() -> Iterator[Any]:
 
 
 @pytest.fixture
-def group(node: Any) -> Iterator[RankGroup]:
-    handles = [Rank.options(num_cpus=1, scheduling_strategy=node).remote(f"rank {rank}") for rank in range(5)]
+def group(node: Any) -> Iterator[Group]:
+    ranks = [start(RankActor, node, 1, f"rank {rank}") for rank in range(5)]
     watch = Watch(timeout_seconds=4.0)
-    for rank, handle in enumerate(handles):
-        watch.add(f"rank {rank}", handle)
+    for number, rank in enumerate(ranks):
+        watch.add(f"rank {number}", rank)
     try:
-        yield RankGroup(handles, NODES, RankMap((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)), watch)
+        yield Group(ranks, watch)
     finally:
-        kill_all(handles)
+        kill_all(ranks)
 
 
-def test_ranks_have_niceness_of_driver(group: RankGroup) -> None:
+def start(actor: Any, node: Any, num_cpus: int, *arguments: str) -> ProcessCalls:
+    return ProcessCalls(actor.options(num_cpus=num_cpus, scheduling_strategy=node).remote(*arguments))
+
+
+def test_ranks_have_niceness_of_driver(group: Group) -> None:
     """With Ray's default of 15 they get almost no CPU time if anything else runs."""
     found = [psutil.Process(pid).nice() for _, pid in group.watch.get([h.where.remote() for h in group.handles])]
     assert found == [psutil.Process().nice()] * 5
 
 
-def test_on_every_rank_passes_own_arguments_and_uses_main_thread(group: RankGroup) -> None:
+def test_on_every_rank_passes_own_arguments_and_uses_main_thread(group: Group) -> None:
     pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
     threads = [thread for _, _, thread in group.watch.get([h.add.remote(0, 0) for h in group.handles])]
     for _ in range(2):  # the second time the ranks know their neighbours
         hundreds = ray.put(100)
-        found = group.on_every_rank("add", [(rank, hundreds) for rank in range(5)])
+        found = group.calls.call_each(Rank.add, [(rank, hundreds) for rank in range(5)]).results()
         assert found == [(100 + rank, pid, thread) for rank, pid, thread in zip(range(5), pids, threads, strict=True)]
-    assert len(group.begin("add", [(0, 0)] * 5).references) == 3
+    assert len(group.calls.call(Rank.add, 0, 0).references) == 3
 
 
 @pytest.mark.parametrize("failing", [0, 4])
-def test_on_every_rank_error_arrives_while_neighbours_wait(group: RankGroup, failing: int) -> None:
+def test_on_every_rank_error_arrives_while_neighbours_wait(group: Group, failing: int) -> None:
     with pytest.raises(NonFiniteError, match=rf"^loss is nan \(rank {failing} on \S+\)$"):
-        group.on_every_rank("meet", [(rank == failing,) for rank in range(5)])
+        group.calls.call_each(Rank.meet, [(rank == failing,) for rank in range(5)]).results()
 
 
 @pytest.mark.parametrize(
@@ -112,45 +133,45 @@ def test_on_every_rank_error_arrives_while_neighbours_wait(group: RankGroup, fai
         ("unpicklable", WorkerDiedError, r"^rank 1 failed: [\s\S]*UnpicklableError"),  # only the call names the rank
     ],
 )
-def test_watch_error_of_any_type_names_rank(group: RankGroup, kind: str, error: type[Exception], message: str) -> None:
+def test_watch_error_of_any_type_names_rank(group: Group, kind: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         group.watch.get([group.handles[0].add.remote(0, 0), group.handles[1].fail.remote(kind)])
 
 
 def test_trainer_rank_error_names_role_rank_and_host(node: Any) -> None:
-    handle = TrainerProcess.options(num_cpus=0, scheduling_strategy=node).remote("trainer rank 3")
+    rank = start(TrainerActor, node, 0, "trainer rank 3")
     watch = Watch()
-    watch.add("trainer rank 3", handle)
+    watch.add("trainer rank 3", rank)
     try:
         with pytest.raises(McoreRLError, match=rf"holds none \(trainer rank 3 on {this_host().name}\)$"):
-            watch.get([handle.update.remote(7)])
+            watch.get([rank.handle.update.remote(7)])
     finally:
-        kill_all([handle])
+        kill_all([rank])
 
 
-def test_watch_death_of_rank_called_by_neighbour_is_named(group: RankGroup) -> None:
+def test_watch_death_of_rank_called_by_neighbour_is_named(group: Group) -> None:
     pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
-    calls = group.begin("meet", [(False,)] * 5)
+    calls = group.calls.call(Rank.meet, False)
     os.kill(pids[2], signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="rank 2 died"):
         group.watch.get(calls.references)
 
 
-def test_get_started_timeout_names_rank_and_key(group: RankGroup) -> None:
+def test_get_started_timeout_names_rank_and_key(group: Group) -> None:
     group.watch.start_seconds = 1.0
-    first, second, *_ = group.handles
+    (first, second, *_), ranks = group.handles, group.ranks
     with pytest.raises(WorkerDiedError, match=r"rank 1 did not start within 1 s \(cluster\.start_timeout_seconds\)"):
-        group.watch.get_started({first.add.remote(0, 0): [first], second.meet.remote(False): [second]})
+        group.watch.get_started({first.add.remote(0, 0): [ranks[0]], second.meet.remote(False): [ranks[1]]})
 
 
-def test_get_started_dead_replaceable_process_raises_at_once(group: RankGroup) -> None:
+def test_get_started_dead_replaceable_process_raises_at_once(group: Group) -> None:
     """Example: the first host of an engine waits for a rank on another host that has died."""
-    watch, (leader, follower, *_) = group.watch, group.handles
-    watch.let_die([leader, follower])
-    _, pid = watch.get([follower.where.remote()])[0]
+    watch, (leader, follower, *_) = group.watch, group.ranks
+    watch.allow_failure([leader, follower])
+    _, pid = watch.get([follower.where()])[0]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="rank 1 died"):
-        watch.get_started({leader.meet.remote(False): [leader, follower]})
+        watch.get_started({leader.handle.meet.remote(False): [leader, follower]})
     assert "died" in (watch.lost(follower) or "")
     assert watch.lost(leader) is None
 
@@ -166,20 +187,20 @@ class Attendant:
 
     def ended(self, calls: Sequence[Any]) -> None:
         for call in calls:
-            rank, handle = self.under_way.pop(call)
+            rank, process = self.under_way.pop(call)
             try:
                 self.found[rank] = self.watch.value(call)[0]
             except WorkerDiedError:
-                self.watch.blame_the_dead([handle])
-                self.found[rank] = self.watch.lost(handle)
+                self.watch.blame_the_dead([process])
+                self.found[rank] = self.watch.lost(process)
 
 
-def test_attendant_calls_end_during_waits_and_deaths_are_known(group: RankGroup) -> None:
-    watch, handles = group.watch, group.handles
-    watch.let_die(handles[:4])
+def test_attendant_calls_end_during_waits_and_deaths_are_known(group: Group) -> None:
+    watch, handles, ranks = group.watch, group.handles, group.ranks
+    watch.allow_failure(ranks[:4])
     pids = [pid for _, pid in watch.get([handle.where.remote() for handle in handles])]
-    calls = {handles[rank].meet.remote(False): (rank, handles[rank]) for rank in (3, 1, 2)}
-    attendant = watch.attendant = Attendant(watch, {handles[0].add.remote(1, 2): (0, handles[0]), **calls})
+    calls = {handles[rank].meet.remote(False): (rank, ranks[rank]) for rank in (3, 1, 2)}
+    attendant = watch.attendant = Attendant(watch, {handles[0].add.remote(1, 2): (0, ranks[0]), **calls})
     for rank in (1, 2, 3):
         os.kill(pids[rank], signal.SIGKILL)
     while attendant.under_way:  # meanwhile the last rank answers a call
@@ -203,25 +224,25 @@ def test_watch_death_names_status_host_and_log(node: Any, tmp_path: Path) -> Non
     # Each rank takes the resources of the previous one, which has died.
     for how, status in DEATHS.items():
         name = f"trainer rank {how}"
-        rank = Rank.options(num_cpus=0, scheduling_strategy=node).remote(name, str(tmp_path))  # type: ignore[attr-defined]
+        rank = start(RankActor, node, 0, name, str(tmp_path))
         watch.add(name, rank)
-        watch.let_die([rank])
+        watch.allow_failure([rank])
         watch.places.ask([rank])
-        watch.get([rank.where.remote()])
+        watch.get([rank.where()])
         watch.places.update()  # any later wait does the same
         with pytest.raises(WorkerDiedError) as raised:
-            watch.get([rank.die.remote(how)])
+            watch.get([rank.handle.die.remote(how)])
         expected = f"{name} died: {status} (host {this_host().name}, log {tmp_path}/trainer_rank_{how}.log)"
         assert watch.lost(rank) == expected or expected in str(raised.value), (watch.lost(rank), raised.value)
 
 
-def test_watch_stopped_rank_without_calls_is_named_in_time(group: RankGroup) -> None:
+def test_watch_stopped_rank_without_calls_is_named_in_time(group: Group) -> None:
     """Includes a rank whose liveness was not checked since its start."""
     watch = group.watch
     watch.timeout_seconds, seconds = 1000.0, watch.timeout_seconds  # no liveness checks
     pids = [pid for _, pid in watch.get([handle.where.remote() for handle in group.handles])]
-    watch.get_started({handle.add.remote(0, 0): [handle] for handle in group.handles})
+    watch.get_started({rank.handle.add.remote(0, 0): [rank] for rank in group.ranks})
     watch.timeout_seconds = seconds
     os.kill(pids[0], signal.SIGSTOP)
     with pytest.raises(WorkerDiedError, match="rank 0 did not answer for 4 s"):
-        group.on_every_rank("add", [(0, 0)] * 5)
+        group.calls.call(Rank.add, 0, 0).results()

@@ -86,7 +86,7 @@ class Balance:
 
     @property
     def has_more(self) -> bool:
-        """Whether an engine that reports later may get something."""
+        """True if an engine that reports later may get something."""
         return bool(self._queue) or (len(self._given) > 1 and self._may_steal())
 
     def add(self, task: int, first: int, last: int) -> int:

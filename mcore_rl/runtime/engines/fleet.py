@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from mcore_rl.errors import ClusterDiedError, WorkerDiedError
+from mcore_rl.runtime.calls import ProcessCalls, Ref
 from mcore_rl.runtime.delivery import ReleasedKeys
 from mcore_rl.runtime.engines.balance import EngineKey
+from mcore_rl.runtime.engines.calls import EngineCalls
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.roles.base import drain_spans
+from mcore_rl.runtime.roles.groups import drain_spans
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.types import Metric, Span, Total, merge_metrics
 from mcore_rl.weights.transports.topology import Endpoint
@@ -25,14 +27,17 @@ class Start(Protocol):
     def name(self) -> str: ...
 
     @property
-    def handles(self) -> list[Any]: ...
+    def leader(self) -> EngineCalls: ...
+
+    @property
+    def processes(self) -> Sequence[ProcessCalls]: ...
 
     @property
     def journal(self) -> str | None: ...
 
     def kill(self) -> None: ...
 
-    def again(self) -> Any: ...
+    def again(self) -> Ref[None]: ...
 
 
 @dataclass
@@ -43,7 +48,7 @@ class FleetEngine:
     start: Start
     incarnation: int = 0
     """Times that it was replaced."""
-    starting: Any = None
+    starting: Ref[None] | None = None
     """Result of its set-up while it starts again."""
     deadline: float = 0.0
     """Time limit of that start, by time.monotonic()."""
@@ -52,8 +57,8 @@ class FleetEngine:
     """Busy seconds from the engine's last report."""
 
     @property
-    def handle(self) -> Any:
-        return self.start.handles[0]
+    def calls(self) -> EngineCalls:
+        return self.start.leader
 
     @property
     def serves(self) -> bool:
@@ -134,22 +139,24 @@ class Fleet:
 
     def is_lost(self, engine: FleetEngine) -> bool:
         """Return whether some process of the engine has died; waits a few seconds for the death to be reported."""
-        if all(self.watch.lost(handle) is None for handle in engine.start.handles):
-            self.watch.blame_the_dead(engine.start.handles)  # the death of another process explains nothing here
-        return any(self.watch.lost(handle) is not None for handle in engine.start.handles)
+        if not self._reasons(engine):
+            self.watch.blame_the_dead(engine.start.processes)  # the death of another process explains nothing here
+        return bool(self._reasons(engine))
 
     def failed(self) -> list[FleetEngine]:
         """Engines with a process that was lost since the last `reap_failed`."""
         if not self.watch.any_lost:
             return []
-        lost = self.watch.lost
-        return [engine for engine in self.engines if any(lost(handle) is not None for handle in engine.start.handles)]
+        return [engine for engine in self.engines if self._reasons(engine)]
+
+    def _reasons(self, engine: FleetEngine) -> list[str]:
+        """Reasons why processes of the engine are lost."""
+        return [why for process in engine.start.processes if (why := self.watch.lost(process)) is not None]
 
     def reap_failed(self) -> None:
         """Start failed engines again."""
         for engine in self.failed():
-            reasons = [why for handle in engine.start.handles if (why := self.watch.lost(handle)) is not None]
-            self.lose(engine, reasons[0])
+            self.lose(engine, self._reasons(engine)[0])
 
     def settle(self) -> None:
         """Wait until every engine is up."""
@@ -157,7 +164,7 @@ class Fleet:
         def wait() -> None:
             for engine in self.engines:
                 if engine.starting is not None:
-                    self.watch.get_started({engine.starting: engine.start.handles})
+                    self.watch.get_started({engine.starting: engine.start.processes})
                     engine.starting = None
 
         self.reap_failed()
@@ -169,7 +176,7 @@ class Fleet:
         def look() -> None:
             for engine in self.engines:
                 if engine.starting is not None and self.watch.has_started(
-                    engine.starting, engine.start.handles, engine.deadline
+                    engine.starting, engine.start.processes, engine.deadline
                 ):
                     engine.starting = None
 
@@ -207,17 +214,17 @@ class Fleet:
 
     def endpoints(self) -> list[Endpoint]:
         """Weight endpoints of all engine ranks, engine by engine."""
-        calls = [engine.handle.endpoints.remote() for engine in self.engines]
+        calls = [engine.calls.endpoints() for engine in self.engines]
         return [endpoint for of_engine in self.watch.get(calls) for endpoint in of_engine]
 
     def sleep(self, keep_weights: bool) -> int:
         """Free the memory of every engine; returns the bytes freed by all of them."""
         self.asleep = True
-        return sum(self._on_every_engine(lambda engine: engine.handle.sleep.remote(keep_weights)))
+        return sum(self._on_every_engine(lambda calls: calls.sleep(keep_weights)))
 
     def wake_up(self, part: str) -> None:
         """Give "weights" or "kv_cache" back to every engine."""
-        self._on_every_engine(lambda engine: engine.handle.wake_up.remote(part))
+        self._on_every_engine(lambda calls: calls.wake_up(part))
         self.asleep = part != "kv_cache"  # which comes last
 
     def start_asleep(self) -> None:
@@ -227,16 +234,16 @@ class Fleet:
         def start() -> None:
             self.settle()
             started = [engine for engine in self.engines if engine.incarnation != before[engine.number]]
-            self.watch.get([engine.handle.sleep.remote(False) for engine in started])
+            self.watch.get([engine.calls.sleep(False) for engine in started])
 
         self.retry_on_engine_loss(start)
 
-    def _on_every_engine(self, begin: Callable[[FleetEngine], Any]) -> list[Any]:
+    def _on_every_engine(self, begin: Callable[[EngineCalls], Ref[T]]) -> list[T]:
         """Results of a call of every engine. All must be up: one that starts would take memory that others use."""
 
-        def call() -> list[Any]:
+        def call() -> list[T]:
             self.settle()
-            return self.watch.get([begin(engine) for engine in self.engines])
+            return self.watch.get([begin(engine.calls) for engine in self.engines])
 
         return self.retry_on_engine_loss(call)
 
@@ -256,5 +263,5 @@ class Fleet:
     def spans(self) -> list[Span]:
         self.reap_failed()
         return self.retry_on_engine_loss(
-            lambda: drain_spans(self.watch, [engine.handle for engine in self.engines if engine.starting is None])
+            lambda: drain_spans(self.watch, [engine.calls for engine in self.engines if engine.starting is None])
         )

@@ -23,9 +23,9 @@ def grade(fleet: Fleet, tasks: Sequence[RolloutTask], results: Sequence[RolloutR
     rows = Rows.of([np.arange(len(task.prompt_rows)) for task in given])
 
     def grade() -> list[Grades]:
-        grader = fleet.started()[0].handle
+        grader = fleet.started()[0].calls
         [trajectories] = Delivery([grader], fleet.watch).deliver([chunk for chunk, _ in results], [rows])
-        grades: list[Grades] = fleet.watch.get([grader.grade.remote(given, *trajectories)])[0]
+        grades: list[Grades] = fleet.watch.get([grader.grade(given, *trajectories)])[0]
         return grades
 
     return fleet.retry_on_engine_loss(grade)
@@ -39,7 +39,7 @@ def amend(fleet: Fleet, tasks: Sequence[RolloutTask], results: Sequence[RolloutR
         engines = itertools.cycle(fleet.started())
         fleet.watch.get(
             [
-                engine.handle.amend_records.remote(records, scalars.rewards, scalars.accuracies, dict(scalars.scores))
+                engine.calls.amend_records(records, scalars.rewards, scalars.accuracies, dict(scalars.scores))
                 for engine, (records, scalars) in zip(engines, changed, strict=False)
             ]
         )
@@ -57,7 +57,7 @@ def probe(fleet: Fleet, task: RolloutTask, renew: Callable[[Sequence[Chunk]], bo
             replace(task, version=fleet.version, group_ids=task.group_ids + number * shift)
             for number in range(len(engines))
         ]
-        made = fleet.watch.get([engine.handle.probe.remote(own) for engine, own in zip(engines, tasks, strict=True)])
+        made = fleet.watch.get([engine.calls.probe(own) for engine, own in zip(engines, tasks, strict=True)])
         return {
             engine.start.name: result(engine, own, *found)
             for engine, own, found in zip(engines, tasks, made, strict=True)
@@ -67,7 +67,7 @@ def probe(fleet: Fleet, task: RolloutTask, renew: Callable[[Sequence[Chunk]], bo
         engine: FleetEngine, task: RolloutTask, key: int, scalars: RolloutScalars, busy_seconds: float
     ) -> RolloutResult:
         engine.busy_seconds = busy_seconds
-        place = fleet.released.refer(engine.producer, engine.handle, key)
+        place = fleet.released.refer(engine.producer, engine.calls, key)
         part = Part(place, 0, len(scalars.group_ids), task.span, scalars.digests)
         return BuffersRef(Chunk([part], task, renew)), scalars
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from mcore_rl.config.reward import NO_RULE, STEP
 from mcore_rl.config.rules.episodes import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
+from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follow
 from mcore_rl.rewards.together import NotYet, TaskToGrade, Together
@@ -26,10 +27,11 @@ from mcore_rl.rollout.results import grades_of
 from mcore_rl.rollout.streaming.interface import JOURNAL, TRAJECTORIES
 from mcore_rl.rollout.tasks import ROOM, GivenUp, RequestCallbacks, TaskRunner, Until
 from mcore_rl.rollout.worker import RolloutWorker
-from mcore_rl.runtime.delivery import FetchRequest, TrajectoryStore
+from mcore_rl.runtime.calls import Ref
 from mcore_rl.runtime.roles.base import RunProcess, see_only
 from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.runtime.spans import SpanRecorder
+from mcore_rl.runtime.trajectory_store import FetchRequest, TrajectoryStore
 from mcore_rl.types import (
     Grades,
     RolloutScalars,
@@ -42,8 +44,8 @@ from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
-MOST_THREADS = 1 << 12
-"""In a replay, where tasks of other engines may wait on one for their weights; they start as they are needed."""
+MAX_REPLAY_THREADS = 1 << 12
+"""Threads in a replay, in which tasks that another engine had may wait here for their weights; started on demand."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Report:
     ended: list[tuple[int, int, RolloutScalars]]
     """Number, key of the trajectories, and scalars of each task that finished since the last report."""
     requests_received: int
-    """Since the engine started."""
+    """Requests received since the engine started."""
     requests_left: int
     """Requests that have neither ended nor been given up."""
     busy_seconds: float
@@ -62,11 +64,10 @@ class Report:
     """Tokens of responses that were paused for new weights and continued, since the engine started."""
 
 
-@ray.remote(concurrency_groups={"watch": 2, "cut": 1, "run": 1, "engine": 2}, max_restarts=0)
 @marks_errors
 class EngineProcess(RunProcess):
-    """One rollout engine with its grading processes. The main thread sets it up, and steps it from then on (`serve`);
-    whatever else concerns the engine is done by that thread, between two steps."""
+    """One rollout engine with its grading processes. The main thread sets the engine up and then steps it (`serve`).
+    All other operations on the engine also run in that thread, between two steps."""
 
     def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
         super().__init__(name, logs, peers)
@@ -77,7 +78,7 @@ class EngineProcess(RunProcess):
         self,
         config: Config,
         visible_devices: str | None,
-        prompts: dict[str, Any],
+        prompts: Mapping[str, Ref[PromptSource]],
         hosts: EngineHosts = ONE_HOST,
         journal: str | None = None,
     ) -> None:
@@ -85,7 +86,7 @@ class EngineProcess(RunProcess):
         from mcore_rl.rewards.manager import RewardManager
 
         with self.spans.span("setup"):
-            # Grading processes start while the engine does.
+            # Grading processes start in parallel with the engine.
             longest = config.rollout.max_response_tokens
             rewarder = RewardManager(config.reward, max_response_tokens=longest, sandbox=config.sandbox)
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
@@ -109,21 +110,21 @@ class EngineProcess(RunProcess):
             def run(task: RolloutTask, progress: RequestCallbacks) -> tuple[TrajectoryBuffers, RolloutScalars] | None:
                 return (probe if task.prompt_set == PROBE else worker).run(task, progress)
 
-            # A thread for each task: the smallest have one request, and none of them should wait for another.
-            threads = ROOM * low if config.rollout.replay_schedule is None else MOST_THREADS
+            # One thread per request, the size of the smallest tasks: no task waits for another one's thread.
+            threads = ROOM * low if config.rollout.replay_schedule is None else MAX_REPLAY_THREADS
             self._runner = TaskRunner(run, player.withdraw, num_threads=threads, low=low)
             rewarder.wait_ready()
 
     def serve(self) -> None:
-        """Does not return; it is called once, after `setup`, whose error is the one to be seen."""
+        """Step the engine for ever. It is called once, right after `setup`, whose error is the one to report."""
         if not hasattr(self, "loop"):
             threading.Event().wait()
         self.loop.serve()
 
     @ray.method(concurrency_group="run")
     def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, released: list[int]) -> Report:
-        """As TaskRunner.exchange. Trajectories are kept, and their requests in the journal, until a later call says to
-        forget their keys."""
+        """See TaskRunner.exchange. Trajectories, and their requests in the journal, are kept until a later call has
+        their keys in `released`."""
         self.loop.release(self._kept.release(released))
         with self.spans.span(f"generate {tasks[0][1].prompt_set}" if tasks else "generate"):
             finished, received, left = self._runner.exchange(tasks, until)
@@ -132,28 +133,28 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="engine")
     def begin(self, tasks: list[tuple[int, RolloutTask]]) -> None:
-        """As TaskRunner.begin, while `run` waits."""
+        """See TaskRunner.begin; called while `run` waits."""
         self._runner.begin(tasks)
 
     @ray.method(concurrency_group="engine")
     def probe(self, task: RolloutTask) -> tuple[int, RolloutScalars, float]:
-        """Runs a task of rollout.probe at once, beside other tasks. Returns the key of its trajectories, its scalars,
-        and the engine's busy seconds so far."""
+        """Run a task of rollout.probe concurrently with other tasks. Returns the key of its trajectories, its scalars,
+        and the engine's busy seconds."""
         with self.spans.span("probe"):
             made = self._probe(task)
-        assert made is not None, "nobody withdraws probes"
+        assert made is not None, "probes are not withdrawn"
         buffers, scalars = made
         return self._kept.keep(buffers, task.request_ids), scalars, self.loop.busy_seconds
 
     @ray.method(concurrency_group="engine")
     def give_up(self, free: int) -> GivenUp:
-        """As TaskRunner.give_up."""
+        """See TaskRunner.give_up."""
         with self.spans.span("give up requests"):
             return self._runner.give_up(free)
 
     @ray.method(concurrency_group="engine")
     def num_running(self) -> tuple[int, int]:
-        """Of tasks that have not ended, and of their requests that neither have nor wait for other weights."""
+        """Numbers of unfinished tasks, and of their unfinished requests that are not paused until the next weights."""
         tasks, requests = self._runner.num_left
         return tasks, requests - self.loop.num_paused
 
@@ -163,26 +164,26 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="cut")
     def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
-        """Also while the engine generates."""
+        """See TrajectoryStore.cut; works while the engine generates."""
         return self._kept.cut(keys, offsets, rows)
 
     @ray.method(concurrency_group="cut")
     def save_tasks(self, path: str, keys: list[int], request_ids: list[str]) -> list[SavedFile]:
-        """Writes the trajectories that are kept under `keys`, and what was drawn so far for requests that run, to files
-        whose names begin with `path`; those that it wrote."""
+        """Write the trajectories under `keys` and the sampled tokens of running requests to files whose names begin
+        with `path`. Returns the files written."""
         from mcore_rl.rollout.streaming.trajectory_files import saved_file, write_trajectories
 
         with self.spans.span("save tasks"):
-            kept, drawn, files = Path(f"{path}{TRAJECTORIES}"), Path(f"{path}{JOURNAL}"), []
+            trajectories, journal, files = Path(f"{path}{TRAJECTORIES}"), Path(f"{path}{JOURNAL}"), []
             if keys:
-                files.append(write_trajectories(kept, [self._kept.all_of(key) for key in keys]))
-            if request_ids and self.loop.copy_journal(drawn, request_ids):
-                files.append(saved_file(drawn))
+                files.append(write_trajectories(trajectories, [self._kept.all_of(key) for key in keys]))
+            if request_ids and self.loop.copy_journal(journal, request_ids):
+                files.append(saved_file(journal))
             return files
 
     @ray.method(concurrency_group="cut")
     def restore_tasks(self, path: str, request_ids: list[list[str]]) -> list[int]:
-        """Keeps the trajectories that a file holds, task by task, each with its requests; the keys."""
+        """Keep the trajectories of a file, one entry of `request_ids` per task. Returns their keys."""
         from mcore_rl.rollout.streaming.trajectory_files import read_trajectories
 
         with self.spans.span("restore tasks"):
@@ -200,12 +201,12 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="engine", num_returns=2)
     def fetch(self, wanted: FetchRequest) -> tuple[None, TrajectoryBuffers]:
-        """As of every process, whose main thread does it where it does not step an engine."""
+        """See RunProcess.fetch; runs outside of the main thread, which steps the engine."""
         return self.fetched(wanted)
 
     @ray.method(concurrency_group="engine")
     def grade(self, given: list[TaskToGrade], trajectories: TrajectoryBuffers) -> list[Grades]:
-        """As Together.grade; they were fetched."""
+        """Grade responses together, with their trajectories, which have arrived."""
         with self.spans.span("grade together"):
             return [grades_of(scores) for scores in self._together.grade(given, trajectories)]
 
@@ -231,8 +232,8 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="engine")
     def receive_update(self, version: int, recompute: bool) -> list[int]:
-        """A whole update, which is visible then; returns the bytes that came, by rank. Requests that run go on with
-        it, as WeightReceiver.finish_update says."""
+        """Receive a whole update and make it visible. Returns the received bytes of each rank. Running requests
+        continue as described in WeightReceiver.finish_update."""
         return self.loop.between_steps(lambda: self._receive_update(version, recompute))
 
     def _receive_update(self, version: int, recompute: bool) -> list[int]:
@@ -256,13 +257,12 @@ class EngineProcess(RunProcess):
         return self.spans.drain() + self._episodes.drain()
 
 
-@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
 @marks_errors
 class FollowerProcess(RunProcess):
-    """The ranks of a rollout engine on another host than its EngineProcess."""
+    """Ranks of a rollout engine on another host than its EngineProcess."""
 
     def follow(self, config: Config, visible_devices: str | None, hosts: EngineHosts) -> None:
-        """As long as they live."""
+        """Run the ranks; returns when they end."""
         see_only(visible_devices)
         follow(
             config.rollout.engine,
@@ -275,8 +275,13 @@ class FollowerProcess(RunProcess):
         )
 
 
+ENGINE_GROUPS = {"watch": 2, "cut": 1, "run": 1, "engine": 2}
+EngineActor = ray.remote(concurrency_groups=ENGINE_GROUPS, max_restarts=0)(EngineProcess)
+FollowerActor = ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)(FollowerProcess)
+
+
 def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[str, float, float], None]) -> Player:
-    """What makes responses of prompts: single turns, or episodes with their tools."""
+    """Player of single turns, or of episodes with their tools."""
     if not has_turns(config.rollout):
         return SingleTurnPlayer(loop, tokenizer)
     from mcore_rl.rollout.episodes.load import start_episodes
@@ -285,8 +290,8 @@ def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[
 
 
 def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST) -> ReceivingEngine:
-    """An engine on model.hf_path. It has no weights before the first publish, which delivers every tensor. `name` is
-    the process's, for messages."""
+    """Build an engine on model.hf_path without weights; the first publish delivers every tensor. `name` is the name of
+    the process in messages."""
     return engine_class(config.rollout.engine)(
         config.model.hf_path,
         config.rollout,

@@ -32,7 +32,7 @@ def save_tasks(
         if key is not None and key == engines[key.number].key:
             request_ids[key.number] += task.request_ids
     calls = [
-        engine.handle.save_tasks.remote(
+        engine.calls.save_tasks(
             str(directory / f"engine_{engine.number}"), keys[engine.number], request_ids[engine.number]
         )
         for engine in engines
@@ -44,5 +44,5 @@ def save_tasks(
 
 def restore_tasks(fleet: Fleet, engine: FleetEngine, path: Path, request_ids: list[list[str]]) -> list[Place]:
     """Let an engine keep the trajectories of a file, one entry of `request_ids` per task."""
-    (keys,) = fleet.watch.get([engine.handle.restore_tasks.remote(str(path), request_ids)])
-    return [fleet.released.refer(engine.producer, engine.handle, key) for key in keys]
+    (keys,) = fleet.watch.get([engine.calls.restore_tasks(str(path), request_ids)])
+    return [fleet.released.refer(engine.producer, engine.calls, key) for key in keys]

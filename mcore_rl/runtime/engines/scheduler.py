@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TypeVar, cast
 
 from mcore_rl.errors import McoreRLError, WorkerDiedError
 from mcore_rl.rollout.streaming.interface import SavedTasks
 from mcore_rl.rollout.tasks import ROOM, GivenUp, Until
+from mcore_rl.runtime.calls import Ref
 from mcore_rl.runtime.delivery import Chunk, Place
 from mcore_rl.runtime.engines.balance import Balance, EngineKey
 from mcore_rl.runtime.engines.fleet import Fleet
@@ -34,7 +35,10 @@ from mcore_rl.runtime.engines.submissions import (
     task_again,
     whole_part,
 )
+from mcore_rl.runtime.health import AnyRef
 from mcore_rl.types import BuffersRef, Grades, Mean, RolloutResult, RolloutScalars, RolloutTask
+
+T = TypeVar("T")
 
 
 def _no_supply() -> None:
@@ -56,21 +60,21 @@ class Scheduler:
     """Requests that an engine decodes concurrently."""
     streaming: bool = False
     steals: bool = True
-    """Whether engines without unstarted requests take some of others in a batch."""
+    """True if engines without unstarted requests take some from others in a batch."""
     supply: Callable[[], None] = _no_supply
     """Publishes the present weights to engines that started again."""
     interrupted: Callable[[], AbstractContextManager[None]] | None = None
     """Phases.interrupted, if engines and trainer ranks share devices."""
     _balance: Balance = field(init=False)
     _submissions: dict[int, Submission] = field(default_factory=dict, init=False)
-    """By ticket; a task of `run` stays until `run` returns, because the loss of an engine also loses its results."""
+    """Unfinished tasks by ticket, and finished ones of `run`, whose results the loss of an engine would lose."""
     _num_submitted: int = field(default=0, init=False)
     _unfinished: set[int] = field(default_factory=set, init=False)
     """Tickets of `run` with unfinished pieces."""
-    _runs: dict[Any, EngineKey] = field(default_factory=dict, init=False)
+    _runs: dict[AnyRef, EngineKey] = field(default_factory=dict, init=False)
     """Calls that wait for finished tasks; at most one per engine."""
-    _begins: dict[Any, EngineKey] = field(default_factory=dict, init=False)
-    _steals: dict[Any, EngineKey] = field(default_factory=dict, init=False)
+    _begins: dict[AnyRef, EngineKey] = field(default_factory=dict, init=False)
+    _steals: dict[AnyRef, EngineKey] = field(default_factory=dict, init=False)
     _idle: set[int] = field(default_factory=set, init=False)
     """Engines without a call in `_runs`."""
     _dead: set[EngineKey] = field(default_factory=set, init=False)
@@ -105,7 +109,7 @@ class Scheduler:
         return self.slots_per_engine * max(1, len(self.fleet.serving))
 
     def attend(self, heard: Callable[[], None]) -> None:
-        """Call `heard` whenever tasks have ended, in any wait of the driver; it must not wait itself."""
+        """Set a callback for ended tasks. It is called in any wait of the driver, and must not wait itself."""
         self._on_end = heard
 
     def begin(self, task: RolloutTask, results: dict[int, RolloutResult]) -> int:
@@ -149,8 +153,8 @@ class Scheduler:
             self.wait()
 
     def _rests(self) -> bool:
-        handles = [engine.handle for engine in self.fleet.engines if self._serves(engine.key)]
-        counts = self.fleet.watch.get([handle.num_running.remote() for handle in handles])
+        calls = [engine.calls.num_running() for engine in self.fleet.engines if self._serves(engine.key)]
+        counts = self.fleet.watch.get(calls)
         num_tasks, num_running = sum(tasks for tasks, _ in counts), sum(running for _, running in counts)
         return num_tasks == len(self._submissions) and not num_running
 
@@ -161,11 +165,11 @@ class Scheduler:
         amend(self.fleet, tasks, results)
 
     def probe(self, task: RolloutTask) -> dict[str, RolloutResult]:
-        """As ProbedPool.probe, on all engines that have weights. Metrics of steps do not include it."""
+        """Run a task on each engine that has weights (see ProbedPool.probe). Metrics of steps do not include it."""
         return probe(self.fleet, task, self.renew)
 
     def save(self, directory: Path, chunks: Sequence[BuffersRef], tickets: Sequence[int]) -> SavedTasks:
-        """As TaskStream.save: each engine writes its own part."""
+        """Write trajectories and running requests (see TaskStream.save); each engine writes its own part."""
         kept, latest = [cast(Chunk, chunk) for chunk in chunks], dict[int, tuple[RolloutTask, EngineKey | None]]()
 
         def save() -> SavedTasks:
@@ -178,7 +182,7 @@ class Scheduler:
         return self.fleet.retry_on_engine_loss(save)
 
     def restore(self, path: Path, made: Sequence[tuple[RolloutTask, RolloutScalars]]) -> list[BuffersRef]:
-        """As TaskStream.restore: engines take files in turn."""
+        """Read trajectories (see TaskStream.restore); engines take files in turn."""
 
         def restore() -> list[Place]:
             engine = self.fleet.engines[self._turns % self.num_engines]
@@ -216,18 +220,18 @@ class Scheduler:
         self._busy_before = busy
         return Mean(max(0.0, seconds - max(0.0, worked)), seconds)
 
-    def calls(self) -> list[Any]:
-        """As Attendant.calls."""
+    def calls(self) -> list[AnyRef]:
+        """See Attendant.calls."""
         return [*self._runs, *self._begins, *self._steals]
 
-    def ended(self, calls: Sequence[Any]) -> None:
-        """As Attendant.ended."""
+    def ended(self, calls: Sequence[AnyRef]) -> None:
+        """See Attendant.ended."""
         for call in calls:
             if (key := self._runs.pop(call, None)) is not None:
                 self._idle.add(key.number)
-                self._take_report(key, self._value(call, key))
+                self._take_report(key, self._value(cast("Ref[Report]", call), key))
             elif (key := self._steals.pop(call, None)) is not None:
-                self._take_given_up(key, self._value(call, key))
+                self._take_given_up(key, self._value(cast("Ref[GivenUp]", call), key))
             elif (key := self._begins.pop(call, None)) is not None:
                 self._value(call, key)
         with self.together():  # tasks that begin now go with the call that waits for the next end
@@ -264,7 +268,7 @@ class Scheduler:
             self._carried[key] = report.tokens_carried_over
         for number, kept_key, scalars in report.ended:
             fleet.count("engine/tokens_taken_over", scalars.tokens_taken_over)
-            place = fleet.released.refer(engine.producer, engine.handle, kept_key)
+            place = fleet.released.refer(engine.producer, engine.calls, kept_key)
             self._finish(number, FinishedPiece(key, place, scalars))
         self._balance.report(key, report.requests_received, report.requests_left)
 
@@ -298,7 +302,7 @@ class Scheduler:
         piece = self._balance.pieces[number]
         return self._submissions[piece.task].task_of(piece)
 
-    def _value(self, call: Any, key: EngineKey) -> Any:
+    def _value(self, call: Ref[T], key: EngineKey) -> T | None:
         """The result of a call; None if its engine is lost."""
         engine = self.fleet.engines[key.number]
         if engine.key != key:  # started again already; nothing is left that would explain the failure
@@ -312,7 +316,7 @@ class Scheduler:
             return None
 
     def _serves(self, key: EngineKey) -> bool:
-        """Whether the engine has weights and is not known to be dead."""
+        """Return whether the engine has weights and is not known to be dead."""
         engine = self.fleet.engines[key.number]
         return engine.serves and engine.incarnation == key.incarnation and key not in self._dead
 
@@ -334,11 +338,11 @@ class Scheduler:
                 released = self.fleet.released.take(engine.producer)
                 # An engine that gets nothing now gets nothing before all that it has has ended.
                 condition = until if tasks or self.streaming else Until.ALL
-                self._runs[engine.handle.run.remote(tasks, condition, released)] = key
+                self._runs[engine.calls.run(tasks, condition, released)] = key
             elif tasks:
-                self._begins[engine.handle.begin.remote(tasks)] = key
+                self._begins[engine.calls.begin(tasks)] = key
         for key, free in self._balance.steal():
-            self._steals[engines[key.number].handle.give_up.remote(free)] = key
+            self._steals[engines[key.number].calls.give_up(free)] = key
 
     def _recover(self) -> None:
         """Start lost engines again and queue their work for others."""

@@ -1,10 +1,10 @@
-"""Judge engines: processes beside the rollout's, and the ResponseScorer that the driver has of them."""
+"""Judge engines: their process, the calls to it, and their group, which scores tasks of the rollout."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
@@ -25,20 +25,28 @@ from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import ServerAnswerer, served_model
 from mcore_rl.rewards.judge.worker import JudgeWorker, Share, shares
 from mcore_rl.rewards.task_parts import join_scores
+from mcore_rl.runtime.calls import ProcessCalls, Ref
 from mcore_rl.runtime.delivery import Delivery, Rows
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.roles.base import Role, RunProcess, Surroundings, drain_spans, see_only
+from mcore_rl.runtime.roles.base import RunProcess, see_only
+from mcore_rl.runtime.roles.groups import drain_spans
 from mcore_rl.runtime.roles.origins import marks_errors
+from mcore_rl.runtime.roles.role import Role, SetUpContext
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
 
-@ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
 @marks_errors
 class JudgeProcess(RunProcess):
-    """One judge engine, or who asks a server."""
+    """One judge engine, or a client of a judge server."""
 
-    def setup(self, config: Config, visible_devices: str | None, prompts: Mapping[str, Any], key: str | None) -> None:
-        """`key` is the server's."""
+    def setup(
+        self,
+        config: Config,
+        visible_devices: str | None,
+        prompts: Mapping[str, Ref[PromptSource]],
+        key: str | None,
+    ) -> None:
+        """`key` is the API key of the server."""
         see_only(visible_devices)
 
         with self.spans.span("setup"):
@@ -46,54 +54,73 @@ class JudgeProcess(RunProcess):
             self.worker = build_judge(config, self.name, resolved, key)
 
     def score(self, given: list[Share], trajectories: TrajectoryBuffers) -> tuple[dict[int, float], dict[str, Metric]]:
-        """As JudgeWorker.score."""
+        """See JudgeWorker.score."""
         with self.spans.span("judge"), self.worker.judge.answerer.awake():
             return self.worker.score(given, trajectories)
+
+
+JudgeActor = ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)(JudgeProcess)
+
+
+class JudgeCalls(ProcessCalls):
+    """Calls to one judge process."""
+
+    def setup(
+        self,
+        config: Config,
+        visible_devices: str | None,
+        prompts: Mapping[str, Ref[PromptSource]],
+        key: str | None,
+    ) -> Ref[None]:
+        return self.handle.setup.remote(config, visible_devices, prompts, key)
+
+    def score(
+        self, given: list[Share], *trajectories: Ref[TrajectoryBuffers]
+    ) -> Ref[tuple[dict[int, float], dict[str, Metric]]]:
+        return self.handle.score.remote(given, *trajectories)
 
 
 @dataclass
 class JudgeGroup:
     """All judge engines: a ports.ResponseScorer."""
 
-    handles: list[Any]
+    processes: Sequence[JudgeCalls]
     watch: Watch
-    _figures: dict[str, Metric] = field(default_factory=dict, init=False)
+    _metrics: dict[str, Metric] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._delivery = Delivery(self.handles, self.watch)
+        self._delivery = Delivery(self.processes, self.watch)
 
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
-        """Every engine scores a part of about as many tokens; what it says goes into the tasks' records.
-
-        Shapes: float32 [B] per task.
-        """
+        """See ResponseScorer.score. Engines score parts with about equally many tokens, and put their answers into the
+        tasks' records."""
         scalars = [of_task for _, of_task in results]
-        by_judge = shares(tasks, scalars, len(self.handles))
+        by_judge = shares(tasks, scalars, len(self.processes))
         rows = [Rows.of(_rows(given, len(tasks))) for given in by_judge]
         trajectories = self._delivery.deliver([chunk for chunk, _ in results], rows)
         calls = [
-            handle.score.remote(given, *fetched)
-            for handle, given, fetched in zip(self.handles, by_judge, trajectories, strict=True)
+            process.score(given, *fetched)
+            for process, given, fetched in zip(self.processes, by_judge, trajectories, strict=True)
             if given
         ]
         scores: dict[int, float] = {}
-        for engine_scores, figures in self.watch.get(calls):
+        for engine_scores, metrics in self.watch.get(calls):
             scores |= engine_scores
             if all(task.prompt_set == "train" for task in tasks):
-                self._figures = merge_metrics([self._figures, figures])
+                self._metrics = merge_metrics([self._metrics, metrics])
         return join_scores(tasks, scalars, scores)
 
-    def take_figures(self) -> dict[str, Metric]:
-        """Of what was scored for training since the last call."""
-        figures, self._figures = self._figures, {}
-        return figures
+    def take_metrics(self) -> dict[str, Metric]:
+        """Metrics of scoring for training since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     def spans(self) -> list[Span]:
-        return drain_spans(self.watch, self.handles)
+        return drain_spans(self.watch, self.processes)
 
 
 def _rows(given: Sequence[Share], num_tasks: int) -> list[np.ndarray]:
-    """Of every task, none of those of which a judge has no share."""
+    """Rows of every task for one judge; empty for tasks of which it has no share."""
     rows = [np.empty(0, np.int64)] * num_tasks
     for share in given:
         rows[share.task] = share.part.rows
@@ -103,22 +130,26 @@ def _rows(given: Sequence[Share], num_tasks: int) -> list[np.ndarray]:
 def judge_role(config: JudgeConfig) -> Role:
     return Role(
         name="judge engine",
-        process=JudgeProcess,
+        actor=JudgeActor,
         guests=Guests("judge", config.num_engines, config.tp) if config.url is None else Guests("judge", 1),
         set_up=_set_up,
-        group=lambda handles, nodes, watch: JudgeGroup(handles, watch),
+        group=lambda processes, nodes, watch: JudgeGroup(_calls(processes), watch),
     )
 
 
-def _set_up(around: Surroundings, handles: list[Any], visible: Sequence[str | None]) -> list[Any]:
+def _set_up(context: SetUpContext, processes: Sequence[ProcessCalls], visible: Sequence[str | None]) -> list[Ref[None]]:
     return [
-        handle.setup.remote(around.config, devices, around.prompts, server_key(around.config.judge))
-        for handle, devices in zip(handles, visible, strict=True)
+        process.setup(context.config, devices, context.prompts, server_key(context.config.judge))
+        for process, devices in zip(_calls(processes), visible, strict=True)
     ]
 
 
+def _calls(processes: Sequence[ProcessCalls]) -> list[JudgeCalls]:
+    return [JudgeCalls(process.handle) for process in processes]
+
+
 def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource], key: str | None) -> JudgeWorker:
-    """`name` as in build_engine, `key` as in setup."""
+    """Build the judge of a process. `name` is the name of the process in messages, `key` the API key of a server."""
     answerer = _engine(config, name) if config.judge.url is None else _server(config, key)
     judge = Judge(answerer, score_reader(config.judge), config.judge, seed=config.run.seed)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
@@ -139,7 +170,7 @@ def _server(config: Config, key: str | None) -> ServerAnswerer:
 
 
 def _engine(config: Config, name: str) -> EngineAnswerer:
-    """On judge.hf_path with its weights, which stay as they are; it sleeps."""
+    """Build a sleeping engine on judge.hf_path. Its weights never change."""
     role = EngineRole.judge(config)
     hf_path = role.model.hf_path
     tokenizer = load_tokenizer(role.model.tokenizer_path or hf_path, role.tokenizer)

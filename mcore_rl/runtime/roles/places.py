@@ -7,17 +7,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayError
 
 from mcore_rl.processes.exits import Exits
+from mcore_rl.runtime.calls import ProcessCalls, Ref
 from mcore_rl.runtime.output import log_file
 from mcore_rl.runtime.roles.origins import first_line
-from mcore_rl.weights.transports.hosts import this_host
+from mcore_rl.weights.transports.hosts import Host, this_host
 
-# Ray's words for a process that ended itself by SystemExit.
+# Ray's message for a process that ended itself by SystemExit.
 _EXIT_CODE = re.compile(r"[Ee]xit code:? (\d+)")
 
 
@@ -26,52 +26,60 @@ class Places:
     """`logs` is the directory of log files; None: unknown."""
 
     logs: str | None = None
-    _calls: dict[Any, Any] = field(default_factory=dict, init=False)
-    """Handles by the call that asks for the place, while it runs."""
+    _calls: dict[Ref[tuple[Host, int]], ProcessCalls] = field(default_factory=dict, init=False)
+    """Calls that ask for a place and have not ended."""
     _hosts: dict[int, str] = field(default_factory=dict, init=False)
-    """By id of the handle."""
+    """Host names by id of the process's calls object."""
     _exits: Exits = field(default_factory=Exits, init=False)
 
-    def ask(self, handles: Sequence[Any]) -> None:
-        """Ask processes where they run, without waiting; `update` takes the answers."""
-        self._calls |= {handle.where.remote(): handle for handle in handles}
+    def ask(self, processes: Sequence[ProcessCalls]) -> None:
+        """Ask processes for their places without waiting; `update` takes the answers."""
+        self._calls |= {process.where(): process for process in processes}
 
     def update(self) -> None:
-        """Take the answers that have come. It does not wait."""
+        """Take the answers that have arrived. It does not wait."""
         if not self._calls:
             return
         ended, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
         for call in ended:
-            handle = self._calls.pop(call)
-            with contextlib.suppress(RayError):  # it is dead
+            process = self._calls.pop(call)
+            with contextlib.suppress(RayError):  # the process is dead
                 host, pid = ray.get(call)
-                self._hosts[id(handle)] = host.name
+                self._hosts[id(process)] = host.name
                 if host == this_host():
-                    self._exits.follow(id(handle), pid)
+                    self._exits.follow(id(process), pid)
 
-    def forget(self, handle: Any) -> None:
+    def forget(self, process: ProcessCalls) -> None:
         """Drop a process that was replaced."""
-        self._hosts.pop(id(handle), None)
-        self._exits.forget(id(handle))
+        self._hosts.pop(id(process), None)
+        self._exits.forget(id(process))
 
-    def death(self, handle: Any, name: str, error: RayError) -> str:
+    def death(self, process: ProcessCalls, name: str, error: RayError) -> str:
         """`killed by SIGKILL (host node3, log logs/trainer_rank_1.log)`, for the process `name` whose call failed with
         `error`."""
         self.update()
-        how = self._exits.status(id(handle))
+        how = self._exits.status(id(process))
         if how is None:
             how = _from_ray(error)
         elif isinstance(error, OutOfMemoryError):  # Ray itself has killed it
             how = f"{how}; {first_line(error)}"
-        host = self._hosts.get(id(handle))
-        # On several hosts the name has the host already.
+        return how + self.described([(name, process)])
+
+    def described(self, processes: Sequence[tuple[str, ProcessCalls]]) -> str:
+        """` (host node3, log logs/trainer_rank_1.log)` for processes with their names; "" if nothing is known."""
+        places = [place for name, process in processes if (place := self._described(name, process))]
+        return f" ({'; '.join(places)})" if places else ""
+
+    def _described(self, name: str, process: ProcessCalls) -> str:
+        host = self._hosts.get(id(process))
+        # In a run with several hosts, the name contains the host.
         where = [] if host is None or name.endswith(f" on {host}") else [f"host {host}"]
         if self.logs is not None:
             where.append(f"log {log_file(Path(self.logs), name.partition(' on ')[0])}")
-        return f"{how} ({', '.join(where)})" if where else how
+        return ", ".join(where)
 
 
 def _from_ray(error: RayError) -> str:
-    """The exit code, where Ray knows it, else the first line of its message."""
+    """The exit code if Ray knows it, else the first line of its message."""
     found = _EXIT_CODE.search(str(error))
     return f"exit code {found[1]}" if found is not None else first_line(error)

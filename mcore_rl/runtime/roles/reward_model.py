@@ -1,28 +1,32 @@
-"""The reward model's processes, and the driver's handle of them, which scores tasks of the rollout."""
+"""Ranks of the reward model: their process, the calls to it, and their group, which scores tasks of the rollout."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.data.trajectories import split_rows
+from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.ports import ResponseScorer
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.rewards.task_parts import TaskPart, join_scores, split_tasks
+from mcore_rl.runtime.calls import ProcessCalls, Ref
 from mcore_rl.runtime.delivery import Delivery, Rows
-from mcore_rl.runtime.fanout import FanOut
+from mcore_rl.runtime.fanout import GroupCall
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.roles.base import RankMap, RankProcess, Role, Surroundings, drain_spans, see_only, set_up_ranks
+from mcore_rl.runtime.roles.base import RankProcess, see_only
+from mcore_rl.runtime.roles.groups import RankCalls, RankMap, drain_spans
 from mcore_rl.runtime.roles.origins import marks_errors
+from mcore_rl.runtime.roles.role import Role, SetUpContext
 from mcore_rl.types import RolloutResult, RolloutTask, Span, TrajectoryBuffers
 
 
-@ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
 @marks_errors
 class RewardModelProcess(RankProcess):
     """One rank of the reward model."""
@@ -34,7 +38,7 @@ class RewardModelProcess(RankProcess):
         world_size: int,
         init_method: str,
         visible_devices: str | None,
-        prompts: Mapping[str, Any],
+        prompts: Mapping[str, Ref[PromptSource]],
     ) -> None:
         see_only(visible_devices)
         from mcore_rl.megatron.roles.reward_model import MegatronRewardModel
@@ -42,14 +46,14 @@ class RewardModelProcess(RankProcess):
 
         with self.spans.span("setup"):
             self.inputs = RewardInputs(config.reward_model, config.model, config.rollout)
-            # The tokens of a trajectory say it all; only a conversation that is encoded anew needs its prompt.
+            # Only a conversation that is encoded again needs its prompt; otherwise the trajectory's tokens suffice.
             self.prompts = {name: ray.get(ref) for name, ref in prompts.items()} if self.inputs.reencoded else {}
             self.model = MegatronRewardModel(config, rank, world_size, init_method)
         self.model.memory.span = self.spans.span
 
     def score(self, parts: list[TaskPart], *trajectories: TrajectoryBuffers) -> dict[int, float]:
-        """Scores by number, on ranks of the last stage; the trajectories are those of the parts, one after the other,
-        and absent where these are empty."""
+        """Scores by number, on ranks of the last stage. `trajectories` is one object with the rows of all parts in
+        order, or nothing if the parts are empty."""
         with self.spans.span("score"):
             sequences: dict[int, np.ndarray] = {}
             counts = [len(part.rows) for part in parts]
@@ -61,51 +65,81 @@ class RewardModelProcess(RankProcess):
             return self.model.score(sequences)
 
 
+RewardModelActor = ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)(RewardModelProcess)
+
+
+class RewardModelRankCalls(ProcessCalls):
+    """Calls to one rank of the reward model."""
+
+    def setup(
+        self,
+        config: Config,
+        rank: int,
+        world_size: int,
+        init_method: str,
+        visible_devices: str | None,
+        prompts: Mapping[str, Ref[PromptSource]],
+    ) -> Ref[None]:
+        return self.handle.setup.remote(config, rank, world_size, init_method, visible_devices, prompts)
+
+
+class RewardModelCalls(RankCalls):
+    """Calls to all ranks of the reward model."""
+
+    def score(
+        self, arguments: Sequence[tuple[list[TaskPart], *tuple[Ref[TrajectoryBuffers], ...]]]
+    ) -> GroupCall[dict[int, float]]:
+        return self.call_each(RewardModelProcess.score, arguments)
+
+
 @dataclass
 class RewardModelGroup:
     """All ranks of the reward model: a ports.ResponseScorer."""
 
-    handles: list[Any]
+    processes: Sequence[ProcessCalls]
     nodes: Sequence[int]
-    """Of each rank."""
     ranks: RankMap
     watch: Watch
 
-    def __post_init__(self) -> None:
-        self._fan_out = FanOut(self.handles, self.nodes)
-        readers = [self.handles[speaker] for speaker in self.ranks.speakers]
-        self._delivery = Delivery(readers, self.watch)
+    @cached_property
+    def calls(self) -> RewardModelCalls:
+        return RewardModelCalls(self.processes, self.nodes, self.watch)
+
+    @cached_property
+    def _delivery(self) -> Delivery:
+        return Delivery([self.processes[rank] for rank in self.ranks.reporting], self.watch)
 
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
-        """Every data-parallel rank scores a part of about as many tokens. Shapes: float32 [B] per task.
-
-        Raises: NonFiniteError naming the response.
-        """
-        parts = split_tasks(tasks, [scalars for _, scalars in results], len(self.ranks.speakers))
-        chunks = [chunk for chunk, _ in results]
-        trajectories = self._delivery.deliver(chunks, [Rows.of([part.rows for part in of_rank]) for of_rank in parts])
+        """See ResponseScorer.score. Data-parallel ranks score parts with about equally many tokens."""
+        scalars = [of_task for _, of_task in results]
+        parts = split_tasks(tasks, scalars, len(self.ranks.reporting))
+        rows = [Rows.of([part.rows for part in of_rank]) for of_rank in parts]
+        trajectories = self._delivery.deliver([chunk for chunk, _ in results], rows)
         given = [[part for part in of_rank if len(part.rows)] for of_rank in parts]
-        calls = self._fan_out.begin("score", [(given[dp], *trajectories[dp]) for dp in self.ranks.dp_rank_of])
-        scores_by_rank = calls.results(self.watch.get(calls.references))
-        scores = {number: score for speaker in self.ranks.speakers for number, score in scores_by_rank[speaker].items()}
-        return join_scores(tasks, [scalars for _, scalars in results], scores)
+        by_rank = self.calls.score([(given[dp], *trajectories[dp]) for dp in self.ranks.dp_rank_of]).results()
+        scores = {number: score for rank in self.ranks.reporting for number, score in by_rank[rank].items()}
+        return join_scores(tasks, scalars, scores)
 
     def spans(self) -> list[Span]:
-        return drain_spans(self.watch, self.handles)
+        return drain_spans(self.watch, self.processes)
 
 
 def reward_model_role(ranks: RankMap) -> Role:
     return Role(
         name="reward model rank",
-        process=RewardModelProcess,
+        actor=RewardModelActor,
         guests=Guests("reward_model", len(ranks.dp_rank_of)),
         set_up=_set_up,
-        group=lambda handles, nodes, watch: RewardModelGroup(handles, nodes, ranks, watch),
+        group=lambda processes, nodes, watch: RewardModelGroup(processes, nodes, ranks, watch),
     )
 
 
-def _set_up(around: Surroundings, handles: list[Any], visible: Sequence[str | None]) -> list[Any]:
-    return set_up_ranks(around, handles, visible, around.prompts)
+def _set_up(context: SetUpContext, processes: Sequence[ProcessCalls], visible: Sequence[str | None]) -> list[Ref[None]]:
+    address, size = context.rendezvous(processes), len(processes)
+    return [
+        RewardModelRankCalls(process.handle).setup(context.config, rank, size, address, devices, context.prompts)
+        for rank, (process, devices) in enumerate(zip(processes, visible, strict=True))
+    ]
 
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from mcore_rl.rollout.tasks import GivenUp, Tail, Until, share
+from mcore_rl.runtime.engines.calls import EngineCalls
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
@@ -16,66 +17,59 @@ from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingO
 SAMPLES = 2
 
 
-class GiveUp:
-    """What a process is asked for; it answers when the test's Watch says so."""
+@dataclass(frozen=True)
+class Call:
+    """A call of a process, which ends when the fake Watch says so."""
 
-    def __init__(self, process: Process) -> None:
-        self.process = process
-
-    def remote(self, free: int) -> tuple[int, GiveUp, int]:
-        self.process.asked += 1
-        return id(self.process), self, free
+    process_id: int
+    number: int
 
 
-class Begin:
-    """What brings a process tasks while its run is under way."""
-
-    def __init__(self, process: Process) -> None:
-        self.process = process
-
-    def remote(self, tasks: list[tuple[int, RolloutTask]]) -> tuple[int, Begin, int]:
-        self.process.take(tasks)
-        self.process.begins += 1
-        return id(self.process), self, self.process.begins
+class Run(Call):
+    """Waits for finished tasks."""
 
 
-@dataclass
-class Sleep:
-    """The call that puts a process to sleep."""
-
-    process: Process
-
-    def remote(self, keep_weights: bool) -> int:
-        self.process.sleeps += 1
-        return 0
+class Begin(Call):
+    """Brings tasks while `run` waits."""
 
 
-class Process:
-    """An engine's process: runs are noted, and end when the test's Watch says so. Of its tasks the oldest has begun,
-    and those that it had at its last report."""
+@dataclass(frozen=True)
+class GiveUp(Call):
+    """Asks for unstarted requests."""
+
+    free: int
+
+
+class Process(EngineCalls):
+    """Process of a fake engine. It notes its calls; they end when the test's Watch says so. The oldest of its tasks has
+    started, and all that it had at its last report."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.runs, self.forgotten = name, 0, []
-        self.received = self.begun = self.asked = self.answers = self.begins = self.sleeps = 0
+        super().__init__(cast(Any, None))
+        self.name, self.released = name, list[int]()
+        self.runs = self.received = self.begun = self.asked = self.answers = self.begins = self.sleeps = 0
         self.given: list[RolloutTask] = []
         self.left: list[tuple[int, int]] = []
-        """Number and key of tasks that have not ended."""
+        """Number and key of unfinished tasks."""
 
-    @property
-    def run(self) -> Process:
-        return self
+    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, released: list[int]) -> Any:
+        self.take(tasks)
+        self.released.extend(released)
+        self.runs += 1
+        return Run(id(self), self.runs)
 
-    @property
-    def begin(self) -> Begin:
-        return Begin(self)
+    def begin(self, tasks: list[tuple[int, RolloutTask]]) -> Any:
+        self.take(tasks)
+        self.begins += 1
+        return Begin(id(self), self.begins)
 
-    @property
-    def give_up(self) -> GiveUp:
-        return GiveUp(self)
+    def give_up(self, free: int) -> Any:
+        self.asked += 1
+        return GiveUp(id(self), self.asked, free)
 
-    @property
-    def sleep(self) -> Sleep:
-        return Sleep(self)
+    def sleep(self, keep_weights: bool) -> Any:
+        self.sleeps += 1
+        return 0
 
     def answer(self, free: int) -> GivenUp:
         self.answers += 1
@@ -93,12 +87,6 @@ class Process:
         unbegun = sum(tail.last - tail.first for tail in tails) - sum(tail.last - tail.first for tail in chosen)
         return GivenUp([(tail.task, tail.first) for tail in chosen], unbegun)
 
-    def remote(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> tuple[int, int]:
-        self.take(tasks)
-        self.forgotten += forget
-        self.runs += 1
-        return id(self), self.runs
-
     def take(self, tasks: list[tuple[int, RolloutTask]]) -> None:
         for number, task in tasks:
             self.received += task.num_responses
@@ -108,26 +96,32 @@ class Process:
 
 @dataclass
 class Start:
+    """An EngineStart."""
+
     name: str
-    processes: list[Process] = field(default_factory=list)
+    all: list[Process] = field(default_factory=list)
     killed: list[Process] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.again()
 
     @property
-    def handles(self) -> list[Any]:
-        return [self.processes[-1]]
+    def leader(self) -> Process:
+        return self.all[-1]
+
+    @property
+    def processes(self) -> list[Process]:
+        return self.all[-1:]
 
     @property
     def journal(self) -> str:
-        return f"{self.name}.{len(self.processes)}"
+        return f"{self.name}.{len(self.all)}"
 
     def kill(self) -> None:
-        self.killed.append(self.processes[-1])
+        self.killed.append(self.leader)
 
-    def again(self) -> str:
-        self.processes.append(Process(self.name))
+    def again(self) -> Any:
+        self.all.append(Process(self.name))
         return f"{self.name} starts"
 
 
@@ -141,11 +135,11 @@ class Watch:
         """Engines whose set-up ends when somebody waits for it."""
 
     def process(self, process_id: int) -> Process:
-        return next(p for start in self.starts for p in start.processes if id(p) == process_id)
+        return next(p for start in self.starts for p in start.all if id(p) == process_id)
 
     def present(self, name: str) -> Process:
         """The process that has the name now."""
-        return next(start for start in self.starts if start.name == name).processes[-1]
+        return next(start for start in self.starts if start.name == name).leader
 
     def lost(self, process: Process) -> str | None:
         return self.dead.get(id(process))

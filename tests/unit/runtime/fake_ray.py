@@ -6,9 +6,11 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from ray.exceptions import ActorDiedError, GetTimeoutError
+
+from mcore_rl.runtime.calls import ProcessCalls
 
 
 class Call:
@@ -78,22 +80,26 @@ class Ray:
         return call.answer
 
 
-class Remote:
-    """A method of a process."""
-
-    def __init__(self, call: Callable[..., Call]) -> None:
-        self.remote = call
-
-
-class Process:
-    """Answers at once, or as what is derived from it says; all that it has not answered fails when it dies."""
+class Process(ProcessCalls):
+    """A fake process that answers at once, or as a subclass does; its unanswered calls fail when it dies."""
 
     def __init__(self, ray: Ray) -> None:
-        self.ray, self.dead, self.open = ray, False, []
-        self._actor_id = id(self)
-        self.watch = Remote(self.open_call)
-        self.seconds_stuck = Remote(lambda: self.ended(0.0))
-        self.pending_collectives = Remote(lambda: self.ended([]))
+        super().__init__(cast(Any, None))
+        self.ray, self.dead, self.open = ray, False, list[Call]()
+        self.is_stopped = False
+
+    @property
+    def actor_id(self) -> int:
+        return id(self)
+
+    def watch(self) -> Any:
+        return self.open_call()
+
+    def seconds_stuck(self) -> Any:
+        return self.open_call() if self.is_stopped else self.ended(0.0)
+
+    def pending_collectives(self) -> Any:
+        return self.ended([])
 
     def open_call(self) -> Call:
         """It has no answer yet."""

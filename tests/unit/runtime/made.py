@@ -16,6 +16,6 @@ TASK = RolloutTask("train", NONE, NONE, 1, SamplingOptions(4), 1)
 
 
 def chunk(
-    producer: str, handle: Any, key: int, renew: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
+    producer: str, calls: Any, key: int, renew: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
 ) -> BuffersRef:
-    return BuffersRef(Chunk([Part(Place(producer, handle, key), 0, ROWS, (0, ROWS))], TASK, renew))
+    return BuffersRef(Chunk([Part(Place(producer, calls, key), 0, ROWS, (0, ROWS))], TASK, renew))

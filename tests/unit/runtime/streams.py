@@ -47,8 +47,8 @@ class StreamWatch(Watch):
 
     def waiting_call(self, process: Process) -> Any:
         """The one that waits until something ends there."""
-        of_process = [call for call in self.attendant.calls() if call[0] == id(process)]
-        [call] = [call for call in of_process if not isinstance(call[1], Begin)]
+        of_process = [call for call in self.attendant.calls() if call.process_id == id(process)]
+        [call] = [call for call in of_process if not isinstance(call, Begin)]
         return call
 
     def finish(self, name: str, *places: int) -> Any:
@@ -67,9 +67,9 @@ class StreamWatch(Watch):
         """Of a call that has ended."""
         if call in self.answers:
             return self.answers.pop(call)
-        if call[0] in self.killed:
+        if call.process_id in self.killed:
             raise WorkerDiedError("a process died")
-        assert isinstance(call[1], Begin)
+        assert isinstance(call, Begin)
         return None
 
     def wait(self, calls: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
@@ -85,13 +85,13 @@ class StreamWatch(Watch):
 
     def _finish_some(self, chance: random.Random) -> None:
         for call in self.attendant.calls():
-            process = self.process(call[0])
+            process = self.process(call.process_id)
             count = chance.randint(0, len(process.left))
             if count and process is self.present(process.name) and not self._has_ended(call):
                 self.finish(process.name, *chance.sample(range(len(process.left)), count))
 
     def _has_ended(self, call: Any) -> bool:
-        return isinstance(call[1], Begin) or call in self.answers or call[0] in self.killed
+        return isinstance(call, Begin) or call in self.answers or call.process_id in self.killed
 
 
 class Once(dict[int, RolloutResult]):
@@ -120,14 +120,14 @@ def begin(stream: Scheduler, sizes: Sequence[int], results: dict[int, RolloutRes
 
 def finish_all(stream: Scheduler, watch: StreamWatch) -> None:
     """All tasks that engines have end at once."""
-    processes = [engine.handle for engine in stream.fleet.engines if engine.handle.left]
+    processes = [engine.calls for engine in stream.fleet.engines if engine.calls.left]
     calls = [watch.finish(process.name, *range(len(process.left))) for process in processes]
     stream.ended(calls)
 
 
 def tickets(watch: StreamWatch) -> list[list[int]]:
     """Of the tasks that each engine has."""
-    return [[ticket for ticket, _ in start.processes[-1].left] for start in watch.starts]
+    return [[ticket for ticket, _ in start.leader.left] for start in watch.starts]
 
 
 def producers(results: dict[int, RolloutResult]) -> dict[int, str]:

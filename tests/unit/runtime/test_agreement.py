@@ -53,8 +53,11 @@ def test_hosts_that_have_the_same_pass_and_leave_nothing(config: Config) -> None
         (lambda q: {"missing_interface": "GLOO_SOCKET_IFNAME=ib7: node7 has no such"}, "ib7: node7 has no such"),
         (lambda q: {"seconds": answer(q).seconds - 40}, r"clocks of .* and node7 are \d\d s apart"),
         (lambda q: {"seconds": answer(q).seconds + 40}, r"clocks of .* and node7 are \d\d s apart"),
-        (lambda q: {"files": answer(q).files | {"model.hf_path": "nothing"}}, r"model\.hf_path=.* is not on node7"),
-        (lambda q: {"files": answer(q).files | {"reward.function": "x"}}, r"reward\.function=.* is another on node7"),
+        (
+            lambda q: {"files": answer(q).files | {"model.hf_path": "nothing"}},
+            r"model\.hf_path=.* does not exist on node7",
+        ),
+        (lambda q: {"files": answer(q).files | {"reward.function": "x"}}, r"reward\.function=.* differs between node7"),
     ],
 )
 def test_what_differs_is_named(config: Config, changes: Callable[[Question], dict[str, Any]], message: str) -> None:
@@ -83,7 +86,7 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert missing_interface() == ""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
-    assert re.search(r"GLOO_SOCKET_IFNAME=ib7: .* has no such interface, but .*lo.* leave it out", missing_interface())
+    assert re.search(r"GLOO_SOCKET_IFNAME=ib7: .* has no such interface, only .*lo.* unset it", missing_interface())
 
 
 class _Taken(socket.socket):
@@ -110,7 +113,7 @@ def test_where_no_port_below_the_kernels_is_free_it_is_asked_for_one(monkeypatch
 
 def test_a_host_without_a_free_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "socket", _Taken)
-    with pytest.raises(ConfigError, match=rf"{socket.gethostname()}: no port is free .* end what holds them"):
+    with pytest.raises(ConfigError, match=rf"{socket.gethostname()}: no port is free .* end processes that hold ports"):
         free_port()
 
 

@@ -13,13 +13,14 @@ import pytest
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.tasks import Until
 from mcore_rl.runtime import health
+from mcore_rl.runtime.engines.calls import EngineCalls
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import Report
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER, Watch
 from mcore_rl.types import RolloutResult, RolloutScalars
 from tests.unit.runtime.engines import scalars_of, tasks_of
-from tests.unit.runtime.fake_ray import Call, Process, Ray, Remote
+from tests.unit.runtime.fake_ray import Call, Process, Ray
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def watch_of(ray: Ray, names: Sequence[str] = (), **options: Any) -> tuple[Watch
 
 
 @pytest.mark.parametrize("count", [1, 5, 15, 16, 17, 31, 32, 60, 200])
-def test_calls_of_the_attendant_end_beside_those_that_are_waited_for_each_once(ray: Ray, count: int) -> None:
+def test_attendant_receives_each_ended_call_once(ray: Ray, count: int) -> None:
     watch, _ = watch_of(ray, ["rank 0"])
     own = [ray.call(0.03 * number, "own") for number in range(count)]
     clerk = watch.attendant = Clerk(ray, list(own))
@@ -72,7 +73,7 @@ def test_calls_of_the_attendant_end_beside_those_that_are_waited_for_each_once(r
     assert ray.seconds == pytest.approx(9.0)
 
 
-def test_what_the_attendant_begins_in_a_wait_is_waited_for_in_the_same(ray: Ray) -> None:
+def test_calls_begun_in_a_wait_are_awaited_in_it(ray: Ray) -> None:
     watch, _ = watch_of(ray)
     clerk = watch.attendant = Clerk(ray, [ray.call(0.1)])
     clerk.then = lambda: clerk.own.append(ray.call(0.1))
@@ -80,7 +81,7 @@ def test_what_the_attendant_begins_in_a_wait_is_waited_for_in_the_same(ray: Ray)
     assert clerk.at == [round(0.1 * number, 3) for number in range(1, 11)]
 
 
-def test_nobody_but_the_attendant_has_to_be_waited_for(ray: Ray) -> None:
+def test_wait_without_refs_serves_the_attendant(ray: Ray) -> None:
     watch, _ = watch_of(ray)
     clerk = watch.attendant = Clerk(ray, [ray.call(0.2), ray.call(3.0)])
     assert watch.wait([], 0) == ([], [])
@@ -92,14 +93,14 @@ def test_nobody_but_the_attendant_has_to_be_waited_for(ray: Ray) -> None:
     assert clerk.at == [0.2, 3.0]
 
 
-def test_a_call_that_is_waited_for_comes_at_once_where_the_attendant_has_few(ray: Ray) -> None:
+def test_get_returns_at_once_with_few_attendant_calls(ray: Ray) -> None:
     watch, _ = watch_of(ray)
     watch.attendant = Clerk(ray, [ray.call(60.0) for _ in range(2 * PART_OF_CALLS - 1)])
     assert watch.get([ray.call(0.3, "done")]) == ["done"]
     assert ray.seconds == pytest.approx(0.3)
 
 
-def test_many_calls_of_the_attendant_wait_a_little_for_each_other(ray: Ray) -> None:
+def test_many_attendant_calls_are_gathered(ray: Ray) -> None:
     watch, _ = watch_of(ray)
     soon = [ray.call(0.001 * number) for number in range(1, 5)]
     others = [ray.call(0.21), ray.call(0.22)]  # in one of the times to gather
@@ -114,7 +115,7 @@ def test_many_calls_of_the_attendant_wait_a_little_for_each_other(ray: Ray) -> N
     assert clerk.at[-1] <= 0.21 + SECONDS_TO_GATHER
 
 
-def test_what_has_ended_beside_the_others_is_handed_over_with_them(ray: Ray) -> None:
+def test_calls_that_ended_meanwhile_are_handed_over_together(ray: Ray) -> None:
     """Each look costs as much as there are calls."""
     watch, _ = watch_of(ray)
     clerk = watch.attendant = Clerk(ray, [ray.call(0.1) for _ in range(10)])
@@ -132,7 +133,7 @@ def wait_long(ray: Ray, watch: Watch, waiting: bool) -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("waiting", [False, True])
-def test_a_death_is_noticed_while_the_attendant_has_calls(ray: Ray, busy: bool, waiting: bool) -> None:
+def test_death_is_noticed_despite_attendant_calls(ray: Ray, busy: bool, waiting: bool) -> None:
     """Also where its calls end all the time, and no wait takes long."""
     watch, processes = watch_of(ray, ["rank 0", "rank 1"])
     clerk = watch.attendant = Clerk(ray, [ray.call(0.1 if busy else 1000.0)])
@@ -145,16 +146,16 @@ def test_a_death_is_noticed_while_the_attendant_has_calls(ray: Ray, busy: bool, 
 
 
 @pytest.mark.parametrize("waiting", [False, True])
-def test_a_process_that_does_not_answer_is_noticed_while_the_attendant_has_calls(ray: Ray, waiting: bool) -> None:
+def test_silent_process_is_noticed_despite_attendant_calls(ray: Ray, waiting: bool) -> None:
     watch, processes = watch_of(ray, ["rank 0", "rank 1"], timeout_seconds=20.0)
     watch.attendant = Clerk(ray, [ray.call(1000.0)])
     silent = processes["rank 0"]
-    ray.after(10.0, lambda: setattr(silent, "seconds_stuck", Remote(silent.open_call)))
+    ray.after(10.0, lambda: stop(silent))
     with pytest.raises(WorkerDiedError, match="rank 0 did not answer for 20 s"):
         wait_long(ray, watch, waiting)
 
 
-def test_what_the_attendant_raises_ends_the_wait_of_whoever_waits(ray: Ray) -> None:
+def test_error_of_the_attendant_ends_the_wait(ray: Ray) -> None:
     watch, _ = watch_of(ray)
 
     def fail() -> None:
@@ -165,32 +166,31 @@ def test_what_the_attendant_raises_ends_the_wait_of_whoever_waits(ray: Ray) -> N
         watch.get([ray.call(9.0)])
 
 
-def test_without_calls_of_an_attendant_as_many_come_as_were_asked_for(ray: Ray) -> None:
+def test_wait_without_attendant_calls_returns_num_returns(ray: Ray) -> None:
     watch, _ = watch_of(ray)
     watch.attendant = Clerk(ray, [])
     calls = [ray.call(0.1 * number) for number in range(4)]
     assert watch.wait(calls, 2) == (calls[:2], calls[2:])
 
 
-class Engine(Process):
-    """Its tasks take a second each, beside each other."""
+class Engine(Process, EngineCalls):
+    """An engine whose tasks take a second each, concurrently."""
 
     def __init__(self, ray: Ray) -> None:
         super().__init__(ray)
         self.runs, self._done, self._waiting = 0, [], None
         self._requests_received = self._requests_ended = 0
-        self.run, self.begin = Remote(self._run), Remote(self._begin)
 
-    def _begin(self, tasks: Sequence[Any]) -> Call:
+    def begin(self, tasks: Sequence[Any]) -> Any:
         self._requests_received += sum(task.num_responses for _, task in tasks)
         for number, task in tasks:
             self.ray.after(1.0, partial(self._end, number, scalars_of(task)))
         return self.ended(None)
 
-    def _run(self, tasks: Sequence[Any], until: Until, forget: Sequence[int]) -> Call:
+    def run(self, tasks: Sequence[Any], until: Until, released: Sequence[int]) -> Any:
         assert until is Until.ANY
         self.runs += 1
-        self._begin(tasks)
+        self.begin(tasks)
         self._waiting = self.open_call()
         self._tell()
         return self._waiting
@@ -216,29 +216,33 @@ class Start:
     watch: Watch
     ray: Ray
     journal: str | None = None
-    handles: list[Any] = field(default_factory=list)
+    leader: Engine = field(init=False)
     lost: list[Engine] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.handles = [Engine(self.ray)]
-        self.watch.add(self.name, self.handles[0])
+        self.leader = Engine(self.ray)
+        self.watch.add(self.name, self.leader)
+
+    @property
+    def processes(self) -> list[Engine]:
+        return [self.leader]
 
     def kill(self) -> None:
-        self.handles[0].die()
+        self.leader.die()
 
-    def again(self) -> Call:
-        [before] = self.handles
+    def again(self) -> Any:
+        before = self.leader
         self.kill()
         self.lost.append(before)
-        self.handles = [Engine(self.ray)]
-        self.watch.replace(before, self.handles[0])
+        self.leader = Engine(self.ray)
+        self.watch.replace(before, self.leader)
         return self.ray.call(3.0)
 
 
 def stream_of(ray: Ray, num_engines: int) -> tuple[Scheduler, list[Start], Watch]:
     watch = Watch()
     starts = [Start(f"engine {number}", watch, ray) for number in range(num_engines)]
-    watch.let_die([start.handles[0] for start in starts])
+    watch.allow_failure([start.leader for start in starts])
     engines = [FleetEngine(number, start) for number, start in enumerate(starts)]
     fleet = Fleet(engines, watch, num_engines, note=lambda line: None)
     scheduler = Scheduler(fleet, 8, streaming=True, supply=lambda: fleet.mark_supplied(fleet.up()))
@@ -246,15 +250,15 @@ def stream_of(ray: Ray, num_engines: int) -> tuple[Scheduler, list[Start], Watch
 
 
 @pytest.mark.parametrize("dying", [(0,), (2,), (0, 1), (1, 0), (0, 2), (2, 0), (2, 1), (0, 1, 2)])
-def test_engines_that_die_at_once_are_all_replaced(ray: Ray, dying: tuple[int, ...]) -> None:
+def test_engines_that_die_together_are_all_replaced(ray: Ray, dying: tuple[int, ...]) -> None:
     """As when a host dies with several of them."""
     stream, starts, _ = stream_of(ray, 3)
-    ray.after(0.5, lambda: [starts[number].handles[0].die() for number in dying] and None)
+    ray.after(0.5, lambda: [starts[number].leader.die() for number in dying] and None)
     assert [scalars.group_ids[0] for _, scalars in stream.run(tasks_of(9))] == list(range(9))
     assert [len(start.lost) for start in starts] == [int(number in dying) for number in range(3)]
 
 
-def test_an_engine_that_is_not_up_in_time_starts_once_more_and_one_that_is_gets_weights(ray: Ray) -> None:
+def test_engine_that_misses_its_start_deadline_starts_again(ray: Ray) -> None:
     """Its start takes 3 seconds."""
     stream, starts, watch = stream_of(ray, 2)
     pool, watch.start_seconds = stream.fleet, 2.0
@@ -268,32 +272,32 @@ def test_an_engine_that_is_not_up_in_time_starts_once_more_and_one_that_is_gets_
     assert len(starts[0].lost) == 2
 
 
-def test_every_engine_that_died_is_lost_whichever_is_asked_about_first(ray: Ray) -> None:
+def test_is_lost_is_true_for_every_dead_engine(ray: Ray) -> None:
     """Also without a stream: one death does not explain the failure of another engine."""
     stream, starts, _ = stream_of(ray, 3)
-    starts[0].handles[0].die()
-    starts[2].handles[0].die()
+    starts[0].leader.die()
+    starts[2].leader.die()
     assert [stream.fleet.is_lost(stream.fleet.engines[number]) for number in (2, 0, 1)] == [True, True, False]
 
 
-def test_engines_that_die_one_after_the_other_while_the_trainer_is_waited_for_are_all_replaced_then(ray: Ray) -> None:
+def test_engines_that_die_during_another_wait_are_replaced_later(ray: Ray) -> None:
     stream, starts, watch = stream_of(ray, 3)
     results: dict[int, RolloutResult] = {}
     for task in tasks_of(9):
         stream.begin(task, results)
-    ray.after(0.5, starts[2].handles[0].die)
-    ray.after(0.7, starts[0].handles[0].die)
+    ray.after(0.5, starts[2].leader.die)
+    ray.after(0.7, starts[0].leader.die)
     assert watch.get([ray.call(100.0, "trained")]) == ["trained"]
     assert len(results) == 3
     assert [len(start.lost) for start in starts] == [0, 0, 0]
-    assert (starts[0].handles[0].runs, starts[2].handles[0].runs) == (1, 1)  # nobody asks them again and again
+    assert (starts[0].leader.runs, starts[2].leader.runs) == (1, 1)  # nobody asks them again and again
     assert ray.waits < 600
     while len(results) < 9:
         stream.wait()
     assert [len(start.lost) for start in starts] == [1, 0, 1]
 
 
-def test_a_process_that_was_replaced_is_not_asked_what_became_of_it(ray: Ray) -> None:
+def test_failed_call_of_a_replaced_process_waits_for_no_death(ray: Ray) -> None:
     """Its calls fail, and no death is left that would explain it."""
     stream, starts, watch = stream_of(ray, 2)
     results: dict[int, RolloutResult] = {}
@@ -309,14 +313,14 @@ def test_a_process_that_was_replaced_is_not_asked_what_became_of_it(ray: Ray) ->
 
 def stop(process: Process) -> None:
     """As SIGSTOP: it is not dead, and answers nothing."""
-    process.seconds_stuck = Remote(process.open_call)
+    process.is_stopped = True
 
 
 @pytest.mark.parametrize("role", ["owes the result", "is needed by another process"])
 def test_get_of_a_stopped_replaceable_process_raises_in_time(ray: Ray, role: str) -> None:
     watch, processes = watch_of(ray, ["rank 0", "engine 0", "engine 1"], timeout_seconds=20.0)
     rank, engine = processes["rank 0"], processes["engine 0"]
-    watch.let_die([engine, processes["engine 1"]])
+    watch.allow_failure([engine, processes["engine 1"]])
     ray.after(15.0, lambda: stop(engine))
     call, needs = (engine.open_call(), []) if role == "owes the result" else (rank.open_call(), [engine])
     with pytest.raises(WorkerDiedError, match="engine 0 did not answer for 20 s"):
@@ -328,7 +332,7 @@ def test_get_of_a_stopped_replaceable_process_raises_in_time(ray: Ray, role: str
 
 def test_get_ignores_a_lost_process_that_owes_nothing(ray: Ray) -> None:
     watch, processes = watch_of(ray, ["rank 0", "engine 0"], timeout_seconds=20.0)
-    watch.let_die([processes["engine 0"]])
+    watch.allow_failure([processes["engine 0"]])
     ray.after(15.0, lambda: stop(processes["engine 0"]))
     assert watch.get([ray.call(90.0, "trained")]) == ["trained"]
     assert watch.any_lost
@@ -336,7 +340,7 @@ def test_get_ignores_a_lost_process_that_owes_nothing(ray: Ray) -> None:
 
 def test_get_with_a_replaced_process_in_needs_raises_at_once(ray: Ray) -> None:
     watch, processes = watch_of(ray, ["rank 0", "engine 0"])
-    watch.let_die([processes["engine 0"]])
+    watch.allow_failure([processes["engine 0"]])
     watch.replace(processes["engine 0"], Process(ray))
     with pytest.raises(WorkerDiedError, match="replaced"):
         watch.get([processes["rank 0"].open_call()], [processes["engine 0"]])

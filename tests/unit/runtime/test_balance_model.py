@@ -206,7 +206,7 @@ def lengths_of(seed: int, groups: int, samples: int, spread: float = 1.0) -> np.
     mean_delay=st.sampled_from([0.0, 0.1, 5.0, 100.0]),
     num_deaths=st.integers(0, 2),
 )
-def test_every_request_comes_once_whatever_dies_and_however_messages_are_late(
+def test_every_request_returns_once_despite_deaths_and_delays(
     seed: int, groups: int, samples: int, slots: int, num_engines: int, mean_delay: float, num_deaths: int
 ) -> None:
     chance = random.Random(seed)
@@ -229,7 +229,7 @@ def test_every_request_comes_once_whatever_dies_and_however_messages_are_late(
     slots=st.integers(4, 12),
     num_engines=st.integers(2, 6),
 )
-def test_the_last_response_is_never_later_than_without_by_more_than_one(
+def test_steals_delay_the_last_response_by_at_most_one_response(
     seed: int, groups: int, samples: int, slots: int, num_engines: int
 ) -> None:
     """No slot is free while a request waits anywhere, so before the last one begins nobody could have done more."""
@@ -242,7 +242,7 @@ def test_the_last_response_is_never_later_than_without_by_more_than_one(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_slow_engines_are_relieved_of_what_they_have_not_begun(seed: int) -> None:
+def test_slow_engines_give_up_unstarted_requests(seed: int) -> None:
     """One of four is five times slower, with which is given twice what it decodes."""
     speeds = [1.0, 1.0, 1.0, 0.2]
     lengths = lengths_of(seed, 32, 8, spread=0.2)

@@ -49,7 +49,7 @@ print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
         ({"num_hidden_layers": 1, "hidden_size": 512}, None, "cpu", False),
     ],
 )
-def test_only_large_models_on_cpus_get_threads_and_only_where_the_shell_says_nothing(
+def test_threads_are_for_large_models_on_cpus_without_a_user_setting(
     changes: dict[str, int],
     given: str | None,
     device: str,

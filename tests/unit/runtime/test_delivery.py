@@ -12,19 +12,17 @@ import pytest
 
 from mcore_rl.data.trajectories import join_rows, take_rows
 from mcore_rl.errors import McoreRLError, WorkerDiedError
-from mcore_rl.runtime import delivery
+from mcore_rl.runtime import trajectory_store
 from mcore_rl.runtime.delivery import (
     Chunk,
     Delivery,
-    FetchRequest,
     Part,
     Place,
     ReleasedKeys,
     Rows,
-    TrajectoryStore,
-    fetch,
     rows_by_rank,
 )
+from mcore_rl.runtime.trajectory_store import FetchRequest, TrajectoryStore, fetch
 from mcore_rl.types import Batch, BuffersRef, TrajectoryBuffers
 from tests.unit.data.test_trajectories import buffers
 from tests.unit.runtime.made import TASK, chunk
@@ -86,11 +84,7 @@ class Reader:
 
     calls: list[FetchRequest] = field(default_factory=list)
 
-    @property
-    def fetch(self) -> Reader:
-        return self
-
-    def remote(self, wanted: FetchRequest) -> tuple[FetchRequest, str]:
+    def fetch(self, wanted: FetchRequest) -> tuple[FetchRequest, str]:
         self.calls.append(wanted)
         return wanted, f"call {len(self.calls)}"
 
@@ -105,7 +99,7 @@ class Come:
     def blame_the_dead(self) -> None: ...
 
     def get(self, references: Sequence[FetchRequest], needs: Sequence[Any]) -> None:
-        assert {*needs} >= {handle for wanted in references for handle in wanted.handles.values()}
+        assert {*needs} >= {handle for wanted in references for handle in wanted.calls.values()}
         for wanted in references:
             if gone := self.lost & {*wanted.producers}:
                 raise WorkerDiedError(f"{gone} died")
@@ -148,7 +142,7 @@ def test_a_reader_hears_of_a_maker_once() -> None:
     for producers in ("a", "ab", "b"):
         chunks = [chunk(producer, f"handle of {producer}", 1) for producer in producers]
         group.deliver(chunks, [rows_of(*[[0]] * len(chunks))])
-    assert [call.handles for call in reader.calls] == [{"a": "handle of a"}, {"b": "handle of b"}, {}]
+    assert [call.calls for call in reader.calls] == [{"a": "handle of a"}, {"b": "handle of b"}, {}]
 
 
 def test_what_a_lost_maker_kept_is_made_anew_and_fetched_from_there() -> None:
@@ -167,7 +161,7 @@ def test_what_a_lost_maker_kept_is_made_anew_and_fetched_from_there() -> None:
     assert group.deliver(chunks, [rows_of([0], [1]), rows_of([2], [])]) == [("call 2",), ("call 2",)]
     assert asked == [["a", "b"]]
     again = readers[0].calls[1]
-    assert (again.producers, again.keys.tolist(), again.handles) == (["a", "c"], [5, 9], {"c": "handle of c"})
+    assert (again.producers, again.keys.tolist(), again.calls) == (["a", "c"], [5, 9], {"c": "handle of c"})
 
 
 def test_a_failure_that_renewing_does_not_explain_is_raised() -> None:
@@ -202,15 +196,11 @@ def test_rows_of_many_makers_come_in_the_order_of_the_chunks(monkeypatch: pytest
     class Cut:
         producer: str
 
-        @property
-        def cut(self) -> Cut:
-            return self
-
-        def remote(self, *arguments: Any) -> TrajectoryBuffers:
+        def cut(self, *arguments: Any) -> Any:
             calls.append(self.producer)
             return kept[self.producer].cut(*arguments)
 
-    monkeypatch.setattr(delivery.ray, "get", lambda made, timeout: list(made))
+    monkeypatch.setattr(trajectory_store.ray, "get", lambda made, timeout: list(made))
     rows = rows_of([3, 0], [1], [2], [0, 4])
     wanted = FetchRequest(["a", "b"], np.array([0, 1, 0, 1]), np.array(keys), rows.offsets, rows.rows, {}, 1.0)
     fetched = fetch(wanted, {producer: Cut(producer) for producer in "ab"})

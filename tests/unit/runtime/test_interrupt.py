@@ -117,7 +117,7 @@ def test_a_run_whose_cluster_has_gone_does_not_wait_for_it() -> None:
         Watch(daemons=ended()).get(["a reference that is never looked at"])
 
 
-def test_a_cluster_that_a_signal_to_all_processes_has_ended_is_a_stop_and_no_failure() -> None:
+def test_cluster_ended_by_a_signal_to_all_processes_is_a_stop() -> None:
     STOPS.begin(7)
     send(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):

@@ -9,37 +9,26 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.rewards.judge.worker import Share
-from mcore_rl.runtime.delivery import FetchRequest
 from mcore_rl.runtime.roles.judge import JudgeGroup
+from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import BuffersRef, Mean, Metric, RolloutScalars, RolloutTask, SamplingOptions
 from tests.unit.runtime.made import chunk
 
 
 @dataclass
-class Call:
-    """A method of a process in this one."""
+class Judge:
+    """Calls of a fake judge process. It fetches the rows of each chunk in words."""
 
-    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    scored: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def remote(self, given: Sequence[Share], fetched: Any) -> tuple[dict[int, float], dict[str, Metric]]:
-        self.calls.append((given, fetched))
+    def score(self, given: Sequence[Share], fetched: Any) -> tuple[dict[int, float], dict[str, Metric]]:
+        self.scored.append((given, fetched))
         scores = {int(n): 10.0 * share.task + row for share in given for n, row in _numbered(share)}
         return scores, {"judge/unparsable_fraction": Mean(1, len(scores))}
 
-
-class Fetch:
-    """What a judge fetches, in words."""
-
-    @staticmethod
-    def remote(wanted: FetchRequest) -> tuple[None, list[tuple[int, list[int]]]]:
-        rows = np.split(wanted.rows, wanted.offsets[1:-1])
-        return None, [(key, of_chunk.tolist()) for key, of_chunk in zip(wanted.keys.tolist(), rows, strict=True)]
-
-
-@dataclass
-class Handle:
-    score: Call = field(default_factory=Call)
-    fetch: Fetch = field(default_factory=Fetch)
+    def fetch(self, request: FetchRequest) -> tuple[None, list[tuple[int, list[int]]]]:
+        rows = np.split(request.rows, request.offsets[1:-1])
+        return None, [(key, of_chunk.tolist()) for key, of_chunk in zip(request.keys.tolist(), rows, strict=True)]
 
 
 class Waiting:
@@ -67,14 +56,14 @@ def given(prompt_set: str, sizes: Sequence[int]) -> tuple[list[RolloutTask], lis
 
 
 def group_of(num_judges: int) -> JudgeGroup:
-    return JudgeGroup([Handle() for _ in range(num_judges)], Waiting())  # type: ignore[arg-type]
+    return JudgeGroup([Judge() for _ in range(num_judges)], Waiting())  # type: ignore[arg-type]
 
 
 def test_scores_come_back_by_task_and_each_share_with_its_own_chunk() -> None:
     group = group_of(2)
     scores = group.score(*given("train", [3, 0, 2]))
     assert [own.tolist() for own in scores] == [[0, 1, 2], [], [20, 21]]
-    calls = [call for handle in group.handles for call in handle.score.calls]
+    calls = [call for judge in group.processes for call in judge.scored]
     assert len(calls) == 2
     for of_judge, fetched in calls:
         assert [(share.task, share.part.rows.tolist()) for share in of_judge] == fetched
@@ -83,13 +72,13 @@ def test_scores_come_back_by_task_and_each_share_with_its_own_chunk() -> None:
 def test_a_judge_without_work_is_not_called() -> None:
     group = group_of(3)
     group.score(*given("train", [1, 1]))
-    assert sorted(len(handle.score.calls) for handle in group.handles) == [0, 1, 1]
+    assert sorted(len(judge.scored) for judge in group.processes) == [0, 1, 1]
 
 
-def test_figures_are_those_of_training_since_they_were_last_taken() -> None:
+def test_metrics_are_those_of_training_since_the_last_call() -> None:
     group = group_of(2)
     group.score(*given("train", [4]))
     group.score(*given("val", [6]))
     group.score(*given("train", [2]))
-    assert group.take_figures() == {"judge/unparsable_fraction": Mean(4, 6)}
-    assert group.take_figures() == {}
+    assert group.take_metrics() == {"judge/unparsable_fraction": Mean(4, 6)}
+    assert group.take_metrics() == {}

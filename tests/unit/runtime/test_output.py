@@ -12,7 +12,7 @@ from pathlib import Path
 from ray._private import worker
 from mcore_rl.observe.startup import StartUp
 from mcore_rl.runtime.output import own_stderr, ray_output_to
-from mcore_rl.runtime.stops import _say
+from mcore_rl.runtime.stops import _print
 before = sys.stderr
 with ray_output_to(Path(sys.argv[1])):
     print("without own_stderr", file=sys.stderr)
@@ -24,7 +24,7 @@ try:
             worker.print_to_stdstream({"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, False)
             print("from Python", file=sys.stderr)
             early.say("from an early reference")
-            _say("from a signal handler")
+            _print("from a signal handler")
             raise ValueError
 except ValueError:
     assert sys.stderr is before

@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayE
 from mcore_rl.runtime.roles import places
 from mcore_rl.runtime.roles.places import Places
 from mcore_rl.weights.transports.hosts import Host
-from tests.unit.runtime.fake_ray import Process, Ray, Remote
+from tests.unit.runtime.fake_ray import Process, Ray
 
 SYSTEM_EXIT = (
     "The actor died unexpectedly before finishing this task.\n\tpid: 7\nThe actor is dead because its worker process "
@@ -32,7 +32,7 @@ def test_death_on_another_host_has_the_status_that_ray_knows(
     ray = Ray()
     monkeypatch.setattr(places, "ray", SimpleNamespace(wait=ray.wait, get=ray.get))
     process = Process(ray)
-    process.where = Remote(lambda: process.ended((Host("node7", ("another boot", 1)), 12)))
+    process.where = lambda: process.ended((Host("node7", ("another boot", 1)), 12))  # type: ignore[method-assign]
     found = Places("run/logs")
     assert found.death(process, "trainer rank 1", error).endswith(" (log run/logs/trainer_rank_1.log)")
     found.ask([process])

@@ -56,34 +56,42 @@ class _Plan:
 
 
 class _Call:
-    def __init__(self, number: int) -> None:
-        self.references = [None] * number
+    """A GroupCall of one rank that has ended."""
 
-    def results(self, _: Any) -> list[list[int]]:
+    def __init__(self, result: Any = None) -> None:
+        self.references = [None]
+        self._result = result
+
+    def results(self) -> list[Any]:
+        return [self._result]
+
+    def in_order(self, _: Any) -> list[list[int]]:
         return [[0]]
 
 
 class _Trainers:
+    """A TrainerGroup whose calls note their arguments."""
+
     def __init__(self, processes: Processes) -> None:
-        self.handles = [SimpleNamespace(unlink_buffers=SimpleNamespace(remote=lambda: None))]
         self.watch = SimpleNamespace(get=list)
-
-    def begin(self, method: str, given: Any = None) -> _Call:
-        return _Call(1)
-
-    def on_every_rank(self, method: str, given: Any) -> list[Any]:
-        return [{}]
+        self.calls = SimpleNamespace(
+            create_buffers=lambda plan: _Call({}),
+            connect_weights=lambda connection: _Call(),
+            unlink_buffers=list,
+            send_weights=lambda: _Call(),
+            send_digests=lambda: _Call(),
+        )
 
 
 class _Engine:
-    """With the methods of its process."""
+    """A FleetEngine, and the calls of its process."""
 
     def __init__(self, processes: Processes, number: int) -> None:
         self.start, self._processes, self._number = SimpleNamespace(name=f"rollout engine {number}"), processes, number
-        self.handle = SimpleNamespace(
-            connect=SimpleNamespace(remote=self._connect),
-            receive_update=SimpleNamespace(remote=lambda *_: self._answer("receive_update", [0])),
-            compare_weights=SimpleNamespace(remote=lambda: self._answer("compare_weights", [Comparison()])),
+        self.calls = SimpleNamespace(
+            connect=self._connect,
+            receive_update=lambda *_: self._answer("receive_update", [0]),
+            compare_weights=lambda: self._answer("compare_weights", [Comparison()]),
         )
 
     def _connect(self, connection: Connection, place: int) -> None:
@@ -153,7 +161,7 @@ def order(events: Iterable[str]) -> list[str]:
     return [short.get(event, event) for event in events]
 
 
-def test_a_publication_meets_once_and_compares_only_when_asked() -> None:
+def test_publish_connects_once_and_does_not_compare() -> None:
     processes = Processes()
     publisher = processes.publisher
     assert publisher.publish(2) == 2
@@ -162,7 +170,7 @@ def test_a_publication_meets_once_and_compares_only_when_asked() -> None:
     assert order(processes.events) == ["send", "compare"]
 
 
-def test_an_engine_lost_in_an_update_meets_anew_gets_it_and_is_compared() -> None:
+def test_engine_lost_in_publish_is_connected_again_and_compared() -> None:
     processes = Processes()
     publisher = processes.publisher
     processes.fails["receive_update", 1] = "dies"
@@ -171,7 +179,7 @@ def test_an_engine_lost_in_an_update_meets_anew_gets_it_and_is_compared() -> Non
     assert (publisher.version, processes.restarts, processes.without_weights) == (2, 1, set())
 
 
-def test_others_get_weights_while_an_engine_starts_which_gets_the_first_that_come_when_it_is_up() -> None:
+def test_publish_skips_a_starting_engine_and_supplies_it_later() -> None:
     processes = Processes(num_engines=3, slow=2)
     publisher = processes.publisher
     processes.fails["receive_update", 1] = "dies"
@@ -187,7 +195,7 @@ def test_others_get_weights_while_an_engine_starts_which_gets_the_first_that_com
     assert publisher.verify() == 3 * 7
 
 
-def test_an_engine_with_other_weights_is_left_out_until_it_has_started_again() -> None:
+def test_engine_with_different_weights_is_left_out_until_restarted() -> None:
     processes = Processes(num_engines=2, slow=1)
     publisher = processes.publisher
     processes.fails["compare_weights", 1] = "differs"
@@ -197,7 +205,7 @@ def test_an_engine_with_other_weights_is_left_out_until_it_has_started_again() -
     assert order(processes.events)[2:] == ["meet", "meet 1", "send", "compare"]
 
 
-def test_an_engine_lost_while_weights_are_compared_gets_them_before_they_are_compared_again() -> None:
+def test_verify_after_a_loss_publishes_before_comparing_again() -> None:
     processes = Processes()
     publisher = processes.publisher
     processes.fails["compare_weights", 1] = "dies"
@@ -206,7 +214,7 @@ def test_an_engine_lost_while_weights_are_compared_gets_them_before_they_are_com
     assert (publisher.version, processes.restarts, processes.without_weights) == (1, 1, set())
 
 
-def test_an_engine_with_other_weights_starts_again_and_is_compared_until_it_has_them() -> None:
+def test_verify_restarts_an_engine_until_its_weights_are_equal() -> None:
     processes = Processes()
     publisher = processes.publisher
     processes.fails["compare_weights", 1] = "differs"
@@ -216,7 +224,7 @@ def test_an_engine_with_other_weights_starts_again_and_is_compared_until_it_has_
 
 
 @pytest.mark.parametrize(("max_restarts", "error"), [(0, WeightSyncError), (2, WorkerDiedError)])
-def test_weights_that_are_never_right_end_the_run_by_tensor(max_restarts: int, error: type[Exception]) -> None:
+def test_verify_with_permanently_different_weights_names_the_tensor(max_restarts: int, error: type[Exception]) -> None:
     processes = Processes(max_restarts=max_restarts)
     publisher = processes.publisher
     processes.fails |= {("compare_weights", nth): "differs" for nth in range(1, 99)}

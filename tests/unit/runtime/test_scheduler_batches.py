@@ -47,19 +47,18 @@ class DyingWatch(Watch):
         return list(calls), []
 
     def value(self, call: Any) -> Report | GivenUp:
-        process_id, number = call[:2]
-        if process_id in self.dead:
+        if call.process_id in self.dead:
             raise WorkerDiedError("a process died")
-        process = self.process(process_id)
-        if isinstance(number, GiveUp):
-            return process.answer(call[2])
+        process = self.process(call.process_id)
+        if isinstance(call, GiveUp):
+            return process.answer(call.free)
         ended, process.left = process.left[:1], process.left[1:]
         process.begun = len(process.given)
         report = [(task, key, scalars_of(process.given[key])) for task, key in ended]
         for _, key in ended:
             record(process.given[key])
         requests = sum(process.given[key].num_responses for _, key in process.left)
-        return Report(report, process.received, requests, float(number), 0)
+        return Report(report, process.received, requests, float(call.number), 0)
 
 
 def record(task: RolloutTask) -> None:
@@ -80,7 +79,7 @@ ALL = [[i] * SAMPLES for i in range(12)]
 
 
 @pytest.mark.parametrize("dying", [{}, {1: ["engine 1"]}, {4: ["engine 0"]}, {2: ["engine 0"], 6: ["engine 2"]}])
-def test_every_result_comes_in_the_order_of_the_tasks_whoever_dies(dying: dict[int, list[str]]) -> None:
+def test_run_returns_results_in_task_order_despite_deaths(dying: dict[int, list[str]]) -> None:
     losses = sum(map(len, dying.values()))
     pool, _ = pool_of(3, dict(dying))
     results = pool.run(tasks_of(12))
@@ -92,14 +91,14 @@ def test_every_result_comes_in_the_order_of_the_tasks_whoever_dies(dying: dict[i
     assert pool.fleet.lack_weights(range(3)) == (losses > 0)
 
 
-def test_the_last_engine_is_waited_for_and_gets_weights_before_it_goes_on() -> None:
+def test_run_waits_for_the_last_engine_and_supplies_it() -> None:
     pool, watch = pool_of(1, {3: ["engine 0"], 9: ["engine 0"]})
     assert groups(pool.run(tasks_of(12))) == ALL
-    assert [len(start.processes) for start in watch.starts] == [3]
+    assert [len(start.all) for start in watch.starts] == [3]
     assert not pool.fleet.lack_weights([0])
 
 
-def test_weights_wait_for_an_engine_that_starts_only_where_there_is_no_other() -> None:
+def test_up_waits_for_a_starting_engine_only_without_others() -> None:
     pool, watch = pool_of(3, {1: ["engine 1"], 2: ["engine 0"]})
     pool.run(tasks_of(12))
     watch.slow = {"engine 1"}
@@ -119,7 +118,7 @@ def test_weights_wait_for_an_engine_that_starts_only_where_there_is_no_other() -
     assert not watch.slow
 
 
-def test_one_loss_too_many_ends_the_run_with_the_reason_and_the_key() -> None:
+def test_run_after_too_many_losses_raises_reason_and_key() -> None:
     said: list[str] = []
     pool, _ = pool_of(2, {1: ["engine 0"], 2: ["engine 1"]}, max_restarts=1, note=said.append)
     with pytest.raises(WorkerDiedError, match=r"engine 1 died: killed \(rollout\.max_engine_restarts=1\)"):
@@ -127,7 +126,7 @@ def test_one_loss_too_many_ends_the_run_with_the_reason_and_the_key() -> None:
     assert said == ["warning: engine 0 died: killed; it starts again (1 of 1 times)"]
 
 
-def test_what_fails_without_a_death_is_no_loss() -> None:
+def test_run_with_a_failure_without_death_raises_it() -> None:
     pool, watch = pool_of(2)
 
     def value(call: Any) -> Any:
@@ -139,7 +138,7 @@ def test_what_fails_without_a_death_is_no_loss() -> None:
     assert pool.fleet.num_restarts == 0
 
 
-def test_what_only_a_lost_engine_keeps_is_made_again_elsewhere_without_records() -> None:
+def test_renew_generates_lost_trajectories_again_without_records() -> None:
     pool, watch = pool_of(2)
     pool.fleet.version = 5
     results = pool.run(tasks_of(4))
@@ -147,34 +146,34 @@ def test_what_only_a_lost_engine_keeps_is_made_again_elsewhere_without_records()
     chunks = [cast(Chunk, chunk) for chunk, _ in results]
     before = [chunk.parts[0].place for chunk in chunks]
     assert not pool.renew(chunks)
-    watch.dead[id(watch.starts[0].processes[-1])] = "engine 0 died: killed"
+    watch.dead[id(watch.starts[0].leader)] = "engine 0 died: killed"
     assert pool.renew(chunks)
     for chunk, place in zip(chunks, before, strict=True):
         assert chunk.parts[0].place.producer == "engine 1"
         assert (chunk.parts[0].place is place) == (place.producer == "engine 1")
-    again = watch.starts[1].processes[0].given[-2:]
+    again = watch.starts[1].all[0].given[-2:]
     assert [task.records for task in again] == [None, None]
     assert [task.journals for task in again] == [("engine 0.1",)] * 2
     assert [task.version for task in again] == [5, 5], "weights that it began with, not those of now"
     assert all(chunk.task.journals == () for chunk in chunks)
 
 
-def test_what_a_lost_engine_was_given_goes_on_from_its_journal_and_that_of_who_was_lost_after_it() -> None:
+def test_run_after_two_losses_continues_from_both_journals() -> None:
     pool, watch = pool_of(2, {2: ["engine 0"], 4: ["engine 1"]})
     assert groups(pool.run(tasks_of(12))) == ALL
-    given = [task for start in watch.starts for process in start.processes for task in process.given]
+    given = [task for start in watch.starts for process in start.all for task in process.given]
     assert {task.journals for task in given} >= {(), ("engine 0.1",), ("engine 0.1", "engine 1.1")}
 
 
-def test_an_engine_that_started_again_is_not_told_to_forget_what_its_predecessor_kept() -> None:
+def test_restarted_engine_does_not_release_keys_of_its_predecessor() -> None:
     pool, watch = pool_of(1, {1: ["engine 0"]})
     results = pool.run(tasks_of(2))
     first = [cast(Chunk, chunk).parts[0].place.key for chunk, _ in results]
     del results
     gc.collect()
     pool.run(tasks_of(1))
-    before, after = watch.starts[0].processes
-    assert (before.forgotten, sorted(after.forgotten)) == ([], sorted(first))
+    before, after = watch.starts[0].all
+    assert (before.released, sorted(after.released)) == ([], sorted(first))
 
 
 def task_of(number: int, directory: Path, num_groups: int = 3, samples: int = 4) -> RolloutTask:
@@ -183,7 +182,7 @@ def task_of(number: int, directory: Path, num_groups: int = 3, samples: int = 4)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_stolen_parts_of_tasks_come_back_in_their_places_whoever_dies_meanwhile(seed: int, tmp_path: Path) -> None:
+def test_run_with_steals_and_deaths_joins_pieces_in_order(seed: int, tmp_path: Path) -> None:
     """Calls end in any order, answers before or after the reports that follow them; up to three engines die."""
     chance = random.Random(seed)
     dying = {chance.randrange(1, 25): [f"engine {chance.randrange(3)}"] for _ in range(seed % 4)}
@@ -197,23 +196,23 @@ def test_stolen_parts_of_tasks_come_back_in_their_places_whoever_dies_meanwhile(
         parts = cast(Chunk, chunk).parts
         assert [0, *(part.last for part in parts)] == [*(part.first for part in parts), 12]
         for part in parts:  # what is kept there are these responses
-            process = next(p for start in watch.starts for p in start.processes if p is part.place.handle)
+            process = next(p for start in watch.starts for p in start.all if p is part.place.calls)
             assert process.given[part.place.key].span == (part.first, part.last)
     living = {engine.producer for engine in pool.fleet.engines}
     assert {part.place.producer for chunk, _ in results for part in cast(Chunk, chunk).parts} <= living
     assert len(list(tmp_path.iterdir())) == len(tasks)
 
 
-def test_nobody_is_left_who_would_give_up_what_the_next_run_brings(tmp_path: Path) -> None:
+def test_run_waits_for_the_answers_to_its_steals(tmp_path: Path) -> None:
     """The answer comes after all else: the engine that was asked ends its task before."""
     pool, watch = pool_of(2, slots_per_engine=120)
     pool.run([task_of(number, tmp_path) for number in range(2)])
-    processes = [process for start in watch.starts for process in start.processes]
+    processes = [process for start in watch.starts for process in start.all]
     assert sum(process.asked for process in processes) > 0
     assert all(process.asked == process.answers for process in processes)
 
 
-def test_what_idle_engines_have_taken_is_counted_and_made_again_part_by_part(tmp_path: Path) -> None:
+def test_stolen_requests_are_counted_and_renewed_part_by_part(tmp_path: Path) -> None:
     """The first engine that ends its first task takes of what the others have not begun."""
     pool, watch = pool_of(3, slots_per_engine=120, seed=1)
     tasks = [task_of(number, tmp_path, num_groups=6) for number in range(10)]
@@ -223,7 +222,7 @@ def test_what_idle_engines_have_taken_is_counted_and_made_again_part_by_part(tmp
     producers = {part.place.producer for chunk in chunks for part in chunk.parts}
     assert len(producers) > 1
     lost = max(producers)
-    watch.dead[id(watch.starts[int(lost[-1])].processes[-1])] = f"{lost} died: killed"
+    watch.dead[id(watch.starts[int(lost[-1])].leader)] = f"{lost} died: killed"
     before = [part for chunk in chunks for part in chunk.parts]
     assert pool.renew(chunks)
     for chunk in chunks:
@@ -231,7 +230,7 @@ def test_what_idle_engines_have_taken_is_counted_and_made_again_part_by_part(tmp
         assert all(one.last == other.first for one, other in pairwise(chunk.parts))
         for part in chunk.parts:
             assert part.place.producer != lost
-            assert part in before or part.place.handle.given[part.place.key].records is None
+            assert part in before or part.place.calls.given[part.place.key].records is None
 
 
 class Turns:
@@ -256,7 +255,7 @@ class Turns:
     def interrupted(self) -> Iterator[None]:
         self.moves.append("trainer state leaves")
         for start in self.watch.starts:  # no rank fetches from a stopped engine any more
-            assert id(start.processes[-1]) not in self.watch.dead or start.processes[-1] in start.killed
+            assert id(start.leader) not in self.watch.dead or start.leader in start.killed
         yield
         self.pool.fleet.sleep(keep_weights=False)
         self.moves.append("trainer state returns")
@@ -301,7 +300,7 @@ def test_renew_while_engines_sleep_without_turns_makes_nothing() -> None:
     assert not pool.renew(chunks)
 
 
-def test_insist_repeats_a_call_that_replaced_the_engine_itself() -> None:
+def test_retry_on_engine_loss_repeats_a_call_that_replaced_it() -> None:
     """As grading of a whole step, whose grader is an engine."""
     pool, watch = pool_of(2)
     calls: list[str] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -29,15 +28,15 @@ from tests.unit.runtime.streams import (
 )
 
 
-def test_a_death_in_the_wait_of_somebody_else_moves_nothing_before_the_stream_waits() -> None:
+def test_death_in_another_wait_moves_nothing_before_the_scheduler_waits() -> None:
     stream, watch = stream_of(2)
     results = Once()
     tasks = begin(stream, [1] * 4, results)
     lost = watch.present("engine 0")
     watch.kill("engine 0")
     for _ in range(3):  # the trainer is waited for
-        stream.ended([call for call in stream.calls() if call[0] == id(lost)])
-    assert [len(start.processes) for start in watch.starts] == [1, 1]
+        stream.ended([call for call in stream.calls() if call.process_id == id(lost)])
+    assert [len(start.all) for start in watch.starts] == [1, 1]
     assert tickets(watch) == [[0, 2], [1, 3]]
     assert lost.runs == 1  # nobody asks it in vain again and again
     assert not results
@@ -54,7 +53,7 @@ def test_a_death_in_the_wait_of_somebody_else_moves_nothing_before_the_stream_wa
     assert set(producers(results).values()) == {"engine 1"}
 
 
-def test_what_begins_after_a_death_was_seen_goes_to_the_others() -> None:
+def test_begin_after_a_noticed_death_avoids_the_dead_engine() -> None:
     stream, watch = stream_of(2)
     begin(stream, [2, 5], {})
     watch.kill("engine 0")
@@ -64,12 +63,12 @@ def test_what_begins_after_a_death_was_seen_goes_to_the_others() -> None:
 
 
 @pytest.mark.parametrize("brings", [False, True])
-def test_a_failure_without_a_death_is_raised(brings: bool) -> None:
+def test_failure_without_a_death_is_raised(brings: bool) -> None:
     """Of the call that waits, or of one that brings tasks."""
     stream, watch = stream_of(2)
     begin(stream, [1] * 3, {})
     process = watch.present("engine 1" if brings else "engine 0")
-    [call] = [call for call in stream.calls() if call[0] == id(process) and isinstance(call[1], Begin) == brings]
+    [call] = [call for call in stream.calls() if call.process_id == id(process) and isinstance(call, Begin) == brings]
 
     def value(call: Any) -> Any:
         raise WorkerDiedError("a process failed: Traceback")
@@ -80,19 +79,19 @@ def test_a_failure_without_a_death_is_raised(brings: bool) -> None:
     assert stream.fleet.num_restarts == 0
 
 
-def test_one_loss_too_many_ends_the_run_where_the_stream_waits() -> None:
+def test_wait_after_too_many_losses_ends_the_run() -> None:
     stream, watch = stream_of(3, max_restarts=1)
     begin(stream, [1] * 3, {})
     watch.kill("engine 2")
     watch.kill("engine 0")
-    stream.ended([call for call in stream.calls() if call[0] in watch.dead])
+    stream.ended([call for call in stream.calls() if call.process_id in watch.dead])
     with pytest.raises(WorkerDiedError, match=r"engine 2 died: killed \(rollout\.max_engine_restarts=1\)"):
         stream.wait()
 
 
 @pytest.mark.parametrize("supplied", [False, True])
 @pytest.mark.parametrize("late", [False, True])
-def test_what_an_engine_had_that_somebody_else_started_again_goes_to_others(supplied: bool, late: bool) -> None:
+def test_tasks_of_an_engine_restarted_by_a_publish_go_to_others(supplied: bool, late: bool) -> None:
     """A publish; what the process before has said may come after it, and does not count."""
     stream, watch = stream_of(2, seed=0)
     results = Once()
@@ -108,15 +107,15 @@ def test_what_an_engine_had_that_somebody_else_started_again_goes_to_others(supp
     assert not results
     while stream.running_requests:
         stream.wait()
-        assert all(call[0] != id(old) for call in stream.calls())
+        assert all(call.process_id != id(old) for call in stream.calls())
     assert sorted(results) == list(range(len(tasks)))
     living = {"engine 1", "engine 0 (started 2 times)"} if supplied else {"engine 1"}
     assert set(producers(results).values()) == living
-    again = [task for start in watch.starts for process in start.processes for task in process.given if task.journals]
+    again = [task for start in watch.starts for process in start.all for task in process.given if task.journals]
     assert sorted(int(task.group_ids[0]) for task in again) == [0, 2]
 
 
-def test_an_engine_that_has_weights_again_gets_tasks_like_the_others_at_once() -> None:
+def test_engine_with_weights_again_gets_tasks_at_once() -> None:
     stream, watch = stream_of(3)
     results = Once()
     begin(stream, [1] * 6, results)
@@ -130,7 +129,7 @@ def test_an_engine_that_has_weights_again_gets_tasks_like_the_others_at_once() -
     assert [len(of_engine) for of_engine in tickets(watch)] == [2, 2, 2]
 
 
-def test_where_no_engine_is_left_the_next_ones_get_weights_and_what_was_lost_before_what_is_new() -> None:
+def test_wait_without_engines_supplies_weights_and_begins_lost_tasks_first() -> None:
     stream, watch = stream_of(2)
     supplies = []
 
@@ -203,23 +202,21 @@ class Drive:
         begin = self.begin if len(self.tasks) < 30 else self.stream.wait
         actions = [begin, self.stream.wait, self.elsewhere, self.die, self.look, self.publish, self.validate]
         self.chance.choices(actions, [8, 6, 3, 2, 1, 1, 1])[0]()
-        waiting = [call[0] for call in self.stream.calls() if not isinstance(call[1], Begin)]
+        waiting = [call.process_id for call in self.stream.calls() if not isinstance(call, Begin)]
         assert len(waiting) == len(set(waiting))
         under_way = [task.num_responses for ticket, task in self.tasks.items() if ticket not in self.results]
         assert self.stream.running_requests == sum(under_way)
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_every_task_comes_back_once_whoever_dies_with_the_journals_of_those_who_were_lost_with_it(seed: int) -> None:
+def test_every_task_returns_once_with_the_journals_of_lost_engines(seed: int) -> None:
     drive = Drive(seed, deaths=seed % 6)
     stream, watch = drive.stream, drive.watch
     while len(drive.results) < 30:
         drive.step()
-    processes = [process for start in watch.starts for process in start.processes]
+    processes = [process for start in watch.starts for process in start.all]
     journals = {
-        id(process): f"{start.name}.{number}"
-        for start in watch.starts
-        for number, process in enumerate(start.processes, 1)
+        id(process): f"{start.name}.{number}" for start in watch.starts for number, process in enumerate(start.all, 1)
     }
     for ticket, task in drive.tasks.items():
         chunk, scalars = drive.results[ticket]
@@ -230,8 +227,8 @@ def test_every_task_comes_back_once_whoever_dies_with_the_journals_of_those_who_
         assert [given.journals for given, _ in had] == [tuple(names[:count]) for count in range(len(names))]
         assert {(given.span, given.records) for given, _ in had} == {(task.span, task.records)}
         [part] = cast(Chunk, chunk).parts
-        assert part.place.handle is had[-1][1]
-        assert part.place.handle.given[part.place.key] is had[-1][0]
+        assert part.place.calls is had[-1][1]
+        assert part.place.calls.given[part.place.key] is had[-1][0]
         assert cast(Chunk, chunk).task.journals == ()
     assert_level(stream, watch)
 
@@ -248,7 +245,7 @@ def assert_level(stream: Scheduler, watch: StreamWatch) -> None:
     assert [len(of_engine) for of_engine in tickets(watch)] == [2, 2, 2]
 
 
-def test_what_only_a_lost_engine_keeps_is_made_again_beside_what_is_under_way() -> None:
+def test_renew_while_streaming_generates_lost_trajectories_again() -> None:
     """Whoever asks for it waits while no weights come: its responses wait for none."""
     stream, watch = stream_of(2, seed=0)
     results, others = Once(), Once()
@@ -274,7 +271,7 @@ def test_what_only_a_lost_engine_keeps_is_made_again_beside_what_is_under_way() 
     assert stream.running_requests == 0
 
 
-def test_what_is_made_again_and_comes_out_otherwise_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renew_with_a_different_result_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, watch = stream_of(2, seed=0)
     results = Once()
     answers = iter(range(100))
@@ -295,22 +292,19 @@ def test_restore_on_a_lost_engine_is_repeated_on_another(monkeypatch: pytest.Mon
     task = task_of(0, 2)
     takers: list[Process] = []
 
-    def restore_tasks(process: Process) -> Any:
-        def remote(path: str, request_ids: list[list[str]]) -> Process:
-            takers.append(process)
-            return process
-
-        return SimpleNamespace(remote=remote)
+    def restore_tasks(process: Process, path: str, request_ids: list[list[str]]) -> Process:
+        takers.append(process)
+        return process
 
     def get(calls: list[Process]) -> list[list[int]]:
         if id(calls[0]) in watch.killed:
             raise WorkerDiedError("a process died")
         return [[7]]
 
-    monkeypatch.setattr(Process, "restore_tasks", property(restore_tasks), raising=False)
+    monkeypatch.setattr(Process, "restore_tasks", restore_tasks)
     monkeypatch.setattr(watch, "get", get, raising=False)
     watch.kill("engine 0")
     (chunk,) = stream.restore(Path("file"), [(task, scalars_of(task))])
     [part] = cast(Chunk, chunk).parts
-    assert (part.place.producer, part.place.handle, part.place.key) == ("engine 1", takers[-1], 7)
+    assert (part.place.producer, part.place.calls, part.place.key) == ("engine 1", takers[-1], 7)
     assert [process.name for process in takers] == ["engine 0", "engine 1"]

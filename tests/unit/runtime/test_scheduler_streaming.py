@@ -21,7 +21,7 @@ from tests.unit.runtime.engines import Begin, groups, scalars_of
 from tests.unit.runtime.streams import Once, begin, finish_all, stream_of, supply, task_of, tickets
 
 
-def test_a_task_goes_whole_to_the_engine_that_has_fewest_requests() -> None:
+def test_begin_sends_a_whole_task_to_the_least_loaded_engine() -> None:
     stream, watch = stream_of(3)
     begin(stream, [4, 1, 2, 2, 2, 1], {})
     assert tickets(watch) == [[0], [1, 3, 5], [2, 4]]
@@ -33,11 +33,11 @@ def test_a_task_goes_whole_to_the_engine_that_has_fewest_requests() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nobody_who_has_more_than_another_gets_a_task(seed: int) -> None:
+def test_begin_never_chooses_a_more_loaded_engine(seed: int) -> None:
     chance = random.Random(seed)
     stream, watch = stream_of(7, seed=seed)
     results = Once()
-    loads = dict.fromkeys((start.processes[-1] for start in watch.starts), 0)
+    loads = dict.fromkeys((start.leader for start in watch.starts), 0)
     for number in range(200):
         requests, before = chance.randint(1, 5), {process: len(process.given) for process in loads}
         stream.begin(task_of(number, requests), results)
@@ -47,7 +47,7 @@ def test_nobody_who_has_more_than_another_gets_a_task(seed: int) -> None:
         if chance.random() < 0.4:
             watch.wait([], 0)
         for chunk, scalars in results.values():
-            loads[cast(Chunk, chunk).parts[0].place.handle] -= len(scalars.group_ids)
+            loads[cast(Chunk, chunk).parts[0].place.calls] -= len(scalars.group_ids)
         results.clear()
         assert stream.running_requests == sum(loads.values())
 
@@ -61,7 +61,7 @@ class CountedEngine(FleetEngine):
         return super().serves
 
 
-def test_placing_a_task_does_not_look_at_all_engines() -> None:
+def test_begin_does_not_look_at_all_engines() -> None:
     stream, watch = stream_of(512)
     stream.fleet.engines[:] = [CountedEngine(number, start) for number, start in enumerate(watch.starts)]
     results: dict[int, RolloutResult] = {}
@@ -70,11 +70,11 @@ def test_placing_a_task_does_not_look_at_all_engines() -> None:
     for number in range(1000):
         stream.begin(task_of(number, 1 + number % 3), results)
     assert CountedEngine.looks < 5 * 1000
-    loads = [sum(task.num_responses for task in start.processes[-1].given) for start in watch.starts]
+    loads = [sum(task.num_responses for task in start.leader.given) for start in watch.starts]
     assert max(loads) - min(loads) <= 3
 
 
-def test_what_is_known_of_loads_does_not_grow_with_the_tasks() -> None:
+def test_memory_of_loads_does_not_grow_with_tasks() -> None:
     stream, watch = stream_of(2)
     task, results = task_of(0), cast("dict[int, RolloutResult]", {})
 
@@ -86,7 +86,7 @@ def test_what_is_known_of_loads_does_not_grow_with_the_tasks() -> None:
             watch.finish(name, 0)
             watch.wait([], 0)
             results.clear()
-            watch.present(name).forgotten.clear()
+            watch.present(name).released.clear()
         gc.collect()
         return sys.getallocatedblocks()
 
@@ -95,7 +95,7 @@ def test_what_is_known_of_loads_does_not_grow_with_the_tasks() -> None:
     assert blocks_after(2000) - before < 1000
 
 
-def test_results_come_to_whoever_began_them_and_those_of_a_validation_beside_what_is_under_way() -> None:
+def test_run_while_streaming_returns_its_own_results() -> None:
     stream, _ = stream_of(2, seed=3)
     mine, heard = Once(), cast("list[int]", [])
     stream.attend(lambda: heard.append(len(mine)))
@@ -115,11 +115,11 @@ def test_results_come_to_whoever_began_them_and_those_of_a_validation_beside_wha
     for result in (*came, *mine.values()):
         [part] = cast(Chunk, result[0]).parts
         assert (part.first, part.last) == part.responses == (0, len(result[1].group_ids))
-        assert part.place.handle.given[part.place.key].group_ids[0] == result[1].group_ids[0]
+        assert part.place.calls.given[part.place.key].group_ids[0] == result[1].group_ids[0]
     assert stream.running_requests == 0
 
 
-def test_who_is_told_that_tasks_have_ended_may_begin_others_at_once() -> None:
+def test_callback_may_begin_tasks() -> None:
     stream, watch = stream_of(2)
     results = Once()
 
@@ -136,16 +136,16 @@ def test_who_is_told_that_tasks_have_ended_may_begin_others_at_once() -> None:
     assert stream.running_requests == 0
 
 
-def test_one_call_waits_at_each_engine_and_others_bring_tasks_meanwhile() -> None:
+def test_one_run_call_per_engine_and_begin_calls_meanwhile() -> None:
     stream, watch = stream_of(2)
     results = Once()
     stream.begin(task_of(0), results)
     stream.begin(task_of(1), results)
-    processes = [start.processes[-1] for start in watch.starts]
+    processes = [start.leader for start in watch.starts]
     assert [(process.runs, process.begins) for process in processes] == [(1, 0), (1, 1)]
     begin(stream, [1] * 4, results)
     assert [(process.runs, process.begins) for process in processes] == [(1, 2), (1, 3)]
-    stream.ended([call for call in stream.calls() if isinstance(call[1], Begin)])
+    stream.ended([call for call in stream.calls() if isinstance(call, Begin)])
     finish_all(stream, watch)
     assert [process.runs for process in processes] == [2, 2]
     for process in processes:
@@ -153,11 +153,11 @@ def test_one_call_waits_at_each_engine_and_others_bring_tasks_meanwhile() -> Non
     assert len(results) == 6
 
 
-def test_what_begins_together_goes_to_an_engine_by_one_call() -> None:
+def test_together_sends_tasks_of_an_engine_with_one_call() -> None:
     stream, watch = stream_of(2)
     results = Once()
     begin(stream, [1, 1], results)
-    first, second = (start.processes[-1] for start in watch.starts)
+    first, second = (start.leader for start in watch.starts)
     begins = first.begins, second.begins
     with stream.together():
         begin(stream, [3, 1], results)
@@ -169,12 +169,12 @@ def test_what_begins_together_goes_to_an_engine_by_one_call() -> None:
     assert (first.begins, second.begins) == (begins[0] + 1, begins[1] + 1)
 
 
-def test_what_begins_where_something_has_ended_goes_with_the_next_waiting_call() -> None:
+def test_task_begun_in_the_callback_goes_with_the_next_run_call() -> None:
     stream, watch = stream_of(2)
     results = Once()
     begin(stream, [1, 1], results)
     stream.attend(lambda: begin(stream, [1, 1], results) and None)
-    processes = [start.processes[-1] for start in watch.starts]
+    processes = [start.leader for start in watch.starts]
     before = [process.begins for process in processes]
     finish_all(stream, watch)
     assert tickets(watch) == [[2], [3]]
@@ -182,26 +182,26 @@ def test_what_begins_where_something_has_ended_goes_with_the_next_waiting_call()
     assert [process.begins for process in processes] == before
 
 
-def test_what_nobody_refers_to_is_forgotten_by_its_maker_with_the_next_waiting_call_once() -> None:
+def test_unreferenced_trajectories_are_released_once_with_the_next_call() -> None:
     stream, watch = stream_of(2)
     results: dict[int, RolloutResult] = {}
     begin(stream, [1] * 4, results)
     finish_all(stream, watch)
     kept = {ticket: cast(Chunk, results[ticket][0]).parts[0].place.key for ticket in results}
-    first, second = (start.processes[-1] for start in watch.starts)
-    assert [first.forgotten, second.forgotten] == [[], []]
+    first, second = (start.leader for start in watch.starts)
+    assert [first.released, second.released] == [[], []]
     del results[0], results[3]
     gc.collect()
     begin(stream, [1] * 2, results)
-    assert [first.forgotten, second.forgotten] == [[], []]
+    assert [first.released, second.released] == [[], []]
     finish_all(stream, watch)
-    assert [first.forgotten, second.forgotten] == [[kept[0]], [kept[3]]]
+    assert [first.released, second.released] == [[kept[0]], [kept[3]]]
     begin(stream, [1] * 2, results)
     finish_all(stream, watch)
-    assert [first.forgotten, second.forgotten] == [[kept[0]], [kept[3]]]
+    assert [first.released, second.released] == [[kept[0]], [kept[3]]]
 
 
-def test_the_idle_fraction_is_what_engines_do_not_say_they_were_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_fraction_is_the_time_without_busy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(scheduler, "time", SimpleNamespace(perf_counter=lambda: now))
     stream, watch = stream_of(2)
@@ -242,7 +242,7 @@ def test_the_idle_fraction_is_what_engines_do_not_say_they_were_busy(monkeypatch
     assert idle(10.0) == 0.0
 
 
-def test_lengths_and_what_was_taken_over_of_journals_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_taken_over_from_journals_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, watch = stream_of(2)
     monkeypatch.setattr(watch, "scalars_of", lambda task: replace(scalars_of(task), tokens_taken_over=5))
     begin(stream, [3, 1, 2], {})
@@ -250,7 +250,7 @@ def test_lengths_and_what_was_taken_over_of_journals_are_counted(monkeypatch: py
     assert stream.fleet.take_metrics()["engine/tokens_taken_over"] == Total(15)
 
 
-def test_requests_that_have_ended_make_room_before_their_tasks_do() -> None:
+def test_ended_requests_make_room_before_their_tasks_end() -> None:
     stream, watch = stream_of(2)
     heard, results = [], Once()
     begin(stream, [4, 4], results)
@@ -267,7 +267,7 @@ def test_requests_that_have_ended_make_room_before_their_tasks_do() -> None:
     assert stream.running_requests == 0
 
 
-def test_what_a_lost_engine_had_is_under_way_again_and_counts_in_whole() -> None:
+def test_tasks_of_a_lost_engine_count_in_full_again() -> None:
     stream, watch = stream_of(2)
     results = Once()
     begin(stream, [4, 4], results)
@@ -284,7 +284,7 @@ def test_what_a_lost_engine_had_is_under_way_again_and_counts_in_whole() -> None
     assert stream.running_requests == 0
 
 
-def test_tokens_that_were_carried_over_are_counted_once() -> None:
+def test_tokens_carried_over_are_counted_once() -> None:
     stream, _ = stream_of(1)
     begin(stream, [1], {})
     for total in (5, 5, 12):
@@ -292,7 +292,7 @@ def test_tokens_that_were_carried_over_are_counted_once() -> None:
     assert stream.fleet.take_metrics()["engine/tokens_carried_over"] == Total(12)
 
 
-def test_slots_are_those_of_engines_that_have_weights() -> None:
+def test_slots_count_engines_with_weights() -> None:
     stream, watch = stream_of(3, max_restarts=4)
     assert (stream.num_engines, stream.slots) == (3, 24)
     watch.kill("engine 0")
@@ -305,11 +305,11 @@ def test_slots_are_those_of_engines_that_have_weights() -> None:
     assert stream.slots == 8  # of those that come back; a run that submits nothing would wait without end
 
 
-def test_it_rests_when_engines_have_all_its_tasks_and_no_request_of_them_runs() -> None:
+def test_rest_waits_until_no_request_runs() -> None:
     stream, watch = stream_of(2)
     begin(stream, [1] * 4, {})
     for start in watch.starts:
-        start.processes[-1].num_running = SimpleNamespace(remote=lambda: None)  # type: ignore[attr-defined]
+        start.leader.num_running = lambda: None  # type: ignore[method-assign, assignment, return-value]
     answers = [
         [(2, 1), (2, 0)],
         [(1, 0), (2, 0)],  # one has not come there, or has ended and was not reported yet

@@ -29,7 +29,7 @@ def batch(dp_ranks: list[int]) -> Batch:
 
 
 @pytest.mark.parametrize(("mine", "others"), [(1, 1), (4, 4), (4, 2), (4, 1), (2, 4), (1, 4), (2, 6), (6, 2)])
-def test_a_rank_receives_every_sample_of_its_own_from_the_ranks_that_have_it(mine: int, others: int) -> None:
+def test_rank_receives_each_of_its_samples_from_its_holder(mine: int, others: int) -> None:
     whole = batch(np.random.default_rng(0).integers(0, mine, 48).tolist())
     moved = spread(whole, mine, others, SequenceCost())
     held = TokenRefs(tuple(set(np.flatnonzero(moved.dp_ranks == rank).tolist()) for rank in range(others)), key=1)

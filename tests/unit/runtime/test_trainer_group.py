@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,10 +13,11 @@ import torch
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.step.rank_batch import RankBatch, ValuedBatch
-from mcore_rl.runtime.delivery import FetchRequest
-from mcore_rl.runtime.roles.base import RankMap
+from mcore_rl.runtime.calls import ProcessCalls
 from mcore_rl.runtime.roles.critic import CriticGroup, CriticProcess
+from mcore_rl.runtime.roles.groups import RankMap
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
+from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import Batch, Mean, RankShare, TokenRefs, Total
 from tests.unit.runtime.made import chunk
 
@@ -66,30 +67,27 @@ class RecordedActor:
         self.calls.append(("gather",))
 
 
-class Handle:
-    """A rank as Ray shows it, in this process: a call runs at once, and its result is its own reference."""
+class Rank(ProcessCalls):
+    """A rank in this process: a call runs at once, and its result is its own reference."""
 
     def __init__(self, rounds: list[str], process: Any = TrainerProcess) -> None:
-        self.process = process.__ray_metadata__.modified_class("rank")
+        super().__init__(cast(Any, self))
+        self.process = process("rank")
         self.process.actor = RecordedActor()
         self.rounds = rounds
 
     def __getattr__(self, name: str) -> Any:
-        @dataclass
-        class Method:
-            remote: Any
-
-        def fetch(wanted: FetchRequest) -> tuple[None, str]:
-            (producer,), (key,) = wanted.producers, wanted.keys
-            return None, f"{producer} {key} {wanted.rows.tolist()}"
+        """A remote method of the handle, which is this object too."""
 
         def call(*arguments: Any) -> Any:
-            if name == "fetch":
-                return fetch(*arguments)
             self.rounds.append(name)
             return getattr(self.process, name)(*arguments)
 
-        return Method(call)
+        return SimpleNamespace(remote=call)
+
+    def fetch(self, request: FetchRequest) -> Any:
+        (producer,), (key,) = request.producers, request.keys
+        return None, f"{producer} {key} {request.rows.tolist()}"
 
 
 @dataclass
@@ -106,7 +104,7 @@ class Ready:
 def make() -> tuple[TrainerGroup, list[str], list[list[tuple[Any, ...]]]]:
     """A group of two data-parallel ranks, the rounds of calls to them (one entry per rank), and what ran on each."""
     rounds: list[str] = []
-    handles = [Handle(rounds), Handle(rounds)]
+    handles = [Rank(rounds), Rank(rounds)]
     group = TrainerGroup(handles, (0, 1), RankMap((0, 1), (0, 1)), Ready())  # type: ignore[arg-type]
     return group, rounds, [handle.process.actor.calls for handle in handles]
 
@@ -202,7 +200,7 @@ def test_a_batch_that_is_used_up_or_gone_is_refused() -> None:
 
 def test_the_critics_updates_are_of_the_batch_that_its_values_are_of() -> None:
     rounds: list[str] = []
-    handles = [Handle(rounds, CriticProcess), Handle(rounds, CriticProcess)]
+    handles = [Rank(rounds, CriticProcess), Rank(rounds, CriticProcess)]
     for handle in handles:
         handle.process.critic = RecordedCritic()
     critic = CriticGroup(handles, (0, 1), RankMap((0, 1), (0, 1)), Ready(), lambda batch: batch)  # type: ignore[arg-type]

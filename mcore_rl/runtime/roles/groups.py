@@ -1,0 +1,172 @@
+"""Process groups as the driver sees them: calls to all ranks of a model, and batches for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import ray
+
+from mcore_rl.runtime.calls import ProcessCalls, Ref
+from mcore_rl.runtime.delivery import Delivery, rows_by_rank
+from mcore_rl.runtime.fanout import FanOut, GroupCall
+from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.roles.base import RunProcess, TrainedRankProcess
+from mcore_rl.types import Batch, BatchHandle, Metric, RankShares, SavedFile, SavedState, Span, merge_metrics
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.checkpoint.writer import RankReport
+    from mcore_rl.types import TrajectoryBuffers
+
+T = TypeVar("T")
+RankBatchRefs = tuple[RankShares | Ref[RankShares], *tuple["Ref[TrajectoryBuffers]", ...]]
+"""A rank's shares of a batch, and its trajectories if it has any."""
+
+batch_keys = itertools.count(1)
+"""Keys of batches on ranks. A key is never reused, so that a handle of an earlier batch is recognised."""
+
+
+@dataclass(frozen=True)
+class RankMap:
+    """`dp_rank_of[rank]` is the data-parallel coordinate of a rank. Ranks that share it (tensor, pipeline and context
+    peers) receive the same samples. `reporting[dp]` is the peer that returns the results of all."""
+
+    dp_rank_of: tuple[int, ...]
+    reporting: tuple[int, ...]
+
+
+@dataclass
+class RankCalls:
+    """Calls to all ranks of a process group; `nodes[rank]` is the node of a rank."""
+
+    ranks: Sequence[ProcessCalls]
+    nodes: Sequence[int]
+    watch: Watch
+
+    @cached_property
+    def _fan_out(self) -> FanOut:
+        return FanOut(self.ranks, self.nodes, self.watch)
+
+    def call(self, method: Callable[..., T], *arguments: object) -> GroupCall[T]:
+        """Call a method of the process class on all ranks."""
+        return self._fan_out.begin(method, *arguments)
+
+    def call_each(self, method: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> GroupCall[T]:
+        """Call a method of the process class on all ranks, each with its own arguments."""
+        return self._fan_out.begin_each(method, arguments)
+
+    def drain_spans(self) -> GroupCall[list[Span]]:
+        return self.call(RunProcess.drain_spans)
+
+
+class TrainedRankCalls(RankCalls):
+    """Calls to all ranks of a model that is trained."""
+
+    def offload(self, parts: tuple[str, ...]) -> GroupCall[int]:
+        return self.call(TrainedRankProcess.offload, parts)
+
+    def plan_save(self, directory: str, snapshot: bool) -> GroupCall[None]:
+        return self.call(TrainedRankProcess.plan_save, directory, snapshot)
+
+    def write_save(self) -> list[Ref[RankReport]]:
+        """One reference per rank: `finish_save` reads them on rank 0."""
+        return [rank.handle.write_save.remote() for rank in self.ranks]
+
+    def finish_save(self, reports: Sequence[Ref[RankReport]]) -> Ref[SavedState]:
+        """Runs on rank 0."""
+        return self.ranks[0].handle.finish_save.remote(*reports)
+
+    def load(self, directory: str, files: Sequence[SavedFile]) -> GroupCall[None]:
+        return self.call(TrainedRankProcess.load, directory, files)
+
+
+@dataclass(frozen=True)
+class RanksSave:
+    """A checkpoint that the ranks are writing; `saved` is rank 0's result."""
+
+    saved: Ref[SavedState]
+    watch: Watch
+
+    def done(self) -> bool:
+        ready, _ = ray.wait([self.saved], timeout=0, fetch_local=False)
+        return bool(ready)
+
+    def result(self) -> SavedState:
+        """Raises: the error of any rank, as Watch.get."""
+        return self.watch.get([self.saved])[0]
+
+
+@dataclass
+class RankGroup:
+    """All ranks of a model that is trained."""
+
+    processes: Sequence[ProcessCalls]
+    nodes: Sequence[int]
+    ranks: RankMap
+    watch: Watch
+
+    @cached_property
+    def calls(self) -> TrainedRankCalls:
+        return TrainedRankCalls(self.processes, self.nodes, self.watch)
+
+    @cached_property
+    def _delivery(self) -> Delivery:
+        return Delivery([self.processes[rank] for rank in self.ranks.reporting], self.watch)
+
+    def batch_refs(self, batch: Batch) -> list[RankBatchRefs]:
+        """Arguments of each rank for a batch: its shares and a reference of their trajectories, which have arrived."""
+        rows, places = rows_by_rank(batch, len(self.ranks.reporting))
+        trajectories = self._delivery.deliver(batch.chunks, rows)
+        shares = self._shares(batch, places)
+        return [(shares[dp], *trajectories[dp]) for dp in self.ranks.dp_rank_of]
+
+    def shares_of(self, batch: Batch) -> list[RankShares | Ref[RankShares]]:
+        """The shares of each rank, for a batch whose trajectories the rank has."""
+        _, places = rows_by_rank(batch, len(self.ranks.reporting))
+        shares = self._shares(batch, places)
+        return [shares[dp] for dp in self.ranks.dp_rank_of]
+
+    def _shares(self, batch: Batch, places: np.ndarray) -> list[RankShares | Ref[RankShares]]:
+        """Shares by data-parallel rank."""
+        shares = batch.shares(len(self.ranks.reporting), places)
+        # On one node they go with the call, once for all tensor and pipeline peers. For several nodes they are put into
+        # the object store once.
+        return [ray.put(of_rank) if dp in self._spread_ranks else of_rank for dp, of_rank in enumerate(shares)]
+
+    @cached_property
+    def _spread_ranks(self) -> set[int]:
+        """Data-parallel ranks whose peers run on several nodes."""
+        pairs = set(zip(self.ranks.dp_rank_of, self.nodes, strict=True))
+        return {dp for dp, nodes in Counter(dp for dp, _ in pairs).items() if nodes > 1}
+
+    def start_save(self, directory: str, *, snapshot: bool) -> RanksSave:
+        """Begin a checkpoint: every rank plans its files and, with `snapshot`, copies their contents. Then all ranks
+        write and rank 0 completes the checkpoint, while the driver continues."""
+        self.calls.plan_save(directory, snapshot).results()
+        return RanksSave(self.calls.finish_save(self.calls.write_save()), self.watch)
+
+    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
+        """Collective over all ranks."""
+        self.calls.load(directory, files).results()
+
+    def offload(self, parts: tuple[str, ...]) -> int:
+        """Move those `parts` to host memory that the offload section of the configuration names; returns the bytes of
+        all ranks that are there."""
+        return sum(self.calls.offload(parts).results())
+
+    def spans(self) -> list[Span]:
+        return [span for spans in self.calls.drain_spans().results() for span in spans]
+
+
+def with_metrics(handle: BatchHandle, found: Sequence[Mapping[str, Metric]]) -> BatchHandle:
+    return replace(handle, metrics=merge_metrics([handle.metrics, *found]))
+
+
+def drain_spans(watch: Watch, processes: Sequence[ProcessCalls]) -> list[Span]:
+    """Spans that the processes recorded since the last call."""
+    return [span for spans in watch.get([process.drain_spans() for process in processes]) for span in spans]

@@ -1,0 +1,99 @@
+"""Trajectories in the process that produced them, and requests of the processes that read them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError
+
+from mcore_rl.data.trajectories import join_rows, ragged, take_rows
+from mcore_rl.errors import McoreRLError, PeerLostError
+from mcore_rl.runtime.calls import Ref
+from mcore_rl.types import TrajectoryBuffers
+
+
+class Producer(Protocol):
+    """Calls of a process that keeps trajectories (an EngineCalls)."""
+
+    def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> Ref[TrajectoryBuffers]:
+        """See TrajectoryStore.cut."""
+
+
+class TrajectoryStore:
+    """Trajectories that the producing process keeps."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._keys = itertools.count()
+        self._chunks: dict[int, TrajectoryBuffers] = {}
+        self._request_ids: dict[int, Sequence[str]] = {}
+
+    def keep(self, buffers: TrajectoryBuffers, request_ids: Sequence[str] = ()) -> int:
+        """Store trajectories with the ids of their requests; returns their key."""
+        key = next(self._keys)
+        self._chunks[key], self._request_ids[key] = buffers, request_ids
+        return key
+
+    def all_of(self, key: int) -> TrajectoryBuffers:
+        return self._chunks[key]
+
+    def release(self, keys: Sequence[int]) -> list[str]:
+        """Delete trajectories; returns the ids of their requests."""
+        for key in keys:
+            del self._chunks[key]
+        return [request_id for key in keys for request_id in self._request_ids.pop(key)]
+
+    def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
+        """Join rows `rows[offsets[i]:offsets[i + 1]]` of the trajectories under `keys[i]`.
+
+        Raises: McoreRLError for a key that does not exist (any more).
+        """
+        parts = []
+        for key, of_key in zip(keys.tolist(), np.split(rows, offsets[1:-1]), strict=True):
+            if key not in self._chunks:
+                raise McoreRLError(f"{self._name} has no trajectories under {key}")
+            parts.append(take_rows(self._chunks[key], of_key))
+        return join_rows(parts)
+
+
+@dataclass(frozen=True)
+class FetchRequest:
+    """Rows for a reader: `rows[offsets[i]:offsets[i + 1]]` of the trajectories under `keys[i]` of the producer
+    `producers[producer_of[i]]`. `calls` has
+    the producers that no earlier request to the reader had."""
+
+    producers: list[str]
+    producer_of: np.ndarray
+    keys: np.ndarray
+    offsets: np.ndarray
+    rows: np.ndarray
+    calls: dict[str, Producer]
+    timeout_seconds: float
+
+
+def fetch(request: FetchRequest, known: dict[str, Producer]) -> TrajectoryBuffers:
+    """Fetch all rows in their order, with one call per producer. Run by the reader, which keeps the calls of `known`
+    producers.
+
+    Raises: PeerLostError naming a producer that does not answer.
+    """
+    known |= request.calls
+    calls, places = [], []
+    for number, producer in enumerate(request.producers):
+        pieces = np.flatnonzero(request.producer_of == number)
+        of_producer, offsets = ragged(request.offsets, pieces)
+        calls.append(known[producer].cut(request.keys[pieces], offsets, request.rows[of_producer]))
+        places.append(of_producer)
+    try:
+        joined = join_rows(ray.get(calls, timeout=request.timeout_seconds))
+    except GetTimeoutError:
+        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+        silent = sorted(producer for producer, call in zip(request.producers, calls, strict=True) if call not in ready)
+        raise PeerLostError(f"no trajectories came from {', '.join(silent)} in {request.timeout_seconds:g} s") from None
+    order = np.argsort(np.concatenate(places))
+    return joined if np.array_equal(order, np.arange(len(order))) else take_rows(joined, order)
