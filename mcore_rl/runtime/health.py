@@ -340,12 +340,11 @@ class Watch:
 
     def _pending_work(self) -> list[str]:
         """Lines with the pending collectives of living processes, and with processes that do not answer."""
-        calls = {
-            process.pending_collectives(): name for name, process in self.processes.items() if name not in self._lost
-        }
-        answered, silent = (
-            ray.wait(list(calls), num_returns=len(calls), timeout=SECONDS_FOR_PENDING) if calls else ([], [])
-        )
+        living = {name: process for name, process in self.processes.items() if name not in self._lost}
+        calls = {process.pending_collectives(): name for name, process in living.items()}
+        if not calls:
+            return []
+        answered, silent = ray.wait(list(calls), num_returns=len(calls), timeout=SECONDS_FOR_PENDING)
         lines = []
         for call in answered:
             with contextlib.suppress(RayError):  # the process is dead
@@ -367,8 +366,7 @@ class Watch:
 
     def _report_death(self, ref: AnyRef) -> None:
         """Raises: WorkerDiedError unless the process can be replaced."""
-        name = self.names[ref]
-        place = self._places([name])
+        name, place = self.names[ref], self._places([self.names[ref]])
         try:
             ray.get(ref, timeout=1)
         except (RayActorError, OutOfMemoryError) as error:
