@@ -86,11 +86,12 @@ def _weights(mode: str, tokens: Tensor, options: dict[str, Any]) -> Tensor:
 
 
 def _check_options(mode: str, given: dict[str, Any]) -> None:
-    takes = MODE_OPTIONS[mode]
-    refused = [name for name in given if name not in takes]
-    if refused:
+    supported = MODE_OPTIONS[mode]
+    unsupported = [name for name in given if name not in supported]
+    if unsupported:
         raise ConfigError(
-            f"{', '.join(refused)}: not an option of algorithm.loss_aggregation={mode}; it takes {', '.join(takes)}"
+            f"{', '.join(unsupported)}: not an option of algorithm.loss_aggregation={mode}; "
+            f"it takes {', '.join(supported)}"
         )
     bad = [f"{name}={value}" for name, value in given.items() if not float(value) > 0]
     if bad:

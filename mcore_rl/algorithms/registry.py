@@ -235,9 +235,9 @@ def _entry(registry: Mapping[str, type[Entry]], key: str, name: str) -> type[Ent
 def _build(registry: Mapping[str, type[Entry]], key: str, section: str, name: str, options: dict[str, Any]) -> Entry:
     entry = _entry(registry, key, name)
     given = {option: value for option, value in options.items() if value is not None}
-    taken = [field.name for field in fields(entry)]  # type: ignore[arg-type]  # entries are dataclasses
-    refused = [f"{section}.{option}" for option in given if option not in taken]
-    if refused:
-        takes = f"it takes {', '.join(taken)}" if taken else "it takes no options"
-        raise ConfigError(f"{', '.join(refused)}: not an option of {key}={name}; {takes}")
+    supported = [field.name for field in fields(entry)]  # type: ignore[arg-type]  # entries are dataclasses
+    unsupported = [f"{section}.{option}" for option in given if option not in supported]
+    if unsupported:
+        takes = f"it takes {', '.join(supported)}" if supported else "it takes no options"
+        raise ConfigError(f"{', '.join(unsupported)}: not an option of {key}={name}; {takes}")
     return entry(**given)

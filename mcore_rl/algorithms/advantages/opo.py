@@ -1,4 +1,4 @@
-"""On-policy RL with the optimal reward baseline (OPO), which minimizes the variance of the gradient.
+"""OPO: the optimal reward baseline, which minimizes the variance of the gradient.
 
     A_i = r_i - b_G,    b_G = sum_{j in G} l_j r_j / sum_{j in G} l_j            l_j: trained tokens of response j
 

@@ -77,18 +77,18 @@ def check_reference_kept(directory: str, stored: Iterable[str], *, kept_here: bo
     )
 
 
-def check_adapters(directory: str, held: dict[str, Any] | None, wanted: dict[str, Any] | None) -> None:
-    """Compare the adapter settings of the checkpoint with those of the configuration. None: all weights are trained.
+def check_adapters(directory: str, saved: dict[str, Any] | None, configured: dict[str, Any] | None) -> None:
+    """Compare the saved adapter settings with the configured ones. None: all weights are trained.
 
     Raises: CheckpointError.
     """
-    if held == wanted:
+    if saved == configured:
         return
-    saved, remedy = "without adapters", "set actor.lora.rank=0"
-    if held is not None:
-        saved = "with adapters"
-        remedy = "set " + ", ".join(f"actor.lora.{key}={value}" for key, value in held.items())
-    raise CheckpointError(f"{directory} was saved {saved}; {remedy}, or set run.dir to a new directory")
+    how, remedy = "without adapters", "set actor.lora.rank=0"
+    if saved is not None:
+        how = "with adapters"
+        remedy = "set " + ", ".join(f"actor.lora.{key}={value}" for key, value in saved.items())
+    raise CheckpointError(f"{directory} was saved {how}; {remedy}, or set run.dir to a new directory")
 
 
 def check_fit(reader: DcpReader, blocks: Sequence[LiveBlock], device: torch.device) -> None:
@@ -103,12 +103,12 @@ def check_fit(reader: DcpReader, blocks: Sequence[LiveBlock], device: torch.devi
     )
     # A tensor is extra only if no rank needs it.
     stored = sorted(reader.shapes)
-    wanted = {block.chunk.key for block in blocks}
-    asked = torch.tensor([key in wanted for key in stored], dtype=torch.int32, device=device)
-    dist.all_reduce(asked, dist.ReduceOp.MAX)
-    left = [key for key, some in zip(stored, asked.tolist(), strict=True) if not some]
-    if left:
-        raise CheckpointError(f"{reader.directory} contains tensors that this model does not have: {listing(left)}")
+    needed = {block.chunk.key for block in blocks}
+    is_needed = torch.tensor([key in needed for key in stored], dtype=torch.int32, device=device)
+    dist.all_reduce(is_needed, dist.ReduceOp.MAX)
+    extra = [key for key, some_rank in zip(stored, is_needed.tolist(), strict=True) if not some_rank]
+    if extra:
+        raise CheckpointError(f"{reader.directory} contains tensors that this model does not have: {listing(extra)}")
 
 
 def _misfit(reader: DcpReader, block: LiveBlock) -> str | None:

@@ -66,12 +66,12 @@ def install(*, without: Collection[str] = ()) -> bool:
 
 
 def _check_version() -> None:
-    wanted = f"the CPU backend requires megatron-core {SUPPORTED_VERSION}"
+    required = f"the CPU backend requires megatron-core {SUPPORTED_VERSION}"
     try:
         installed = version("megatron-core")
     except PackageNotFoundError:
-        raise ConfigError(f"megatron-core is not installed; {wanted}: pip install 'mcore-rl[cpu]'") from None
+        raise ConfigError(f"megatron-core is not installed; {required}: pip install 'mcore-rl[cpu]'") from None
     if installed != SUPPORTED_VERSION:
         raise ConfigError(
-            f"megatron-core {installed} is installed, but {wanted}: pip install megatron-core=={SUPPORTED_VERSION}"
+            f"megatron-core {installed} is installed, but {required}: pip install megatron-core=={SUPPORTED_VERSION}"
         )

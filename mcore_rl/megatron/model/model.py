@@ -67,7 +67,7 @@ def build_model(
 
     gpus_per_node: used to detect expert parallelism across nodes; None: experts stay within a node.
     kind: class of the chunks.
-    installed: available libraries and device; None: those of this process.
+    installed: available libraries and device; None: detect them in this process.
 
     Raises: ConfigError for a dtype, recompute mode or model that cannot be built.
     Collective: all ranks, after parallel.initialize.

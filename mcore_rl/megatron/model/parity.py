@@ -42,9 +42,9 @@ def compare_logits(
     vocabulary = int(hf_config["vocab_size"])
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(0, vocabulary, (length,), generator=generator) for length in _LENGTHS]
-    ours = _megatron_logits(hf_config, checkpoint, sequences)[:, :vocabulary]
-    theirs = torch.cat(transformers_logits(hf_directory, sequences))
-    return float((ours - theirs).abs().max()), float(theirs.abs().max())
+    logits = _megatron_logits(hf_config, checkpoint, sequences)[:, :vocabulary]
+    expected = torch.cat(transformers_logits(hf_directory, sequences))
+    return float((logits - expected).abs().max()), float(expected.abs().max())
 
 
 def _megatron_logits(hf_config: dict[str, Any], checkpoint: str | Path, sequences: list[torch.Tensor]) -> torch.Tensor:

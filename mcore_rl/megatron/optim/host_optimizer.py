@@ -33,7 +33,7 @@ ALIGNMENT = 64
 class HostOptimizer:
     """Replacement for the inner optimizer of `part`, a DistributedOptimizer; its step also updates the weights.
 
-    `param_groups` and `state` are those of the inner optimizer; between steps the moments in `state` are host tensors.
+    `param_groups` and `state` belong to the inner optimizer; between steps the moments in `state` are host tensors.
     Reading the values of a main parameter raises OffloadedError; use `host_copy`.
     """
 

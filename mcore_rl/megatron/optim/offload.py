@@ -40,7 +40,7 @@ class Offloader:
     While a part is offloaded, every torch operation on its tensors raises OffloadedError; otherwise torch would read
     from invalid memory.
 
-    chunks: from wrap_chunks or, without an optimizer, those of a model that is not trained.
+    chunks: from wrap_chunks or, without an optimizer, chunks of a model that is not trained.
     settings: parts that `offload` may move.
     span: timer of the transfers.
     """

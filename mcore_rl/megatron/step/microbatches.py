@@ -45,7 +45,7 @@ class MicroBatch:
         weights that sampled it, as always in synchronous runs.
     owners: with context parallelism, the rank of each of the M trained tokens of all ranks.
 
-    With context parallelism, tokens and trained tokens are those of this rank; sequences, lengths, whole_counts and
+    With context parallelism, `tokens` and per-token tensors hold this rank's part; sequences, lengths, whole_counts and
     owners describe all ranks. A micro-batch without samples is a dummy: it makes the number of passes equal on all
     ranks and contributes exactly zero.
 

@@ -294,12 +294,12 @@ def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
     kl and kl_low_var: k1 and k3 estimates of KL(rollout || policy). logp_diff_fresh_mean: only tokens that were sampled
     with the current weights.
     """
-    ours, theirs = logp.double(), batch.logp_rollout.double()
-    difference = (ours - theirs).abs()
+    trainer, engine = logp.double(), batch.logp_rollout.double()
+    difference = (trainer - engine).abs()
     largest = difference.max() if len(difference) else difference.sum()
     fresh = (batch.staleness == 1).double()
-    sums = [difference.sum(), difference @ fresh, fresh.sum(), kl_penalty(theirs, ours, "low_var").sum(), largest]
-    sums += [ours.sum(), theirs.sum(), ours @ ours, theirs @ theirs, ours @ theirs]
+    sums = [difference.sum(), difference @ fresh, fresh.sum(), kl_penalty(engine, trainer, "low_var").sum(), largest]
+    sums += [trainer.sum(), engine.sum(), trainer @ trainer, engine @ engine, trainer @ engine]
     # One device-to-host transfer instead of one per number.
     total, fresh_total, num_fresh, low_var, most, *moments = torch.stack(sums).tolist()
     return {

@@ -18,7 +18,7 @@ class RankBatch:
     Each forward pass returns a new RankBatch with its results added; a rank has no other state about the current batch.
     Results are by sample, on the ranks of the last stage:
 
-    old_logp: log-probabilities of the policy before the first update; that update adds those of its own samples.
+    old_logp: log-probabilities of the policy before the first update; this update adds its own samples.
     ref_logp: log-probabilities of the reference.
     penalties: KL penalties, to be subtracted from the rewards.
     token_advantages: advantages per token.

@@ -125,7 +125,7 @@ class RoutingStore:
         return metrics
 
     def _recorded(self, batch: MicroBatch, row: RoutingRow) -> torch.Tensor:
-        """Remove the recorded experts from `row` and combine those of all ranks that share it. Returns [layers, tokens
+        """Remove the recorded experts from `row` and combine them over all ranks that share it. Returns [layers, tokens
         of all samples, k]."""
         sequence, place = self._token_places(batch)
         recorded = torch.stack([row.found.pop(index) for index in range(len(self.layers))])
