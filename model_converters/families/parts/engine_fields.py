@@ -19,7 +19,7 @@ from model_converters.families.parts.rotary import rope_section
 
 
 @dataclass(frozen=True)
-class ModelSize:
+class NeutralSize:
     """Neutral value that equals a size of the model: the argument `name` of Megatron's TransformerConfig."""
 
     name: str
@@ -52,10 +52,10 @@ _PARAMETERS = {
     "use_ngram_embedding": False,
 }
 _SHAPES = {
-    "n_head_kv": ModelSize("num_query_groups"),
-    "num_kv_heads": ModelSize("num_query_groups"),
+    "n_head_kv": NeutralSize("num_query_groups"),
+    "num_kv_heads": NeutralSize("num_query_groups"),
     "multi_query": False,
-    "original_num_attention_heads": ModelSize("num_attention_heads"),
+    "original_num_attention_heads": NeutralSize("num_attention_heads"),
     "num_attention_heads_per_layer": None,
     "hidden_size_per_head": None,
     "v_head_dim": None,
@@ -115,7 +115,7 @@ def neutral_fields(family: Family, config: HFConfig) -> dict[str, Any]:
     found = {}
     for key in sorted((NEUTRAL.keys() & config.keys()) - family.own_fields - family.absent_for_engines):
         value = NEUTRAL[key]
-        if isinstance(value, ModelSize):
+        if isinstance(value, NeutralSize):
             value = family.model_arguments(config).transformer[value.name]
         if type(config[key]) is not type(value) or config[key] != value:
             found[key] = value

@@ -47,7 +47,7 @@ def batch_of(version=0, **cut):
     )
 
 
-def test_updates_hold_whole_groups_in_the_order_kept():
+def test_build_batch_updates_contain_whole_groups_in_order():
     batch = batch_of()
     assert [np.unique(batch.group_ids[u]).tolist() for u in batch.updates] == [[7, 9], [1, 20], [2, 40]]
     assert np.array_equal(np.concatenate(batch.updates), np.arange(24))
@@ -59,19 +59,19 @@ def shares_of(batch, update, num_dp_ranks, places=None):
     return [of_rank.by_update()[update] for of_rank in shares]
 
 
-def test_samples_still_point_at_their_rollouts():
+def test_build_batch_samples_reference_their_rollouts():
     batch = batch_of()
     for name in ("group_ids", "total_tokens", "trained_tokens", "rewards"):
         expected = [getattr(SCALARS[c], name)[r] for c, r in zip(batch.chunk_ids, batch.rows, strict=True)]
         assert getattr(batch, name).tolist() == expected
 
 
-def test_every_share_knows_the_version_that_the_batch_starts_from():
+def test_batch_shares_have_version_of_batch():
     batch = batch_of(version=7)
     assert {share.version for update in range(3) for share in shares_of(batch, update, 3)} == {7}
 
 
-def test_ids_need_not_be_sorted_or_consecutive():
+def test_build_batch_accepts_arbitrary_group_ids():
     mixed = [scalars_of([5, 2, 5, 2, 8, 4, 8, 4])]
     batch = build_batch(
         ["a"],
@@ -85,7 +85,7 @@ def test_ids_need_not_be_sorted_or_consecutive():
 
 
 @pytest.mark.parametrize("update", range(3))
-def test_rank_shares_are_a_partition_of_the_update(update):
+def test_batch_rank_shares_partition_the_update(update):
     batch = batch_of()
     shares = shares_of(batch, update, 3, batch.rows + 1)
     assert np.array_equal(np.sort(np.concatenate([s.samples for s in shares])), batch.updates[update])
@@ -98,7 +98,7 @@ def test_rank_shares_are_a_partition_of_the_update(update):
 
 
 @pytest.mark.parametrize("num_dp_ranks", [1, 2, 5])
-def test_plain_sum_over_ranks_is_the_token_mean_of_each_update(num_dp_ranks):
+def test_loss_weights_sum_over_ranks_is_token_mean(num_dp_ranks):
     batch = batch_of(num_dp_ranks=num_dp_ranks)
     rng = np.random.default_rng(0)
     losses = [rng.standard_normal(count) for count in batch.trained_tokens]
@@ -111,7 +111,7 @@ def test_plain_sum_over_ranks_is_the_token_mean_of_each_update(num_dp_ranks):
         assert total == pytest.approx(np.concatenate([losses[s] for s in samples]).mean(), abs=1e-7)
 
 
-def test_ranks_share_the_cost_that_the_cut_names():
+def test_build_batch_balances_cost_of_schedule():
     cost = SequenceCost(per_token=1.0, per_pair=0.1)
     batch = batch_of(cost=cost)
     costs = cost.of(batch.total_tokens)
@@ -126,7 +126,7 @@ def test_ranks_share_the_cost_that_the_cut_names():
     assert by_tokens < np.mean(ratios) <= 1
 
 
-def test_epochs_repeat_the_same_updates_in_a_reproducible_other_order():
+def test_build_batch_epochs_reorder_updates_reproducibly():
     batch = batch_of(prompts_per_update=1, update_epochs=3, seed=(1, 5))
     epochs = [batch.updates[i : i + 6] for i in (0, 6, 12)]
     first = [u.tolist() for u in epochs[0]]
@@ -139,18 +139,18 @@ def test_epochs_repeat_the_same_updates_in_a_reproducible_other_order():
     assert [u.tolist() for u in other.updates] != [u.tolist() for u in batch.updates]
 
 
-def test_a_response_keeps_rank_and_weight_over_epochs():
+def test_build_batch_response_keeps_rank_and_weight_over_epochs():
     once, thrice = batch_of(), batch_of(update_epochs=3)
     assert np.array_equal(once.dp_ranks, thrice.dp_ranks)
     assert np.array_equal(once.loss_weights, thrice.loss_weights)
 
 
-def test_a_cut_that_does_not_divide_is_refused():
+def test_build_batch_indivisible_updates_are_rejected():
     with pytest.raises(ConfigError, match=r"trainer\.prompts_per_update=4 does not divide the 6 groups"):
         batch_of(prompts_per_update=4)
 
 
-def test_an_empty_step_is_refused():
+def test_build_batch_empty_step_is_rejected():
     none = [np.empty(0, np.int64)]
     with pytest.raises(ConfigError, match="kept no response"):
         build_batch(

@@ -41,7 +41,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("prompt_key", [None, "question"])
-def test_plain_rows_for_training_and_verls_for_validation(
+def test_load_prompts_plain_and_verl_files_in_one_run(
     tmp_path: Path, tokenizer_file: Path, prompt_key: str | None
 ) -> None:
     train, val = jsonl(tmp_path / "train.jsonl", [PLAIN]), str(tmp_path / "val.parquet")
@@ -54,7 +54,7 @@ def test_plain_rows_for_training_and_verls_for_validation(
         assert ("2 rows have no column 'question': verl's column prompt is used" in str(report)) == noted
 
 
-def test_a_prompt_key_that_a_file_lacks_is_refused_with_the_nearest_column_first() -> None:
+def test_columns_missing_prompt_key_lists_nearest_column_first() -> None:
     row = {"id": 1, "answer": "2", "question": "1+1?"}
     with pytest.raises(
         DataError, match=r"line 1 has no prompt in column 'questions': the columns are question, .*set data\.prompt_key"
@@ -62,7 +62,7 @@ def test_a_prompt_key_that_a_file_lacks_is_refused_with_the_nearest_column_first
         read(row, prompt_key="questions")
 
 
-def test_a_prompt_key_is_not_replaced_by_another_plain_column() -> None:
+def test_columns_missing_prompt_key_does_not_use_other_column() -> None:
     with pytest.raises(DataError, match="no prompt in column 'prompt'"):
         read(PLAIN, prompt_key="prompt")
     with pytest.raises(DataError, match=r"no prompt in column 'question'.*or to null"):
@@ -70,14 +70,14 @@ def test_a_prompt_key_is_not_replaced_by_another_plain_column() -> None:
 
 
 @pytest.mark.parametrize("key", ["prompt_key", "answer_key"])
-def test_a_key_that_no_file_has_is_refused_though_verls_rows_need_none(tmp_path: Path, key: str) -> None:
+def test_check_keys_unknown_in_all_files_is_rejected(tmp_path: Path, key: str) -> None:
     path = jsonl(tmp_path / "verl.jsonl", [VERL])
     with pytest.raises(DataError, match=rf"^data\.{key}: there is no column 'promts' in data\.val \(.*verl\.jsonl\)"):
         check_keys(DataConfig(**{key: "promts"}), {"data.val": path})
     check_keys(DataConfig(**{key: "prompt"}), {"data.val": path})
 
 
-def test_an_answer_key_comes_before_verls_ground_truth_where_the_row_has_it() -> None:
+def test_columns_answer_key_precedes_verl_ground_truth() -> None:
     assert read({**VERL, "solution": "3"}, answer_key="solution")[0].ground_truth == "3"
     fields, notes = read(VERL, answer_key="solution")
     assert fields.ground_truth == "2"
@@ -86,18 +86,18 @@ def test_an_answer_key_comes_before_verls_ground_truth_where_the_row_has_it() ->
         read(PLAIN, answer_key="answers")
 
 
-def test_a_flat_file_may_call_its_answers_ground_truth() -> None:
+def test_columns_ground_truth_column_is_read() -> None:
     assert read({"prompt": "1+1?", "ground_truth": "2"})[0].ground_truth == "2"
 
 
-def test_chat_messages_written_as_json_are_messages_and_reported() -> None:
+def test_columns_json_text_of_messages_is_parsed_and_noted() -> None:
     fields, notes = read({**PLAIN, "question": json.dumps(MESSAGES)})
     assert fields.messages == MESSAGES
     assert notes == ("1 rows have chat messages as JSON text, which was parsed",)
 
 
 @pytest.mark.parametrize("text", ["[1, 2] sorted?", '[{"id": 1}]', '{"role": "user", "content": "a"}', "[{role"])
-def test_a_prompt_with_other_json_in_it_is_text(text: str) -> None:
+def test_columns_other_json_in_prompt_stays_text(text: str) -> None:
     fields, notes = read({**PLAIN, "question": text})
     assert (fields.messages, notes) == ([{"role": "user", "content": text}], ())
 
@@ -112,12 +112,12 @@ def test_a_prompt_with_other_json_in_it_is_text(text: str) -> None:
         ('[{"role": "user"}]', "`role` and `content`"),
     ],
 )
-def test_text_that_only_looks_like_chat_messages_is_refused(text: str, message: str) -> None:
+def test_columns_malformed_json_messages_are_rejected(text: str, message: str) -> None:
     with pytest.raises(DataError, match=rf"^data\.val: rows\.jsonl, line 1.*{message}"):
         read({**PLAIN, "question": text})
 
 
-def test_objects_of_a_flat_file_are_json_text() -> None:
+def test_columns_csv_objects_are_parsed_from_json_text() -> None:
     flat = {"prompt": "1+1?", "reward_model": '{"ground_truth": "2"}', "extra_info": '{"index": 1}'}
     fields, _ = read(flat)
     assert (fields.ground_truth, fields.extra_info) == ("2", {"index": 1})
@@ -126,13 +126,13 @@ def test_objects_of_a_flat_file_are_json_text() -> None:
 
 
 @pytest.mark.parametrize("media", ["images", "videos", "audios"])
-def test_pictures_are_refused_where_a_row_has_any(media: str) -> None:
+def test_columns_non_empty_media_is_rejected(media: str) -> None:
     assert read({**PLAIN, media: []})[1] == read({**PLAIN, media: None})[1] == ()
     with pytest.raises(DataError, match=rf"line 1 has {media}, but prompts are text only.*set data\.val"):
         read({**PLAIN, media: [{"bytes": b"x"}]})
 
 
-def test_verls_episodes_with_tools_are_refused_by_their_agent() -> None:
+def test_columns_verl_tool_agent_without_tools_is_rejected() -> None:
     assert read({**VERL, "agent_name": "single_turn_agent"})[1] == ()
     with pytest.raises(DataError, match=r"line 1 has agent_name 'tool_agent', .*without tools; set data\.val"):
         read({**VERL, "agent_name": "tool_agent"})
@@ -141,7 +141,7 @@ def test_verls_episodes_with_tools_are_refused_by_their_agent() -> None:
     )
 
 
-def test_arguments_for_tools_are_reported_once_with_their_number() -> None:
+def test_columns_unused_tool_arguments_are_noted_once() -> None:
     columns = Columns(DataConfig(), "data.train", "rows.jsonl", rollout_config=RolloutConfig())
     info = {"need_tools_kwargs": True, "tools_kwargs": {"calc": {"x": 1}}, "interaction_kwargs": {}}
     for row in ({**VERL, "extra_info": info}, VERL, {**VERL, "extra_info": info}):
@@ -151,21 +151,21 @@ def test_arguments_for_tools_are_reported_once_with_their_number() -> None:
     )
 
 
-def test_with_tools_verls_agent_and_its_arguments_are_taken() -> None:
+def test_columns_verl_tool_agent_with_tools_is_accepted() -> None:
     info = {"need_tools_kwargs": True, "tools_kwargs": {"calc": {"create_kwargs": {"x": 1}}}, "interaction_kwargs": {}}
     for agent in ("tool_agent", "single_turn_agent", None):
         fields, notes = read({**VERL, "agent_name": agent, "extra_info": info}, tools=True)
         assert (fields.extra_info, notes) == (info, ())
 
 
-def test_with_tools_what_nothing_reads_is_reported() -> None:
+def test_columns_with_tools_ignored_fields_are_noted() -> None:
     assert read({**VERL, "agent_name": "mine", "tools_kwargs": {"calc": {}}}, tools=True)[1] == (
         "1 rows have agent_name 'mine', which is ignored: rollout.episode selects the episode",
         "1 rows have columns tools_kwargs, which are ignored: move them into extra_info",
     )
 
 
-def test_rows_in_verls_format_of_another_agent_load_where_tools_run(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_load_prompts_verl_rows_of_other_agent_load_with_tools(tmp_path: Path, tokenizer_file: Path) -> None:
     path = jsonl(tmp_path / "tools.jsonl", [{**VERL, "agent_name": "tool_agent"}])
     args = (path, load_tokenizer(tokenizer_file), DataConfig(), RolloutConfig())
     assert len(load_prompts(*args, runs_tools=True)[0]) == 1
@@ -174,7 +174,7 @@ def test_rows_in_verls_format_of_another_agent_load_where_tools_run(tmp_path: Pa
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_a_system_prompt_stands_before_messages_that_have_none(role: str) -> None:
+def test_columns_system_prompt_is_prepended_if_missing(role: str) -> None:
     system = {"role": "system", "content": "Be terse."}
     assert read(VERL, system_prompt="Be terse.")[0].messages == [system, *MESSAGES]
     assert read(PLAIN, system_prompt="Be terse.")[0].messages == [system, *MESSAGES]
@@ -184,7 +184,7 @@ def test_a_system_prompt_stands_before_messages_that_have_none(role: str) -> Non
 
 
 @pytest.mark.parametrize("in_column", [True, False])
-def test_a_row_says_how_it_is_sampled(in_column: bool) -> None:
+def test_columns_row_sampling_options_are_read(in_column: bool) -> None:
     asked = {"sampling": {"temperature": 0.5, "top_p": None, "top_k": 20.0, "max_response_tokens": 64}, "max_turns": 3}
     fields, _ = read({**VERL, **asked} if in_column else {**VERL, "extra_info": asked})
     assert fields.sampling == {"temperature": 0.5, "top_k": 20, "max_response_tokens": 64}
@@ -202,7 +202,7 @@ def test_a_row_says_how_it_is_sampled(in_column: bool) -> None:
         ({"temperature": 0.001}, r"sampling\.temperature is 0\.001, which is below 0\.01"),
     ],
 )
-def test_trained_rows_must_sample_the_full_softmax(sampling: dict[str, float], message: str) -> None:
+def test_columns_trained_row_restricted_sampling_is_rejected(sampling: dict[str, float], message: str) -> None:
     assert read({**VERL, "sampling": sampling})[0].sampling == sampling
     with pytest.raises(DataError, match=rf"^data\.val: rows\.jsonl, line 1: {message}"):
         read({**VERL, "sampling": sampling}, trained=True)
@@ -210,7 +210,7 @@ def test_trained_rows_must_sample_the_full_softmax(sampling: dict[str, float], m
     assert read({**VERL, "sampling": allowed}, trained=True)[0].sampling == {**allowed, "stop": ["END"]}
 
 
-def test_rows_of_the_training_file_are_checked_as_trained(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_load_prompts_training_rows_are_checked_as_trained(tmp_path: Path, tokenizer_file: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{**PLAIN, "sampling": {"top_p": 0.9}}])
     cache = {"cache_dir": str(tmp_path / "cache")}
     config, tokenizer = DataConfig(train=path, val=path, **cache), load_tokenizer(tokenizer_file)
@@ -219,7 +219,7 @@ def test_rows_of_the_training_file_are_checked_as_trained(tmp_path: Path, tokeni
         load_prompts(path, tokenizer, config, RolloutConfig(), "data.train")
 
 
-def test_a_flat_file_writes_sampling_as_json_and_turns_as_text() -> None:
+def test_columns_csv_sampling_and_max_turns_are_parsed() -> None:
     fields, _ = read({**PLAIN, "sampling": '{"top_p": 0.9}', "max_turns": " 4 "})
     assert (fields.sampling, fields.max_turns) == ({"top_p": 0.9}, 4)
 
@@ -253,12 +253,12 @@ def test_a_flat_file_writes_sampling_as_json_and_turns_as_text() -> None:
         ({"max_turns": True}, "max_turns is True, not"),
     ],
 )
-def test_what_a_row_may_not_ask_for_is_named_by_its_line(row: dict[str, Any], message: str) -> None:
+def test_columns_invalid_row_option_names_its_line(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"^data\.val: rows\.jsonl, line 1.*{message}"):
         read({**VERL, **row})
 
 
-def test_a_csv_without_a_header_says_so(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_load_prompts_csv_without_header_is_rejected(tmp_path: Path, tokenizer_file: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(f"{'Natalia sold clips ' * 9},72\nWeng earns,10\n")
     named = r"its columns, which line 1 names, are Natalia.{33}\.\.\., 72; set data\.prompt_key"

@@ -39,46 +39,46 @@ def table(tmp_path: Path) -> Path:
         (r'{"x\udc00": 1}', "a name"),
     ],
 )
-def test_half_an_emoji_is_named_by_line_and_column(jsonl: Path, row: str, name: str) -> None:
+def test_read_rows_lone_surrogate_names_line_and_column(jsonl: Path, row: str, name: str) -> None:
     with pytest.raises(DataError, match=rf"^data\.train: .*rows\.jsonl, line 2: {name} contains half of a character"):
         rows_of(jsonl, '{"question": "a"}\n' + row + "\n")
 
 
-def test_every_line_with_half_an_emoji_is_named_at_once(jsonl: Path) -> None:
+def test_read_rows_all_lone_surrogates_are_named_at_once(jsonl: Path) -> None:
     lines = ['{"a": "b"}', r'{"a": "\ud83d"}', "", r'{"a": "\\ud83d"}', r'{"a": "\ud83d"}', "{torn", r'{"a": "\ud83d"}']
     with pytest.raises(DataError, match=r"line 2: .* \(the same in 2 further lines: 5, 7\)$"):
         rows_of(jsonl, "\n".join(lines))
 
 
-def test_whole_emoji_and_escaped_backslashes_are_text(jsonl: Path) -> None:
+def test_read_rows_surrogate_pairs_and_backslashes_are_text(jsonl: Path) -> None:
     rows = rows_of(jsonl, r'{"a": "\ud83d\ude00", "b": "\\ud83d", "c": "\ud55c", "d": "😀"}')
     assert rows[0][1] == {"a": "😀", "b": r"\ud83d", "c": "한", "d": "😀"}
 
 
 @pytest.mark.parametrize("half", [b"\xff", b"\xed\xa0\xbd", b"\xed\xa0\xbd\xed\xb8\x80"])
-def test_bytes_of_surrogates_are_no_utf8(jsonl: Path, half: bytes) -> None:
+def test_read_rows_surrogate_bytes_are_not_utf8(jsonl: Path, half: bytes) -> None:
     with pytest.raises(DataError, match=r"line 2 is not valid JSON: it is not UTF-8 \(0x.. is byte 8 of the line\)"):
         rows_of(jsonl, b'{"a": "b"}\n{"a": "' + half + b'"}\n')
 
 
 @pytest.mark.parametrize("depth", [150, 900, 100_000])
-def test_nesting_has_a_limit_that_no_stack_decides(jsonl: Path, depth: int) -> None:
+def test_read_rows_deep_nesting_is_rejected(jsonl: Path, depth: int) -> None:
     deep = '{"answer": ' + "[" * depth + "]" * depth + "}"
     with pytest.raises(DataError, match=r"^data\.train: .*rows\.jsonl, line 2 is nested more than 100 levels deep"):
         rows_of(jsonl, '{"answer": 1}\n' + deep)
 
 
-def test_many_brackets_side_by_side_are_not_deep(jsonl: Path) -> None:
+def test_read_rows_many_sibling_brackets_are_accepted(jsonl: Path) -> None:
     row = {"answer": [[{}]] * 200, "deep": json.loads("[" * 90 + "]" * 90)}
     assert rows_of(jsonl, json.dumps(row))[0][1] == row
 
 
-def test_byte_order_marks_are_no_text(jsonl: Path, table: Path) -> None:
+def test_read_rows_byte_order_marks_are_removed(jsonl: Path, table: Path) -> None:
     assert rows_of(jsonl, b'\xef\xbb\xbf{"a": "b"}\n\xef\xbb\xbf{"a": "c"}\n')[1][1] == {"a": "c"}
     assert rows_of(table, b"\xef\xbb\xbfquestion,answer\na,b\n")[0][1] == {"question": "a", "answer": "b"}
 
 
-def test_a_parquet_row_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_read_rows_parquet_binary_row_is_named(tmp_path: Path) -> None:
     raw = pa.array([b"ok"] * 1030 + [b"a\xed\xa0\xbd"], pa.binary())
     broken = pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
     pq.write_table(pa.table({"answer": ["1"] * len(raw), "question": broken}), tmp_path / "rows.parquet")
@@ -86,7 +86,7 @@ def test_a_parquet_row_that_is_no_text_is_named(tmp_path: Path) -> None:
         list(read_rows(tmp_path / "rows.parquet", "data.train"))
 
 
-def test_csv_values_are_the_text_that_is_written(table: Path) -> None:
+def test_read_rows_csv_values_are_unchanged_text(table: Path) -> None:
     content = 'question, answer ,n\n007,1e3,\n"a, ""b""\nc",TRUE, x \n\nNA,1.10,null\n'
     assert rows_of(table, content) == [
         (f"{table}, line 2", {"question": "007", "answer": "1e3", "n": None}),
@@ -95,11 +95,11 @@ def test_csv_values_are_the_text_that_is_written(table: Path) -> None:
     ]
 
 
-def test_csv_with_an_index_and_lines_of_another_system(table: Path) -> None:
+def test_read_rows_csv_with_index_and_crlf(table: Path) -> None:
     assert rows_of(table, ",question\r\n0,a\r\n1,b")[1] == (f"{table}, line 3", {"question": "b"})
 
 
-def test_a_csv_cell_may_be_a_long_document(table: Path) -> None:
+def test_read_rows_csv_cell_may_be_long(table: Path) -> None:
     assert rows_of(table, "question\n" + "x" * 200_000 + "\n")[0][1] == {"question": "x" * 200_000}
 
 
@@ -115,11 +115,11 @@ def test_a_csv_cell_may_be_a_long_document(table: Path) -> None:
         (b"q,q\n1,2\n", r"line 1 repeats column names: q"),
     ],
 )
-def test_malformed_csv_is_named_by_line(table: Path, content: bytes, message: str) -> None:
+def test_read_rows_malformed_csv_names_line(table: Path, content: bytes, message: str) -> None:
     with pytest.raises(DataError, match=rf"^data\.train: .*rows\.csv, {message}"):
         rows_of(table, content)
 
 
 @pytest.mark.parametrize("content", ["", "\n", "question,answer\n"])
-def test_a_csv_without_rows_has_none(table: Path, content: str) -> None:
+def test_read_rows_csv_without_rows_is_empty(table: Path, content: str) -> None:
     assert rows_of(table, content) == []

@@ -35,7 +35,7 @@ def curriculum(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("weight", [0.01, 0.3, 0.5, 1, 1.5, 2, 2.75])
-def test_over_any_epochs_a_row_is_drawn_its_share_and_a_file_exactly(weight: float) -> None:
+def test_row_weights_counts_follow_weight_over_epochs(weight: float) -> None:
     weights, rows = RowWeights((7, 11), (weight, 1), seed=3), np.zeros(18, np.int64)
     for epoch in range(40):
         rows += weights.counts(epoch)
@@ -47,19 +47,19 @@ def test_over_any_epochs_a_row_is_drawn_its_share_and_a_file_exactly(weight: flo
         assert (rows[7:] == epoch + 1).all()
 
 
-def test_which_rows_come_first_depends_on_the_seed_and_the_file() -> None:
+def test_row_weights_extra_draws_depend_on_seed_and_file() -> None:
     counts = RowWeights((100, 100), (0.5, 0.5), seed=1).counts(0)
     assert (counts[:100] != counts[100:]).any()
     assert (counts != RowWeights((100, 100), (0.5, 0.5), seed=2).counts(0)).any()
 
 
-def test_a_long_run_over_many_rows_counts_exactly() -> None:
+def test_row_weights_counts_are_exact_for_large_numbers() -> None:
     weights, epochs = RowWeights((200_000,), (1.999999,), seed=1), (0, 1, 4, 10**6)
     of_file = [200_000 * 1_999_999 * (e + 1) // 10**6 - 200_000 * 1_999_999 * e // 10**6 for e in epochs]
     assert [int(weights.counts(epoch).sum()) for epoch in epochs] == of_file == [399_999, 400_000, 400_000, 399_999]
 
 
-def test_weighted_epochs_hold_each_row_as_often_as_counted_and_mix_files() -> None:
+def test_sampler_weighted_epoch_matches_counts_and_mixes_files() -> None:
     weights = RowWeights((4, 4), (3, 0.5), seed=1)
     sampler = PromptSampler(8, 1, weights=weights)
     for epoch in range(5):
@@ -69,24 +69,24 @@ def test_weighted_epochs_hold_each_row_as_often_as_counted_and_mix_files() -> No
         assert not np.array_equal(drawn, np.sort(drawn))
 
 
-def test_weights_of_one_change_no_order() -> None:
+def test_sampler_weights_of_one_keep_the_order() -> None:
     # Runs that begin without weights and those with equal ones draw the same.
     ours = PromptSampler(9, 5, weights=RowWeights((4, 5), (1, 1), 5)).draw(40)
     assert np.array_equal(ours, PromptSampler(9, 5).draw(40))
 
 
-def test_without_shuffle_a_weighted_row_stands_where_it_stands_in_the_file() -> None:
+def test_sampler_without_shuffle_weighted_rows_keep_file_order() -> None:
     sampler = PromptSampler(3, 1, shuffle=False, weights=RowWeights((1, 2), (1, 2), 1))
     assert sampler.draw(10).tolist() == [0, 1, 1, 2, 2] * 2
 
 
-def test_a_small_weight_may_leave_epochs_empty() -> None:
+def test_sampler_small_weight_allows_empty_epochs() -> None:
     drawn = PromptSampler(1, 1, weights=RowWeights((1,), (0.001,), 1)).draw(3)
     assert drawn.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("drawn", [0, 5, 13, 14, 15, 40])
-def test_a_weighted_sampler_resumes_exactly(drawn: int) -> None:
+def test_sampler_with_weights_resumes_exactly(drawn: int) -> None:
     def made() -> PromptSampler:
         return PromptSampler(8, 1, weights=RowWeights((3, 5), (2.5, 0.7), 1))
 
@@ -96,26 +96,26 @@ def test_a_weighted_sampler_resumes_exactly(drawn: int) -> None:
     assert np.array_equal(restored.draw(50), sampler.draw(50))
 
 
-def test_other_weights_do_not_continue_a_run() -> None:
+def test_sampler_state_with_other_weights_is_rejected() -> None:
     weighted, plain = PromptSampler(8, 1, weights=RowWeights((3, 5), (2, 1), 1)), PromptSampler(8, 1)
     for one, other in ((weighted, plain), (plain, weighted)):
         with pytest.raises(CheckpointError, match=r"data\.weights"):
             one.load_state_dict(other.state_dict())
 
 
-def test_states_of_before_there_were_weights_continue() -> None:
+def test_sampler_state_without_weights_is_accepted() -> None:
     sampler, state = PromptSampler(8, 1), {"num_rows": 8, "seed": 1, "shuffle": True, "epoch": 1, "position": 3}
     sampler.load_state_dict(state)
     assert sampler.draw(3).tolist() == [0, 7, 2]  # of the order that test_sampler pins
 
 
-def test_a_curriculum_orders_filters_and_repeats(curriculum: Any) -> None:
+def test_curriculum_orders_filters_and_repeats_rows(curriculum: Any) -> None:
     easy = "return [i for i, p in enumerate(prompts) if p.extra_info['level'] <= epoch]"
     assert PromptSampler(6, 1, curriculum=curriculum(easy)).draw(12).tolist() == [0, 3, 0, 1, 3, 4, 0, 1, 2, 3, 4, 5]
     assert PromptSampler(6, 1, curriculum=curriculum("return (5, 5, 0)")).draw(4).tolist() == [5, 5, 0, 5]
 
 
-def test_a_curriculum_may_use_numpy_and_a_generator(curriculum: Any) -> None:
+def test_curriculum_may_return_numpy_or_generator(curriculum: Any) -> None:
     assert curriculum("import numpy as np; return np.arange(len(prompts))[::-1]").order(0).tolist() == [
         5,
         4,
@@ -131,7 +131,7 @@ SHUFFLED = "rows = list(range(len(prompts))); random.Random(seed * 1000 + epoch)
 
 
 @pytest.mark.parametrize("drawn", [0, 3, 4, 5, 11])
-def test_a_run_with_a_curriculum_resumes_within_an_epoch(curriculum: Any, drawn: int) -> None:
+def test_sampler_with_curriculum_resumes_within_epoch(curriculum: Any, drawn: int) -> None:
     sampler, restored = (PromptSampler(6, 1, curriculum=curriculum(SHUFFLED)) for _ in range(2))
     sampler.draw(drawn)
     restored.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
@@ -142,7 +142,7 @@ def test_a_run_with_a_curriculum_resumes_within_an_epoch(curriculum: Any, drawn:
     assert fresh.draw(8)[4:].tolist() == random_order[:4]
 
 
-def test_a_curriculum_that_gives_another_order_does_not_continue_a_run(curriculum: Any) -> None:
+def test_sampler_changed_curriculum_order_is_rejected(curriculum: Any) -> None:
     sampler = PromptSampler(6, 1, curriculum=curriculum(SHUFFLED))
     sampler.draw(2)
     for other in (curriculum("return [0, 1, 2, 3]"), None):
@@ -152,7 +152,7 @@ def test_a_curriculum_that_gives_another_order_does_not_continue_a_run(curriculu
         sampler.load_state_dict(PromptSampler(6, 1).state_dict())
 
 
-def test_a_curriculum_is_called_once_for_an_epoch(curriculum: Any) -> None:
+def test_curriculum_is_called_once_per_epoch(curriculum: Any) -> None:
     counting = curriculum("order.calls = getattr(order, 'calls', 0) + 1; return [order.calls]")
     counting.order(0)
     assert PromptSampler(6, 1, curriculum=counting).draw(3).tolist() == [1, 2, 3]
@@ -175,21 +175,21 @@ def test_a_curriculum_is_called_once_for_an_epoch(curriculum: Any) -> None:
         ("return random.Random(seed).choice([])", r"raised IndexError: .* \(.*order0\.py, line 4, in order\)"),
     ],
 )
-def test_a_curriculum_that_says_no_rows_is_named(curriculum: Any, body: str, message: str) -> None:
+def test_curriculum_invalid_result_is_named(curriculum: Any, body: str, message: str) -> None:
     with pytest.raises(
         CurriculumError, match=rf"(?s)^data\.curriculum=.*order0\.py:order, called for epoch 2, {message}"
     ):
         curriculum(body).order(2)
 
 
-def test_an_error_in_the_run_leaves_the_position_in_the_epoch_before(curriculum: Any) -> None:
+def test_sampler_curriculum_error_keeps_position(curriculum: Any) -> None:
     sampler = PromptSampler(6, 1, curriculum=curriculum("return [0, 1] if epoch < 1 else 1 / 0"))
     with pytest.raises(CurriculumError, match="called for epoch 1, raised ZeroDivisionError"):
         sampler.draw(5)
     assert (sampler.state_dict()["epoch"], sampler.state_dict()["position"]) == (0, 2)
 
 
-def test_a_curriculum_takes_epoch_prompts_and_seed(tmp_path: Path) -> None:
+def test_curriculum_requires_epoch_prompts_and_seed(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(epoch, rows): return [0]\nasync def g(epoch, prompts, seed): return [0]\n")
     with pytest.raises(ConfigError, match=r"^data\.curriculum=.*:f cannot be called as f\(epoch, prompts, seed\)"):
         Curriculum(f"{tmp_path}/mine.py:f", prompts(2), 1)
@@ -197,6 +197,6 @@ def test_a_curriculum_takes_epoch_prompts_and_seed(tmp_path: Path) -> None:
         Curriculum(f"{tmp_path}/mine.py:g", prompts(2), 1)
 
 
-def test_every_row_is_seen_by_a_curriculum_as_it_is_drawn(curriculum: Any) -> None:
+def test_curriculum_receives_prompts_as_sampled(curriculum: Any) -> None:
     drawn = PromptSampler(6, 1, curriculum=curriculum("return [p.row for p in prompts for _ in range(p.row)]")).draw(15)
     assert Counter(drawn.tolist()) == {row: row for row in range(1, 6)}

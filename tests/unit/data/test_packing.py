@@ -35,7 +35,7 @@ def fewest_bins(lengths, capacity):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_packs_as_textbook_first_fit_decreasing(seed):
+def test_pack_equals_textbook_first_fit_decreasing(seed):
     lengths = np.random.default_rng(seed).integers(0, 101, 300)  # some fill a bin, some are empty, many equal
     bins = pack(lengths, 100)
     # Empty sequences fit everywhere; where they go is free.
@@ -45,7 +45,7 @@ def test_packs_as_textbook_first_fit_decreasing(seed):
 
 
 @pytest.mark.parametrize("min_bins", [1, 7, 40, 333, 900])
-def test_every_sequence_is_in_exactly_one_bin_within_capacity(min_bins):
+def test_pack_assigns_each_sequence_once_within_capacity(min_bins):
     lengths = lognormal(700)
     bins = pack(lengths, 5000, min_bins)
     assert np.array_equal(np.sort(np.concatenate(bins)), np.arange(700))
@@ -56,25 +56,25 @@ def test_every_sequence_is_in_exactly_one_bin_within_capacity(min_bins):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_uses_few_more_bins_than_the_optimum(seed):
+def test_pack_uses_few_more_bins_than_optimum(seed):
     lengths = np.random.default_rng(seed).integers(1, 100, 6)
     assert len(pack(lengths, 100)) <= 11 / 9 * fewest_bins(lengths, 100) + 6 / 9
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
-def test_long_tailed_lengths_fill_the_bins(sigma):
+def test_pack_long_tailed_lengths_fill_bins(sigma):
     lengths = lognormal(8192, sigma=sigma)
     assert lengths.sum() / (len(pack(lengths, 16384)) * 16384) >= 0.99
 
 
-def test_min_bins_are_even():
+def test_pack_min_bins_are_even():
     lengths = lognormal(400)
     loads = [lengths[members].sum() for members in pack(lengths, 10**6, 8)]
     assert len(loads) == 8
     assert max(loads) - min(loads) <= lengths.max()
 
 
-def test_min_bins_never_break_the_capacity():
+def test_pack_min_bins_respect_capacity():
     # Longest first puts 3 + 3 | 2 + 2 and then 2 on one of them: 7 > 6, although two bins of 6 suffice.
     bins = pack(np.array([3, 3, 2, 2, 2]), 6, 2)
     assert sorted(len(members) for members in bins) == [2, 3]
@@ -85,23 +85,23 @@ def test_min_bins_never_break_the_capacity():
         assert np.array_equal(np.sort(np.concatenate(packed)), np.arange(50))
 
 
-def test_a_sequence_above_capacity_is_refused_with_its_length_and_the_key() -> None:
+def test_pack_sequence_above_capacity_is_rejected() -> None:
     assert len(pack(np.array([3, 10, 1]), 10)) == 2
     with pytest.raises(DataError, match=r"has 11 tokens, more than the 10 .*raise actor\.tokens_per_microbatch"):
         pack(np.array([3, 11, 1]), 10)
 
 
-def test_packing_is_deterministic_and_ignores_the_dtype():
+def test_pack_is_deterministic_and_ignores_dtype():
     lengths = lognormal(1000)
     again = pack(lengths.astype(np.int64), 8192)
     assert all(np.array_equal(a, b) for a, b in zip(pack(lengths, 8192), again, strict=True))
 
 
-def test_no_sequences_give_only_the_bins_asked_for():
+def test_pack_without_sequences_returns_min_bins():
     assert [members.tolist() for members in pack(np.empty(0, np.int32), 10, 3)] == [[], [], []]
 
 
-def test_int32_lengths_do_not_overflow():
+def test_balance_int32_lengths_do_not_overflow():
     lengths = np.full(64, 2**30, np.int32)
     assert np.bincount(balance(lengths, 8)).tolist() == [8] * 8
 
@@ -114,7 +114,7 @@ def naive_longest_first(lengths, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 64])
-def test_balance_is_no_worse_than_longest_processing_time_first(num_ranks):
+def test_balance_is_at_least_as_good_as_longest_first(num_ranks):
     lengths = lognormal(1000)
     ranks = balance(lengths, num_ranks)
     assert ranks.dtype == np.int32
@@ -128,7 +128,7 @@ def long_tailed(count: int, sigma: float, seed: int) -> np.ndarray:
     return np.clip(np.random.default_rng(seed).lognormal(7.5, sigma, count), 1, 20480).astype(np.int64)
 
 
-def test_cost_counts_the_pairs_that_causal_attention_joins():
+def test_sequence_cost_counts_causal_pairs():
     lengths = np.array([0, 1, 2, 300])
     pairs = [sum(range(1, length + 1)) for length in lengths]
     assert SequenceCost(per_token=4.0, per_pair=2.0).of(lengths).tolist() == [
@@ -138,14 +138,14 @@ def test_cost_counts_the_pairs_that_causal_attention_joins():
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
-def test_long_tailed_responses_are_even_over_many_ranks(sigma, seed):
+def test_balance_long_tailed_responses_over_many_ranks(sigma, seed):
     costs = ATTENTION.of(long_tailed(512, sigma, seed))
     loads = np.bincount(balance(costs, 64), costs, 64)
     # No assignment is below the mean or the costliest response.
     assert loads.max() <= 1.02 * max(loads.mean(), costs.max())
 
 
-def test_few_sequences_are_exchanged_to_the_optimum():
+def test_balance_few_sequences_reach_optimum():
     # Longest first gives 7 + 4 + 4 = 15; 7 + 6 against 5 + 4 + 4 is even.
     costs = np.array([7, 6, 5, 4, 4])
     assert np.bincount(balance(costs, 2), costs).tolist() == [13, 13]
@@ -158,7 +158,7 @@ def fullest(costs, bins):
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
 @pytest.mark.parametrize("extra", [0, 1, 3])
-def test_micro_batches_cost_the_same_within_the_budget(sigma, extra):
+def test_pack_with_cost_evens_bins_within_capacity(sigma, extra):
     lengths, capacity = long_tailed(128, sigma, 7), 2 * 20480
     needed = len(pack(lengths, capacity))
     bins = pack(lengths, capacity, needed + extra, cost=ATTENTION)
@@ -173,25 +173,25 @@ def test_micro_batches_cost_the_same_within_the_budget(sigma, extra):
     assert loads == sorted(loads, reverse=True)
 
 
-def test_full_bins_keep_their_budget_when_cost_would_have_it_otherwise():
+def test_pack_with_cost_full_bins_respect_capacity():
     # By cost alone the two long ones stand alone and the short ones together, which is too much for one bin.
     lengths = np.array([60, 60, *[10] * 8])
     bins = pack(lengths, 100, cost=SequenceCost(1.0, 1.0))
     assert sorted(lengths[members].sum() for members in bins) == [100, 100]
 
 
-def test_evening_by_cost_is_deterministic():
+def test_pack_with_cost_is_deterministic():
     lengths = long_tailed(300, 1.5, 3)
     first, again = (pack(lengths, 40960, 40, cost=ATTENTION) for _ in range(2))
     assert [members.tolist() for members in first] == [members.tolist() for members in again]
 
 
 @pytest.mark.parametrize("lengths", [np.zeros(9, int), np.array([100] + [0] * 8), np.arange(9)])
-def test_no_rank_is_empty_when_there_are_enough_sequences(lengths):
+def test_balance_enough_sequences_leave_no_rank_empty(lengths):
     assert np.bincount(balance(lengths, 8), minlength=8).min() >= 1
 
 
-def test_nonsense_is_refused():
+def test_packing_invalid_arguments_are_rejected():
     with pytest.raises(DataError, match="0 ranks"):
         balance(np.array([1]), 0)
     with pytest.raises(DataError, match=r"actor\.tokens_per_microbatch"):

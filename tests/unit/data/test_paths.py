@@ -57,11 +57,11 @@ def names_of(names: Any, folder: Path) -> list[str]:
         (["x", "[ab].jsonl"], ["x/d.jsonl", "a.jsonl", "b.jsonl"]),
     ],
 )
-def test_names_stand_for_files_in_their_order_and_globs_by_name(folder: Path, names: Any, found: list[str]) -> None:
+def test_find_files_keeps_order_and_sorts_globs(folder: Path, names: Any, found: list[str]) -> None:
     assert names_of(names, folder) == found
 
 
-def test_a_name_that_exists_is_no_glob(folder: Path) -> None:
+def test_find_files_existing_name_is_not_a_glob(folder: Path) -> None:
     (folder / "[ab].jsonl").write_text('{"question": "brackets"}\n')
     assert names_of("[ab].jsonl", folder) == ["[ab].jsonl"]
 
@@ -76,12 +76,12 @@ def test_a_name_that_exists_is_no_glob(folder: Path) -> None:
         (["*.jsonl", "a.jsonl"], r"names .*a\.jsonl twice, by .*\*\.jsonl and by .*a\.jsonl; .*data\.weights"),
     ],
 )
-def test_what_names_no_prompts_is_refused(folder: Path, names: list[str], message: str) -> None:
+def test_find_files_name_without_prompts_is_rejected(folder: Path, names: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         find_files([f"{folder}/{name}" for name in names], "data.val")
 
 
-def test_a_directory_of_several_splits_is_refused(folder: Path) -> None:
+def test_find_files_directory_of_several_splits_is_rejected(folder: Path) -> None:
     for name in ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"):
         (folder / "x" / name).write_text("{}\n")
     with pytest.raises(DataError, match=r"several splits \(test, train\); select one with a glob, such as .*train\*"):
@@ -93,7 +93,7 @@ def test_a_directory_of_several_splits_is_refused(folder: Path) -> None:
         names_of("above", folder)
 
 
-def test_rows_of_several_files_follow_one_another_with_their_places(folder: Path) -> None:
+def test_read_rows_several_files_in_order_with_places(folder: Path) -> None:
     rows = list(read_rows([folder / "b.jsonl", folder / "c.csv"], "data.train"))
     assert rows == [
         (f"{folder}/b.jsonl, line 1", {"question": "b.jsonl"}),
@@ -101,13 +101,13 @@ def test_rows_of_several_files_follow_one_another_with_their_places(folder: Path
     ]
 
 
-def test_a_set_that_datasets_saved_gives_its_rows() -> None:
+def test_read_rows_saved_dataset_returns_its_rows() -> None:
     rows = list(read_rows(SAVED, "data.train"))
     assert [row for _, row in rows] == saved_rows()
     assert rows[6][0] == f"{SAVED}, row 7"  # counted over both of its files
 
 
-def test_a_saved_set_shows_the_columns_that_were_chosen(tmp_path: Path) -> None:
+def test_read_rows_saved_dataset_selected_columns(tmp_path: Path) -> None:
     shutil.copytree(SAVED, tmp_path / "set")
     state = json.loads((SAVED / "state.json").read_text())
     (tmp_path / "set" / "state.json").write_text(json.dumps(state | {"_format_columns": ["prompt"]}))
@@ -116,7 +116,7 @@ def test_a_saved_set_shows_the_columns_that_were_chosen(tmp_path: Path) -> None:
     ]
 
 
-def test_of_saved_splits_one_has_to_be_named(tmp_path: Path) -> None:
+def test_find_files_saved_splits_are_rejected(tmp_path: Path) -> None:
     for split in ("train", "test"):
         shutil.copytree(SAVED, tmp_path / "set" / split)
     (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -126,7 +126,7 @@ def test_of_saved_splits_one_has_to_be_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "torn", "state", "selection"])
-def test_a_damaged_saved_set_is_named(tmp_path: Path, damage: str) -> None:
+def test_read_rows_damaged_saved_dataset_is_named(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "set"
     shutil.copytree(SAVED, path)
     second, state = path / "data-00001-of-00002.arrow", path / "state.json"
@@ -148,7 +148,7 @@ def test_a_damaged_saved_set_is_named(tmp_path: Path, damage: str) -> None:
         list(read_rows(path, "data.train"))
 
 
-def test_saved_shards_of_several_batches_are_read_whole(tmp_path: Path) -> None:
+def test_read_rows_saved_shards_of_several_batches(tmp_path: Path) -> None:
     table = pa.table({"question": [str(i) for i in range(2500)]})
     with pa.ipc.new_stream(tmp_path / "data.arrow", table.schema) as writer:
         writer.write_table(table, max_chunksize=1000)
@@ -157,7 +157,7 @@ def test_saved_shards_of_several_batches_are_read_whole(tmp_path: Path) -> None:
     assert [row["question"] for _, row in read_rows(tmp_path, "data.train")] == [str(i) for i in range(2500)]
 
 
-def test_weights_are_found_by_path_and_glob(folder: Path) -> None:
+def test_file_weights_match_path_and_glob(folder: Path) -> None:
     names = [f"{folder}/c.csv", f"{folder}/*.jsonl"]
     assert file_weights({}, names) is None
     assert file_weights({f"{folder}/[b-z].jsonl": 0.5}, names) == (1.0, 1.0, 0.5)
@@ -172,9 +172,7 @@ def test_weights_are_found_by_path_and_glob(folder: Path) -> None:
         ({"a.jsonl": 2, "*.jsonl": 3}, r"a\.jsonl already has a weight from .*a\.jsonl"),
     ],
 )
-def test_weights_of_nothing_and_of_the_same_twice_are_refused(
-    folder: Path, weights: dict[str, float], message: str
-) -> None:
+def test_file_weights_unmatched_or_repeated_are_rejected(folder: Path, weights: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         file_weights({f"{folder}/{name}": weight for name, weight in weights.items()}, f"{folder}/*.jsonl")
 

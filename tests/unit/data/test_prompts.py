@@ -56,7 +56,7 @@ def load(path, tokenizer, *, limit=512, key="data.train", **data):
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
-def test_plain_rows_fall_back_to_question_and_use_the_plain_template(tmp_path, tokenizer, write):
+def test_load_prompts_plain_rows_use_question_and_plain_template(tmp_path, tokenizer, write):
     prompts, report = load(write(tmp_path, PLAIN), tokenizer, plain_template="Q: {prompt} A: {x}")
     prompt = prompts[1]
     assert (prompt.row, prompt.text, prompt.ground_truth) == (1, "Q: 2+2= A: {x}", "so #### 4")
@@ -67,7 +67,7 @@ def test_plain_rows_fall_back_to_question_and_use_the_plain_template(tmp_path, t
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
-def test_verl_rows_are_taken_as_they_are(tmp_path, chat_tokenizer, write):
+def test_load_prompts_verl_rows_are_unchanged(tmp_path, chat_tokenizer, write):
     prompts, _ = load(write(tmp_path, [VERL, VERL]), chat_tokenizer)
     prompt = prompts[0]
     assert prompt.data_source == "openai/gsm8k"
@@ -77,39 +77,39 @@ def test_verl_rows_are_taken_as_they_are(tmp_path, chat_tokenizer, write):
     assert prompt.token_ids.tolist() == expected
 
 
-def test_plain_prompts_become_a_user_message_for_a_chat_template(tmp_path, chat_tokenizer):
+def test_load_prompts_plain_prompt_becomes_user_message(tmp_path, chat_tokenizer):
     path = jsonl(tmp_path, PLAIN)
     assert load(path, chat_tokenizer)[0][0].text == "<user>1+1=</user><assistant>"
     assert load(path, chat_tokenizer, template="plain")[0][0].text == "1+1="
 
 
-def test_chat_messages_without_a_chat_template_are_joined(tmp_path, tokenizer):
+def test_load_prompts_messages_without_template_are_joined(tmp_path, tokenizer):
     path = jsonl(tmp_path, [VERL])
     assert load(path, tokenizer, plain_template="{prompt}\n")[0][0].text == "Be terse.\n\n1+1?\n"
     with pytest.raises(ConfigError, match=r"data\.template=chat"):
         load(path, tokenizer, template="chat")
 
 
-def test_struct_fields_that_parquet_fills_with_null_are_not_passed_on(tmp_path, chat_tokenizer):
+def test_load_prompts_parquet_null_struct_fields_are_removed(tmp_path, chat_tokenizer):
     chat_tokenizer.chat_template = "{% for m in messages %}{{ m.keys() | list }}{{ m.content }}{% endfor %}"
     rows = [{**VERL, "prompt": [{"role": "user", "content": "a", "name": "x"}, {"role": "user", "content": "b"}]}]
     assert load(parquet(tmp_path, rows), chat_tokenizer)[0][0].text.count("name") == 1
 
 
-def test_a_prompt_begins_with_bos_and_does_not_end_with_eos(tmp_path, bos_tokenizer_file):
+def test_load_prompts_adds_bos_but_no_eos(tmp_path, bos_tokenizer_file):
     tokenizer = load_tokenizer(bos_tokenizer_file)
     assert len(tokenizer("1+1=")["input_ids"]) == 6  # the tokenizer itself adds both
     ids = load(jsonl(tmp_path, PLAIN), tokenizer)[0][0].token_ids
     assert tokenizer.decode(ids) == "<s>1+1="
 
 
-def test_other_column_names(tmp_path, tokenizer):
+def test_load_prompts_other_column_names(tmp_path, tokenizer):
     path = jsonl(tmp_path, [{"problem": "p", "solution": "s", "question": "no", "answer": "no"}])
     prompt = load(path, tokenizer, prompt_key="problem", answer_key="solution")[0][0]
     assert (prompt.text, prompt.ground_truth) == ("p", "s")
 
 
-def test_prompts_above_the_limit_are_dropped_and_counted(tmp_path, tokenizer):
+def test_load_prompts_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
     rows = [{"question": "x" * n, "answer": str(n)} for n in (5, 9, 8, 20)]
     prompts, report = load(jsonl(tmp_path, rows), tokenizer, limit=8)
     assert [prompts[i].ground_truth for i in range(len(prompts))] == ["5", "8"]
@@ -121,7 +121,7 @@ def test_prompts_above_the_limit_are_dropped_and_counted(tmp_path, tokenizer):
     ("how", "kept"),
     [("truncate_left", "3456789</user><assistant>"), ("truncate_right", "<user>0123456789</user><a")],
 )
-def test_long_prompts_are_cut_after_the_chat_template_as_verl_does(tmp_path, chat_tokenizer, how, kept):
+def test_load_prompts_truncates_after_chat_template(tmp_path, chat_tokenizer, how, kept):
     path = jsonl(tmp_path, [{"question": q, "answer": "a"} for q in ("0123456789", "1")])
     prompts, report = load(path, chat_tokenizer, limit=25, long_prompts=how)
     assert [prompts[i].text for i in range(2)] == [kept, "<user>1</user><assistant>"]  # the second just fits
@@ -130,7 +130,7 @@ def test_long_prompts_are_cut_after_the_chat_template_as_verl_does(tmp_path, cha
     assert "1 truncated (longer than rollout.max_prompt_tokens=25)" in str(report)
 
 
-def test_truncation_counts_only_the_prompts_that_are_taken(tmp_path, tokenizer):
+def test_load_prompts_truncation_counts_only_kept_prompts(tmp_path, tokenizer):
     path = jsonl(tmp_path, [{"question": "x" * n, "answer": str(n)} for n in (20, 5, 30)])
     config = RolloutConfig(max_prompt_tokens=8)
     data = DataConfig(long_prompts="truncate_left")
@@ -138,27 +138,27 @@ def test_truncation_counts_only_the_prompts_that_are_taken(tmp_path, tokenizer):
     assert (prompts.ground_truths, report.truncated) == (["20", "5"], 1)
 
 
-def test_when_every_prompt_is_too_long_the_message_says_what_to_raise(tmp_path, tokenizer):
+def test_load_prompts_all_too_long_names_key_to_raise(tmp_path, tokenizer):
     rows = [{"question": "x" * n, "answer": ""} for n in (20, 30)]
     with pytest.raises(DataError, match=r"data\.val: all 2 .*=8 \(20 to 30 tokens\); raise rollout\.max_prompt_tokens"):
         load(jsonl(tmp_path, rows), tokenizer, limit=8, key="data.val")
 
 
-def test_max_prompts_takes_the_first_that_fit(tmp_path, tokenizer):
+def test_load_prompts_max_prompts_takes_first_fitting(tmp_path, tokenizer):
     rows = [{"question": "x" * n, "answer": str(n)} for n in (20, 5, 6, 7)]
     config = RolloutConfig(max_prompt_tokens=8)
     prompts, _ = load_prompts(jsonl(tmp_path, rows), tokenizer, DataConfig(), config, max_prompts=2)
     assert prompts.ground_truths == ["5", "6"]
 
 
-def test_more_rows_than_a_block_keep_their_order(tmp_path, tokenizer):
+def test_load_prompts_several_blocks_keep_order(tmp_path, tokenizer):
     rows = [{"question": f"question {n}", "answer": str(n)} for n in range(2500)]
     prompts, _ = load(parquet(tmp_path, rows), tokenizer)
     assert prompts.ground_truths == [str(n) for n in range(2500)]
     assert tokenizer.decode(prompts[2499].token_ids) == "question 2499"
 
 
-def test_sets_survive_pickling_and_take_renumbers(tmp_path, tokenizer):
+def test_prompt_set_pickles_and_take_renumbers(tmp_path, tokenizer):
     rows = [{"question": f"q{n}", "answer": str(n)} for n in range(10)]
     prompts = pickle.loads(pickle.dumps(load(jsonl(tmp_path, rows), tokenizer)[0]))
     some = prompts.take([7, 2])
@@ -188,32 +188,32 @@ GOOD = {"question": "q", "answer": "a"}
         ({**GOOD, "data_source": 3}, "data_source is int"),
     ],
 )
-def test_a_malformed_row_is_named_by_file_and_line(tmp_path, tokenizer, bad, message):
+def test_load_prompts_malformed_row_names_file_and_line(tmp_path, tokenizer, bad, message):
     path = jsonl(tmp_path, [GOOD, "", bad, GOOD])
     with pytest.raises(DataError, match=rf"data\.train: .*prompts\.jsonl, line 3.*{message}"):
         load(path, tokenizer)
 
 
-def test_a_row_that_the_chat_template_refuses_is_named(tmp_path, chat_tokenizer):
+def test_load_prompts_row_rejected_by_template_is_named(tmp_path, chat_tokenizer):
     rows = [GOOD, {"prompt": [{"role": "tool", "content": "x"}], "answer": "a"}]
     with pytest.raises(DataError, match=r"line 2: the tokenizer's chat template rejects the prompt: no tools here"):
         load(jsonl(tmp_path, rows), chat_tokenizer)
 
 
-def test_a_malformed_parquet_row_is_named(tmp_path, tokenizer):
+def test_load_prompts_malformed_parquet_row_is_named(tmp_path, tokenizer):
     rows = [{"question": "q", "answer": "a"}] * 1100 + [{"question": None, "answer": "a"}]
     with pytest.raises(DataError, match=r"prompts\.parquet, row 1101 has no prompt"):
         load(parquet(tmp_path, rows), tokenizer)
 
 
-def test_bytes_that_are_not_utf8_are_named(tmp_path, tokenizer):
+def test_load_prompts_bytes_not_utf8_are_named(tmp_path, tokenizer):
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'{"question": "q", "answer": "a"}\n{"question": "\xff", "answer": "a"}\n')
     with pytest.raises(DataError, match="line 2 is not valid JSON"):
         load(path, tokenizer)
 
 
-def test_files_that_cannot_be_prompts_are_refused(tmp_path, tokenizer):
+def test_load_prompts_unusable_files_are_rejected(tmp_path, tokenizer):
     directory = tmp_path / "directory.jsonl"
     directory.mkdir()
     (tmp_path / "prompts.csv").write_text("question,answer\n")
@@ -235,7 +235,7 @@ def test_files_that_cannot_be_prompts_are_refused(tmp_path, tokenizer):
             load(tmp_path / name, tokenizer, key="data.val")
 
 
-def test_templates_that_cannot_work_are_refused(tmp_path, tokenizer):
+def test_load_prompts_unusable_templates_are_rejected(tmp_path, tokenizer):
     path = jsonl(tmp_path, PLAIN)
     with pytest.raises(ConfigError, match=r"data\.plain_template has no \{prompt\}"):
         load(path, tokenizer, plain_template="Q:")
@@ -244,7 +244,7 @@ def test_templates_that_cannot_work_are_refused(tmp_path, tokenizer):
 
 
 @pytest.mark.skipif(not SHARED_GSM8K.is_dir(), reason="GSM8K is not at hand")
-def test_gsm8k_and_verls_copy_of_it_are_the_same_problems(tokenizer):
+def test_load_prompts_gsm8k_and_verl_copy_are_equal(tokenizer):
     plain, plain_report = load(SHARED_GSM8K / "test.jsonl", tokenizer, limit=4096)
     verl, verl_report = load(SHARED_GSM8K / "verl_format_test.parquet", tokenizer, limit=4096)
     assert plain_report.kept == verl_report.kept == 1319
@@ -257,7 +257,7 @@ def test_gsm8k_and_verls_copy_of_it_are_the_same_problems(tokenizer):
 SYSTEM = "Be terse."
 
 
-def test_a_system_prompt_is_rendered_by_either_template(tmp_path, chat_tokenizer):
+def test_load_prompts_system_prompt_with_both_templates(tmp_path, chat_tokenizer):
     path = jsonl(tmp_path, [PLAIN[0], VERL])
     prompts, _ = load(path, chat_tokenizer, system_prompt=SYSTEM)
     assert prompts[0].text == "<system>Be terse.</system><user>1+1=</user><assistant>"
@@ -272,7 +272,7 @@ def test_a_system_prompt_is_rendered_by_either_template(tmp_path, chat_tokenizer
         (CHAT_TEMPLATE.replace("in messages", "in messages if m.role != 'system'"), "does not write it"),
     ],
 )
-def test_a_chat_template_without_system_messages_is_refused(tmp_path, chat_tokenizer, template, message):
+def test_load_prompts_template_without_system_is_rejected(tmp_path, chat_tokenizer, template, message):
     path = jsonl(tmp_path, PLAIN)
     chat_tokenizer.chat_template = template
     with pytest.raises(ConfigError, match=rf"^data\.system_prompt: .*{message}"):
@@ -280,7 +280,7 @@ def test_a_chat_template_without_system_messages_is_refused(tmp_path, chat_token
     assert len(load(path, chat_tokenizer)[0]) == 2
 
 
-def test_several_files_are_one_set_and_each_is_counted(tmp_path, tokenizer):
+def test_load_prompts_several_files_form_one_counted_set(tmp_path, tokenizer):
     sizes = {"a": (5, 9, 8), "b": (20,), "c": (3, 4)}
     for name, lengths in sizes.items():
         rows = [{"question": "x" * n, "answer": f"{name}{n}"} for n in lengths]
@@ -296,7 +296,7 @@ def test_several_files_are_one_set_and_each_is_counted(tmp_path, tokenizer):
     assert (prompts.ground_truths, report.of_files) == (["c3", "c4", "a5"], (2, 1, 0))
 
 
-def test_each_file_has_its_own_columns_and_overrides_reach_the_set(tmp_path, tokenizer):
+def test_load_prompts_files_differ_in_columns_and_overrides(tmp_path, tokenizer):
     asked = {**VERL, "sampling": {"temperature": 0.5}, "max_turns": 2}
     names = [jsonl(tmp_path, PLAIN), parquet(tmp_path, [asked])]
     prompts, _ = load(names, tokenizer)
@@ -305,7 +305,7 @@ def test_each_file_has_its_own_columns_and_overrides_reach_the_set(tmp_path, tok
     assert pickle.loads(pickle.dumps(prompts))[2].sampling == {"temperature": 0.5}
 
 
-def test_tool_calls_of_a_parquet_file_have_no_nested_nulls(tmp_path, chat_tokenizer):
+def test_load_prompts_parquet_tool_calls_have_no_nulls(tmp_path, chat_tokenizer):
     chat_tokenizer.chat_template = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
     calls = [[{"function": {"name": "look", "arguments": each}}] for each in ({"q": "a"}, {"n": 1})]
     rows = [
@@ -323,14 +323,14 @@ def test_tool_calls_of_a_parquet_file_have_no_nested_nulls(tmp_path, chat_tokeni
     assert called == [{"name": "look", "arguments": {"q": "a"}}, {"name": "look", "arguments": {"n": 1}}]
 
 
-def test_message_that_a_chat_template_drops_is_named_by_file_and_line(tmp_path, chat_tokenizer):
+def test_load_prompts_dropped_message_names_file_and_line(tmp_path, chat_tokenizer):
     chat_tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     path = jsonl(tmp_path, [PLAIN[0], {**VERL, "prompt": [{"role": "critic", "content": "no"}, *VERL["prompt"]]}])
     with pytest.raises(DataError, match=r"prompts\.jsonl, line 2: .* drops or changes message 1 \(role 'critic'\)"):
         load(path, chat_tokenizer)
 
 
-def test_rows_with_other_template_arguments_than_the_run_are_refused(tmp_path, chat_tokenizer):
+def test_load_prompts_other_template_arguments_are_rejected(tmp_path, chat_tokenizer):
     chat_tokenizer.chat_template = "{{ messages[0].content }}{{ think }}"
     path = jsonl(tmp_path, [{**PLAIN[0], "chat_template_kwargs": {"think": 1}}])
     with pytest.raises(

@@ -137,7 +137,7 @@ def test_load_prompts_media_column_is_rejected_by_name(tmp_path: Path, column: s
         load(tmp_path, [ROW, {**ROW, column: {"bytes": "x"}}])
 
 
-def test_load_prompts_columns_that_nothing_reads_are_listed_once(tmp_path: Path) -> None:
+def test_load_prompts_ignored_columns_are_listed_once(tmp_path: Path) -> None:
     row = {**ROW, "data_source": "a", "ability": "math", "uid": 1, "question": "?", "empty": None, "extra_info": {}}
     _, report = load(tmp_path, [row, {**ROW, "other": 0}, row])
     assert report.count("ignored columns") == 1

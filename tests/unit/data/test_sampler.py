@@ -5,7 +5,7 @@ from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.errors import CheckpointError, DataError
 
 
-def test_every_row_once_per_epoch_and_epochs_differ():
+def test_sampler_returns_every_row_once_per_epoch():
     sampler = PromptSampler(100, seed=3)
     first, second = sampler.draw(100), sampler.draw(100)
     assert np.array_equal(np.sort(first), np.arange(100))
@@ -14,14 +14,14 @@ def test_every_row_once_per_epoch_and_epochs_differ():
     assert not np.array_equal(first, PromptSampler(100, seed=4).draw(100))
 
 
-def test_the_size_of_draws_does_not_change_the_order():
+def test_sampler_order_is_independent_of_draw_sizes():
     whole = PromptSampler(10, seed=1).draw(35)
     sampler = PromptSampler(10, seed=1)
     assert np.array_equal(whole, np.concatenate([sampler.draw(n) for n in (1, 9, 0, 13, 12)]))
 
 
 @pytest.mark.parametrize("drawn", [0, 4, 10, 23, 30])
-def test_a_restored_sampler_goes_on_where_the_state_was_taken(drawn):
+def test_sampler_restored_state_continues(drawn):
     sampler = PromptSampler(10, seed=1)
     sampler.draw(drawn)
     restored = PromptSampler(10, seed=1)
@@ -29,21 +29,21 @@ def test_a_restored_sampler_goes_on_where_the_state_was_taken(drawn):
     assert np.array_equal(restored.draw(25), sampler.draw(25))
 
 
-def test_the_order_is_pinned():
+def test_sampler_order_is_pinned():
     # A change here breaks resuming of existing runs, whatever numpy or platform it comes from.
     assert PromptSampler(8, seed=1).draw(16).tolist() == [2, 4, 7, 5, 0, 6, 3, 1, 5, 6, 3, 0, 7, 2, 1, 4]
 
 
-def test_without_shuffle_rows_come_in_file_order():
+def test_sampler_without_shuffle_keeps_file_order():
     assert PromptSampler(3, seed=1, shuffle=False).draw(7).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("other", [PromptSampler(11, 1), PromptSampler(10, 2), PromptSampler(10, 1, shuffle=False)])
-def test_a_state_of_another_run_is_refused(other):
+def test_sampler_state_of_other_run_is_rejected(other):
     with pytest.raises(CheckpointError, match=r"run\.seed, data\.train"):
         PromptSampler(10, 1).load_state_dict(other.state_dict())
 
 
-def test_an_empty_set_is_refused():
+def test_sampler_empty_set_is_rejected():
     with pytest.raises(DataError, match=r"data\.train"):
         PromptSampler(0, 1)

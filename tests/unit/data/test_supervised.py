@@ -24,7 +24,7 @@ def load(tmp_path, tokenizer, rows, *, prompt=64, response=64, **data):
     return load_supervised(path, tokenizer, DataConfig(**data), limits)
 
 
-def test_a_chunk_is_prompt_target_and_eos_and_trains_only_the_latter(tmp_path, tokenizer):
+def test_supervised_chunk_trains_only_target_and_eos(tmp_path, tokenizer):
     data, report = load(tmp_path, tokenizer, ROWS)
     rows = np.array([2, 0, 2])
     buffers, scalars = supervised_chunk(data, rows, first_group=5)
@@ -43,7 +43,7 @@ def test_a_chunk_is_prompt_target_and_eos_and_trains_only_the_latter(tmp_path, t
     assert len(buffers.trained) == len(buffers.versions) == len(buffers.logp_rollout) == buffers.response_offsets[-1]
 
 
-def test_a_chunk_becomes_a_batch(tmp_path, tokenizer):
+def test_supervised_chunk_becomes_batch(tmp_path, tokenizer):
     data, _ = load(tmp_path, tokenizer, ROWS)
     buffers, scalars = supervised_chunk(data, np.arange(4))
     batch = build_batch(
@@ -58,7 +58,7 @@ def test_a_chunk_becomes_a_batch(tmp_path, tokenizer):
     assert set(batch.dp_ranks.tolist()) == {0, 1}
 
 
-def test_rows_that_exceed_either_limit_are_counted_apart(tmp_path, tokenizer):
+def test_load_supervised_counts_both_limits_separately(tmp_path, tokenizer):
     # "42" and its eos are 3 tokens: a limit of 2 must drop it although the text alone would fit.
     data, report = load(tmp_path, tokenizer, ROWS, prompt=6, response=2)
     assert len(data) == 1
@@ -67,12 +67,12 @@ def test_rows_that_exceed_either_limit_are_counted_apart(tmp_path, tokenizer):
     assert "2 targets longer than rollout.max_response_tokens=2" in report.limits
 
 
-def test_truncation_is_refused(tmp_path, tokenizer):
+def test_load_supervised_truncation_is_rejected(tmp_path, tokenizer):
     with pytest.raises(ConfigError, match=r"data\.long_prompts=truncate_left.*set data\.long_prompts=drop"):
         load(tmp_path, tokenizer, ROWS, long_prompts="truncate_left")
 
 
-def test_when_nothing_fits_the_message_names_the_limits(tmp_path, tokenizer):
+def test_load_supervised_all_too_long_names_limits(tmp_path, tokenizer):
     with pytest.raises(
         DataError, match=r"all 4 rows .*4 targets longer than rollout\.max_response_tokens=1.*raise the limits"
     ):
@@ -80,11 +80,11 @@ def test_when_nothing_fits_the_message_names_the_limits(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("target", ["", 5, None])
-def test_a_row_without_a_target_text_is_named(tmp_path, tokenizer, target):
+def test_load_supervised_row_without_target_is_named(tmp_path, tokenizer, target):
     with pytest.raises(DataError, match=r"targets\.jsonl, line 2 .*data\.answer_key"):
         load(tmp_path, tokenizer, [ROWS[0], ("q", target)])
 
 
-def test_an_empty_file_is_refused(tmp_path, tokenizer):
+def test_load_supervised_empty_file_is_rejected(tmp_path, tokenizer):
     with pytest.raises(DataError, match="has no rows"):
         load(tmp_path, tokenizer, [])

@@ -14,7 +14,7 @@ def write(path: Path, **values) -> None:
     path.write_text(json.dumps(values))
 
 
-def test_a_bare_file_tokenises_as_the_tokenizers_library_and_has_gpt2s_eos(tokenizer_file):
+def test_load_tokenizer_single_file_matches_library_and_gpt2_eos(tokenizer_file):
     bare = tokenizer_file.rename(tokenizer_file.parent / "some_name.json")
     tokenizer = load_tokenizer(bare)
     text = "Zoë paid $12.\n#### 12"
@@ -23,11 +23,11 @@ def test_a_bare_file_tokenises_as_the_tokenizers_library_and_has_gpt2s_eos(token
     assert eos_token_ids(tokenizer, bare) == (256,)
 
 
-def test_a_directory_with_nothing_but_tokenizer_json_works(tokenizer_file):
+def test_load_tokenizer_directory_with_only_tokenizer_json(tokenizer_file):
     assert load_tokenizer(tokenizer_file.parent).eos_token_id == 256
 
 
-def test_config_files_decide_the_eos_before_well_known_names(tokenizer_file):
+def test_load_tokenizer_config_eos_precedes_known_names(tokenizer_file):
     write(tokenizer_file.parent / "config.json", model_type="qwen3", eos_token_id=33)
     assert load_tokenizer(tokenizer_file.parent).eos_token_id == 33
     write(tokenizer_file.parent / "generation_config.json", eos_token_id=[44, 33])
@@ -37,7 +37,7 @@ def test_config_files_decide_the_eos_before_well_known_names(tokenizer_file):
 
 
 @pytest.mark.parametrize("name_the_file", [False, True])
-def test_an_hf_directory_keeps_its_own_eos_and_chat_template(tokenizer_file, name_the_file):
+def test_load_tokenizer_directory_keeps_eos_and_chat_template(tokenizer_file, name_the_file):
     write(
         tokenizer_file.parent / "tokenizer_config.json",
         tokenizer_class="PreTrainedTokenizerFast",
@@ -52,7 +52,7 @@ def test_an_hf_directory_keeps_its_own_eos_and_chat_template(tokenizer_file, nam
     assert eos_token_ids(tokenizer, tokenizer_file.parent) == (tokenizer.convert_tokens_to_ids("!"), 256)
 
 
-def test_a_tokenizer_without_any_known_eos_is_refused(tokenizer_file):
+def test_load_tokenizer_without_eos_is_rejected(tokenizer_file):
     content = tokenizer_file.read_text().replace("<|endoftext|>", "<|stop|>")
     tokenizer_file.write_text(content)
     with pytest.raises(ConfigError, match=r"model\.tokenizer_path.*no end-of-sequence token"):
@@ -69,7 +69,7 @@ def test_a_tokenizer_without_any_known_eos_is_refused(tokenizer_file):
         ('{"model": {"type": "Unheard"}}', "not a readable tokenizer"),
     ],
 )
-def test_unreadable_files_are_refused_by_name(tmp_path, content, message):
+def test_load_tokenizer_unreadable_file_is_named(tmp_path, content, message):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
@@ -77,13 +77,13 @@ def test_unreadable_files_are_refused_by_name(tmp_path, content, message):
         load_tokenizer(path)
 
 
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+def test_load_tokenizer_directory_without_tokenizer_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.tokenizer_path.*contains no tokenizer"):
         load_tokenizer(tmp_path)
 
 
 @pytest.mark.skipif(not SHARED_GPT2.is_dir(), reason="GPT-2's tokenizer file is not at hand")
-def test_gpt2s_file():
+def test_load_tokenizer_gpt2_file():
     tokenizer = load_tokenizer(SHARED_GPT2 / "tokenizer.json")
     assert tokenizer.eos_token_id == 50256
     assert tokenizer("Hello world")["input_ids"] == [15496, 995]

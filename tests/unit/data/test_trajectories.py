@@ -44,7 +44,7 @@ def columns(of: TrajectoryBuffers, row: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("rows", [[3, 0], [0, 1, 2, 3, 4], [4], [2, 2], []])
 @pytest.mark.parametrize("experts", [True, False])
-def test_rows_are_taken_whole_and_in_order(rows: list[int], experts: bool) -> None:
+def test_take_rows_copies_whole_rows_in_order(rows: list[int], experts: bool) -> None:
     source = buffers(experts=experts)
     taken = take_rows(source, np.array(rows, np.int64))
     assert [columns(taken, at) for at in range(len(taken.prompt_tokens))] == [columns(source, row) for row in rows]
@@ -54,14 +54,14 @@ def test_rows_are_taken_whole_and_in_order(rows: list[int], experts: bool) -> No
         assert (before is None and after is None) or before.dtype == after.dtype
 
 
-def test_parts_follow_each_other() -> None:
+def test_join_rows_concatenates_parts() -> None:
     first, second = buffers(), buffers(COUNT)
     joined = join_rows([take_rows(first, np.array([1, 3])), take_rows(second, np.array([0])), first])
     expected = [(first, 1), (first, 3), (second, 0), *((first, row) for row in range(COUNT))]
     assert [columns(joined, at) for at in range(len(joined.prompt_tokens))] == [columns(*each) for each in expected]
 
 
-def test_a_split_is_undone_by_a_join() -> None:
+def test_split_rows_is_inverted_by_join_rows() -> None:
     source = buffers()
     parts = split_rows(source, [2, 0, 3])
     assert [len(part.prompt_tokens) for part in parts] == [2, 0, 3]
@@ -91,7 +91,7 @@ def sampled_at(*temperatures: np.ndarray | float | None) -> list[TrajectoryBuffe
         ((0.5, None), [0.5] * 9 + [np.nan] * 9),
     ],
 )
-def test_temperatures_are_joined_in_their_shortest_form(given: Any, expected: Any) -> None:
+def test_join_rows_temperatures_get_shortest_form(given: Any, expected: Any) -> None:
     joined = join_rows(sampled_at(*given)).temperatures
     if expected is None:
         assert joined is None
@@ -100,7 +100,7 @@ def test_temperatures_are_joined_in_their_shortest_form(given: Any, expected: An
         np.testing.assert_array_equal(joined, np.float32(expected))
 
 
-def test_temperatures_are_taken_with_their_rows() -> None:
+def test_take_rows_includes_temperatures() -> None:
     (source,) = sampled_at(KNOWN)
     assert len(KNOWN) == source.response_offsets[-1]
     for row in range(COUNT):
@@ -110,7 +110,7 @@ def test_temperatures_are_taken_with_their_rows() -> None:
     assert take_rows(scalar, np.array([1])).temperatures == 0.5
 
 
-def test_packed_temperatures_are_one_number_if_all_are_equal() -> None:
+def test_pack_trajectories_equal_temperatures_become_scalar() -> None:
     from mcore_rl.rollout.trajectories import pack_trajectories
 
     ids = np.arange(3, dtype=np.int32)

@@ -38,19 +38,19 @@ def buffers_of(prompts: PromptSet, tokenizer_file: Path, answers: list[tuple[int
     return pack_trajectories(trajectories)
 
 
-def test_prompts_keep_their_messages(prompts: PromptSet) -> None:
+def test_prompt_set_keeps_messages(prompts: PromptSet) -> None:
     assert prompts[0].messages == [{"role": "user", "content": "1+1="}]
     assert prompts[1].messages == CHAT
     assert prompts.take([1, 0])[0].messages == CHAT
 
 
-def test_every_response_has_its_prompt_and_no_special_tokens(prompts: PromptSet, tokenizer_file: Path) -> None:
+def test_transcripts_have_prompt_and_no_special_tokens(prompts: PromptSet, tokenizer_file: Path) -> None:
     buffers = buffers_of(prompts, tokenizer_file, [(1, "four"), (1, ""), (0, "zwei ä")])
     found = transcripts(buffers, np.array([1, 1, 0]), prompts, load_tokenizer(tokenizer_file))
     assert [(each.prompt.row, each.response) for each in found] == [(1, "four"), (1, ""), (0, "zwei ä")]
 
 
-def test_transcripts_end_before_the_stop_string_of_run_or_row(prompts: PromptSet, tokenizer_file: Path) -> None:
+def test_transcripts_end_before_stop_string_of_run_or_row(prompts: PromptSet, tokenizer_file: Path) -> None:
     """The stop string counts only where the response ends with it."""
     tokenizer = load_tokenizer(tokenizer_file)
     buffers = buffers_of(prompts, tokenizer_file, [(0, "4 END"), (1, "END 5 STOP"), (0, "END 6")])

@@ -30,14 +30,14 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("bomb", "problem"), BOMBS)
-def test_template_beyond_a_limit_is_refused_when_it_is_loaded(bomb: str, problem: str) -> None:
+def test_check_limits_exceeding_template_is_rejected(bomb: str, problem: str) -> None:
     tokenizer = made.tokenizer(made.STABLE + bomb)
     with pytest.raises(ConfigError, match=rf"^model\.tokenizer_path: .*({problem}).*; set data\.template=plain, or"):
         limits.check_limits(partial(PromptRenderer, tokenizer, DataConfig()), "model.tokenizer_path")
 
 
 @pytest.mark.parametrize(("bomb", "problem"), [*BOMBS, ("{{ 'a' * 10 ** 8 }}", "writes more than 64 MiB|needs more")])
-def test_row_beyond_a_limit_is_named(bomb: str, problem: str) -> None:
+def test_render_all_row_beyond_limit_is_named(bomb: str, problem: str) -> None:
     """The message of the second row sets it off, which no trial at load time finds."""
     template = (
         made.STABLE
@@ -63,13 +63,13 @@ def test_row_beyond_a_limit_is_named(bomb: str, problem: str) -> None:
         ("{{ ().__class__.__base__.__subclasses__() }}", "is unsafe"),
     ],
 )
-def test_template_that_raises_refuses_the_row(template: str, problem: str) -> None:
+def test_render_all_template_error_rejects_row(template: str, problem: str) -> None:
     renderer = PromptRenderer(made.tokenizer(template), DataConfig())
     with pytest.raises(DataError, match=rf"^row 1: the tokenizer's chat template rejects the prompt: .*{problem}"):
         list(renderer.render_all([([{"role": "user", "content": "x"}], "row 1")]))
 
 
-def test_results_come_in_order_and_the_child_ends() -> None:
+def test_render_all_results_in_order_and_child_ends() -> None:
     began = time.monotonic()
     assert list(limits.render_all([partial(str, number) for number in range(1000)])) == [*map(str, range(1000))]
     first = next(limits.render_all([str, partial(time.sleep, 60)]))

@@ -54,7 +54,7 @@ def oracle(template: str, messages: Any, **options: Any) -> str:
 
 @pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
 @pytest.mark.parametrize("template", [made.STABLE, made.TEXT_ARGUMENTS, made.CALLS_ONLY_IF_NULL, made.NO_NULLS])
-def test_tool_call_in_any_form_is_rendered_as_the_template_takes_it(template: str, call: dict[str, Any]) -> None:
+def test_messages_tool_call_forms_are_rendered_for_template(template: str, call: dict[str, Any]) -> None:
     text, canonical, _ = shown(template, [user("?"), assistant(None, call), tool("42")])
     by_hand = {**WHOLE, "function": {"name": "look", "arguments": TEXT}} if template == made.TEXT_ARGUMENTS else WHOLE
     by_hand = json.loads(json.dumps(by_hand, ensure_ascii=False))
@@ -66,7 +66,7 @@ def test_tool_call_in_any_form_is_rendered_as_the_template_takes_it(template: st
     assert canonical[1:] == [assistant("", WHOLE), tool("42", tool_call_id="call00000")]
 
 
-def test_struct_nulls_are_removed_at_every_depth_but_json_nulls_are_values() -> None:
+def test_messages_struct_nulls_are_removed_json_nulls_kept() -> None:
     call = {**WHOLE, "function": {"name": "look", "arguments": {"q": "a", "n": None}, "description": None}}
     parts = [{"type": "text", "text": "hi", "image_url": None}]
     rows = [user(parts), assistant(None, call), {**tool("42"), "tool_calls": None, "name": None}]
@@ -81,14 +81,14 @@ def test_struct_nulls_are_removed_at_every_depth_but_json_nulls_are_values() -> 
     ("template", "joined"),
     [(made.STABLE, "one\ntwo"), (made.PARTS_ONLY, "onetwo"), (made.STRINGS_OR_PARTS, "one|two"), (None, "one\ntwo")],
 )
-def test_text_parts_are_rendered_by_every_template(template: str | None, joined: str) -> None:
+def test_messages_text_parts_are_rendered_by_all_templates(template: str | None, joined: str) -> None:
     text, canonical, _ = shown(template, [user([{"type": "text", "text": "one"}, {"text": "two"}])])
     assert joined in text
     assert canonical == [user(joined)]
     assert "one" in shown(template, [user([{"type": "text", "text": "one"}])])[0]
 
 
-def test_developer_message_is_a_system_message_where_the_template_drops_it() -> None:
+def test_messages_developer_role_falls_back_to_system() -> None:
     messages = [{"role": "developer", "content": "Be brief."}, user("?")]
     as_system = [{"role": "system", "content": "Be brief."}, user("?")]
     text, canonical, notes = shown(made.KNOWN_ROLES, messages)
@@ -99,7 +99,7 @@ def test_developer_message_is_a_system_message_where_the_template_drops_it() -> 
     assert (text, canonical, notes) == (oracle(made.STABLE, messages, add_generation_prompt=True), messages, set())
 
 
-def test_call_ids_are_completed_and_match_their_answers() -> None:
+def test_messages_call_ids_are_completed_and_match_answers() -> None:
     second = {**WHOLE, "id": "abc-1234567"}
     rows = [user("?"), assistant("", {"name": "a"}, second), tool("1", name="a"), tool("2", tool_call_id="abc-1234567")]
     for template, ids in (
@@ -119,7 +119,7 @@ PREFILLS = ["The answer is", "The answer is ", "<think>\nhm\n</think>\n\nSo", "{
 
 @pytest.mark.parametrize("begun", PREFILLS)
 @pytest.mark.parametrize("template", [made.STABLE, made.PARTS_ONLY, made.THINKS])
-def test_prompt_that_ends_with_the_beginning_of_the_answer_stays_open(template: str, begun: str) -> None:
+def test_messages_last_assistant_message_stays_open(template: str, begun: str) -> None:
     messages = [user("?"), assistant(begun)]
     text, canonical, _ = shown(template, messages)
     if template == made.PARTS_ONLY:
@@ -129,7 +129,7 @@ def test_prompt_that_ends_with_the_beginning_of_the_answer_stays_open(template: 
     assert canonical[-1]["content"] == begun
 
 
-def test_prefill_of_reasoning_or_nothing_continues_the_turn() -> None:
+def test_messages_empty_or_reasoning_prefill_continues_turn() -> None:
     opened = shown(made.THINKS, [user("?"), assistant("<think>\nLet me")])[0]
     assert opened.endswith("<|im_start|>assistant\n<think>\nLet me")
     assert shown(made.STABLE, [user("?"), assistant("")])[0].endswith("?<|im_end|>\n<|im_start|>assistant\n")
@@ -165,7 +165,7 @@ def test_prefill_of_reasoning_or_nothing_continues_the_turn() -> None:
         (made.STABLE, [{"role": " ", "content": "a"}], "no `role`"),
     ],
 )
-def test_message_that_would_be_lost_is_refused_with_its_row(template: str, messages: Any, problem: str) -> None:
+def test_messages_dropped_message_names_its_row(template: str, messages: Any, problem: str) -> None:
     with pytest.raises(DataError, match=rf"^file, row 3.*{problem}"):
         shown(template, messages)
 
@@ -174,7 +174,7 @@ def test_message_that_would_be_lost_is_refused_with_its_row(template: str, messa
 @pytest.mark.parametrize(
     "single", [{"name": "look", "arguments": TEXT}, json.dumps({"name": "look", "arguments": TEXT})]
 )
-def test_messages_earlier_call_form_becomes_call_and_tool_answer(single: Any, calls: dict[str, Any]) -> None:
+def test_messages_former_call_format_is_converted(single: Any, calls: dict[str, Any]) -> None:
     rows = [user("?"), assistant(None) | calls | {"function_call": single}, {**tool("42"), "role": "function"}]
     assert shown(made.STABLE, rows)[:2] == shown(made.STABLE, [user("?"), assistant("", WHOLE), tool("42")])[:2]
 
@@ -186,14 +186,14 @@ def test_messages_reasoning_that_no_template_reads_is_reported(name: str) -> Non
 
 
 @pytest.mark.parametrize("answer", [' 7 "a"\n', "{'x': 1}", "ä\\n", "/no_think do it"])
-def test_texts_that_templates_trim_or_write_as_json_are_present(answer: str) -> None:
+def test_presence_trimmed_or_json_texts_are_found(answer: str) -> None:
     as_json = made.STABLE.replace("{{ m.content }}", "{{ m.content | trim | tojson }}")
     assert shown(as_json, [user(answer), assistant("yo"), user("hi"), assistant("yo"), user("hi")])[2] == set()
     switched = made.STABLE.replace("{{ m.content }}", "{{ m.content | replace('/no_think', '') }}")
     assert shown(switched, [user(answer)])[2] == set()
 
 
-def test_reasoning_left_out_of_earlier_turns_is_noted() -> None:
+def test_presence_dropped_reasoning_is_noted() -> None:
     messages = [user("?"), assistant("<think>hm</think>2"), user("sure?")]
     text, _, notes = shown(made.THINKS, messages)
     assert "hm" not in text
@@ -201,7 +201,7 @@ def test_reasoning_left_out_of_earlier_turns_is_noted() -> None:
     assert shown(made.STABLE, messages)[2] == set()
 
 
-def test_template_arguments_reach_the_prompt_and_unknown_ones_are_named() -> None:
+def test_template_arguments_unknown_names_are_rejected() -> None:
     text, _, _ = shown(made.THINKS, [user("?")], template_kwargs={"enable_thinking": False})
     assert text == oracle(made.THINKS, [user("?")], add_generation_prompt=True, enable_thinking=False)
     assert text.endswith("<think></think>")
@@ -215,7 +215,7 @@ def test_template_arguments_reach_the_prompt_and_unknown_ones_are_named() -> Non
             shown(template, [user("?")], template_kwargs=kwargs)
 
 
-def test_template_variables_are_those_read_before_they_are_set() -> None:
+def test_template_variables_are_undefined_names() -> None:
     source = (
         "{% set x = x if x is defined else 1 %}{% set y = 2 %}{{ y }}{% for m in messages %}{% if m.z %}{% continue %}"
         "{% endif %}{% endfor %}{% generation %}{{ strftime_now('%d') }}{{ kind | default('a') }}{% endgeneration %}"
@@ -225,7 +225,7 @@ def test_template_variables_are_those_read_before_they_are_set() -> None:
     assert variables(source) == {"x", "messages", "kind"}
 
 
-def test_template_that_is_not_jinja_names_the_line() -> None:
+def test_style_invalid_jinja_names_line() -> None:
     with pytest.raises(
         ConfigError, match=r"^model\.tokenizer_path: .* not valid Jinja: line 2: .*; correct it, or set"
     ):

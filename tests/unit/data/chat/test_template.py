@@ -22,22 +22,22 @@ def facts(
 @pytest.mark.parametrize(
     "template", [made.STABLE, made.TEXT_ARGUMENTS, made.NO_SYSTEM], ids=["stable", "text arguments", "no system"]
 )
-def test_templates_that_only_grow_are_taken_as_they_are(template: str) -> None:
+def test_examine_append_only_templates_have_no_rewrites(template: str) -> None:
     assert facts(template, users=True) == TemplateFacts()
 
 
-def test_a_template_without_ends_of_turns_is_taken_with_the_roles_as_stops() -> None:
+def test_examine_template_with_roles_as_stop_tokens() -> None:
     assert facts(made.NEXT_ROLE_ENDS, users=True, stops=(made.TOOL_TURN, made.USER_TURN)) == TemplateFacts()
 
 
-def test_what_is_rewritten_is_named_with_what_becomes_of_it() -> None:
+def test_examine_rewritten_turns_are_described() -> None:
     (once,) = facts(made.FORGETS_REASONING).rewrites
     assert "the answer of a tool follows a turn with reasoning, '<think>thought0</think>" in once
     assert "becomes '<tool_call>" in once
     assert len(facts(made.FORGETS_REASONING, users=True).rewrites) == 3
 
 
-def test_one_call_at_a_time_and_dates_are_noticed() -> None:
+def test_examine_detects_single_calls_and_dates() -> None:
     assert not facts(made.ONE_CALL).parallel_calls
     assert facts(made.DATED).dated
     assert not facts(made.STABLE).dated
@@ -53,15 +53,15 @@ def test_one_call_at_a_time_and_dates_are_noticed() -> None:
     ],
     ids=["hides tools", "drops answers", "by position", "none"],
 )
-def test_what_cannot_work_is_refused(template: str | None, message: str) -> None:
+def test_examine_unusable_template_is_rejected(template: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         facts(template)
 
 
-def test_a_turn_that_ends_with_a_token_that_ends_no_response_is_refused() -> None:
+def test_examine_turn_end_that_is_no_stop_token_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"add the template's token to eos_token_id in generation_config\.json"):
         facts(made.STABLE, stops=(made.OTHER_STOP,))
 
 
-def test_without_a_template_users_can_answer() -> None:
+def test_examine_without_template_allows_users() -> None:
     assert facts(None, tools=False, users=True) == TemplateFacts()
