@@ -16,7 +16,7 @@ from mcore_rl.resolved.versions import dotted, release
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadDims:
     """Head sizes of queries and keys, and of values."""
 
     keys: int
@@ -33,7 +33,7 @@ class Backend:
 
     name: str
     needs: str
-    lacks: Callable[[Installed, Heads], str]
+    lacks: Callable[[Installed, HeadDims], str]
     source: str
 
 
@@ -44,7 +44,7 @@ WIDE_FLASH = ((8, 0), (9, 0), (10, 0), (12, 0))
 CUDNN_FOR_ROWS = (9, 6)
 
 
-def _flash(installed: Installed, heads: Heads) -> str:
+def _flash(installed: Installed, heads: HeadDims) -> str:
     first, last = FLASH_VERSIONS
     capability = installed.capability or (9, 0)
     if capability >= (10, 0):
@@ -64,7 +64,7 @@ def _flash(installed: Installed, heads: Heads) -> str:
     return ""
 
 
-def _flash_3(installed: Installed, heads: Heads) -> str:
+def _flash_3(installed: Installed, heads: HeadDims) -> str:
     if (installed.capability or (9, 0)) != (9, 0):
         return _capability("9.0", installed)
     if installed.flash_attention_3 is None:
@@ -77,7 +77,7 @@ def _flash_3(installed: Installed, heads: Heads) -> str:
     return ""
 
 
-def _fused(installed: Installed, heads: Heads) -> str:
+def _fused(installed: Installed, heads: HeadDims) -> str:
     capability = installed.capability or (9, 0)
     if not (9, 0) <= capability < (12, 0):
         return _capability("9.0 to 11", installed)
@@ -110,7 +110,7 @@ All support bfloat16 only. Sources: TransformerEngine 2.11. Its unfused attentio
 it stores the scores of all pairs of tokens and does not support context parallelism."""
 
 
-def pick(installed: Installed, dtype: str, heads: Heads, checkpoint_key: str = POLICY.checkpoint) -> Backend:
+def pick(installed: Installed, dtype: str, heads: HeadDims, checkpoint_key: str = POLICY.checkpoint) -> Backend:
     """Return the backend that TransformerEngine will select; `checkpoint_key` names the model in errors.
 
     Raises: ConfigError naming the key, if no backend supports the rows.

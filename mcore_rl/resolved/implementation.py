@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.config.rules.defaults import settled_dtype
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.attention import Heads, pick
+from mcore_rl.resolved.attention import HeadDims, pick
 from mcore_rl.resolved.fp8 import RECIPES, require_recipe
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.versions import dotted, release
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PERMUTE_FUSION_VERSION = (2, 1)
 GROUPED_GEMM_VERSION = (1, 9)
-USUAL_HEADS = Heads(128, 128)
+USUAL_HEADS = HeadDims(128, 128)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class BuildRequest:
     experts: bool = False
     adapters: bool = False
     latent_attention: bool = False
-    heads: Heads = USUAL_HEADS
+    heads: HeadDims = USUAL_HEADS
     dtype: str = "bfloat16"
     fp8: str = "none"
     dispatcher: str = "auto"
@@ -129,10 +129,10 @@ def build_request(
     )
 
 
-def _heads(sizes: dict[str, Any]) -> Heads:
+def _heads(sizes: dict[str, Any]) -> HeadDims:
     if sizes.get("multi_latent_attention"):
-        return Heads(sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"], sizes["v_head_dim"])
-    return Heads(sizes["kv_channels"], sizes["kv_channels"])
+        return HeadDims(sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"], sizes["v_head_dim"])
+    return HeadDims(sizes["kv_channels"], sizes["kv_channels"])
 
 
 def choose(installed: Installed, request: BuildRequest) -> Implementation:

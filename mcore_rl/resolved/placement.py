@@ -36,7 +36,7 @@ class Guests:
 
 
 @dataclass(frozen=True)
-class Placement:
+class RunPlacement:
     """`ranks[r]` is the node of trainer rank r; nodes count from 0, in the order of their names, the driver's first."""
 
     ranks: tuple[int, ...]
@@ -59,7 +59,7 @@ class Placement:
         return max(of_section, self.computing["actor"][node] + self.computing["rollout"][node])
 
 
-def visible_devices(placement: Placement, slot: Slot, of_ranks: Sequence[str]) -> str | None:
+def visible_devices(placement: RunPlacement, slot: Slot, of_ranks: Sequence[str]) -> str | None:
     """CUDA_VISIBLE_DEVICES of a process on `slot`; None: Ray sees to that. `of_ranks[r]` is that of trainer rank r: Ray
     hands a node's GPUs out in an order of its own, and of those that the node itself was given."""
     if slot.places is None:
@@ -68,7 +68,7 @@ def visible_devices(placement: Placement, slot: Slot, of_ranks: Sequence[str]) -
     return ",".join(here[place] for place in slot.places)
 
 
-def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[Guests] = ()) -> Placement:
+def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[Guests] = ()) -> RunPlacement:
     """Consecutive ranks fill a node before the next one begins, so that tensor-parallel peers share one.
 
     Colocated engines are guests of trainer ranks; disaggregated ones take the slots after the last rank.
@@ -99,7 +99,7 @@ def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[G
     cpus_of = sum(computing.values(), Counter[int]())
     gpus_of = computing["actor"] if colocated else computing["actor"] + computing["rollout"]
     bundle = {"CPU": float(max(cpus_of.values()))} | ({"GPU": float(max(gpus_of.values()))} if on_gpus else {})
-    return Placement(ranks, engines, placed, bundle, computing, colocated)
+    return RunPlacement(ranks, engines, placed, bundle, computing, colocated)
 
 
 def _wide_engines(

@@ -15,7 +15,7 @@ from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.placement import Placement, place, visible_devices
+from mcore_rl.resolved.placement import RunPlacement, place, visible_devices
 from mcore_rl.runtime.addresses import missing_interface
 from mcore_rl.runtime.agreement import HostFacts, Question, check_hosts
 from mcore_rl.runtime.calls import ProcessCalls, Ref
@@ -103,7 +103,7 @@ def launch(
 
 def _set_up(
     config: Config,
-    placement: Placement,
+    placement: RunPlacement,
     prompts: Mapping[str, PromptSource],
     roles: Sequence[Role],
     started: _Started,
@@ -139,7 +139,7 @@ def _set_up(
 def _set_up_roles(
     roles: Sequence[Role],
     context: SetUpContext,
-    placement: Placement,
+    placement: RunPlacement,
     started: _Started,
     devices: list[str],
     *,
@@ -161,7 +161,7 @@ def _set_up_roles(
 @contextlib.contextmanager
 def _started(
     config: Config,
-    placement: Placement,
+    placement: RunPlacement,
     roles: Sequence[Role],
     nodes: list[PlacementGroupSchedulingStrategy],
     on_gpus: bool,
@@ -272,7 +272,7 @@ def _check_users(config: Config, watch: Watch) -> None:
 def _set_up_engines(
     engines: Sequence[EngineStart],
     config: Config,
-    placement: Placement,
+    placement: RunPlacement,
     prompts: Mapping[str, Ref[PromptSource]],
     devices: list[str],
 ) -> Starts:

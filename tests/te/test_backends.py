@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rl.resolved.attention import BACKENDS, Heads
+from mcore_rl.resolved.attention import BACKENDS, HeadDims
 from mcore_rl.resolved.installed import Installed
 from tests.te.backends import Asked, cases
 from tests.te.processes import NEEDS_TE, json_lines
@@ -21,7 +21,7 @@ def _takes(asked: Asked) -> dict[str, bool]:
     """What the table says, by backend."""
     installed = Installed(True, asked.capability, "2.11.0", asked.flash, asked.flash_3)
     bfloat16 = asked.dtype == "bfloat16"
-    return {each.name: bfloat16 and not each.lacks(installed, Heads(*asked.heads)) for each in BACKENDS}
+    return {each.name: bfloat16 and not each.lacks(installed, HeadDims(*asked.heads)) for each in BACKENDS}
 
 
 def test_flash_attention_takes_what_the_table_says(answers: list[tuple[Asked, dict[str, bool]]]) -> None:

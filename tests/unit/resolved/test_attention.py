@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.attention import Heads, pick
+from mcore_rl.resolved.attention import HeadDims, pick
 from mcore_rl.resolved.installed import Installed
 
 HOPPER = Installed(True, (9, 0), "2.11.0")
@@ -18,49 +18,51 @@ AMPERE = Installed(True, (8, 0), "2.11.0", flash_attention="2.8.3")
 @pytest.mark.parametrize(
     ("installed", "heads", "name"),
     [
-        (HOPPER, Heads(128, 128), "FusedAttention"),
-        (HOPPER, Heads(192, 128), "FusedAttention"),
-        (Installed(True, (10, 0), "2.11.0"), Heads(192, 128), "FusedAttention"),
-        (Installed(True, None, "2.11.0"), Heads(128, 128), "FusedAttention"),
-        (AMPERE, Heads(128, 128), "FlashAttention 2"),
-        (Installed(True, (9, 0), "2.11.0", "2.8.3", cudnn="9.5.1"), Heads(128, 128), "FlashAttention 2"),
-        (Installed(True, (9, 0), "2.11.0", flash_attention_3="3.0.0b1"), Heads(100, 100), "FlashAttention 3"),
-        (Installed(True, (12, 0), "2.11.0", "2.7.4"), Heads(64, 64), "FlashAttention 2"),
+        (HOPPER, HeadDims(128, 128), "FusedAttention"),
+        (HOPPER, HeadDims(192, 128), "FusedAttention"),
+        (Installed(True, (10, 0), "2.11.0"), HeadDims(192, 128), "FusedAttention"),
+        (Installed(True, None, "2.11.0"), HeadDims(128, 128), "FusedAttention"),
+        (AMPERE, HeadDims(128, 128), "FlashAttention 2"),
+        (Installed(True, (9, 0), "2.11.0", "2.8.3", cudnn="9.5.1"), HeadDims(128, 128), "FlashAttention 2"),
+        (Installed(True, (9, 0), "2.11.0", flash_attention_3="3.0.0b1"), HeadDims(100, 100), "FlashAttention 3"),
+        (Installed(True, (12, 0), "2.11.0", "2.7.4"), HeadDims(64, 64), "FlashAttention 2"),
     ],
 )
-def test_the_first_that_takes_the_rows_is_picked(installed: Installed, heads: Heads, name: str) -> None:
+def test_the_first_that_takes_the_rows_is_picked(installed: Installed, heads: HeadDims, name: str) -> None:
     assert pick(installed, "bfloat16", heads).name == name
 
 
 @pytest.mark.parametrize(
     ("installed", "heads", "reason"),
     [
-        (Installed(True, (8, 0), "2.11.0"), Heads(128, 128), "flash-attn is not installed .versions 2.1.1 to 2.8.3"),
-        (Installed(True, (8, 0), "2.11.0", "2.8.3.post2"), Heads(128, 128), "flash-attn 2.8.3.post2 is none of"),
-        (Installed(True, (12, 0), "2.11.0", "2.7.2"), Heads(128, 128), "flash-attn 2.7.2 is none of 2.7.3 to"),
-        (AMPERE, Heads(192, 128), "values of the size of the keys only"),
-        (AMPERE, Heads(100, 100), "heads of 100 .*multiples of 8"),
-        (HOPPER, Heads(100, 100), "heads of multiples of 8"),
-        (HOPPER, Heads(576, 512), r"heads of 576 \(keys\) and 512 \(values\)"),
-        (Installed(True, (8, 6), "2.11.0", "2.8.3"), Heads(256, 256), "up to 192 on compute capability 8.6"),
-        (Installed(True, (7, 0), "2.11.0", "2.8.3"), Heads(64, 64), "compute capability 8.0, and this GPU has 7.0"),
+        (Installed(True, (8, 0), "2.11.0"), HeadDims(128, 128), "flash-attn is not installed .versions 2.1.1 to 2.8.3"),
+        (Installed(True, (8, 0), "2.11.0", "2.8.3.post2"), HeadDims(128, 128), "flash-attn 2.8.3.post2 is none of"),
+        (Installed(True, (12, 0), "2.11.0", "2.7.2"), HeadDims(128, 128), "flash-attn 2.7.2 is none of 2.7.3 to"),
+        (AMPERE, HeadDims(192, 128), "values of the size of the keys only"),
+        (AMPERE, HeadDims(100, 100), "heads of 100 .*multiples of 8"),
+        (HOPPER, HeadDims(100, 100), "heads of multiples of 8"),
+        (HOPPER, HeadDims(576, 512), r"heads of 576 \(keys\) and 512 \(values\)"),
+        (Installed(True, (8, 6), "2.11.0", "2.8.3"), HeadDims(256, 256), "up to 192 on compute capability 8.6"),
+        (Installed(True, (7, 0), "2.11.0", "2.8.3"), HeadDims(64, 64), "compute capability 8.0, and this GPU has 7.0"),
     ],
 )
-def test_rows_that_nothing_takes_are_refused_with_every_reason(installed: Installed, heads: Heads, reason: str) -> None:
+def test_rows_that_nothing_takes_are_refused_with_every_reason(
+    installed: Installed, heads: HeadDims, reason: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"model\.hf_path: no attention .*{reason}"):
         pick(installed, "bfloat16", heads)
 
 
 def test_float32_is_refused_by_its_key_in_every_role() -> None:
     with pytest.raises(ConfigError, match=r"model\.dtype=float32: .*set model\.dtype=bfloat16"):
-        pick(HOPPER, "float32", Heads(128, 128))
+        pick(HOPPER, "float32", HeadDims(128, 128))
     with pytest.raises(ConfigError, match=r"critic\.hf_path: no atte"):
-        pick(HOPPER, "bfloat16", Heads(4, 4), "critic.hf_path")
+        pick(HOPPER, "bfloat16", HeadDims(4, 4), "critic.hf_path")
 
 
 def test_a_build_with_a_name_of_its_own_comes_after_its_release() -> None:
     """As versions are compared in Python packages; TransformerEngine refuses it too."""
     settings: dict[str, Any] = {"cuda": True, "capability": (8, 0), "transformer_engine": "2.11.0"}
-    assert pick(Installed(**settings, flash_attention="2.7.4+cu13"), "bfloat16", Heads(64, 64)).name
+    assert pick(Installed(**settings, flash_attention="2.7.4+cu13"), "bfloat16", HeadDims(64, 64)).name
     with pytest.raises(ConfigError, match=r"2\.8\.3\+cu13 is none of"):
-        pick(Installed(**settings, flash_attention="2.8.3+cu13"), "bfloat16", Heads(64, 64))
+        pick(Installed(**settings, flash_attention="2.8.3+cu13"), "bfloat16", HeadDims(64, 64))
