@@ -23,7 +23,7 @@ def num_gpus() -> int:
 
 
 def look(*, gpu: bool) -> Machine:
-    """Of figures of its GPUs, or of its CPUs."""
+    """Describe the GPUs or CPUs of this machine."""
     device, driver = ("cpu", "")
     if gpu and num_gpus():
         import torch

@@ -19,7 +19,7 @@ from benchmarks.sizes import size
 
 ROUNDS = size(15, 1)
 SHORTEST_SECONDS = size(0.05, 0.0)
-"""What a timed round takes at least; a single copy of 20 MB is shorter than its own noise."""
+"""Minimum duration of a timed round; a single copy of 20 MB is shorter than its noise."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a benchmark says: figures beside what they are compared with, and where the time went."""
+"""Results of benchmarks: figures, their limits, and notes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_GPU = "needs a CUDA device"
 
 
 class SkippedError(Exception):
-    """A benchmark cannot run here; the message says why and what to do about it."""
+    """Benchmark cannot run on this machine; the message contains reason and remedy."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Result:
 
     @property
     def met(self) -> bool | None:
-        """Whether the aim is met; None without one."""
+        """True if the aim is met; None if there is no aim."""
         if not self.aim:
             return None
         holds, bound = self._bound()
@@ -57,8 +57,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Machine:
-    """What figures belong to. `device` is the GPU's name, or cpu; `driver` NVIDIA's, empty without one; `versions` of
-    packages by name, what is absent left out."""
+    """Machine that produced the figures.
+
+    device: name of the GPU, or cpu.
+    driver: version of NVIDIA's driver; empty without one.
+    versions: installed packages by name.
+    """
 
     date: str
     processor: str
@@ -71,7 +75,7 @@ class Machine:
 
     @property
     def line(self) -> str:
-        """The same in one line."""
+        """One-line description."""
         device = "" if self.device == "cpu" else f"{self.device}, driver {self.driver or 'unknown'}; "
         versions = " ".join(f"{name} {version}" for name, version in self.versions.items())
         return (
@@ -81,13 +85,13 @@ class Machine:
 
     @property
     def slug(self) -> str:
-        """The device's name as a part of a file's."""
+        """Name of the device for file names."""
         return re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one benchmark ended: its rows, or the `reason` for which it has none (`skipped` or failed)."""
+    """Outcome of a benchmark: its results, or the `reason` why it was skipped or failed."""
 
     benchmark: str
     results: tuple[Result, ...] = ()

@@ -36,7 +36,7 @@ COLUMNS = ("accuracy before", "after", "reward before", "after", "explained vari
 
 
 def measure(name: str, steps: int | None) -> dict[str, Any]:
-    """Runs one algorithm to its end; its figures."""
+    """Run one algorithm and return its figures."""
     overrides = [f"run.dir=runs/compare/{name}", *([f"trainer.steps={steps}"] if steps is not None else [])]
     config = load_config(str(ROOT / ALGORITHMS[name]), overrides)
     figures = ROOT / config.run.dir / "metrics.jsonl"

@@ -29,7 +29,7 @@ from mcore_rl.observe.metrics import read_metrics
 
 TASKS = ("work3", "think2")
 SAMPLES_PER_STEP = 256
-"""Of these demos' steps."""
+"""Samples per step of the demos."""
 DISAGGREGATED = ("cluster.placement=disaggregated", "cluster.gpus_per_node=3", "actor.num_ranks=2")
 DECOUPLED = ("algorithm.policy_loss.name=decoupled_ppo",)
 
@@ -48,12 +48,12 @@ WAYS: dict[str, tuple[str, ...]] = {
     "eta4": ahead(4, *DECOUPLED),
     "eta4_uncorrected": ahead(4),
 }
-"""Of each what differs from the demo's own configuration."""
+"""Overrides of the demo's configuration, by name."""
 COLUMNS = ("before", "after: mean", "deviation", "best: mean", "staleness", "oldest")
 
 
 def measure(task: str, name: str, seed: int, steps: int | None) -> dict[str, Any]:
-    """Runs one way to its end with one seed; its figures."""
+    """Run one configuration with one seed and return its figures."""
     path = DEMOS[task].config
     overrides = [f"run.dir=runs/staleness/{task}_{name}_{seed}", f"run.seed={seed}", *WAYS[name]]
     overrides += [f"trainer.steps={steps}"] if steps is not None else []
@@ -73,7 +73,7 @@ def measure(task: str, name: str, seed: int, steps: int | None) -> dict[str, Any
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Accuracies over the seeds of each way."""
+    """Format the accuracies of each configuration over its seeds."""
     lines = [f"{'':<18}" + "".join(f"{column:>13}" for column in COLUMNS)]
     for name, runs in results.items():
         after = [run["accuracy"][-1] for run in runs]

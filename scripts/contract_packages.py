@@ -1,5 +1,5 @@
-"""The CUDA packages whose Python tests/contract/cuda reads and tests/te runs, and where it lies once
-scripts/setup_contracts.py has fetched it. The versions are those of locks/gpu.txt, and neighbours."""
+"""CUDA packages whose Python code tests/contract/cuda reads and tests/te runs, and the folders to which
+scripts/setup_contracts.py downloads them. Versions are from locks/gpu.txt, plus neighbouring ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).resolve().parents[1] / ".peers" / "contracts"
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution whose modules lie under `module`."""
+    """Distribution with the top-level package `module`."""
 
     distribution: str
     version: str

@@ -32,13 +32,13 @@ ON_TWO_HOSTS = (
     *("cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.address=10.213.7.1:6379"),
     "rollout.num_engines=2",
 )
-"""A trainer rank and an engine on each."""
+"""Overrides for one trainer rank and one engine on each host."""
 WARM_START_CONFIG = "configs/demo_warm_start_cpu.yaml"
 
 
 @dataclass(frozen=True)
 class Demo:
-    """A task, the configuration that improves on it, and where its files go (relative to the repository)."""
+    """Task, its configuration, and its directories relative to the repository."""
 
     task: str
     config: str
@@ -85,9 +85,9 @@ DEMOS = {
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[None]:
-    """Two pretended hosts with a Ray cluster over them, for the length of the block.
+    """Simulate two hosts with a Ray cluster during the block.
 
-    Raises: SystemExit where they cannot be made.
+    Raises: SystemExit if they cannot be created.
     """
     os.environ["TWO_HOSTS"] = "demo"
     subprocess.run([TWO_HOSTS, "down"], check=False)  # of a demo that was killed
@@ -131,13 +131,13 @@ def train(arguments: Sequence[str], on: Sequence[str] = ()) -> None:
 
 
 def is_exported(directory: Path) -> bool:
-    """Whether a whole HF checkpoint is there; the trainer writes it under another name and renames it."""
+    """Return whether a complete HF checkpoint exists; the trainer writes it under another name and renames it."""
     weights = ("model.safetensors", "model.safetensors.index.json")
     return (directory / "config.json").is_file() and any((directory / name).is_file() for name in weights)
 
 
 def is_finished(run: Path) -> bool:
-    """Whether the run has done all the steps that its own configuration asks for, and validated the last one."""
+    """Return whether the run has finished all steps of its configuration and validated the last one."""
     import yaml
 
     try:
@@ -160,7 +160,7 @@ def curve(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def closing(demo: Demo) -> str:
-    """Where everything is and how to start over."""
+    """Return the closing message: paths of the results and how to start again."""
     report = ROOT / demo.run / "report.html"
     lines = [f"run directory  {demo.run}  (metrics.jsonl, rollouts/, timeline.json, tensorboard/, checkpoints/)"]
     if report.exists():
@@ -171,8 +171,9 @@ def closing(demo: Demo) -> str:
 
 
 def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str = "vllm", hosts: int = 1) -> None:
-    """With overrides a finished run is not the end: they may ask for more. hosts 2: over two pretended ones. Another
-    engine, and two hosts, have runs of their own.
+    """Run all stages of a demo. With overrides a finished run continues, since they can increase its steps.
+
+    hosts: 2 simulates two hosts. Another engine and two hosts use separate run directories.
 
     Raises: ConfigError for overrides that are wrong, before the warm start.
     """

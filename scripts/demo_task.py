@@ -1,4 +1,4 @@
-"""The demo's tasks: problems, a small tokenizer and a tiny random Qwen3-MoE, all from one seed.
+"""Tasks of the demo: problems, a small tokenizer and a tiny random Qwen3-MoE, generated from one seed.
 
 Two of one turn; episode_tasks has those of several. `work3`: 3-digit addition, digit by digit, then the answer after a
 bar (`347+285=` is continued by `7+5+0=12;4+8+1=13;3+2+1=6#632`). `think2`: 2-digit addition whose warm-start data
@@ -30,12 +30,12 @@ MAX_TARGET_TOKENS = 32
 """Longest target of any task with its end token; configs/demo_*.yaml must allow as many response tokens."""
 COMPLETE = "complete.json"
 FORMAT = 2
-"""Of the targets. In the first one `|` and `>` stood before the answer, where the grader reads on."""
+"""Version of the target format. In version 1 the grader misread `|` and `>` before the answer."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem; `target` is what the warm start teaches, `answer` what the reward asks for."""
+    """Problem with the warm-start target and the answer that the reward expects."""
 
     prompt: str
     target: str
@@ -65,7 +65,7 @@ def think2(a: int, b: int, rng: random.Random, working_fraction: float = 0.2) ->
 
 @dataclass(frozen=True)
 class Addition:
-    """A task of one turn; operands are drawn from [low, high)."""
+    """A task of one turn; operands are sampled from [low, high)."""
 
     make: Callable[[int, int, random.Random], Problem]
     low: int
@@ -104,7 +104,7 @@ class Episodes:
 
 @dataclass(frozen=True)
 class Task:
-    """How to make a task, and how much of it."""
+    """Generator of a task and the sizes of its splits."""
 
     kind: Addition | Episodes
     num_warm_start: int
@@ -132,7 +132,7 @@ def problems(name: str, seed: int = 1) -> dict[str, list[Problem]]:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    """Writes jsonl atomically."""
+    """Write a jsonl file atomically."""
     with durable_write(path) as file:
         file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
 
@@ -199,7 +199,7 @@ def write_model(directory: Path, seed: int = 1, tokenizer: Any = None) -> int:
 
 
 def is_prepared(directory: Path, name: str, seed: int) -> bool:
-    """Whether `prepare` has finished here with the same task, seed and format."""
+    """Return whether `prepare` has finished in `directory` with the same task, seed and format."""
     try:
         record = json.loads((directory / COMPLETE).read_text())
     except (OSError, ValueError):

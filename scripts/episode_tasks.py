@@ -28,20 +28,20 @@ TOOL_TEMPLATE = (
 )
 GAME_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 CALLING_FRACTION = 0.25
-"""Of the warm start's rows: they call the calculator."""
+"""Fraction of warm-start rows that call the calculator."""
 HEEDING_FRACTION = 0.15
-"""Of the warm start's games: most of their guesses heed the answers, and begin with `!`; in the others few do."""
+"""Fraction of warm-start games in which most guesses follow the hints and start with `!`; in the others few do."""
 MOST, FEW = 0.9, 0.1
 """Neither is all or none: a run sees games in which both kinds mix, and must know what `!` means in them too."""
 NUMBERS, RANGE, GUESSES = 15, "0-14?", 4
-"""How many numbers there are, how a game is asked for, and how many guesses it takes at most."""
+"""Number of values, prompt of a game, and maximum number of guesses."""
 
 Row = tuple[str, str, str]
 """Prompt, target of the warm start, answer."""
 
 
 def tool_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Row]]:
-    """By split; no problem occurs twice but for the second turn of one that is called."""
+    """Return rows by split. Problems are unique except for the second turn of a call."""
     rng = random.Random(f"tool/{seed}")
     pairs = iter(rng.sample(range(900 * 900), sum(sizes.values())))
     splits: dict[str, list[Row]] = {}
@@ -66,7 +66,7 @@ def _multiplication(a: int, b: int, rng: random.Random) -> Row:
 
 
 def game_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Row]]:
-    """By split; the answer is the number, which only the game knows: validation has all of them, in turn."""
+    """Return rows by split. The answer is the secret number; validation contains all numbers in turn."""
     rng = random.Random(f"game/{seed}")
     return {
         "val": [_game(place % NUMBERS) for place in range(sizes["val"])],

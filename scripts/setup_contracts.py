@@ -31,11 +31,11 @@ from pip._vendor.requests import Response
 LARGEST_GAP = 1 << 18
 """Bytes between two Python files that are read with them rather than asked for another time."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)] + ["manylinux2014_x86_64", "linux_x86_64"]
-"""Of the machines with GPUs, whatever this one is."""
+"""Platform tags of GPU machines, independent of this machine."""
 
 
 def fetch(package: Package) -> None:
-    """Makes the folder of a package, whole or not at all."""
+    """Create the folder of a package atomically."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as store:
         whole = Path(store) / "whole"
@@ -73,7 +73,7 @@ def _from_sources(response: Response, package: Package, target: Path) -> None:
 
 
 def spans(wheel: ZipFile, names: list[str]) -> Iterator[tuple[int, int]]:
-    """The ranges of bytes in which files of an archive lie, those of neighbours in one."""
+    """Yield the byte ranges of files in an archive; adjacent files share a range."""
     wanted = set(names)
     entries = sorted(wheel.infolist(), key=lambda entry: entry.header_offset)
     ends = [entry.header_offset for entry in entries[1:]] + [wheel.start_dir]
@@ -116,7 +116,7 @@ def _opened(session: PipSession, link: Link, stack: ExitStack) -> IO[bytes]:
 
 
 def main() -> int:
-    """Exit code 1 and a line for each package that could not be fetched."""
+    """Return 1 after printing a line for each package that could not be downloaded, otherwise 0."""
     logging.getLogger("pip").setLevel(logging.ERROR)
     missing = []
     for package in PACKAGES:

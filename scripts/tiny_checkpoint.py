@@ -1,9 +1,9 @@
-"""Writes a tiny random HF checkpoint of any supported family: to try a conversion, and for the tests.
+"""Writes a tiny random HF checkpoint of any supported family, for tests and for trying a conversion.
 
     python scripts/tiny_checkpoint.py deepseek_v3 /tmp/tiny --mtp
     python scripts/tiny_checkpoint.py qwen3 /tmp/tiny --set tie_word_embeddings=true --set vocab_size=97
 
-transformers writes it, so names and layout are those of its save_pretrained: an oracle that we did not write.
+save_pretrained of transformers writes it, so its names and layout are an independent reference.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _MORE_FIELDS: dict[str, dict[str, Any]] = {
 
 
 def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:
-    """What config.json says of a tiny model, without importing transformers; kind is a model_type."""
+    """Return the fields of config.json of a tiny model without importing transformers. kind: model_type."""
     fields: dict[str, Any] = {
         "model_type": kind,
         "vocab_size": VOCABULARY,

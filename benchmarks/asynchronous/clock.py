@@ -1,7 +1,7 @@
-"""Engines, their trainer and time itself, simulated: what stands below the driver in benchmarks.asynchronous.driver.
+"""Simulated engines, trainer and time for benchmarks.asynchronous.driver.
 
-An engine decodes up to SLOTS requests together, a token of each in a step, in the order in which they came. A step
-takes FIXED_SECONDS, and SECONDS_PER_REQUEST more for each of them. Calls take no time, and weights none to arrive.
+An engine decodes up to SLOTS requests together in order of arrival, one token per request and step. A step takes
+FIXED_SECONDS plus SECONDS_PER_REQUEST per request. Calls and weight syncs take no time.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from mcore_rl.types import RolloutScalars, RolloutTask
 
 SLOTS = 64
 FIXED_SECONDS, SECONDS_PER_REQUEST = 0.016, 0.00025
-"""Of a decode step: twice as long in a full engine as in an empty one, 0.032 s."""
+"""Duration of a decode step: 0.016 s in an empty engine, 0.032 s in a full one."""
 PROMPT_TOKENS = 40
 RECORD_BYTES = 1024
-"""Of one response; engines write them, the driver joins their files."""
+"""Size of a response record. Engines write records, the driver joins their files."""
 
 
 def step_seconds(running: int) -> float:
-    """Of one token of each of so many requests."""
+    """Return the duration of a decode step."""
     return FIXED_SECONDS + SECONDS_PER_REQUEST * running
 
 
 @dataclass
 class Meter:
-    """CPU seconds of this thread: those of the driver's own code, and those of what is simulated below it."""
+    """CPU seconds of this thread, split into driver and simulation."""
 
     driver_seconds: float = 0.0
     clock_seconds: float = 0.0
@@ -47,7 +47,7 @@ class Meter:
     _since: float = field(default_factory=time.thread_time)
 
     def turn(self, driving: bool) -> bool:
-        """From now on time is the driver's, or the clock's; returns whose it was."""
+        """Attribute CPU time from now on to the driver or the clock. Returns the previous state."""
         now, before = time.thread_time(), self._driving
         if before:
             self.driver_seconds += now - self._since
@@ -67,28 +67,28 @@ class Meter:
 
 @dataclass(eq=False)
 class Call:
-    """Of an engine or the trainer. `report` is what it gave back."""
+    """Call of an engine or the trainer, with its result."""
 
     report: Report | None = None
 
 
 @dataclass
 class Clock:
-    """A Watch over time that passes where the driver waits, as far as to the next event that ends its wait."""
+    """Simulated Watch: time advances when the driver waits, to the event that ends the wait."""
 
     lengths: np.ndarray
-    """Tokens of each response of group number n, from the row n modulo their number: int [groups, samples]."""
+    """Response tokens, int [groups, samples]; group n uses row n modulo the number of rows."""
     meter: Meter = field(default_factory=Meter)
     now: float = 0.0
     version: int = 0
-    """Of the weights of all engines."""
+    """Weight version of all engines."""
     attendant: Attendant | None = None
     any_lost: bool = False
     waits: int = 0
     calls: int = 0
-    """To engines."""
+    """Number of calls to engines."""
     _ready: dict[Call, None] = field(default_factory=dict)
-    """Calls that have ended and that nobody has looked at, in the order in which they did."""
+    """Finished calls that have not been collected, in order."""
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: Iterator[int] = field(default_factory=itertools.count)
 
@@ -99,19 +99,19 @@ class Clock:
         self._ready[call] = None
 
     def after(self, seconds: float) -> Call:
-        """A call that takes so long."""
+        """Return a call that ends after `seconds`."""
         call = Call()
         self.at(self.now + seconds, lambda: self.end(call))
         return call
 
     def get(self, refs: Sequence[Any]) -> None:
-        """As Watch.get does, until all of them have ended."""
+        """Wait until all calls have ended, like Watch.get."""
         pending = list(refs)
         while pending:
             _, pending = self.wait(pending, len(pending))
 
     def wait(self, refs: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
-        """As Watch.wait: calls of the attendant are handed to it, and wait a little for each other."""
+        """Wait like Watch.wait: pass the attendant's calls to it, in batches."""
         assert self.attendant is not None
         self.waits += 1
         own = self.attendant.calls()
@@ -127,7 +127,7 @@ class Clock:
         return there, [ref for ref in refs if ref not in there]
 
     def _pass_time(self, enough: int, latest: float) -> None:
-        """Until so many calls have ended, or it is so late."""
+        """Advance time until `enough` calls have ended or `latest` is reached."""
         while len(self._ready) < enough and self._events and self._events[0][0] <= latest:
             self.now, _, happens = heapq.heappop(self._events)
             happens()
@@ -147,7 +147,7 @@ class Clock:
 
 @dataclass
 class Remote:
-    """A method of an engine's handle."""
+    """Remote method of an engine's handle."""
 
     engine: Engine
     method: Callable[..., Call]
@@ -163,30 +163,30 @@ class Remote:
 
 @dataclass
 class Begun:
-    """A task on an engine, with its lengths and how many of its requests have not ended."""
+    """Running task: its lengths and the number of unfinished requests."""
 
     number: int
     task: RolloutTask
     tokens: np.ndarray
     left: int
     version: int
-    """When it began."""
+    """Weight version at the start."""
 
 
 class Engine:
-    """A handle, its process and what it decodes."""
+    """Simulated engine: handle, process and decoding."""
 
     def __init__(self, clock: Clock, records: Path) -> None:
         self.clock, self._records = clock, records
         self.run, self.begin = Remote(self, self._run), Remote(self, self._begin)
         self.busy_seconds = 0.0
         self._decoded = 0.0
-        """Tokens that a request has by now which was there from the start."""
+        """Tokens that a request running since the start would have now."""
         self._since, self._turn, self._key = 0.0, 0, itertools.count()
         self._running: list[tuple[float, int, Begun]] = []
-        """A heap of what `_decoded` is when a request ends."""
+        """Heap of the values of `_decoded` at which requests end."""
         self._waiting: deque[tuple[int, Begun]] = deque()
-        """Tokens of requests that no slot has taken."""
+        """Tokens of requests that wait for a slot."""
         self._order = itertools.count()
         self._ended: list[tuple[int, int, RolloutScalars]] = []
         self._received = 0
@@ -218,7 +218,7 @@ class Engine:
         self._fill()
 
     def _decode(self) -> None:
-        """Up to now."""
+        """Advance decoding to the current time."""
         if self._running:
             elapsed = self.clock.now - self._since
             self._decoded += elapsed / step_seconds(len(self._running))
@@ -236,7 +236,7 @@ class Engine:
             self.clock.at(self.clock.now + max(0.0, seconds), lambda: self._end(turn))
 
     def _end(self, turn: int) -> None:
-        """The next request, unless others have come since this was foreseen."""
+        """End the next request, unless new requests have made this event obsolete."""
         if turn != self._turn:
             return
         self._decode()
@@ -259,14 +259,14 @@ class Engine:
 
 
 def write_ready_records(directory: Path, responses: int) -> Path:
-    """Of a task: what engines link to, so that the disk is busy with the driver's work only."""
+    """Write the records of a task. Engines link to this file, so that only the driver writes to the disk."""
     path = directory / "records"
     path.write_bytes((b"x" * (RECORD_BYTES - 1) + b"\n") * responses)
     return path
 
 
 def scalars_of(begun: Begun, version: int) -> RolloutScalars:
-    """Of a task that ends now; who has drawn which token is not kept: the first weights have drawn all."""
+    """Return the scalars of a task that ends now. All tokens count as sampled by the first version."""
     count, task, tokens = len(begun.tokens), begun.task, begun.tokens
     rewards = (tokens % 2).astype(np.float32)
     versions = np.empty((count, 2), np.int32)

@@ -16,15 +16,15 @@ LIMIT_SECONDS = 0.05
 """CPU seconds per 1,000 responses: 5 % of a core at 1,000 responses per second."""
 LIMIT_GROWTH = 1.3
 STEPS = size({8: 1000, 64: 150, 512: 30}, {2: 20})
-"""Of the runs whose CPU time is measured, by engines."""
+"""Steps of runs that measure CPU time, by number of engines."""
 SHORT_STEPS = size({8: 100, 64: 30, 512: 10}, {2: 10})
-"""Of the others."""
+"""Steps of the other runs, by number of engines."""
 USUAL = (2, 4)
 IN_ORDER = (2, 2)
 BOUNDS = ((1, 1), (1, 3), (2, 2), (2, 3), (2, 4), (2, 6), (4, 4), (4, 6), (4, 8))
 """rollout.max_staleness and rollout.max_staleness_hard."""
 LOOKS_PER_WAIT = 2
-"""Of Watch.wait, at all calls, at most: where nothing has ended, it looks once."""
+"""Maximum number of times that Watch.wait checks all calls."""
 
 
 def run() -> list[Result]:
@@ -67,7 +67,7 @@ def _growth(measured: Measured) -> Result:
 
 
 def _ray(measured: Measured, costs: RayCosts) -> Result:
-    """Estimated: the simulated run's calls and looks, at what they cost one by one."""
+    """Estimate the cost of Ray: number of calls and checks in the simulated run times their measured cost."""
     calls, looks = measured.per_1000(measured.clock.calls), LOOKS_PER_WAIT * measured.per_1000(measured.clock.waits)
     look = costs.look[measured.setting.engines]
     seconds = calls * costs.call + looks * look
@@ -78,7 +78,7 @@ def _ray(measured: Measured, costs: RayCosts) -> Result:
 
 
 def _speed(measured: Measured, synchronous: Measured) -> Result:
-    """Beside the run that generates, waits for the longest response, and then trains."""
+    """Compare with the synchronous run, which waits for its longest response before it trains."""
     note = f"the trainer waits {measured.trainer_waits:.0%} of the time, there {synchronous.trainer_waits:.0%}"
     ratio = measured.pace / synchronous.pace
     name = f"speed beside a synchronous run, {_named(measured)}"

@@ -1,4 +1,4 @@
-"""What Ray itself costs the driver of asynchronous rollouts: calls that bring tasks to engines, and looks at them."""
+"""Ray's cost for the driver of asynchronous rollouts: calls that submit tasks, and checks of their completion."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ from mcore_rl.types import RolloutTask, SamplingOptions
 CALLS, AT_ONCE = size((200, 50), (4, 2))
 LOOKS = size(50, 2)
 TIMES = size(5, 2)
-"""Of which the one counts that took least: other processes of the machine make Ray's threads wake up more often."""
+"""Repetitions, of which the fastest counts: other processes make Ray's threads wake up more often."""
 
 
 @dataclass(frozen=True)
 class RayCosts:
-    """CPU seconds of the driver, with Ray's threads in it: of a call that brings a task and comes back with its
-    scalars, and of a look at so many calls that have not ended."""
+    """CPU seconds of the driver, including Ray's threads.
+
+    call: one call with a task, including its scalars.
+    look: one check of unfinished calls, by their number.
+    """
 
     call: float
     look: dict[int, float]
 
 
 def ray_costs(engines: list[int], samples: int) -> RayCosts:
-    """With tasks of so many samples."""
+    """Measure the costs for each number of engines."""
     config = Config()
     config.cluster.device = "cpu"
     with (
@@ -65,7 +68,7 @@ def _task(number: int, samples: int, records: Path) -> RolloutTask:
 
 
 def _round_trips(engine: EngineCalls, tasks: list[tuple[int, RolloutTask]]) -> None:
-    """A call for each, AT_ONCE at a time."""
+    """Call the engine once per task, AT_ONCE calls at a time."""
     for first in range(0, len(tasks), AT_ONCE):
         calls = [engine.run([task], Until.ANY, [task[0]]) for task in tasks[first : first + AT_ONCE]]
         ray.wait(calls, num_returns=len(calls), fetch_local=False)
@@ -84,7 +87,7 @@ def _look(pending: list[ray.ObjectRef]) -> float:
 
 
 def _cpu_seconds(action: Callable[[], None]) -> float:
-    """Of all threads of this process: the least of several times."""
+    """Return the CPU seconds of all threads, minimum over TIMES repetitions."""
     seconds = []
     for _ in range(TIMES):
         started = time.process_time()

@@ -1,4 +1,4 @@
-"""A simulated asynchronous run: the product's collector and scheduler over engines of benchmarks.asynchronous.clock."""
+"""Simulated asynchronous run: the real collector and scheduler with engines of benchmarks.asynchronous.clock."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from mcore_rl.types import Groups, Mean
 
 SAMPLES = 16
 MEAN_LOG, SPREAD_LOG, LONGEST, TIMES = np.log(46), 0.8, 256, 16
-"""Of lengths: lognormal, of 46 tokens in the middle and 63 on average, and so many times as long."""
+"""Lognormal lengths: median 46 and mean 63 tokens, multiplied by TIMES."""
 PROMPTS = 100_000
 ENDLESS = 1_000_000_000
-"""Steps: groups are submitted as if the run went on."""
+"""Number of steps in the configuration, so that groups are submitted up to the end."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """`steps` are those that are simulated."""
+    """Shape of a run. steps: number of simulated steps."""
 
     engines: int
     max_staleness: int
@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def prompts_per_step(self) -> int:
-        """Two steps' groups take every slot."""
+        """Groups per step; two steps fill all slots."""
         return self.engines * SLOTS // SAMPLES // 2
 
     @property
@@ -51,7 +51,7 @@ class Setting:
 
 @dataclass
 class Measured:
-    """Of each step: CPU seconds of the driver, seconds of simulated time at its end and in which the trainer waited."""
+    """Per step: CPU seconds of the driver, simulated time at its end, and simulated seconds that the trainer waited."""
 
     setting: Setting
     clock: Clock
@@ -59,7 +59,7 @@ class Measured:
     ended: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
     ages: Counter[int] = field(default_factory=Counter)
-    """Groups by their age in versions when they were trained."""
+    """Number of trained groups by staleness in versions."""
 
     @property
     def responses(self) -> int:
@@ -70,25 +70,25 @@ class Measured:
 
     @property
     def cpu_per_1000(self) -> float:
-        """Of the driver, in seconds."""
+        """CPU seconds of the driver per 1,000 responses."""
         return self.per_1000(sum(self.driver_seconds))
 
     @property
     def pace(self) -> float:
-        """Responses per simulated second, after the first fifth of the steps: the start is not what a run is like."""
+        """Responses per simulated second, without the first fifth of the steps, which warms up."""
         first = len(self.ended) // 5
         steps = len(self.ended) - 1 - first
         return steps * self.setting.responses_per_step / (self.ended[-1] - self.ended[first])
 
     def cpu_in_tenth(self, number: int) -> float:
-        """Of the driver, in seconds per 1,000 responses: the median of the steps in the first, second, ... tenth."""
+        """Median CPU seconds of the driver per 1,000 responses over the n-th tenth of the steps."""
         tenth = len(self.driver_seconds) // 10
         steps = self.driver_seconds[(number - 1) * tenth : number * tenth]
         return 1000 * float(np.median(steps)) / self.setting.responses_per_step
 
     @property
     def trainer_waits(self) -> float:
-        """Of the time, after the first fifth of the steps."""
+        """Fraction of time that the trainer waits, without the first fifth of the steps."""
         first = len(self.ended) // 5
         return sum(self.waited[first + 1 :]) / (self.ended[-1] - self.ended[first])
 
@@ -106,7 +106,7 @@ def simulate(setting: Setting) -> Measured:
 
 
 class _Run:
-    """Step after step, as trainer.loop runs them; what is not about rollouts is only time."""
+    """Runs steps like trainer.loop; everything except rollouts only takes simulated time."""
 
     def __init__(self, setting: Setting, directory: Path) -> None:
         rng = np.random.default_rng(0)

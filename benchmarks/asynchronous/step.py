@@ -1,4 +1,4 @@
-"""Runs that generate while they train beside runs that take turns: the same processes, lengths and updates.
+"""Asynchronous and synchronous runs with the same processes, lengths and updates.
 
 One engine and one trainer rank, each with a core of its own, as `mcore-rl train` starts them; 6 groups of 4 lognormal
 responses a step (mean 128 tokens). Synchronous: a step waits for its longest response, then trains, then publishes.
@@ -28,7 +28,11 @@ SHAPE = Shape(
 
 @dataclass(frozen=True)
 class Workload:
-    """`epochs` over the responses of a step; `aim` bounds the synchronous run's seconds over those of the other."""
+    """Workload.
+
+    epochs: over the responses of a step.
+    aim: bound on the speedup over the synchronous run.
+    """
 
     name: str
     epochs: int
@@ -54,7 +58,7 @@ def run() -> list[Result]:
 
 
 def _compare(workload: Workload, task: Path, runs: Path) -> list[Result]:
-    """The synchronous run before and after the other one: a machine that gets slower shows."""
+    """Measure the synchronous run before and after the asynchronous one, to detect a machine that slows down."""
     epochs = f"trainer.update_epochs={workload.epochs}"
     before = measure(SHAPE, task, runs / "before", [epochs])
     ours = measure(SHAPE, task, runs / "ahead", [epochs, f"rollout.max_staleness={workload.max_staleness}"])

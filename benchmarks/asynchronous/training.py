@@ -1,4 +1,4 @@
-"""`mcore-rl train` on two cores, an engine and a trainer rank apart, on responses of drawn lengths."""
+"""`mcore-rl train` on two cores: one engine and one trainer rank, responses of sampled lengths."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a step, seconds on average; `stop` of a swap, in which the engine draws nothing; staleness in versions."""
+    """Mean seconds per step and staleness in versions.
+
+    stop: seconds per weight swap in which the engine does not sample.
+    """
 
     step: float
     generating: float
@@ -103,7 +106,7 @@ def _settings(shape: Shape, task: Path, run_dir: Path) -> list[str]:
 
 
 def _stop(events: Sequence[dict[str, Any]]) -> float:
-    """Seconds of the engine in an update of its weights, on average over all but the first one."""
+    """Return the mean duration of a weight update in the engine, without the first one."""
     swaps: list[float] = []
     receiving = 0.0
     for event in sorted((e for e in events if e["name"] in ("receive bucket", SWAP_ENDS)), key=itemgetter("ts")):

@@ -84,7 +84,7 @@ def bound_rows() -> list[BoundRow]:
 
 
 def write_source(directory: Path) -> None:
-    """An HF directory of random weights, in four shards."""
+    """Write an HF directory with random weights in four shards."""
     plans = export_plan(bound_rows(), TrainLayout(1))
     num_bytes = sum(torch.Size(plan.shape).numel() * plan.dtype.itemsize for plan in plans)
     with HFWriter(directory, num_bytes // 4) as writer:
@@ -96,7 +96,7 @@ def write_source(directory: Path) -> None:
 
 
 def load_pair(source: Path, tp: int) -> Pair:
-    """What rank 0 holds, read by us, and the same slices read by safetensors into memory of the same kind."""
+    """Compare our read of rank 0's slices with safetensors reading the same slices into the same kind of memory."""
     bound, layout = bound_rows(), TrainLayout(tp, tp=tp)
     shapes = local_shapes(bound, layout, 0)
     local = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
@@ -122,7 +122,7 @@ def load_pair(source: Path, tp: int) -> Pair:
 
 
 def _stretches(loads: Sequence[TensorLoad]) -> dict[str, tuple[tuple[int, ...], int, slice]]:
-    """By HF name: shape, dimension and range of what the rank needs of it."""
+    """Return shape, dimension and range of each HF tensor that the rank needs."""
     found: dict[str, tuple[tuple[int, ...], int, slice]] = {}
     for load in loads:
         for name, piece in load.sources:
@@ -135,7 +135,7 @@ def _stretches(loads: Sequence[TensorLoad]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def bucket_pair(tp: int) -> Pair:
-    """All weights packed into two slots of shared memory in turn, for an engine of one rank, and one memcpy."""
+    """Compare packing of all weights into two shared-memory slots with one memcpy, for an engine of one rank."""
     bound, layout, here = bound_rows(), TrainLayout(tp, tp=tp), Endpoint(this_host(), "127.0.0.1")
     local = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in local_shapes(bound, layout, 0).items()}
     topology = Topology((here,) * tp, (here,), 1)

@@ -93,7 +93,10 @@ def _initialize_alone() -> None:
 
 
 def initialize(layout: TrainLayout, rank: int, init_method: str) -> None:
-    """megatron's groups, in the place of those of the row before. Collective over all ranks of the layout."""
+    """Replace Megatron's process groups.
+
+    Collective: all ranks of the layout.
+    """
     from mcore_rl.megatron.model import parallel
 
     parallel.destroy()

@@ -1,4 +1,4 @@
-"""What the driver itself does in a step of 8,192 prompts x 16 samples over 64 engines and 64 data-parallel ranks.
+"""Driver work in a step of 8,192 prompts x 16 samples with 64 engines and 64 data-parallel ranks.
 
 No model: engines and ranks answer at once, everything else is what a run does. `in process` is the driver's own work;
 the rows `through Ray` add the real calls to engines and to 64 or 512 trainer ranks, eight to a node. Those are handles
@@ -56,7 +56,7 @@ def run() -> list[Result]:
 
 
 def _measure(name: str, run_dir: Path, pool: Any, ranks: Any, aim: str) -> Result:
-    """Median over steps of the wall clock, less what stands for engines in this process."""
+    """Measure the median wall-clock time of a step, without the simulated engines of this process."""
     driver = Driver(run_dir, pool, ranks)
     steps = [driver.step(step) for step in range(1, STEPS + 2)][1:]  # the first one imports and compiles
     driver.journal.close()
@@ -78,7 +78,7 @@ class StepTimes:
 
 @dataclass
 class Driver:
-    """One step after the other, as trainer.loop runs it, with each phase timed."""
+    """Runs steps like trainer.loop and times each phase."""
 
     run_dir: Path
     pool: Any
@@ -104,7 +104,7 @@ class Driver:
         self.journal.resume_after(-1)
 
     def step(self, step: int) -> StepTimes:
-        """What the in-process pool needs to make its answers up is not counted."""
+        """Run a step. Time that the in-process pool spends on its simulated results is subtracted."""
         seconds: dict[str, float] = {}
         cpu_started = time.process_time()
         with _timed(seconds, "collect"):
@@ -135,7 +135,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 def large_config(run_dir: Path) -> Config:
-    """The sections that the driver reads."""
+    """Return a configuration with the sections that the driver reads."""
     config = Config()
     config.run.dir = str(run_dir)
     config.rollout.samples_per_prompt = SAMPLES

@@ -27,13 +27,13 @@ from mcore_rl.types import (
 PROMPTS, SAMPLES, ENGINES, DP_RANKS = size((8192, 16, 64, 64), (64, 2, 2, 2))
 LONGEST = 20480
 DULL_FRACTION = 0.3
-"""Groups without signal: two batches are drawn per step."""
+"""Fraction of zero-variance groups, so that a step samples two batches."""
 RECORD_BYTES = 1024
-"""Of one response in rollouts/step_<n>.jsonl; engines write them, the driver joins their files."""
+"""Size of a response record in rollouts/step_<n>.jsonl. Engines write records, the driver joins their files."""
 
 
 def make_scalars(task: RolloutTask) -> RolloutScalars:
-    """Lognormal lengths, rewards 0 or 1; DULL_FRACTION of the groups have only one of them."""
+    """Return lognormal lengths and rewards 0 or 1; DULL_FRACTION of the groups have equal rewards."""
     groups, samples = len(task.group_ids), task.samples_per_prompt
     rng = np.random.default_rng(int(task.group_ids[0]))
     responses = np.clip(rng.lognormal(7.0, 1.0, groups * samples), 1, LONGEST).astype(np.int32)
@@ -54,15 +54,14 @@ def make_scalars(task: RolloutTask) -> RolloutScalars:
 
 
 MOST_SEQUENCES = 3
-"""Of an episode, whose history is rewritten between turns; 2 on average."""
+"""Maximum sequences of an episode that rewrites its history between turns; the mean is 2."""
 FIGURES = ("turns", "tool_calls", "tool_errors", "failed", "seconds_generating", "seconds_tool_calling")
 PARTS = ("format", "tool_search", "tool_python")
 FAILED_FRACTION = 0.001
 
 
 def make_episodes(task: RolloutTask) -> RolloutScalars:
-    """As make_scalars, each response an episode of several sequences, with the figures that episodes with tools have,
-    three parts of a reward, and some that have failed."""
+    """Return scalars of episodes with several sequences, metrics of tools, three reward parts, and some failures."""
     single = make_scalars(task)
     rng = np.random.default_rng([int(task.group_ids[0]), 1])
     counts = rng.integers(1, MOST_SEQUENCES + 1, len(single.rewards))
@@ -86,7 +85,7 @@ Make = Callable[[RolloutTask], RolloutScalars]
 
 
 def write_records(directory: Path, task: RolloutTask) -> None:
-    """The task's file of records: a link to one that is there, so that the disk is busy with the driver's work only."""
+    """Create the records of a task as a link to a shared file, so that only the driver writes to the disk."""
     count = len(task.group_ids) * task.samples_per_prompt
     ready = directory / f"records.{count}"
     if not ready.exists():
@@ -95,7 +94,7 @@ def write_records(directory: Path, task: RolloutTask) -> None:
 
 
 class ReadyPool:
-    """A RolloutPool in this process, whose tasks give what `make` says."""
+    """In-process RolloutPool whose tasks return the results of `make`."""
 
     num_engines = ENGINES
 
@@ -114,14 +113,14 @@ class ReadyPool:
         return results
 
     def seconds_pretending(self) -> tuple[float, float]:
-        """Wall clock and CPU time since the last call."""
+        """Return wall-clock and CPU seconds of the simulated results since the last call."""
         spent = self._wall_seconds, self._cpu_seconds
         self._wall_seconds = self._cpu_seconds = 0.0
         return spent
 
 
 class SilentRanks:
-    """Cuts the batch for every data-parallel rank, as TrainerGroup does, and keeps the shares."""
+    """Splits the batch for all data-parallel ranks like TrainerGroup, without ranks."""
 
     def recompute_logp(self, batch: Batch) -> BatchHandle:
         self.cut(batch)

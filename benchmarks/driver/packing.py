@@ -61,7 +61,7 @@ def _measure(sigma: float) -> list[Result]:
 
 
 def _measure_cost(sigma: float) -> list[Result]:
-    """Of what the driver does with a whole step, and a rank with its share."""
+    """Measure balancing of a whole step and packing of one rank's share."""
     lengths = np.clip(_lognormal(sigma).astype(np.int64) * 4, 1, LONGEST)
     few, costs = COST.of(lengths[:NUM_RESPONSES]), COST.of(lengths)
     balance_ms, ranks = _time(balance, REPEATS, costs, NUM_RANKS)
@@ -97,14 +97,16 @@ def _above_bound(costs: np.ndarray, ranks: np.ndarray) -> float:
 
 
 def _costliest(lengths: np.ndarray, bins: list[np.ndarray]) -> float:
-    """Micro-batch over the mean one."""
+    """Return the maximum cost of a microbatch relative to the mean."""
     loads = [COST.of(lengths[members]).sum() for members in bins]
     return float(max(loads) / np.mean(loads))
 
 
 def largest_differencing(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Multi-way Karmarkar-Karp: repeatedly joins the two partial partitions with the largest spread, largest part of
-    one with the smallest of the other."""
+    """Partition by multi-way Karmarkar-Karp.
+
+    Repeatedly joins the two partial partitions with the largest spread, largest part of one with smallest of the other.
+    """
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for index, length in enumerate(lengths.tolist()):
         heap.append((-length, index, [(length, [index])] + [(0, [])] * (num_ranks - 1)))
@@ -122,7 +124,7 @@ def largest_differencing(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def next_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Sequences in their order; a new bin whenever the next one does not fit."""
+    """Pack sequences in order; open a new bin when the next sequence does not fit."""
     bins: list[list[int]] = [[]]
     room = capacity
     for index, length in enumerate(lengths.tolist()):
@@ -145,7 +147,7 @@ def _both(lengths: np.ndarray) -> None:
 
 
 def _time(call: Callable[..., Any], repeats: int, *arguments: Any) -> tuple[float, Any]:
-    """(median milliseconds, last result)"""
+    """Return (median milliseconds, last result)."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

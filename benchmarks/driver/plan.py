@@ -1,4 +1,4 @@
-"""`mcore-rl plan` of the 671B recipe, 512 trainer ranks: how long it takes, and the memory that its process needs."""
+"""Duration and memory of `mcore-rl plan` for the 671B recipe with 512 trainer ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real Ray handles for benchmarks.driver.driver: processes that answer at once, seen through the run's own groups."""
+"""Real Ray actors for benchmarks.driver.driver that return at once, behind the real groups of a run."""
 
 from __future__ import annotations
 
@@ -37,17 +37,19 @@ RANKS_PER_NODE = size(8, 2)
 
 @ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)
 class ReadyEngine(RunProcess):
-    """Answers tasks with ready scalars, and keeps nothing. Tasks of as many groups get the same ones: what it takes to
-    make them up would count as the driver's."""
+    """Returns prepared scalars, the same for all tasks with the same number of groups.
+
+    Computing them per task would count as time of the driver.
+    """
 
     def __init__(self, name: str, make: Make) -> None:
         super().__init__(name)
         self._make, self._received = make, 0
         self._ready: dict[int, RolloutScalars] = {}
-        """By the number of groups, which are counted from 0."""
+        """Scalars by number of groups; groups are numbered from 0."""
 
     def give_up(self, free: int) -> GivenUp:
-        """All that it was given has ended."""
+        """Give up nothing: all tasks have ended."""
         return GivenUp([], 0)
 
     def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> Report:
@@ -67,7 +69,7 @@ class ReadyEngine(RunProcess):
 
 @dataclass(frozen=True)
 class Up:
-    """An engine that needs no start."""
+    """Engine that is always running."""
 
     name: str
     leader: EngineCalls
@@ -86,8 +88,10 @@ class Up:
 
 @ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restarts=0)
 class SilentTrainer(RankProcess):
-    """Takes its share of a batch of several updates, and does nothing with it. What it was to fetch it only counts:
-    fetching is the ranks' work, and the engines'. Of `peers` with the same share the first one has metrics."""
+    """Receives its share of a batch and drops it. Counts fetch requests without fetching, which is not driver work.
+
+    peers: ranks with the same share, of which the first one returns metrics.
+    """
 
     def __init__(self, name: str, peers: int) -> None:
         super().__init__(name)
@@ -95,8 +99,7 @@ class SilentTrainer(RankProcess):
 
     @ray.method(concurrency_group="pass_on")
     def pass_on(self, method: str, arguments: list[tuple[Any, ...]], neighbours: list[Any] | None) -> list[Any]:
-        """A node at once: on a cluster its ranks work at the same time as those of all others, and what it takes to
-        call them comes once (see `seconds_to_pass_on`)."""
+        """Run the calls of a node. On a cluster, nodes work in parallel; `seconds_to_pass_on` measures one."""
         named = list({a for given in arguments for a in given if isinstance(a, ray.ObjectRef)})
         values = dict(zip(named, ray.get(named), strict=True))  # one per share, however many ranks read it
         read = [[values[a] if isinstance(a, ray.ObjectRef) else a for a in given] for given in arguments]
@@ -117,7 +120,7 @@ class SilentTrainer(RankProcess):
 
 
 class IdleRank(RankProcess):
-    """Answers at once; passes calls on as the ranks of a run do."""
+    """Returns at once; forwards calls like the ranks of a run."""
 
     def nothing(self) -> None: ...
 
@@ -126,7 +129,7 @@ IdleActor = ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restar
 
 
 def seconds_to_pass_on(calls: int) -> float:
-    """Median time that a call of RANKS_PER_NODE ranks takes which their first one passes on; each has a process."""
+    """Return the median time of a call that the first of RANKS_PER_NODE real ranks forwards to the others."""
     config = Config()
     config.cluster.device = "cpu"
     with ray_cluster(config, {"CPU": 1.0 * RANKS_PER_NODE}) as [node]:
@@ -147,7 +150,7 @@ def seconds_to_pass_on(calls: int) -> float:
 
 @contextmanager
 def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[Scheduler, TrainerGroup]]:
-    """ENGINES engines and DP_RANKS x peers trainer ranks, all of them handles of a few processes."""
+    """Create ENGINES engines and DP_RANKS x peers trainer ranks as handles of a few processes."""
     config = Config()
     config.cluster.device = "cpu"
     with ray_cluster(config, {"CPU": 2.0 * PROCESSES}) as [node]:
@@ -173,7 +176,7 @@ def start(actor: Any, node: Any, *arguments: Any) -> ProcessCalls:
 
 
 def _spread(processes: list[ProcessCalls], count: int, watch: Watch, kind: type[C]) -> list[C]:
-    """`count` handles of the few processes, each watched as in a run."""
+    """Return `count` watched handles, distributed over the processes."""
     spread = [kind(processes[index % len(processes)].handle) for index in range(count)]
     for index, process in enumerate(spread):
         watch.add(f"process {index}", process)

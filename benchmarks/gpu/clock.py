@@ -18,7 +18,7 @@ def synchronize(device: str) -> None:
 
 
 def medians(calls: Sequence[Callable[[], object]], device: str, repeats: int = REPEATS) -> list[float]:
-    """Of each call the median seconds, in turn, after one that warms up."""
+    """Return the median seconds of each call; calls alternate after a warm-up."""
     times: list[list[float]] = [[] for _ in calls]
     for repeat in range(repeats + 1):
         for call, seconds in zip(calls, times, strict=True):

@@ -1,4 +1,4 @@
-"""What a figure of a GPU belongs to, and what its maker says of it."""
+"""GPU of this machine and its specified peak performance."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from mcore_rl.megatron.roles.actor import MegatronActor
 
 BYTES_PER_PARAMETER = 18
-"""Of bfloat16 training: weight, gradient, main parameter, two moments."""
+"""Bytes per parameter in bfloat16 training: weight, gradient, main parameter, two moments."""
 STATE_SHARE = 0.6
-"""Of the device's memory; the rest is for activations and logits."""
+"""Fraction of the device's memory for parameters and optimizer; the rest is for activations and logits."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def filled(size: Size, device: str) -> dict[str, Any]:
 
 
 def configure(directory: Path, size: Size) -> Config:
-    """Of an actor of the model in `directory`, in bfloat16."""
+    """Return the configuration of a bfloat16 actor of the model in `directory`."""
     config = actor_config(directory, tokens_per_microbatch=size.budget)
     config.model.dtype = "bfloat16"
     config.actor.recompute = size.recompute

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 REPEATS = 3
 AIM = ">= 0.4"
-"""Of the matrix product's rate, for the dense model."""
+"""Minimum fraction of the matrix product's rate, for the dense model."""
 
 
 def run(device: str = "cuda", sizes: Sequence[Size] = (DENSE, MOE), edge: int = 8192) -> list[Result]:

@@ -1,8 +1,7 @@
-"""Our loop over vLLM: requests that come one by one beside batches that wait for their longest, and beside vLLM's own
-`LLM.generate`.
+"""Our engine loop on vLLM with continuous requests, compared with static batches and with vLLM's `LLM.generate`.
 
-A tiny model in float32, so that a step is short and what surrounds it shows. CPU seconds of the generating process, so
-that other load does not count; the ways take turns, in one process each.
+The model is tiny, in float32, so that overhead dominates a step. The unit is CPU seconds of the generating process,
+which excludes other load. The variants alternate, each in its own process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ BATCH, BATCHES, ROUNDS = size((32, 8, 5), (2, 2, 1))
 LONGEST, MEDIAN, SIGMA = size((256, 48.0, 0.8), (8, 4.0, 0.8))
 PROMPT_TOKENS, VOCABULARY = 24, 96
 RUNNING = ((32, ">= 2.0"), (64, ">= 2.8"))
-"""Requests that run at a time, and what comes of it at least."""
+"""Concurrent requests, and the minimum ratio."""
 Measured = tuple[int, float]
 """Tokens, and CPU seconds."""
 
@@ -66,7 +65,7 @@ def _row(rates: list[dict[str, float]], name: str, ours: str, limit: str, aim: s
 
 
 def lengths() -> np.ndarray:
-    """Response tokens, lognormal: mean 63, and nearly every batch has one of more than 200."""
+    """Return lognormal response lengths: mean 63; nearly every batch has one above 200."""
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, BATCH * BATCHES)
     return np.clip(drawn, 1, LONGEST).astype(int)
 
@@ -82,13 +81,13 @@ def requests() -> list[GenerationRequest]:
 
 
 class _Side:
-    """A process that answers with what it has measured."""
+    """Child process that measures one variant."""
 
     def __init__(self, serve: Callable[[Pipe, str], None], model: Path) -> None:
         self._child = Child(multiprocessing.get_context("spawn"), serve, str(model))
 
     def ask(self, what: str) -> Measured:
-        """Raises: ChildError."""
+        """Request a measurement. Raises: ChildError."""
         self._child.send(what)
         measured: Measured = self._child.recv()
         return measured
@@ -103,7 +102,7 @@ def _answer(pipe: Pipe, ways: dict[str, Callable[[], Measured]]) -> None:
 
 
 def _timed(way: Callable[[], int]) -> Measured:
-    """`way` returns the tokens that it made."""
+    """Measure a variant that returns its number of tokens."""
     started = time.process_time()
     tokens = way()
     return tokens, time.process_time() - started
@@ -131,7 +130,7 @@ def _serve_ours(pipe: Pipe, model: str) -> None:
         return tokens
 
     def continuous(running: int) -> int:
-        """As many requests run at any time, until as many have ended as the batches have."""
+        """Keep `running` requests active until as many have ended as in the batches."""
         tokens, ended, drawn = 0, 0, requests()
         more = (replace(each, request_id=f"{turn}.{each.request_id}") for turn in itertools.count() for each in drawn)
         while ended < len(drawn):
@@ -150,7 +149,7 @@ def _serve_ours(pipe: Pipe, model: str) -> None:
 
 
 def _own_cost(engine: Any, work: Callable[[], int]) -> Measured:
-    """Steps, and the CPU seconds that they took beside vLLM's core."""
+    """Return the number of steps and their CPU seconds outside of vLLM's core."""
     get_output, inside, steps = engine._core.get_output, 0.0, 0
 
     def timed() -> Any:
@@ -169,7 +168,7 @@ def _own_cost(engine: Any, work: Callable[[], int]) -> Measured:
 
 
 def _serve_vllm(pipe: Pipe, model: str) -> None:
-    """vLLM as it is installed, in one process."""
+    """Run unmodified vLLM in one process."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
     from vllm import LLM, SamplingParams

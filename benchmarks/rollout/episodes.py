@@ -1,7 +1,7 @@
-"""Episodes over vLLM: single turns as coroutines beside the loop's own, and how long an engine stands still when a
+"""Episodes on vLLM: single turns as coroutines compared with the loop's own, and idle time of the engine when a
 thousand conversations wait for slow tools.
 
-CPU seconds of the one process that has the engine, its loop and the episodes; the ways take turns in it.
+The unit is CPU seconds of the process with engine, loop and episodes; the variants alternate in it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT_TOKENS, VOCABULARY, TURN_TOKENS, CONCURRENT = size((24, 96, 48, 64), (24,
 SINGLE_TURNS, ROUNDS = size((512, 10), (8, 2))
 CONVERSATIONS, TURNS, SLOWEST_TOOL_SECONDS = size((1000, 3, 2.0), (8, 2, 0.1))
 WAITING_SHARE = 0.9
-"""Of the conversations: when so many have ended, work no longer waits."""
+"""Fraction of conversations up to which requests are always waiting."""
 
 
 def run() -> list[Result]:
@@ -113,7 +113,7 @@ def _attempts(count: int, tokens: int) -> list[Attempt]:
 
 
 def _both(single: Player, one_turn: Player, *, single_first: bool) -> tuple[float, float]:
-    """Tokens per CPU second of each; whoever is second finds warmer caches."""
+    """Return the tokens per CPU second of both. The second one benefits from warm caches."""
     if single_first:
         alone = _rate(single)
         return alone, _rate(one_turn)
@@ -122,7 +122,7 @@ def _both(single: Player, one_turn: Player, *, single_first: bool) -> tuple[floa
 
 
 def _rate(player: Player) -> float:
-    """Tokens per CPU second."""
+    """Return tokens per CPU second."""
     outcomes: list[Any] = []
     course = AttemptCallbacks(lambda: None, lambda place, outcome: outcomes.append(outcome))
     attempts = _attempts(SINGLE_TURNS, TURN_TOKENS)
@@ -133,7 +133,7 @@ def _rate(player: Player) -> float:
 
 
 def _idle_percent(player: Player, busy_seconds: Callable[[], float]) -> float:
-    """Of the time in which conversations wait."""
+    """Return the idle time of the engine in percent of the time in which conversations wait."""
     ended, at_most = 0, int(WAITING_SHARE * CONVERSATIONS)
     figures: list[tuple[float, float]] = []
 

@@ -1,10 +1,9 @@
-"""What routing costs the driver, and what it gains: 131,072 requests of lognormal lengths over 512 engines of 64 slots.
+"""Cost and gain of request routing: 131,072 requests of lognormal lengths on 512 engines with 64 slots.
 
-The router and what it makes of tasks are the product's; engines are replaced by a clock: each decodes up to 64 requests
-together, a token of each per tick (one in eight engines: half as fast), in the order in which they came; it asks for
-more when fewer than 64 are left and all have begun, and gives up what has not, as engines do. Beside it: the same where
-nobody is asked to give anything up, and all groups dealt out beforehand, as many to each engine, which is what a
-dispatcher without reports can do.
+The router is real; a clock simulates the engines. Each decodes up to 64 requests together in order of arrival, one
+token per request and tick (every eighth engine: two ticks), requests more work when fewer than 64 are left and all have
+started, and returns unstarted requests on demand. Compared with the same without returned requests, and with a static
+equal distribution of groups, which needs no reports of engines.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from mcore_rl.runtime.engines.balance import Balance, EngineKey
 ENGINES, SLOTS = size((512, 64), (8, 8))
 GROUPS, SAMPLES = size((8_192, 16), (64, 4))
 MEAN_LOG, SPREAD_LOG, LONGEST = size((7.0, 1.0, 16_384), (3.0, 1.0, 64))
-"""Of lengths in tokens: median 1,097, mean about 1,800."""
+"""Lognormal lengths in tokens: median 1,097, mean about 1,800."""
 TICKS = [2 if index % 8 == 7 else 1 for index in range(ENGINES)]
-"""Of a token, by engine."""
+"""Ticks per token, by engine."""
 LIMIT_SECONDS = 1.0
 
 
@@ -80,16 +79,16 @@ def run() -> list[Result]:
 
 @dataclass
 class Engine:
-    """Requests of pieces of tasks, `slots` at a time, a token of each in `ticks_per_token`. Units: ticks, tokens."""
+    """Simulated engine with `slots`; decodes one token per request in `ticks_per_token`. Units: ticks, tokens."""
 
     slots: int
     ticks_per_token: int = 1
     running: list[tuple[int, int]] = field(default_factory=list)
-    """A heap of (tick at which it ends, piece)."""
+    """Heap of (end tick, piece)."""
     waiting: deque[tuple[int, int, int]] = field(default_factory=deque)
     """(length, piece, response)."""
     left: dict[int, int] = field(default_factory=dict)
-    """Requests of a piece that have not ended."""
+    """Number of unfinished requests per piece."""
     received: int = 0
     last_begin: int = 0
 
@@ -104,7 +103,7 @@ class Engine:
         self._fill(now)
 
     def end_one(self) -> tuple[int, int | None]:
-        """The tick at which the next request ends, and the piece that ends with it."""
+        """End the next request. Returns its tick, and its piece if that is finished."""
         now, piece = heapq.heappop(self.running)
         self._fill(now)
         self.left[piece] -= 1
@@ -114,7 +113,7 @@ class Engine:
         return now, piece
 
     def give_up(self, free: int) -> list[Tail]:
-        """Ends of pieces that have not begun."""
+        """Return the unstarted ends of pieces."""
         waiting: dict[int, list[int]] = {}
         for _, piece, response in self.waiting:
             waiting.setdefault(piece, []).append(response)
@@ -128,7 +127,7 @@ class Engine:
         return given_up
 
     def drain(self) -> int:
-        """The tick at which the last request ends."""
+        """Return the tick at which the last request ends."""
         now = 0
         while self.running:
             now, _ = self.end_one()
@@ -142,16 +141,20 @@ class Engine:
 
 
 class Routed:
-    """Every group's requests through the router. `seconds` are those of the router and of the tasks' pieces alone,
-    `reports` how often an engine came back to it, `asked` how often one was asked to give some up. Shapes: lengths
-    int64 [groups, samples]."""
+    """Routes the requests of all groups.
+
+    seconds: time of the router and of splitting tasks.
+    reports: number of reports of engines.
+    asked: number of requests to return unstarted work.
+    Shapes: lengths int64 [groups, samples].
+    """
 
     def __init__(self, lengths: np.ndarray, *, steals: bool) -> None:
         self._steals = steals
         self.seconds, self.ticks, self.reports, self.asked, self.stolen = 0.0, 0, 0, 0, 0
         self._engines = [Engine(SLOTS, ticks) for ticks in TICKS]
         self._clock: list[tuple[int, int]] = []
-        """A heap of (tick of its next end, engine), of the engines with work that do not ask."""
+        """Heap of (next end tick, engine) for busy engines that do not request work."""
         self._more = [True] * ENGINES
         with self._timed():
             groups = cut(len(lengths), lengths.shape[1], ENGINES, SLOTS)
@@ -176,7 +179,7 @@ class Routed:
         return max(engine.last_begin for engine in self._engines)
 
     def _advance(self, index: int) -> None:
-        """To the next end of a request of that engine."""
+        """Advance to the next end of a request of this engine."""
         engine = self._engines[index]
         self.ticks, piece = engine.end_one()
         asks = not engine.running or (self._more[index] and not engine.waiting and engine.requests < SLOTS)
@@ -214,7 +217,7 @@ class Routed:
         heapq.heappush(self._clock, (engine.running[0][0], index))
 
     def _ask(self, victim: int, free: int) -> None:
-        """It answers at once; without `steals`, that all has begun."""
+        """Request unstarted work from an engine; without `steals` it returns none."""
         engine = self._engines[victim]
         given_up = engine.give_up(free) if self._steals else []
         self.asked += 1

@@ -21,11 +21,11 @@ from typing import Any
 Request = tuple[list[int], int, int]
 """Prompt, response tokens, seed."""
 Generate = Callable[[list[Request]], int]
-"""Returns how many tokens came."""
+"""Runs requests and returns the number of generated tokens."""
 
 RUNNING, PROMPT_TOKENS, LONGEST = 64, 24, 256
 SHIM = "from mcore_rl.engines.sglang import cpu\ncpu.prepare()\n"
-"""In all processes of SGLang's own: without it SGLang cannot be imported on a CPU."""
+"""Code for all processes of SGLang, which otherwise cannot be imported on a CPU."""
 ARGUMENTS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -38,7 +38,7 @@ ARGUMENTS: dict[str, Any] = {
     "mem_fraction_static": 0.3,
     "log_level": "error",
 }
-"""As engines.sglang.scheduler has them."""
+"""Arguments as in engines.sglang.scheduler."""
 
 
 def ours(model: str) -> Generate:
@@ -70,7 +70,7 @@ def ours(model: str) -> Generate:
 
 
 def engine(model: str) -> Generate:
-    """SGLang's Engine, as it is installed."""
+    """Return a function that runs requests on SGLang's unmodified Engine."""
     _see_shim()
     from mcore_rl.engines.sglang import cpu
 
@@ -127,7 +127,7 @@ def _answers(port: int) -> bool:
 
 
 def _see_shim() -> None:
-    """Processes that start from here import it first."""
+    """Make child processes import the shim first."""
     directory = tempfile.mkdtemp(prefix="mcore_rl_shim_")
     Path(directory, "sitecustomize.py").write_text(SHIM)
     os.environ |= {

@@ -1,8 +1,8 @@
-"""SGLang stepped by our loop, beside its own Engine and its HTTP server: the same requests, 64 at a time.
+"""SGLang stepped by our loop, compared with its own Engine and HTTP server: the same requests, 64 at a time.
 
-A tiny model in float32, so that what surrounds a step shows. CPU seconds of all processes of a way, with its client, so
-that other load does not count; the ways take turns, each stopped while others have theirs, since SGLang's own loops
-spin. Nothing is streamed by Engine and server: they say less than our loop, which has every token after its step.
+The model is tiny, in float32, so that overhead dominates a step. The unit is CPU seconds of all processes of a variant,
+including its client. Variants alternate, and the others are stopped meanwhile, because SGLang's own loops spin. Engine
+and server do not stream, so they return less than our loop, which returns every token after its step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _row(rounds: list[dict[str, float]], way: str, beside: str, aim: str) -> Res
 
 
 class _Side:
-    """A process that does all requests whenever it is told to, and says how many tokens came."""
+    """Child process that runs all requests per measurement and returns the number of tokens."""
 
     def __init__(self, way: str, model: Path, task: Path) -> None:
         self._way = way
@@ -72,7 +72,7 @@ class _Side:
         self._answers: IO[str] = self._process.stdout
 
     def measure(self) -> float:
-        """Tokens per CPU second."""
+        """Return tokens per CPU second."""
         for process in self._processes():
             process.resume()
         before = self._cpu_seconds()

@@ -1,5 +1,7 @@
-"""A weight sync between hosts against a raw socket copy of the same bytes, in one run: both over loopback, between a
-process that has the bytes and one that takes them. Bytes are counted where they arrive."""
+"""Weight sync between hosts, compared with a raw socket copy of the same bytes.
+
+Both use loopback between two processes. Bytes are counted at the receiver.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ LAYOUTS = {
     "PP2 -> whole experts on 2": (TrainLayout(2, pp=2), EngineLayout(tp=2, expert_parallel=True), ("AA", "BB")),
     "DP2 -> 2 engines": (TrainLayout(2), EngineLayout(), ("AB", "CD")),
 }
-"""Trainer, engine, and the host of each rank."""
+"""Layout of the trainer, layout of the engine, and host of each rank."""
 
 
 def run() -> list[Result]:
@@ -49,7 +51,7 @@ def run() -> list[Result]:
 
 
 def _counted(name: str, train_layout: TrainLayout, engine_layout: EngineLayout, hosts: tuple[str, str]) -> Result:
-    """What arrives at the fullest engine rank, alignment and all, beside what it keeps."""
+    """Compare the bytes received by the fullest engine rank, including alignment, with the bytes that it keeps."""
     plan = sync_plan(train_layout, engine_layout, hosts, bucket_mib=BUCKET_MIB, layers=2)
     with processes(plan, keep=False) as sync:
         _, received = sync.update()
@@ -63,7 +65,7 @@ def _counted(name: str, train_layout: TrainLayout, engine_layout: EngineLayout, 
 
 
 class RawSocket:
-    """Called, it sends so many bytes to another process and returns the seconds until all had arrived there."""
+    """Callable that sends bytes to another process and returns the seconds until all have arrived."""
 
     def __init__(self, num_bytes: int) -> None:
         self._source = torch.ones(num_bytes, dtype=torch.uint8)

@@ -1,5 +1,4 @@
-"""A weight sync between processes, trainer ranks and engine ranks, as in a run but for what is around it: random
-weights on one side, tensors that are only kept on the other."""
+"""Real weight sync between trainer and engine processes, with random weights and engines that only keep tensors."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ class Processes:
     engines: list[Child]
 
     def update(self) -> tuple[float, list[int]]:
-        """Seconds of one update, and the bytes that each engine rank received."""
+        """Run one update. Returns its seconds and the bytes received by each engine rank."""
         started = time.perf_counter()
         for pipe in (*self.engines, *self.trainers):
             pipe.send("update")
@@ -76,7 +75,7 @@ class Processes:
         return time.perf_counter() - started, received
 
     def digests(self) -> list[dict[str, str]]:
-        """By process, trainers first: what each has sent, and what each has, by HF name."""
+        """Return digests by HF name for each process: sent tensors of trainers, then received tensors of engines."""
         for pipe in (*self.trainers, *self.engines):
             pipe.send("digests")
         return [pipe.recv() for pipe in (*self.trainers, *self.engines)]
@@ -138,7 +137,7 @@ def _trainer(pipe: Pipe, plan: SyncPlan, rank: int, device: str, pinned: bool) -
 
 
 def _sent_digests(plan: SyncPlan, rank: int, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """By HF name, of the parts that this rank sends, in the shape of the tensor; zero elsewhere."""
+    """Return digests by HF name of full-size tensors with the parts that this rank sends, zero elsewhere."""
     whole: dict[str, torch.Tensor] = {}
     messages = [message for of_round in plan.outgoing(rank).values() for message in of_round]
     for each in (each for message in messages for each in message.slices):
@@ -148,7 +147,7 @@ def _sent_digests(plan: SyncPlan, rank: int, tensors: dict[str, torch.Tensor]) -
 
 
 def _random(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Ranks that hold the same hold the same values."""
+    """Return random values that depend on the name only, so that replicas are equal."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "big")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 

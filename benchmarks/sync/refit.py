@@ -58,7 +58,7 @@ def run() -> list[Result]:
 
 @contextmanager
 def _pair(target: Any, directory: str) -> Iterator[Callable[[], None]]:
-    """Two processes that do the same, each time it is called."""
+    """Start two processes that run `target` in parallel on each call."""
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         children: list[Child] = []
@@ -76,7 +76,7 @@ def _pair(target: Any, directory: str) -> Iterator[Callable[[], None]]:
 
 
 def _export(pipe: Pipe, rank: int, directory: str) -> None:
-    """What mbridge yields is copied to memory that is there, as a sync would."""
+    """Export with mbridge and copy each tensor to existing memory, as a sync would."""
     torch.set_num_threads(1)
     initialize(LAYOUT, rank, f"file://{directory}/export")
     shapes = local_shapes(convert.bound_rows(), LAYOUT, rank)
@@ -95,7 +95,7 @@ def _export(pipe: Pipe, rank: int, directory: str) -> None:
 
 
 def _missing(pipe: Pipe, rank: int, directory: str) -> None:
-    """Both send their experts to each other, at the same time."""
+    """Exchange the experts of both ranks at the same time."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/missing", rank=rank, world_size=2)
     rows = convert.bound_rows()

@@ -138,7 +138,7 @@ def _layer_products() -> list[tuple[int, int]]:
 
 
 def _medians(calls: list[Callable[[], None]]) -> list[float]:
-    """Of each call the median, in turn, after one that warms up."""
+    """Return the median seconds of each call; calls alternate after a warm-up."""
     times: list[list[float]] = [[] for _ in calls]
     for repeat in range(REPEATS + 1):
         for call, seconds in zip(calls, times, strict=True):

@@ -86,7 +86,7 @@ def _inputs(tokens: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def _seconds(calls: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Of each call the fastest of `repeats`, in turn, so that a busy machine slows all of them."""
+    """Return the minimum seconds of each call over `repeats`; calls alternate, so that load affects all of them."""
     best = [float("inf")] * len(calls)
     for _ in range(repeats):
         for index, call in enumerate(calls):
@@ -97,7 +97,7 @@ def _seconds(calls: list[Callable[[], object]], repeats: int) -> list[float]:
 
 
 def _extra_gb(call: Callable[[], object]) -> float:
-    """How far the resident memory of this process rises above its present size during the call (Linux)."""
+    """Return the increase of resident memory during a call (Linux)."""
     before = _status_gb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     call()

@@ -83,7 +83,7 @@ def version_of(distributions: Sequence[str]) -> str | None:
 
 
 def has_subpackage(package: str, name: str) -> bool:
-    """Whether a top-level package has a module or subpackage of this name, without importing it."""
+    """Return whether a top-level package has a module or subpackage of this name, without importing it."""
     spec = importlib.util.find_spec(package)
     places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
     return any((place / name).is_dir() or (place / f"{name}.py").is_file() for place in places)

@@ -41,7 +41,7 @@ def print_trials() -> bool:
 
 
 def is_complete(checks: Sequence[Check], path: Need) -> bool:
-    """Whether all checks of this path and of every run pass."""
+    """Return whether all checks of this path and of every run pass."""
     return all(check.ok for check in checks if check.need in (Need.BOTH, path))
 
 

@@ -32,7 +32,7 @@ class MetricsLog:
             os.fsync(file.fileno())
 
     def holds_after(self, step: int) -> bool:
-        """Whether there are records of steps after `step`."""
+        """Return whether there are records of steps after `step`."""
         return any(record["step"] > step for record in self.read())
 
     def move_after(self, step: int, target: Path) -> None:

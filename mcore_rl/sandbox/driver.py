@@ -1,7 +1,7 @@
 """Main program of an episode's interpreter, inside the sandbox: reads one cell per line, runs all in one namespace.
 
 The sandbox's Python, which can have another version, receives this file as text. Arguments: descriptor for results,
-and maximum bytes of output per cell. The host does not trust the results: a cell can forge those of its own episode.
+and maximum bytes of output per cell. The host does not trust the results: a cell can forge them for its own episode.
 """
 
 from __future__ import annotations

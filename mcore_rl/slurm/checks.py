@@ -55,7 +55,7 @@ def seconds(time_limit: str) -> int | None:
 
 
 def looks_secret(name: str) -> bool:
-    """Whether the name suggests a secret, such as HF_TOKEN, but not TOKENIZERS_PARALLELISM or HF_TOKEN_PATH."""
+    """Return whether the name suggests a secret, such as HF_TOKEN, but not TOKENIZERS_PARALLELISM or HF_TOKEN_PATH."""
     words = name.upper().split("_")
     return bool(SECRET_WORDS & set(words)) and words[-1] not in LOCATION_WORDS
 

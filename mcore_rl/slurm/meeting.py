@@ -14,7 +14,7 @@ from model_converters.durable_files import durable_write
 
 
 def is_first() -> bool:
-    """Whether this is the first node of the job step."""
+    """Return whether this is the first node of the job step."""
     return os.environ["SLURM_NODEID"] == "0"
 
 

@@ -28,7 +28,7 @@ class Address(NamedTuple):
         return f"{self.host}:{self.port}"
 
     def is_loopback(self) -> bool:
-        """Whether all nodes are simulated on this machine."""
+        """Return whether all nodes are simulated on this machine."""
         return self.host == "localhost" or _is_loopback(self.host)
 
 

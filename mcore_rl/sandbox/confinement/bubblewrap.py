@@ -94,7 +94,7 @@ def _user() -> list[str]:
 
 @cache
 def may_mount_proc(program: str) -> bool:
-    """Whether /proc can be mounted inside. The kernel refuses it in containers that mask files of /proc."""
+    """Return whether /proc can be mounted inside. The kernel refuses it in containers that mask files of /proc."""
     command = [*_user(), program, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
     tried = subprocess.run(command, capture_output=True, text=True, cwd="/", env={"PATH": os.defpath}, check=False)
     return "mount proc" not in tried.stderr

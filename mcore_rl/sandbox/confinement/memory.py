@@ -32,7 +32,7 @@ class MemoryLimit(Protocol):
     """Command prefix that applies the limit and executes the rest."""
 
     def exceeded(self, pid: int) -> bool:
-        """Whether the sandbox below process `pid` exceeds or exceeded the limit."""
+        """Return whether the sandbox below process `pid` exceeds or exceeded the limit."""
         ...
 
     def close(self) -> None: ...

@@ -88,7 +88,7 @@ class Confined:
                 os.close(descriptor)
 
     def memory_exceeded(self) -> bool:
-        """Whether all processes together exceed or exceeded their memory limit."""
+        """Return whether all processes together exceed or exceeded their memory limit."""
         return self._memory.exceeded(self.process.pid)
 
     def wait(self, seconds: float) -> bool:
