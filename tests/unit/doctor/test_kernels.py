@@ -16,7 +16,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'scripts'}")
 
 
-def test_what_raises_and_what_dies_is_named_and_the_rest_goes_on() -> None:
+def test_trials_name_failing_kernels_and_continue() -> None:
     names = ["raises", "dies", "matrix product"]
     answers = dict(trials("cpu", names, module=BROKEN))
     assert list(answers) == names
@@ -25,13 +25,13 @@ def test_what_raises_and_what_dies_is_named_and_the_rest_goes_on() -> None:
     assert answers["matrix product"] == ""
 
 
-def test_what_hangs_is_named_in_time() -> None:
+def test_trials_name_hanging_kernel_after_timeout() -> None:
     assert list(trials("cpu", ["raises", "hangs"], module=BROKEN, seconds=6)) == [
         ("raises", "OSError: libcudnn.so.9: cannot open"),
         ("hangs", "gave no answer within 12 s"),
     ]
 
 
-def test_only_what_is_here_is_tried() -> None:
+def test_trials_call_installed_kernels_only() -> None:
     assert "matrix product" in present()
     assert len({kernel.name for kernel in KERNELS}) == len(KERNELS)

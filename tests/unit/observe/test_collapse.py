@@ -47,7 +47,7 @@ SIGNS: dict[str, tuple[dict[str, float], str]] = {
 
 
 @pytest.mark.parametrize("sign", SIGNS)
-def test_a_sign_is_said_once_in_words(sign: str) -> None:
+def test_sign_is_reported_once(sign: str) -> None:
     change, words = SIGNS[sign]
     signs = CollapseSigns(signs_for(Config()))
     assert [line for step in range(1, 31) for line in signs.check(step, HEALTHY)] == []
@@ -57,24 +57,24 @@ def test_a_sign_is_said_once_in_words(sign: str) -> None:
     assert signs.check(32, HEALTHY | change) == []
 
 
-def test_a_run_that_always_was_so_is_not_a_collapse() -> None:
+def test_unchanged_metrics_are_no_collapse() -> None:
     signs = CollapseSigns(signs_for(Config()))
     values: dict[str, Any] = {"actor/entropy": 0.01, "response_tokens/mean": 2.0, "actor/grad_norm": 1e6}
     values["response_tokens/clipped_fraction"] = 0.9
     assert [line for step in range(1, 40) for line in signs.check(step, values)] == []
 
 
-def test_missing_and_null_figures_say_nothing() -> None:
+def test_missing_and_null_metrics_give_no_warning() -> None:
     signs = CollapseSigns(signs_for(Config()))
     assert signs.check(1, {"actor/entropy": None}) == []
     assert signs.check(50, {}) == []
 
 
-def test_a_critic_that_has_just_begun_may_be_bad() -> None:
+def test_critic_is_not_judged_in_first_steps() -> None:
     assert CollapseSigns(signs_for(Config())).check(5, {"critic/explained_variance": -3.0}) == []
 
 
-def test_where_nothing_is_sampled_the_gradient_alone_is_watched() -> None:
+def test_supervised_run_watches_only_the_gradient() -> None:
     signs = CollapseSigns(())
     first = [line for step in range(1, 31) for line in signs.check(step, HEALTHY)]
     assert first == []
@@ -123,30 +123,30 @@ def config_with(key: str, value: Any) -> Config:
 
 
 @pytest.mark.parametrize(("change", "remedy", "key", "value"), REMEDIES)
-def test_warning_leaves_out_a_remedy_that_is_on(change: dict[str, float], remedy: str, key: str, value: Any) -> None:
+def test_warning_omits_remedy_already_set(change: dict[str, float], remedy: str, key: str, value: Any) -> None:
     assert remedy in warning(Config(), **change)
     assert remedy not in warning(config_with(key, value), **change)
 
 
 @pytest.mark.parametrize(("change", "remedy", "key", "value"), LEFT_OUT)
-def test_warning_names_a_remedy_only_where_it_acts(change: dict[str, float], remedy: str, key: str, value: Any) -> None:
+def test_warning_omits_remedy_without_effect(change: dict[str, float], remedy: str, key: str, value: Any) -> None:
     assert remedy not in warning(Config(), **change)
     assert remedy in warning(config_with(key, value), **change)
 
 
-def test_warning_of_a_systematic_difference_names_no_correction() -> None:
+def test_warning_of_systematic_difference_has_no_correction() -> None:
     line = warning(Config(), rollout__logp_diff_fresh_mean=0.3)
     assert "algorithm.correction" not in line
     assert "No correction removes a systematic difference" in line
 
 
-def test_warning_of_equal_scores_names_all_that_score() -> None:
+def test_warning_of_equal_scores_names_all_graders() -> None:
     config = Config()
     config.reward.weighted = [WeightedFunctionConfig("mine.py:f"), WeightedFunctionConfig("gsm8k")]
     config.judge.hf_path = "/judge"
     assert "reward.weighted (mine.py:f, gsm8k) and judge cannot tell" in warning(config, groups__all_equal=1.0)
 
 
-def test_losses_with_an_upper_clip_are_those_of_the_registry() -> None:
+def test_upper_clips_match_the_registry() -> None:
     with_clip = [name for name, loss in POLICY_LOSSES.items() if "clip_high" in loss.__dataclass_fields__]
     assert sorted(UPPER_CLIPS) == sorted(with_clip)

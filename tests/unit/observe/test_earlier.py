@@ -35,7 +35,7 @@ def steps(directory: Path) -> list[int]:
     return [record["step"] for record in read_metrics(directory / "metrics.jsonl")]
 
 
-def test_a_resume_keeps_what_it_goes_on_from_and_moves_later_steps(run_dir: Path) -> None:
+def test_set_aside_on_resume_moves_only_later_steps(run_dir: Path) -> None:
     before = {name: (run_dir / name).read_text() for name in files(run_dir)}
     assert set_aside(run_dir, 1) == run_dir / "earlier" / "1"
     moved = {"rollouts/step_2.jsonl", "rollouts/step_12.jsonl", "rollouts/val_step_2.jsonl"}
@@ -45,7 +45,7 @@ def test_a_resume_keeps_what_it_goes_on_from_and_moves_later_steps(run_dir: Path
     assert (steps(run_dir), steps(run_dir / "earlier" / "1")) == ([1], [2, 12])
 
 
-def test_a_start_from_nothing_moves_everything_but_configurations_and_checkpoints(run_dir: Path) -> None:
+def test_set_aside_from_start_keeps_only_config_and_checkpoints(run_dir: Path) -> None:
     before = files(run_dir)
     for name in ("config.yaml", "checkpoints/step_0/complete.json"):
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def test_a_start_from_nothing_moves_everything_but_configurations_and_checkpoint
     assert {"config.yaml", "checkpoints/step_0/complete.json"} < files(run_dir)
 
 
-def test_each_start_has_a_folder_and_one_that_repeats_nothing_has_none(run_dir: Path) -> None:
+def test_set_aside_creates_folder_only_for_repeated_steps(run_dir: Path) -> None:
     assert set_aside(run_dir, 12) is None
     assert not (run_dir / "earlier").exists()
     for number in range(1, 12):
@@ -66,7 +66,7 @@ def test_each_start_has_a_folder_and_one_that_repeats_nothing_has_none(run_dir: 
         MetricsLog(run_dir).append(2, {})
 
 
-def test_a_start_that_was_interrupted_while_it_moved_files_loses_nothing(run_dir: Path) -> None:
+def test_set_aside_after_interruption_loses_nothing(run_dir: Path) -> None:
     before = files(run_dir)
     first = run_dir / "earlier" / "1"
     (first / "rollouts").mkdir(parents=True)

@@ -9,7 +9,7 @@ from mcore_rl.observe.metrics import read_metrics
 from mcore_rl.types import Span, Total
 
 
-def test_a_step_takes_all_that_happens_in_it_and_its_throughput_is_of_training_alone(tmp_path: Path) -> None:
+def test_finish_step_sums_phases_and_throughput_of_training(tmp_path: Path) -> None:
     lengths = {
         "rollout": 2.0,
         "update": 3.0,

@@ -21,7 +21,7 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
-def test_values_that_json_does_not_know_are_written_as_json(tmp_path):
+def test_append_writes_numpy_and_nan_as_json(tmp_path):
     log = MetricsLog(tmp_path)
     log.append(
         np.int64(0), {"a": float("nan"), "b": np.float32("-inf"), "c": np.float32(0.5), "d": np.int32(3), "e": "x"}
@@ -29,14 +29,14 @@ def test_values_that_json_does_not_know_are_written_as_json(tmp_path):
     assert strict(log.path.read_text()) == {"step": 0, "a": None, "b": None, "c": 0.5, "d": 3, "e": "x"}
 
 
-def test_a_reopened_log_goes_on(tmp_path):
+def test_reopened_log_continues(tmp_path):
     log_of(tmp_path)
     log = MetricsLog(tmp_path / "run")
     log.append(3, {})
     assert [record["step"] for record in log.read()] == [0, 1, 2, 3]
 
 
-def test_a_line_torn_at_any_byte_costs_that_line_only(tmp_path):
+def test_line_cut_at_any_byte_loses_only_that_line(tmp_path):
     log = log_of(tmp_path)
     content = log.path.read_bytes()
     second_line_ends = len(b"".join(content.splitlines(keepends=True)[:2]))
@@ -48,7 +48,7 @@ def test_a_line_torn_at_any_byte_costs_that_line_only(tmp_path):
         assert [strict(line)["step"] for line in log.path.read_text().splitlines()] == [0, 1, 2]
 
 
-def test_moving_keeps_up_to_the_step_and_leaves_nothing_else_behind(tmp_path):
+def test_move_after_keeps_earlier_steps_only(tmp_path):
     log = log_of(tmp_path, steps=6)
     before = log.read()
     log.move_after(3, tmp_path / "moved.jsonl")
@@ -60,13 +60,13 @@ def test_moving_keeps_up_to_the_step_and_leaves_nothing_else_behind(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
-def test_nothing_to_move_makes_no_file(tmp_path):
+def test_move_after_without_records_creates_no_file(tmp_path):
     log = log_of(tmp_path)
     log.move_after(2, tmp_path / "moved.jsonl")
     assert not (tmp_path / "moved.jsonl").exists()
 
 
-def test_damage_in_the_middle_is_named_not_skipped(tmp_path):
+def test_invalid_record_in_the_middle_raises_with_its_line(tmp_path):
     log = log_of(tmp_path)
     lines = log.path.read_text().splitlines(keepends=True)
     log.path.write_text(lines[0] + "{broken\n" + lines[2])
@@ -74,5 +74,5 @@ def test_damage_in_the_middle_is_named_not_skipped(tmp_path):
         log.read()
 
 
-def test_no_file_is_no_record(tmp_path):
+def test_read_without_file_is_empty(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == []

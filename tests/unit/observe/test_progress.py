@@ -20,18 +20,18 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_line_shows_reward_length_entropy_and_seconds_per_phase():
+def test_step_line_shows_metrics_and_seconds_per_phase():
     assert step_line(3, 60, METRICS) == (
         "step  3/60  reward 0.412  length 18.2  entropy 0.311  1.90 s (generate 0.80, update 0.91, weight_sync 0.05)"
     )
 
 
 @pytest.mark.parametrize("metrics", [{}, {"reward/mean": None}])
-def test_a_step_without_metrics_still_has_a_line(metrics):
+def test_step_line_without_metrics_shows_step(metrics):
     assert step_line(1, 2, metrics) == "step 1/2"
 
 
-def test_elsewhere_than_on_a_terminal_there_is_one_plain_line_per_step():
+def test_progress_without_terminal_prints_one_line_per_step():
     stream = io.StringIO()
     with Progress(2, stream=stream) as progress:
         progress.update(1, METRICS)
@@ -39,7 +39,7 @@ def test_elsewhere_than_on_a_terminal_there_is_one_plain_line_per_step():
     assert stream.getvalue() == step_line(1, 2, METRICS, seconds_left=0) + "\nstep 2/2  accuracy 0.500\n"
 
 
-def test_the_time_left_is_that_of_the_steps_of_this_process(monkeypatch):
+def test_time_left_uses_steps_of_this_process(monkeypatch):
     times = iter([100.0, 130.0, 150.0])  # the start, and the ends of steps 5 and 6
     monkeypatch.setattr("mcore_rl.observe.progress.time.monotonic", lambda: next(times))
     stream = io.StringIO()
@@ -52,11 +52,11 @@ def test_the_time_left_is_that_of_the_steps_of_this_process(monkeypatch):
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(9, "0:09"), (59.7, "1:00"), (3600, "1:00:00"), (86400 * 2 + 3 * 3600 + 300, "2 d 3:05:00")]
 )
-def test_seconds_are_shown_as_a_clock(seconds, shown):
+def test_clock_formats_seconds(seconds, shown):
     assert clock(seconds) == shown
 
 
-def test_a_terminal_gets_the_same_lines_and_a_bar_that_ends(monkeypatch):
+def test_progress_on_terminal_prints_lines_and_bar(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")  # lines longer than the terminal must not be cut or wrapped by us
     stream = Terminal()
     with Progress(2, first_step=1, stream=stream) as progress:

@@ -1,7 +1,7 @@
 from mcore_rl.observe.summary import summary_table
 
 
-def test_before_best_after_and_change_of_accuracy():
+def test_summary_shows_first_best_last_and_change():
     records = [
         {"step": 0, "val/accuracy": 0.25},
         {"step": 1, "val/accuracy": None, "reward/mean": 0.1},
@@ -16,16 +16,16 @@ def test_before_best_after_and_change_of_accuracy():
     assert len({len(line) for line in table}) == 1
 
 
-def test_a_metric_seen_once_has_no_change():
+def test_summary_metric_recorded_once_has_no_change():
     (line,) = [line for line in summary_table([{"step": 0, "val/accuracy": 0.25}]).splitlines() if "accuracy" in line]
     assert line.split() == ["validation", "accuracy", "-", "-", "0.250", "(step", "0)", "-"]
 
 
-def test_the_table_is_readable_at_80_columns():
+def test_summary_fits_80_columns():
     keys = ("val/accuracy", "reward/mean", "response_tokens/mean", "actor/entropy")
     records = [{"step": step, **dict.fromkeys(keys, value)} for step, value in ((0, 0.5), (99, 0.75), (100, 0.625))]
     assert max(map(len, summary_table(records).splitlines())) <= 80
 
 
-def test_a_run_without_steps_says_so():
+def test_summary_without_steps_has_message():
     assert summary_table([]) == "no step has been recorded"

@@ -19,7 +19,7 @@ def read(directory):
     }
 
 
-def test_tensorboard_reads_what_was_written(tmp_path):
+def test_tensorboard_reads_written_scalars(tmp_path):
     with TensorBoardLog(tmp_path) as log:
         log.append(0, {"reward/mean": np.float32(0.25), "step": 0, "note": "text", "bad": float("nan")})
         log.append(1, {"reward/mean": 0.5})
@@ -27,7 +27,7 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     assert set(read(tmp_path)) == {"reward/mean", "step"}
 
 
-def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path, monkeypatch):
+def test_tensorboard_resume_replaces_repeated_steps(tmp_path, monkeypatch):
     with TensorBoardLog(tmp_path) as log:
         for step in range(5):
             log.append(step, {"loss": step})
@@ -37,7 +37,7 @@ def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path, monkeypatch):
     assert read(tmp_path)["loss"] == [(0, 0), (1, 1), (2, 2), (3, 30), (4, 40)]
 
 
-def test_the_writer_needs_no_tensorflow(tmp_path):
+def test_tensorboard_log_needs_no_tensorflow(tmp_path):
     TensorBoardLog(tmp_path).close()
     assert "tensorflow" not in sys.modules
 

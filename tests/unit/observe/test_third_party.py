@@ -13,9 +13,7 @@ import pytest
 from mcore_rl.observe.third_party import third_party_log
 
 
-def test_lines_wait_for_the_directory_and_then_come_as_they_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_buffers_lines_until_directory_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with third_party_log() as log:
         warnings.warn("before there is a directory", stacklevel=1)
         logging.getLogger("somebody.else").warning("also %s", "before")
@@ -31,14 +29,14 @@ def test_lines_wait_for_the_directory_and_then_come_as_they_are_said(
     assert capsys.readouterr().err == "our own\n"
 
 
-def test_afterwards_warnings_are_shown_as_ever(tmp_path: Path) -> None:
+def test_warnings_are_shown_again_after_the_block(tmp_path: Path) -> None:
     with third_party_log():
         pass
     with pytest.warns(UserWarning, match="seen"):
         warnings.warn("seen", stacklevel=1)
 
 
-def test_all_that_a_process_writes_is_in_its_file_that_of_its_children_too(tmp_path: Path) -> None:
+def test_output_of_process_and_children_is_in_its_log(tmp_path: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path; from mcore_rl.runtime.output import write_output_to\n"
         f"write_output_to(Path({str(tmp_path / 'logs')!r}), 'trainer rank 3')\n"
@@ -51,7 +49,7 @@ def test_all_that_a_process_writes_is_in_its_file_that_of_its_children_too(tmp_p
     assert (tmp_path / "logs" / "trainer_rank_3.log").read_text().splitlines() == lines * 2  # a second start adds
 
 
-def test_a_log_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_log_is_readable_by_owner_only(tmp_path: Path) -> None:
     program = "from pathlib import Path; from mcore_rl.runtime.output import write_output_to\n"
     program += f"write_output_to(Path({str(tmp_path)!r}), 'x')"
     subprocess.run([sys.executable, "-c", program], check=True)

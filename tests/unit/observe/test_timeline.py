@@ -12,7 +12,7 @@ def spans_of(events):
     return [(names[e["pid"]], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
 
 
-def test_the_file_is_a_json_array_of_all_spans_after_every_append(tmp_path):
+def test_timeline_is_json_array_after_every_append(tmp_path):
     path = tmp_path / "timeline.json"
     timeline = Timeline(path)
     assert json.loads(path.read_text()) == []
@@ -25,7 +25,7 @@ def test_the_file_is_a_json_array_of_all_spans_after_every_append(tmp_path):
         assert sorted(spans_of(json.loads(path.read_text()))) == sorted(expected)
 
 
-def test_a_process_is_introduced_once_with_a_track_of_its_own(tmp_path):
+def test_timeline_names_each_process_once(tmp_path):
     path = tmp_path / "timeline.json"
     for step in range(3):  # a new Timeline each time, as after a resume
         Timeline(path).append([Span("a", step, step + 1, "driver"), Span("b", step, step + 1, f"actor {step}")])
@@ -35,14 +35,14 @@ def test_a_process_is_introduced_once_with_a_track_of_its_own(tmp_path):
     assert all(e["ph"] == "M" for e in introductions)
 
 
-def test_times_are_microseconds_of_the_unix_clock(tmp_path):
+def test_timeline_times_are_unix_microseconds(tmp_path):
     path = tmp_path / "timeline.json"
     Timeline(path).append([Span("a", 1_800_000_000.25, 1_800_000_000.75, "driver")])
     event = json.loads(path.read_text())[-1]
     assert (event["ts"], event["dur"]) == (1_800_000_000_250_000, 500_000)
 
 
-def test_a_file_torn_at_any_byte_is_mended_and_keeps_its_whole_events(tmp_path):
+def test_timeline_cut_at_any_byte_keeps_complete_events(tmp_path):
     path = tmp_path / "timeline.json"
     timeline = Timeline(path)
     for step in range(2):
@@ -60,7 +60,7 @@ def test_a_file_torn_at_any_byte_is_mended_and_keeps_its_whole_events(tmp_path):
         assert spans_of(json.loads(path.read_text()))[-1] == ("driver", "after", 9, 1)
 
 
-def test_spans_that_cross_are_on_different_lanes(tmp_path):
+def test_crossing_spans_use_different_lanes(tmp_path):
     path = tmp_path / "timeline.json"
     timeline = Timeline(path)
     draw = random.Random(0)
@@ -75,7 +75,7 @@ def test_spans_that_cross_are_on_different_lanes(tmp_path):
             assert b["ts"] >= a_end or b_end <= a_end, "neither after nor inside"
 
 
-def test_nested_work_stays_on_one_lane(tmp_path):
+def test_nested_spans_use_one_lane(tmp_path):
     path = tmp_path / "timeline.json"
     Timeline(path).append(
         [Span("inner", 1, 2, "driver"), Span("step", 0, 5, "driver"), Span("next", 5, 6, "driver")],

@@ -41,7 +41,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("words", REFUSALS)
-def test_a_refusal_is_told_in_its_own_words(programs: Path, words: str) -> None:
+def test_check_sandbox_reports_bubblewraps_message(programs: Path, words: str) -> None:
     fake = programs / "bwrap"
     fake.write_text(f'#!/bin/sh\necho "{words}" >&2\nexit 1\n')
     fake.chmod(0o755)
@@ -53,7 +53,7 @@ def test_a_refusal_is_told_in_its_own_words(programs: Path, words: str) -> None:
     assert "or sandbox.url to a SandboxFusion server" in message
 
 
-def test_what_is_not_installed_says_how_to_install_it(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bubblewrap_names_the_remedy(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(programs))
     with pytest.raises(ConfigError, match=r"bubblewrap is not installed; `make sandbox` installs it"):
         check_sandbox(limited())
@@ -61,18 +61,18 @@ def test_what_is_not_installed_says_how_to_install_it(programs: Path, monkeypatc
         LocalSandbox(limited()).interpreter()
 
 
-def test_proc_is_tried_once(programs: Path) -> None:
+def test_may_mount_proc_detects_refusal(programs: Path) -> None:
     fake = programs / "bwrap"
     fake.write_text(f'#!/bin/sh\necho "{REFUSALS[2]}" >&2\nexit 1\n')
     fake.chmod(0o755)
     assert not bubblewrap.may_mount_proc(str(fake))
 
 
-def test_what_works_passes(sandbox: LocalSandbox) -> None:
+def test_check_sandbox_of_working_sandbox_passes(sandbox: LocalSandbox) -> None:
     check_sandbox(limited())
 
 
-def test_a_python_that_is_not_inside_is_named(sandbox: LocalSandbox) -> None:
+def test_check_sandbox_names_missing_python(sandbox: LocalSandbox) -> None:
     with pytest.raises(
         ConfigError, match=r"sandbox\.python=/opt/none/python does not run inside: .*sandbox\.read_only"
     ):
@@ -87,7 +87,7 @@ def own() -> Iterator[Path]:
         yield Path(name)
 
 
-def test_a_python_of_its_own_directory_runs(sandbox: LocalSandbox, own: Path) -> None:
+def test_python_in_read_only_directory_runs(sandbox: LocalSandbox, own: Path) -> None:
     (own / "python").symlink_to("/usr/bin/python3")
     (own / "note").write_text("read only")
     config = limited(python=str(own / "python"), read_only=[str(own)])
@@ -99,7 +99,7 @@ def test_a_python_of_its_own_directory_runs(sandbox: LocalSandbox, own: Path) ->
     assert outcome.stdout == "read only\nRead-only file system\n", outcome
 
 
-def test_a_server_that_is_not_there_is_named() -> None:
+def test_unreachable_server_is_named() -> None:
     config = SandboxConfig(url="http://127.0.0.1:9/")
     assert isinstance(open_sandbox(config), FusionSandbox)
     with pytest.raises(ConfigError, match=r"sandbox\.url=http://127\.0\.0\.1:9/ cannot be used: .*refused"):
@@ -107,9 +107,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.5, 90.0])
-def test_a_check_has_time_of_its_own_where_programs_have_little(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_has_a_minimum_time_limit(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine takes a second for a process that does nothing."""
     limits: list[float] = []
 

@@ -51,7 +51,7 @@ def all_refused(results: dict[str, list[Any]]) -> None:
     assert {name: result for name, result in results.items() if result[0] != "refused"} == {}
 
 
-def test_files_of_the_kernel_cannot_be_opened_for_writing(sandbox: LocalSandbox) -> None:
+def test_kernel_files_are_not_writable(sandbox: LocalSandbox) -> None:
     paths = (
         "/proc/sys/kernel/core_pattern",
         "/proc/sys/vm/drop_caches",
@@ -61,19 +61,19 @@ def test_files_of_the_kernel_cannot_be_opened_for_writing(sandbox: LocalSandbox)
     all_refused(answers(sandbox, f"{{path: write_to(path) for path in {paths!r}}}"))
 
 
-def test_nothing_outside_tmp_can_be_written(sandbox: LocalSandbox) -> None:
+def test_files_outside_tmp_are_not_writable(sandbox: LocalSandbox) -> None:
     paths = ("/usr/x", "/x", "/dev/x", "/etc/x", "/usr/bin/x", "/proc/x", "/bin/x", "/etc/alternatives/x")
     all_refused(answers(sandbox, f"{{path: write_to(path, os.O_CREAT) for path in {paths!r}}}"))
 
 
-def test_an_existing_program_cannot_be_replaced(sandbox: LocalSandbox) -> None:
+def test_existing_program_cannot_be_replaced(sandbox: LocalSandbox) -> None:
     program = os.path.realpath("/usr/bin/python3")
     all_refused(
         answers(sandbox, f"{{'open': write_to({program!r}), 'chmod': attempt(lambda: os.chmod({program!r}, 0o777))}}")
     )
 
 
-def test_the_hosts_directories_are_not_there(sandbox: LocalSandbox, tmp_path: Path) -> None:
+def test_host_directories_are_invisible(sandbox: LocalSandbox, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s3cret")
     tmp_path.chmod(0o755)
     paths = (
@@ -94,7 +94,7 @@ def test_the_hosts_directories_are_not_there(sandbox: LocalSandbox, tmp_path: Pa
     ]
 
 
-def test_the_environment_of_the_launcher_is_nowhere(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_launcher_is_invisible(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_SECRET", "s3cret")
     outcome = run(sandbox, "import glob\nfor p in glob.glob('/proc/[0-9]*/environ'): print(p, open(p, 'rb').read())")
     assert "/proc/1/environ" in outcome.stdout
@@ -113,7 +113,7 @@ def test_code_is_not_root_and_has_no_capabilities(sandbox: LocalSandbox) -> None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="as another user the host's root is no concern")
-def test_root_of_the_host_is_not_the_user_outside_either(sandbox: LocalSandbox) -> None:
+def test_user_outside_is_not_root(sandbox: LocalSandbox) -> None:
     uid_map = answers(sandbox, "open('/proc/self/uid_map').read().split()")
     interpreter = sandbox.interpreter()
     try:
@@ -123,9 +123,7 @@ def test_root_of_the_host_is_not_the_user_outside_either(sandbox: LocalSandbox) 
     assert uid_map[2] == "1"
 
 
-def test_user_namespaces_are_refused_even_past_the_filter(
-    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_namespaces_are_refused_without_filter(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     everything = struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
     monkeypatch.setattr("mcore_rl.sandbox.confinement.bubblewrap.filter_program", lambda sockets: everything)
     results = answers(
@@ -137,7 +135,7 @@ def test_user_namespaces_are_refused_even_past_the_filter(
     assert results["unshare"] == ["refused", os.strerror(errno.ENOSPC)]
 
 
-def test_a_fork_bomb_stops_at_the_limit(sandbox: LocalSandbox) -> None:
+def test_fork_bomb_stops_at_process_limit(sandbox: LocalSandbox) -> None:
     code = (
         "import os, time\nn = 0\ntry:\n  while n < 400:\n    if os.fork() == 0: time.sleep(60); os._exit(0)\n"
         "    n += 1\n"
@@ -149,7 +147,7 @@ def test_a_fork_bomb_stops_at_the_limit(sandbox: LocalSandbox) -> None:
     assert "unavailable" in words
 
 
-def test_every_place_that_can_be_filled_has_a_size(sandbox: LocalSandbox) -> None:
+def test_every_writable_directory_has_a_size_limit(sandbox: LocalSandbox) -> None:
     code = (
         "def fill(place):\n  n = 0\n  try:\n    for i in range(50):\n      with open(f'{place}/f{i}', 'wb', 0) as f:\n"
         "        for _ in range(7): n += f.write(bytes(1 << 20))\n  except OSError: pass\n  return n >> 20\n"
@@ -161,7 +159,7 @@ def test_every_place_that_can_be_filled_has_a_size(sandbox: LocalSandbox) -> Non
     assert others == [0] * 4
 
 
-def test_one_large_file_stops_at_its_limit(sandbox: LocalSandbox) -> None:
+def test_large_file_stops_at_file_limit(sandbox: LocalSandbox) -> None:
     code = (
         "n = 0\nf = open('/tmp/f', 'wb', 0)\ntry:\n  while True: n += f.write(bytes(1 << 20))\n"
         "except OSError as e: print(n >> 20, e.strerror)"
@@ -169,7 +167,7 @@ def test_one_large_file_stops_at_its_limit(sandbox: LocalSandbox) -> None:
     assert run(sandbox, code).stdout == "8 File too large\n"
 
 
-def test_memory_that_belongs_to_no_process_is_refused(sandbox: LocalSandbox) -> None:
+def test_memory_outside_processes_is_refused(sandbox: LocalSandbox) -> None:
     all_refused(
         answers(
             sandbox,
@@ -179,12 +177,12 @@ def test_memory_that_belongs_to_no_process_is_refused(sandbox: LocalSandbox) -> 
     )
 
 
-def test_many_empty_files_cost_this_run_at_most(sandbox: LocalSandbox) -> None:
+def test_many_empty_files_end_only_this_run(sandbox: LocalSandbox) -> None:
     code = "n = 0\ntry:\n  for n in range(200000): open('/tmp/%d' % n, 'w').close()\nexcept OSError: pass\nprint(n)"
     assert run(sandbox, code, seconds=8.0).why in ("exit", "timeout", "memory")
 
 
-def test_one_process_gets_a_memory_error(sandbox: LocalSandbox) -> None:
+def test_process_over_memory_limit_gets_memory_error(sandbox: LocalSandbox) -> None:
     outcome = run(sandbox, "try: x = bytearray(300 << 20)\nexcept MemoryError: print('MemoryError')")
     assert (outcome.why, outcome.stdout) == ("exit", "MemoryError\n")
 
@@ -196,7 +194,7 @@ MANY = (
 )
 
 
-def test_many_processes_together_end_the_run(sandbox: LocalSandbox) -> None:
+def test_processes_over_total_memory_end_the_run(sandbox: LocalSandbox) -> None:
     outcome = run(sandbox, MANY)
     assert (outcome.why, outcome.return_code) == ("memory", 137)
 
@@ -207,7 +205,7 @@ def test_without_control_groups_a_watcher_ends_the_run(sandbox: LocalSandbox, mo
     assert (outcome.why, outcome.return_code) == ("memory", 137)
 
 
-def test_calls_that_reach_the_kernel_are_refused(sandbox: LocalSandbox) -> None:
+def test_dangerous_system_calls_are_refused(sandbox: LocalSandbox) -> None:
     calls = {
         "add_key": "call(248, b'user', b'k', b'v', 1, -3)",
         "io_uring_setup": "call(425, 4, ctypes.create_string_buffer(200))",
@@ -234,7 +232,7 @@ def test_calls_that_reach_the_kernel_are_refused(sandbox: LocalSandbox) -> None:
     }
 
 
-def test_signals_reach_nobody_outside(sandbox: LocalSandbox) -> None:
+def test_signals_to_outside_are_refused(sandbox: LocalSandbox) -> None:
     code = (
         f"import os\nfor pid in ({os.getpid()}, {os.getppid()}):\n  try: os.kill(pid, 0); print('SEEN')\n"
         "  except OSError as e: print(e.strerror)\n"
@@ -245,7 +243,7 @@ def test_signals_reach_nobody_outside(sandbox: LocalSandbox) -> None:
     assert run(sandbox, "import os\nos.kill(os.getppid(), 19)\nprint('alive')").stdout == "alive\n"
 
 
-def test_no_network_can_be_reached(sandbox: LocalSandbox) -> None:
+def test_network_is_unreachable(sandbox: LocalSandbox) -> None:
     with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as abstract:
         tcp.bind(("127.0.0.1", 0))
         tcp.listen()
@@ -264,7 +262,7 @@ def test_no_network_can_be_reached(sandbox: LocalSandbox) -> None:
         )
 
 
-def test_socket_families_that_are_not_needed_are_refused(sandbox: LocalSandbox) -> None:
+def test_other_socket_families_are_refused(sandbox: LocalSandbox) -> None:
     families = {name: int(getattr(socket, name)) for name in dir(socket) if name.startswith("AF_")}
     needed = ("AF_UNIX", "AF_INET", "AF_INET6")
     calls = {
@@ -282,7 +280,7 @@ def test_socket_families_that_are_not_needed_are_refused(sandbox: LocalSandbox) 
     all_refused(answers(sandbox, "{" + ", ".join(f"{name!r}: {code}" for name, code in calls.items()) + "}"))
 
 
-def test_sockets_within_the_sandbox_still_work(sandbox: LocalSandbox) -> None:
+def test_sockets_inside_the_sandbox_work(sandbox: LocalSandbox) -> None:
     code = (
         "import asyncio, socket\na, b = socket.socketpair(); a.send(b'x'); print(b.recv(1))\n"
         "for family, address in ((2, ('127.0.0.1', 0)), (1, '/tmp/s')):\n"
@@ -295,7 +293,7 @@ def test_sockets_within_the_sandbox_still_work(sandbox: LocalSandbox) -> None:
     assert run(sandbox, code).stdout.split() == ["b'x'", "b'y'", "b'y'", "b'z'", "loop"]
 
 
-def test_setuid_programs_give_nothing(sandbox: LocalSandbox) -> None:
+def test_setuid_programs_have_no_effect(sandbox: LocalSandbox) -> None:
     code = (
         "import glob, os, subprocess\n"
         "print(len([p for p in glob.glob('/usr/bin/*') if os.path.exists(p) and os.stat(p).st_mode & 0o4000]))\n"
@@ -305,7 +303,7 @@ def test_setuid_programs_give_nothing(sandbox: LocalSandbox) -> None:
     assert run(sandbox, code).stdout.splitlines()[1] == "True ''"
 
 
-def test_endless_output_is_cut_where_the_limit_is(sandbox: LocalSandbox) -> None:
+def test_endless_output_is_truncated_at_the_limit(sandbox: LocalSandbox) -> None:
     for stream in (1, 2):
         outcome = run(sandbox, f"import os\nwhile True: os.write({stream}, b'x' * 65536)")
         assert (outcome.why, outcome.return_code) == ("output", 137)
@@ -322,19 +320,19 @@ def test_endless_output_is_cut_where_the_limit_is(sandbox: LocalSandbox) -> None
     ],
     ids=["sleep", "every signal ignored", "output closed", "busy"],
 )
-def test_what_does_not_end_is_ended(sandbox: LocalSandbox, code: str) -> None:
+def test_endless_program_is_killed(sandbox: LocalSandbox, code: str) -> None:
     outcome = run(sandbox, code, seconds=0.7)
     assert (outcome.why, outcome.return_code) == ("timeout", 137)
 
 
-def test_processor_time_ends_what_ignores_its_signal() -> None:
+def test_cpu_limit_kills_program_that_ignores_sigxcpu() -> None:
     sandbox = LocalSandbox(limited(cpu_seconds=1))
     outcome = run(sandbox, "import signal\nsignal.signal(24, signal.SIG_IGN)\nwhile True: pass")
     assert (outcome.why, outcome.return_code) == ("exit", 137)
 
 
 @pytest.mark.parametrize("keeps_pipes", [False, True])
-def test_a_daemon_does_not_outlive_the_run(sandbox: LocalSandbox, keeps_pipes: bool) -> None:
+def test_daemon_does_not_outlive_the_run(sandbox: LocalSandbox, keeps_pipes: bool) -> None:
     closing = "" if keeps_pipes else "    for i in range(3): os.close(i)\n"
     code = (
         "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n"
@@ -344,7 +342,7 @@ def test_a_daemon_does_not_outlive_the_run(sandbox: LocalSandbox, keeps_pipes: b
     assert (outcome.why, outcome.stdout) == ("exit", "left\n")
 
 
-def test_a_link_to_the_outside_is_not_fetched(sandbox: LocalSandbox, tmp_path: Path) -> None:
+def test_fetch_ignores_links(sandbox: LocalSandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
     code = (
@@ -355,12 +353,12 @@ def test_a_link_to_the_outside_is_not_fetched(sandbox: LocalSandbox, tmp_path: P
     assert outcome.files == {"real": b"yes"}
 
 
-def test_a_run_sees_nothing_of_the_one_before(sandbox: LocalSandbox) -> None:
+def test_runs_do_not_share_files(sandbox: LocalSandbox) -> None:
     run(sandbox, "open('/tmp/left', 'w').write('x'); open('/dev/shm/left', 'w').write('x')")
     assert answers(sandbox, "[os.listdir('/tmp'), os.listdir('/dev/shm')]") == [["main.py"], []]
 
 
-def test_no_descriptor_of_the_host_is_inherited(sandbox: LocalSandbox, tmp_path: Path) -> None:
+def test_host_descriptors_are_not_inherited(sandbox: LocalSandbox, tmp_path: Path) -> None:
     with open(tmp_path / "secret", "w") as file:
         os.set_inheritable(file.fileno(), True)
         # The last is the listing's own; of the host's there are the three pipes, and bubblewrap's own.

@@ -28,7 +28,7 @@ def shell(sandbox: LocalSandbox) -> Iterator[Shell]:
     shell.close()
 
 
-def test_state_stays_and_the_last_value_is_shown(interpreter: Interpreter) -> None:
+def test_cells_share_state_and_print_last_value(interpreter: Interpreter) -> None:
     assert interpreter.cell("import math\ndef f(x): return math.comb(x, 2)").output == ""
     assert interpreter.cell("print('a')\nf(5)").output == "a\n10\n"
     assert interpreter.cell("_ + 1; None").output == ""
@@ -37,7 +37,7 @@ def test_state_stays_and_the_last_value_is_shown(interpreter: Interpreter) -> No
     )
 
 
-def test_an_error_is_output_and_keeps_the_state(interpreter: Interpreter) -> None:
+def test_cell_error_is_output_and_keeps_state(interpreter: Interpreter) -> None:
     interpreter.cell("x = 3")
     outcome = interpreter.cell("y = 4\nx / 0")
     assert (outcome.ok, outcome.why) == (False, "exit")
@@ -52,7 +52,7 @@ def test_an_error_is_output_and_keeps_the_state(interpreter: Interpreter) -> Non
     assert interpreter.cell("x + y").output == "7\n"
 
 
-def test_output_of_other_processes_comes_in_order(interpreter: Interpreter) -> None:
+def test_output_of_child_processes_is_in_order(interpreter: Interpreter) -> None:
     code = (
         "import subprocess, sys\nprint('a')\nsubprocess.run(['echo', 'b'])\nprint('c', file=sys.stderr)\n"
         "subprocess.run('echo d >&2', shell=True)"
@@ -61,13 +61,13 @@ def test_output_of_other_processes_comes_in_order(interpreter: Interpreter) -> N
     assert interpreter.cell("input()").output.strip().endswith("EOFError: EOF when reading a line")
 
 
-def test_a_cell_that_prints_too_much_ends_and_the_state_stays(interpreter: Interpreter) -> None:
+def test_cell_over_output_limit_ends_and_keeps_state(interpreter: Interpreter) -> None:
     outcome = interpreter.cell("x = 1\nwhile True: print('y' * 100)")
     assert (outcome.ok, outcome.why, len(outcome.output)) == (False, "output", 64 << 10)
     assert interpreter.cell("x").output == "1\n"
 
 
-def test_output_past_python_ends_the_interpreter(interpreter: Interpreter) -> None:
+def test_output_outside_python_over_limit_ends_interpreter(interpreter: Interpreter) -> None:
     outcome = interpreter.cell("import os\nwhile True: os.write(1, b'y' * 4096)")
     assert (outcome.ok, outcome.why, len(outcome.output)) == (False, "output", 64 << 10)
     after = interpreter.cell("1")
@@ -77,7 +77,7 @@ def test_output_past_python_ends_the_interpreter(interpreter: Interpreter) -> No
     )
 
 
-def test_after_a_timeout_it_is_gone_and_says_so(interpreter: Interpreter) -> None:
+def test_interpreter_after_timeout_is_gone(interpreter: Interpreter) -> None:
     outcome = interpreter.cell(
         "import time\nprint('begun')\ntry: time.sleep(99)\nexcept BaseException: pass", seconds=0.3
     )
@@ -88,12 +88,12 @@ def test_after_a_timeout_it_is_gone_and_says_so(interpreter: Interpreter) -> Non
     assert after.output == "the interpreter was ended: a cell took longer than 0.3 seconds; what it held is lost"
 
 
-def test_one_that_ends_itself_is_gone(interpreter: Interpreter) -> None:
+def test_interpreter_that_exits_is_gone(interpreter: Interpreter) -> None:
     assert interpreter.cell("import os\nprint('bye')\nos._exit(0)").why == "gone"
     assert interpreter.cell("1").output == "the interpreter has ended by itself; what it held is lost"
 
 
-def test_memory_of_its_processes_together_is_limited(interpreter: Interpreter) -> None:
+def test_interpreter_total_memory_is_limited(interpreter: Interpreter) -> None:
     code = (
         "import os, time\nfor i in range(6):\n  if os.fork() == 0:\n    x = bytearray(b'1') * (120 << 20)\n"
         "    time.sleep(30)\ntime.sleep(30)"
@@ -101,14 +101,14 @@ def test_memory_of_its_processes_together_is_limited(interpreter: Interpreter) -
     assert interpreter.cell(code).why == "memory"
 
 
-def test_a_child_that_comes_back_from_a_cell_answers_nothing(interpreter: Interpreter) -> None:
+def test_forked_child_returning_from_cell_sends_nothing(interpreter: Interpreter) -> None:
     assert interpreter.cell("import os\npid = os.fork()").ok
     assert interpreter.cell("pid > 0").output == "True\n"
     assert interpreter.cell("os.waitpid(pid, 0)[1]").output == "0\n"
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"ok": 7}', "\\xff", '{"ok": true, "why": []}', "[" * 4000])
-def test_a_forged_answer_affects_its_own_episode_only(sandbox: LocalSandbox, line: str) -> None:
+def test_forged_result_affects_only_its_episode(sandbox: LocalSandbox, line: str) -> None:
     forging, other = sandbox.interpreter(), sandbox.interpreter()
     try:
         code = (
@@ -121,7 +121,7 @@ def test_a_forged_answer_affects_its_own_episode_only(sandbox: LocalSandbox, lin
         other.close()
 
 
-def test_cells_of_many_tasks_wait_for_each_other(interpreter: Interpreter) -> None:
+def test_concurrent_cells_run_one_after_another(interpreter: Interpreter) -> None:
     async def run() -> list[str]:
         interpreter.cell("n = 0")
         outcomes = await asyncio.gather(*(asyncio.to_thread(interpreter.cell, "n += 1; n\nn") for _ in range(20)))
@@ -130,7 +130,7 @@ def test_cells_of_many_tasks_wait_for_each_other(interpreter: Interpreter) -> No
     assert sorted(map(int, asyncio.run(run()))) == list(range(1, 21))
 
 
-def test_closing_ends_a_cell_that_runs(interpreter: Interpreter) -> None:
+def test_close_interrupts_a_running_cell(interpreter: Interpreter) -> None:
     outcomes = []
     thread = threading.Thread(target=lambda: outcomes.append(interpreter.cell("import time\ntime.sleep(99)")))
     thread.start()
@@ -142,7 +142,7 @@ def test_closing_ends_a_cell_that_runs(interpreter: Interpreter) -> None:
     interpreter.close()
 
 
-def test_a_shell_keeps_directory_and_variables(shell: Shell) -> None:
+def test_shell_keeps_directory_and_variables(shell: Shell) -> None:
     assert shell.cell("mkdir d && cd d && n=3; f() { echo f$1; }").ok
     outcome = shell.cell("pwd; echo $n; f x; echo err >&2")
     assert (outcome.output, outcome.ok) == ("/tmp/d\n3\nfx\nerr\n", True)
@@ -152,7 +152,7 @@ def test_a_shell_keeps_directory_and_variables(shell: Shell) -> None:
     assert (shell.cell("sleep 99", seconds=0.2).why, shell.cell("true").why) == ("timeout", "gone")
 
 
-def test_more_interpreters_than_may_run_can_wait() -> None:
+def test_idle_interpreters_do_not_use_slots() -> None:
     sandbox = LocalSandbox(limited(max_running=1))
     interpreters = [sandbox.interpreter() for _ in range(3)]
     try:

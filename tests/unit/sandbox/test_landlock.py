@@ -30,7 +30,7 @@ def no_directory_is_left() -> Iterator[None]:
     assert left == set()
 
 
-def test_files_of_the_host_are_refused(landlock: LocalSandbox, tmp_path: Path) -> None:
+def test_host_files_are_refused(landlock: LocalSandbox, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s3cret")
     tmp_path.chmod(0o755)
     body = ", ".join(
@@ -42,7 +42,7 @@ def test_files_of_the_host_are_refused(landlock: LocalSandbox, tmp_path: Path) -
     )
 
 
-def test_nothing_can_be_sent_anywhere(landlock: LocalSandbox) -> None:
+def test_sockets_are_refused(landlock: LocalSandbox) -> None:
     with socket.socket() as tcp:
         tcp.bind(("127.0.0.1", 0))
         tcp.listen()
@@ -56,7 +56,7 @@ def test_nothing_can_be_sent_anywhere(landlock: LocalSandbox) -> None:
         )
 
 
-def test_signals_to_the_host_are_refused(landlock: LocalSandbox) -> None:
+def test_signals_to_host_are_refused(landlock: LocalSandbox) -> None:
     all_refused(
         answers(
             landlock,
@@ -67,7 +67,7 @@ def test_signals_to_the_host_are_refused(landlock: LocalSandbox) -> None:
     )
 
 
-def test_what_a_run_leaves_is_ended_with_its_files(landlock: LocalSandbox) -> None:
+def test_remaining_processes_and_files_are_removed(landlock: LocalSandbox) -> None:
     code = (
         "import os, time\nopen('left', 'w').write('x')\nif os.fork() == 0:\n  os.setsid()\n"
         "  if os.fork() == 0: time.sleep(777)\n"
@@ -79,7 +79,7 @@ def test_what_a_run_leaves_is_ended_with_its_files(landlock: LocalSandbox) -> No
     assert not Path(outcome.stdout.strip()).exists()
 
 
-def test_a_run_that_takes_too_long_is_ended_with_its_files(landlock: LocalSandbox) -> None:
+def test_timeout_kills_processes_and_removes_files(landlock: LocalSandbox) -> None:
     code = (
         "import os, time\nos.fork(); os.fork(); os.setsid() if os.getpid() != os.getsid(0) else 0\n"
         "print(os.getcwd(), flush=True)\ntime.sleep(99)"
@@ -99,7 +99,7 @@ def test_processes_and_memory_have_limits(landlock: LocalSandbox) -> None:
     assert landlock.run(Program(MANY)).why == "memory"
 
 
-def test_an_interpreter_keeps_its_state() -> None:
+def test_interpreter_keeps_state_under_landlock() -> None:
     sandbox = LocalSandbox(limited("landlock"))
     interpreter = sandbox.interpreter()
     try:

@@ -20,24 +20,24 @@ from mcore_rl.sandbox.local import LocalSandbox
 from tests.unit.sandbox.conftest import limited
 
 
-def test_output_and_errors_come_apart_with_the_code(sandbox: LocalSandbox) -> None:
+def test_run_separates_stdout_stderr_and_return_code(sandbox: LocalSandbox) -> None:
     outcome = sandbox.run(Program("import sys\nprint(input()[::-1])\nsys.exit('no ü')", stdin="äbc\n"))
     assert (outcome.why, outcome.return_code, outcome.ok) == ("exit", 1, False)
     assert (outcome.stdout, outcome.stderr) == ("cbä\n", "no ü\n")
 
 
-def test_a_signal_is_told_by_the_return_code(sandbox: LocalSandbox) -> None:
+def test_run_ended_by_signal_has_return_code_128_plus_n(sandbox: LocalSandbox) -> None:
     assert sandbox.run(Program("import os\nos.kill(os.getpid(), 11)")).return_code == 128 + 11
 
 
-def test_input_larger_than_a_pipe_goes_in_while_output_comes_out(sandbox: LocalSandbox) -> None:
+def test_run_streams_input_larger_than_a_pipe(sandbox: LocalSandbox) -> None:
     text = "0123456789abcde\n" * 3000
     outcome = sandbox.run(Program("import sys\nfor line in sys.stdin: print(line, end='')", stdin=text))
     assert outcome.stdout == text
     assert sandbox.run(Program("print('does not read')", stdin="x" * (1 << 20))).stdout == "does not read\n"
 
 
-def test_files_lie_beside_the_code_and_are_fetched(sandbox: LocalSandbox) -> None:
+def test_files_are_written_and_fetched(sandbox: LocalSandbox) -> None:
     code = "import helper, os\nopen('out/b.bin', 'wb').write(helper.data + open('d/in', 'rb').read())"
     files = {"helper.py": b"data = bytes(range(256))", "d/in": b"\xff\0", "out/x": b""}
     outcome = sandbox.run(Program(code, files=files, fetch=("./out/b.bin",)))
@@ -46,24 +46,24 @@ def test_files_lie_beside_the_code_and_are_fetched(sandbox: LocalSandbox) -> Non
 
 
 @pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", ""])
-def test_paths_that_lead_elsewhere_are_refused(sandbox: LocalSandbox, path: str) -> None:
+def test_paths_outside_working_directory_are_rejected(sandbox: LocalSandbox, path: str) -> None:
     with pytest.raises(SandboxError, match="below the working directory"):
         sandbox.run(Program("", files={path: b""}))
     with pytest.raises(SandboxError, match="below the working directory"):
         sandbox.run(Program("", fetch=(path,)))
 
 
-def test_files_that_do_not_fit_are_an_error_of_the_sandbox(sandbox: LocalSandbox) -> None:
+def test_files_over_the_limit_raise_sandbox_error(sandbox: LocalSandbox) -> None:
     with pytest.raises(SandboxError, match=r"did not start: .*File size limit exceeded"):
         sandbox.run(Program("", files={"large": bytes(30 << 20)}))
 
 
-def test_an_archive_that_code_has_forged_is_an_error(sandbox: LocalSandbox) -> None:
+def test_forged_output_stream_returns_no_files(sandbox: LocalSandbox) -> None:
     code = "import os, signal\nfor n in range(3, 60):\n  try: os.write(n, b'forged')\n  except OSError: pass"
     assert sandbox.run(Program(code, fetch=("x",))).files == {}
 
 
-def test_a_compiler_comes_before_the_program(sandbox: LocalSandbox) -> None:
+def test_compiled_language_reports_compile_and_run(sandbox: LocalSandbox) -> None:
     try:
         find_language("cpp")
     except SandboxError as error:
@@ -76,13 +76,13 @@ def test_a_compiler_comes_before_the_program(sandbox: LocalSandbox) -> None:
     assert "not declared" in refused.stderr
 
 
-def test_bash_runs_and_other_languages_are_named(sandbox: LocalSandbox) -> None:
+def test_bash_runs_and_unknown_language_is_named(sandbox: LocalSandbox) -> None:
     assert sandbox.run(Program("echo $((6 * 7)); exit 4", language="bash")).return_code == 4
     with pytest.raises(SandboxError, match="language cobol is not known here, only bash, cpp"):
         sandbox.run(Program("", language="cobol"))
 
 
-def test_eight_at_once_stop_each_at_its_own_limit() -> None:
+def test_process_limit_applies_per_sandbox() -> None:
     sandbox = LocalSandbox(limited(max_running=8))
     barrier = threading.Barrier(8)
     bomb = (
@@ -101,7 +101,7 @@ def test_eight_at_once_stop_each_at_its_own_limit() -> None:
     assert 8 < counts[0] < 16
 
 
-def test_no_more_run_at_once_than_may() -> None:
+def test_max_running_limits_concurrency() -> None:
     sandbox = LocalSandbox(limited(max_running=1))
     code = "import time\nprint(time.time())\ntime.sleep(0.2)\nprint(time.time())"
     with ThreadPoolExecutor(3) as pool:
@@ -110,7 +110,7 @@ def test_no_more_run_at_once_than_may() -> None:
     assert ordered == sorted(ordered)
 
 
-def test_a_process_that_dies_takes_its_sandboxes_with_it() -> None:
+def test_sandboxes_die_with_their_parent() -> None:
     code = (
         "import sys, threading\nfrom mcore_rl.config.sandbox import SandboxConfig\n"
         "from mcore_rl.sandbox.local import LocalSandbox\n"
@@ -130,7 +130,7 @@ def test_a_process_that_dies_takes_its_sandboxes_with_it() -> None:
         assert psutil.wait_procs(inside, timeout=20)[1] == []
 
 
-def test_the_thread_that_opened_an_interpreter_may_end(sandbox: LocalSandbox) -> None:
+def test_interpreter_outlives_the_thread_that_opened_it(sandbox: LocalSandbox) -> None:
     opened = []
     thread = threading.Thread(target=lambda: opened.append(sandbox.interpreter()))
     thread.start()
@@ -143,7 +143,7 @@ def test_the_thread_that_opened_an_interpreter_may_end(sandbox: LocalSandbox) ->
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mask files of /proc")
-def test_where_proc_is_masked_it_is_left_out(tmp_path: Path) -> None:
+def test_masked_proc_is_not_mounted(tmp_path: Path) -> None:
     code = (
         "from mcore_rl.config.sandbox import SandboxConfig\nfrom mcore_rl.sandbox.local import LocalSandbox\n"
         "from mcore_rl.sandbox.interface import Program\n"

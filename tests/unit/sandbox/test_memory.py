@@ -36,7 +36,7 @@ def test_busy_group_is_removed_with_the_next_group(parent: Path, monkeypatch: py
     assert not memory._busy_groups
 
 
-def test_groups_of_killed_processes_are_removed_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_candidates", lambda: [tmp_path])
     dead, living, foreign = (tmp_path / f"{memory.PREFIX}{name}" for name in ("4194305_0", f"{os.getpid()}_0", "x"))
     with memory.groups_removed():

@@ -75,7 +75,7 @@ def test_unpack_of_a_forged_parcel_raises_an_error(packed: bytes) -> None:
         unpack(packed, ("x",))
 
 
-def test_unpack_returns_what_was_asked_for_in_order() -> None:
+def test_unpack_returns_wanted_files_in_order() -> None:
     assert unpack(b"3\na\nb-\n0\n2\n\xff\n", ("a", "missing", "empty", "b")) == {
         "a": b"a\nb",
         "empty": b"",

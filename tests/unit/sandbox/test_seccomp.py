@@ -37,7 +37,7 @@ def verdict(program: bytes, number: int, architecture: int, *arguments: int) -> 
 
 
 @pytest.mark.parametrize(("column", "header"), list(enumerate(HEADERS)))
-def test_numbers_are_those_of_the_kernels_headers(column: int, header: str) -> None:
+def test_system_call_numbers_match_kernel_headers(column: int, header: str) -> None:
     if not Path(header).exists():
         pytest.skip(f"{header} is not installed (linux-libc-dev)")
     numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text()))
@@ -48,7 +48,7 @@ def test_numbers_are_those_of_the_kernels_headers(column: int, header: str) -> N
 
 
 @pytest.mark.parametrize("machine", AUDIT)
-def test_each_call_gets_its_verdict(machine: str) -> None:
+def test_filter_verdict_per_system_call(machine: str) -> None:
     column, program = list(AUDIT).index(machine), filter_program(sockets=True, machine=machine)
     refused = {numbers[column] for numbers in REFUSED.values()} | {CLONE3[column]}
     for number in set(range(600)) - {SOCKET[column], SOCKETPAIR[column]}:
@@ -63,7 +63,7 @@ def test_each_call_gets_its_verdict(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", AUDIT)
-def test_socket_of_every_family_has_its_verdict(machine: str) -> None:
+def test_filter_verdict_per_socket_family(machine: str) -> None:
     column, program = list(AUDIT).index(machine), filter_program(sockets=True, machine=machine)
 
     def errno_of(number: tuple[int, int], *arguments: int) -> int:

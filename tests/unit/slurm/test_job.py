@@ -61,7 +61,7 @@ def submit(
     )
 
 
-def test_tasks_get_the_environment_and_no_command_line_shows_it(tmp_path: Path) -> None:
+def test_job_passes_environment_without_command_lines(tmp_path: Path) -> None:
     done = submit(tmp_path, {"MY_TOKEN": SECRET, "RAY_AUTH_TOKEN": "of another cluster"})
     assert done.returncode == 7, done.stdout + done.stderr
     lines = (tmp_path / "lines").read_text()
@@ -78,7 +78,7 @@ def test_tasks_get_the_environment_and_no_command_line_shows_it(tmp_path: Path) 
     assert not list(run_dir.rglob("token"))
 
 
-def test_the_fabric_is_tested_before_ray_starts_and_a_link_that_is_slow_is_said(tmp_path: Path) -> None:
+def test_job_runs_fabric_test_before_ray_and_logs_slow_link(tmp_path: Path) -> None:
     done = submit(tmp_path, {"MY_TOKEN": SECRET, "FABRIC": "sound"}, fabric_test=True)
     assert done.returncode == 7, done.stdout + done.stderr
     tasks = [line.partition("=")[0] for line in (tmp_path / "tasks").read_text().splitlines()]
@@ -86,7 +86,7 @@ def test_the_fabric_is_tested_before_ray_starts_and_a_link_that_is_slow_is_said(
     assert "mcore-rl job 5: fabric test: slow: a link\n" in done.stdout
 
 
-def test_a_node_to_blame_for_the_fabric_is_named_and_excluded(tmp_path: Path) -> None:
+def test_job_names_and_excludes_node_blamed_by_fabric_test(tmp_path: Path) -> None:
     done = submit(tmp_path, {"MY_TOKEN": SECRET, "FABRIC": "bad"}, fabric_test=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node n1 failed its fabric test: n1: bad\n" in done.stdout
@@ -94,7 +94,7 @@ def test_a_node_to_blame_for_the_fabric_is_named_and_excluded(tmp_path: Path) ->
     assert "ray_node" not in (tmp_path / "tasks").read_text()
 
 
-def test_a_variable_that_sbatch_did_not_have_ends_the_job_by_its_name(tmp_path: Path) -> None:
+def test_job_without_passed_variable_exits_2_and_names_it(tmp_path: Path) -> None:
     done = submit(tmp_path, {})
     assert done.returncode == 2
     assert "slurm.pass_environment: MY_TOKEN is not set; export it" in done.stdout
@@ -105,7 +105,7 @@ def test_a_variable_that_sbatch_did_not_have_ends_the_job_by_its_name(tmp_path: 
     ("container", "expected"),
     [("pyxis", "--container-env=MY_TOKEN,OTHER"), ("apptainer", "apptainer exec --pwd")],
 )
-def test_containers_are_told_of_names_only(container: str, expected: str) -> None:
+def test_container_options_contain_variable_names_only(container: str, expected: str) -> None:
     config = Config()
     config.run.dir, config.cluster.device = "runs/x", "cpu"
     config.slurm.pass_environment = ["MY_TOKEN", "OTHER"]

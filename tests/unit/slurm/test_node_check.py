@@ -27,7 +27,7 @@ def names(attempt: Path) -> list[str]:
     return [path.name for path in (attempt / "checked").iterdir()]
 
 
-def test_a_good_node_leaves_its_name(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_check_of_working_node_creates_its_file(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(attempt, monkeypatch) == 0
     assert names(attempt) == ["n7"]
 
@@ -47,7 +47,7 @@ def nvidia_smi(directory: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> N
         ("echo Unable to determine the device handle; exit 15", "nvidia-smi failed: Unable to determine"),
     ],
 )
-def test_a_node_without_its_gpus_is_bad(
+def test_node_check_without_gpus_fails(
     attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], program: str, reason: str
 ) -> None:
     nvidia_smi(attempt, monkeypatch, program)
@@ -56,12 +56,12 @@ def test_a_node_without_its_gpus_is_bad(
     assert names(attempt) == []
 
 
-def test_all_gpus_that_answer_are_enough(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_check_with_all_gpus_passes(attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(attempt, monkeypatch, "echo GPU-1; echo GPU-2")
     assert check(attempt, monkeypatch, 2) == 0
 
 
-def test_a_node_that_sees_another_file_system_is_bad(
+def test_node_check_with_another_file_system_fails(
     attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (attempt / "token").unlink()
@@ -69,7 +69,7 @@ def test_a_node_that_sees_another_file_system_is_bad(
     assert "storage that all nodes share" in capsys.readouterr().out
 
 
-def test_an_interpreter_without_the_packages_is_bad(
+def test_node_check_without_packages_fails(
     attempt: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(node_check, "NEEDED", ("torch", "megatron.absent"))

@@ -44,7 +44,7 @@ def printed(script: str, expression: str, cwd: Path) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
-def test_the_job_asks_for_what_the_cluster_section_says() -> None:
+def test_render_job_requests_resources_of_cluster_section() -> None:
     found = options(render_job(config(partition="gpu", exclude="n[3-4]", extra=["--constraint=h100&ib"]), "c.yaml"))
     assert "--nodes=64" in found
     assert "--gpus-per-node=8" in found
@@ -58,7 +58,7 @@ def test_the_job_asks_for_what_the_cluster_section_says() -> None:
     assert not [option for option in found if "gpu" in option or option == "--exclusive"]
 
 
-def test_the_script_is_shell_and_every_word_arrives_as_it_was(tmp_path: Path) -> None:
+def test_render_job_quotes_every_word(tmp_path: Path) -> None:
     made = config(environment={"NCCL_X": NASTY}, setup=["source env.sh"], job_name=NASTY)
     made.run.dir = NASTY
     overrides = [f"run.dir={NASTY}", "data.train=a b.jsonl"]
@@ -74,7 +74,7 @@ def test_the_script_is_shell_and_every_word_arrives_as_it_was(tmp_path: Path) ->
     assert done.stdout == f"{NASTY} {NASTY}"
 
 
-def test_the_fabric_test_is_of_all_slots_and_leaves_time_to_name_who_hangs(tmp_path: Path) -> None:
+def test_render_job_fabric_test_has_all_slots_and_stage_timeout(tmp_path: Path) -> None:
     assert printed(render_job(config(), "c.yaml"), '"${fabric[@]}"', tmp_path) == [""]
     made = config(fabric_test=True, fabric_slow_percent=70, start_timeout_seconds=1200)
     assert printed(render_job(made, "c.yaml"), '"${fabric[@]}"', tmp_path)[3:] == (
@@ -82,7 +82,7 @@ def test_the_fabric_test_is_of_all_slots_and_leaves_time_to_name_who_hangs(tmp_p
     )
 
 
-def test_a_failing_setup_command_fails_the_task(tmp_path: Path) -> None:
+def test_failing_setup_command_fails_the_task(tmp_path: Path) -> None:
     enter = printed(render_job(config(setup=["source absent.sh"]), "c.yaml"), '"$enter"', tmp_path)[0]
     assert subprocess.run(["bash", "-c", enter, "name", "true"], cwd=tmp_path, check=False).returncode != 0
 
@@ -97,7 +97,7 @@ def test_a_failing_setup_command_fails_the_task(tmp_path: Path) -> None:
         ("apptainer", [*"apptainer exec --nv --pwd {0} --bind {0} --bind {0}/r --bind /d:/d".split(), "i m.sqsh"]),
     ],
 )
-def test_containers_see_the_working_and_the_run_directory(tmp_path: Path, container: str, expected: list[str]) -> None:
+def test_containers_mount_working_and_run_directory(tmp_path: Path, container: str, expected: list[str]) -> None:
     made = config(container=container, container_image="i m.sqsh", container_mounts=["/d:/d"])
     made.run.dir = "r"
     assert printed(render_job(made, "c.yaml"), '"${container[@]}"', tmp_path) == [
@@ -105,13 +105,13 @@ def test_containers_see_the_working_and_the_run_directory(tmp_path: Path, contai
     ]
 
 
-def test_own_variables_win_over_the_defaults(tmp_path: Path) -> None:
+def test_own_variables_override_defaults(tmp_path: Path) -> None:
     script = render_job(config(environment={"NCCL_DEBUG": "INFO"}), "c.yaml")
     assert len(re.findall("export NCCL_DEBUG=", script)) == 1
     assert "export NCCL_DEBUG=INFO" in script
 
 
-def test_every_program_of_the_template_is_shell_that_stops_at_errors() -> None:
+def test_job_template_is_shell_that_stops_at_errors() -> None:
     script = render_job(config(), "c.yaml")
     assert "set -euo pipefail" in script
 
@@ -120,7 +120,7 @@ def test_every_program_of_the_template_is_shell_that_stops_at_errors() -> None:
     ("text", "expected"),
     [("30", 1800), ("10:30", 630), ("04:00:00", 14400), ("1-2", 93600), ("2-12:00", 216000), ("UNLIMITED", None)],
 )
-def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int | None) -> None:
+def test_seconds_parses_time_limits_like_slurm(text: str, expected: int | None) -> None:
     assert seconds(text) == expected
 
 
@@ -142,22 +142,22 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int | Non
         ({"fabric_slow_percent": 101}, "slurm.fabric_slow_percent"),
     ],
 )
-def test_what_cannot_become_a_job_is_refused_by_its_key(change: dict[str, object], key: str) -> None:
+def test_invalid_job_is_rejected_with_its_key(change: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         render_job(config(**change), "c.yaml")
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "aws_secret_access_key", "PASSWORD", "SSH_PASSPHRASE"])
-def test_secrets_are_known_by_their_names(name: str) -> None:
+def test_looks_secret_detects_names_of_secrets(name: str) -> None:
     assert looks_secret(name)
 
 
 @pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "RAY_AUTH_TOKEN_PATH", "MAX_TOKENS", "KEYS"])
-def test_other_variables_are_not_taken_for_secrets(name: str) -> None:
+def test_looks_secret_ignores_other_names(name: str) -> None:
     assert not looks_secret(name)
 
 
-def test_a_job_knows_whether_it_needs_gpus_and_starts_its_own_ray() -> None:
+def test_job_requires_explicit_device_and_its_own_ray() -> None:
     made = config()
     made.cluster.device = "auto"
     with pytest.raises(ConfigError, match=r"cluster\.device"):
@@ -169,7 +169,7 @@ def test_a_job_knows_whether_it_needs_gpus_and_starts_its_own_ray() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda path: path.stem)
-def test_ready_scripts_are_what_their_command_renders_now(
+def test_ready_scripts_match_their_command(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -204,7 +204,7 @@ def small(tmp_path: Path) -> list[str]:
         ("judge={hf_path: m, template: nowhere.txt}", "judge.template=nowhere.txt cannot be read"),
     ],
 )
-def test_a_job_that_is_certain_to_be_refused_is_rendered_by_force_alone(
+def test_job_that_cannot_run_is_rendered_only_with_force(
     small: list[str], override: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -219,5 +219,5 @@ def test_a_job_that_is_certain_to_be_refused_is_rendered_by_force_alone(
     assert f"note: {reason}" in printed.err
 
 
-def test_there_are_ready_scripts() -> None:
+def test_ready_scripts_exist() -> None:
     assert {path.stem for path in (ROOT / "slurm").glob("*.sbatch")} >= {"demo_2_nodes", "dapo_deepseek_v3_671b"}
