@@ -1,16 +1,16 @@
-# From here on every job is the same; docs/slurm.md explains it. Exit code: that of the run, or 1 or 2.
+# The rest is the same for every job; see docs/slurm.md. Exits with the code of the run, or with 1 or 2.
 set -euo pipefail
 
 job=$SLURM_JOB_ID
 restart=${SLURM_RESTART_COUNT:-0}
 attempt=$run_dir/slurm/$job.$restart
-idle_restarts=$run_dir/slurm/$job.idle_restarts # how many restarts in a row have saved nothing
+idle_restarts=$run_dir/slurm/$job.idle_restarts # number of consecutive restarts without a new checkpoint
 max_idle_restarts=5
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 cluster_pid='' preempted_at=''
 
 say() { printf '%s mcore-rl job %s: %s\n' "$(date '+%F %T')" "$job" "$*"; }
-# bash handles a signal between commands and during `wait`, so whatever takes long runs in the background.
+# bash handles signals between commands and during `wait`, so long commands run in the background.
 await() {
   local status
   while :; do
@@ -24,12 +24,12 @@ pause() {
   await $!
 }
 
-# `on NUM_NODES LOG COMMAND...` runs a command on the first nodes, one task each, in the environment of the run. Its output
-# goes to a log per node, LOG followed by the node's name; without LOG, to that of the job.
+# `on NUM_NODES LOG COMMAND...` runs a command on the first nodes, one task each, in the environment of the run. Output goes
+# to one log per node, LOG followed by the name of the node; if LOG is empty, to the log of the job.
 on() {
   local num_nodes=$1 log=$2
   shift 2
-  # Neither srun nor the task may die of a USR1 that comes before it has its handler.
+  # USR1 must not kill srun or the task before the task has installed its handler.
   trap '' USR1
   exec srun --overlap --nodes="$num_nodes" --ntasks="$num_nodes" --ntasks-per-node=1 --nodelist="$(first "$num_nodes")" \
     --cpu-bind=none --mem=0 --kill-on-bad-exit=0 --unbuffered "${container[@]}" \
@@ -37,12 +37,12 @@ on() {
     "$log" "$attempt/enter" "$@"
 }
 first() { (IFS=, && printf '%s' "${hosts[*]:0:$1}"); }
-# Nodes that have not put their name into a directory.
+# Prints the nodes without a file in a directory.
 missing() {
   local host
   for host in "${hosts[@]}"; do [[ -e $1/$host ]] || printf '%s ' "$host"; done
 }
-# Until every node has put its name there, the step that should bring it about has ended, or time is up.
+# Waits until every node has a file in the directory, the step has ended, or the timeout is over.
 all_in() {
   local deadline=$((SECONDS + start_timeout_seconds))
   while [[ -n $(missing "$1") && -z $preempted_at && SECONDS -lt deadline ]] && kill -0 "$2" 2>/dev/null; do pause 1; done
@@ -78,7 +78,7 @@ requeue() {
   fi
   echo $((restarts + 1)) >"$idle_restarts"
   stop_cluster
-  # The job ends here, but a node can only be excluded once the job is pending: this shell outlives the TERM for it.
+  # A node can only be excluded while the job is pending, so this shell ignores the TERM that ends the job.
   trap '' TERM
   if (($# == 0)); then
     scontrol requeue "$job" || { say "SLURM does not let it be queued again; submit it again to go on"; exit 75; }
@@ -96,7 +96,7 @@ exclude() {
   if scontrol requeuehold "$job"; then
     local tries
     for ((tries = 0; tries < 20; tries++)); do
-      # Not at once: SLURM takes a start for failed when the script of the one before ends during it.
+      # Delayed: SLURM counts a start as failed if the script of the previous start ends during it.
       if scontrol update JobId="$job" ExcNodeList="$nodes" StartTime=now+60 2>/dev/null; then
         scontrol release "$job"
         say "excluded from now on: $nodes"
@@ -111,8 +111,8 @@ exclude() {
   exit 1
 }
 
-# `examine WHAT DIRECTORY ADVICE COMMAND...` runs a command on every node, which puts its name into the directory if it can
-# take part. Nodes that do not are named with the last words of their log, and the job is queued again without them.
+# `examine WHAT DIRECTORY ADVICE COMMAND...` runs a command on every node. A usable node creates its file in the directory.
+# Others are reported with the last line of their log, and the job is queued again without them.
 examine() {
   local what=$1 directory=$attempt/$2 advice=$3 log=$attempt/${1%% *}- step bad host
   shift 3
@@ -124,7 +124,7 @@ examine() {
     for host in $bad; do
       say "node $host failed its $what: $(tail -n 1 -- "$log$host.log" 2>/dev/null || echo 'no answer')"
     done
-    # Other nodes would fail in the same way, and a job that has excluded them all waits for ever.
+    # Other nodes would fail in the same way, and a job that excludes all nodes waits forever.
     if ((num_nodes > 1)) && [[ $(wc -w <<<"$bad") -eq $num_nodes ]]; then
       say "every node failed its $what, so none is excluded: $advice"
       exit 1
@@ -141,28 +141,28 @@ for name in "${passed[@]}"; do
     say "slurm.pass_environment: $name is not set; export it in the shell that calls sbatch, and submit again"
     exit 2
   fi
-  # By this variable Apptainer is told of the other one whatever its settings, and no command line has the value.
+  # Apptainer passes variables with this prefix regardless of its settings; the value is in no command line.
   [[ ${container[0]-} != apptainer ]] || export "APPTAINERENV_$name=${!name}"
 done
 newest_at_start=$(newest_checkpoint)
-# For this user alone, as the run itself would make it.
+# Readable by this user only, as the run itself would create it.
 [[ -d $run_dir ]] || { mkdir -p -- "$(dirname -- "$run_dir")" && mkdir -m 700 -- "$run_dir"; }
 (
   umask 077
   mkdir -p -- "$attempt/checked" "$attempt/sound" "$attempt/joined"
   # Tasks read their environment from a file: all users of a node can list command lines.
   printf '%s\n' "$enter" >"$attempt/enter"
-  # Ray's processes accept each other by this secret; another job on the same node has another.
+  # Authentication token of Ray's processes, unique per job.
   od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$attempt/token"
 )
 say "start $restart on ${hosts[*]}; logs of the nodes: $attempt"
-unset RAY_AUTH_TOKEN # which would count in its place
+unset RAY_AUTH_TOKEN # it would override the token file
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$attempt/token
 
 examine check checked "set up the environment of a task with slurm.setup" "${check[@]}"
 if ((${#fabric[@]})); then
   examine 'fabric test' sound "the report is in $attempt/fabric-${hosts[0]}.log" "${fabric[@]}"
-  # What no node could be blamed for, such as a slow link.
+  # Problems without a node to blame, such as a slow link.
   { grep -E '^(slow|failing): ' "$attempt/fabric-${hosts[0]}.log" || true; } | while read -r line; do
     say "fabric test: $line"
   done
@@ -183,7 +183,7 @@ run_pid=$!
 while kill -0 "$run_pid" 2>/dev/null; do
   pause 1
   [[ -n $preempted_at ]] || continue
-  kill -USR1 "$run_pid" 2>/dev/null || true # again and again: a task that starts may not have its handler yet
+  kill -USR1 "$run_pid" 2>/dev/null || true # repeated: a starting task may not have its handler yet
   if ((SECONDS - preempted_at > grace_seconds - (grace_seconds < 120 ? grace_seconds / 2 : 60))); then
     say "the step does not end within slurm.grace_seconds=$grace_seconds; going back to $(newest_checkpoint)"
     requeue

@@ -34,7 +34,7 @@ def options(script: str) -> list[str]:
 
 def head_of(script: str) -> str:
     """What differs between jobs: no SLURM is needed to run it."""
-    return script[: script.index("# From here on")]
+    return script[: script.index("# The rest is")]
 
 
 def printed(script: str, expression: str, cwd: Path) -> list[str]:
