@@ -1,1 +1,1 @@
-"""Graders, and the processes that they run in."""
+"""Graders and the processes that run them."""

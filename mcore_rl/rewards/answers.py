@@ -1,12 +1,12 @@
-r"""Finds the final answer in a response. Text is only ever parsed, never evaluated.
+r"""Extraction of the final answer from a response. Text is parsed, never evaluated.
 
-Of the marks of a final answer, the last of its kind counts, and among kinds:
-- `\boxed{...}` comes before `#### ...`, wherever they stand;
+The last mark of each kind counts. Between kinds:
+- `\boxed{...}` precedes `#### ...`, regardless of their order in the text;
 - `<answer>...</answer>` limits the text that is searched for the marks below, unless there is a box;
-- `Answer: ...`, which DAPO's prompt asks for as the last line, counts if it is the last mark. A box behind it, or in
-  it, is the answer instead.
-Boxes joined by nothing but a comma, `and` or `or` are one answer, a list. Without a mark, it is the last formula or
-number (rewards.formulas), behind the letter of a choice that a sentence names: `The answer is (C).`
+- `Answer: ...`, the last line that DAPO's prompt requests, counts if it is the last mark. A box behind it or in it
+  replaces it.
+Boxes joined by a comma, `and` or `or` are one answer: a list. Without a mark, the answer is the last formula or number
+(rewards.formulas), after the letter of a choice if a sentence names one: `The answer is (C).`
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_JOINT_CHARS = 40
 MIN_PROSE_WORDS = 3
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-# between two boxes of one answer: a name may be repeated (`x = \boxed{1}` or `x = \boxed{2}`)
+# text between two boxes of one answer; it may repeat the variable: `x = \boxed{1}` or `x = \boxed{2}`
 _JOINT = re.compile(
     r"[\s$]*(?:\\[\])])?[\s$]*(?:,|;|,?\s*(?:\\(?:text|mbox|quad|qquad)\s*\{?\s*)?(?:and|or)\b\s*\}?)[\s$]*(?:\\[\[(])?[\s$]*"
     r"(?:\\q?quad|\\[,; ])?\s*(?:(?P<name>[A-Za-z](?:_\{?\w\}?)?)\s*=\s*)?"
@@ -33,7 +33,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 
 
 def extract_answer(response: str) -> str | None:
-    """The final answer of a response, as the module says; None where there is nothing like one."""
+    """Return the final answer of a response by the module's rules; None if there is none."""
     box, start = _last_boxes(response)
     if box is None and (tagged := _tagged(response)):
         response = tagged
@@ -47,24 +47,24 @@ def extract_answer(response: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete \boxed{...} (braces may nest), or of `\boxed 5`; of several joined: `1, 2`."""
+    r"""Return the content of the last complete \boxed{...} (braces may nest) or `\boxed 5`; joined boxes give `1, 2`."""
     return _last_boxes(text)[0]
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last complete \boxed{...}, or of `\boxed 5`, by itself."""
+    r"""Return the content of the last complete \boxed{...} or `\boxed 5`, without the boxes joined to it."""
     contents = (_braced(text, match.end())[0] for match in reversed(list(_BOX.finditer(text))[-MAX_BOX_CANDIDATES:]))
     return next((content.strip() for content in contents if content is not None), None)
 
 
 def after_hashes(text: str) -> str | None:
-    """What follows the last `####` on its line; None where there is nothing."""
+    """Return the text behind the last `####` on its line; None if there is none."""
     _, hashes, rest = text.rpartition("####")
     return (_first_line(rest) or None) if hashes else None
 
 
 def is_prose(text: str) -> bool:
-    """Whether there are too many words in it for an answer."""
+    """Return whether a text has too many words for an answer."""
     return len(_WORD.findall(text)) >= MIN_PROSE_WORDS
 
 
@@ -83,11 +83,11 @@ def _answer_line(text: str, start: int) -> str | None:
 
 
 def _formula_or_choice(text: str) -> str | None:
-    """The last formula, behind the letter of a multiple-choice answer if a sentence names one: `(C) 42`."""
+    """Return the last formula, after the letter of a multiple-choice answer if a sentence names one: `(C) 42`."""
     formula, letter = last_formula(text), named_choice(text)
     if letter is None:
         return formula
-    value = "" if formula is None or parse_choice(formula) is not None else formula  # $(C)$ is the letter again
+    value = "" if formula is None or parse_choice(formula) is not None else formula  # $(C)$ repeats the letter
     return f"({letter}) {value}".strip()
 
 
@@ -96,7 +96,7 @@ def _first_line(text: str) -> str:
 
 
 def _last_boxes(text: str) -> tuple[str | None, int]:
-    """The answer in the last box or boxes, and where the last one starts."""
+    """Return the answer in the last box or joined boxes, and the start of the last box (-1 if there is none)."""
     if "box" not in text:
         return None, -1
     contents: list[str] = []
@@ -113,7 +113,10 @@ def _last_boxes(text: str) -> tuple[str | None, int]:
 
 
 def _joined(text: str, start: int, end: int, next_start: int) -> bool:
-    """Whether the box from start to end and the one at next_start are parts of one answer, not of x and of y."""
+    """Return whether the box from `start` to `end` and the box at `next_start` belong to one answer.
+
+    Boxes of different variables (x and y) do not.
+    """
     joint = _JOINT.fullmatch(text, end, next_start) if next_start - end <= MAX_JOINT_CHARS else None
     if joint is None:
         return False
@@ -129,7 +132,7 @@ def _braced(text: str, start: int) -> tuple[str | None, int]:
     while position < end:
         char = text[position]
         if char == "\\":
-            position += 1  # an escaped brace is a symbol
+            position += 1  # an escaped brace is a symbol and does not nest
         elif char == "{":
             depth += 1
         elif char == "}":

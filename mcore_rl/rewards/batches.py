@@ -1,4 +1,4 @@
-"""Responses that are graded together, gathered until all of them have come."""
+"""Collection of responses into the batches that a batch reward function grades in one call."""
 
 from __future__ import annotations
 
@@ -12,37 +12,43 @@ from mcore_rl.rewards.functions import Sample
 @dataclass
 class _Batch:
     keys: list[int]
-    """Of all its responses, in their order."""
+    """Keys of all responses of the batch, in order."""
     samples: dict[int, Sample] = field(default_factory=dict)
 
     def whole(self) -> dict[int, Sample] | None:
+        """Return the samples in the batch's order; None while some are missing."""
         if len(self.samples) < len(self.keys):
             return None
         return {key: self.samples[key] for key in self.keys}
 
 
 class Batches:
-    """Any thread may call it. They return what is whole, and forget it: samples by key, in the batch's order."""
+    """Incomplete batches. Thread-safe.
+
+    `add` and `withdraw` return a batch that they complete, as {key: sample} in the batch's order, and drop it here.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._batches: dict[int, _Batch] = {}
-        """By the keys of their responses."""
+        """Batch of each response key."""
 
     def add(self, key: int, sample: Sample, members: Collection[int]) -> dict[int, Sample] | None:
-        """Takes a response; its batch, where it was the last. members: keys of the batch, its own among them; the first
-        response of a batch says them."""
+        """Add a response; returns its batch if that is now complete.
+
+        members: all keys of the batch, including `key`. Only the value given with the batch's first response counts.
+        """
         with self._lock:
             if key not in self._batches:
                 batch = _Batch(list(members))
                 if key not in batch.keys:
-                    raise ValueError(f"key {key} is not among those of its batch, {batch.keys[:8]}")
+                    raise ValueError(f"key {key} is not in its batch, which has the keys {batch.keys[:8]}")
                 self._batches |= dict.fromkeys(batch.keys, batch)
             self._batches[key].samples[key] = sample
             return self._taken(self._batches[key])
 
     def withdraw(self, key: int, members: Collection[int]) -> dict[int, Sample] | None:
-        """The response will not come; its batch, where nothing else of it was awaited."""
+        """Remove a response that will not be submitted; returns its batch if that is now complete."""
         with self._lock:
             if key not in self._batches:
                 self._batches |= dict.fromkeys(members, _Batch(list(members)))

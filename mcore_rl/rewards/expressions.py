@@ -1,12 +1,12 @@
-r"""Are two LaTeX expressions the same? math-verify decides, within a size, a second and half a gibibyte.
+r"""Comparison of LaTeX expressions with math-verify, limited in size, time (1 s), and memory (512 MiB).
 
-math-verify computes while it parses: a few characters (`9^{999\cdot999}`) can ask for a number that fits nowhere, in
-one step of C that no signal interrupts. So the size of what an expression would become is bounded from its text first.
-What is small enough may still take long, or much memory; then the expressions count as different.
+math-verify computes while it parses: a few characters (`9^{999\cdot999}`) can produce a number too large for memory, in
+a single C call that no signal interrupts. The size of the evaluated expression is therefore bounded from the text first.
+Small expressions may still need too much time or memory; they then count as different.
 
-math-verify's own signal alarms are off: they would cancel the caller's deadline. The limit on time counts processor
-time by a timer of its own, in a main thread only; that on memory counts address space, on Linux only. math-verify's
-plain-expression parser is not used, because it evaluates text; the LaTeX parser builds a syntax tree.
+math-verify's own signal alarms are disabled because they would cancel the caller's deadline. The time limit counts CPU
+time with a separate timer and works in the main thread only. The memory limit counts address space and works on Linux
+only. math-verify's plain-expression parser is not used because it evaluates text; the LaTeX parser builds a syntax tree.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\S", re.DOTAL
 _CLOSERS = {"{": "}", "(": ")", "[": "]", r"\{": r"\}"}
 _ENDS = frozenset(_CLOSERS.values())
 _ADDITIVE = frozenset(["+", "-", r"\pm", r"\mp", ",", ";", "=", "<", ">", "&", r"\\", r"\cup"])
-# these can stand for more than their text shows, and no final answer has them
+# the size of these cannot be bounded from the text, and final answers do not contain them
 _UNBOUNDED = re.compile(r"\\(?:sum|prod|int|lim|bigcup|bigcap)(?![A-Za-z])")
 
 
 class _Size(NamedTuple):
-    """Upper bounds of what an expression is when written out. digits: of all its numbers; magnitude: log10 of the
-    largest value; terms: summands of the expanded polynomial, 1 for what is a plain number."""
+    """Upper bounds of an expanded expression.
+
+    digits: total of all numbers; magnitude: log10 of the largest value; terms: summands of the expanded polynomial, 1
+    for a plain number; plain: the expression has no variables.
+    """
 
     digits: float
     magnitude: float
@@ -82,7 +85,7 @@ class TooDeep(Exception):
 
 
 def is_small(text: str) -> bool:
-    """Whether an expression can be parsed and compared in little time and memory, judged by its text alone."""
+    """Estimate from the text whether an expression can be parsed and compared with little time and memory."""
     if len(text) > MAX_CHARS or _UNBOUNDED.search(text):
         return False
     try:
@@ -93,25 +96,25 @@ def is_small(text: str) -> bool:
 
 
 def same_expression(answer: str, reference: str, value: Fraction | None = None) -> bool:
-    """Whether math-verify finds two expressions equal. value: the reference's, where it is a number.
+    """Return whether math-verify finds two expressions equal. value: the reference's value if it is a number.
 
-    Call it within_limits.
+    Call it through within_limits.
     """
     from mcore_rl.rewards.notation.exactness import exact_grader
 
     if not is_small(answer) or not is_small(reference):
         return False
     gold = _parsed(reference)
-    # math-verify rounds decimals to six places, which are not six digits of a small number
+    # math-verify rounds decimals to six places; numbers below 1 need more places for six significant digits
     places = 6 if not value or abs(value) >= 1 else 6 - math.floor(math.log10(abs(value)))
     if not gold:
         return False
-    # strict: variables keep their names; without alarms of its own, see the module's docstring
+    # strict by default: variables keep their names. timeout_seconds=None disables the alarms (module docstring).
     return bool(exact_grader().verify(gold, _parsed(answer), float_rounding=places, timeout_seconds=None))
 
 
 def within_limits(compare: Callable[[], bool]) -> bool:
-    """What `compare` says; False where it takes more than MAX_SECONDS or MAX_BYTES."""
+    """Return `compare()`, or False if it needs more than MAX_SECONDS or MAX_BYTES."""
     warm_up()
     with contextlib.suppress(MemoryError, RecursionError), _memory_limit():
         if threading.current_thread() is not threading.main_thread():
@@ -127,9 +130,9 @@ def within_limits(compare: Callable[[], bool]) -> bool:
 
 @lru_cache(maxsize=1)
 def warm_up() -> None:
-    """Imports and primes math-verify once, so that no answer pays for it."""
+    """Import math-verify and compare once, so that the first answer does not spend its time limit on imports."""
     for name in ("math_verify", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # it warns that its own alarms are off
+        logging.getLogger(name).setLevel(logging.ERROR)  # it warns that its alarms are disabled
     same_expression(r"\frac{1}{2}x", "0.5x")
 
 
@@ -157,7 +160,7 @@ def _memory_limit() -> Iterator[None]:
 
 
 class _SizeReader:
-    """Reads the size of an expression from its tokens, from left to right."""
+    """Parser that computes the size of an expression from its tokens, left to right."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
@@ -167,11 +170,11 @@ class _SizeReader:
         total = _ONE
         while self._at < len(self._tokens):
             total = total.times(self._sequence(0))
-            self._at += 1  # a closing bracket without its opening one
+            self._at += 1  # skip an unmatched closing bracket
         return total
 
     def _sequence(self, depth: int) -> _Size:
-        """Everything up to the closing bracket; sums are bounded by products, but for their terms."""
+        """Read up to the closing bracket. Sums are bounded like products, except for their number of terms."""
         if depth > MAX_DEPTH:
             raise TooDeep
         value, terms, product = _ONE, 0.0, 1.0
@@ -196,7 +199,7 @@ class _SizeReader:
         return value._replace(terms=1.0 if value.plain else terms + product)
 
     def _exponent(self, depth: int) -> _Size:
-        """9^9^9 is 9^(9^9)."""
+        """Read an exponent; powers are right-associative: 9^9^9 is 9^(9^9)."""
         exponent = self._atom(depth)
         if self._at < len(self._tokens) and self._tokens[self._at] == "^":
             self._at += 1
@@ -218,7 +221,7 @@ class _SizeReader:
         if token in (r"\binom", r"\dbinom", r"\tbinom"):
             upper, lower = self._atom(depth), self._atom(depth)
             return upper.times(lower).factorial()
-        if token == r"\end":  # a matrix: its powers mix all its entries
+        if token == r"\end":  # a matrix: each entry of a power is a sum over all entries
             self._atom(depth)
             return _Size(0.0, 0.0, 4.0, False)
         return _ONE if token in (r"\frac", r"\cdot", r"\times", "*", "/", "_", "|") else _SYMBOL
@@ -229,7 +232,7 @@ def _ten_to(magnitude: float) -> float:
 
 
 def _combinations(terms: float, power: float) -> float:
-    """Summands of the expanded power of a sum; the power is at least one."""
+    """Return the number of summands of an expanded power of a sum; powers below 1 count as 1."""
     if terms <= 1:
         return 1.0
     power = min(max(power, 1.0), 1e6)

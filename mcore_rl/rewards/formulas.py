@@ -1,8 +1,8 @@
-r"""The last formula of a text that marks no answer: `\frac{1}{2}` whole and not its 2, `17/34` and not its 34.
+r"""Search for the last formula in a text without a marked answer: all of `\frac{1}{2}` or `17/34`, not their last number.
 
-A formula is what stands between math delimiters ($...$, \(...\), \[...\]), or a run of numbers, operators, brackets,
-single letters and LaTeX commands. A number with nothing around it but words is the shortest formula. Of `3 + 4 = 7`
-the last side counts.
+A formula is the content of math delimiters ($...$, \(...\), \[...\]), or a run of numbers, operators, brackets, single
+letters, and LaTeX commands. A number between words is the shortest formula. The last side of an equation counts: 7 in
+`3 + 4 = 7`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_TAIL_CHARS = 4000
 MAX_LINE_CHARS = 2000
 MAX_USUAL_CHARS = 120
 
-_CALCULATIONS = re.compile(r"<<[^<>]*>>")  # GSM8K's solutions have them between the numbers
+_CALCULATIONS = re.compile(r"<<[^<>]*>>")  # calculator annotations of GSM8K's solutions
 _DISPLAY = re.compile(r"\\\[(?P<bracket>.{1,1000}?)\\\]|\$\$(?P<dollars>.{1,1000}?)\$\$", re.DOTALL)
 _CURRENCY = re.compile(rf"(?<![\w\\}}])(?P<sign>[-\u2212+]?)\\?[$\u20ac\u00a3](?=\s?{DECIMAL})")
 _CURRENCY_BEHIND = re.compile(r"(?<=[0-9])\s?(?:\\?\$|[\u20ac\u00a3])(?![0-9$\\])")
@@ -26,7 +26,7 @@ _POWER_OF_UNIT = re.compile(
     r"(?<=[0-9])\s*((?:[A-Za-z]{2,})|\s[ms])\s*(?:\^\s*\{?[23]\}?|[\u00b2\u00b3])(?![0-9A-Za-z])"
 )
 _BULLET = re.compile(r"^\s*(?:[-*+]\s|[0-9]+[.)]\s(?=.*[0-9]))")
-# the usual end of a solution, which needs no tokens: `= $18 every day.`
+# fast path for the usual end of a solution, such as `= $18 every day.`
 _USUAL = re.compile(
     rf"(?:=\s?|(?<![\w\\])(?P<before>[A-Za-z]{{2,}})\s)[$\u20ac\u00a3]?(?P<number>{DECIMAL}%?)"
     r"(?P<words>(?:\s[A-Za-z]{2,})*)\.?\s*$"
@@ -48,7 +48,7 @@ _NAME = re.compile(
     r"\s*(?:(?!\\pi\b)\\?[A-Za-z]+|[A-Za-z]_\{?\w\}?|\\(?:triangle|angle|overline\s*\{?)\s*[A-Z]+\}?)\s*"
 )
 _EQUALS = re.compile(r"(?<![<>!:\\])=|\\approx|\u2248|\\Rightarrow|\\implies|\\equiv(?=\s*[0-9])")
-_EQUATION = re.compile(r"[0-9][a-z]\b.*=\s*[-0-9.]+$")  # 5x + 4y = 0 is no 0
+_EQUATION = re.compile(r"[0-9][a-z]\b.*=\s*[-0-9.]+$")  # the answer 5x + 4y = 0 is the equation, not its side 0
 _PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}\s+[A-Za-z]{2,}")
 
 
@@ -60,7 +60,7 @@ class _Token(NamedTuple):
 
 
 def last_formula(text: str) -> str | None:
-    """The last formula or number of a text, by lines from its end; None where there is none."""
+    """Return the last formula or number of a text, searching lines from the end; None if there is none."""
     head, tail = text[:-MAX_TAIL_CHARS], text[-MAX_TAIL_CHARS:]
     for line in reversed(_DISPLAY.sub(_on_one_line, _CALCULATIONS.sub("", tail)).splitlines()):
         formula = _in_line(line)
@@ -74,7 +74,7 @@ def last_formula(text: str) -> str | None:
 
 
 def without_dollars(line: str) -> str:
-    """A line that is one formula between delimiters, without them, and one with a single formula in prose, as that."""
+    """Remove the delimiters of a line that is one delimited formula; return any other line unchanged."""
     spans = [token for token in _tokens(line) if token.kind == "math"]
     rest = line.replace(spans[0].text, "").strip(" .*") if len(spans) == 1 else "-"
     return _inside(spans[0].text) if not rest else line
@@ -113,7 +113,7 @@ def _tokens(line: str) -> list[_Token]:
     position = 0
     while match := _TOKEN.search(line, position):
         kind, text = str(match.lastgroup), match.group()
-        if kind == "math" and _PROSE.search(text):  # "$5 each, and 10$ more": two prices
+        if kind == "math" and _PROSE.search(text):  # "$5 each, and 10$ more" has two prices, not a formula
             kind, text = "other", text[0]
         position = match.start() + len(text)
         tokens.append(_Token(kind, text, match.start(), position))
@@ -125,11 +125,11 @@ def _inside(math: str) -> str:
 
 
 def _glued(tokens: list[_Token]) -> list[bool]:
-    """For each token whether it belongs to one formula with the next."""
+    """Return one flag per token: whether it and the next token belong to the same formula."""
     glued = [_belong(one, two) for one, two in pairwise(tokens)] + [False]
     for index, (one, two, slash) in enumerate(zip(tokens, tokens[1:], tokens[2:], strict=False)):
         if one.kind == two.kind == "number" and slash.text == "/":
-            glued[index] = True  # 3 1/2
+            glued[index] = True  # the mixed number 3 1/2
     opened: list[int] = []
     for index, token in enumerate(tokens):
         if token.kind == "open":
@@ -151,13 +151,13 @@ def _belong(one: _Token, two: _Token) -> bool:
     if one.text == "/" and two.kind == "word":
         return False  # 30/hour
     if "word" in kinds:
-        # "tax + 5" is no 5; a dash between words is punctuation, and "Total = 5" is 5
+        # "tax + 5" is a formula with a word, so its 5 is not the answer; "Total = 5" gives 5. A dash is punctuation.
         operator = one if two.kind == "word" else two
         return operator.kind == "operator" and operator.text not in "=:-\u2212><"
     if "comma" in kinds:
         return touching
     if "operator" in kinds or ("command" in kinds and "letter" not in kinds):
-        return True  # 2 \pi is one formula, and so is \frac 12
+        return True  # 2 \pi and \frac 12 are one formula each
     return touching
 
 
@@ -181,5 +181,5 @@ def _last_side(formula: str) -> str:
         return formula
     sides = [side.strip() for side in _EQUALS.split(formula) if side.strip()]
     while len(sides) > 1 and _NAME.fullmatch(sides[-1]):
-        sides.pop()  # 20 = x
+        sides.pop()  # `20 = x` names its result on the right
     return sides[-1] if sides else formula

@@ -1,13 +1,13 @@
-"""Reward functions that users bring: `module_or_file.py:function` with verl's signatures.
+"""User-supplied reward functions: `module_or_file.py:function` with verl's signatures.
 
 f(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> number | {"score": number, "acc": number, ...}
 
-With reward.manager=batch, lists of as many as there are responses, and as many results:
+With reward.manager=batch the function gets lists with one entry per response and returns one result per response:
 
 f(data_sources, solution_strs, ground_truths, extra_infos, **kwargs) -> [number | {"score": number, ...}, ...]
 
-What else a dict holds are parts of the score: each by its name in the records of responses, and numbers in the metrics
-too. A function may be async.
+Other keys of a dict are parts of the score: they appear under their names in the rollout records, and numeric ones also
+in the metrics. A function may be async.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Sample:
-    """What a grader sees of one response."""
+    """One response with the data that a grader receives."""
 
     data_source: str
     response: str
@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rule:
-    """Grades one response. is_async: its calls may wait, and others may be under way meanwhile."""
+    """A grader of single responses. is_async: calls return awaitables and may run concurrently."""
 
     grade: Callable[[Sample], Score | Awaitable[Score]]
     is_async: bool = False
@@ -49,14 +49,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Grader:
-    """Grades responses that are handed over together, one score for each. is_async: as of a Rule."""
+    """A grader of batches that returns one score per response. is_async: calls return awaitables."""
 
     grade: Callable[[Sequence[Sample]], list[Score] | Awaitable[list[Score]]]
     is_async: bool = False
 
 
 def user_rule(key: str, spec: str, kwargs: Mapping[str, Any]) -> Rule:
-    """The function that `key=spec` names.
+    """Load the function that `key=spec` names.
 
     Raises: ConfigError naming `key` and the cause.
     """
@@ -76,7 +76,7 @@ def user_rule(key: str, spec: str, kwargs: Mapping[str, Any]) -> Rule:
 
 
 def user_batch_grader(key: str, spec: str, kwargs: Mapping[str, Any]) -> Grader:
-    """The function of whole batches that `key=spec` names.
+    """Load the batch function that `key=spec` names.
 
     Raises: ConfigError naming `key` and the cause.
     """
@@ -96,12 +96,12 @@ def user_batch_grader(key: str, spec: str, kwargs: Mapping[str, Any]) -> Grader:
 
 
 def then(result: T | Awaitable[T], finish: Callable[[T], U]) -> U | Awaitable[U]:
-    """finish(result): at once, or where the result has to be awaited, by who awaits it."""
+    """Return finish(result), or an awaitable of it if `result` is awaitable."""
     return _later(result, finish) if inspect.isawaitable(result) else finish(result)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a function, or an object that is called like one, returns coroutines."""
+    """Return whether calls of a function or callable object return coroutines."""
     call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(call)
 

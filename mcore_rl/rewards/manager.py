@@ -1,5 +1,4 @@
-"""The Rewarder of a rollout process: grades responses beside it, one by one or in batches, and adds the overlong
-punishment."""
+"""The Rewarder of a rollout process: grades responses in child processes and adds the overlong penalty."""
 
 from __future__ import annotations
 
@@ -17,8 +16,9 @@ from mcore_rl.types import Prompt, Score
 
 
 class RewardManager:
-    """Implements ports.Rewarder. Grading starts as soon as a response is submitted, in processes that start with
-    this object; generation goes on meanwhile.
+    """Implementation of ports.Rewarder on child processes, which start with this object.
+
+    Grading of a response starts when it is submitted and overlaps with generation.
 
     Raises: ConfigError for reward.overlong here, and for reward.function from submit, collect and wait_ready.
     """
@@ -27,7 +27,7 @@ class RewardManager:
         self._overlong = SoftOverlong.of(config, max_response_tokens)
         self._weight = config.weight
         self._batches = Batches() if config.manager == BATCH else None
-        self._whole_tasks = config.batch != GROUP  # a step comes as one task (see together)
+        self._whole_tasks = config.batch != GROUP  # reward.batch=step submits a step as one task (rewards.together)
         self._response_tokens: dict[int, int] = {}
         self._pool = GradingPool(config, sandbox)
 
@@ -38,7 +38,7 @@ class RewardManager:
         self.shutdown()
 
     def wait_ready(self) -> None:
-        """Waits until every grading process has loaded its grader."""
+        """Wait until every grading process has loaded its grader."""
         self._pool.wait_ready()
 
     def submit(
@@ -51,8 +51,11 @@ class RewardManager:
         group: Collection[int] = (),
         task: Collection[int] = (),
     ) -> None:
-        """Starts grading; returns at once. `key` must not wait for its collect already. With reward.manager=batch it
-        starts when all responses of its reward.batch have come; group, task: their keys."""
+        """Start grading without waiting for it. `key` must not be submitted and uncollected already.
+
+        With reward.manager=batch, grading starts when all responses of the batch are submitted; `group` and `task` are
+        the keys of the response's group and task (see reward.batch).
+        """
         if key in self._response_tokens:
             raise ValueError(f"key {key} was submitted before and has not been collected")
         sample = Sample(prompt.data_source, response_text, prompt.ground_truth, prompt.extra_info)
@@ -65,20 +68,23 @@ class RewardManager:
         self._response_tokens[key] = response_tokens
 
     def withdraw(self, key: int, *, group: Collection[int] = (), task: Collection[int] = ()) -> None:
-        """A response will not come and is not collected: those that are graded with it wait no longer."""
+        """Drop an unsubmitted response from its batch, so that the batch does not wait for it."""
         if self._batches is not None:
             whole = self._batches.withdraw(key, self._members(key, group, task))
             if whole is not None:
                 self._pool.submit(whole)
 
     def collect(self, keys: Collection[int]) -> dict[int, Score]:
-        """Waits for the scores of `keys`, which were submitted; by key. reward.weight and the overlong punishment are
-        in the reward of every response that could be graded, never in its accuracy."""
+        """Block until the submitted `keys` are scored; returns {key: Score}.
+
+        reward.weight and the overlong penalty change the reward, never the accuracy. They do not apply to responses
+        whose grading failed.
+        """
         scores = self._pool.collect(keys)
         return {key: self._shaped(score, self._response_tokens.pop(key)) for key, score in scores.items()}
 
     def shutdown(self) -> None:
-        """Ends the grading processes; what is pending is lost. May be called again."""
+        """Stop the grading processes and drop pending responses. Repeated calls are allowed."""
         self._pool.shutdown()
 
     def _members(self, key: int, group: Collection[int], task: Collection[int]) -> Collection[int]:

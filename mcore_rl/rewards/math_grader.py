@@ -1,12 +1,12 @@
-r"""Is the final answer of a response the reference answer?
+r"""Comparison of a response's final answer with the reference answer.
 
-Where the answer is looked for: rewards.answers. How it is compared: as text without what carries no meaning
-(rewards.spelling); as exact numbers; as lists without order, `1, 2` or `\{1, 2\}`; as expressions by math-verify,
-within a second and half a gibibyte for one answer (rewards.expressions).
+rewards.answers extracts the answer. It is compared as normalized text (rewards.spelling); as an exact number; as an
+unordered list, `1, 2` or `\{1, 2\}`; and as an expression by math-verify, within 1 s and 512 MiB per answer
+(rewards.expressions).
 
-What the answer leaves open, the reference decides: `3,14` is a decimal where the reference is 3.14 and a list where it
-is one; `1,234` is 1234, never 1.234, or a list where the reference is one; `2, 100` is a list, never 2100. A unit may
-be left out, but not contradict that of the reference.
+The reference resolves ambiguous answers: `3,14` is a decimal if the reference is 3.14 and a list if the reference is a
+list; `1,234` is 1234 (never 1.234), or a list if the reference is a list; `2, 100` is a list (never 2100). An answer
+may omit the reference's unit but not contradict it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from mcore_rl.rewards.spelling import elements, normalise
 MAX_ELEMENTS = 12
 __all__ = ["is_correct", "reference_answer", "same_answer", "value_of", "warm_up"]
 
-# every space but one between digits: "1 2" is not 12
+# spaces except between digits: "1 2" is not 12
 _INNER_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
-# and but one behind a comma: "2, 100" is not 2100
+# spaces except between digits and behind a comma: "2, 100" is not 2100
 _COMPACT = re.compile(r"(?<![0-9,]) | (?![0-9,])(?<!,)")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _BASE = re.compile(r"[0-9]\s*_")  # 52_8 is a numeral, not the number 52
 _BRACKETS = re.compile(r"[(\[]|\\\{")
 _EXPONENT = re.compile(r"[0-9][eE][-+]?[0-9]")
 _E_NOTATION = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([-+]?[0-9]{1,3})(?![\w.])")
-"""1e-20 within a point or an interval; the expression is tried with e as Euler's number first."""
+"""E notation inside a point or interval, such as 1e-20. The expression is first compared with e as Euler's number."""
 _PAIR = re.compile(r"([(\[])[^()\[\]]*,[^()\[\]]*([)\]])")
 _MULTIPLE = re.compile(
     r"(?P<number>\S+) (?P<unit>hundred|thousand|million|billion|trillion|dozen)s?(?P<rest>(?: [a-z]{3,})*)"
@@ -47,7 +47,7 @@ _MIXED = re.compile(r"(-?)\s*([0-9]{1,9})(?:\s+([0-9]{1,9})/([0-9]{1,9})|\s*\\fr
 
 
 def is_correct(response: str, ground_truth: Any) -> bool:
-    r"""Whether the answer in `response` equals the reference. One that is too large to compare counts as wrong.
+    r"""Return whether the answer in `response` equals the reference. Answers too large to compare count as wrong.
 
     ground_truth: a number, an answer, a GSM8K solution (`... #### 72`), or a text with \boxed{...}.
     """
@@ -56,7 +56,7 @@ def is_correct(response: str, ground_truth: Any) -> bool:
 
 
 def reference_answer(ground_truth: Any) -> str:
-    """The answer within a ground truth; whole sentences without a mark count as their last number."""
+    """Return the answer in a ground truth; for sentences without a mark, their last formula or named choice."""
     text = str(ground_truth).strip()
     marked = after_hashes(text) or last_boxed(text)
     if marked is not None:
@@ -67,8 +67,10 @@ def reference_answer(ground_truth: Any) -> str:
 
 
 def same_answer(answer: str, reference: str) -> bool:
-    """Whether two final answers mean the same; `reference` is the trusted one. An answer of more than MAX_ANSWER_CHARS
-    characters is compared as text: reading it as mathematics takes quadratic time."""
+    """Return whether two final answers are equivalent.
+
+    An answer of more than MAX_ANSWER_CHARS characters is compared as text, because parsing it takes quadratic time.
+    """
     if len(answer) > MAX_ANSWER_CHARS:
         return answer.strip() == reference.strip()
     numbers = parse_number(answer), parse_number(reference)
@@ -84,7 +86,7 @@ def _same_time_or_choice(answer: str, reference: str) -> bool | None:
     if expected_time is not None:
         return time is not None and same_time(time, expected_time)
     if time is not None and ":" not in plain_colons(reference):
-        return False  # 6:15 is not 2/5
+        return False  # a time such as 6:15 is not the ratio 2/5
     choice, expected_choice = parse_choice(answer), parse_choice(reference)
     if expected_choice is None:
         return same_answer(choice.content, reference) if choice is not None and choice.content else None
@@ -117,7 +119,7 @@ def _same_text_or_value(answer: str, reference: str) -> bool:
 
 
 def value_of(answer: str) -> Fraction | None:
-    """The number that an answer is, exactly, if it is one; of a percentage, its hundredfold."""
+    """Return the exact value of an answer that is a number, else None. 5% has the value 5."""
     return _value(normalise(answer)[0])
 
 
@@ -153,7 +155,7 @@ def _same_element(one: str, other: str) -> bool:
 
 
 def _other_ends(given: str, expected: str) -> bool:
-    """Return whether both are pairs in brackets of which only one holds its end: `[1, 2)` and `[1, 2]`."""
+    """Return whether both are bracketed pairs with different brackets, such as `[1, 2)` and `[1, 2]`."""
     ends = [match.groups() for text in (given, expected) if (match := _PAIR.fullmatch(text))]
     return len(ends) == 2 and ends[0] != ends[1]
 
@@ -171,7 +173,7 @@ def _same_in_order(ours: list[str], theirs: list[str]) -> bool:
 
 
 def _coordinates(text: str) -> list[str]:
-    """Of a point `(1, 2)`; empty for anything else."""
+    """Return the coordinates of a point `(1, 2)`; empty for any other text."""
     inner = text[1:-1]
     return elements(inner) if text.startswith("(") and text.endswith(")") and not _BRACKETS.search(inner) else []
 
@@ -214,7 +216,7 @@ def _value(text: str) -> Fraction | None:
 
 
 def _as_formula(text: str) -> str:
-    """Write 5 million and 5e6, which LaTeX does not have, in digits."""
+    """Rewrite 5 million and 5e6 in LaTeX, which has neither notation."""
     number = _multiple(text)
     if number is None and _EXPONENT.search(text) and parse_number(text) is not None:
         return _power_of_ten(text)
@@ -222,12 +224,12 @@ def _as_formula(text: str) -> str:
 
 
 def _power_of_ten(text: str) -> str:
-    r"""Write 5e-6 as 5\times 10^{-6}, which keeps its digits: a decimal is compared as precisely as it is written."""
+    r"""Write 5e-6 as 5\times 10^{-6}: the written digits stay, because they set the precision of the comparison."""
     return _E_NOTATION.sub(r"\1\\times 10^{\2}", text)
 
 
 def _multiple(text: str) -> Fraction | None:
-    """The value of `5 million`."""
+    """Return the value of a text such as `5 million`, or None."""
     match = _MULTIPLE.fullmatch(text.lower())
     if match is None or not NOT_UNITS.isdisjoint(match["rest"].split()):
         return None

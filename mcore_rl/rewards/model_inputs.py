@@ -1,4 +1,4 @@
-"""The token ids in which a reward model reads a response: the policy's own, or those of its own tokenizer."""
+"""Token ids of responses for a reward model: the policy's tokens, or new tokens from the reward model's tokenizer."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
 
 class RewardInputs:
-    """Where tokenizer and chat template of reward_model.hf_path equal the policy's, a response is read in the tokens of
-    its trajectory. Otherwise it is `reencoded`: its text becomes the assistant's answer in the conversation that the
-    reward model's chat template renders or, where it has none, the text behind the prompt's as the policy saw it.
+    """Builder of a reward model's input sequences.
 
-    Raises: ConfigError for a tokenizer that is missing or knows more tokens than the model, and for limits of lengths
-    that the model cannot keep.
+    If the tokenizer and chat template of reward_model.hf_path equal the policy's, the inputs are the trajectories'
+    tokens. Otherwise responses are `reencoded`: the response text becomes the assistant's message in the conversation
+    that the reward model's chat template renders. Without a chat template, it follows the policy's prompt text.
+
+    Raises: ConfigError for a missing tokenizer, a tokenizer with more tokens than the model's vocabulary, and length
+    limits above the model's maximum.
     """
 
     def __init__(self, section: RewardModelConfig, policy: ModelConfig, rollout: RolloutConfig) -> None:
@@ -52,7 +54,7 @@ class RewardInputs:
         known, self._vocabulary = len(self._tokenizer), int(hf_config["vocab_size"])
         if known > self._vocabulary:
             raise ConfigError(
-                f"reward_model.hf_path={path}: its tokenizer knows {known} tokens, its model vocab_size="
+                f"reward_model.hf_path={path}: the tokenizer has {known} tokens but the model has vocab_size="
                 f"{self._vocabulary}; set it to a checkpoint with the model's own tokenizer"
             )
         longest = rollout.max_prompt_tokens + rollout.max_response_tokens
@@ -63,9 +65,9 @@ class RewardInputs:
             )
 
     def check(self, prompts: PromptSet, key: str) -> None:
-        """Encodes every prompt with an empty answer, where prompts are encoded anew.
+        """Check every prompt with an empty response if responses are `reencoded`.
 
-        Raises: DataError, naming the row, for a prompt that leaves no room or that the chat template refuses.
+        Raises: DataError, naming the row, for a prompt that is too long or that the chat template rejects.
         """
         if self.reencoded:
             self._encode([Transcript(prompts[row], "") for row in range(len(prompts))], key)
@@ -77,12 +79,13 @@ class RewardInputs:
         prompts: PromptSource | None,
         key: str,
     ) -> list[np.ndarray]:
-        """Token ids of all trajectories of the buffers, int32 [S] each; `key` names the prompt set in messages.
+        """Return the token ids of each trajectory. `key` names the prompt set in errors.
+
         `prompts` may be None unless responses are `reencoded`.
 
-        Shapes: prompt_rows [B] as in RolloutScalars.
-        Raises: DataError, naming the prompt's row, for a response that is too long in the reward model's tokens, or
-        has a token that the reward model does not have.
+        Shapes: prompt_rows [B] as in RolloutScalars; result int32 [S] each.
+        Raises: DataError, naming the prompt's row, for a response that is too long in the reward model's tokens or has
+        a token outside the reward model's vocabulary.
         """
         if not self.reencoded:
             sequences = [trajectory_ids(buffers, row) for row in range(len(buffers.prompt_tokens))]
@@ -110,7 +113,10 @@ class RewardInputs:
         return style.render(style.canonical(answered, where), where, opens_turn=False)
 
     def _check_known(self, token: int, where: str) -> None:
-        """A policy's vocabulary may go on behind what its tokenizer writes, up to a round number of its own."""
+        """Check a sequence's largest token id.
+
+        Equal tokenizers do not suffice: the policy can generate ids above its tokenizer's, up to its padded vocabulary.
+        """
         if token >= self._vocabulary:
             raise DataError(
                 f"{where}: the response has token {token}, which the reward model with vocab_size={self._vocabulary} "
@@ -133,11 +139,11 @@ class RewardInputs:
 
 
 def same_encoding(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether both render a conversation, and split any text, alike."""
+    """Return whether two tokenizers have the same chat template and split any text into the same tokens."""
     return one.chat_template == other.chat_template and _rules(one) == _rules(other)
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
-    # How a caller last asked for batches is no property of the tokenizer.
+    # truncation and padding are settings of the last caller, not properties of the tokenizer
     return {name: rule for name, rule in rules.items() if name not in ("truncation", "padding")}

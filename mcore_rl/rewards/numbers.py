@@ -1,4 +1,4 @@
-"""Numbers as answers spell them: grouped digits, decimal commas, fractions, percents and currencies."""
+"""Parsing of numbers in answers: grouped digits, decimal commas, fractions, percentages, and currencies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_NUMBER_CHARS = 200
 
 _DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
-# a sign counts only where nothing precedes it that it could be subtracted from: "7-3" ends in 3, "= -3" in -3
+# a sign behind an operand is a subtraction: "7-3" ends in 3, "= -3" in -3
 _IN_TEXT = re.compile(rf"(?:(?<![\w.)\]}}])[-\u2212+]\s?)?\\?\$?(?<![\w.])(?P<number>{DECIMAL}(?:/{DECIMAL})?)\s?\\?%?")
 _PLAIN = re.compile(rf"[-+]?{DECIMAL}")
 _SLASH = re.compile(rf"([-+]?{DECIMAL})/({DECIMAL})")
@@ -17,7 +17,7 @@ _FRAC = re.compile(rf"([-+]?)\\frac\{{([-+]?{DECIMAL})\}}\{{([-+]?{DECIMAL})\}}"
 _POWER_OF_TEN = re.compile(
     rf"(?:(?P<mantissa>[-+]?{DECIMAL})(?:\\times|\\cdot|\*|×|·|x)|(?P<sign>[-+]?))10\^\{{?(?P<exponent>[-+]?[0-9]{{1,3}})\}}?"
 )
-# digits in groups of three, all with the same separator: none of these can stand in a list
+# digits in groups of three with one separator throughout; none of these separators separates list elements
 _GROUPS = re.compile(
     r"(?<![0-9.,])[0-9]{1,3}(?P<separator>\{,\}|,(?:\\!|\{\})|\\[,;: ]|[ ~'\u2009\u202f\u00a0])[0-9]{3}"
     r"(?:(?P=separator)[0-9]{3})*(?![0-9])"
@@ -31,17 +31,17 @@ WORD = re.compile(r"[A-Za-z]{2,}")
 FORMULA = re.compile(r"[\\^*/=+()<>\[\]{}|_]")
 MULTIPLES = frozenset("hundred thousand million billion trillion dozen pi squared cubed factorial".split())
 NOT_UNITS = MULTIPLES | frozenset("minus negative sqrt or and to not times plus over mod percent".split())
-"""Words that change the number that they stand beside, unlike a unit."""
+"""Words that change the value of a number beside them, which units do not."""
 
 
 def join_groups(text: str) -> str:
-    r"""12,\!000,\!023, 14{,}916, 2\,568\,332 and 10 000 without their separators; a plain comma stays."""
+    r"""Remove digit separators, as in 12,\!000,\!023, 14{,}916, 2\,568\,332 and 10 000. Plain commas stay."""
     text = _SPACED_GROUP.sub(r",\\!", text)
     return _GROUPS.sub(lambda match: _SEPARATORS.sub("", match.group()), text)
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The exact value of an integer, decimal (1,234.50), a/b, \frac{a}{b}, a\times10^{n} or 10^{n}; else None."""
+    r"""Return the exact value of an integer, decimal (1,234.50), a/b, \frac{a}{b}, a\times10^{n} or 10^{n}, else None."""
     if not text or len(text) > MAX_NUMBER_CHARS:
         return None
     if _PLAIN.fullmatch(text):
@@ -60,7 +60,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def parse_decimal_comma(text: str) -> Fraction | None:
-    """The value of 3,14 or 1.234,50 as much of the world writes it; None for what may be grouped digits (1,234)."""
+    """Return the value of a number with a decimal comma (3,14 or 1.234,50); None for possible groups of digits (1,234)."""
     if len(text) > MAX_NUMBER_CHARS:
         return None
     if _EUROPEAN.fullmatch(text):
@@ -75,12 +75,12 @@ def parse_decimal_comma(text: str) -> Fraction | None:
 
 
 def numbers_in(text: str) -> list[str]:
-    """All numbers of a text."""
+    """Return the spellings of all numbers in a text."""
     return [match.group().strip() for match in _IN_TEXT.finditer(text)]
 
 
 def number_in_words(text: str) -> str:
-    """The only number of a text that has nothing but words beside it (`72 apples`); empty where there is none."""
+    """Return the number of a text of one number and words (`72 apples`); empty for any other text."""
     numbers = numbers_in(text)
     if len(numbers) != 1:
         return ""

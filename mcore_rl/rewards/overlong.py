@@ -1,11 +1,11 @@
-"""DAPO's soft punishment of responses that run into their token limit.
+"""DAPO's soft penalty for responses near their token limit.
 
     R(n) = 0                                      n <= L - buffer
          = penalty * ((L - buffer) - n) / buffer  up to L
          = -penalty                               beyond
 
-It is added to the reward, never to the accuracy. Source: DAPO, arXiv 2503.14476, equation 13 (there penalty is 1).
-Units: tokens.
+n is the response length and L its limit, in tokens. The penalty changes the reward, never the accuracy.
+Source: DAPO, arXiv 2503.14476, equation 13 (where penalty is 1).
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from mcore_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class SoftOverlong:
+    """Penalty as a function of response length."""
+
     max_response_tokens: int
     buffer_tokens: int
     penalty: float
 
     @classmethod
     def of(cls, reward: RewardConfig, max_response_tokens: int) -> SoftOverlong | None:
-        """None where it is switched off.
+        """Build the penalty that reward.overlong configures; None if it is off.
 
-        Raises: ConfigError.
+        Raises: ConfigError for a buffer or penalty out of range.
         """
         if not reward.punishes_overlong:
             return None
@@ -41,6 +43,6 @@ class SoftOverlong:
         return cls(max_response_tokens, config.buffer_tokens, config.penalty)
 
     def reward(self, response_tokens: int) -> float:
-        """Between -penalty and 0."""
+        """Return the reward's change, between -penalty and 0."""
         over = response_tokens - (self.max_response_tokens - self.buffer_tokens)
         return -self.penalty * min(max(over, 0) / self.buffer_tokens, 1.0) if over > 0 else 0.0

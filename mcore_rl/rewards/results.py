@@ -1,4 +1,4 @@
-"""What a reward function returned, as scores: a number, or a dict with `score`, perhaps `acc`, and parts."""
+"""Conversion of reward functions' results to scores: a number, or a dict with `score`, optional `acc`, and parts."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ FIELDS = (
     *("ground_truth", "error", "scores", "turns", "tool_calls", "messages", "mask", "turn_rewards", "temperatures"),
 )
 TAKEN = frozenset((*METRICS, *FIELDS))
-"""Names of ours, in metrics under reward/ and val/ and in records: a part of such a name gets another."""
+"""Reserved names: metrics under reward/ and val/, and fields of records. A part with such a name gets `_part` appended."""
 
 
 class NotApplicable(Score):
-    """The result None: the function does not apply to the response. An error, unless another function applies."""
+    """Score of a result None: the function does not apply. It is an error unless another function applies."""
 
 
 def score_of(result: Any) -> Score:
-    """A Score from what a user's function returned: a number, or a dict with `score`, perhaps `acc`, and parts.
+    """Convert the result of a user's function: a number, or a dict with `score`, optional `acc`, and parts.
 
-    A result that is neither, or is not finite, becomes Score.error. None, or a dict with the score None, becomes
-    NotApplicable.
+    Other and non-finite results become Score.error. None, or a dict whose score is None, becomes NotApplicable.
     """
     if result is None or (isinstance(result, Mapping) and "score" in result and result["score"] is None):
         return NotApplicable(0.0, 0.0, "the reward function returned None instead of a finite number or a dict")
@@ -63,8 +62,10 @@ def score_of(result: Any) -> Score:
 
 
 def scores_of(results: Any, count: int) -> list[Score]:
-    """Scores from what a function of a batch returned for `count` responses. Where that is no sequence of as many, all
-    of them are errors."""
+    """Convert the results of a batch function for `count` responses.
+
+    If `results` is not a sequence of that length, every score is an error.
+    """
     values = list(results) if hasattr(results, "tolist") and getattr(results, "ndim", None) != 0 else results
     if not isinstance(values, Sequence) or isinstance(values, str):
         return [failed(f"the reward function returned {_shown(results)} instead of a list of {count} results")] * count
@@ -74,12 +75,12 @@ def scores_of(results: Any, count: int) -> list[Score]:
 
 
 def failed(message: str, traceback: str | None = None) -> Score:
-    """The score of a sample that could not be graded."""
+    """Return the score of a response whose grading failed."""
     return Score(0.0, 0.0, message[:MAX_MESSAGE_CHARS], traceback)
 
 
 def _parts(result: Mapping[Any, Any]) -> dict[str, float | str]:
-    """What else a dict holds: numbers, where they are finite, and everything else as text; None is no part."""
+    """Return the dict's other entries: finite numbers as they are, other values as text, without None."""
     parts: dict[str, float | str] = {}
     for key, value in result.items():
         if key in ("score", "acc") or value is None:
@@ -90,7 +91,7 @@ def _parts(result: Mapping[Any, Any]) -> dict[str, float | str]:
 
 
 def _as_text(value: Any) -> str:
-    """Any value, shortened, and without lone surrogates, which no file in UTF-8 can hold."""
+    """Return a value as text of at most MAX_PART_CHARS. Lone surrogates are escaped: UTF-8 cannot encode them."""
     text = value if isinstance(value, str) else _repr(value)
     return text[:MAX_PART_CHARS].encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -98,7 +99,7 @@ def _as_text(value: Any) -> str:
 def _repr(value: Any) -> str:
     try:
         return repr(value)
-    except Exception:  # whatever a user's class raises; of ours, an integer of more than 4,300 digits
+    except Exception:  # a user's class may raise anything; int raises for more than 4,300 digits
         return f"<{type(value).__name__}>"
 
 
@@ -109,7 +110,7 @@ def _number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except (OverflowError, ValueError):  # a huge integer; a signalling NaN
+    except (OverflowError, ValueError):  # an integer above the float range; a signalling NaN
         return None
     return number if math.isfinite(number) else None
 
@@ -120,7 +121,7 @@ def _element(value: Any) -> Any:
         return value
     try:
         return item()
-    except Exception:  # several elements; each library has its own error
+    except Exception:  # more than one element; each array library raises its own type
         return value
 
 

@@ -1,4 +1,4 @@
-"""Answers without what carries no meaning: delimiters, LaTeX spacing and fonts, currency signs, quotes, full stops."""
+"""Normalization of answers: removes delimiters, LaTeX spacing and fonts, currency signs, quotes, and full stops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_rl.rewards.notation.units import split_unit
 from mcore_rl.rewards.numbers import join_groups
 
 MAX_CHARS = 400
-"""Longer answers are compared as they are."""
+"""Longer answers are compared without normalization."""
 
 _SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\quad|\\qquad|~|\s+")
 _WRAPPERS = (
@@ -48,7 +48,7 @@ _OPENING, _CLOSING = frozenset("([{"), frozenset(")]}")
 
 
 def normalise(answer: str) -> tuple[str, str]:
-    """What an answer says, and the unit in which it says it (notation.units.split_unit)."""
+    """Return the normalized answer without its unit, and the unit (notation.units.split_unit)."""
     text = _unwrapped(expand_repeating(answer) if len(answer) <= MAX_CHARS else answer)
     if len(text) > MAX_CHARS or text.isdecimal():
         return text, ""
@@ -65,7 +65,7 @@ def normalise(answer: str) -> tuple[str, str]:
 
 
 def elements(text: str) -> list[str]:
-    r"""The elements of a list without order: `1, 2` or `\{1, 2\}`, and both of `1 \pm x`; else the text alone."""
+    r"""Split an unordered list (`1, 2`, `\{1, 2\}`, or `1 \pm x`) into its elements; other text is one element."""
     if text.startswith("\\{") and text.endswith("\\}") and text.count("\\{") == 1:
         text = text[2:-2]
     elif text.startswith("{") and text.endswith("}") and text.count("{") == 1:

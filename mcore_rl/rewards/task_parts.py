@@ -1,4 +1,4 @@
-"""Tasks whose responses data-parallel ranks score: cut into parts of equal work, and joined again."""
+"""Splitting of rollout tasks into parts of equal work for data-parallel ranks, and joining of their scores."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from mcore_rl.types import RolloutScalars, RolloutTask
 
 @dataclass(frozen=True)
 class TaskPart:
-    """What a data-parallel rank scores of one task.
+    """Responses of one task that a data-parallel rank scores.
 
-    Shapes: int64 [b]: rows of the task's trajectories; numbers, theirs among those of all tasks; rows of their prompts.
+    rows: rows of the task's trajectories; numbers: positions of these responses among the responses of all tasks.
+
+    Shapes: prompt_rows, rows, numbers int64 [b].
     """
 
     prompt_set: str
@@ -29,7 +31,10 @@ class TaskPart:
 def split_tasks(
     tasks: Sequence[RolloutTask], results: Sequence[RolloutScalars], num_dp_ranks: int
 ) -> list[list[TaskPart]]:
-    """For every data-parallel rank its part of every task, empty where it has none, all of about as many tokens."""
+    """Return one list per data-parallel rank with its part of every task. Parts may be empty.
+
+    Ranks get about equally many tokens.
+    """
     starts = np.cumsum([0, *(len(scalars.rewards) for scalars in results)])
     owners = balance(np.concatenate([scalars.total_tokens for scalars in results]), num_dp_ranks)
     of_ranks: list[list[TaskPart]] = [[] for _ in range(num_dp_ranks)]
@@ -44,9 +49,10 @@ def split_tasks(
 def join_scores(
     tasks: Sequence[RolloutTask], results: Sequence[RolloutScalars], scores: Mapping[int, float]
 ) -> list[np.ndarray]:
-    """Scores by number (as in TaskPart), of every response, as arrays of the tasks. Shapes: float32 [B] per task.
+    """Split scores by number (see TaskPart) into one array per task. Every response has a score.
 
-    Raises: NonFiniteError naming the first response whose score is no number.
+    Shapes: float32 [B] per task.
+    Raises: NonFiniteError naming the first response whose score is not finite.
     """
     whole = np.array([scores[number] for number in range(len(scores))], np.float32)
     ends = np.cumsum([len(scalars.rewards) for scalars in results])
@@ -63,7 +69,7 @@ def _require_finite(task: RolloutTask, scalars: RolloutScalars, scores: np.ndarr
         return
     index = int(bad[0])
     sample = positions_in_groups(scalars.group_ids)[index]
-    more = f", and {len(bad) - 1} more are no number" if len(bad) > 1 else ""
+    more = f"; {len(bad) - 1} more scores are not finite" if len(bad) > 1 else ""
     raise NonFiniteError(
         f"the reward model's score of group {scalars.group_ids[index]}, sample {sample} (row "
         f"{scalars.prompt_rows[index]} of data.{task.prompt_set}) is {scores[index]}{more}"

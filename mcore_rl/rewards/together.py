@@ -1,5 +1,7 @@
-"""Rewards of a step's responses that a user's function sees all together (reward.batch=step): they are graded when the
-last engine has written its own, in one of the engines' processes."""
+"""Grading of all responses of a step in one call of the user's function (reward.batch=step).
+
+Grading starts when the last engine has finished its responses and runs in one of the engine processes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from mcore_rl.types import Prompt, Score, TrajectoryBuffers, extra_of_turns
 
 
 class NotYet:
-    """A Rewarder of responses that are graded later: each counts 0 until then."""
+    """A Rewarder that returns 0 for every response; the rewards follow when the step is graded."""
 
     def submit(
         self,
@@ -40,9 +42,9 @@ class NotYet:
 
 @dataclass(frozen=True)
 class TaskToGrade:
-    """Of one task of the step; `records` as in the task.
+    """Prompt rows of one task's responses. `records`: see RolloutTask.
 
-    Shapes: prompt_rows int64 [B], of its responses.
+    Shapes: prompt_rows int64 [B].
     """
 
     prompt_set: str
@@ -52,17 +54,24 @@ class TaskToGrade:
 
 @dataclass(frozen=True)
 class Together:
-    """`prompts` are the prompt sets by name, `decoder` is the policy's tokenizer. The rewarder serves nobody else."""
+    """Grader of a whole step.
+
+    `prompts` are the prompt sets by name, `decoder` is the policy's tokenizer. The rewarder must have no other caller:
+    keys are numbered from 0 in every call.
+    """
 
     rewarder: Rewarder
     prompts: Mapping[str, PromptSource]
     decoder: TextDecoder
     stop: Sequence[str] = ()
-    """rollout.stop: graders see the text before them."""
+    """rollout.stop: text from a stop string on is cut before grading."""
 
     def grade(self, given: Sequence[TaskToGrade], trajectories: TrajectoryBuffers) -> list[list[Score]]:
-        """Scores of the responses of each task; what graders say besides is kept for the tasks' records. The
-        trajectories are those of the tasks, one after the other."""
+        """Grade the responses of all tasks; returns one list of scores per task.
+
+        `trajectories` holds the tasks' trajectories, one task after the other. Parts and errors of the scores are added
+        to the tasks' records.
+        """
         chunks = split_rows(trajectories, [len(task.prompt_rows) for task in given])
         read = [
             transcript

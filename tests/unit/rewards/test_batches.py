@@ -143,7 +143,7 @@ def test_withdrawn_response_ends_the_wait_of_its_group(config):
 
 def test_key_outside_its_batch_raises_and_batches_are_forgotten():
     batches, sample = Batches(), Sample("test", "x", "y", {})
-    with pytest.raises(ValueError, match="key 5 is not among those of its batch"):
+    with pytest.raises(ValueError, match="key 5 is not in its batch"):
         batches.add(5, sample, range(3))
     for _ in range(2):  # the same keys twice
         assert batches.add(1, sample, range(2)) is None
