@@ -47,7 +47,7 @@ def extract_answer(response: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...} (braces may nest) or `\boxed 5`; joined boxes give `1, 2`."""
+    r"""Return the content of the last complete \boxed{...} (braces may nest) or `\boxed 5`; joined boxes: `1, 2`."""
     return _last_boxes(text)[0]
 
 

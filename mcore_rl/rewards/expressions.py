@@ -1,12 +1,12 @@
 r"""Comparison of LaTeX expressions with math-verify, limited in size, time (1 s), and memory (512 MiB).
 
 math-verify computes while it parses: a few characters (`9^{999\cdot999}`) can produce a number too large for memory, in
-a single C call that no signal interrupts. The size of the evaluated expression is therefore bounded from the text first.
-Small expressions may still need too much time or memory; they then count as different.
+a single C call that no signal interrupts. The evaluated size is therefore first bounded from the text. Small
+expressions may still need too much time or memory; they then count as different.
 
 math-verify's own signal alarms are disabled because they would cancel the caller's deadline. The time limit counts CPU
 time with a separate timer and works in the main thread only. The memory limit counts address space and works on Linux
-only. math-verify's plain-expression parser is not used because it evaluates text; the LaTeX parser builds a syntax tree.
+only. math-verify's plain-expression parser is unused because it evaluates text; the LaTeX parser builds a syntax tree.
 """
 
 from __future__ import annotations

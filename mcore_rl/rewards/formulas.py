@@ -1,4 +1,4 @@
-r"""Search for the last formula in a text without a marked answer: all of `\frac{1}{2}` or `17/34`, not their last number.
+r"""Search for the last formula in a text without a marked answer: `\frac{1}{2}` or `17/34`, not their last number.
 
 A formula is the content of math delimiters ($...$, \(...\), \[...\]), or a run of numbers, operators, brackets, single
 letters, and LaTeX commands. A number between words is the shortest formula. The last side of an equation counts: 7 in

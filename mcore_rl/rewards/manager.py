@@ -27,7 +27,7 @@ class RewardManager:
         self._overlong = SoftOverlong.of(config, max_response_tokens)
         self._weight = config.weight
         self._batches = Batches() if config.manager == BATCH else None
-        self._whole_tasks = config.batch != GROUP  # reward.batch=step submits a step as one task (rewards.together)
+        self._whole_tasks = config.batch != GROUP  # reward.batch=step submits a step as one task (rewards.step_grading)
         self._response_tokens: dict[int, int] = {}
         self._pool = GradingPool(config, sandbox)
 

@@ -41,7 +41,7 @@ def join_groups(text: str) -> str:
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Return the exact value of an integer, decimal (1,234.50), a/b, \frac{a}{b}, a\times10^{n} or 10^{n}, else None."""
+    r"""Return the exact value of an integer, decimal (1,234.50), a/b, \frac{a}{b}, a\times10^{n} or 10^{n}; or None."""
     if not text or len(text) > MAX_NUMBER_CHARS:
         return None
     if _PLAIN.fullmatch(text):
@@ -60,7 +60,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def parse_decimal_comma(text: str) -> Fraction | None:
-    """Return the value of a number with a decimal comma (3,14 or 1.234,50); None for possible groups of digits (1,234)."""
+    """Return the value of a number with a decimal comma (3,14 or 1.234,50); None for grouped digits (1,234)."""
     if len(text) > MAX_NUMBER_CHARS:
         return None
     if _EUROPEAN.fullmatch(text):

@@ -29,7 +29,7 @@ FIELDS = (
     *("ground_truth", "error", "scores", "turns", "tool_calls", "messages", "mask", "turn_rewards", "temperatures"),
 )
 TAKEN = frozenset((*METRICS, *FIELDS))
-"""Reserved names: metrics under reward/ and val/, and fields of records. A part with such a name gets `_part` appended."""
+"""Reserved names of metrics (reward/, val/) and record fields. A part with such a name gets `_part` appended."""
 
 
 class NotApplicable(Score):

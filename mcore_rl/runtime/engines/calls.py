@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mcore_rl.config.schema import Config
     from mcore_rl.data.transcripts import PromptSource
     from mcore_rl.engines.hosts import EngineHosts
-    from mcore_rl.rewards.together import TaskToGrade
+    from mcore_rl.rewards.step_grading import TaskToGrade
     from mcore_rl.rollout.tasks import GivenUp, Until
     from mcore_rl.runtime.engines.process import Report
     from mcore_rl.types import Grades, RolloutScalars, RolloutTask, SavedFile, TrajectoryBuffers

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mcore_rl.rewards.together import TaskToGrade
+from mcore_rl.rewards.step_grading import TaskToGrade
 from mcore_rl.runtime.delivery import Chunk, Delivery, Part, Rows
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.types import BuffersRef, Grades, RolloutResult, RolloutScalars, RolloutTask

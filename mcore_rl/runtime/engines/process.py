@@ -18,7 +18,7 @@ from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follow
-from mcore_rl.rewards.together import NotYet, TaskToGrade, Together
+from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader, TaskToGrade
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
 from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop
@@ -91,20 +91,22 @@ class EngineProcess(RunProcess):
             rewarder = RewardManager(config.reward, max_response_tokens=longest, sandbox=config.sandbox)
             resolved = {name: ray.get(reference) for name, reference in prompts.items()}
             tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
-            self._together = Together(rewarder, resolved, tokenizer, config.rollout.stop)
+            self._step_grader = StepGrader(rewarder, resolved, tokenizer, config.rollout.stop)
             engine = build_engine(config, self.name, tokenizer, hosts)
             self.receiver: Receiver = engine.receiver
             self.loop = EngineLoop(engine, None if journal is None else TokenJournal(Path(journal)))
             player = _player(config, self.loop, tokenizer, self._episodes.record)
             worker = RolloutWorker(
                 player,
-                NotYet() if config.reward.batch == STEP else rewarder,
+                DeferredRewarder() if config.reward.batch == STEP else rewarder,
                 resolved,
                 failed_reward=config.rollout.failed_reward,
                 has_rules=config.reward.function != NO_RULE,
             )
             low = concurrent_episodes(config.rollout)
-            probe = RolloutWorker(SingleTurnPlayer(self.loop, tokenizer), NotYet(), {PROBE: resolved["train"]})
+            probe = RolloutWorker(
+                SingleTurnPlayer(self.loop, tokenizer), DeferredRewarder(), {PROBE: resolved["train"]}
+            )
             self._probe = probe.run
 
             def run(task: RolloutTask, progress: RequestCallbacks) -> tuple[TrajectoryBuffers, RolloutScalars] | None:
@@ -206,9 +208,9 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="engine")
     def grade(self, given: list[TaskToGrade], trajectories: TrajectoryBuffers) -> list[Grades]:
-        """Grade responses together, with their trajectories, which have arrived."""
-        with self.spans.span("grade together"):
-            return [grades_of(scores) for scores in self._together.grade(given, trajectories)]
+        """Grade fetched trajectories; see StepGrader.grade."""
+        with self.spans.span("grade step"):
+            return [grades_of(scores) for scores in self._step_grader.grade(given, trajectories)]
 
     @ray.method(concurrency_group="engine")
     def sleep(self, keep_weights: bool) -> int:

@@ -174,7 +174,10 @@ def test_a_conversation_that_the_template_refuses_is_found_before_the_run(tmp_pa
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"vocab_size": 258}, r"^reward_model\.hf_path=.*: the tokenizer has 259 tokens but the model has vocab_size=258"),
+        (
+            {"vocab_size": 258},
+            r"^reward_model\.hf_path=.*: the tokenizer has 259 tokens but the model has vocab_size=258",
+        ),
         ({"max_position_embeddings": 1023}, r"= 1024 exceeds max_position_embeddings=1023 of reward_model\.hf_path="),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rewards.together import NotYet
+from mcore_rl.rewards.step_grading import DeferredRewarder
 from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
 from mcore_rl.rollout.probe import MAX_TOKENS, PROBE, PromptProbe
 from mcore_rl.rollout.worker import RolloutWorker
@@ -25,7 +25,7 @@ class Pool:
                 for row in range(5)
             ]
         }
-        self.worker = RolloutWorker(SingleTurnPlayer(self.engine, Digits()), NotYet(), prompts)  # type: ignore
+        self.worker = RolloutWorker(SingleTurnPlayer(self.engine, Digits()), DeferredRewarder(), prompts)  # type: ignore
 
     def probe(self, task: RolloutTask) -> dict[str, Any]:
         assert task.records is None

@@ -18,7 +18,7 @@ from mcore_rl.ports import Rewarder
 from mcore_rl.types import Prompt, Score, TrajectoryBuffers, extra_of_turns
 
 
-class NotYet:
+class DeferredRewarder:
     """A Rewarder that returns 0 for every response; the rewards follow when the step is graded."""
 
     def submit(
@@ -53,7 +53,7 @@ class TaskToGrade:
 
 
 @dataclass(frozen=True)
-class Together:
+class StepGrader:
     """Grader of a whole step.
 
     `prompts` are the prompt sets by name, `decoder` is the policy's tokenizer. The rewarder must have no other caller:
@@ -96,4 +96,4 @@ class Together:
 
 
 if TYPE_CHECKING:
-    _port: type[Rewarder] = NotYet
+    _port: type[Rewarder] = DeferredRewarder

@@ -13,7 +13,7 @@ import pytest
 from mcore_rl.config.reward import OverlongConfig, RewardConfig
 from mcore_rl.data.records import amend_part
 from mcore_rl.rewards.manager import RewardManager
-from mcore_rl.rewards.together import NotYet, TaskToGrade, Together
+from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader, TaskToGrade
 from mcore_rl.rollout.results import grades_of
 from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.types import Prompt, Score, Trajectory, TrajectoryBuffers
@@ -56,7 +56,7 @@ def graded(tmp_path: Path, given: Sequence[TaskToGrade], texts: Sequence[str], *
         for name, truths in ROWS.items()
     }
     with RewardManager(config, max_response_tokens=6) as manager:
-        return Together(manager, prompts, Letters()).grade(given, trajectories(texts))
+        return StepGrader(manager, prompts, Letters()).grade(given, trajectories(texts))
 
 
 def task(prompt_set: str, rows: Sequence[int], records: Path | None = None) -> TaskToGrade:
@@ -97,6 +97,6 @@ def test_what_it_says_besides_and_why_it_failed_stand_in_each_tasks_records(tmp_
 
 
 def test_until_then_a_response_counts_nothing() -> None:
-    rewarder = NotYet()
+    rewarder = DeferredRewarder()
     rewarder.submit(5, Prompt(0, np.array([1], np.int32), "", "", None), "a", 1)
     assert rewarder.collect([5]) == {5: Score(0.0, 0.0)}
