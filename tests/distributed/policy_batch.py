@@ -20,7 +20,7 @@ RESPONSES = [9, 4, 14, 1, 8, 6, 3, 11, 5]
 FIRST_CHUNK = 5  # samples 0..4 are in chunk 0, the rest in chunk 1
 UPDATES = ([0, 2, 4, 6, 8], [1, 3, 5, 7])
 TEMPERATURE, SECOND_TEMPERATURE = 0.8, 1.25
-"""Of the run; of the samples in the second chunk."""
+"""Temperature of the run, and of the samples in the second chunk."""
 ENTROPY_COEFFICIENT = 0.02
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 1.6
 

@@ -21,14 +21,14 @@ GROUPS = {
     "runs": ("async_step", "whole_step"),
 }
 LONG = ("sglang", "runs")
-"""Groups that start three SGLang processes, or four whole runs: minutes where the others take seconds."""
+"""Groups that start three SGLang processes or four whole runs; they take minutes instead of seconds."""
 PEERS = {
     "mbridge": "scripts/setup_mbridge.sh",
     "refit": "scripts/setup_mbridge.sh",
     "sglang_steps": "make sglang",
     "whole_step": "scripts/setup_trl.sh",
 }
-"""What installs the peer of a benchmark, without which it is skipped."""
+"""Command that installs the peer of a benchmark; without the peer the benchmark is skipped."""
 
 
 def test_benchmark_groups_contain_every_benchmark_once() -> None:

@@ -11,7 +11,7 @@ from mcore_rl.errors import OffloadedError
 from tests.distributed.two_steps import Cases, configure, differences, held_tensors, run_cases, train_two_steps
 
 PIECE_ELEMENTS = 5000
-"""Several pieces, of several parameters each."""
+"""Size that gives several pieces with several parameters each."""
 CASES: Cases = {
     1: {
         "dense float32": ("qwen3", "float32", {}),

@@ -13,7 +13,7 @@ from tests.distributed.launch import launch
 from tests.distributed.projection import HIDDEN, TOKENS, VOCABULARY, assert_close, fused, inputs, reference
 
 TEMPERATURES = (1.0, 0.7, None)
-"""None: another one for each token."""
+"""Temperatures of all tokens; None: a different one for each token."""
 # Relative to the largest entry: a float32 logit of 60 is off by up to 4e-6, and that is the relative error of its
 # probability. bfloat16 operands (the reference sees the rounded ones) add only the rounding of the gradients returned.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-3}

@@ -16,7 +16,7 @@ ON_DEMAND = {
     *("dapo_full_deepseek_v3_671b.yaml", "kimi_k2.yaml", "qwen3_235b_a22b.yaml"),
     *("deepseek_v3_async.yaml", "qwen3_235b_a22b_async.yaml"),
 }
-"""Ten seconds each; what is special in them the others have as well."""
+"""Recipes that take ten seconds each; the other recipes cover all of their features."""
 RECIPE = "configs/dapo_deepseek_v3_671b.yaml"
 GIB = 2**30
 

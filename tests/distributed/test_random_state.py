@@ -12,7 +12,7 @@ from tests.distributed.two_updates import make_actor
 from tests.tiny_models import write_tiny_model
 
 GPU_STATE = torch.zeros(16, dtype=torch.uint8)
-"""As torch.cuda.get_rng_state returns it: seed and offset, 8 bytes each."""
+"""State in the format of torch.cuda.get_rng_state: seed and offset, 8 bytes each."""
 
 
 def test_random_state_of_gpu_on_cpu_is_seeded_anew(tmp_path: Path) -> None:

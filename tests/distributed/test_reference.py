@@ -26,7 +26,7 @@ from tests.tiny_models import checkpoint_tensors, write_tiny_model
 LOGP_TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 2e-5
 SAME = 5e-6
-"""Of the same weights: on some CPUs (AMD's, of those seen) two passes differ in a logit's last place, by 1e-6."""
+"""Tolerance for two passes with the same weights: on some AMD CPUs logits differ in the last digit, by 1e-6."""
 ONE_MICROBATCH, SMALL = 10_000, 24
 IN_LOSS, IN_REWARD = 0.7, 0.3
 Case = tuple[str, dict[str, Any], int]

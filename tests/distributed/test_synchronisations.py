@@ -22,7 +22,7 @@ EXEMPT = (
     # Operates on host tensors, once per row: grouping of sequences for torch's attention.
     ("mcore_rl/megatron/model/attention.py", "_plan"),
 )
-"""megatron's own functions are left out as well: how many tokens each expert gets, the norm that is clipped."""
+"""Waits in Megatron are ignored as well: the number of tokens per expert, the norm used for clipping."""
 _STEP, _BUILD = "mcore_rl/megatron/step", "mcore_rl/megatron/model"
 AN_UPDATE = {
     # Number of tokens on all ranks: the losses of MTP layers and routers are means over them.

@@ -14,7 +14,7 @@ from tests.distributed.launch import launch
 from tests.tiny_models import write_tiny_model
 
 Cases = dict[int, dict[str, tuple[str, str, dict[str, Any]]]]
-"""By number of ranks and name: kind of model, dtype, layout with settings of the actor under `actor`."""
+"""Cases by number of ranks and name: kind of model, dtype, layout, and settings of the actor under `actor`."""
 
 
 def run_cases(worker: Callable[..., dict[str, Any]], cases: Cases, root: Path) -> dict[str, list[dict[str, Any]]]:

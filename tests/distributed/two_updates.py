@@ -73,7 +73,7 @@ def train(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict
 
 
 GAPS = ("gap of update 0", "gap of update 1")
-"""Names of the mean differences that compare_logp finds."""
+"""Names of the mean differences that compare_logp returns."""
 
 Joined = tuple[dict[str, torch.Tensor], list[dict[str, Metric]], dict[int, np.ndarray]]
 
