@@ -220,7 +220,7 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
 
     Raises: ConfigError.
     """
-    from mcore_rl.config.rules.available import cannot_run
+    from mcore_rl.config.rules.engine_support import cannot_run
     from mcore_rl.errors import ConfigError
     from mcore_rl.preparation.preflight import missing_files
     from mcore_rl.slurm.script import render_job

@@ -21,7 +21,7 @@ from benchmarks.children import ErrorFile, run_command
 from benchmarks.result import Result, SkippedError
 from benchmarks.rollout.engine_loop import requests
 from benchmarks.sizes import size
-from mcore_rl.config.rules.available import SGLANG_VERSION, sglang_python, sglang_version
+from mcore_rl.config.rules.engine_support import SGLANG_VERSION, sglang_python, sglang_version
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = size(5, 1)

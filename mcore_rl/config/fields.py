@@ -42,13 +42,13 @@ class Domain:
         """The bounds in words."""
         return " and ".join(words for words, _, _ in self._bounds()) or None
 
-    def demand(self, value: Any) -> str | None:
+    def violation(self, value: Any) -> str | None:
         """Return the requirement that `value` (or a value of a mapping) violates, or None."""
         if isinstance(value, str):
             known = not self.choices or value in self.choices or (self.function and names_function(value))
             return None if known else self._listed()
         if isinstance(value, dict):
-            return next((demand for each in value.values() if (demand := self.demand(each)) is not None), None)
+            return next((demand for each in value.values() if (demand := self.violation(each)) is not None), None)
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None
         if not math.isfinite(value):
@@ -132,7 +132,7 @@ def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
 def check_domains(section: Any, prefix: str = "") -> None:
     """Raise ConfigError for the first value that its key does not allow."""
     for leaf in leaves(section, prefix):
-        if (demand := leaf.domain.demand(leaf.value)) is not None:
+        if (demand := leaf.domain.violation(leaf.value)) is not None:
             raise ConfigError(f"{leaf.key}={leaf.value} must be {demand}{', or null' if leaf.may_be_null else ''}")
 
 

@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from omegaconf.errors import MissingMandatoryValue as MissingValueError
 
-from mcore_rl.config.reading.expansion import expanded
-from mcore_rl.config.reading.unknown import known_keys, refuse_unknown
-from mcore_rl.config.reading.values import settled, takes_only_text
+from mcore_rl.config.reading.expansion import expand_path
+from mcore_rl.config.reading.unknown_keys import known_keys, reject_unknown
+from mcore_rl.config.reading.values import normalized, takes_only_text
 from mcore_rl.config.reading.yaml_text import YamlDumper, YamlLoader
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -32,15 +32,15 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     Raises: ConfigError for a file that cannot be read, an unknown key (naming a similar one, if any), a value of the
     wrong type, or a missing required key.
     """
-    _refuse_blanks(overrides)
-    path = expanded("CONFIG", os.fspath(path))
+    _reject_blanks(overrides)
+    path = expand_path("CONFIG", os.fspath(path))
     merged = OmegaConf.structured(Config)
     if not needs_data:
         merged.data.train = []
     for tree, source in [(_read_yaml(path), path), *((_parse_override(item), item) for item in overrides)]:
-        refuse_unknown(tree, source)
+        reject_unknown(tree, source)
         try:
-            merged = OmegaConf.merge(merged, settled(tree))
+            merged = OmegaConf.merge(merged, normalized(tree))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{source}: {_first_line(error)}") from None
         except TypeError as error:  # raised by OmegaConf for a mapping instead of a list, and vice versa
@@ -78,7 +78,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return tree
 
 
-def _refuse_blanks(overrides: Sequence[str]) -> None:
+def _reject_blanks(overrides: Sequence[str]) -> None:
     """Reject blanks around `=`: the shell passes `trainer.steps = 3` as three arguments."""
     for place, word in enumerate(overrides):
         key, _, value = word.partition("=")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from mcore_rl.config.rules.available import SGLANG_VERSION, sglang_python, sglang_version
+from mcore_rl.config.rules.engine_support import SGLANG_VERSION, sglang_python, sglang_version
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved import installed

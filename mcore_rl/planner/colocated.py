@@ -36,7 +36,7 @@ from mcore_rl.planner.sync import staging_bytes
 from mcore_rl.resolved.engine_model import check_engine_model
 from mcore_rl.resolved.installed import planned_machine
 from mcore_rl.resolved.layout import model_arguments
-from mcore_rl.resolved.model import ModelSpec, policy_config
+from mcore_rl.resolved.model import ResolvedModel, policy_config
 from mcore_rl.resolved.recompute import recomputed_modules
 
 
@@ -163,7 +163,7 @@ def value_model_ranks(
 
     Raises: ConfigError.
     """
-    spec = ModelSpec.value_model(role, num_ranks)
+    spec = ResolvedModel.value_model(role, num_ranks)
     implementation = spec.implementation(role, config.cluster.gpus_per_node, planned_machine(cuda=cuda))
     modules = recomputed_modules(role.section, spec.arguments, implementation)
     section = replace(role.section, recompute_modules=modules)

@@ -9,8 +9,8 @@ import numpy as np
 
 from mcore_rl.config import Config, validate
 from mcore_rl.config.roles import EngineRole, ModelRole
-from mcore_rl.config.rules.available import cannot_run
-from mcore_rl.config.rules.defaults import settle_dtype
+from mcore_rl.config.rules.defaults import resolve_dtype
+from mcore_rl.config.rules.engine_support import cannot_run
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.megatron.model.model import DTYPES
@@ -31,7 +31,7 @@ from mcore_rl.resolved.adapters import bound_adapters
 from mcore_rl.resolved.engine_model import check_engine_model
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import planned_machine
-from mcore_rl.resolved.model import ModelSpec
+from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.recompute import recomputed_modules
 from model_converters.errors import LayoutError
 from model_converters.families import ModelArguments
@@ -139,7 +139,7 @@ class Job:
     """
 
     config: Config
-    spec: ModelSpec
+    spec: ResolvedModel
     implementation: Implementation
     rows: list[BoundRow]
     adapters: list[BoundRow]
@@ -154,9 +154,11 @@ class Job:
         """
         validate(config, run_here=False)
         cuda = config.cluster.device != "cpu"
-        config = replace(config, model=replace(config.model))  # settle_dtype must not change the caller's configuration
-        settle_dtype(config.model, cuda=cuda)
-        spec = ModelSpec.policy(config)
+        config = replace(
+            config, model=replace(config.model)
+        )  # resolve_dtype must not change the caller's configuration
+        resolve_dtype(config.model, cuda=cuda)
+        spec = ResolvedModel.policy(config)
         check_engine_model(EngineRole.rollout(config), config.algorithm, spec.hf_config)
         installed = planned_machine(cuda=cuda)
         implementation = spec.implementation(ModelRole.policy(config), config.cluster.gpus_per_node, installed)

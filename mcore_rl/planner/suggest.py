@@ -27,7 +27,7 @@ from math import prod
 from typing import Any
 
 from mcore_rl.config.models import ActorConfig, OffloadConfig, ParallelConfig
-from mcore_rl.config.rules.lora import refuse_suggestions
+from mcore_rl.config.rules.lora import reject_suggestions
 from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
 from mcore_rl.planner.activations import StageActivations, stage_activations
 from mcore_rl.planner.batches import batch_arithmetic
@@ -222,7 +222,7 @@ def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:
 
     Raises: ConfigError for settings that are invalid in every layout.
     """
-    refuse_suggestions(config.actor)
+    reject_suggestions(config.actor)
     base = deepcopy(config)
     # Job.of checks the layout, so it gets one that fits every model.
     base.actor.parallel = ParallelConfig(sequence_parallel=config.actor.parallel.sequence_parallel)

@@ -30,7 +30,7 @@ from mcore_rl.resolved.adapters import bound_adapters, check_adapter, check_peft
 from mcore_rl.resolved.engine_model import check_engine_model
 from mcore_rl.resolved.installed import look
 from mcore_rl.resolved.layout import model_arguments
-from mcore_rl.resolved.model import ModelSpec, policy_config
+from mcore_rl.resolved.model import ResolvedModel, policy_config
 from mcore_rl.rewards.judge.prompts import JudgePrompts, check_room
 from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import try_server
@@ -47,7 +47,7 @@ from model_converters.mapping.table import bind
 logger = logging.getLogger(__name__)
 
 
-def check_implementation(role: ModelRole, cluster: ClusterConfig, spec: ModelSpec) -> None:
+def check_implementation(role: ModelRole, cluster: ClusterConfig, spec: ResolvedModel) -> None:
     """Reject a model that Megatron ranks cannot build with the packages of this machine.
 
     Ranks run here or on hosts with the same packages.
@@ -59,7 +59,7 @@ def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
     """Check the critic and return its layout. `actor` is the layout of the policy."""
     validate_critic(config)
     role = ModelRole.critic(config)
-    spec = ModelSpec.value_model(role, num_critic_ranks(config))
+    spec = ResolvedModel.value_model(role, num_critic_ranks(config))
     check_implementation(role, config.cluster, spec)
     layout = spec.layout
     if actor.dp % layout.dp and layout.dp % actor.dp:
@@ -79,7 +79,7 @@ def reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
             f"{config.algorithm.policy_loss.name} is supervised; set it to null"
         )
     role = ModelRole.reward_model(config)
-    spec = ModelSpec.value_model(role, num_reward_model_ranks(config))
+    spec = ResolvedModel.value_model(role, num_reward_model_ranks(config))
     check_implementation(role, config.cluster, spec)
     try:
         with HFCheckpoint(role.model.hf_path) as checkpoint:

@@ -14,7 +14,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
-from mcore_rl.config.rules.defaults import settle_dtype, uses_cuda
+from mcore_rl.config.rules.defaults import resolve_dtype, uses_cuda
 from mcore_rl.config.rules.episodes import has_turns
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.rules.reference import uses_reference
@@ -43,7 +43,7 @@ from mcore_rl.preparation.models import (
 )
 from mcore_rl.resolved.costs import sequence_cost
 from mcore_rl.resolved.engine_model import check_engine_model, overridden_fields
-from mcore_rl.resolved.model import ModelSpec
+from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.rewards.graders.loading import check_data_sources, check_reward_function, runs_code
 from mcore_rl.rewards.graders.sandboxed import SandboxRunner
 from mcore_rl.rewards.model_inputs import RewardInputs
@@ -90,8 +90,8 @@ def prepare(config: Config) -> Prepared:
 
     Raises: ConfigError, DataError for the first setting or row that cannot work.
     """
-    settle_dtype(config.model, cuda=uses_cuda(config.cluster))
-    spec = ModelSpec.policy(config)
+    resolve_dtype(config.model, cuda=uses_cuda(config.cluster))
+    spec = ResolvedModel.policy(config)
     hf_config, layout = spec.hf_config, spec.layout
     check_engine_model(EngineRole.rollout(config), config.algorithm, hf_config)
     check_implementation(ModelRole.policy(config), config.cluster, spec)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mcore_rl.config import Config
-from mcore_rl.config.earlier import replace_config
+from mcore_rl.config.run_configs import replace_config
 from mcore_rl.config.schema import RunConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.trainer.checkpoints import Checkpoints

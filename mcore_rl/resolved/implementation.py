@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.roles import POLICY, KeyNames
-from mcore_rl.config.rules.defaults import settled_dtype
+from mcore_rl.config.rules.defaults import resolved_dtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.attention import HeadDims, pick
 from mcore_rl.resolved.fp8 import RECIPES, require_recipe
@@ -169,7 +169,7 @@ def _layers(installed: Installed, request: BuildRequest) -> Component:
 
 def _attention(installed: Installed, engine: bool, request: BuildRequest) -> Component:
     if engine:
-        backend = pick(installed, settled_dtype(request.dtype, cuda=True), request.heads, request.names.checkpoint)
+        backend = pick(installed, resolved_dtype(request.dtype, cuda=True), request.heads, request.names.checkpoint)
         return Component(backend.name, f"TransformerEngine's first choice for packed rows; it needs {backend.needs}")
     if installed.cuda and request.cp > 1:
         key, lora = request.names.key("parallel.cp"), request.names.key("lora.rank")

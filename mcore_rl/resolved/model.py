@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ResolvedModel:
     """Model and layout. `hf_config` is config.json as the model is trained, `arguments` are the values of its family.
     `left_out`: number of multi-token-prediction layers in config.json that are not built."""
 
@@ -34,7 +34,7 @@ class ModelSpec:
     left_out: int = 0
 
     @classmethod
-    def policy(cls, config: Config, num_ranks: int | None = None) -> ModelSpec:
+    def policy(cls, config: Config, num_ranks: int | None = None) -> ResolvedModel:
         """Resolve the policy on `num_ranks` ranks, by default num_trainer_ranks.
 
         Raises: ConfigError.
@@ -44,7 +44,7 @@ class ModelSpec:
         return _spec(role, hf_config, num_ranks or num_trainer_ranks(config), left_out)
 
     @classmethod
-    def value_model(cls, role: ModelRole, num_ranks: int) -> ModelSpec:
+    def value_model(cls, role: ModelRole, num_ranks: int) -> ResolvedModel:
         """Resolve a critic or a reward model.
 
         Raises: ConfigError.
@@ -100,8 +100,8 @@ def value_config(role: ModelRole) -> dict[str, Any]:
         raise ConfigError(f"{role.checkpoint}={role.model.hf_path}: {error}") from error
 
 
-def _spec(role: ModelRole, hf_config: dict[str, Any], num_ranks: int, left_out: int) -> ModelSpec:
+def _spec(role: ModelRole, hf_config: dict[str, Any], num_ranks: int, left_out: int) -> ResolvedModel:
     arguments = model_arguments(hf_config, role.checkpoint)
     layout = train_layout(role.section.parallel, num_ranks, hf_config, role)
     check_experts(role.section.moe, arguments.transformer, role)
-    return ModelSpec(hf_config, arguments, layout, left_out)
+    return ResolvedModel(hf_config, arguments, layout, left_out)

@@ -1,4 +1,4 @@
-"""Which node gets which rank and engine: a pure function of the configuration."""
+"""Placement of ranks and engines on nodes: a pure function of the configuration."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mcore_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a process that is no trainer rank runs. `places` are those of the node's trainer ranks, counted from 0,
-    whose GPUs it shares; None when it has GPUs of its own, or none."""
+    """Place of a process that is not a trainer rank. `places`: indices of the trainer ranks on the node whose GPUs it
+    shares, from 0; None if it has its own GPUs or none."""
 
     node: int
     places: tuple[int, ...] | None
@@ -22,8 +22,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Guests:
-    """Processes that share the slots of trainer ranks: with `tp` engines of so many slots each, spread over the nodes;
-    without it ranks, one on each slot, in the order of the trainer's. `section` configures them."""
+    """Processes that share the slots of trainer ranks. With `tp`: engines with `tp` slots each, spread over the nodes;
+    without: ranks, one per slot, in the order of the trainer ranks. `section` is their configuration section."""
 
     section: str
     num: int
@@ -31,28 +31,29 @@ class Guests:
 
     @property
     def num_cpus(self) -> int:
-        """Of each."""
+        """CPUs reserved per process."""
         return self.tp or 1
 
 
 @dataclass(frozen=True)
 class RunPlacement:
-    """`ranks[r]` is the node of trainer rank r; nodes count from 0, in the order of their names, the driver's first."""
+    """Nodes of all processes. `ranks[r]` is the node of trainer rank r; nodes count from 0 in the order of their names,
+    the driver's node first."""
 
     ranks: tuple[int, ...]
     engines: tuple[tuple[Slot, ...], ...]
-    """Of each engine the slot on every node that it spans, with equal numbers of its ranks; the first leads it."""
+    """Slots of each engine: one per node that it spans, with equal numbers of ranks; the first one leads the engine."""
     guests: dict[str, tuple[Slot, ...]]
-    """By section."""
+    """Slots by configuration section."""
     bundle: dict[str, float]
-    """What every node has to offer, in Ray's words: the same, since nobody knows which of them will be the first."""
+    """Ray resources required of every node. They are equal, since the order of the nodes is not known in advance."""
     computing: dict[str, Counter[int]]
-    """Ranks on each node, by section of the configuration: actor, rollout, and those of guests."""
+    """Number of ranks on each node by configuration section: actor, rollout, and the guests' sections."""
     takes_turns: bool
-    """Whether engines compute while trainer ranks wait, and the reverse."""
+    """True if engines and trainer ranks never compute at the same time."""
 
     def peers(self, section: str, node: int) -> int:
-        """How many ranks on a node compute at the same time, one of the section among them."""
+        """Return the number of ranks on a node that compute at the same time as a rank of the section, including it."""
         of_section = self.computing[section][node]
         if self.takes_turns:
             return of_section
@@ -60,8 +61,8 @@ class RunPlacement:
 
 
 def visible_devices(placement: RunPlacement, slot: Slot, of_ranks: Sequence[str]) -> str | None:
-    """CUDA_VISIBLE_DEVICES of a process on `slot`; None: Ray sees to that. `of_ranks[r]` is that of trainer rank r: Ray
-    hands a node's GPUs out in an order of its own, and of those that the node itself was given."""
+    """Return CUDA_VISIBLE_DEVICES of a process on `slot`; None: set by Ray. `of_ranks[r]` is the value of trainer rank
+    r; it is needed because Ray assigns GPUs in its own order."""
     if slot.places is None:
         return None
     here = [device for node, device in zip(placement.ranks, of_ranks, strict=True) if node == slot.node]
@@ -69,11 +70,10 @@ def visible_devices(placement: RunPlacement, slot: Slot, of_ranks: Sequence[str]
 
 
 def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[Guests] = ()) -> RunPlacement:
-    """Consecutive ranks fill a node before the next one begins, so that tensor-parallel peers share one.
+    """Compute the placement. Consecutive ranks fill a node before the next node, so that tensor-parallel peers share a
+    node. Colocated engines share the slots of trainer ranks; disaggregated ones use the slots after the last rank.
 
-    Colocated engines are guests of trainer ranks; disaggregated ones take the slots after the last rank.
-
-    Raises: ConfigError when an engine does not fit the slots of a node, or guests those of the policy.
+    Raises: ConfigError if an engine does not fit the slots of a node, or colocated ranks exceed the trainer ranks.
     """
     cluster, rollout = config.cluster, config.rollout
     slots, tp = cluster.gpus_per_node, rollout.tp
@@ -105,12 +105,12 @@ def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[G
 def _wide_engines(
     cluster: ClusterConfig, rollout: RolloutConfig, num_engines: int, num_ranks: int, on_gpus: bool
 ) -> tuple[tuple[Slot, ...], ...]:
-    """Engines of more ranks than a node has slots: each fills whole nodes, one engine after the other."""
+    """Place engines with more ranks than a node has slots: each fills whole nodes."""
     slots, nodes, tp = cluster.gpus_per_node, cluster.nodes, rollout.tp
     if tp % slots:
         raise ConfigError(
-            f"rollout.tp={tp}: an engine that spans nodes fills them; set a multiple of cluster.gpus_per_node={slots}, "
-            "or at most as many"
+            f"rollout.tp={tp}: an engine that spans nodes must fill them; set a multiple of "
+            f"cluster.gpus_per_node={slots}, or at most {slots}"
         )
     colocated = cluster.placement == "colocated"
     first, end = (0, num_ranks // slots if on_gpus else nodes)
@@ -120,8 +120,8 @@ def _wide_engines(
     if first + num_engines * span > end:
         raise ConfigError(
             f"rollout.num_engines={num_engines} of rollout.tp={tp} span {num_engines * span} nodes of "
-            f"cluster.gpus_per_node={slots}, and {max(end - first, 0)} of cluster.nodes={nodes} are there for engines; "
-            "lower rollout.num_engines or rollout.tp"
+            f"cluster.gpus_per_node={slots}, but {max(end - first, 0)} of cluster.nodes={nodes} are available for "
+            "engines; lower rollout.num_engines or rollout.tp"
         )
     places = tuple(range(slots)) if on_gpus and colocated else None
     return tuple(
@@ -130,7 +130,7 @@ def _wide_engines(
 
 
 def _first_free_node(cluster: ClusterConfig, rollout: RolloutConfig, num_ranks: int) -> int:
-    """Of those that are the engines' alone."""
+    """Return the first node that only engines use."""
     if rollout.nodes:
         return cluster.nodes - rollout.nodes
     return -(-num_ranks // cluster.gpus_per_node)
@@ -168,7 +168,7 @@ def _own_slot(cluster: ClusterConfig, rollout: RolloutConfig, engine: int, ranks
     tp, slots, nodes = rollout.tp, cluster.gpus_per_node, cluster.nodes
     if not on_gpus and nodes == 1:
         return Slot(0, None)
-    # The first slot after the ranks at which an engine can begin without crossing to another node.
+    # First slot after the ranks at which an engine fits without crossing a node boundary.
     per_node = slots // tp
     node, used = (nodes - rollout.nodes, 0) if rollout.nodes else divmod(ranks, slots)
     nth = engine + min(-(-used // tp), per_node)

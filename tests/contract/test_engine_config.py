@@ -65,7 +65,7 @@ def test_engine_own_config_fields_do_not_change_logp(
     engines: FamilyEngine, name: str, fields: dict[str, Any], replaced: dict[str, Any], tmp_path: Path
 ) -> None:
     if engines.kind == "sglang" and FAMILIES[name].absent_for_engines:
-        pytest.skip("refused by config.rules.available")
+        pytest.skip("refused by config.rules.engine_support")
     engine = engines.start(saved(tmp_path, name, fields, replaced))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, VOCABULARY, size=PROMPT_TOKENS).astype(np.int32) for _ in range(3)]

@@ -90,7 +90,7 @@ CASES = [
     pytest.param(engine, name, id=f"{engine}-{name}", marks=MARKS[engine])
     for engine in MARKS
     for name in FAMILIES
-    if engine == "vllm" or name not in LATENT  # refused by config.rules.available
+    if engine == "vllm" or name not in LATENT  # refused by config.rules.engine_support
 ]
 
 

@@ -195,7 +195,7 @@ def test_update_family_loaded_from_export_is_exact(family_engine: FamilyEngine, 
     kind, changes, layout = FAMILIES[family]
     if family_engine.kind == "sglang":
         if "kv_lora_rank" in changes:
-            pytest.skip("refused by config.rules.available")
+            pytest.skip("refused by config.rules.engine_support")
         changes = changes | {"mlp_only_layers": []} if family == "qwen3_moe" else changes
 
     def model(seed: int) -> Any:

@@ -10,7 +10,7 @@ from mcore_rl.errors import ConfigError
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 
 
-def expanded(key: str, path: str) -> str:
+def expand_path(key: str, path: str) -> str:
     """Expand `~`, `~user`, `$NAME` and `${NAME}` in a path. A path with `$` that exists is not changed.
 
     Raises: ConfigError naming `key`, for an unknown user, an unset variable, a path that is not UTF-8, or a NUL
@@ -29,13 +29,13 @@ def expanded(key: str, path: str) -> str:
     return text
 
 
-def expanded_spec(key: str, spec: str) -> str:
+def expand_spec(key: str, spec: str) -> str:
     """Expand the file's path in module_or_file.py:function; other texts are not changed.
 
     Raises: ConfigError.
     """
     source, colon, name = spec.rpartition(":")
-    return f"{expanded(key, source)}:{name}" if colon and source.endswith(".py") else spec
+    return f"{expand_path(key, source)}:{name}" if colon and source.endswith(".py") else spec
 
 
 def check_utf8(key: str, text: str) -> None:

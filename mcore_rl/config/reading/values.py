@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mcore_rl.config.fields import DOMAIN, Domain
 from mcore_rl.config.functions import names_function
-from mcore_rl.config.reading.expansion import check_utf8, expanded, expanded_spec
+from mcore_rl.config.reading.expansion import check_utf8, expand_path, expand_spec
 from mcore_rl.config.reading.yaml_text import NoneWord
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -21,7 +21,7 @@ _TEMPLATE_FILE = re.compile(r"(?!.*\{(?:prompt|response|ground_truth)\}).*\.txt"
 """A judge.template that names a file."""
 
 
-def settled(tree: dict[str, Any], *, expand: bool = True) -> dict[str, Any]:
+def normalized(tree: dict[str, Any], *, expand: bool = True) -> dict[str, Any]:
     """Normalize the values of a file or override for the schema; `expand` replaces `~` and variables.
 
     An empty text and the words None, none and NONE become null for keys that allow null. A single path becomes a list
@@ -125,7 +125,7 @@ class _Key:
         for name, each in value.items():
             new = str(name) if isinstance(name, NoneWord) else name
             if paths_are_keys and self.expand and isinstance(new, str):
-                new = expanded(self.key, new)
+                new = expand_path(self.key, new)
             made[new] = self._inside(f"{self.key}.{name}", each, item)
         return made
 
@@ -138,12 +138,12 @@ class _Key:
 
     def _expanded(self, text: str) -> str:
         if self.domain.function and names_function(text):
-            return expanded_spec(self.key, text)
+            return expand_spec(self.key, text)
         if self.domain.path or (self.key == "judge.template" and _TEMPLATE_FILE.fullmatch(text)):
-            return expanded(self.key, text)
+            return expand_path(self.key, text)
         if self.key == "slurm.container_image" and _IMAGE_FILE.match(text):
-            return expanded(self.key, text)
+            return expand_path(self.key, text)
         if self.key.startswith("slurm.container_mounts["):
             source, colon, target = text.partition(":")
-            return f"{expanded(self.key, source)}{colon}{target}"
+            return f"{expand_path(self.key, source)}{colon}{target}"
         return text

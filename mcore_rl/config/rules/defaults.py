@@ -14,7 +14,7 @@ def uses_cuda(cluster: ClusterConfig) -> bool:
     return torch.cuda.is_available()
 
 
-def settled_dtype(dtype: str, *, cuda: bool) -> str:
+def resolved_dtype(dtype: str, *, cuda: bool) -> str:
     """Resolve model.dtype=auto: bfloat16 on GPUs, whose attention kernels need it; float32 on CPU, where it is
     fastest."""
     if dtype != "auto":
@@ -22,6 +22,6 @@ def settled_dtype(dtype: str, *, cuda: bool) -> str:
     return "bfloat16" if cuda else "float32"
 
 
-def settle_dtype(model: ModelConfig, *, cuda: bool) -> None:
+def resolve_dtype(model: ModelConfig, *, cuda: bool) -> None:
     """Replace model.dtype=auto in the configuration, which is also written to config.yaml."""
-    model.dtype = settled_dtype(model.dtype, cuda=cuda)
+    model.dtype = resolved_dtype(model.dtype, cuda=cuda)

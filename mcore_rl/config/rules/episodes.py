@@ -5,11 +5,11 @@ from __future__ import annotations
 from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.episodes import SINGLE_TURN, WITH_ENVIRONMENT, WITH_TOOLS
 from mcore_rl.config.functions import names_function
-from mcore_rl.config.rules.unused import refuse_unless_default
+from mcore_rl.config.rules.changed_keys import reject_unless_default
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 
-OF_TURNS = (
+TURN_KEYS = (
     *("max_turns", "max_turn_tokens", "max_episode_seconds", "max_concurrent_episodes"),
     *("failed_reward", "history", "long_history"),
 )
@@ -59,7 +59,7 @@ def check_episodes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
         raise ConfigError(f"rollout.episode_kwargs is not used by rollout.episode={chosen}; remove it")
     if chosen == SINGLE_TURN:
         remedy = "set rollout.episode, rollout.tools or rollout.environment"
-        refuse_unless_default("rollout", rollout, remedy, OF_TURNS)
+        reject_unless_default("rollout", rollout, remedy, TURN_KEYS)
     _check_limits(rollout)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, DAPO, GROUP, NAIVE, STEP, RewardConfig
+from mcore_rl.config.rules.changed_keys import changed, reject_unless_default
 from mcore_rl.config.rules.episodes import episode_of, has_turns
-from mcore_rl.config.rules.unused import changed, refuse_unless_default
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 
@@ -13,13 +13,13 @@ from mcore_rl.errors import ConfigError
 def check_graders(reward: RewardConfig, rollout: RolloutConfig) -> None:
     """Raise ConfigError for a key without effect and for contradictory keys."""
     if all(entry.function != BY_DATA_SOURCE for entry in reward.entries):
-        refuse_unless_default("reward", reward, f"set reward.function={BY_DATA_SOURCE}", ["functions"])
+        reject_unless_default("reward", reward, f"set reward.function={BY_DATA_SOURCE}", ["functions"])
     if reward.weighted:
         for key, value, default in changed("reward", reward):
             if key == "reward.function" or key.startswith("reward.kwargs"):
                 raise ConfigError(f"{key}={value} has no effect beside reward.weighted; leave it at {default}")
     else:
-        refuse_unless_default("reward", reward, "set reward.weighted", ["accuracy_of"])
+        reject_unless_default("reward", reward, "set reward.weighted", ["accuracy_of"])
     _check_kwargs(reward)
     _check_manager(reward)
     if reward.batch == STEP:
@@ -60,14 +60,14 @@ def _check_manager(reward: RewardConfig) -> None:
             "reward.workers=1 or reward.manager=prime"
         )
     if reward.manager == NAIVE:
-        refuse_unless_default("reward", reward, "set reward.manager=prime", ["max_concurrent_calls"])
+        reject_unless_default("reward", reward, "set reward.manager=prime", ["max_concurrent_calls"])
     if reward.manager == DAPO and reward.overlong.enable is False:
         raise ConfigError(
             f"reward.manager={DAPO} enables reward.overlong, but reward.overlong.enable=false; leave it at null, or "
             "set reward.manager=prime"
         )
     if reward.manager != BATCH:
-        refuse_unless_default("reward", reward, f"set reward.manager={BATCH}", ["batch"])
+        reject_unless_default("reward", reward, f"set reward.manager={BATCH}", ["batch"])
     elif reward.weighted or not names_function(reward.function):
         raise ConfigError(
             f"reward.manager={BATCH} grades several responses per call, which {reward.chosen} does not support; set "

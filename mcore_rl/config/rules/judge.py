@@ -1,4 +1,4 @@
-"""When a run has a judge, what of its keys cannot work, and its engines as the rollout's code sees engines."""
+"""Rules for the keys of the judge."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from urllib.parse import urlsplit
 
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole
-from mcore_rl.config.rules.unused import refuse_unless_default
+from mcore_rl.config.rules.changed_keys import reject_unless_default
 from mcore_rl.config.rules.validation import check_engine_sizes, read_hf_config
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 PLACEHOLDERS = re.compile(r"\{(prompt|response|ground_truth)\}")
 NEEDED = ("prompt", "response")
-OF_A_SERVER = ("url", "served_model", "api_key_variable", "timeout_seconds", "max_retries")
-"""Keys of the section that a judge on engines of the run's own has no use for."""
-OF_ENGINES = ("engine", "dtype", "num_engines", "tp", "kv_cache_gib", "gpu_memory_fraction", "enforce_eager")
-"""And those that a judge on a server has no use for."""
+SERVER_KEYS = ("url", "served_model", "api_key_variable", "timeout_seconds", "max_retries")
+"""Keys without effect on a judge that runs on the run's own engines."""
+ENGINE_KEYS = ("engine", "dtype", "num_engines", "tp", "kv_cache_gib", "gpu_memory_fraction", "enforce_eager")
+"""Keys without effect on a judge behind a server."""
 
 
 def uses_judge(judge: JudgeConfig) -> bool:
@@ -27,24 +27,23 @@ def uses_judge(judge: JudgeConfig) -> bool:
 
 
 def has_judge_engines(judge: JudgeConfig) -> bool:
-    """Whether the judge runs on engines of the run's own."""
+    """Return True if the judge runs on the run's own engines."""
     return judge.hf_path is not None
 
 
 def validate_judge(config: Config) -> None:
-    """Runs every check of the section beside values that needs only the configuration, the template and the judge's
-    config.json.
+    """Check the judge's section; needs the configuration, the template and the judge's config.json.
 
-    Raises: ConfigError for the first thing that cannot work.
+    Raises: ConfigError for the first problem.
     """
     judge = config.judge
     if not uses_judge(judge):
-        refuse_unless_default("judge", judge, "set judge.hf_path or judge.url")
+        reject_unless_default("judge", judge, "set judge.hf_path or judge.url")
         return
     if judge.url is not None:
         _check_server(judge, judge.url)
     else:
-        refuse_unless_default("judge", judge, "set judge.url instead of judge.hf_path", OF_A_SERVER)
+        reject_unless_default("judge", judge, "set judge.url instead of judge.hf_path", SERVER_KEYS)
     _check_numbers(judge)
     compiled_pattern(judge)
     text = template_text(judge)
@@ -54,8 +53,8 @@ def validate_judge(config: Config) -> None:
             raise ConfigError(f"judge.template has no {{{name}}}; put it where the {name} goes: {_shown(text)}")
     if judge.parser is not None and judge.score_pattern != JudgeConfig().score_pattern:
         raise ConfigError(
-            f"judge.score_pattern={judge.score_pattern} has no effect: judge.parser={judge.parser} finds the score; "
-            "set one of the two"
+            f"judge.score_pattern={judge.score_pattern} has no effect, since judge.parser={judge.parser} extracts the "
+            "score; set one of the two"
         )
     if has_judge_engines(judge):
         role = EngineRole.judge(config)
@@ -63,15 +62,15 @@ def validate_judge(config: Config) -> None:
 
 
 def template_text(judge: JudgeConfig) -> str:
-    """What the judge is asked, read where judge.template names a file.
+    """Return the judge's prompt template; reads the file if judge.template names one.
 
-    Raises: ConfigError when there is none, or none that can be read.
+    Raises: ConfigError if it is missing or cannot be read.
     """
     template = judge.template
     if template is None:
         raise ConfigError(
-            "judge.template must be set with a judge: the text that asks for a score, with {prompt} and {response} in "
-            "it, or a .txt file with it"
+            "judge.template must be set with a judge: a prompt that asks for a score and contains {prompt} and "
+            "{response}, or a .txt file with it"
         )
     if not template.endswith(".txt") or PLACEHOLDERS.search(template):
         return template
@@ -82,7 +81,7 @@ def template_text(judge: JudgeConfig) -> str:
 
 
 def compiled_pattern(judge: JudgeConfig) -> re.Pattern[str]:
-    """Raises: ConfigError for what is no regular expression with one group."""
+    """Compile judge.score_pattern. Raises: ConfigError if it is not a regular expression with one group."""
     try:
         pattern = re.compile(judge.score_pattern)
     except re.error as error:
@@ -105,16 +104,16 @@ def _check_server(judge: JudgeConfig, url: str) -> None:
         )
     address = urlsplit(url)
     if address.scheme not in ("http", "https") or not address.hostname:
-        raise ConfigError(f"judge.url={url} is no address of a server; write it as http://host:8000/v1")
-    refuse_unless_default("judge", judge, "set judge.hf_path instead of judge.url", OF_ENGINES)
-    if judge.tokenizer_path is None:  # nothing counts tokens
-        refuse_unless_default("judge", judge, "set judge.tokenizer_path", ("max_prompt_tokens",))
+        raise ConfigError(f"judge.url={url} is not the address of a server; write it as http://host:8000/v1")
+    reject_unless_default("judge", judge, "set judge.hf_path instead of judge.url", ENGINE_KEYS)
+    if judge.tokenizer_path is None:  # without a tokenizer, prompt tokens are not counted
+        reject_unless_default("judge", judge, "set judge.tokenizer_path", ("max_prompt_tokens",))
 
 
 def server_key(judge: JudgeConfig) -> str | None:
-    """What judge.api_key_variable holds in this process; None: the server wants no key.
+    """Return the API key in judge.api_key_variable; None if the server needs no key.
 
-    Raises: ConfigError where it holds nothing.
+    Raises: ConfigError if the variable is not set.
     """
     variable = judge.api_key_variable
     if variable is None:
@@ -138,6 +137,6 @@ def _check_numbers(judge: JudgeConfig) -> None:
 
 
 def _shown(text: str) -> str:
-    """On one line, not too long."""
+    """Shorten a text to one line."""
     line = " ".join(text.split())
     return line if len(line) <= 80 else f"{line[:77]}..."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rl.config.models import ActorConfig, LoraConfig, ReferenceConfig
-from mcore_rl.config.rules.unused import changed, refuse_unless_default
+from mcore_rl.config.rules.changed_keys import changed, reject_unless_default
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
@@ -23,8 +23,8 @@ def check_lora(config: Config) -> None:
     lora = config.actor.lora
     if not uses_lora(config.actor):
         remedy = "set actor.lora.rank above 0, so that there are adapters"
-        refuse_unless_default("actor.lora", lora, remedy)
-        refuse_unless_default("trainer", config.trainer, remedy, ("export_adapter",))
+        reject_unless_default("actor.lora", lora, remedy)
+        reject_unless_default("trainer", config.trainer, remedy, ("export_adapter",))
         return
     if len(set(lora.target_modules)) != len(lora.target_modules):
         raise ConfigError(f"actor.lora.target_modules={list(lora.target_modules)} names a module twice")
@@ -60,7 +60,7 @@ def check_lora(config: Config) -> None:
             raise ConfigError(f"{key}={value} is not supported with actor.lora.rank={lora.rank}: {reason}")
 
 
-def refuse_suggestions(actor: ActorConfig) -> None:
+def reject_suggestions(actor: ActorConfig) -> None:
     """Raise ConfigError if adapters are trained."""
     if uses_lora(actor):
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_rl.config.algorithm import KLConfig
 from mcore_rl.config.models import ReferenceConfig
-from mcore_rl.config.rules.unused import refuse_unless_default
+from mcore_rl.config.rules.changed_keys import reject_unless_default
 from mcore_rl.errors import ConfigError
 
 
@@ -18,14 +18,14 @@ def check_reference(kl: KLConfig, reference: ReferenceConfig) -> None:
     if kl.controller == "adaptive":
         _check_adaptive(kl)
     else:
-        refuse_unless_default("algorithm.kl", kl, "set algorithm.kl.controller=adaptive", ("target", "horizon"))
+        reject_unless_default("algorithm.kl", kl, "set algorithm.kl.controller=adaptive", ("target", "horizon"))
     for use in ("loss", "reward"):
         key = f"algorithm.kl.in_{use}"
         if not getattr(kl, f"in_{use}"):
-            refuse_unless_default("algorithm.kl", kl, f"set {key} above 0", (f"{use}_kind",))
+            reject_unless_default("algorithm.kl", kl, f"set {key} above 0", (f"{use}_kind",))
     if not uses_reference(kl):
         needed = "set algorithm.kl.in_loss or algorithm.kl.in_reward above 0"
-        refuse_unless_default("reference", reference, needed)
+        reject_unless_default("reference", reference, needed)
 
 
 def _check_adaptive(kl: KLConfig) -> None:

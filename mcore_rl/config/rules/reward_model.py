@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from mcore_rl.config.models import RewardModelConfig
 from mcore_rl.config.reward import NO_RULE
+from mcore_rl.config.rules.changed_keys import changed, reject_unless_default
 from mcore_rl.config.rules.episodes import has_turns
-from mcore_rl.config.rules.unused import changed, refuse_unless_default
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
-OF_A_FROZEN_MODEL = (
+FROZEN_MODEL_KEYS = (
     "hf_path",
     "weight",
     "num_ranks",
@@ -30,10 +30,10 @@ def check_rewards(config: Config) -> None:
     """Raise ConfigError for a key without effect, and if nothing gives rewards."""
     section = config.reward_model
     if section.hf_path is None:
-        refuse_unless_default("reward_model", section, "set reward_model.hf_path")
+        reject_unless_default("reward_model", section, "set reward_model.hf_path")
     for key, value, default in changed("reward_model", section):
         name = key.removeprefix("reward_model.")
-        if name not in OF_A_FROZEN_MODEL and not name.startswith("parallel."):
+        if name not in FROZEN_MODEL_KEYS and not name.startswith("parallel."):
             raise ConfigError(
                 f"{key}={value} has no effect: a reward model is not trained and predicts no tokens; leave it at "
                 f"{default}"

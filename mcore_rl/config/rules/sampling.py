@@ -4,7 +4,7 @@ restricted."""
 from __future__ import annotations
 
 from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, AlgorithmConfig, is_supervised
-from mcore_rl.config.rules.unused import written
+from mcore_rl.config.rules.changed_keys import written
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.rules.changed_keys import reject_unless_default
 from mcore_rl.config.rules.episodes import concurrent_episodes, has_turns
-from mcore_rl.config.rules.unused import refuse_unless_default
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.config.staleness import FINISH, RECOMPUTE
 from mcore_rl.errors import ConfigError
 
-OF_ASYNCHRONOUS_RUNS = ("max_staleness_hard", "swap", "partial_tokens", "replay_schedule")
+ASYNCHRONOUS_KEYS = ("max_staleness_hard", "swap", "partial_tokens", "replay_schedule")
 
 
 def check_staleness(config: Config) -> None:
@@ -19,8 +19,8 @@ def check_staleness(config: Config) -> None:
         return
     if rollout.max_staleness == 0:
         remedy = "set rollout.max_staleness above 0"
-        refuse_unless_default("rollout", rollout, remedy, OF_ASYNCHRONOUS_RUNS)
-        refuse_unless_default("checkpoint", config.checkpoint, remedy, ("drain",))
+        reject_unless_default("rollout", rollout, remedy, ASYNCHRONOUS_KEYS)
+        reject_unless_default("checkpoint", config.checkpoint, remedy, ("drain",))
         return
     asked = f"rollout.max_staleness={rollout.max_staleness}"
     if rollout.hard_staleness < rollout.max_staleness:
@@ -28,7 +28,7 @@ def check_staleness(config: Config) -> None:
             f"rollout.max_staleness_hard={rollout.max_staleness_hard} is below {asked}, the average staleness; raise "
             "it, or lower rollout.max_staleness"
         )
-    _check_parking(rollout, drain=config.checkpoint.drain)
+    _check_paused(rollout, drain=config.checkpoint.drain)
     if config.cluster.placement == "colocated":
         raise ConfigError(
             f"{asked} generates while the trainer updates, but colocated engines share devices with the trainer ranks; "
@@ -40,10 +40,10 @@ def check_staleness(config: Config) -> None:
             f"rollout.samples_per_prompt={rollout.samples_per_prompt} exceeds the {slots} concurrent requests of an "
             f"engine, and with {asked} all responses of a group start together; raise rollout.max_concurrent_requests"
         )
-    _refuse_by_name(config, asked)
+    _reject_unsupported(config, asked)
 
 
-def _check_parking(rollout: RolloutConfig, *, drain: bool) -> None:
+def _check_paused(rollout: RolloutConfig, *, drain: bool) -> None:
     """Check keys with which responses wait for later weights: partial_tokens and replay_schedule."""
     if rollout.partial_tokens is not None and rollout.swap == FINISH:
         raise ConfigError(
@@ -64,7 +64,7 @@ def _check_parking(rollout: RolloutConfig, *, drain: bool) -> None:
         )
 
 
-def _refuse_by_name(config: Config, asked: str) -> None:
+def _reject_unsupported(config: Config, asked: str) -> None:
     """Reject features that only support synchronous rollouts."""
     if config.algorithm.advantage == "remax":
         raise ConfigError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mcore_rl.config.rules.unused import refuse_unless_default
+from mcore_rl.config.rules.changed_keys import reject_unless_default
 from mcore_rl.config.schema import RolloutConfig
 
-OF_TOOLS = (
+TOOL_KEYS = (
     *("tool_parser", "tool_processes", "max_tool_seconds", "max_tool_calls_per_turn"),
     *("tool_answer_characters", "tool_answer_keep"),
 )
@@ -15,4 +15,4 @@ OF_TOOLS = (
 def check_tool_keys(rollout: RolloutConfig) -> None:
     """Raise ConfigError for a tool key that is set without tools."""
     if rollout.tools is None:
-        refuse_unless_default("rollout", rollout, "set rollout.tools", OF_TOOLS)
+        reject_unless_default("rollout", rollout, "set rollout.tools", TOOL_KEYS)

@@ -1,4 +1,4 @@
-"""Cross-field checks, all before anything starts. Each message names the full key to change."""
+"""Checks across sections, before anything starts. Each message names the full key to change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from mcore_rl.config.fields import check_domains
 from mcore_rl.config.models import MoeConfig, ParallelConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
-from mcore_rl.config.rules.available import check_sglang_model
+from mcore_rl.config.rules.changed_keys import changed
+from mcore_rl.config.rules.engine_support import check_sglang_model
 from mcore_rl.config.rules.episodes import check_episodes
 from mcore_rl.config.rules.graders import check_graders
 from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
@@ -22,17 +23,17 @@ from mcore_rl.config.rules.reward_model import check_rewards
 from mcore_rl.config.rules.sampling import check_sampling_keys
 from mcore_rl.config.rules.staleness import check_staleness
 from mcore_rl.config.rules.tools import check_tool_keys
-from mcore_rl.config.rules.unused import changed
 from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from mcore_rl.errors import ConfigError
 
-NOT_OF_A_CRITIC = ("critic.logprob_chunk_tokens", "critic.mtp_loss_coefficient", "critic.moe.router_replay")
+NO_CRITIC_KEYS = ("critic.logprob_chunk_tokens", "critic.mtp_loss_coefficient", "critic.moe.router_replay")
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Where families keep the number of routed experts in config.json."""
+"""Names of the number of routed experts in config.json, by model family."""
 
 
 def num_trainer_ranks(config: Config) -> int:
-    """Trainer ranks of this run: actor.num_ranks, or every slot of the nodes that are not the engines' alone."""
+    """Return the number of trainer ranks: actor.num_ranks, or all slots of the nodes that are not reserved for
+    engines."""
     return config.actor.num_ranks or _trainer_nodes(config.cluster, config.rollout) * config.cluster.gpus_per_node
 
 
@@ -41,12 +42,12 @@ def _trainer_nodes(cluster: ClusterConfig, rollout: RolloutConfig) -> int:
 
 
 def num_critic_ranks(config: Config) -> int:
-    """Ranks of the critic: critic.num_ranks, or as many as the policy has."""
+    """Return the number of critic ranks: critic.num_ranks, or as many as the policy has."""
     return config.critic.num_ranks or num_trainer_ranks(config)
 
 
 def num_reward_model_ranks(config: Config) -> int:
-    """Ranks of the reward model: reward_model.num_ranks, or as many as the policy has."""
+    """Return the number of reward model ranks: reward_model.num_ranks, or as many as the policy has."""
     return config.reward_model.num_ranks or num_trainer_ranks(config)
 
 
@@ -95,7 +96,7 @@ def validate_critic(config: Config) -> None:
     _check_offload(role, config.cluster)
     read_hf_config(role.model, role.checkpoint)
     for key, value, default in changed("critic", critic):
-        if key in NOT_OF_A_CRITIC:
+        if key in NO_CRITIC_KEYS:
             raise ConfigError(f"{key}={value} has no effect: a critic predicts no tokens; leave it at {default}")
 
 
@@ -203,7 +204,7 @@ def _check_layout(role: ModelRole, config: Config, ranks: int) -> None:
 
 
 def check_ranks_divide(parallel: ParallelConfig, num_ranks: int, etp: int, names: KeyNames) -> None:
-    """Raises: ConfigError where the model, or its experts, do not go into so many ranks a whole number of times."""
+    """Raise ConfigError if a copy of the model, or of its experts, does not divide the number of ranks."""
     dense = {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}
     expert = {"ep": parallel.ep, "etp": etp, "pp": parallel.pp}
     for sizes in (dense, expert):
@@ -300,7 +301,8 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any]) -> None:
 
 
 def _yarn_positions(hf: dict[str, Any]) -> tuple[str, int | None]:
-    """The positions for which engines tabulate the rotation of yarn; an index beyond the table is not checked."""
+    """Return the number of positions for which engines precompute YaRN's rotary embedding; larger positions are not
+    checked at run time."""
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     scaling = hf.get(name)
     if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) != "yarn":

@@ -9,8 +9,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from mcore_rl.config.fields import DOMAIN
+from mcore_rl.config.rules.changed_keys import written
 from mcore_rl.config.rules.sampling import stop_fault, untrainable
-from mcore_rl.config.rules.unused import written
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import DataError
 from mcore_rl.types import SamplingOptions
@@ -106,7 +106,7 @@ def _number(name: str, value: Any, context: str) -> float:
     number: float | None = _whole(value) if name in _WHOLE else value
     if number is None:
         raise DataError(f"{context} is {value}, not a whole number")
-    if (demand := _DOMAINS[name].demand(number)) is not None:
+    if (demand := _DOMAINS[name].violation(number)) is not None:
         raise DataError(f"{context} is {value}, but must be {demand}")
     return number
 

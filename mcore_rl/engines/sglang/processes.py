@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.rules.available import SGLANG_PYTHON, sglang_python
+from mcore_rl.config.rules.engine_support import SGLANG_PYTHON, sglang_python
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.sglang.rank import KEY_VARIABLE, START
 from mcore_rl.engines.sglang.settings import RankSettings, disable_nagle

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
 from mcore_rl.config.roles import POLICY, KeyNames
-from mcore_rl.config.rules.defaults import settled_dtype
+from mcore_rl.config.rules.defaults import resolved_dtype
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
@@ -140,7 +140,7 @@ def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[s
 
 
 def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
-    dtype = DTYPES.get(settled_dtype(model_config.dtype, cuda=torch.cuda.is_available()))
+    dtype = DTYPES.get(resolved_dtype(model_config.dtype, cuda=torch.cuda.is_available()))
     if dtype is None:
         raise ConfigError(f"model.dtype={model_config.dtype!r} is not known. Known: {', '.join(DTYPES)}.")
     return {

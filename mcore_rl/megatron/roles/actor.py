@@ -31,7 +31,7 @@ from mcore_rl.megatron.step.mtp_objective import MTPObjective
 from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, logp_gap, mismatch, non_finite_samples
 from mcore_rl.megatron.step.rank_batch import RankBatch
 from mcore_rl.megatron.step.replay import engine_routing
-from mcore_rl.resolved.model import ModelSpec
+from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import LogpGap, Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
@@ -64,7 +64,7 @@ class MegatronActor:
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
-        spec = ModelSpec.policy(config, world_size)
+        spec = ResolvedModel.policy(config, world_size)
         self.hf_config, self.layout = spec.hf_config, spec.layout
         if rank == 0 and spec.left_out:
             _warn_of_mtp_layers(config.model.hf_path, spec.left_out)

@@ -9,10 +9,10 @@ from mcore_rl.megatron.model.loading import load_hf
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.value_model import ValueModel
-from mcore_rl.resolved.model import ModelSpec
+from mcore_rl.resolved.model import ResolvedModel
 
 
-def policy_chunks(role: ModelRole, spec: ModelSpec, *, gpus_per_node: int, seed: int) -> list[PolicyModel]:
+def policy_chunks(role: ModelRole, spec: ResolvedModel, *, gpus_per_node: int, seed: int) -> list[PolicyModel]:
     """Build this rank's chunks of the policy with the weights of model.hf_path and, in a LoRA run, adapters.
 
     With model.random_init the weights are random.
@@ -28,7 +28,7 @@ def policy_chunks(role: ModelRole, spec: ModelSpec, *, gpus_per_node: int, seed:
     return chunks
 
 
-def value_chunks(role: ModelRole, spec: ModelSpec, *, gpus_per_node: int) -> list[PolicyModel]:
+def value_chunks(role: ModelRole, spec: ResolvedModel, *, gpus_per_node: int) -> list[PolicyModel]:
     """Build this rank's chunks of a value model. The caller loads their weights.
 
     Raises: ConfigError.

@@ -22,7 +22,7 @@ from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples, ow
 from mcore_rl.megatron.step.objective import MicroBatchReport, non_finite_samples
 from mcore_rl.megatron.step.rank_batch import ValuedBatch
 from mcore_rl.megatron.step.values import whole_values
-from mcore_rl.resolved.model import ModelSpec
+from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import Metric, RankShare, TrajectoryBuffers
 
 
@@ -42,7 +42,7 @@ class MegatronCritic:
         self.rank, self.world_size = rank, world_size
         self.clip_range, self.update_epochs = config.critic.clip_range, config.critic.update_epochs
         role, seed = ModelRole.critic(config), config.run.seed
-        spec = ModelSpec.value_model(role, world_size)
+        spec = ResolvedModel.value_model(role, world_size)
         self.hf_config, self.layout = spec.hf_config, spec.layout
         join_ranks(config.cluster, seed, self.layout, rank, init_method)
         chunks = value_chunks(role, spec, gpus_per_node=config.cluster.gpus_per_node)

@@ -18,7 +18,7 @@ from mcore_rl.megatron.roles.chunks import value_chunks
 from mcore_rl.megatron.roles.rank_model import RankModel, join_ranks
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.values import whole_values
-from mcore_rl.resolved.model import ModelSpec
+from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
 
@@ -34,7 +34,7 @@ class MegatronRewardModel:
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         self.rank, role = rank, ModelRole.reward_model(config)
-        spec = ModelSpec.value_model(role, world_size)
+        spec = ResolvedModel.value_model(role, world_size)
         hf_config, self.layout = spec.hf_config, spec.layout
         join_ranks(config.cluster, config.run.seed, self.layout, rank, init_method)
         chunks = value_chunks(role, spec, gpus_per_node=config.cluster.gpus_per_node)

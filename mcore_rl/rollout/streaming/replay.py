@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from mcore_rl.config.earlier import CONFIG_FILE
+from mcore_rl.config.run_configs import CONFIG_FILE
 from mcore_rl.config.staleness import RECOMPUTE
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.types import RolloutScalars, Spans

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mcore_rl.config.functions import describe, names_function
-from mcore_rl.config.reading.expansion import expanded
+from mcore_rl.config.reading.expansion import expand_path
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.kinds.sandboxed import SCHEMAS
 from mcore_rl.rollout.tools.kinds.verl_tools import LIFECYCLES
@@ -182,6 +182,6 @@ def _beside(origin: str, folder: Path, path: str) -> Path:
 
     Raises: ConfigError.
     """
-    path = expanded(origin, path)
+    path = expand_path(origin, path)
     near = folder / path
     return Path(os.path.abspath(near if near.exists() else path))

@@ -54,9 +54,9 @@ def config_with(key: str, value: object) -> Config:
     ],
 )
 def test_what_a_domain_refuses_and_in_which_words(domain: Domain, allowed: object, refused: object, words: str) -> None:
-    assert domain.demand(allowed) is None
-    assert domain.demand(refused) == words
-    assert domain.demand(None) is None
+    assert domain.violation(allowed) is None
+    assert domain.violation(refused) == words
+    assert domain.violation(None) is None
 
 
 def test_a_range_in_words_has_every_bound() -> None:

@@ -68,8 +68,11 @@ def test_what_cannot_work_is_refused_by_the_judges_key(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["judge.url=host:8000"], r"^judge\.url=host:8000 is no address of a server; write it as http://host:8000/v1"),
-        (["judge.url=http://"], r"^judge\.url=http:// is no address of a server"),
+        (
+            ["judge.url=host:8000"],
+            r"^judge\.url=host:8000 is not the address of a server; write it as http://host:8000/v1",
+        ),
+        (["judge.url=http://"], r"^judge\.url=http:// is not the address of a server"),
         (
             ["judge.url=http://a/v1", "judge.hf_path=/models/judge"],
             r"^judge\.hf_path=\S+ has no effect with judge\.url",

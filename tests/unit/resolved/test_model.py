@@ -13,7 +13,7 @@ from mcore_rl.config import Config, load_config
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.installed import Installed, planned_machine
-from mcore_rl.resolved.model import ModelSpec, policy_config
+from mcore_rl.resolved.model import ResolvedModel, policy_config
 from tests.tiny_models import tiny_config
 
 CPU = Installed()
@@ -33,11 +33,11 @@ def _config(directory: Path, family: str, overrides: tuple[str, ...] = (), **cha
 
 
 def test_layers_without_a_loss_are_left_out_and_counted(config: Config) -> None:
-    spec = ModelSpec.policy(config)
+    spec = ResolvedModel.policy(config)
     assert spec.left_out == 1
     assert spec.arguments.mtp_num_layers == 0
     config.actor.mtp_loss_coefficient = 0.1
-    spec = ModelSpec.policy(config)
+    spec = ResolvedModel.policy(config)
     assert (spec.left_out, spec.arguments.mtp_num_layers) == (0, 1)
 
 
@@ -49,7 +49,7 @@ def test_layers_that_are_not_there_have_no_loss(tmp_path: Path) -> None:
 
 def test_a_value_model_has_neither_those_layers_nor_tied_embeddings(tmp_path: Path) -> None:
     config = _config(tmp_path, "deepseek_v3", tie_word_embeddings=True)
-    spec = ModelSpec.value_model(ModelRole.critic(config), 1)
+    spec = ResolvedModel.value_model(ModelRole.critic(config), 1)
     assert (spec.arguments.mtp_num_layers, spec.arguments.tied_embeddings) == (0, False)
 
 
@@ -58,19 +58,19 @@ def test_a_config_json_that_no_family_reads_names_the_roles_key(tmp_path: Path, 
     config = _config(tmp_path, "deepseek_v3", **changes)
     config.critic.hf_path = config.model.hf_path
     with pytest.raises(ConfigError, match=r"^model\.hf_path=/"):
-        ModelSpec.policy(config)
+        ResolvedModel.policy(config)
     with pytest.raises(ConfigError, match=r"^critic\.hf_path=/"):
-        ModelSpec.value_model(ModelRole.critic(config), 1)
+        ResolvedModel.value_model(ModelRole.critic(config), 1)
 
 
 def test_settings_for_experts_of_a_dense_model_are_refused_wherever_it_is_asked_for(tmp_path: Path) -> None:
     config = _config(tmp_path, "llama", ("actor.moe.aux_loss_coefficient=0.1",))
     with pytest.raises(ConfigError, match=r"^actor\.moe\.aux_loss_coefficient=0\.1, but the model has no experts"):
-        ModelSpec.policy(config)
+        ResolvedModel.policy(config)
 
 
 def test_what_a_machine_lacks_is_refused_and_a_planned_one_has_it(config: Config) -> None:
-    spec = ModelSpec.policy(config)
+    spec = ResolvedModel.policy(config)
     role, nodes = ModelRole.policy(config), config.cluster.gpus_per_node
     wants = replace(role, section=replace(config.actor, recompute="selective", recompute_modules=["moe_act"]))
     with pytest.raises(ConfigError, match="needs grouped GEMM"):

@@ -125,9 +125,9 @@ def test_a_function_has_options_of_its_own_and_a_name_of_ours_has_none(tmp_path)
     assert found.advantages.tolist() == [[3.0], [7.0]]
     with pytest.raises(ConfigError, match=r"mine\.py:scaled cannot be called .*scal"):
         batch_builder(Config(algorithm=replace(algorithm, advantage_kwargs={"scal": 4})), 1)
-    with pytest.raises(ConfigError, match=r"algorithm\.advantage_kwargs: algorithm\.gamma has a key"):
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage_kwargs: algorithm\.gamma has its own key"):
         batch_builder(Config(algorithm=replace(algorithm, advantage_kwargs={"scale": 4, "gamma": 0.1})), 1)
-    with pytest.raises(ConfigError, match=r"algorithm\.advantage_kwargs=.*'scale': 4.*advantage=grpo is none"):
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage_kwargs=.*'scale': 4.*advantage=grpo is built in"):
         batch_builder(Config(algorithm=AlgorithmConfig(advantage_kwargs={"scale": 4})), 1)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from mcore_rl.config.reading.expansion import expanded
+from mcore_rl.config.reading.expansion import expand_path
 from mcore_rl.errors import ConfigError
 
 STDIO, SSE, HTTP = "stdio", "sse", "streamable-http"
@@ -56,7 +56,7 @@ class ServerSettings:
             raise ConfigError(f"{origin}: args must be a list of texts")
         directory = given.get("cwd")
         if directory is not None:
-            directory = expanded(f"{origin}: cwd", str(directory))
+            directory = expand_path(f"{origin}: cwd", str(directory))
             if not os.path.isdir(directory):
                 raise ConfigError(f"{origin}: cwd {directory} is no directory")
         command = _command(origin, given["command"], environment or {}, directory)
@@ -93,7 +93,7 @@ def _is_sse(url: Any) -> bool:
 def _command(origin: str, command: Any, environment: Mapping[str, str], directory: str | None) -> str:
     if not isinstance(command, str) or not command:
         raise ConfigError(f"{origin}: command must be the name or the path of a program, its arguments go into args")
-    command = expanded(f"{origin}: command", command)
+    command = expand_path(f"{origin}: command", command)
     path = environment.get("PATH", os.environ.get("PATH"))
     place = command if os.sep not in command else os.path.join(directory or os.curdir, command)
     if shutil.which(place, path=path) is None:

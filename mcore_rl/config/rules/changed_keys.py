@@ -25,7 +25,7 @@ def changed(section: str, given: Any) -> Iterator[Changed]:
     yield from _changed(section, given, type(given)())
 
 
-def refuse_unless_default(section: str, given: Any, remedy: str, names: Collection[str] | None = None) -> None:
+def reject_unless_default(section: str, given: Any, remedy: str, names: Collection[str] | None = None) -> None:
     """Raise ConfigError for the first key of `names` (default: all keys of the section) that is not at its default.
     `remedy` names the setting with which the key has an effect."""
     for key, value, default in changed(section, given):

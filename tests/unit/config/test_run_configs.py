@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import Config, load_config
-from mcore_rl.config.earlier import replace_config
+from mcore_rl.config.run_configs import replace_config
 
 
 @pytest.fixture

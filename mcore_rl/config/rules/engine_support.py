@@ -1,4 +1,4 @@
-"""What a configuration may ask for and this version, or this machine, cannot run."""
+"""Configurations that this version or this machine cannot run."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 SGLANG_PYTHON = "MCORE_RL_SGLANG_PYTHON"
-"""Environment variable that names the interpreter of SGLang's environment."""
+"""Environment variable with the path of the interpreter in SGLang's environment."""
 
 MLP_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 SGLANG_MLP_ROWS = 32
-"""SGLang on CPU pads the inner size of MLPs to a multiple of so many for each rank, and then divides it."""
+"""SGLang on CPU pads the inner size of MLPs to a multiple of this for each rank."""
 
 SGLANG_VERSION = "0.5.23"
-"""Whose internals are used: no other one will do."""
+"""The only supported version, since its internals are used."""
 
 
 def sglang_python() -> Path:
-    """Where it is by default: `make sglang` puts it there."""
+    """Return the path of SGLang's interpreter; the default is where `make sglang` installs it."""
     beside = Path(__file__).parents[3] / ".venv-sglang" / "bin" / "python"
     return Path(os.environ.get(SGLANG_PYTHON, beside))
 
 
 def sglang_version() -> str | None:
-    """That of its environment, whose packages are looked up and not imported; None where there is none."""
+    """Return the version of SGLang in its environment, found without importing it; None if there is none."""
     for packages in sglang_python().parents[1].glob("lib/python3*/site-packages"):
         for distribution in importlib.metadata.distributions(name="sglang", path=[str(packages)]):
             return distribution.version
@@ -38,7 +38,7 @@ def sglang_version() -> str | None:
 
 
 def missing_engine(config: Config) -> str | None:
-    """What to do where responses or a judge's answers are sampled by an engine that is not on this machine."""
+    """Return the remedy if rollout or judge use an engine that is not installed on this machine; else None."""
     key = next((engines.key for engines in _engines(config) if engines.engine == "sglang"), None)
     if key is None:
         return None
@@ -53,10 +53,10 @@ def missing_engine(config: Config) -> str | None:
 
 
 def check_sglang_model(role: EngineRole, hf: dict[str, Any]) -> None:
-    """SGLang takes every layer of Qwen3-MoE for one with experts. On CPU it gives a model that its ranks do not divide
-    more heads, and wider MLPs, without a word.
+    """Reject models that SGLang computes wrongly: it treats every layer of Qwen3-MoE as one with experts, and on CPU it
+    silently pads heads and MLPs that its ranks do not divide.
 
-    Raises: ConfigError for such a model.
+    Raises: ConfigError.
     """
     tp, key, engine = role.section.tp, role.key("tp"), role.key("engine")
     if role.section.engine != "sglang":
@@ -78,7 +78,7 @@ def check_sglang_model(role: EngineRole, hf: dict[str, Any]) -> None:
 
 
 def cannot_run(config: Config) -> list[str]:
-    """What this version lacks for the configuration to run, each beginning with its key; [] where it lacks nothing."""
+    """Return what this version lacks to run the configuration, each starting with its key; [] if nothing."""
     cluster, rollout = config.cluster, config.rollout
     problems = []
     for engines in _engines(config):
@@ -96,21 +96,21 @@ def cannot_run(config: Config) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-class _Engines(NamedTuple):
-    """Those of a section, and the key that chose them."""
+class _EngineKind(NamedTuple):
+    """Engines of a section, and the key that selects them."""
 
     section: str
     key: str
     engine: str
 
 
-def _engines(config: Config) -> list[_Engines]:
-    """Every kind that the run starts, each once: a judge's too."""
+def _engines(config: Config) -> list[_EngineKind]:
+    """Return the kinds of engines that the run starts, including the judge's."""
     if is_supervised(config.algorithm):
         return []
     rollout, judge = config.rollout, config.judge
-    found = [_Engines("rollout", "rollout.engine", rollout.engine)]
+    found = [_EngineKind("rollout", "rollout.engine", rollout.engine)]
     if judge.hf_path is not None:
         key = "rollout.engine" if judge.engine is None else "judge.engine"
-        found.append(_Engines("judge", key, judge.engine or rollout.engine))
+        found.append(_EngineKind("judge", key, judge.engine or rollout.engine))
     return found

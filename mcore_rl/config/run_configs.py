@@ -10,9 +10,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from mcore_rl.config.load import OWNER_ONLY, as_yaml, known_keys, write_resolved
-from mcore_rl.config.reading.values import settled
+from mcore_rl.config.reading.values import normalized
 from mcore_rl.config.reading.yaml_text import YamlLoader
-from mcore_rl.config.rules.unused import written
+from mcore_rl.config.rules.changed_keys import written
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from model_converters.durable_files import durable_write
@@ -66,7 +66,7 @@ def _tree(text: str) -> Any:
     except yaml.YAMLError:
         return {}
     try:
-        return settled(tree, expand=False) if isinstance(tree, dict) else tree  # older versions did not write lists
+        return normalized(tree, expand=False) if isinstance(tree, dict) else tree  # older versions did not write lists
     except ConfigError:  # a value that only an older version accepts is compared as written
         return tree
 

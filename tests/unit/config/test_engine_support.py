@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.roles import EngineRole
-from mcore_rl.config.rules.available import (
+from mcore_rl.config.rules.engine_support import (
     SGLANG_PYTHON,
     SGLANG_VERSION,
     cannot_run,

@@ -17,7 +17,7 @@ def known_keys() -> list[str]:
     return sorted(leaf.key for leaf in leaves(Config()))
 
 
-def refuse_unknown(tree: dict[str, Any], source: str) -> None:
+def reject_unknown(tree: dict[str, Any], source: str) -> None:
     """Raise ConfigError for the first key of the tree that does not exist."""
     for key in _unknown(tree, Config, ""):
         others = [section for section in _sections(Config, "") if not key.startswith(f"{section}.")]
