@@ -20,12 +20,12 @@ def as_lines() -> Iterator[str]:
     for model_type, family in sorted(FAMILIES.items()):
         about = family.description
         yield f"{model_type:{width}}  {about.models}"
-        yield f"{'':{width}}    covers  {about.covers}"
-        yield f"{'':{width}}    refuses {', '.join(_refused(about))}"
+        yield f"{'':{width}}    supports {about.covers}"
+        yield f"{'':{width}}    rejects  {', '.join(_refused(about))}"
         yield f"{'':{width}}    vLLM on CPU: {about.vllm_cpu}"
     for model_type, refusal in sorted(REFUSED.items()):
         yield f"{model_type:{width}}  {refusal.models}: not supported"
-        yield from (f"{'':{width}}    lacks   {what}" for what in refusal.missing)
+        yield from (f"{'':{width}}    missing  {what}" for what in refusal.missing)
 
 
 def as_markdown() -> str:
@@ -37,9 +37,11 @@ def as_markdown() -> str:
     refused = [(f"`{name}`", refusal.models, "; ".join(refusal.missing)) for name, refusal in sorted(REFUSED.items())]
     return "\n".join(
         [
-            *_table(("model_type", "models", "covers", "refused by name, for example", "vLLM on CPU"), supported),
+            *_table(
+                ("model_type", "models", "supported features", "rejected fields, for example", "vLLM on CPU"), supported
+            ),
             "",
-            *_table(("known, not supported", "models", "what is missing"), refused),
+            *_table(("known, not supported", "models", "missing features"), refused),
         ]
     )
 
