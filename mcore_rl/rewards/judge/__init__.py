@@ -1,1 +1,1 @@
-"""A language model as a judge: what it is asked, how its answers are read."""
+"""Language models as judges: questions, answers, and scores."""

@@ -1,4 +1,4 @@
-"""Who answers a judge's questions, and the answers of an engine of the run's own."""
+"""Interface of models that answer judge questions, and its implementation on one of the run's own engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOption
 
 @dataclass(frozen=True)
 class Question:
-    """About one response; `seeds`, one per answer."""
+    """A request to judge one response; `seeds` has one entry per requested answer."""
 
     prompt: Prompt
     response: str
@@ -25,8 +25,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """`finish_reason` as in Completion; None: nothing came, and `error` says why. `asked` is False where it was not
-    even asked for."""
+    """One answer to a question.
+
+    finish_reason: see Completion; None if the request failed, with the reason in `error`.
+    asked: False if the question was too long and no request was sent.
+    """
 
     text: str
     tokens: int
@@ -36,29 +39,29 @@ class Reply:
 
 
 class Answerer(Protocol):
-    """A language model that is asked."""
+    """A language model that answers questions."""
 
     def replies(self, questions: Sequence[Question]) -> list[list[Reply]]:
-        """Of every question a reply per seed, in their order.
+        """Return one list per question with one reply per seed, in order; a question that is too long has one reply.
 
-        Raises: DataError when a chat template refuses a question.
+        Raises: DataError if the chat template rejects a question.
         """
 
     def awake(self) -> AbstractContextManager[None]:
-        """It has the memory that it needs for as long as this is open."""
+        """Keep the model in memory while the context is open."""
 
 
 def too_long(num_tokens: int, limit: int) -> Reply:
-    """To a question that is not asked."""
+    """Return the reply to a question that exceeds judge.max_prompt_tokens."""
     message = f"the question has {num_tokens} tokens, judge.max_prompt_tokens is {limit}"
     return Reply("", 0, None, message, asked=False)
 
 
 class EngineAnswerer:
-    """An inference engine with the judge's model. It sleeps but while it is asked: on GPUs others need the memory, and
-    everywhere an engine that remembers no earlier prefixes answers a resumed run as it answers an uninterrupted one.
+    """An inference engine with the judge's model and its `tokenizer`. Not safe for concurrent calls.
 
-    Not safe for concurrent calls. `tokenizer` is the judge's.
+    The engine sleeps between calls. On GPUs this frees memory. On all devices it clears the prefix cache, so that a
+    resumed run gets the same answers as an uninterrupted one.
     """
 
     def __init__(self, engine: Engine, prompts: JudgePrompts, tokenizer: TextDecoder, config: JudgeConfig) -> None:

@@ -1,8 +1,8 @@
-"""A language model that scores responses: (prompt, response) -> question -> answers -> scores -> mean.
+"""Scoring of responses by a language model.
 
     response --template--> question --answerer--> judge.samples answers --reader--> scores --mean--> score
 
-An answer without a score, and a response whose question is too long, score judge.unparsable, and are counted.
+Answers without a score and responses whose question is too long score judge.unparsable. Metrics count both.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from mcore_rl.types import Mean, Metric, Prompt
 
 @dataclass(frozen=True)
 class Answer:
-    """What the judge wrote, and its score; `score` is None and `error` says why where it has none."""
+    """A reply of the judge and its score; `score` is None if the reply has none, with the reason in `error`."""
 
     reply: Reply
     score: float | None
     error: str | None
 
     def record(self) -> dict[str, Any]:
+        """Return the fields of the answer in the response's record."""
         reply = self.reply
         return {
             "text": reply.text,
@@ -42,17 +43,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Verdict:
+    """The answers about one response and their mean score."""
+
     score: float
     answers: tuple[Answer, ...]
 
     def record(self) -> dict[str, Any]:
-        """Fields of the response's record."""
+        """Return the judge's fields of the response's record."""
         return {"judge": [answer.record() for answer in self.answers]}
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Not safe for concurrent calls. `seed` is the run's."""
+    """A judge model with its score reader. `seed` is the run's seed. Not safe for concurrent calls."""
 
     answerer: Answerer
     read: Reader
@@ -60,11 +63,13 @@ class Judge:
     seed: int = field(kw_only=True)
 
     def verdicts(self, transcripts: Sequence[Transcript], group_ids: np.ndarray, samples: np.ndarray) -> list[Verdict]:
-        """One per transcript, in their order; seeds come from its group and its number in the group, so that what else
-        is in the call changes nothing but rounding.
+        """Judge transcripts; returns one verdict per transcript, in order.
+
+        Sampling seeds depend only on a response's group and its number in the group. The composition of a call thus
+        changes the answers by rounding only.
 
         Shapes: group_ids, samples int64 [B].
-        Raises: DataError when the judge's chat template refuses a question; RewardError when nobody answers.
+        Raises: DataError if the judge's chat template rejects a question; RewardError if too many requests fail.
         """
         questions = [
             Question(each.prompt, each.response, self._seeds(int(group), int(sample)))
@@ -76,7 +81,7 @@ class Judge:
         ]
 
     def _seeds(self, group: int, sample: int) -> tuple[int, ...]:
-        """One per answer; no two answers of a group share one but by chance."""
+        """Return one seed per answer. All answers of a group have different seeds, except for chance collisions."""
         count = self.config.samples
         seeds: list[int] = request_seeds(self.seed, np.array([group]), (sample + 1) * count).tolist()
         return tuple(seeds[-count:])
@@ -95,7 +100,7 @@ class Judge:
 
 
 def describe(verdicts: Sequence[Verdict]) -> dict[str, Metric]:
-    """Figures of the answers; responses whose question was too long count as one answer that nobody gave."""
+    """Return metrics of the answers. A question that was too long counts as one answer."""
     answers = [answer for verdict in verdicts for answer in verdict.answers]
     asked = [answer.reply for answer in answers if answer.reply.asked]
     given = [reply for reply in asked if reply.finish_reason is not None]

@@ -1,4 +1,4 @@
-"""What a judge is asked: the template with a prompt and a response in it, as token ids."""
+"""Judge prompts: the template filled with a prompt and a response, as token ids."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ if TYPE_CHECKING:
 
 
 class Template:
-    """The text that asks for a score.
+    """The template of the question that requests a score.
 
-    What a prompt or a response spells out of the judge's control tokens is removed: else a policy could learn to end
-    the question and to write the judge's answer itself. Braces mean nothing in them.
+    Control tokens of the judge are removed from prompts and responses. Otherwise a policy could learn to end the
+    question and write the judge's answer itself. Placeholders in prompts and responses are not filled.
     """
 
     def __init__(self, text: str, control_tokens: Iterable[str] = ()) -> None:
         self._text, self._controls = text, _pattern_of(control_tokens)
 
     def filled(self, prompt: Prompt, response: str) -> str:
+        """Return the text of the question about a response."""
         question = "\n\n".join(message["content"] for message in prompt.messages)
         values = {"prompt": question, "response": response, "ground_truth": as_json_text(prompt.ground_truth)}
-        # In one pass: what is put in is not looked at again.
+        # One pass, so that placeholders in the inserted texts stay as they are.
         return PLACEHOLDERS.sub(lambda match: self._without_controls(values[match[1]]), self._text)
 
     def _without_controls(self, text: str) -> str:
-        # Again and again: what is left may close up to another.
+        # Repeat, because removing a token can join the text around it to another control token.
         while (shorter := self._controls.sub("", text)) != text:
             text = shorter
         return text
 
 
 class JudgePrompts:
-    """Renders questions by the judge's chat template, as a user's message, or as they are where it has none."""
+    """Renderer and encoder of questions: a user message in the judge's chat template, or plain text if it has none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         self._renderer = PromptRenderer(tokenizer, DataConfig())
@@ -52,9 +53,9 @@ class JudgePrompts:
         self.template = Template(template, controls)
 
     def render(self, prompt: Prompt, response: str) -> str:
-        """The text that the judge continues.
+        """Return the text that the judge continues.
 
-        Raises: DataError when the chat template refuses it.
+        Raises: DataError if the chat template rejects the question.
         """
         return self._asked(self.template.filled(prompt, response), f"judge.template, prompt {prompt.row}")
 
@@ -62,14 +63,14 @@ class JudgePrompts:
         return self._renderer.render([{"role": "user", "content": text}], where)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of rendered questions, int32."""
+        """Return the token ids of rendered questions, int32."""
         return encode(self._renderer.tokenizer, texts, self._renderer.leading_ids)
 
 
 def check_room(questions: JudgePrompts, prompts: Mapping[str, PromptSet], limit: int) -> None:
-    """Whether judge.max_prompt_tokens leaves room for the template with the longest text of each prompt set.
+    """Check that judge.max_prompt_tokens has room for the template with the longest prompt of each prompt set.
 
-    Raises: ConfigError.
+    Raises: ConfigError naming the limit and the required tokens.
     """
     for name, prompt_set in prompts.items():
         longest = max(range(len(prompt_set)), key=lambda row: len(prompt_set.texts[row]))
@@ -82,7 +83,7 @@ def check_room(questions: JudgePrompts, prompts: Mapping[str, PromptSet], limit:
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase, rendered: str) -> set[str]:
-    """Special tokens, and those that the chat template writes though the tokenizer does not call them special."""
+    """Return the special tokens and all other added tokens that the chat template writes."""
     added = tokenizer.added_tokens_decoder.values()
     return {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special or str(token) in rendered)}
 

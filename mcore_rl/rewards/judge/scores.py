@@ -1,4 +1,4 @@
-"""The score in a judge's answer: the last match of a regular expression, or what a user's function finds."""
+"""Extraction of the score from a judge's answer: by the last match of a regular expression, or by a user's function."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ GIVEN = ("answer", "finish_reason", "data_source", "ground_truth", "extra_info")
 FORM = f"f({', '.join(GIVEN)})"
 CUT = "length"
 MOST = float(np.finfo(np.float32).max)
-"""Rewards are float32; a judge that writes a longer number must not end the run."""
+"""Default bound of scores: rewards are float32, and a larger number from a judge must not end the run."""
 MAX_MESSAGE_CHARS = 200
 
 
 class NoScoreError(Exception):
-    """An answer has no score, or none that counts."""
+    """An answer has no valid score."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a judge wrote of a response to `prompt`; finish_reason as in Completion."""
+    """A judge's answer about a response to `prompt`; finish_reason: see Completion."""
 
     text: str
     finish_reason: str
@@ -38,11 +38,11 @@ class Written:
 
 
 Reader = Callable[[Written], float]
-"""Raises: NoScoreError."""
+"""Function that returns the score in an answer. Raises: NoScoreError."""
 
 
 def score_reader(config: JudgeConfig) -> Reader:
-    """What reads scores as `judge` configures it.
+    """Build the score reader that the section `judge` configures.
 
     Raises: ConfigError naming judge.parser or judge.score_pattern and the cause.
     """
@@ -71,10 +71,10 @@ def _read_by_pattern(config: JudgeConfig) -> Reader:
             raise NoScoreError(f"the answer was cut at its score {last[0]!r}; raise judge.max_response_tokens")
         try:
             score = float(last[1])
-        except (TypeError, ValueError):  # the group took no part in the match, or is no number
+        except (TypeError, ValueError):  # the group did not take part in the match, or is not a number
             score = math.nan
         if not math.isfinite(score):
-            raise NoScoreError(f"{last[1]!r} is no finite number")
+            raise NoScoreError(f"{last[1]!r} is not a finite number")
         return score
 
     return read
@@ -94,10 +94,10 @@ def _read_by_function(spec: str) -> Reader:
                 ground_truth=prompt.ground_truth,
                 extra_info=prompt.extra_info,
             )
-        except Exception as error:  # whatever the user's code raises of a text that nobody foresaw
+        except Exception as error:  # the user's code may raise anything for unexpected text
             raise NoScoreError(f"{KEY} raised {describe(error)}"[:MAX_MESSAGE_CHARS]) from error
         if not isinstance(score, Real) or not math.isfinite(score):
-            raise NoScoreError(f"{KEY} returned {score!r}, which is no finite number"[:MAX_MESSAGE_CHARS])
+            raise NoScoreError(f"{KEY} returned {score!r}, which is not a finite number"[:MAX_MESSAGE_CHARS])
         return float(score)
 
     return read

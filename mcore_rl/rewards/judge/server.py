@@ -1,4 +1,4 @@
-"""Answers of a language model behind an OpenAI-compatible server (judge.url): the only door to the `openai` package."""
+"""Answers from an OpenAI-compatible server (judge.url). Only this module imports the `openai` package."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 NO_KEY = "none"
-"""Sent where judge.api_key_variable names none: the client wants one, and servers without keys do not look at it."""
+"""Placeholder key without judge.api_key_variable: the client requires a key, which servers without keys ignore."""
 TRIAL_TOKENS = 16
 MAX_MESSAGE_CHARS = 200
 
 
 class ServerAnswerer:
-    """A server that others keep; it need not answer equal seeds equally.
+    """An external server. It may return different answers for equal seeds.
 
-    `prompts`: with the judge's tokenizer, where judge.tokenizer_path has one; it tells which questions are too long,
-    and takes control tokens out of them. `max_failed`: the part of a call's questions of which so many failed end the
-    run.
+    prompts: questions with the judge's tokenizer if judge.tokenizer_path is set; it detects questions that are too
+    long and removes control tokens from them.
+    max_failed: fraction of failed requests of a call that ends the run.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class ServerAnswerer:
         self._key, self._max_failed = key, max_failed
 
     def replies(self, questions: Sequence[Question]) -> list[list[Reply]]:
-        """A request that fails after judge.max_retries is a reply without text.
+        """Send the questions concurrently. A request that fails after judge.max_retries gives a reply without text.
 
-        Raises: RewardError where too many failed.
+        Raises: RewardError if too many requests fail.
         """
         found = asyncio.run(self._replies(questions))
         asked = [reply for replies in found for reply in replies if reply.asked]
@@ -64,6 +64,7 @@ class ServerAnswerer:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
+        """Do nothing: the server manages its own memory."""
         yield
 
     async def _replies(self, questions: Sequence[Question]) -> list[list[Reply]]:
@@ -104,11 +105,14 @@ class ServerAnswerer:
 
 
 async def answer(client: AsyncOpenAI, config: JudgeConfig, model: str, text: str, seed: int) -> ChatCompletion:
-    """Raises: OpenAIError."""
+    """Request one answer.
+
+    Raises: OpenAIError.
+    """
     return await client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": text}],
-        max_tokens=config.max_response_tokens,  # the newer name for it is not known to all servers
+        max_tokens=config.max_response_tokens,  # not all servers support the newer max_completion_tokens
         temperature=config.temperature,
         top_p=config.top_p,
         seed=seed,
@@ -127,9 +131,9 @@ def client_of(config: JudgeConfig, key: str | None) -> AsyncOpenAI:
 
 
 def served_model(config: JudgeConfig, key: str | None) -> str:
-    """The model to ask for: judge.served_model, or the only one that the server has.
+    """Return the model name for requests: judge.served_model, or the server's only model.
 
-    Raises: ConfigError where it has not just one, or does not answer.
+    Raises: ConfigError if the server does not respond or does not serve exactly one model.
     """
     if config.served_model is not None:
         return config.served_model
@@ -147,9 +151,9 @@ def served_model(config: JudgeConfig, key: str | None) -> str:
 
 
 def try_server(config: JudgeConfig, key: str | None) -> None:
-    """Asks a short question, once.
+    """Send one short question without retries.
 
-    Raises: ConfigError where no answer comes.
+    Raises: ConfigError if the server does not answer it.
     """
     once = replace(config, max_retries=0, max_response_tokens=min(TRIAL_TOKENS, config.max_response_tokens))
     model = served_model(once, key)
@@ -169,12 +173,12 @@ def _answered(config: JudgeConfig, call: Coroutine[Any, Any, Result]) -> Result:
     except OpenAIError as error:
         raise ConfigError(
             f"judge.url={config.url} does not answer: {_told(error)}; set it to the address of an OpenAI-compatible "
-            "server, such as http://host:8000/v1, with judge.served_model and judge.api_key_variable as it wants them"
+            "server, such as http://host:8000/v1, and set judge.served_model and judge.api_key_variable for it"
         ) from None
 
 
 def _told(error: Exception) -> str:
-    """On one line, with what is behind it."""
+    """Return the error and its cause as one line."""
     causes = [error, *filter(None, [error.__cause__])]
     said = " ".join(f"{type(each).__name__}: {each}" for each in causes)
     return " ".join(said.split())[:MAX_MESSAGE_CHARS]

@@ -1,5 +1,4 @@
-"""One judge beside its engine: reads the responses of rollout tasks, scores them, and keeps what it
-said for the tasks' records."""
+"""Scoring of rollout tasks by one judge; the answers are added to the tasks' records."""
 
 from __future__ import annotations
 
@@ -19,8 +18,9 @@ from mcore_rl.types import Metric, RolloutScalars, RolloutTask, TrajectoryBuffer
 
 @dataclass(frozen=True)
 class Share:
-    """What a judge scores of one task, number `task`. `samples` number the responses of a group; `records` as in the
-    task.
+    """Responses of one task that a judge scores.
+
+    task: index of the task. samples: numbers of the responses within their groups. records: see RolloutTask.
 
     Shapes: group_ids, samples int64 [b].
     """
@@ -33,7 +33,10 @@ class Share:
 
 
 def shares(tasks: Sequence[RolloutTask], results: Sequence[RolloutScalars], num_judges: int) -> list[list[Share]]:
-    """For every judge what it scores of each task of which it has a response, all of about as many tokens."""
+    """Return one list per judge with its shares of the tasks, without empty shares.
+
+    Judges get about equally many tokens.
+    """
     return [
         [
             Share(index, part, group_ids[part.rows], positions_in_groups(group_ids)[part.rows], task.records)
@@ -47,19 +50,24 @@ def shares(tasks: Sequence[RolloutTask], results: Sequence[RolloutScalars], num_
 
 @dataclass(frozen=True)
 class JudgeWorker:
-    """`prompts` are the prompt sets by name, `decoder` is the policy's tokenizer. Not safe for concurrent calls."""
+    """A judge with the data that it needs to read trajectories. Not safe for concurrent calls.
+
+    `prompts` are the prompt sets by name, `decoder` is the policy's tokenizer.
+    """
 
     judge: Judge
     prompts: Mapping[str, PromptSource]
     decoder: TextDecoder
     stop: Sequence[str] = ()
-    """rollout.stop: judges see the text before them."""
+    """rollout.stop: text from a stop string on is cut before judging."""
 
     def score(
         self, given: Sequence[Share], trajectories: TrajectoryBuffers
     ) -> tuple[dict[int, float], dict[str, Metric]]:
-        """Scores by number (TaskPart), and figures of the answers; trajectories are those of the shares, one after
-        the other."""
+        """Score the responses of all shares; returns scores by number (see TaskPart) and metrics of the answers.
+
+        `trajectories` holds the shares' trajectories, one share after the other.
+        """
         parts = [share.part for share in given]
         read = [
             transcripts(buffers, part.prompt_rows, self.prompts[part.prompt_set], self.decoder, self.stop)

@@ -59,7 +59,7 @@ def test_a_score_that_may_lack_digits_is_none() -> None:
     [("(.+)", "ten"), ("(nan|inf)", "nan"), ("(inf)", "inf"), (r"yes|(\d)", "3 yes"), (r"(\d*)!", "!")],
 )
 def test_what_is_no_finite_number_is_no_score(pattern: str, text: str) -> None:
-    with pytest.raises(NoScoreError, match="is no finite number"):
+    with pytest.raises(NoScoreError, match="is not a finite number"):
         read(score_reader(JudgeConfig(score_pattern=pattern)), text)
 
 
@@ -75,7 +75,7 @@ def test_a_number_that_no_reward_can_hold_is_no_score() -> None:
     for sign in ("", "-"):
         with pytest.raises(NoScoreError, match="is not between"):
             read(score_reader(JudgeConfig()), f"Score: {sign}" + "9" * 60)
-    with pytest.raises(NoScoreError, match="is no finite number"):
+    with pytest.raises(NoScoreError, match="is not a finite number"):
         read(score_reader(JudgeConfig()), "Score: " + "9" * 5000)
 
 
