@@ -180,7 +180,7 @@ def test_rows_that_name_no_grader(refused: Callable[..., str], tmp_path: Path) -
         "reward.function=by_data_source; set reward.functions to {sums: module_or_file.py:function}, or to one of"
     )
     message = refused("reward.function=by_data_source", "reward.functions.sums=math", f"data.train={path}")
-    assert "the data_source 'unknown' (rows without one have it) of 1 rows has no grader" in message
+    assert "the data_source 'unknown' (the default for rows without one) of 1 rows has no grader" in message
 
 
 def test_reward_function_that_grades_nothing_is_refused_with_its_line(

@@ -1,1 +1,1 @@
-"""Graders that rows choose by their data_source: the published rule of each data set, one file for each kind."""
+"""Graders that follow the published rules of data sets; rows select them by their data_source."""

@@ -1,4 +1,4 @@
-"""Which grader a row's data_source has, with verl's names; the user's map comes first."""
+"""Selection of graders by a row's data_source. Names are verl's; the user's map (reward.functions) has priority."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_rl.rewards.graders.search_qa import grade_search_qa
 from mcore_rl.types import Score
 
 Grade = Callable[[str, Any], Score]
-"""From a response and its ground truth."""
+"""Function of a response and its ground truth."""
 
 PURE: dict[str, Grade] = {
     "gsm8k": grade_gsm8k,
@@ -26,11 +26,12 @@ PURE: dict[str, Grade] = {
     "geometry3k": grade_geometry3k,
     "search_qa": grade_search_qa,
 }
-"""Graders by name, without `math`, which is configured, and without those that run code."""
+"""Graders by name, except `math`, which the configuration parametrizes, and RUN_CODE."""
 RUN_CODE: dict[str, Callable[[CodeGrader], Grade]] = {
     "code_outputs": lambda grader: grader.grade_outputs,
     "code_asserts": lambda grader: grader.grade_asserts,
 }
+"""Graders that run code, by name."""
 
 SOURCES = {
     "openai/gsm8k": "gsm8k",
@@ -51,26 +52,30 @@ SOURCES = {
     "*humaneval*": "code_asserts",
     "*mbpp*": "code_asserts",
 }
-"""Data sources, or patterns of them -> grader."""
+"""Grader of each data source or pattern of data sources."""
 
 
 def grader_of(data_source: str, functions: Mapping[str, str]) -> str | None:
-    """What grades a data source: a grader's name or, from `functions` (reward.functions), a user's function. A whole
-    name comes before a pattern, and of patterns the first that fits counts; None where nothing does."""
+    """Return the grader of a data source: a built-in name, or a user's function from `functions` (reward.functions).
+
+    Exact names precede patterns, and the first matching pattern counts. Returns None if nothing matches.
+    """
     return next((table[key] for table in (functions, SOURCES) if (key := _key(data_source, table)) is not None), None)
 
 
 def without_grader(
     data_sources: Iterable[str], functions: Mapping[str, str], runner: CodeRunner | None
 ) -> dict[str, str | None]:
-    """Data sources whose responses cannot be graded: those without a grader (None), and those whose grader, by name,
-    needs a CodeRunner where there is none."""
+    """Return the data sources that cannot be graded, each with its grader.
+
+    The grader is None if there is none; otherwise it needs a CodeRunner and `runner` is None.
+    """
     chosen = {source: grader_of(source, functions) for source in dict.fromkeys(data_sources)}
     return {s: name for s, name in chosen.items() if name is None or (runner is None and name in RUN_CODE)}
 
 
 def build(name: str, runner: CodeRunner | None, seconds: float) -> Grade | None:
-    """A grader by name; None for one that needs a CodeRunner where there is none. seconds: for one response."""
+    """Build a grader by name. seconds: time limit per response. Returns None if a required CodeRunner is missing."""
     assert not names_function(name)
     if name in PURE:
         return PURE[name]

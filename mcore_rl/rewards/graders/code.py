@@ -1,14 +1,14 @@
 """Graders of programs that a model wrote; a CodeRunner runs the programs.
 
 - Competition problems (APPS, Hendrycks et al., arXiv 2105.09938; TACO, Li et al., arXiv 2312.14852; CodeContests, Li
-  et al., arXiv 2203.07814; LiveCodeBench, Jain et al., arXiv 2403.07974; Codeforces): inputs and outputs. The reward is
-  the fraction of the first ten that pass, as verl counts it; the response is right if all pass. With `fn_name`, an
-  input holds a function's arguments and an output its result.
+  et al., arXiv 2203.07814; LiveCodeBench, Jain et al., arXiv 2403.07974; Codeforces): tests are inputs and outputs. The
+  reward is the fraction of the first ten tests that pass, as in verl; the response is correct if all of them pass. With
+  `fn_name`, an input holds a function's arguments and an output its result.
 - HumanEval (Chen et al., arXiv 2107.03374), MBPP (Austin et al., arXiv 2108.07732), KodCode (Xu et al., arXiv
-  2503.02951): all assertions hold, or 0.
+  2503.02951): 1 if all assertions hold, else 0.
 
 A program never decides its own verdict. Outputs and results are compared in the grading process. Assertions run in a
-process of their own inside the sandbox, which calls the program in another process (programs/tester.py).
+separate process inside the sandbox, which calls the program in another process (programs/tester.py).
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from mcore_rl.types import Score
 MAX_TESTS = 10
 MAX_TEST_SECONDS = 10.0
 SHARE_OF_TIME = 0.9
-"""Fraction of a response's seconds for running programs; the rest is for starting and comparing."""
+"""Fraction of a response's time limit for running programs; the rest is for process starts and comparisons."""
 
 
 class CodeOutcome(NamedTuple):
-    """Output of a program, and whether it ended by itself, in time and with exit code 0."""
+    """Output of a program. ok: it ended by itself, in time and with exit code 0."""
 
     stdout: str
     ok: bool
 
 
 class CodeRunner(Protocol):
-    """Runs untrusted Python programs, isolated from this process and from each other."""
+    """Runner of untrusted Python programs, isolated from this process and from each other."""
 
     def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
-        """Runs a program to its end, or kills it after `seconds`.
+        """Run a program to its end, or kill it after `seconds`.
 
-        Raises: only for faults that the program did not cause; the sample then could not be graded.
+        Raises only for faults that the program did not cause; grading of the response then fails.
         """
 
 
 @dataclass(frozen=True)
 class CodeGrader:
-    """Grades responses. seconds: for one response."""
+    """Grader of programs. seconds: time limit per response."""
 
     runner: CodeRunner
     seconds: float
 
     def grade_outputs(self, response: str, ground_truth: Any) -> Score:
-        """Fraction of passed tests. ground_truth: see programs.truths.read_examples, or that as JSON.
+        """Score the fraction of passed tests. ground_truth: a form of programs.truths.read_examples, or its JSON text.
 
         Raises: ValueError for a ground truth of another form.
         """
@@ -87,7 +87,7 @@ class CodeGrader:
         return _share(passed, len(tests))
 
     def grade_asserts(self, response: str, ground_truth: Any) -> Score:
-        """1 or 0. ground_truth: see programs.truths.read_assertions, or that as JSON.
+        """Score 1 if all assertions hold, else 0. ground_truth: a form of programs.truths.read_assertions, or JSON.
 
         Raises: ValueError for a ground truth of another form.
         """
@@ -130,7 +130,7 @@ def _share(passed: int, tests: int) -> Score:
 
 
 def _request(tests: Assertions, program: str, secret: str) -> str:
-    """Standard input of the tester. Its source, which the program can read, contains nothing of this."""
+    """Return the tester's standard input. Tests are not in its source, because the program can read the source."""
     name = re.match(r"\w*", tests.entry_point or "")
     root = name[0] if name else ""
     defined = re.search(rf"^(?:(?:async )?def|class) {root}\b|^{root}\s*[:=]", program, re.MULTILINE)

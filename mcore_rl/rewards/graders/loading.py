@@ -1,4 +1,4 @@
-"""The grader that the section `reward` configures: one function, one by data source, or a weighted sum of several."""
+"""Loading of the grader that `reward` configures: one function, one per data source, or a weighted sum of several."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mcore_rl.types import Score
 
 KEY = "reward.function"
 UNNAMED = "unknown"
-"""What rows without a data_source have as theirs (data.columns)."""
-NO_RUNNER = "it needs a sandbox to run code in, and there is none here"
+"""The data_source of rows without one (data.columns)."""
+NO_RUNNER = "it requires a sandbox, which is not available here"
 
 
 def check_reward_function(config: RewardConfig, runner: CodeRunner | None = None) -> None:
-    """Loads what `reward` names, as the grading processes will.
+    """Load the configured functions in the same way as the grading processes.
 
     Raises: ConfigError naming the key and the cause.
     """
@@ -30,7 +30,7 @@ def check_reward_function(config: RewardConfig, runner: CodeRunner | None = None
 
 
 def runs_code(config: RewardConfig, data_sources: Collection[str]) -> bool:
-    """Whether any response to these rows is graded by running it."""
+    """Return whether the graders of these rows run code from responses."""
     named = {entry.function for entry in config.entries}
     if BY_DATA_SOURCE in named:
         named |= {name for name in without_grader(data_sources, config.functions, None).values() if name is not None}
@@ -40,7 +40,7 @@ def runs_code(config: RewardConfig, data_sources: Collection[str]) -> bool:
 def check_data_sources(
     config: RewardConfig, key: str, path: str, data_sources: Collection[str], runner: CodeRunner | None = None
 ) -> None:
-    """Whether every row can be graded, where rows choose their graders; `key=path` is the file that they are from.
+    """Check that every row has a grader if rows select their graders. `key=path` is the rows' file.
 
     Raises: ConfigError naming data source, file and remedy.
     """
@@ -49,7 +49,7 @@ def check_data_sources(
     for source, name in without_grader(data_sources, config.functions, runner).items():
         rows = sum(each == source for each in data_sources)
         cause = f"has no grader with {KEY}={BY_DATA_SOURCE}" if name is None else f"is graded by {name}: {NO_RUNNER}"
-        told = f"{source!r} (rows without one have it)" if source == UNNAMED else repr(source)
+        told = f"{source!r} (the default for rows without one)" if source == UNNAMED else repr(source)
         raise ConfigError(
             f"{key}={path}: the data_source {told} of {rows} rows {cause}; set reward.functions to "
             f"{{{source}: module_or_file.py:function}}, or to one of {', '.join(GRADERS)}"
@@ -57,13 +57,13 @@ def check_data_sources(
 
 
 def needs_math(config: RewardConfig) -> bool:
-    """Whether answers may be compared as expressions, for which much has to be imported."""
+    """Return whether graders may compare expressions, which requires slow imports (math-verify, sympy)."""
     named = {entry.function for entry in config.entries} | set(config.functions.values())
     return bool(named & {BY_DATA_SOURCE, *GRADERS})
 
 
 def load_grader(config: RewardConfig, runner: CodeRunner | None = None) -> Grader:
-    """The grader that `reward` configures; `runner` runs what graders of code are given.
+    """Load the grader that `reward` configures. `runner` runs programs for the code graders.
 
     Raises: ConfigError naming the key and the cause.
     """
@@ -87,14 +87,14 @@ def _rule(key: str, entry: WeightedFunctionConfig, config: RewardConfig, runner:
 
 
 def _named(key: str, name: str, kwargs: Mapping[str, str], config: RewardConfig, runner: CodeRunner | None) -> Rule:
-    """Of a user's function, or of a built-in grader."""
-    if names_function(name) or name not in GRADERS:  # the latter is refused with the form of a function's name
+    """Build the rule of a user's function or a built-in grader."""
+    if names_function(name) or name not in GRADERS:  # for unknown names, user_rule raises the error
         return user_rule(key, name, kwargs)
     if name == BUILTIN:
         return _math(config)
     grade = build(name, runner, config.timeout_seconds)
     if grade is None:
-        raise ConfigError(f"{key}={name}: {NO_RUNNER}; set it to a function of yours, module_or_file.py:function")
+        raise ConfigError(f"{key}={name}: {NO_RUNNER}; set it to your own function, module_or_file.py:function")
     return Rule(lambda sample: grade(sample.response, sample.ground_truth))
 
 
@@ -118,7 +118,7 @@ def _by_data_source(kwargs: Mapping[str, str], config: RewardConfig, runner: Cod
 
     def rule_of(source: str) -> Rule:
         name = grader_of(source, config.functions)
-        if name is None:  # check_data_sources has refused it
+        if name is None:  # check_data_sources has rejected such rows before the run
             return Rule(lambda sample: failed(f"the data_source {source!r} has no grader"))
         return users[name] if name in users else _named(f"reward.functions.{source}", name, {}, config, runner)
 
@@ -166,7 +166,7 @@ def _together(scores: list[Score | Awaitable[Score]]) -> list[Score] | Awaitable
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
-                task.cancel()  # where another has raised
+                task.cancel()  # after an error of another task; otherwise the task is done
 
     return gathered()
 
@@ -176,13 +176,16 @@ async def _awaited(score: Score | Awaitable[Score]) -> Score:
 
 
 def _names(config: RewardConfig) -> list[str]:
-    """Of reward.weighted's functions. Raises: ConfigError for one that is taken, or twice there."""
+    """Return the names of reward.weighted's functions.
+
+    Raises: ConfigError for a reserved or repeated name, and for an unknown reward.accuracy_of.
+    """
     names = [entry.name or entry.function.rpartition(":")[2] for entry in config.weighted]
     for index, name in enumerate(names):
         if name in TAKEN or name in names[:index]:
-            whose = "is one of the record's own" if name in TAKEN else "another has already"
+            whose = "is reserved for records and metrics" if name in TAKEN else "is already in use"
             raise ConfigError(
-                f"reward.weighted[{index}].name={name} {whose}; set reward.weighted[{index}].name to another"
+                f"reward.weighted[{index}].name={name} {whose}; set reward.weighted[{index}].name to another name"
             )
     if config.accuracy_of is not None and config.accuracy_of not in names:
         raise ConfigError(f"reward.accuracy_of={config.accuracy_of} must be one of {', '.join(names)}")

@@ -1,7 +1,7 @@
-"""DAPO's mathematics: what follows the last `Answer:` on its line, in the last 300 characters of a response.
+"""DAPO's math grader: the answer is the text behind the last `Answer:` in the last 300 characters, on the same line.
 
-Source: Yu et al., arXiv 2503.14476, whose prompt asks for such a line and whose rewards are 1 and -1; the form is that
-of Lewkowycz et al., arXiv 2206.14858. What is the same answer: rewards.math_grader.
+Source: Yu et al., arXiv 2503.14476, whose prompt requests such a line and whose rewards are 1 and -1. Lewkowycz et al.,
+arXiv 2206.14858, introduced the format. rewards.math_grader compares the answers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from mcore_rl.types import Score
 
 TAIL_CHARS = 300
 MISSING_ANSWER = "[INVALID]"
-"""verl's word for the prediction of a response without one."""
+"""verl's prediction for a response without an answer."""
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
 
 def grade_math_dapo(response: str, ground_truth: Any) -> Score:
-    """1 or -1; `pred` is the answer as it stands in the response."""
+    """Score 1 or -1; the part `pred` is the answer as written in the response."""
     answers = _ANSWER.findall(response[-TAIL_CHARS:])
     prediction = answers[-1].strip() if answers else MISSING_ANSWER
     right = bool(answers) and same_answer(prediction, reference_answer(ground_truth))

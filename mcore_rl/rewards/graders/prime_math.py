@@ -1,8 +1,8 @@
-r"""NuminaMath as PRIME grades it: the last box, or what follows `answer is` or `answer:`; a decimal may be rounded.
+r"""PRIME's grader of NuminaMath: the answer is the last box, or the text behind `answer is` or `answer:`.
 
-Source: Cui et al., arXiv 2502.01456, and the comparison of Hendrycks et al. that it begins with. Where the reference is
-a number, an answer within a relative 1e-4 of it is right, and so is one of its hundredth or its hundredfold, which
-stand for percentages. What is the same expression: rewards.math_grader.
+Source: Cui et al., arXiv 2502.01456, which builds on the comparison of Hendrycks et al. rewards.math_grader compares
+expressions. A numeric answer is also correct within a relative 1e-4 of the reference, of its hundredth, or of 100 times
+the reference (percentages).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _MARK = re.compile(r"(?i)\b(?:answer\s+is\s*:?|answer\s*:)\s*")
 
 
 def grade_prime_math(response: str, ground_truth: Any) -> Score:
-    """1 or 0."""
+    """Score 1 or 0."""
     answer, reference = final_answer(response), reference_answer(ground_truth)
     right = float(answer is not None and (same_answer(answer, reference) or _close(answer, reference)))
     return Score(right, right)
 
 
 def final_answer(response: str) -> str | None:
-    """The last box, or what follows the last mark."""
+    """Return the content of the last box, or the text behind the last `answer is` or `answer:`."""
     box = last_box(response)
     if box is not None:
         return box

@@ -1,4 +1,4 @@
-"""Where graders of code run what a model wrote: in the sandbox."""
+"""CodeRunner that runs programs in the sandbox."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_rl.sandbox.interface import Program, Sandbox
 
 
 class SandboxRunner:
-    """A CodeRunner. The sandbox is opened with the first program: most graders need none."""
+    """A CodeRunner that opens the sandbox with the first program, because most graders run none."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
@@ -21,6 +21,9 @@ class SandboxRunner:
         return open_sandbox(self._config)
 
     def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
-        """Raises: SandboxError if it could not be run at all."""
+        """Run a program.
+
+        Raises: SandboxError if the program cannot be started.
+        """
         outcome = self._sandbox.run(Program(source, stdin=stdin, seconds=min(seconds, self._config.seconds)))
         return CodeOutcome(outcome.stdout, outcome.ok)

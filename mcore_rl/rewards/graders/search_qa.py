@@ -1,8 +1,8 @@
-"""Questions answered after a search: the last <answer>...</answer> equals one of the references, word for word.
+"""Search-R1's grader: the last <answer>...</answer> must equal one of the references after normalization.
 
-Source: Jin et al., arXiv 2503.09516 (Search-R1), with the normal form of SQuAD's exact match (Rajpurkar et al.,
-arXiv 1606.05250): lower case, without punctuation and articles. A response with more than ten of either tag, which
-tries its luck, gets a quarter.
+Source: Jin et al., arXiv 2503.09516 (Search-R1), with the normalization of SQuAD's exact match (Rajpurkar et al.,
+arXiv 1606.05250): lower case, no punctuation or articles. A correct response with more than ten opening or closing tags
+gets 0.25, because it lists guesses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def grade_search_qa(response: str, ground_truth: Any) -> Score:
-    """1, 0.25 or 0. ground_truth: {"target": one or more answers}, or those alone."""
+    """Score 1, 0.25 or 0. ground_truth: {"target": one or more answers}, or the answers alone."""
     answer = last_answer(response)
     if answer is None or normal_form(answer) not in map(normal_form, _targets(ground_truth)):
         return Score(0.0, 0.0)
@@ -29,7 +29,7 @@ def grade_search_qa(response: str, ground_truth: Any) -> Score:
 
 
 def last_answer(response: str) -> str | None:
-    """From the first <answer> behind the answer before it, up to the next </answer>."""
+    """Return the content of the last complete <answer>...</answer>, or None. Each ends at the next </answer>."""
     answer, rest = None, response
     while True:
         _, opened, rest = rest.partition("<answer>")
@@ -47,5 +47,5 @@ def _targets(ground_truth: Any) -> list[str]:
 
 
 def normal_form(answer: str) -> str:
-    """Return an answer in lower case, without punctuation, articles and surplus blanks."""
+    """Return an answer in lower case, without punctuation, articles, and repeated spaces."""
     return " ".join(_ARTICLE.sub(" ", answer.lower().translate(_PUNCTUATION)).split())

@@ -1,5 +1,6 @@
-"""verl's scoring functions with its arguments and results, for users' files that call them; the verdicts are those of
-the graders of this project. config.stand_ins says under which names they are imported.
+"""Functions with the signatures of verl's scoring functions, for users' files that call them.
+
+This project's graders decide the verdicts. config.stand_ins lists the import names.
 
 Source: the interface of verl.utils.reward_score as of 2026.
 """
@@ -27,13 +28,13 @@ _NUMBER = re.compile(r"-?[0-9.,]+")
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any
 ) -> float | dict[str, Any]:
-    """The score by the data source's grader: a dict where the grader says more than a number.
+    """Score a response with its data source's grader; returns a number or, for math_dapo, a dict.
 
     Raises: NotImplementedError for a data source without a grader, and for programs, which run in the sandbox only.
     """
     name = grader_of(data_source, {})
     if name is None:
-        raise NotImplementedError(f"no grader is known for data_source {data_source}")
+        raise NotImplementedError(f"data_source {data_source} has no grader")
     if name == "math_dapo":
         return score_math_dapo(solution_str, ground_truth)
     if name not in PURE:
@@ -42,7 +43,7 @@ def default_compute_score(
 
 
 def extract_gsm8k(solution_str: str, method: str = "strict") -> str | None:
-    """The answer: strict, the last `#### number`; flexible, the last number of any kind."""
+    """Return the last `#### number` (method="strict") or the last number (method="flexible"), or None."""
     if method == "strict":
         marked = marked_number(solution_str)
         return None if marked is None else plain(marked)
@@ -55,7 +56,7 @@ def extract_gsm8k(solution_str: str, method: str = "strict") -> str | None:
 def score_gsm8k(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for the right answer, `format_score` for another one, 0 for none."""
+    """Return `score` for the correct answer, `format_score` for another answer, 0 without an answer."""
     answer = extract_gsm8k(solution_str, method)
     if answer is None:
         return 0.0
@@ -63,19 +64,19 @@ def score_gsm8k(
 
 
 def score_math(solution_str: str, ground_truth: Any) -> float:
-    """1 or 0, of the last box."""
+    """Return 1 if the last box has the correct answer, else 0."""
     return grade_math_boxed(solution_str, ground_truth).reward
 
 
 def score_math_verify(model_output: str, ground_truth: Any, timeout_score: float = 0.0) -> float:
-    """1 or 0, of the answer wherever it stands. timeout_score is not used: a comparison without end counts 0."""
+    """Return 1 for the correct answer in any notation, else 0. timeout_score is unused: a timeout counts 0."""
     return float(is_correct(model_output, ground_truth))
 
 
 def score_math_batch(
     data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any], extra_infos: Any = None
 ) -> list[float]:
-    """1 or 0 for each response, of the last box."""
+    """Return the score_math of each response."""
     return [score_math(*pair) for pair in zip(solution_strs, ground_truths, strict=True)]
 
 
@@ -85,7 +86,7 @@ def score_math_dapo(
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
-    """Score 1 or -1, `acc` and `pred`; with strict_box_verify a box at the very end counts and nothing else."""
+    """Return `score` (1 or -1), `acc` and `pred`. With strict_box_verify, only a box near the end counts."""
     if strict_box_verify:
         start = -BOX_TAIL_CHARS if pause_tokens_index is None else pause_tokens_index[-1] - BOX_TAIL_CHARS
         box = last_box(solution_str[start:])
@@ -96,39 +97,39 @@ def score_math_dapo(
 
 
 def score_prime_math(model_output: str, ground_truth: Any) -> tuple[bool, bool, str]:
-    """Whether the answer is right, whether it stands in a box, and the answer."""
+    """Return whether the answer is correct, whether it is in a box, and the answer."""
     right = grade_prime_math(model_output, ground_truth).reward > 0
     return right, last_box(model_output) is not None, final_answer(model_output) or ""
 
 
 def match_answer(response: str) -> tuple[bool, str]:
-    """Whether a response has a box or a phrase such as `the answer is`, and the answer."""
+    """Return whether a response has a box or a phrase such as `the answer is`, and the answer."""
     answer = final_answer(response)
     return answer is not None, response if answer is None else answer
 
 
 def grade_answer(given_answer: str | None, ground_truth: str) -> bool:
-    """Whether two answers are the same by rewards.math_grader."""
+    """Return whether two answers are equal by rewards.math_grader."""
     return given_answer is not None and same_answer(given_answer, ground_truth)
 
 
 def math_equal(prediction: str, reference: str, *options: object, **more: object) -> bool:
-    """Whether two answers are the same, or numbers within 1e-4. verl's further options are not used."""
+    """Return whether two answers are equal, or numbers within a relative 1e-4. verl's other options have no effect."""
     return bool(grade_prime_math(rf"\boxed{{{prediction}}}", reference).accuracy)
 
 
 def format_geometry3k(predict_str: str) -> float:
-    """1 for `<think>...</think>` before the box, else 0."""
+    """Return 1 if `<think>...</think>` precedes the box, else 0."""
     return float(thinks_first(predict_str))
 
 
 def accuracy_geometry3k(predict_str: str, ground_truth: Any, use_boxed: bool = True) -> float:
-    """1 for the right answer, in a box or as the whole text, else 0."""
+    """Return 1 for the correct answer, in a box or (use_boxed=False) as the whole text, else 0."""
     return score_geometry3k(predict_str, ground_truth, use_boxed, format_score=0.0)
 
 
 def score_geometry3k(predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
-    """1 - format_score for the answer, format_score for `<think>` before the box."""
+    """Return 1 - format_score for the correct answer plus format_score for `<think>...</think>` before the box."""
     if use_boxed:
         right = grade_geometry3k(predict_str, ground_truth).accuracy
     else:
@@ -139,7 +140,7 @@ def score_geometry3k(predict_str: str, ground_truth: Any, use_boxed: bool = True
 def score_search_qa(
     solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for the right answer, a quarter of it after too many guesses, `format_score` for another, 0 for none."""
+    """Return `score` for the correct answer (a quarter with too many tags), `format_score` for another, 0 for none."""
     graded: Score = grade_search_qa(solution_str, ground_truth)
     if last_answer(solution_str) is None:
         return 0.0

@@ -110,9 +110,9 @@ def test_none_from_the_only_function_is_an_error(entry):
 @pytest.mark.parametrize(
     ("names", "more", "message"),
     [
-        (("a", "a"), {}, r"^reward\.weighted\[1\]\.name=a another has already; set reward\.weighted\[1\]\.name"),
-        (("a", "mean"), {}, r"^reward\.weighted\[1\]\.name=mean is one of the record's own"),
-        ((None, None), {}, r"^reward\.weighted\[1\]\.name=math another has already"),
+        (("a", "a"), {}, r"^reward\.weighted\[1\]\.name=a is already in use; set reward\.weighted\[1\]\.name"),
+        (("a", "mean"), {}, r"^reward\.weighted\[1\]\.name=mean is reserved for records"),
+        ((None, None), {}, r"^reward\.weighted\[1\]\.name=math is already in use"),
         (("a", "b"), {"accuracy_of": "c"}, r"^reward\.accuracy_of=c must be one of a, b"),
     ],
 )

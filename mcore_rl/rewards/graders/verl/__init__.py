@@ -1,1 +1,1 @@
-"""Helper functions of verl's scoring modules, by their documented behaviour, for users' files that import them."""
+"""Reimplementation of verl's scoring helpers, from their documented behaviour, for users' files that import them."""

@@ -1,4 +1,4 @@
-r"""Boxes in texts, whole and without their command: `\boxed{5}` and `5`."""
+r"""Extraction of boxes from text, with their command (`\boxed{5}`) and without it (`5`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ BOX, BARE_BOX = "\\boxed{", "\\boxed "
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""Return the last `\boxed{...}` or `\fbox{...}` of a text with its command, or None if it has none or no end.
+    r"""Return the last `\boxed{...}` or `\fbox{...}` with its command, or None if it is missing or not closed.
 
-    `\boxed 5$` without braces counts too, up to the next dollar.
+    A box without braces, `\boxed 5$`, ends at the next dollar sign.
     """
     if BARE_BOX in string:
         return BARE_BOX + string.rpartition(BARE_BOX)[2].partition("$")[0]
@@ -17,14 +17,14 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def last_braced_box(string: str) -> str | None:
-    r"""Return the last `\boxed{...}` of a text with its command, or None if it has none or no end."""
+    r"""Return the last `\boxed{...}` with its command, or None if it is missing or not closed."""
     return braced(string, string.rfind(BOX))
 
 
 def remove_boxed(s: str) -> str:
     r"""Return the content of `\boxed{...}` or `\boxed ...`.
 
-    Raises: AssertionError for a text that is no box, as verl does.
+    Raises: AssertionError for any other text, as verl does.
     """
     if s.startswith(BARE_BOX):
         return s.removeprefix(BARE_BOX)
@@ -34,12 +34,12 @@ def remove_boxed(s: str) -> str:
 
 
 def box_content(s: str) -> str | None:
-    r"""Return the content of `\boxed{...}`, or None for a text that is no box."""
+    r"""Return the content of `\boxed{...}`, or None for any other text."""
     return s[len(BOX) : -1] if s.startswith(BOX) and s.endswith("}") else None
 
 
 def braced(string: str, start: int) -> str | None:
-    """Return the text from `start` to the brace that closes the first one behind it; escapes do not count."""
+    """Return the text from `start` to the brace that closes its first brace. Escaped braces count like others."""
     if start < 0:
         return None
     depth = 0

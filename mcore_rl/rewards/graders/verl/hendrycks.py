@@ -1,6 +1,6 @@
-r"""Answers of MATH in one spelling, compared as text.
+r"""Normalization of MATH answers for comparison as text.
 
-Source: Hendrycks et al., arXiv 2103.03874, whose evaluation defines the normal form. verl has these names in
+Source: Hendrycks et al., arXiv 2103.03874, whose evaluation defines the normal form. The names are from
 verl.utils.reward_score.math_reward.
 """
 
@@ -18,12 +18,12 @@ _UNIT = "\\text{ "
 
 
 def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
-    """Return whether two answers have the same normal form. Two missing answers are equal, one is not."""
+    """Return whether two answers have the same normal form. A missing answer equals only a missing answer."""
     if str1 is None or str2 is None:
         return str1 is str2
     try:
         forms = strip_string(str1), strip_string(str2)
-    except Exception:  # the normal form is not defined, for example of two units
+    except Exception:  # answers without a normal form, for example with two units
         return str1 == str2
     if verbose:
         print(*forms)
@@ -61,7 +61,7 @@ def fix_fracs(string: str) -> str:
 
 
 def fix_a_slash_b(string: str) -> str:
-    r"""Write `1/2`, a ratio of integers and nothing else, as `\frac{1}{2}`."""
+    r"""Write a ratio of integers, such as `1/2`, as `\frac{1}{2}`; return any other text unchanged."""
     match = _RATIO.fullmatch(string)
     return string if match is None else rf"\frac{{{match[1]}}}{{{match[2]}}}"
 
@@ -72,7 +72,7 @@ def fix_sqrt(string: str) -> str:
 
 
 def remove_right_units(string: str) -> str:
-    r"""Return an answer without its unit, `\text{ cm}`.
+    r"""Remove the unit of an answer, such as `\text{ cm}`.
 
     Raises: AssertionError for an answer with two units.
     """

@@ -1,4 +1,4 @@
-r"""Final answers in Minerva's normal form, which verl.utils.reward_score.math_dapo compares as text.
+r"""Minerva's normalization of final answers, which verl.utils.reward_score.math_dapo compares as text.
 
 Source: Lewkowycz et al., arXiv 2206.14858, appendix D.1, with its lists of replaced and removed expressions.
 """
@@ -11,7 +11,7 @@ from mcore_rl.rewards.graders.math_dapo import MISSING_ANSWER
 from mcore_rl.rewards.graders.verl.boxes import last_braced_box, remove_boxed
 
 BOX_TAIL_CHARS = 100
-"""In which a box must stand where nothing else counts as an answer (strict_box_verify)."""
+"""Length of the end of a response that is searched for a box with strict_box_verify."""
 SUBSTITUTIONS = [
     *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", "")),
     *(("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
@@ -31,7 +31,7 @@ ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    r"""Return the normal form: the last side of an equation without words, units, spaces and fonts."""
+    r"""Return the normal form: the last side of an equation without words, units, spaces, and fonts."""
     answer = final_answer.rpartition("=")[2]
     for before, after in SUBSTITUTIONS:
         answer = answer.replace(before, after)
@@ -49,7 +49,7 @@ def normalize_final_answer(final_answer: str) -> str:
 def is_correct_minerva(
     solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = ANSWER_PATTERN
 ) -> tuple[bool, str]:
-    """Return whether the last `Answer:` has the reference's normal form, and its own."""
+    """Return whether the last `Answer:` has the reference's normal form, and the answer's normal form."""
     found = re.findall(answer_pattern, solution_str)
     prediction = normalize_final_answer(found[-1] if found else MISSING_ANSWER)
     reference = remove_boxed(last_braced_box(gt) or "") if gt_need_extract else gt
@@ -57,7 +57,7 @@ def is_correct_minerva(
 
 
 def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | None = None) -> tuple[bool, str]:
-    """Return whether the last box near the end is the reference, character by character, and its content."""
+    """Return whether the content of the last box near the end equals the reference exactly, and the content."""
     if pause_tokens_index is not None:
         if len(pause_tokens_index) != 4:
             raise AssertionError(f"pause_tokens_index has {len(pause_tokens_index)} entries, not 4")
