@@ -1,4 +1,4 @@
-r"""Choices of a multiple-choice question: `(C)`, `C.`, `Option C`, `\textbf{(C)}\ 5`, and sentences that name one."""
+r"""Parsing of multiple-choice answers: `(C)`, `C.`, `Option C`, `\textbf{(C)}\ 5`, and sentences that name a choice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 MAX_TAIL_CHARS = 2000
 MAX_CHARS = 400
-"""A longer answer is no choice; the patterns below take time that grows with the square of the length."""
+"""Longer answers are not parsed as a choice, because the patterns below take quadratic time."""
 
 _OPEN = r"(?:\$|\\\(|\*\*|__|\\boxed\s*\{|\\(?:text|textbf|mathrm|mathbf|textrm|mbox)\s*\{|\\left|\s)*"
 _CLOSE = r"(?:\$|\\\)|\*\*|__|\}|\\right)*"
@@ -16,7 +16,7 @@ _LETTER = (
     rf"|(?P<bare>[A-HJ])(?![A-Za-z0-9_^'\u2019]))"
 )
 _NOUN = r"(?:answer|choice|option|alternative)"
-# behind a bare letter: the end of a sentence, a mark, or `because`
+# text behind a bare letter: the end of a sentence, punctuation, or a word such as `because`
 _END = rf"{_CLOSE}\s*(?:$|[.,;:)!\n]|\*\*|(?=because|since|as\b|which|\())"
 _ANOTHER = rf"(?!{_CLOSE}\s*(?:[,;/&]|or\b|and\b)\s*{_OPEN}\(?[A-J]\)?(?![A-Za-z]))"
 _IS = re.compile(
@@ -39,18 +39,18 @@ _LEADING = re.compile(
 )
 
 
-_BLANKS = re.compile(r"\s+")  # a run of blanks would cost the patterns above a power of its length
+_BLANKS = re.compile(r"\s+")  # collapsed first: the patterns above take superlinear time for runs of spaces
 
 
 class Choice(NamedTuple):
-    """A letter, and the answer that stands beside it (`5` of `(C) 5`), which may be empty."""
+    """A letter and the answer beside it (`5` in `(C) 5`), which may be empty."""
 
     letter: str
     content: str
 
 
 def parse_choice(text: str) -> Choice | None:
-    r"""Return the choice that an answer is: `(C)`, `\text{(C)}`, `C`, `C.`, `Option C`, `(C) 5`; None for others."""
+    r"""Parse an answer such as `(C)`, `\text{(C)}`, `C`, `C.`, `Option C` or `(C) 5`; None if it is not a choice."""
     if len(text) > MAX_CHARS:
         return None
     text = _BLANKS.sub(" ", text.strip())
@@ -66,7 +66,7 @@ def parse_choice(text: str) -> Choice | None:
 
 
 def named_choice(response: str) -> str | None:
-    """Return the letter of the last sentence that names the answer, or of a last line that is nothing but a choice."""
+    """Return the letter in the last sentence that names the answer, or in a last line that is only a choice."""
     tail = _BLANKS.sub(lambda blanks: "\n" if "\n" in blanks.group() else " ", response[-MAX_TAIL_CHARS:].strip())
     named = [match for pattern in (_IS, _CORRECT) for match in pattern.finditer(tail)]
     letters = [(match.start(), letter) for match in named if (letter := _letter(match))]
@@ -77,6 +77,6 @@ def named_choice(response: str) -> str | None:
 
 
 def _letter(match: re.Match[str]) -> str:
-    """Return the letter as a capital; a bare small one is a variable or a word."""
+    """Return the letter in upper case; empty for a bare lower-case letter, which is a variable or a word."""
     bare = match["bare"] or ""
     return (match["round"] or match["square"] or (bare if bare.isupper() else "")).upper()

@@ -1,4 +1,4 @@
-r"""Times of day: `7{:}30`, `07:30` and `7:30 p.m.`; a text with two minute digits is a time and not a ratio."""
+r"""Times of day: `7{:}30`, `07:30` and `7:30 p.m.`. Two digits after the colon distinguish them from ratios."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 MAX_CHARS = 400
-"""A longer answer is no time."""
+"""Longer answers are not parsed as times."""
 
 _COLON = re.compile(
     r"\{\s*:\s*\}|\s*\\colon(?![A-Za-z])\s*|\\(?:math(?:bin|punct|rel|ord)|text)\s*\{\s*:\s*\}|(?:\\!)+:(?:\\!)*|:(?:\\!)+|\u2236|\uff1a"
@@ -21,7 +21,7 @@ _TIME = re.compile(
 
 
 class Time(NamedTuple):
-    """A time of day. half: "a" or "p" where the text names it."""
+    """A time of day. half: "a" (a.m.), "p" (p.m.), or empty."""
 
     hour: int
     minute: int
@@ -35,7 +35,7 @@ def plain_colons(text: str) -> str:
 
 
 def parse_time(text: str) -> Time | None:
-    """Return the time that a text is, or None for anything else, such as the ratio 3:4."""
+    """Parse a time of day; None for any other text, such as the ratio 3:4."""
     if len(text) > MAX_CHARS:
         return None
     text = _SPACING.sub(" ", _WRAPPER.sub(r" \1 ", plain_colons(text))).strip()
@@ -46,7 +46,7 @@ def parse_time(text: str) -> Time | None:
 
 
 def same_time(given: Time, expected: Time) -> bool:
-    """Return whether two times are equal. One without a.m. or p.m. agrees with either half, and with 24 hours."""
+    """Return whether two times are equal. A time without a.m. or p.m. matches either half and the 24-hour clock."""
     if given[1:3] != expected[1:3]:
         return False
     if bool(given.half) == bool(expected.half):

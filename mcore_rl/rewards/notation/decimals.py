@@ -1,4 +1,4 @@
-r"""Decimals without an end: `0.\overline{3}`, `0.\dot{3}`, `0.(3)` and `0.333...` are \frac{1}{3}."""
+r"""Conversion of repeating decimals: `0.\overline{3}`, `0.\dot{3}`, `0.(3)` and `0.333...` become \frac{1}{3}."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Exact and relative comparison of numbers inside math-verify.
 
-math-verify compares numbers by absolute precision: a difference below 15 digits counts as 0, and decimals are rounded
-to 6 places. 10^{-20} and 10^{-21} are equal to it. The comparison of this module keeps math-verify's structure
-(equations, sets, intervals, matrices) and rejects pairs of numbers that differ:
+math-verify compares numbers with absolute precision: it treats differences below 15 digits as 0 and rounds decimals to
+6 places, so 10^{-20} equals 10^{-21}. This module keeps math-verify's structure (equations, sets, intervals, matrices)
+and rejects pairs of numbers that differ:
 
-- both sides exact, or both with decimals: any difference counts; a decimal is the fraction that it spells;
-- one side with decimals: it may differ by the rounding of 6 places, or of 6 significant digits if the value is below 1,
-  and a decimal with more places by its own last place only;
-- expressions with variables: the same rule at fixed rational values of the variables.
+- both sides exact, or both with decimals: no difference is allowed; a decimal has the exact value of its digits;
+- one side with decimals: it may differ by rounding to 6 places, or to 6 significant digits for values below 1; a
+  decimal with more places may differ by its last place only;
+- expressions with variables: the same rules at fixed rational values of the variables.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sympy import Basic, Expr, Float, MatrixBase, Mul, Rational, UnevaluatedExpr
 PLACES = 6
 _DIGITS = 25
 _MAX_DIGITS = 400
-"""Digits that the evaluation of a difference may use; larger cancellations count as 0."""
+"""Maximum digits for evaluating a difference; if more digits cancel, the difference counts as 0."""
 _POINTS = ((Rational(7, 5), Rational(11, 13)), (Rational(-19, 17), Rational(5, 23)))
-"""First value and increment for the variables, in the order of their names."""
+"""First value and increment of the variables' values, in alphabetical order of the variables."""
 
 Comparison = Callable[..., bool]
 
@@ -47,18 +47,18 @@ def exact_grader() -> ModuleType:
 
 
 def are_distinct(gold: object, answer: object) -> bool:
-    """Return whether two expressions have different values. False for anything without a value, such as a set."""
+    """Return whether two expressions have different values; False for objects without a value, such as sets."""
     if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase) and gold.shape == answer.shape:
         return any(are_distinct(one, other) for one, other in zip(gold.flat(), answer.flat(), strict=True))
     if not isinstance(gold, Expr) or not isinstance(answer, Expr):
         return False
     if gold.has(UnevaluatedExpr) != answer.has(UnevaluatedExpr):
-        return False  # math-verify writes a percentage so, and lets 9% be 9
+        return False  # math-verify represents percentages with UnevaluatedExpr and accepts 9 for 9%
     approximate = gold.has(Float) != answer.has(Float)
     tolerance = _last_place(gold if gold.has(Float) else answer) if approximate else Rational(0)
     one, other = (_evaluated(_without_decimals(side)) for side in (gold, answer))
     if gold.has(Float):
-        one, other = other, one  # if only one side has decimals, the first one is exact
+        one, other = other, one  # if only one side has decimals, `one` is the exact side
     names = sorted(one.free_symbols | other.free_symbols, key=str)
     if not names:
         return _differ(one, other, tolerance)

@@ -1,4 +1,4 @@
-"""Decimals that round a fraction: 0.333333 for 1/3."""
+"""Comparison of fractions with rounded decimals: 0.333333 for 1/3."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _FIRST_NUMBER = re.compile(r"[0-9]*\.?[0-9]+")
 
 
 def is_rounded(given: Fraction, answer: str, expected: Fraction, reference: str) -> bool:
-    """Return whether one side is a fraction and the other one is its decimal, rounded or cut off.
+    """Return whether one side is a fraction and the other side is its rounded or truncated decimal.
 
-    Two exact decimals are never rounded, and neither is a decimal with all digits of the fraction, such as 0.5000001.
+    Two decimals must be equal. So must a decimal with enough digits for the exact fraction: 0.5000001 is not 1/2.
     """
     fractions = ["/" in text or "frac" in text for text in (answer, reference)]
     close = abs(given - expected) <= min(Fraction(1, 10**6), abs(expected) / 10**5)

@@ -1,4 +1,4 @@
-r"""Finite sets written by operations: `\{1,2\}\cup\{3\}` is `\{1, 2, 3\}`."""
+r"""Evaluation of operations on finite sets: `\{1,2\}\cup\{3\}` is `\{1, 2, 3\}`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def plain_empty_sets(text: str) -> str:
 
 
 def finite_set(text: str, elements: Callable[[str], list[str]], equal: Equal) -> str:
-    r"""Return the set `\{a, b\}` that operations on finite sets give, or the text if it is anything else.
+    r"""Evaluate operations on finite sets to a set `\{a, b\}`; return any other text unchanged.
 
-    Different operators have no agreed order, so a text with two of them stays as it is.
+    Text with two different operators is unchanged too, because their precedence is not standardized.
     """
     parts = _OPERATOR.split(text)
     operands, operators = parts[::2], set(parts[1::2])

@@ -1,4 +1,4 @@
-r"""One spelling for symbols that have several: `\cup` for `∪`, `\mathbb{R}` for `\R`, `^{2}` for `**2`."""
+r"""Normalization of symbols with several spellings: `\cup` for `∪`, `\mathbb{R}` for `\R`, `^{2}` for `**2`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _REWRITES = (
     (re.compile(r"\\([RZQN])(?![A-Za-z])"), r"\\mathbb{\1}"),
     (re.compile(f"[{''.join(_BLACKBOARD)}]"), lambda match: rf"\mathbb{{{_BLACKBOARD[match.group()]}}}"),
     (re.compile(r"\{([^{}\\]{1,40})\\choose(?![A-Za-z])([^{}]{1,40})\}"), r"\\binom{\1}{\2}"),
-    # a set without another one: \{1,2\} - \{2\}
+    # set difference written with a minus sign: \{1,2\} - \{2\}
     (re.compile(r"(?<=[A-Z\\]\})\s*-\s*(?=\\\{)"), r"\\setminus "),
 )
 _MEMBER = re.compile(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])\s*(?=\S)")
 
 
 def plain_symbols(text: str) -> str:
-    """Write every symbol of the table in its one spelling."""
+    """Replace the spellings in the table by their normal form."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text
 
 
 def without_member(text: str) -> str:
-    r"""Return the set of `x\in\{1, 2\}`, or the text if it is anything else."""
+    r"""Return the set in `x\in\{1, 2\}`; return any other text unchanged."""
     return _MEMBER.sub("", text)

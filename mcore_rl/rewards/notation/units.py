@@ -1,4 +1,4 @@
-r"""Units behind a number: `35\text{ m}^2`, `5\ \text{m/s}`, `5\,\mathrm{m}\cdot\mathrm{s}^{-1}`, `30 km/h`."""
+r"""Parsing of units: `35\text{ m}^2`, `5\ \text{m/s}`, `5\,\mathrm{m}\cdot\mathrm{s}^{-1}`, `30 km/h`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _CANONICAL = {name: unit for unit, names in _NAMES.items() for name in names}
 _SPEEDS = {"mph": "mile / hour", "kph": "km / hour", "kmh": "km / hour", "kmph": "km / hour", "mps": "m / s"}
 _LETTERS = frozenset("msghlLJNWV")
 _LETTERS_OF_TEXT = _LETTERS | frozenset("CFKA")
-"""Units that are written as variables too, unless a text command holds them."""
+"""One-letter units inside a text command. Outside of one, C, F, K and A are more likely variables."""
 _DIMENSIONS = {"square": 2, "sq": 2, "cubic": 3, "squared": 2, "cubed": 3}
 
 _TEXT_COMMAND = r"\\(?:text|textrm|mathrm|mbox|textbf|operatorname)\s*\{"
@@ -72,8 +72,10 @@ _PLAIN = re.compile(
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    r"""An answer without its unit, and the unit: ("35", "m^2") for `35\text{ m}^2`. The unit is empty where there is
-    none, or none whose name another one could contradict (apples)."""
+    r"""Split an answer into value and unit: ("35", "m^2") for `35\text{ m}^2`.
+
+    The unit is empty if there is none or its name is unknown (apples), so that it cannot contradict another unit.
+    """
     if text.isdecimal():
         return text, ""
     text = _OHM.sub(r"\\text{ \1ohm}", _MICRO.sub(r"\\text{u\1}", text))
@@ -95,15 +97,15 @@ def _is_value(body: str) -> bool:
 
 
 def _last_word(text: str) -> str:
-    """Return the unit of `5 cm`, whose word is a part of the answer still."""
+    """Return the unit of an answer such as `5 cm`; the caller keeps the word in the answer."""
     words = text.split()
     return (_parsed(words[-1], _LETTERS) or "") if len(words) == 2 and words[0][-1].isdigit() else ""
 
 
 def _parsed(text: str, letters: frozenset[str]) -> str | None:
-    """Return the canonical unit, "" if one of its names is not known, or None if the text is no unit.
+    """Return the canonical unit, "" if one of its names is unknown, or None if the text is not a unit.
 
-    letters: units of one letter; none if the text touches a number, where a letter is a variable.
+    letters: accepted one-letter units. It is empty if the text touches a number, where a letter is a variable.
     """
     text = _TIMES.sub(" * ", _TEXT.sub(r" \1 ", _FRACTION.sub(r"\1 / \2", text)))
     reader = _UnitReader(letters)
@@ -111,7 +113,7 @@ def _parsed(text: str, letters: frozenset[str]) -> str | None:
 
 
 class _UnitReader:
-    """Exponents of a product of units, read from left to right."""
+    """Parser of a product of units, from left to right."""
 
     def __init__(self, letters: frozenset[str]) -> None:
         self._letters = letters
@@ -121,7 +123,7 @@ class _UnitReader:
         self._sign, self._dimension = 1, 1
 
     def take(self, token: re.Match[str]) -> bool:
-        """Read a token. Returns False if no unit holds it."""
+        """Read a token; return False if a unit cannot contain it."""
         word = token["word"]
         if word is None:
             if token["divide"]:

@@ -1,9 +1,9 @@
-"""Assigns tasks to grading processes and identifies the task that makes a process hang or die.
+"""Assignment of tasks to grading processes, and detection of the task that makes a process hang or die.
 
 An idle process receives a batch of tasks and a deadline for its next answer. A process that calls async functions
 receives as many tasks as it may run concurrently, each with its own deadline. A process that misses a deadline, uses
 too much memory or dies is replaced, and its unanswered tasks are graded again, one at a time. A task that ends a
-process while it runs alone receives failed scores.
+process while it runs alone gets failed scores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mcore_rl.types import Score
 
 MAX_BATCH = 64
 GRACE_SECONDS = 1.0
-"""Time beyond reward.timeout_seconds in which an interruptible grader ends by itself."""
+"""Extra time after reward.timeout_seconds for a grader to react to the interrupt in its own process."""
 START_SECONDS = 300.0
 MAX_FAILED_STARTS = 3
 DEATH_CHECK_SECONDS = 0.5
@@ -139,7 +139,7 @@ class Dispatcher:
     def _check_memory(self, limit_mib: int) -> None:
         for worker in list(self._workers):
             if worker.given and resident_bytes(worker.child.pid) > limit_mib * MIB:
-                self._replace(worker, f"the grader took more memory than reward.memory_mib={limit_mib}")
+                self._replace(worker, f"the grader used more memory than reward.memory_mib={limit_mib}")
 
     def _replace(self, worker: GradingProcess, cause: str | None) -> None:
         self._workers.remove(worker)

@@ -18,9 +18,9 @@ from mcore_rl.types import Score
 
 
 class LimitedGrader:
-    """Calls a grader with a limit of `seconds` per task.
+    """A grader with a time limit of `seconds` per task.
 
-    `grade` also interrupts code that computes. `grade_concurrently` interrupts a call only while it awaits something.
+    `grade` interrupts running code. `grade_concurrently` can interrupt a call only at an await.
     """
 
     def __init__(self, grader: Grader, seconds: float) -> None:
@@ -34,7 +34,7 @@ class LimitedGrader:
             return self._deadline.call(lambda: self._grade(pickle.loads(task.pickled)))
         except DeadlineExceeded as error:
             return self._late(task, error)
-        except BaseException as error:  # a grader's SystemExit too must fail its own sample only
+        except BaseException as error:  # SystemExit of a grader must also fail its own sample only
             return _raised(task, error)
 
     async def grade_concurrently(self, task: Task) -> list[Score]:
@@ -49,7 +49,7 @@ class LimitedGrader:
             if limit.expired():
                 return self._late(task, error.__cause__ or error)
             return _raised(task, error)
-        except BaseException as error:  # a grader's SystemExit too must fail its own sample only
+        except BaseException as error:  # SystemExit of a grader must also fail its own sample only
             return _raised(task, error)
 
     def _grade(self, samples: Sequence[Sample]) -> list[Score]:

@@ -1,4 +1,4 @@
-"""Grades samples in child processes, so that a grader that hangs or dies fails one sample only."""
+"""Pool of grading processes, so that a grader that hangs or dies fails only its own sample."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GradingPool:
     """
 
     def __init__(self, config: RewardConfig, sandbox: SandboxConfig | None = None) -> None:
-        assert config.workers >= 1  # config.validation rejects less
+        assert config.workers >= 1  # validated by config.validation
         self._config, self._sandbox = config, sandbox or SandboxConfig()
         self._queue: deque[Task] = deque()
         self._scores: dict[int, Score] = {}

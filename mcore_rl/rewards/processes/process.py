@@ -1,4 +1,4 @@
-"""A grading process from the parent's side: unanswered tasks and their deadlines."""
+"""Parent's view of a grading process: unanswered tasks and their deadlines."""
 
 from __future__ import annotations
 

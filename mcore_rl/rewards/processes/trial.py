@@ -1,4 +1,4 @@
-"""Calls a user's reward function once before the run starts, so that a mistake is found within seconds."""
+"""Trial call of a user's reward function before the run starts, which finds mistakes within seconds."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def try_reward_function(config: RewardConfig, prompt: Prompt, *, multi_turn: boo
     if empty.error is None:
         return (
             f"warning: {chosen}: called with the ground truth of {row} as the response, "
-            f"{right.error}; with an empty one it works. Responses that cannot be graded count 0{shown}"
+            f"{right.error}; with an empty response it works. Responses that cannot be graded count 0{shown}"
         )
     raise ConfigError(
         f"{chosen} cannot grade {row}: with the ground truth as the response, {right.error}; "
-        f"with an empty one, {empty.error}. A model may write anything: return a number for every response; or raise "
-        f"reward.timeout_seconds={config.timeout_seconds:g} if it needs longer{shown}"
+        f"with an empty response, {empty.error}. Return a number for every response, because a model may write "
+        f"anything; or raise reward.timeout_seconds={config.timeout_seconds:g} if the function needs longer{shown}"
     )
 
 

@@ -165,6 +165,6 @@ def test_time_limit_applies_to_each_response_of_a_batch(functions):
 def test_grader_above_memory_mib_fails_its_own_sample_only(functions, text):
     config = RewardConfig(function=f"{functions}:eat", memory_mib=400, timeout_seconds=60.0)
     scores = graded(config, ["1", "2", text, "3", "4"])
-    assert scores[2].error == "the grader took more memory than reward.memory_mib=400"
+    assert scores[2].error == "the grader used more memory than reward.memory_mib=400"
     assert [score.reward for score in scores] == [1, 2, 0, 3, 4]
     assert [score.error for score in scores if score is not scores[2]] == [None] * 4

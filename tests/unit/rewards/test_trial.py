@@ -62,7 +62,7 @@ def test_trial_rejects_a_function_that_fails_on_any_response(tried):
         tried("broken")
     message, *shown = str(caught.value).splitlines()
     assert "mine.py:broken cannot grade the first prompt of data.train" in message
-    assert """LookupError: no '{"answer": 72}'; with an empty one, the grader raised LookupError: no ''.""" in message
+    assert """no '{"answer": 72}'; with an empty response, the grader raised LookupError: no ''""" in message
     line = FUNCTIONS.splitlines().index('    raise LookupError("no " + repr(text))') + 1
     assert any(text.endswith(f'mine.py", line {line}, in parse') for text in shown)
 
@@ -82,7 +82,7 @@ def test_trial_rejects_a_function_without_a_result(tried, name, cause):
 def test_trial_warns_if_only_the_ground_truth_fails(tried):
     warning = tried("strict")
     assert warning.startswith("warning: reward.function=")
-    assert "ZeroDivisionError: division by zero; with an empty one it works" in warning
+    assert "ZeroDivisionError: division by zero; with an empty response it works" in warning
     assert "in strict" in warning
 
 

@@ -1,4 +1,4 @@
-"""Sources of the scripts that run inside the sandbox, each as one text that needs the standard library only."""
+"""Bundling of the scripts that run inside the sandbox into single sources that need only the standard library."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def _definitions(script: str) -> str:
 
 
 def bundle(script: str, *arguments: str) -> str:
-    """The source of a script, whose main() is called with `arguments`."""
+    """Return the source of a script that calls its main() with `arguments`."""
     return f"{_definitions(script)}\n_module.main({', '.join(map(repr, arguments))})\n"

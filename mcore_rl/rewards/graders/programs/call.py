@@ -1,6 +1,6 @@
-"""One call of a program's function with the arguments of one test; runs inside the sandbox.
+"""One call of a program's function with the arguments of one test. Runs inside the sandbox.
 
-The expected value is not here: the grading process compares it with the result that is printed last.
+The expected value stays in the grading process, which compares it with the result on the last printed line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcore_rl.rewards.graders.programs.wire import Decoder, PlainOwner
 
 
 def main(program: str, name: str) -> None:
-    """Prints the result as JSON on the last line. The arguments come on standard input."""
+    """Read the arguments from standard input and print the result as JSON on the last line."""
     message = json.loads(sys.stdin.buffer.read())
     arguments = Decoder(PlainOwner(), message["nodes"]).value(message["root"])
     results = os.dup(1)
@@ -27,7 +27,7 @@ def main(program: str, name: str) -> None:
     printed = json.dumps(result, default=_plain)
     sys.stdout.flush()
     _write_all(results, f"\n{printed}\n")
-    os._exit(0)  # threads that the program left and its exit handlers do not count
+    os._exit(0)  # skips exit handlers and does not wait for threads of the program
 
 
 def _function(names: Mapping[str, Any], name: str) -> Any:
@@ -36,7 +36,7 @@ def _function(names: Mapping[str, Any], name: str) -> Any:
 
 
 def _called(function: Any, arguments: list[Any], names: Mapping[str, Any]) -> Any:
-    """Passes a mapping from parameter names by name, everything else by position."""
+    """Call the function; a single mapping with exactly its parameter names is passed as keyword arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -50,7 +50,7 @@ def _called(function: Any, arguments: list[Any], names: Mapping[str, Any]) -> An
 
 
 def _node(value: Any, parameter: inspect.Parameter, names: Mapping[str, Any]) -> Any:
-    """LeetCode's lists for parameters that are annotated as nodes."""
+    """Convert a list to LeetCode's nodes if the parameter is annotated as a ListNode or TreeNode."""
     annotation = str(parameter.annotation)
     if not isinstance(value, list) or "List[" in annotation:
         return value
@@ -63,7 +63,7 @@ def _node(value: Any, parameter: inspect.Parameter, names: Mapping[str, Any]) ->
 
 
 def _tree(values: list[Any], kind: Any) -> Any:
-    """Level by level, None for a missing child."""
+    """Build a tree from its values in level order, with None for a missing child."""
     if not values:
         return None
     root = kind(values[0])
@@ -78,7 +78,7 @@ def _tree(values: list[Any], kind: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON has no form for."""
+    """Convert a value that JSON cannot represent: arrays, nodes, sets, other iterables, and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "val") and hasattr(value, "next"):

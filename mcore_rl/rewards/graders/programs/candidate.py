@@ -1,6 +1,6 @@
-"""The process that runs the program under test; runs inside the sandbox. It receives calls, never a test.
+"""The process of the program under test. Runs inside the sandbox and receives calls, never tests.
 
-Arguments of the process: the descriptors from which it reads requests and to which it writes results.
+Arguments of the process: file descriptors for reading requests and for writing results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mcore_rl.rewards.graders.programs.prelude import NODES, SOLUTION, execute
 
 
 class Candidate(Peer):
-    """Serves the objects of the program."""
+    """The program's side of the connection."""
 
     def __init__(self, reader: int, writer: int) -> None:
         super().__init__(reader, writer)

@@ -1,4 +1,4 @@
-"""Comparison of outputs and results with the expected ones, in the grading process."""
+"""Comparison of a program's outputs and results with the expected ones, in the grading process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MISSING = object()
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether outputs are the same but for blanks around lines, empty lines, and the last digits of decimals."""
+    """Compare outputs, ignoring empty lines, spaces around lines, and the last digits of decimals."""
     ours, theirs = ([line.strip() for line in text.splitlines() if line.strip()] for text in (printed, expected))
     if len(ours) != len(theirs):
         return False
@@ -21,8 +21,10 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def same_result(printed: str, expected: Any) -> bool:
-    """Whether the last printed line is the expected value in JSON. Sets nest values in a list (APPS), or write them as
-    text in JSON or Python."""
+    """Return whether the last printed line is the expected value as JSON.
+
+    Some data sets nest expected values in a list (APPS) or write them as JSON or Python text.
+    """
     try:
         returned = json.loads(printed.rstrip().rpartition("\n")[2])
         wanted = _as_json(expected)
@@ -35,9 +37,9 @@ def same_result(printed: str, expected: Any) -> bool:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether values in JSON are equal; decimals within a tolerance, whole numbers exactly.
+    """Compare JSON values: decimals within a tolerance, integers exactly.
 
-    Raises: RecursionError; OverflowError for an integer that no float holds.
+    Raises: RecursionError; OverflowError for an integer beyond the range of floats.
     """
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same_value, one, other))
@@ -50,7 +52,7 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def _unwrapped_text(wanted: Any) -> list[Any]:
-    """TACO: a list of one text, which holds the value."""
+    """Return the value in a list of one text (TACO), as a list; empty for any other form."""
     inner = wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else None
     return [value] if isinstance(inner, str) and (value := _parsed(inner)) is not _MISSING else []
 
@@ -65,7 +67,7 @@ def _parsed(text: str) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """The value as JSON would give it back: lists for tuples and arrays, texts for keys."""
+    """Return the value after a round trip through JSON: tuples and arrays become lists, keys become text."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -89,7 +91,7 @@ def _same_words(ours: list[str], theirs: list[str]) -> bool:
 
 def _close(one: str, other: str) -> bool:
     if not any(mark in one + other for mark in ".eE") or "_" in one + other:
-        return False  # whole numbers are exact; float() reads 1_0 as 10
+        return False  # integers are compared exactly; float() would parse 1_0 as 10
     try:
         return math.isclose(float(one), float(other), rel_tol=RELATIVE, abs_tol=ABSOLUTE)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The program in a response."""
+"""Extraction of the program from a response."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _PYTHON = re.compile(r"python[\d.]*|py3?", re.IGNORECASE)
 
 
 def extract_program(response: str) -> str | None:
-    """The last fenced block in Python, or the last one of any language; None where there is none.
+    """Return the last fenced Python block, else the last fenced block, else None.
 
-    A block ends at a fence that starts or ends a line, so that a fence within a line of a string does not cut it, or
-    where the response ends.
+    A block ends at a fence at the start or end of a line, or with the response. A fence inside a line, such as in a
+    string, does not end it.
     """
     text, blocks, place = response.replace("\r\n", "\n"), [], 0
     own, inline = _OPENING.search(text), _INLINE.search(text)
@@ -27,13 +27,15 @@ def extract_program(response: str) -> str | None:
 
 
 def _first(own: re.Match[str] | None, inline: re.Match[str] | None) -> re.Match[str] | None:
-    """A fence on a line of its own, or one for Python behind other text, whichever comes first."""
+    """Return the earlier match: a fence on its own line, or a Python fence behind other text."""
     return min((each for each in (own, inline) if each), key=lambda match: match.start(2), default=None)
 
 
 def _from(place: int, text: str, found: re.Match[str] | None) -> re.Match[str] | None:
-    """The next match at `place` or behind it. A match that is still ahead is kept: searching anew for every block would
-    take quadratic time."""
+    """Return the next match at or after `place`.
+
+    A match ahead of `place` is reused, because a new search for every block would take quadratic time.
+    """
     return found if found is None or found.start() >= place else found.re.search(text, place)
 
 
@@ -41,12 +43,12 @@ _INLINE = re.compile(r"()(`{3})[ \t]*(python[\d.]*|py3?)[ \t]*$", re.IGNORECASE 
 
 
 def _closing(text: str, start: int, fence: str) -> tuple[int, int]:
-    """Where the block ends, and where the text behind it begins."""
+    """Return the end of the block and the start of the text behind its closing fence."""
     closing = re.compile(rf"^[ \t]*{fence[0]}{{{len(fence)},}}|{fence[0]}{{{len(fence)},}}[ \t]*$", re.MULTILINE)
     found = closing.search(text, start)
     return (found.start(), found.end()) if found else (len(text), len(text))
 
 
 def _dedented(code: str, width: int) -> str:
-    """Code without the indentation of its fence."""
+    """Remove up to `width` columns of indentation, which is the indentation of the fence."""
     return re.sub(rf"^[ \t]{{1,{width}}}", "", code, flags=re.MULTILINE) if width else code

@@ -1,4 +1,4 @@
-"""Arguments of test functions as pytest provides them; runs inside the sandbox."""
+"""Arguments of test functions as pytest provides them. Runs inside the sandbox."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class UnknownFixture(Exception):
 
 
 class Captured:
-    """pytest's capsys."""
+    """Substitute for pytest's capsys."""
 
     def __init__(self) -> None:
         self._out, self._err = io.StringIO(), io.StringIO()
@@ -53,7 +53,7 @@ class Fixtures:
         self._open: list[Iterator[Any]] = []
 
     def arguments(self, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an argument for every parameter without a default. given: those of parametrize.
+        """Return an argument for every parameter without a default. given: arguments from parametrize.
 
         Raises: UnknownFixture.
         """
@@ -68,7 +68,7 @@ class Fixtures:
                 self._value(name)
 
     def close(self) -> None:
-        """Continue the fixtures that wait in a yield."""
+        """Resume generator fixtures after their yield, in reverse order."""
         for generator in reversed(self._open):
             next(generator, None)
 

@@ -1,7 +1,7 @@
-"""Decides which names of the tests belong to the program; runs inside the sandbox.
+"""Assignment of the tests' names to the program or to the tests. Runs inside the sandbox.
 
-A program must not replace what its tests use: built-in functions, modules, and helpers of the prompt stay the tests'
-own, whatever the program defines under the same name.
+A program must not replace objects that its tests use. Built-in functions, modules, and the prompt's helpers therefore
+stay the tests' objects, even if the program defines the same names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Names:
-    """request: the fields that programs.bundle sends."""
+    """Names in the tests, the prompt, and the program. request: the tester's request (code._request)."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         self._statements = [str(each) for each in request["statements"]]
@@ -32,38 +32,41 @@ class Names:
 
     @property
     def context(self) -> ast.Module:
-        """The prompt without the functions that the program has to write."""
+        """The prompt without the functions that the program must implement."""
         return self._prompt
 
     @property
     def records(self) -> list[str]:
-        """Classes of the prompt, whose objects both sides exchange by value."""
+        """Classes of the prompt. Both processes exchange their objects by value."""
         return [node.name for node in self._prompt.body if isinstance(node, ast.ClassDef)]
 
     @property
     def modules(self) -> list[str]:
-        """Modules that the tests import for the program."""
+        """Module names under which the tests import the program."""
         froms = {node.module for node in ast.walk(self._tree) if isinstance(node, ast.ImportFrom) and node.module}
         return sorted({SOLUTION, *(name for name in froms if name in ("main", "your_module", "answer"))})
 
     @property
     def missing_modules(self) -> list[str]:
-        """Modules that the tests or the prompt import and this Python lacks."""
+        """Modules that the tests or the prompt import but that are not installed in this Python."""
         imported = {name for tree in (self._tree, self._prompt) for name in _imported_modules(tree)}
         return sorted(name for name in imported - {*self.modules} if importlib.util.find_spec(name) is None)
 
     def of_program(
         self, space: Mapping[str, Any], comparing: Mapping[str, Any], starred: Mapping[str, Any]
     ) -> list[str]:
-        """Names that the program may provide. space: names of the tests; starred: of the prelude, which are the
-        program's only if it defines them itself; comparing: those of them that stay the tests'."""
+        """Return the names that the program may provide.
+
+        space: the tests' names. starred: the prelude's names, which belong to the program only if it defines them.
+        comparing: the subset of `starred` that stays with the tests.
+        """
         ambient = {*dir(builtins), *space, *comparing} - self._own
         named = set(self._imported()) | ({self._entry} if self._entry else self._ambient_subject(ambient))
         wanted = (self._read - self._own - ambient) | named
         return sorted(name for name in wanted if name not in starred or name in self._program)
 
     def of_tests(self, space: Mapping[str, Any], comparing: Mapping[str, Any]) -> set[str]:
-        """Names of the prelude that the tests use without importing them, other than the function under test."""
+        """Return the prelude's names that the tests use without importing them, except the function under test."""
         subject = {self._entry} if self._entry else self._common_calls()
         known = {*dir(builtins), *space, *comparing}
         return (self._read & set(comparing)) - set(space) - (subject if subject <= known else {self._entry})
@@ -73,18 +76,18 @@ class Names:
         return {node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)}
 
     def is_trusted(self, name: str) -> bool:
-        """Whether operators of this class's objects may see operands: the tests examine the class itself."""
+        """Return whether operators of this class may receive operands, because the tests examine the class itself."""
         if name == self._entry or not name[:1].isupper():
             return False
         return self._examines_classes or name in _object_makers(self._tree)
 
     def _ambient_subject(self, ambient: set[str]) -> set[str]:
-        """The function under test if it is named like a built-in one: MBPP has `assert sum(10, 15) == 6`."""
+        """Return the function under test if it has a built-in function's name: MBPP has `assert sum(10, 15) == 6`."""
         common = self._common_calls()
         return common & self._program if common <= ambient else set()
 
     def _common_calls(self) -> set[str]:
-        """Functions that all assertions call."""
+        """Return the functions that every assertion calls."""
         called = [set(_called_names(node)) for node in self._tree.body if isinstance(node, ast.Assert)]
         return set.intersection(*called) if called else set()
 
@@ -102,7 +105,7 @@ class Names:
 
 
 def _root(entry_point: Any) -> str | None:
-    """The name at the start of an expression such as Solution().twoSum."""
+    """Return the first name of an expression such as Solution().twoSum."""
     if not entry_point:
         return None
     names = [node for node in ast.walk(ast.parse(str(entry_point), mode="eval")) if isinstance(node, ast.Name)]
@@ -117,7 +120,7 @@ def _parsed(program: str) -> ast.Module:
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:
-    """Names that the top level of a module binds."""
+    """Yield the names that the top level of a module binds."""
     for node in tree.body:
         if isinstance(node, _DEFINITIONS):
             yield node.name
@@ -138,7 +141,7 @@ def _imported_modules(tree: ast.AST) -> Iterator[str]:
 
 
 def _object_makers(tree: ast.AST) -> Iterator[str]:
-    """Names whose calls are assigned, or have an attribute read: `root = Node(1)`, `Solution().f`."""
+    """Yield names whose call results are assigned or have an attribute read: `root = Node(1)`, `Solution().f`."""
     for node in ast.walk(tree):
         value = node.value if isinstance(node, (ast.Assign, ast.Attribute)) else None
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):

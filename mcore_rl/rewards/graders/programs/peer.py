@@ -1,8 +1,8 @@
-"""Calls between the process of the tests and the process of the program; runs inside the sandbox, on both sides.
+"""Calls between the tests' process and the program's process. Runs inside the sandbox, in both processes.
 
-An object without a value on the wire stays with its owner; the other side holds a Remote that forwards what is done
-with it. In the process of the tests, a Remote never decides a comparison with a plain value, because the program under
-test wrote its methods: the comparison is false. Nor do expected values reach such methods as operands.
+An object that cannot be passed by value stays in its process. The other process holds a Remote that forwards operations
+to it. In the tests' process, comparing a Remote with a plain value is always false, and the Remote's methods never
+receive expected values as operands: the program under test implements these methods and could cheat.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ PLAIN = (
 )
 SPECIAL = frozenset(f"__{name}__" for name in (*COMPARISONS, *OPERAND, *PLAIN, "contains"))
 HIDDEN = ("_", "gi_", "cr_", "ag_", "f_", "tb_", "co_")
-"""Prefixes of attributes that lead from an object to the code around it."""
+"""Prefixes of attributes that expose the code around an object."""
 _PRINTED_CHARACTERS = 1 << 16
 
 
 class Remote:
-    """An object of the other process. trusted: made by a class that the tests name, so that its operators may see
-    operands."""
+    """Proxy of an object in the other process.
+
+    trusted: the tests name the object's class, so its operators may receive operands.
+    """
 
     def __init__(self, peer: Peer, handle: int, kind: str, type_name: str, *, trusted: bool) -> None:
         vars(self).update(
@@ -114,7 +116,7 @@ def _forwarder(method: str) -> Callable[..., Any]:
         return any(each is item or each == item for each in self)
 
     def leave(self: Any, kind: Any, error: Any, trace: Any) -> bool:
-        failed = isinstance(error, AssertionError)  # no program may swallow a failed assertion
+        failed = isinstance(error, AssertionError)  # a program's context manager must not suppress failed assertions
         described = (None, None, None) if failed or error is None else (type(error), error, None)
         return bool(self._peer.ask("special", self, method, *described)) and not failed
 
@@ -138,15 +140,15 @@ class Peer:
         """Text printed by this side since the last call."""
         self.print: Callable[[str], object] = len
         self.trusts = False
-        """Whether operators of the other side's objects may see operands."""
+        """Operators of the other side's objects may receive operands."""
         self.broken = False
-        """Whether the connection has failed, after which no result counts."""
+        """The connection has failed. Results are then invalid."""
         self._lock = threading.RLock()
 
     def ask(self, operation: str, *parts: Any, stop: bool = False) -> Any:
-        """The result of an operation on the other side.
+        """Perform an operation in the other process and return its result.
 
-        Raises: what the operation raised; WireError.
+        Raises: the operation's exception; WireError, EOFError, OSError if the connection fails.
         """
         with self._lock:
             try:
@@ -173,7 +175,7 @@ class Peer:
         return decoder.value(message.get("root")), message.get("ok") is True
 
     def serve(self) -> None:
-        """Answers requests until the other side closes the connection."""
+        """Answer requests until the other side closes the connection."""
         while True:
             try:
                 message = self._receive()
@@ -182,7 +184,7 @@ class Peer:
             self.answer(message)
 
     def answer(self, message: Mapping[str, Any]) -> None:
-        """Performs an operation and sends its result."""
+        """Perform a requested operation and send its result."""
         decoder = Decoder(self, message.get("nodes"))
         parts = decoder.value(message.get("root"))
         before = {index: _snapshot(shell) for index, shell in decoder.shells.items()}
@@ -190,7 +192,7 @@ class Peer:
             result, ok = self.perform(str(message["do"]), *parts), True
         except WireError:
             raise
-        except BaseException as error:  # whatever the code raises is its result
+        except BaseException as error:  # an exception is the result of the operation
             result, ok = _described(error), False
         encoder = Encoder(self, decoder.shells)
         root = encoder.encode(result)
@@ -202,18 +204,18 @@ class Peer:
         self._send({"ok": ok, "root": root, "nodes": encoder.nodes, "changed": changed, "printed": self.take_printed()})
 
     def perform(self, operation: str, target: Any, *parts: Any) -> Any:
-        """One operation on an object of this side."""
+        """Perform an operation on an object of this process."""
         if not self.may(operation, target, *parts):
-            raise AttributeError(f"{operation} is not possible from the other process")
+            raise AttributeError(f"{operation} is not allowed from the other process")
         if operation == "special":
             return _special(target, *parts)
         return _OPERATIONS[operation](target, *parts)
 
     def may(self, operation: str, target: Any, *parts: Any) -> bool:
-        """Whether the other side may do this."""
+        """Return whether the other side may perform an operation."""
         return operation in _OPERATIONS or (operation == "special" and parts[0] in SPECIAL)
 
-    # Owner of wire.py
+    # Methods of wire.Owner
 
     def fields_of(self, value: Any) -> tuple[str, Mapping[str, Any]] | None:
         return None
@@ -254,7 +256,7 @@ class Peer:
     def _exception(self, node: list[Any]) -> Any:
         kind = TYPES[node[1]] if node[0] == "type" else self.resolve(node)
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise WireError("base of an exception that is none")
+            raise WireError("the base of an exception class is not an exception class")
         return kind
 
     async def _awaitable(self, remote: Remote) -> Any:
@@ -269,9 +271,11 @@ class Peer:
     def _error(self, value: Any, stop: bool) -> BaseException:
         kind, arguments, fields, text = value
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            return WireError("an error that is none")
+            return WireError("the class of an error is not an exception class")
         if issubclass(kind, (StopIteration, StopAsyncIteration, GeneratorExit)) and not stop:
-            return RuntimeError(f"{kind.__name__} outside of an iterator")  # it would end a loop over the tests
+            return RuntimeError(
+                f"{kind.__name__} outside of an iterator"
+            )  # StopIteration would end a loop in the tests
         error = kind.__new__(kind)
         error.args = tuple(arguments) or ((str(text),) if text else ())
         for name, each in fields.items():
@@ -287,7 +291,10 @@ class Peer:
         self._writer.flush()
 
     def _receive(self) -> dict[str, Any]:
-        """Raises: EOFError, WireError."""
+        """Read one message.
+
+        Raises: EOFError, WireError.
+        """
         header = self._reader.read(4)
         if len(header) < 4:
             raise EOFError("the program's process has ended")
@@ -299,7 +306,7 @@ class Peer:
         except (ValueError, RecursionError):
             raise WireError("a message that is not JSON") from None
         if not isinstance(message, dict):
-            raise WireError("a message that is no object")
+            raise WireError("a message that is not a JSON object")
         return message
 
 
@@ -343,7 +350,7 @@ def _kind(value: Any) -> str:
 def _described(error: BaseException) -> tuple[Any, ...]:
     try:
         text = str(error)
-    except Exception:  # of the program's own class
+    except Exception:  # __str__ of the program's class may raise anything
         text = ""
     return type(error), list(error.args), dict(getattr(error, "__dict__", {})), text
 

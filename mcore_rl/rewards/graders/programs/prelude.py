@@ -1,6 +1,6 @@
-"""Names that programs of competition data sets use without importing them; runs inside the sandbox.
+"""Names that programs of competition data sets use without importing them. Runs inside the sandbox.
 
-The harnesses of APPS, TACO, LiveCodeBench and LeetCode-style sets put such imports before every program.
+The harnesses of APPS, TACO, LiveCodeBench, and LeetCode-style sets insert these imports before every program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 RECURSION_LIMIT = 50_000
 INTEGER_DIGITS = 50_000
-"""Digits of an integer that a program may print: LiveCodeBench's limit, and above Python's 4,300."""
+"""Maximum digits of a printed integer: LiveCodeBench's limit; Python's default is 4,300."""
 SOLUTION = "solution"
 """Module name of a program whose functions are called: its `if __name__ == "__main__":` block does not run."""
 _STARRED = (
@@ -24,7 +24,7 @@ _STARRED = (
 )
 _MODULES = (*_STARRED, "sys", "os", "time", "decimal", "fractions", "queue", "array", "cmath", "enum", "dataclasses")
 COMPARING = ("math", "statistics", "collections", "copy", "re")
-"""Modules whose functions tests use on results, sometimes without importing them."""
+"""Modules whose functions tests apply to results, sometimes without importing them."""
 _FROM_SYS = ("stdin", "stdout", "stderr", "maxsize", "setrecursionlimit", "argv", "exit")
 
 
@@ -46,7 +46,7 @@ NODES: dict[str, type] = {"ListNode": ListNode, "TreeNode": TreeNode}
 
 
 def starred_names(modules: tuple[str, ...] = _STARRED) -> dict[str, Any]:
-    """Names as from `from module import *`; built-in functions keep their meaning."""
+    """Return the names of `from module import *` for all modules, without names of built-in functions."""
     names = {name: getattr(sys, name) for name in _FROM_SYS} if modules == _STARRED else {}
     for name in modules:
         names.update(_public(name))
@@ -54,7 +54,7 @@ def starred_names(modules: tuple[str, ...] = _STARRED) -> dict[str, Any]:
 
 
 def module_names() -> dict[str, Any]:
-    """Modules, types of annotations, and LeetCode's nodes."""
+    """Return modules, the names of typing, and LeetCode's nodes by name."""
     return {**_public("typing"), **{name: importlib.import_module(name) for name in _MODULES}, **NODES}
 
 
@@ -65,7 +65,10 @@ def _public(name: str) -> dict[str, Any]:
 
 
 def unbound_names(source: str) -> set[str]:
-    """Names that the source reads and binds nowhere. Raises: SyntaxError, ValueError, RecursionError."""
+    """Return the names that the source reads but does not bind.
+
+    Raises: SyntaxError, ValueError, RecursionError.
+    """
     read: set[str] = set()
     bound = set(dir(builtins))
     for node in ast.walk(ast.parse(source)):
@@ -81,9 +84,9 @@ def unbound_names(source: str) -> set[str]:
 
 
 def execute(program: str, name: str, *, context: str = "") -> types.ModuleType:
-    """Runs a program as module `name` and returns it. context: code that comes first, such as a prompt's imports.
+    """Run a program as module `name`; return the module. context: code to run first, such as a prompt's imports.
 
-    Raises: whatever the program raises.
+    Raises: any exception of the program.
     """
     module, file = types.ModuleType(name), f"{SOLUTION}.py"
     sys.modules[name], sys.argv = module, [file]

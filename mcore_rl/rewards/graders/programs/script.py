@@ -1,4 +1,4 @@
-"""A program that reads standard input and prints, as the competition harnesses run it; runs inside the sandbox."""
+"""Execution of a program that reads standard input, as in competition harnesses. Runs inside the sandbox."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def main(program: str) -> None:
 
 
 def _make_input_a_file() -> None:
-    """Copy standard input into a file: judges give one, and fast input reads os.fstat(0).st_size bytes."""
+    """Replace standard input by a file, as in competitions: fast-input code reads os.fstat(0).st_size bytes."""
     try:
         file = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
-    except (AttributeError, OSError):  # not on Linux, or not in this directory
+    except (AttributeError, OSError):  # O_TMPFILE needs Linux and a file system that supports it
         return
     while block := os.read(0, 1 << 16):
         while block:

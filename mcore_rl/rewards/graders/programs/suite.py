@@ -1,4 +1,4 @@
-"""Runs a data set's tests in the form that the set has; runs inside the sandbox."""
+"""Execution of a data set's tests: statements, `check` functions, pytest tests, unittest cases. Runs in the sandbox."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _SETUPS = ("setup_method", "setUp")
 
 
 def run_suite(request: Mapping[str, Any], space: types.ModuleType) -> None:
-    """Runs statements, then `check(entry point)`, or test functions as pytest finds them.
+    """Run the statements, then `check(entry point)` or the test functions that pytest would collect.
 
-    Raises: whatever a failed test raises.
+    Raises: the exception of a failed test.
     """
     names = space.__dict__
     entry = request.get("entry_point")
     if entry:
         names["candidate"] = eval(str(entry), names)
         if isinstance(names["candidate"], Remote):
-            vars(names["candidate"])["_guarded"] = False  # it is what the tests call
+            vars(names["candidate"])["_guarded"] = False  # the tests call it with arguments
     names["__name__"] = "tests"
     for number, statement in enumerate(request["statements"]):
         exec(compile(str(statement), f"test_{number}.py", "exec"), names)
@@ -53,7 +53,7 @@ def _collect(names: Mapping[str, Any]) -> None:
 
 
 def _run_class(kind: type, names: Mapping[str, Any]) -> int:
-    """Run the methods of a test class, each with an object of its own; return their number."""
+    """Run the test methods of a class, each with a new instance; return the number of tests."""
     number = 0
     _call_if_defined(getattr(kind, "setup_class", None))
     for method in dir(kind):
@@ -65,7 +65,10 @@ def _run_class(kind: type, names: Mapping[str, Any]) -> int:
 def _run_function(
     function: Callable[..., Any], names: Mapping[str, Any], kind: type | None = None, method: str = ""
 ) -> int:
-    """Run a test with every combination of its pytest parameters; return their number. kind, method: of a class."""
+    """Run a test with every combination of its pytest parameters; return their number.
+
+    kind, method: class and name of a test method.
+    """
     calls = _parameters([*getattr(kind, "pytestmark", []), *getattr(function, "pytestmark", [])])
     for call in calls:
         instance = None if kind is None else kind()
@@ -84,7 +87,7 @@ def _run_function(
 
 
 def _parameters(marks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the arguments of every call that parametrize asks for."""
+    """Return the arguments of every call that the parametrize marks define."""
     calls: list[dict[str, Any]] = [{}]
     for mark in marks:
         if mark.name == "parametrize":
@@ -103,7 +106,7 @@ def _values(value: Any, count: int) -> Sequence[Any]:
 
 
 def _call_if_defined(setup: Callable[..., Any] | None) -> None:
-    """Call a setup function of xunit style, which may have a parameter for the test that follows."""
+    """Call an xunit-style setup function with None for its parameter (the next test), if it has one."""
     if setup is not None:
         setup(*([None] if inspect.signature(setup).parameters else []))
 

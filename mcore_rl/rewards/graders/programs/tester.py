@@ -1,7 +1,7 @@
-"""The process that runs a data set's tests against a program in another process; runs inside the sandbox.
+"""The process that runs a data set's tests against a program in another process. Runs inside the sandbox.
 
-It reads its request, secret included, before the program's process exists, and makes its memory and descriptors
-unreadable for processes of the same user. It prints the secret only after all tests have passed.
+It reads its request, which contains a secret, before it starts the program's process. It makes its memory and
+descriptors unreadable for processes of the same user, and prints the secret only after all tests have passed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from mcore_rl.rewards.graders.programs.suite import run_suite
 
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
 UNPROTECTED = "unprotected "
-"""Comes before the secret if the process cannot hide its memory, so that no verdict is possible."""
+"""Prefix of the secret if the process cannot hide its memory, which makes a verdict impossible."""
 NO_FIXTURE = "fixture "
-"""Comes before a fixture of pytest that the tests use and that is not provided, and the secret."""
+"""Prefix of the name of a required but unsupported pytest fixture; the secret follows the name."""
 LACKS = "lacks "
-"""Comes before modules that the tests import and this Python lacks, and the secret."""
+"""Prefix of the names of modules that the tests import but that are not installed; the secret follows."""
 
 
 class Tester(Peer):
@@ -48,7 +48,7 @@ class Tester(Peer):
         self.print = lambda text: sys.stdout.write(text) if text else 0
 
     def may(self, operation: str, target: Any, *parts: Any) -> bool:
-        """Calls, iteration and public attributes of what a test passes to the program."""
+        """Allow calls, iteration, and public attributes of objects that a test passes to the program."""
         if operation in ("get", "set", "del"):
             plain = isinstance(target, (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type))
             return not plain and not str(parts[0]).startswith(HIDDEN)
@@ -81,7 +81,7 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    sys.stdout = io.StringIO()  # a test's own output is not the verdict
+    sys.stdout = io.StringIO()  # keeps the tests' output apart from the verdict
     _trust_no_directory_of_the_program()
     sys.setrecursionlimit(RECURSION_LIMIT)
     names = Names(request)
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def _hide() -> bool:
-    """Whether processes of the same user are now kept from this one's memory, descriptors and environment."""
+    """Hide this process's memory, descriptors, and environment from the same user's processes; return success."""
     try:
         import ctypes
 
@@ -119,14 +119,14 @@ def _hide() -> bool:
 
 
 def _trust_no_directory_of_the_program() -> None:
-    """Modules come from the installation only: the program may write into the others."""
+    """Remove directories that the program can write to from the module search path."""
     removed = {"", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0])), site.getusersitepackages()}
     sys.path = [entry for entry in sys.path if entry not in removed]
     sys.path_importer_cache.clear()
 
 
 def _start(source: str) -> tuple[int, int]:
-    """Starts the program's process; the descriptors to read from and write to it."""
+    """Start the program's process; return descriptors for reading from it and writing to it."""
     reader, results = os.pipe()
     requests, writer = os.pipe()
     quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -138,7 +138,7 @@ def _start(source: str) -> tuple[int, int]:
 
 
 def _bind(names: Names, module: Any, space: types.ModuleType) -> None:
-    """Gives the tests those names of the program that they may use, and the program as a module."""
+    """Add the program's names that the tests may use to their module, and make the program importable."""
     comparing = starred_names(COMPARING)
     of_program = names.of_program(space.__dict__, comparing, starred_names())
     space.__dict__.update({name: comparing[name] for name in names.of_tests(space.__dict__, comparing)})
@@ -146,7 +146,7 @@ def _bind(names: Names, module: Any, space: types.ModuleType) -> None:
         try:
             value = getattr(module, name)
         except AttributeError:
-            continue  # the test's own NameError
+            continue  # a test that uses the name raises NameError
         if isinstance(value, Remote) and value._kind == "module":
             value = _library(value._type_name)
         if isinstance(value, Remote) and value._kind == "class" and names.is_trusted(name):
@@ -161,5 +161,5 @@ def _bind(names: Names, module: Any, space: types.ModuleType) -> None:
 def _library(name: str) -> Any:
     known = getattr(sys, "stdlib_module_names", ())
     if name not in known:
-        raise ImportError(f"{name} is no module of the standard library")
+        raise ImportError(f"{name} is not a module of the standard library")
     return importlib.import_module(name)

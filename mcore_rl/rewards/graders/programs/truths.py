@@ -1,4 +1,4 @@
-"""Ground truths of code graders, in the forms that data sets have."""
+"""Parsing of ground truths for code graders, in the formats of published data sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Examples:
-    """Tests of a program that reads and prints, or of its function `name`."""
+    """Tests of a program by standard input and output, or of its function `name`."""
 
     tests: list[Example]
     name: str | None
@@ -29,7 +29,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Assertions:
-    """Test code. statements: executed in order; collect: test functions are then run as pytest finds them."""
+    """Test code. statements: code to run in order; collect: run the test functions that pytest would collect."""
 
     statements: list[str]
     entry_point: str | None
@@ -38,8 +38,9 @@ class Assertions:
 
 
 def read_examples(ground_truth: Any) -> Examples:
-    """Reads {"inputs", "outputs", "fn_name"} (APPS, TACO, verl), or a list of {"input", "output"} (LiveCodeBench;
-    PrimeIntellect under "test_cases").
+    """Read {"inputs", "outputs", "fn_name"} (APPS, TACO, verl) or a list of {"input", "output"} (LiveCodeBench).
+
+    PrimeIntellect has the list under "test_cases".
 
     Raises: ValueError for another form.
     """
@@ -48,7 +49,7 @@ def read_examples(ground_truth: Any) -> Examples:
     if isinstance(cases, Sequence) and cases and all(isinstance(case, Mapping) for case in cases):
         return _cases([dict(case) for case in cases])
     truth = _mapping(truth, "inputs", "outputs")
-    # One text is one test, not a test for each of its characters.
+    # A text is one test, not a sequence of characters.
     inputs, outputs = ([each] if isinstance(each, str) else list(each) for each in (truth["inputs"], truth["outputs"]))
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"ground truth with {len(inputs)} inputs and {len(outputs)} outputs")
@@ -58,8 +59,10 @@ def read_examples(ground_truth: Any) -> Examples:
 
 
 def read_assertions(ground_truth: Any) -> Assertions:
-    """Reads HumanEval's {"test", "entry_point", "prompt"}, MBPP's {"test_list", "test_setup_code", "test_imports"}, or
-    KodCode's {"test"} with test functions; test code or a list of assertions alone is read as "test" or "test_list".
+    """Read the tests of HumanEval, MBPP, or KodCode.
+
+    HumanEval: {"test", "entry_point", "prompt"}; MBPP: {"test_list", "test_setup_code", "test_imports"}; KodCode:
+    {"test"} with test functions. Plain test code counts as "test", a plain list of assertions as "test_list".
 
     Raises: ValueError for another form.
     """
@@ -75,16 +78,16 @@ def read_assertions(ground_truth: Any) -> Assertions:
         return _checked(Assertions([str(test)], None, prompt, collect=True))
     asserts = truth.get("test_list")
     if asserts is None or not len(asserts):
-        raise ValueError("the ground truth holds neither test and entry_point nor test_list")
+        raise ValueError("the ground truth has neither test and entry_point nor test_list")
     imports = [] if truth.get("test_imports") is None else [str(each) for each in truth["test_imports"]]
     setup = str(truth.get("test_setup_code") or "")
     return _checked(Assertions([*imports, setup, *map(str, asserts)], None, prompt))
 
 
 def encoded_arguments(given: Any) -> str:
-    """The arguments of a call as a message for programs.call.
+    """Encode the arguments of a call as a message for programs.call.
 
-    Raises: ValueError for arguments that are no data.
+    Raises: ValueError for arguments that are not plain data.
     """
     encoder = Encoder(PlainOwner())
     try:
@@ -95,7 +98,7 @@ def encoded_arguments(given: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Standard input or output: a text, or its lines, which may be lists of words."""
+    """Return standard input or output as text. `value` is a text or a list of lines; a line may be a list of words."""
     if isinstance(value, list | tuple):
         return "\n".join(" ".join(map(str, line)) if isinstance(line, list | tuple) else str(line) for line in value)
     return value if isinstance(value, str) else str(value)
@@ -105,7 +108,7 @@ def _cases(cases: list[dict[str, Any]]) -> Examples:
     if not all("input" in case and "output" in case for case in cases):
         raise ValueError("a test of the ground truth lacks input or output")
     metadata = cases[0].get("metadata")
-    if isinstance(metadata, str) and metadata:  # LiveCodeBench writes it as text
+    if isinstance(metadata, str) and metadata:  # LiveCodeBench stores it as JSON text
         metadata = json.loads(metadata)
     named = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     name = cases[0].get("fn_name") or named or None
@@ -114,12 +117,12 @@ def _cases(cases: list[dict[str, Any]]) -> Examples:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """A list of arguments; of a text, one value on each line, in JSON or Python, or `name = value, ...`."""
+    """Return a list of arguments. A text has one JSON or Python value per line, or is `name = value, ...`."""
     if isinstance(given, str):
         return _from_text(given)
     given = list(given) if isinstance(given, tuple) else given
     arguments = given if isinstance(given, list) else [given]
-    if arguments and isinstance(arguments[0], dict):  # JSON has no whole numbers as keys (APPS)
+    if arguments and isinstance(arguments[0], dict):  # restore integer keys, which JSON turns into text (APPS)
         arguments = [_with_number_keys(arguments[0]), *arguments[1:]]
     return arguments
 
@@ -158,7 +161,7 @@ def _with_number_keys(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _native(value: Any) -> Any:
-    """Plain lists and numbers for arrays, which parquet nests in each other."""
+    """Convert arrays, which parquet nests, to plain lists and numbers."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
         return {_native(key): _native(each) for key, each in value.items()}
@@ -170,7 +173,10 @@ def _loaded(ground_truth: Any) -> Any:
 
 
 def _test_code(ground_truth: Any) -> Any:
-    """The ground truth as a mapping, where it is code or a list of assertions. Raises: ValueError."""
+    """Convert plain test code or a list of assertions to a mapping; return other values unchanged.
+
+    Raises: ValueError for text that is neither JSON nor test code.
+    """
     try:
         truth = _native(_loaded(ground_truth))
     except ValueError:
@@ -183,7 +189,7 @@ def _test_code(ground_truth: Any) -> Any:
 
 def _mapping(truth: Any, *names: str) -> Mapping[str, Any]:
     if not isinstance(truth, Mapping) or any(truth.get(name) is None for name in names):
-        raise ValueError(f"the ground truth holds no {' and '.join(names) or 'tests'}: {str(truth)[:80]}")
+        raise ValueError(f"the ground truth has no {' and '.join(names) or 'tests'}: {str(truth)[:80]}")
     return truth
 
 
@@ -197,7 +203,7 @@ def _checked(assertions: Assertions) -> Assertions:
 
 
 def _defined(test: Any) -> list[str]:
-    """Functions and classes at the top level of test code; none if it is not Python."""
+    """Return the names of functions and classes at the top level of test code; empty if it is not Python."""
     try:
         tree = ast.parse(str(test))
     except SyntaxError:
@@ -215,7 +221,7 @@ def _asserts(test: Any) -> bool:
 
 
 def _parseable(prompt: str) -> str:
-    """A prompt that may end behind a function's head or within its documentation; otherwise its imports."""
+    """Complete a prompt that ends after a function's head or inside its docstring; else return its imports only."""
     for ending in ("", "    pass\n", '    """\n    pass\n'):
         try:
             ast.parse(prompt + ending)

@@ -1,8 +1,8 @@
-"""Python values as JSON, for two processes that do not trust each other; runs inside the sandbox.
+"""Encoding of Python values as JSON for two processes that do not trust each other. Runs inside the sandbox.
 
-A message is a flat table of nodes that refer to each other by index, so that neither shared objects, cycles nor deep
-nesting need recursion. Only data types of the standard library are rebuilt: no code, no pickle, no class of the sender.
-An object of any other type stays with its owner and is represented by a handle.
+A message is a flat table of nodes that refer to each other by index, so shared objects, cycles, and deep nesting need
+no recursion. The receiver builds standard-library data types only: no code, no pickle, no classes of the sender. An
+object of any other type stays with its owner and is represented by a handle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LIBRARY_TYPES = (
     *(decimal.Decimal, fractions.Fraction, datetime.datetime, datetime.date, datetime.time, datetime.timedelta),
 )
 TYPES = {value.__name__: value for value in (*vars(builtins).values(), *_LIBRARY_TYPES) if isinstance(value, type)}
-"""Classes that both sides know by name."""
+"""Classes that are sent by name."""
 _LEAVES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "int": (int, lambda value: hex(int(value)), lambda text: int(text, 16)),
     "float": (float, float.hex, float.fromhex),
@@ -41,7 +41,7 @@ _LEAVES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "ellipsis": (type(...), repr, lambda text: ...),
     "notimplemented": (type(NotImplemented), repr, lambda text: NotImplemented),
 }
-"""Tag -> type, its text, and the value of a text. A subclass is sent as its base: its methods stay behind."""
+"""Type, encoder, and decoder of each tag. An instance of a subclass is sent as its base, without its methods."""
 _MAPPINGS = {"OrderedDict": collections.OrderedDict, "Counter": collections.Counter, "dict": dict}
 _SEQUENCES = {"deque": collections.deque, "list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _NEW: dict[str, Callable[[], Any]] = {
@@ -52,33 +52,33 @@ _FROZEN = ("tuple", "frozenset", "namedtuple", "slice")
 _CONTAINERS = (*_NEW, "record")
 _SHELLS = (*_CONTAINERS, "bytearray")
 _MAX_INTEGER = 1 << 62
-"""Larger ones are sent in hexadecimal, which is read in linear time and without a limit of digits."""
+"""Larger integers are sent in hexadecimal, which parses in linear time and without a digit limit."""
 
 
 class WireError(Exception):
-    """A message that is not well formed."""
+    """A malformed message."""
 
 
 class Owner(Protocol):
-    """The side that encodes or decodes; it keeps the objects that are represented by handles."""
+    """The encoding or decoding side, which keeps the objects behind handles."""
 
     def fields_of(self, value: Any) -> tuple[str, Mapping[str, Any]] | None:
-        """Class name and attributes of an object that is passed by value, else None."""
+        """Return class name and attributes of an object that is passed by value, else None."""
 
     def new_record(self, name: str) -> Any:
-        """An empty object of a class that both sides define. Raises: WireError."""
+        """Create an empty object of a class that both sides define. Raises: WireError."""
 
     def export(self, value: Any) -> list[Any]:
-        """The node of a handle."""
+        """Return a node with a handle of the object."""
 
     def resolve(self, node: list[Any]) -> Any:
-        """The object that a handle's node represents. Raises: WireError."""
+        """Return the object behind a node with a handle. Raises: WireError."""
 
 
 class Encoder:
-    """Builds the node table of one message. `objects`: index of a node -> the object.
+    """Builder of a message's node table. `objects` maps node indices to objects.
 
-    known: objects of the message that is answered; they are referred to, not sent.
+    known: objects of the message that this one answers; they are sent as references.
     """
 
     def __init__(self, owner: Owner, known: Mapping[int, Any] | None = None) -> None:
@@ -89,19 +89,19 @@ class Encoder:
         self._pending: list[int] = []
 
     def encode(self, value: Any) -> Any:
-        """The reference of a value; `nodes` holds everything in it afterwards."""
+        """Return the reference of a value after adding all of its nodes to `nodes`."""
         reference = self._reference(value)
         self._finish()
         return reference
 
     def content(self, value: Any) -> int:
-        """The index of a new node with the content of a container that the receiver has already."""
+        """Add a node with the new content of a container that the receiver already has; return its index."""
         index = self._append(value)
         self._finish()
         return index
 
     def may_change(self, index: int) -> bool:
-        """Whether the object of a node is a container that was passed by value."""
+        """Return whether a node's object is a mutable container that was passed by value."""
         return self.nodes[index][0] in _SHELLS
 
     def _reference(self, value: Any) -> Any:
@@ -117,7 +117,7 @@ class Encoder:
     def _append(self, value: Any) -> int:
         index = len(self.nodes)
         self.nodes.append(None)
-        self.objects[index] = value  # it also keeps temporary objects, whose ids are in use, alive
+        self.objects[index] = value  # also keeps temporaries alive, so that their ids stay unique
         self._pending.append(index)
         return index
 
@@ -163,7 +163,7 @@ class Encoder:
 
 
 class Decoder:
-    """Rebuilds the objects of a message. `shells`: index of a node -> container that code may change.
+    """Builder of a message's objects. `shells` maps node indices to mutable containers.
 
     known: objects of the message that this one answers.
     """
@@ -180,7 +180,10 @@ class Decoder:
             raise WireError(f"damaged message: {type(error).__name__}") from None
 
     def value(self, reference: Any) -> Any:
-        """Raises: WireError for a reference to nothing."""
+        """Return the value of a reference.
+
+        Raises: WireError for a reference to a missing object.
+        """
         if not isinstance(reference, list):
             return reference
         try:
@@ -198,7 +201,7 @@ class Decoder:
                 self._built[index] = self._shell(node)
         self._build_frozen(frozen)
         containers = [(index, node) for index, node in enumerate(self._nodes) if node[0] in _CONTAINERS]
-        # Keys are hashed, which may need the attributes of a record.
+        # Records first: hashing a key may need the attributes of a record.
         for index, node in sorted(containers, key=lambda pair: pair[1][0] != "record"):
             self.fill(self._built[index], node)
         self.shells = {index: self._built[index] for index, node in enumerate(self._nodes) if node[0] in _SHELLS}
@@ -214,7 +217,7 @@ class Decoder:
         return self._owner.new_record(node[1]) if tag == "record" else self._owner.resolve(node)
 
     def _build_frozen(self, frozen: list[int]) -> None:
-        """Children first; a cycle of immutable values cannot exist."""
+        """Build immutable values, children first. They cannot form a valid cycle."""
         waiting, open_nodes = list(reversed(frozen)), set()
         while waiting:
             index = waiting[-1]
@@ -241,7 +244,7 @@ class Decoder:
         return slice(*values) if node[0] == "slice" else _SEQUENCES[node[0]](values)
 
     def fill(self, shell: Any, node: list[Any]) -> None:
-        """Replaces the content of a container with that of a node."""
+        """Replace the content of a container by the content of a node."""
         tag, references = node[0], node[1:]
         if tag == "record":
             values = [self.value(each) for each in references[1:]]
@@ -261,7 +264,10 @@ class Decoder:
             getattr(shell, "update" if tag == "set" else "extend")(values)
 
     def content(self, index: int, shell: Any) -> None:
-        """Replaces the content of an object of ours with that of a node. Raises: WireError."""
+        """Replace the content of a local object by the content of a node.
+
+        Raises: WireError.
+        """
         try:
             self.fill(shell, list(self._nodes[index]))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -294,7 +300,7 @@ _FROM_NODE: dict[str, Callable[[list[Any]], Any]] = {
 
 
 class PlainOwner:
-    """Owner for the arguments of one call: it refuses every object that is not plain data."""
+    """Owner for the arguments of one call. It rejects every object that is not plain data."""
 
     def fields_of(self, value: Any) -> tuple[str, Mapping[str, Any]] | None:
         return None
@@ -303,7 +309,7 @@ class PlainOwner:
         raise WireError(f"unknown class {name}")
 
     def export(self, value: Any) -> list[Any]:
-        raise WireError(f"a value of type {type(value).__name__} is no data")
+        raise WireError(f"a value of type {type(value).__name__} is not plain data")
 
     def resolve(self, node: list[Any]) -> Any:
         raise WireError(f"unknown node {node[0]!r}")
