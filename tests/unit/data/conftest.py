@@ -3,7 +3,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, as every byte-level BPE has before its merges, and GPT-2's end of text."""
+    """Write a tokenizer with one token per byte (a byte-level BPE without merges) and GPT-2's end of text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -22,7 +22,7 @@ def tokenizer_file(tmp_path):
 
 @pytest.fixture
 def bos_tokenizer_file(tmp_path):
-    """Puts <s> before and </s> after every text, as Llama-like and older tokenizers do."""
+    """Write a tokenizer that adds <s> before and </s> after every text, like older tokenizers."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -54,7 +54,7 @@ def test_build_batch_updates_contain_whole_groups_in_order():
 
 
 def shares_of(batch, update, num_dp_ranks, places=None):
-    """What each data-parallel rank trains in an update."""
+    """Return the samples of each data-parallel rank in an update."""
     shares = batch.shares(num_dp_ranks, batch.rows if places is None else places)
     return [of_rank.by_update()[update] for of_rank in shares]
 

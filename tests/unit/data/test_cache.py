@@ -1,4 +1,4 @@
-"""A cache hit equals the set that would be built again; everything else misses the cache."""
+"""Cache of tokenised sets: a hit equals the rebuilt set, and any change misses the cache."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def load(tmp_path: Path, tokenizer_file: Path) -> Any:
 
 
 def same(one: tuple[PromptSet, LoadReport], other: tuple[PromptSet, LoadReport]) -> bool:
-    """Compare sets, including the types of values: 1 == 1.0 == True, but they are different rows."""
+    """Compare sets including the types of values, because 1 == 1.0 == True."""
     (mine, my_report), (theirs, their_report) = one, other
     arrays = all(
         np.array_equal(getattr(mine, name), getattr(theirs, name))

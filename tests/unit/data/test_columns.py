@@ -1,4 +1,4 @@
-"""Columns are found per file; what a row asks for and would not get is refused or reported."""
+"""Columns are found per file; unsupported options of a row are rejected or noted."""
 
 from __future__ import annotations
 

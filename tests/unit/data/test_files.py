@@ -1,4 +1,4 @@
-"""Rows come back as they are written, and what cannot be read is named by file and line."""
+"""Rows are read unchanged, and unreadable rows are named by file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that JSON lacks, as a model and a record get them."""
+"""Conversion of values without JSON equivalent, for models and records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often and in which order rows are drawn, where each once in each epoch is not what is wanted."""
+"""Weights and curricula of the prompt sampler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_row_weights_counts_follow_weight_over_epochs(weight: float) -> None:
     weights, rows = RowWeights((7, 11), (weight, 1), seed=3), np.zeros(18, np.int64)
     for epoch in range(40):
         rows += weights.counts(epoch)
-        share = round(weight * 1_000_000) * (epoch + 1)  # in whole numbers, as 0.3 * 10 is not 3
+        share = round(weight * 1_000_000) * (epoch + 1)  # integers, because 0.3 * 10 != 3
         low, high = share // 1_000_000, -(-share // 1_000_000)
         assert rows[:7].min() >= low
         assert rows[:7].max() <= high
@@ -70,7 +70,7 @@ def test_sampler_weighted_epoch_matches_counts_and_mixes_files() -> None:
 
 
 def test_sampler_weights_of_one_keep_the_order() -> None:
-    # Runs that begin without weights and those with equal ones draw the same.
+    # A run without weights and a run with equal weights have the same order.
     ours = PromptSampler(9, 5, weights=RowWeights((4, 5), (1, 1), 5)).draw(40)
     assert np.array_equal(ours, PromptSampler(9, 5).draw(40))
 
@@ -106,7 +106,7 @@ def test_sampler_state_with_other_weights_is_rejected() -> None:
 def test_sampler_state_without_weights_is_accepted() -> None:
     sampler, state = PromptSampler(8, 1), {"num_rows": 8, "seed": 1, "shuffle": True, "epoch": 1, "position": 3}
     sampler.load_state_dict(state)
-    assert sampler.draw(3).tolist() == [0, 7, 2]  # of the order that test_sampler pins
+    assert sampler.draw(3).tolist() == [0, 7, 2]  # part of the order pinned in test_sampler.py
 
 
 def test_curriculum_orders_filters_and_repeats_rows(curriculum: Any) -> None:

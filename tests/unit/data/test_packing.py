@@ -12,7 +12,7 @@ def lognormal(count: int, seed: int = 0, sigma: float = 1.0) -> np.ndarray:
 
 
 def first_fit_decreasing(lengths, capacity):
-    """The textbook walk: longest first, into the first bin with room."""
+    """Pack by the textbook algorithm: longest first, into the first bin with room."""
     bins: list[list[int]] = []
     for length in sorted(lengths.tolist(), reverse=True):
         for members in bins:
@@ -25,7 +25,7 @@ def first_fit_decreasing(lengths, capacity):
 
 
 def fewest_bins(lengths, capacity):
-    """Brute force over all assignments."""
+    """Find the optimum by exhaustive search."""
 
     def fits(count):
         assignments = itertools.product(range(count), repeat=len(lengths))
@@ -38,7 +38,7 @@ def fewest_bins(lengths, capacity):
 def test_pack_equals_textbook_first_fit_decreasing(seed):
     lengths = np.random.default_rng(seed).integers(0, 101, 300)  # some fill a bin, some are empty, many equal
     bins = pack(lengths, 100)
-    # Empty sequences fit everywhere; where they go is free.
+    # Empty sequences fit into any bin, so their bins are not compared.
     ours = sorted(sorted(length for length in lengths[members].tolist() if length) for members in bins)
     expected = first_fit_decreasing(lengths[lengths > 0], 100)
     assert [members for members in ours if members] == expected
@@ -75,7 +75,7 @@ def test_pack_min_bins_are_even():
 
 
 def test_pack_min_bins_respect_capacity():
-    # Longest first puts 3 + 3 | 2 + 2 and then 2 on one of them: 7 > 6, although two bins of 6 suffice.
+    # Filling the emptiest bin gives 3 + 2 | 3 + 2, and the last 2 exceeds the capacity; 3 + 3 | 2 + 2 + 2 fits.
     bins = pack(np.array([3, 3, 2, 2, 2]), 6, 2)
     assert sorted(len(members) for members in bins) == [2, 3]
     lengths = np.array([6, 6, 4, 4, 4, 3, 3, 2, 2, 2] * 5)
@@ -121,7 +121,7 @@ def test_balance_is_at_least_as_good_as_longest_first(num_ranks):
     assert np.bincount(ranks, lengths, num_ranks).max() <= max(naive_longest_first(lengths, num_ranks))
 
 
-ATTENTION = SequenceCost(per_token=1.0, per_pair=1e-4)  # at 20,000 tokens attention is as much as the rest
+ATTENTION = SequenceCost(per_token=1.0, per_pair=1e-4)  # at 20,000 tokens attention is half of the cost
 
 
 def long_tailed(count: int, sigma: float, seed: int) -> np.ndarray:
@@ -141,12 +141,12 @@ def test_sequence_cost_counts_causal_pairs():
 def test_balance_long_tailed_responses_over_many_ranks(sigma, seed):
     costs = ATTENTION.of(long_tailed(512, sigma, seed))
     loads = np.bincount(balance(costs, 64), costs, 64)
-    # No assignment is below the mean or the costliest response.
+    # Lower bound: the mean load, and the costliest response.
     assert loads.max() <= 1.02 * max(loads.mean(), costs.max())
 
 
 def test_balance_few_sequences_reach_optimum():
-    # Longest first gives 7 + 4 + 4 = 15; 7 + 6 against 5 + 4 + 4 is even.
+    # Longest first gives a load of 7 + 4 + 4 = 15; 7 + 6 | 5 + 4 + 4 is even.
     costs = np.array([7, 6, 5, 4, 4])
     assert np.bincount(balance(costs, 2), costs).tolist() == [13, 13]
 
@@ -166,7 +166,7 @@ def test_pack_with_cost_evens_bins_within_capacity(sigma, extra):
     assert np.array_equal(np.sort(np.concatenate(bins)), np.arange(128))
     assert max(lengths[members].sum() for members in bins) <= capacity
     costs = ATTENTION.of(lengths)
-    # The fewest bins are nearly full, and their tokens leave little choice.
+    # With the minimum number of bins, all bins are nearly full and few assignments fit.
     assert fullest(costs, bins) <= (1.03 if extra else 1.1)
     assert fullest(costs, bins) < fullest(costs, pack(lengths, capacity, needed + extra))
     loads = [costs[members].sum() for members in bins]
@@ -174,7 +174,7 @@ def test_pack_with_cost_evens_bins_within_capacity(sigma, extra):
 
 
 def test_pack_with_cost_full_bins_respect_capacity():
-    # By cost alone the two long ones stand alone and the short ones together, which is too much for one bin.
+    # By cost alone the two long sequences would be alone, and the short ones together exceed one bin.
     lengths = np.array([60, 60, *[10] * 8])
     bins = pack(lengths, 100, cost=SequenceCost(1.0, 1.0))
     assert sorted(lengths[members].sum() for members in bins) == [100, 100]

@@ -1,4 +1,4 @@
-"""Which files a key names, in which order, and what is refused before a row is read."""
+"""Resolution of keys to files, their order, and errors before a row is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError, DataError
 
 SAVED = Path(__file__).with_name("saved_dataset")
-"""Written by Dataset.save_to_disk(num_shards=2) of `datasets` 5.2.0, from the rows that `saved_rows` gives."""
+"""Saved by Dataset.save_to_disk(num_shards=2) of `datasets` 5.2.0, from the rows of `saved_rows`."""
 
 
 def saved_rows() -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ def names_of(names: Any, folder: Path) -> list[str]:
         (["b.jsonl", "a.jsonl"], ["b.jsonl", "a.jsonl"]),
         ("*.jsonl", ["a.jsonl", "b.jsonl"]),
         ("**/*.jsonl", ["a.jsonl", "b.jsonl", "x/d.jsonl"]),
-        ("", ["a.jsonl", "b.jsonl", "c.csv"]),  # the directory itself
+        ("", ["a.jsonl", "b.jsonl", "c.csv"]),  # the directory
         (["x", "[ab].jsonl"], ["x/d.jsonl", "a.jsonl", "b.jsonl"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Several tokenising processes give the results and errors of one, and end with the iteration."""
+"""Several tokenising processes give the same rows and errors as one, and exit with the iteration."""
 
 from __future__ import annotations
 

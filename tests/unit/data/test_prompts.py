@@ -98,7 +98,7 @@ def test_load_prompts_parquet_null_struct_fields_are_removed(tmp_path, chat_toke
 
 def test_load_prompts_adds_bos_but_no_eos(tmp_path, bos_tokenizer_file):
     tokenizer = load_tokenizer(bos_tokenizer_file)
-    assert len(tokenizer("1+1=")["input_ids"]) == 6  # the tokenizer itself adds both
+    assert len(tokenizer("1+1=")["input_ids"]) == 6  # by default the tokenizer adds both
     ids = load(jsonl(tmp_path, PLAIN), tokenizer)[0][0].token_ids
     assert tokenizer.decode(ids) == "<s>1+1="
 
@@ -124,7 +124,7 @@ def test_load_prompts_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
 def test_load_prompts_truncates_after_chat_template(tmp_path, chat_tokenizer, how, kept):
     path = jsonl(tmp_path, [{"question": q, "answer": "a"} for q in ("0123456789", "1")])
     prompts, report = load(path, chat_tokenizer, limit=25, long_prompts=how)
-    assert [prompts[i].text for i in range(2)] == [kept, "<user>1</user><assistant>"]  # the second just fits
+    assert [prompts[i].text for i in range(2)] == [kept, "<user>1</user><assistant>"]  # the second has the exact limit
     assert [chat_tokenizer.decode(prompts[i].token_ids) for i in range(2)] == prompts.texts
     assert (report.kept, report.dropped, report.truncated, report.longest_tokens) == (2, 0, 1, 34)
     assert "1 truncated (longer than rollout.max_prompt_tokens=25)" in str(report)

@@ -1,4 +1,4 @@
-"""Tools that rows offer, what is not supported in a row, and columns that nothing reads."""
+"""Tools of rows, unsupported options of rows, and ignored columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mcore_rl.errors import DataError
 from tests.unit.data.chat import made
 
 SHOWN = made.STABLE.replace("{{ t.function.name }}", "{{ t | tojson }}")
-"""Prompts hold the whole schemas of tools."""
+"""Chat template that shows the whole schemas of tools."""
 
 
 def schema(name: str, *arguments: str, **more: Any) -> dict[str, Any]:

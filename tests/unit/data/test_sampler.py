@@ -30,7 +30,7 @@ def test_sampler_restored_state_continues(drawn):
 
 
 def test_sampler_order_is_pinned():
-    # A change here breaks resuming of existing runs, whatever numpy or platform it comes from.
+    # Existing runs cannot be resumed if this order changes, also by another numpy version or platform.
     assert PromptSampler(8, seed=1).draw(16).tolist() == [2, 4, 7, 5, 0, 6, 3, 1, 5, 6, 3, 0, 7, 2, 1, 4]
 
 

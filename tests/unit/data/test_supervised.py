@@ -59,7 +59,7 @@ def test_supervised_chunk_becomes_batch(tmp_path, tokenizer):
 
 
 def test_load_supervised_counts_both_limits_separately(tmp_path, tokenizer):
-    # "42" and its eos are 3 tokens: a limit of 2 must drop it although the text alone would fit.
+    # "42" with its EOS has 3 tokens: a limit of 2 must drop it, although the text alone would fit.
     data, report = load(tmp_path, tokenizer, ROWS, prompt=6, response=2)
     assert len(data) == 1
     assert report.dropped == 3

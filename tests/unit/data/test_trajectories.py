@@ -1,4 +1,4 @@
-"""Rows of flat trajectories, taken and joined, are the trajectories."""
+"""Selection, concatenation and splitting of flat trajectories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COUNT = 5
 
 
 def buffers(first: int = 0, *, experts: bool = True) -> TrajectoryBuffers:
-    """As a rollout packs them: every value says whose it is."""
+    """Build buffers like a rollout; every value encodes its trajectory."""
     from mcore_rl.rollout.trajectories import pack_trajectories
 
     trajectories = []
@@ -33,7 +33,7 @@ def buffers(first: int = 0, *, experts: bool = True) -> TrajectoryBuffers:
 
 
 def columns(of: TrajectoryBuffers, row: int) -> list[list[int]]:
-    """All of one trajectory."""
+    """Return all values of one trajectory."""
     tokens = slice(of.token_offsets[row], of.token_offsets[row + 1])
     responses = slice(of.response_offsets[row], of.response_offsets[row + 1])
     own = [of.tokens[tokens], of.logp_rollout[responses], of.versions[responses], of.trained[responses]]
@@ -75,7 +75,7 @@ KNOWN = np.array([0.5, 0.5, 1.0, 0.25, 0.25, 0.5, 0.5, 0.5, 1.0], np.float32)
 
 
 def sampled_at(*temperatures: np.ndarray | float | None) -> list[TrajectoryBuffers]:
-    """Buffers of 9 response tokens each."""
+    """Build buffers of 9 response tokens each."""
     recorded = [None if each is None else np.asarray(each, np.float32) for each in temperatures]
     return [replace(buffers(), temperatures=each) for each in recorded]
 

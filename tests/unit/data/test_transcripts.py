@@ -1,4 +1,4 @@
-"""Transcripts: every response beside its own prompt, decoded as graders see it; prompts keep their messages."""
+"""Transcripts: responses with their prompts, decoded for graders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompts(tmp_path: Path, tokenizer_file: Path) -> PromptSet:
 
 
 def buffers_of(prompts: PromptSet, tokenizer_file: Path, answers: list[tuple[int, str]]) -> TrajectoryBuffers:
-    """As a rollout worker packs them; every response ends with the end of text."""
+    """Build buffers like a rollout worker; every response ends with the end-of-text token."""
     from mcore_rl.rollout.trajectories import pack_trajectories
 
     tokenizer = load_tokenizer(tokenizer_file)
@@ -51,7 +51,7 @@ def test_transcripts_have_prompt_and_no_special_tokens(prompts: PromptSet, token
 
 
 def test_transcripts_end_before_stop_string_of_run_or_row(prompts: PromptSet, tokenizer_file: Path) -> None:
-    """The stop string counts only where the response ends with it."""
+    """Only a stop string at the end of the response is removed."""
     tokenizer = load_tokenizer(tokenizer_file)
     buffers = buffers_of(prompts, tokenizer_file, [(0, "4 END"), (1, "END 5 STOP"), (0, "END 6")])
     unended = replace(buffers, tokens=np.delete(buffers.tokens, buffers.token_offsets[1:] - 1))

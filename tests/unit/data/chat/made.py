@@ -1,4 +1,4 @@
-"""Chat templates in the manner of published ones, each with one trait, and a tokenizer with their special tokens."""
+"""Chat templates in the style of published ones, each with one peculiarity, and a tokenizer for them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STABLE = (
     + "<|im_end|>\n{% endfor %}"
     + _PROMPT
 )
-"""Turns are never changed by what follows them."""
+"""Turns do not depend on later messages."""
 FORGETS_REASONING = STABLE.replace("{% if m.reasoning_content %}", "{% if m.reasoning_content and loop.last %}")
 HIDES_TOOLS = STABLE.removeprefix(_TOOLS)
 DROPS_ANSWERS = STABLE.replace("{{ m.content }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}")
@@ -57,7 +57,7 @@ ONE_CALL = STABLE.replace(
 )
 TEXT_ARGUMENTS = STABLE.replace("{{ c.function.arguments | tojson }}", "{{ c.function.arguments + '' }}")
 BY_POSITION = STABLE.replace("{{ m.content }}", "{{ m.content }}{% if loop.last %} ({{ loop.index }}){% endif %}")
-"""What is said depends on how much was said before."""
+"""The text of a message depends on the number of messages."""
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}" + STABLE
 DATED = STABLE + "{% if false %}{{ strftime_now('%d') }}{% endif %}"
 NAMED_CALLS = (
@@ -70,14 +70,14 @@ NAMED_CALLS = (
     + "<|im_end|>\n{% endfor %}"
     + _PROMPT
 )
-"""Calls have ids, which the model writes and answers repeat."""
+"""The model writes ids of calls, and answers repeat them."""
 KNOWN_ROLES = STABLE.replace("{% for m in messages %}", "{% for m in messages if m.role != 'developer' %}")
-"""Shows no developer message."""
+"""Drops developer messages."""
 NO_NULLS = STABLE.replace("{{ m.content }}", "{{ m.content + '' }}")
 CALLS_ONLY_IF_NULL = STABLE.replace(
     "{{ m.content }}", "{% if m.content is not none %}{{ m.content }}{% endif %}"
 ).replace("{% for c in m.tool_calls or [] %}", "{% for c in m.tool_calls or [] if m.content is none %}")
-"""Shows calls only of turns whose content is null."""
+"""Shows calls only if the content of the turn is null."""
 PARTS_ONLY = STABLE.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
 STRINGS_OR_PARTS = STABLE.replace(
     "{{ m.content }}",
@@ -91,7 +91,7 @@ ONE_OF_EQUAL = STABLE.replace(
     "{{ m.content }}",
     "{% if loop.first or m.content != messages[loop.index0 - 1].content %}{{ m.content }}{% endif %}",
 )
-"""Drops the second of two equal messages in a row."""
+"""Drops the second of two equal consecutive messages."""
 THINKS = (
     STABLE.replace(
         "{{ m.content }}",
@@ -110,17 +110,17 @@ THINKS = (
         ),
     )
 )
-"""Leaves reasoning out of earlier turns, and reads an argument that switches it off."""
+"""Drops the reasoning of earlier turns, and has an argument that disables reasoning."""
 NEXT_ROLE_ENDS = (
     "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}"
     "<|{{ 'observation' if m.role == 'tool' else m.role }}|>{{ m.content }}" + _CALLS + "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""No token ends a turn: that of the next one's role does."""
+"""Turns have no end token; the role token of the next turn ends them."""
 
 
 def tokenizer(template: str | None) -> Any:
-    """One token per byte, and the special ones."""
+    """Build a tokenizer with one token per byte and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

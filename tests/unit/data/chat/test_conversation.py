@@ -1,4 +1,4 @@
-"""What is new after a sampled turn, held against the template's own rendering of the whole conversation."""
+"""Token ids after a sampled turn, compared with the template's rendering of the whole conversation."""
 
 from __future__ import annotations
 

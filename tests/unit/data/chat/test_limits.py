@@ -1,4 +1,4 @@
-"""Chat templates that raise, do not end or fill the memory end with one message."""
+"""Chat templates that raise, do not end or exhaust the memory give one message."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_check_limits_exceeding_template_is_rejected(bomb: str, problem: str) ->
 
 @pytest.mark.parametrize(("bomb", "problem"), [*BOMBS, ("{{ 'a' * 10 ** 8 }}", "writes more than 64 MiB|needs more")])
 def test_render_all_row_beyond_limit_is_named(bomb: str, problem: str) -> None:
-    """The message of the second row sets it off, which no trial at load time finds."""
+    """Only the message of the second row triggers it, so the check at load time passes."""
     template = (
         made.STABLE
         + "{% if 'boom' in messages[0].content %}"

@@ -1,4 +1,4 @@
-"""Messages of rows in the forms that data sets have, as each kind of chat template takes them."""
+"""Messages in the formats of published data sets, rendered by different kinds of chat templates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tool(content: str, **keys: str) -> dict[str, Any]:
 
 
 def shown(template: str | None, messages: Any, **data: Any) -> tuple[str, list[dict[str, Any]], set[str]]:
-    """The text, the messages that the run keeps, and the notes."""
+    """Return the rendered text, the messages that the run keeps, and the notes."""
     renderer = PromptRenderer(made.tokenizer(template), DataConfig(**data))
     canonical = renderer.canonical(chat_messages(messages, "file, row 3"), "file, row 3")
     (text,) = renderer.render_all([(canonical, "file, row 3")])

@@ -1,4 +1,4 @@
-"""What a chat template cannot do, or does to earlier turns, is known before a run."""
+"""Unsupported features of a chat template, and changes of earlier turns, are found before a run."""
 
 from __future__ import annotations
 
