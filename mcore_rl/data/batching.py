@@ -65,6 +65,7 @@ def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> Kep
         parts = [np.asarray(getattr(part, name))[rows] for part, rows in zip(scalars, keep, strict=True)]
         return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
 
+    # Episode numbers are unique within a rollout call only; add the number of preceding responses.
     starts = np.cumsum([0, *(len(part.rewards) for part in scalars)])
     episodes = [
         start + (rows if part.episodes is None else part.episodes[rows])
@@ -95,6 +96,7 @@ def one_row_per_episode(scalars: RolloutScalars) -> RolloutScalars:
     """Keep only the first response of each episode."""
     if scalars.episodes is None:
         return scalars
+    # The number of an episode is the index of its first response.
     rows = np.flatnonzero(scalars.episodes == np.arange(len(scalars.episodes)))
     place = {row: index for index, row in enumerate(rows.tolist())}
     changed: dict[str, Any] = {"errors": tuple((place[row], error) for row, error in scalars.errors if row in place)}
@@ -134,6 +136,7 @@ def build_batch(
     if len(advantages) != len(kept):
         raise ValueError(f"{len(advantages)} advantages for {len(kept)} kept responses")
     first_epoch = _cut(kept.group_ids, schedule.prompts_per_update)
+    # Responses that are not trained have no tokens for the denominators of the loss weights.
     counted = kept.trained_tokens if trained is None else np.where(trained, kept.trained_tokens, 0)
     loss_weights = np.empty(len(kept), np.float32)
     dp_ranks = np.empty(len(kept), np.int32)

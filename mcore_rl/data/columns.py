@@ -115,6 +115,7 @@ class Columns:
             max_turns=check_turns(_column_or_extra_info(row, extra_info, "max_turns", where), where),
             tools=self._row_tools(row, extra_info, where),
         )
+        # Media columns that are not empty have been rejected above.
         unread = (name for name in row if name not in self._read and not is_media(name))
         self._ignored.update((name, None) for name in unread if not is_empty(row[name]))
         return fields

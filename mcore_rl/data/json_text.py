@@ -40,12 +40,14 @@ def parse_json(text: str, where: str) -> Any:
         raise _too_deep(where) from None
     except ValueError as error:
         raise DataError(f"{where} is not valid JSON: {error}") from error
+    # Both conditions are necessary, not sufficient: the expensive check runs only for texts that may fail it.
     if text.count("[") + text.count("{") > MAX_NESTING or _SURROGATE_ESCAPE.search(text):
         _check(value, where)
     return value
 
 
 def _check(value: Any, where: str) -> None:
+    # An explicit stack instead of recursion: the value may be nested deeper than Python's stack allows.
     pending: list[tuple[Any, str, int]] = [(value, "", 0)]
     while pending:
         part, name, depth = pending.pop()

@@ -227,6 +227,7 @@ def _exchange(
         where = np.concatenate([owners[theirs], cheap])
         cost = costs[mine, None] - np.concatenate([costs[theirs], np.zeros(len(cheap))])
         size = sizes[mine, None] - np.concatenate([sizes[theirs], np.zeros(len(cheap))])
+        # Larger of the two loads after each candidate exchange; inf if a bin would exceed its capacity.
         after = np.maximum(loads[most] - cost, loads[where] + cost)
         after[(size > rooms[where]) | (-size > rooms[most])] = np.inf
         i, j = divmod(int(after.argmin()), len(where)) if after.size else (0, 0)

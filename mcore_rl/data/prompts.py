@@ -218,6 +218,7 @@ def _read_prompts(
             f"rollout.max_prompt_tokens={limit} ({min(lengths)} to {max(lengths)} tokens); raise "
             "rollout.max_prompt_tokens"
         )
+    # With truncation every row is kept, so only the first max_prompts rows count; dropped rows count wherever they are.
     exceeding = sum(length > limit for length in (lengths[:max_prompts] if truncates else lengths))
     report = LoadReport(
         key,

@@ -91,6 +91,7 @@ class PromptRenderer:
         if self._chat:
             style = self._style if tools is None else replace(self._style, tools=tuple(tools))
             text = style.render(messages, where, opens_turn=True)
+            # Templates without support for tools ignore them silently.
             hidden = [name for tool in tools or () if (name := str(tool["function"]["name"])) not in text]
             if hidden:
                 raise DataError(

@@ -33,6 +33,7 @@ def take_rows(buffers: TrajectoryBuffers, rows: np.ndarray) -> TrajectoryBuffers
 def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
     """Concatenate the trajectories of buffers. Routed experts and turn rewards must exist in all buffers or in none."""
     columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(TrajectoryBuffers)}
+    # Temperatures may be scalar in one buffer and an array in another, so they need their own function.
     temperatures = _joined_temperatures(parts)
     del columns["temperatures"]
     joined = {name: np.concatenate(arrays) for name, arrays in columns.items() if arrays[0] is not None}

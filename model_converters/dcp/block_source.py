@@ -40,6 +40,7 @@ class ChunkSource:
         covered = sum(target.volume for _, _, _, target in slices)
         if covered != chunk.local.volume and not chunk.padded:
             raise ConversionError(f"{chunk.mcore_name}: {covered} of {chunk.local.volume} elements are planned")
+        # Only the vocabulary is padded; its padding is not covered by any slice and must be zero.
         allocate = torch.empty if covered == chunk.local.volume else torch.zeros
         out = allocate(chunk.local.shape, dtype=self._dtypes[chunk.mcore_name])
         for hf_name, dim, start, target in slices:
@@ -61,6 +62,7 @@ class ChunkSource:
 def _start(common: Box, piece_box: Box, piece: Piece) -> int:
     if not common.shape:
         return 0
+    # A slice of an HF tensor is read along one dimension, so the chunk must cover the piece in all other dimensions.
     for dim, (size, whole) in enumerate(zip(common.shape, piece_box.shape, strict=True)):
         assert dim == piece.dim or size == whole, f"{piece.mcore_name} is cut along two dims"
     return piece.start + common.offset[piece.dim] - piece.local_start
@@ -73,6 +75,7 @@ def _check_shapes(loads: Mapping[str, TensorLoad], state: ShardedRankState) -> N
         shape = state.shapes.get(name)
         if shape is None:
             problems.append(f"the model has no {name}")
+        # Megatron may pad the vocabulary further than the table does; only its length may differ.
         elif shape != load.shape and not (name in padded and shape >= load.shape and shape[1:] == load.shape[1:]):
             problems.append(f"{name} is {shape} in the model, {load.shape} in the table")
     if problems:

@@ -26,6 +26,7 @@ class Box(NamedTuple):
     def of_view(view: torch.Tensor, whole: torch.Tensor) -> Box:
         """Return the block of `whole` that its view `view` covers."""
         assert view.stride() == whole.stride(), "a shard is not a block of its tensor"
+        # Strides of a contiguous tensor descend: repeated division splits the distance into one index per dimension.
         left = int(view.storage_offset() - whole.storage_offset())
         offset = []
         for stride in whole.stride():
@@ -72,6 +73,8 @@ def range_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
         return [Box((), ())]
     if len(shape) == 1:
         return [Box((start,), (stop - start,))]
+    # Split the range into an incomplete first row, a block of whole rows, and an incomplete last row; "row" means one
+    # index of dimension 0. The incomplete rows are split recursively along the other dimensions.
     row = prod(shape[1:])
     first_whole, end_whole = -(-start // row), stop // row
     if first_whole > end_whole:  # the range lies within one row

@@ -297,6 +297,8 @@ def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
     metadata = read_metadata(ckpt)
     if not any(key.startswith("mtp.") for key in metadata.state_dict_metadata):
         config = without_mtp(config)
+    # The keys of layers and experts depend on the settings of the trainer that saved the checkpoint. Try all schemes
+    # and keep the one with the fewest missing keys, which McoreCheckpoint then reports.
     best: tuple[int, Sequence[CheckpointChunk]] | None = None
     for naming in get_args(Naming):
         (state,) = rank_states(config, TrainLayout(1), naming=naming)

@@ -60,6 +60,7 @@ class McoreCheckpoint:
                     self._add(row, part, by_mcore.get(row.mcore, []))
         self.redundant = {name: row.hf[0] for row in bound for name in row.row.redundant}
         self.repeated = {row.hf[0] for row in bound if row.row.repeats}
+        # A tensor that is neither in the model nor in the trainer state would be lost by the export.
         known = {chunk.key for chunk in chunks}
         self.unknown = sorted(key for key in reader.shapes if key not in known and not _TRAINER_STATE.match(key))
         self.shapes: dict[str, Shape] = {plan.hf_name: plan.shape for plan in self.plans}
@@ -147,6 +148,7 @@ def _parts(row: BoundRow, part: int, chunks: Sequence[CheckpointChunk]) -> Itera
             common = local.overlap(chunk.local)
             if common is None:
                 continue
+            # Leading dimensions of the stored tensor stack layers and experts; the block has size 1 in each of them.
             stacked = len(chunk.stored.shape) - len(common.shape)
             inner = common.moved(chunk.local.offset, chunk.stored.offset[stacked:])
             stored = Box(chunk.stored.offset[:stacked] + inner.offset, (1,) * stacked + inner.shape)

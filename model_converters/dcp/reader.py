@@ -102,6 +102,7 @@ class DcpReader:
             self._cache.move_to_end((key, chunk.offset))
             return known
         num_bytes = chunk.volume * self.dtype(key).itemsize
+        # Evict before reading, so that the new chunk and the cache together stay within the limit.
         while self._cache and num_bytes + sum(t.nbytes for t in self._cache.values()) > self.cache_bytes:
             self._cache.popitem(last=False)
         tensor = self._read_chunk(key, chunk)

@@ -150,7 +150,7 @@ def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint, dropped: Collecti
         for name in checkpoint.shapes
         if name not in source.shapes and name not in checkpoint.repeated
     }
-    missing = frozenset(mismatched)
+    missing = frozenset(mismatched)  # differences so far; logits are not compared if there are any
     checksums, quantised = {}, set()
     common = sorted((name for name in wanted if stored_names[name] in checkpoint.shapes), key=source.position)
     sizes = {name: source.dtype(name).itemsize * torch.Size(source.shapes[name]).numel() for name in common}
@@ -191,9 +191,11 @@ def _same(
     first, second = pool.map(_checksum, ([wanted], [stored]))
     if first == second:
         return first, False
+    # The bytes of an FP8 source cannot equal the checkpoint's: compare its codes with the quantised checkpoint values.
     powers = source.config.get("quantization_config", {}).get("scale_fmt") == "ue8m0" if source.block else False
     if source.block is not None and is_quantised_from(stored, *source.stored(name), source.block, power_of_two=powers):
         return second, True
+    # Count elements by their bits: NaN != NaN and 0.0 == -0.0 would give wrong counts.
     different = int((_bits(wanted) != _bits(stored)).any(1).sum())
     raise _DifferenceError(f"differs in {different} of {wanted.numel()} elements: {first} and {second}")
 

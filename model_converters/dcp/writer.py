@@ -99,6 +99,7 @@ def plan_metadata(files: Sequence[PlannedFile]) -> Metadata:
         _, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
     except (ValueError, AssertionError) as error:
         raise ConversionError(f"the ranks of this layout do not cover every tensor exactly once: {error}") from error
+    # torch (2.13) checks that chunks cover a tensor only if there are several plans, so count the elements here.
     stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
     untiled = [key for key, tensor in stored.items() if sum(prod(c.sizes) for c in tensor.chunks) != prod(tensor.size)]
     if untiled:

@@ -60,6 +60,7 @@ class LoraAdapter:
         pairs, problems = _pairs({name: stored for name, stored in header.items() if name not in saved.sources})
         problems = _unsupported(self.config) + saved.problems(shapes, pairs, tied=tied) + problems
         self.replaced = saved.tensors
+        # Collect all problems before raising, so that the user sees them in one message.
         self._patterns = {field: _compiled(self.config, field, problems) for field in ("rank_pattern", "alpha_pattern")}
         for module, sides in pairs.items():
             problems += self._misfits(module, sides, shapes.get(f"{module}.weight"))
@@ -160,6 +161,7 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"r {config.get('r')!r}, which must be a number of at least 1")
     if not _is_number(config.get("lora_alpha")):
         problems.append(f"lora_alpha {config.get('lora_alpha')!r}, which must be a number")
+    # An unknown field with a true value may change the computation (DoRA, for example), so it is rejected.
     known = _IGNORED | _USED | {"peft_type", "bias", "init_lora_weights"}
     return problems + [f"{key} {value!r}" for key, value in config.items() if key not in known and value]
 

@@ -190,6 +190,7 @@ class HFCheckpoint:
         if not (out.dtype == stored.dtype and out.device.type == "cpu" and out.is_contiguous()):
             out.copy_(self.view(name, dim, start, out.shape[dim] if out.dim() else 1))
             return
+        # The slice is contiguous in the file if all dimensions before `dim` have size 1.
         outer = prod(stored.shape[:dim])
         if outer != 1 and tuple(out.shape) != stored.shape:
             self._read_columns(name, out, dim, start)
@@ -200,6 +201,7 @@ class HFCheckpoint:
     def _read_columns(self, name: str, out: torch.Tensor, dim: int, start: int) -> None:
         # A separate mapping frees its pages on return; pages of the shared mapping stay until the file is closed.
         stored = self._find(name)
+        # The offset of a mapping must be a multiple of the page size.
         first = stored.offset - stored.offset % mmap.ALLOCATIONGRANULARITY
         descriptor = self._files.descriptor(stored.file)
         num_bytes = stored.offset - first + stored.num_bytes

@@ -73,6 +73,7 @@ def quantise(
     buffer, magnitudes = torch.empty(2, min(block[0], rows), columns)
     for index in range(scales.shape[0]):
         band = slice(index * block[0], (index + 1) * block[0])
+        # The last block row may be shorter: the slice of `buffer` then has fewer rows.
         values = buffer[: rows - band.start].copy_(tensor[band])
         amax = _column_block_maxima(torch.abs(values, out=magnitudes[: len(values)]), block[1])
         if not torch.isfinite(amax).all():
@@ -90,6 +91,7 @@ def _scales_of(amax: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     # Below the smallest normal number, amax / 448 would lose bits or underflow to 0.
     scales = (amax / FP8_MAX).clamp_min(_SMALLEST_SCALE)
     if power_of_two:
+        # frexp returns mantissas in [0.5, 1): a mantissa of exactly 0.5 is already a power of two.
         mantissas, exponents = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponents - (mantissas == 0.5).int())
     return torch.where(amax > 0, scales, 1.0)
@@ -107,6 +109,7 @@ def _represents(scales: torch.Tensor, values: torch.Tensor, tensor: torch.Tensor
 
 
 def _column_block_maxima(magnitudes: torch.Tensor, width: int) -> torch.Tensor:
+    # Reduce rows first, then groups of `width` columns; the last group may be narrower.
     columns = magnitudes.amax(dim=0)
     whole = len(columns) // width * width
     maxima = [columns[:whole].view(-1, width).amax(dim=1)]
@@ -144,6 +147,7 @@ class ScaleWindow:
 
     def dequantise(self, codes: torch.Tensor, out: torch.Tensor, *, row: int, column: int) -> None:
         """Fill float32 `out` with the values of `codes`: part of the window, starting at element (row, column)."""
+        # Multiply row by row of blocks; `_spread` already contains the factor 2^8 that the conversion has divided by.
         _to_scaled_float32(codes, out)
         columns = slice(column - self._column, column - self._column + codes.shape[1])
         done = 0

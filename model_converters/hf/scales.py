@@ -24,6 +24,7 @@ def split_scales(
     """
     scales = {name: tensor for name, tensor in stored.items() if name.endswith(SCALE_SUFFIX)}
     weights = {name: tensor for name, tensor in stored.items() if name not in scales}
+    # Check every combination of weight and scale, and report all problems together.
     quantised = {name for name, tensor in weights.items() if tensor.dtype == FP8}
     problems = [f"{name} is {tensor.dtype}" for name, tensor in weights.items() if _is_other_float8(tensor.dtype)]
     if (quantised or scales) and block is None:

@@ -65,6 +65,7 @@ class HFWriter:
             self.partial.mkdir()
             self._owner = True
             for file, header in headers.items():
+                # Set the final size now: all processes write into the file at fixed offsets.
                 file_bytes = max(s.offset + s.num_bytes for s in self._stored.values() if s.file == file)
                 with file.open("wb") as opened:
                     opened.write(header)
@@ -88,6 +89,7 @@ class HFWriter:
         stored = self._stored[plan.hf_name]
         data = as_bytes(tensor.detach().to(device="cpu", dtype=plan.dtype).contiguous())
         whole = not plan.shape or piece.length == plan.shape[piece.dim]
+        # A piece along `dim` is one contiguous run of bytes per index of the dimensions before `dim`.
         runs = 1 if whole else prod(plan.shape[: piece.dim])
         run_bytes = len(data) // runs
         stride = stored.num_bytes // runs

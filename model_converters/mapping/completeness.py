@@ -91,6 +91,7 @@ def tiling_problems(plans: Iterable[TensorPlan]) -> list[str]:
             continue
         dim = dims.pop()
         length = plan.shape[dim] if plan.shape else 1
+        # Sweep over the pieces in order; `reached` is the end of the part covered so far.
         reached = 0
         for piece in sorted(plan.pieces, key=lambda piece: (piece.start, piece.length)):
             if piece.start > reached:

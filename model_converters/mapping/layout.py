@@ -126,6 +126,7 @@ class TrainLayout:
         """
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is not in a world of {self.world_size}")
+        # Invert the two formulas of the class docstring; both share pp.
         pp, inner = divmod(rank, self.stage_size)
         dense, tp = divmod(inner, self.tp)
         expert, etp = divmod(inner, self.etp)
@@ -194,6 +195,7 @@ class TrainLayout:
 
     def _stage_counts(self, num_layers: int) -> list[int]:
         first, last = self.first_stage_layers, self.last_stage_layers
+        # Layers and stages that remain after the fixed first and last stage are divided evenly.
         left = num_layers - (first or 0) - (last or 0)
         stages = self.pp - (first is not None) - (last is not None)
         if left < 0 or (stages == 0 and left):

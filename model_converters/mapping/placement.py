@@ -76,6 +76,7 @@ class Placement:
             return
         stage = self.stage(bound)
         if bound.expert is not None:
+            # Each expert-parallel rank holds a consecutive range of experts.
             ep = bound.expert // (row.num_experts // layout.ep)
             if row.axis == "none":
                 raise ConversionError(f"{bound.mcore}: an expert weight without an etp dimension is not supported")

@@ -131,6 +131,7 @@ def _load(rank: int, rows: Sequence[tuple[BoundRow, tuple[int, int]]]) -> Tensor
         (row.hf[part], Piece(rank, row.mcore, part, row.row.dim, start, length, local_start))
         for part, start, local_start, length in segments_of(row.row, shard, num_shards)
     )
+    # All other HF names of this tensor must have equal values if the checkpoint contains them.
     named = (name for other, _ in rows for name in (*other.row.redundant, other.row.repeats, *other.hf))
     copies = tuple(name for name in named if name and name not in row.hf)
     return TensorLoad(row.mcore, local_shape(row.row, num_shards), row, sources, copies)

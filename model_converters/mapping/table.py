@@ -69,6 +69,7 @@ def bind(rows: Sequence[Row], hf_config: Mapping[str, Any], dtype: torch.dtype) 
     Raises: ConversionError listing every name that two rows claim and every layer that the model does not have.
     """
     num_layers = int(hf_config["num_hidden_layers"])
+    # A row applies to several layers; sort the bound rows by group, so that the tensors of one layer are consecutive.
     parts: dict[str, list[BoundRow]] = {
         "embedding": [],
         **{f"layer.{layer}": [] for layer in range(num_layers)},
@@ -111,6 +112,7 @@ def _claimed_twice(bound_rows: Sequence[BoundRow]) -> list[str]:
     owners: dict[str, str] = {}
     problems = []
     for bound in bound_rows:
+        # A tied head shares its HF name with the embedding, and an MTP copy shares its mcore tensor with another row.
         hf_names = () if bound.row.copy_of_embedding else bound.hf
         mcore_names = () if bound.row.repeats else (bound.mcore,)
         for name in (*(f"mcore {name}" for name in mcore_names), *(f"HF {name}" for name in hf_names)):

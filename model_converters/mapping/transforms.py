@@ -130,6 +130,7 @@ class GroupedQKV:
         return sum(shape[dim] for shape in shapes) // num_shards
 
     def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
+        # Walk over the groups that overlap the shard [first, last) and intersect q, k and v of each group with it.
         per_group = [shape[dim] // self.num_groups for shape in shapes]
         length = self.local_length(shapes, dim, num_shards)
         first, last = shard * length, (shard + 1) * length

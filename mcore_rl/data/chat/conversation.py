@@ -91,6 +91,7 @@ class Conversation:
             return self._encode_with("".join(texts), texts)
         tail = self.text_after_turn([QUESTION], messages)
         stop, place = self._first_stop(tail)
+        # The model may have ended the turn with another stop token (or at the length limit): add the template's token.
         begun = [] if self._stops[stop] == last_id else [self._stops[stop]]
         return begun + self._encode_with(tail[place + len(stop) :], texts)
 
@@ -180,6 +181,7 @@ class Conversation:
         risky = [content for content in contents if any(token in content for token in self._special)]
         ids: list[int] = []
         for content in risky:
+            # Templates may strip a content or write it as JSON.
             forms = (content, content.strip(), json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
             form = next((form for form in forms if form in text), None)
             if form is None:

@@ -37,6 +37,7 @@ class PresenceCheck:
         whole = True
         for number, message in enumerate(messages, start=1):
             content = message["content"]
+            # Templates may drop the reasoning of earlier turns; only the text after it must be present.
             if message["role"] == "assistant" and not _shows(text, content):
                 whole = whole and "</think>" not in content
                 content = content.rpartition("</think>")[2].removeprefix("<think>")

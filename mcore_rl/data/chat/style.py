@@ -199,6 +199,7 @@ def _with_developer(style: ChatStyle) -> ChatStyle:
 
 
 def _with_calls(style: ChatStyle) -> ChatStyle:
+    # Try the general format first: the first variant that the template renders correctly is used.
     for call_id in (_LONG_ID, _NINE):
         for text_arguments in (False, True):
             for null_content in (False, True):

@@ -45,6 +45,7 @@ class RowWeights:
         # The final 1 makes this stream differ from the streams of (seed, epoch): SeedSequence ignores trailing zeros.
         bits = np.random.PCG64(np.random.SeedSequence([self.seed, file, 1])).random_raw(num_rows)
         phases = np.argsort(np.argsort(bits, kind="stable"), kind="stable").astype(np.int64) * _PARTS
+        # Only the fractional part of w * epoch matters; the modulo keeps the products within 64 bits.
         before = epoch * part % _PARTS * num_rows
         whole_parts = _PARTS * num_rows
         return whole + (before + part * num_rows + phases) // whole_parts - (before + phases) // whole_parts

@@ -85,6 +85,7 @@ def _to_rows(batch: pyarrow.RecordBatch, path: Path, key: str, before: int) -> l
     try:
         return batch.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError:
+        # Find the first invalid value, to name its row and column.
         for index in range(batch.num_rows):
             for column in batch.schema.names:
                 try:

@@ -102,6 +102,7 @@ class RowTools:
         except SchemaError as error:
             raise DataError(f"{context}: parameters of {name} are not a JSON schema: {error.message}") from None
         shown, taken = set(parameters.get("properties") or {}), set(own.get("properties") or {})
+        # The row may offer fewer arguments than the tool has, but all required ones.
         if not own.get("additionalProperties") and (extra := sorted(shown - taken)):
             raise DataError(f"{context}: {name} has the argument {extra[0]!r}, which its implementation lacks")
         if lacking := sorted(set(own.get("required") or ()) - shown):

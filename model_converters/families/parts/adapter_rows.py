@@ -107,8 +107,10 @@ def _factors(row: Row, parts: tuple[int, ...], rank: int) -> list[Row]:
         hf=tuple(f"{PREFIX}{module}.lora_B.weight" for module in modules),
         shapes=tuple((rows, rank) for rows, _ in shapes),
     )
+    # Row-parallel: A is divided along its columns like W, and B is whole on every rank.
     if row.axis != "none" and row.dim == 1:
         return [a, replace(b, transform=Same(), axis="none", dim=0)]
+    # Column-parallel or not divided: B follows the rows of W. Modules without adapter leave padding in B.
     if len(parts) < len(row.hf):
         b = replace(b, transform=Subset(row.transform, tuple((rows, rank) for rows, _ in row.shapes), parts))
     return [replace(a, transform=Stacked(len(parts)), axis="none", dim=0), b]

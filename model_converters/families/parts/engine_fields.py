@@ -117,6 +117,7 @@ def neutral_fields(family: Family, config: HFConfig) -> dict[str, Any]:
         value = NEUTRAL[key]
         if isinstance(value, NeutralSize):
             value = family.model_arguments(config).transformer[value.name]
+        # Compare types too: in Python 1 == True == 1.0.
         if type(config[key]) is not type(value) or config[key] != value:
             found[key] = value
     return found

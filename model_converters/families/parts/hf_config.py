@@ -198,6 +198,7 @@ def require(config: HFConfig, key: str, *supported: Any, reason: str) -> None:
     if key not in config:
         return
     value = config[key]
+    # Compare types too: in Python 1 == True == 1.0.
     if any(type(value) is type(known) and value == known for known in supported):
         return
     defaults = config.defaults if isinstance(config, ConfigWithDefaults) else {}

@@ -55,6 +55,7 @@ def resolve_mtp(
     """
     first, names = integer(config, "num_hidden_layers"), list(hf_names)
     count = num_mtp_layers(config)
+    # An explicit 0 states that the stored layers are unwanted; an absent field does not.
     if not count and config.get(_KEY) == 0:
         count = _num_stored(names, first)
     prefixes = tuple(f"model.layers.{first + depth}." for depth in range(count))
@@ -88,6 +89,7 @@ def resolve_copies(
 
 
 def _own_tensor(bound: BoundRow) -> BoundRow:
+    # copy_of_embedding: the last stage loads its own copy of the main model's tensor, which is not exported again.
     hf = (bound.row.repeats,)
     return replace(bound, row=replace(bound.row, hf=hf, copy_of_embedding=True), hf=hf)
 

@@ -116,6 +116,8 @@ def inverse_frequencies(rotary: RotarySettings, head_dim: int) -> torch.Tensor:
     frequencies = 1.0 / rotary.base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     if rotary.scaling_factor is None:
         return frequencies
+    # Llama 3.1: keep frequencies with many turns over the original context, divide those with few by the factor, and
+    # interpolate in between.
     turns = _LLAMA3["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)

@@ -66,6 +66,7 @@ def saved_tensors(header: Mapping[str, StoredTensor], modules: Any) -> SavedModu
     sources = set()
     for name, stored in header.items():
         base = name.removeprefix(_PREFIX)
+        # PEFT inserts a wrapper into the names, with or without the name of the adapter ("default").
         for wrapper in _WRAPPERS:
             base = base.replace(wrapper, ".")
         if _is_list_of_names(modules) and ".lora_" not in name and _is_inside(base, modules or ()):
