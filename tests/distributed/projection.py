@@ -14,7 +14,7 @@ def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, torch
     """Hidden states, weight and targets with the same values on every device."""
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
-    # Logits up to about +-40: float32 exponentials lose precision unless the maximum is subtracted.
+    # Logits up to about +-40: at temperature 0.3, exponentials overflow unless the maximum is subtracted.
     weight = (3 * torch.randn(VOCABULARY, HIDDEN, generator=generator)).to(dtype)
     targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
     targets[:2] = torch.tensor([0, VOCABULARY - 1])

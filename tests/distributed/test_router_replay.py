@@ -73,7 +73,7 @@ def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: st
     shares = [policy_batch.share(samples, place.dp, actor.layout.dp) for samples in policy_batch.UPDATES]
     batch, _ = actor.recompute_logp(shares, chunks)
     recorded = {sample: ids.numpy().copy() for sample, ids in actor.routing.by_sample.items()}
-    actor.update(batch, 0)  # its update also provides the old policy's pass
+    actor.update(batch, 0)  # its forward pass is the old policy's pass for its samples
     kept = sorted(actor.routing.by_sample)
     _restore(actor)
     # Other weights and micro-batches: without replay, the routers would choose the least likely experts.
