@@ -158,7 +158,7 @@ def test_microbatches_of_context_ranks_know_owners_of_all_tokens() -> None:
 
 
 def test_microbatches_with_too_long_sequence_raise() -> None:
-    with pytest.raises(DataError, match=r"takes 16 tokens.*actor\.tokens_per_microbatch"):
+    with pytest.raises(DataError, match=r"has 16 tokens.*actor\.tokens_per_microbatch"):
         _build(Packing(tokens=15))
 
 
