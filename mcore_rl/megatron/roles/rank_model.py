@@ -1,4 +1,4 @@
-"""One rank's part of a model, trained or frozen: how it joins its peers, cuts batches and runs its chunks."""
+"""One rank's part of a model, trained or frozen: joining the process group, building micro-batches, running passes."""
 
 from __future__ import annotations
 
