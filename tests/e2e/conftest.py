@@ -1,4 +1,4 @@
-"""One task and one uninterrupted run of it, shared by all tests here."""
+"""A task and an uninterrupted run of it, shared by all tests of this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two pretended hosts with a Ray cluster over them, and runs on it."""
+"""Two simulated hosts (network namespaces) with a Ray cluster, and runs on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADDRESS = "10.213.7.1:6379"
 
 @dataclass(frozen=True)
 class TwoHosts:
-    """`name` keeps them apart from others on this machine."""
+    """Two simulated hosts, A and B. `name` distinguishes them from other simulated hosts on this machine."""
 
     name: str
 
@@ -32,7 +32,7 @@ class TwoHosts:
         return {**os.environ, "TWO_HOSTS": self.name}
 
     def call(self, *words: str) -> str:
-        """Runs scripts/two_hosts.sh with these words; returns what it prints."""
+        """Run scripts/two_hosts.sh with the given arguments; return its output."""
         done = subprocess.run(
             [str(SCRIPT), *words], cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False
         )
@@ -40,16 +40,16 @@ class TwoHosts:
         return done.stdout
 
     def command(self, host: str, *words: str) -> list[str]:
-        """What runs a command on a host."""
+        """Return the command line that runs a command on a host."""
         return [str(SCRIPT), host, *words]
 
     def shared_memory(self, host: str) -> set[str]:
-        """Names in the host's /dev/shm, but Ray's."""
+        """Return the names in the host's /dev/shm, except Ray's."""
         names = self.call(host, "ls", "/dev/shm").split()
         return {name for name in names if not name.startswith(("plasma", "ray", "sem."))}
 
     def processes(self, host: str, *titles: str) -> list[psutil.Process]:
-        """Of those on a host the ones with any of these in their title."""
+        """Return the host's processes whose title contains any of `titles`."""
         done = subprocess.run(
             ["ip", "netns", "pids", f"{self.name}_{host}"], capture_output=True, text=True, check=True
         )
@@ -66,7 +66,7 @@ class TwoHosts:
         process.send_signal(number)
 
     def wait_until_none(self, *titles: str, seconds: float = 30) -> None:
-        """Until neither host has a process with any of these in its title."""
+        """Wait until no process on either host has any of `titles` in its title."""
         deadline = time.monotonic() + seconds
         while left := [process for host in "AB" for process in self.processes(host, *titles)]:
             assert time.monotonic() < deadline, left
@@ -75,15 +75,15 @@ class TwoHosts:
 
 @contextmanager
 def two_hosts(cpus: int = 6) -> Iterator[TwoHosts]:
-    """Skips the test where this machine lets nobody make namespaces."""
+    """Start two hosts. Skips the test if this machine does not allow network namespaces."""
     if os.geteuid() != 0:
-        pytest.skip("two pretended hosts need root: network namespaces")
+        pytest.skip("simulated hosts need root: network namespaces")
     hosts = TwoHosts(f"t{secrets.token_hex(3)}")
     done = subprocess.run(
         [str(SCRIPT), "up"], env=hosts.environment, capture_output=True, text=True, check=False, start_new_session=True
     )
     if done.returncode:
-        pytest.skip(f"two pretended hosts cannot be made here: {done.stderr.strip()}")
+        pytest.skip(f"simulated hosts cannot be created here: {done.stderr.strip()}")
     try:
         hosts.call("ray", str(cpus))
         yield hosts

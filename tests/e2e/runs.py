@@ -1,4 +1,4 @@
-"""Starts `mcore-rl train` as a user would, on a tiny task, and finds every process that it started."""
+"""Runs of `mcore-rl train` on a tiny task, started like a user does, and all processes that they start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tiny_models import write_tiny_model
 ALPHABET = "0123456789+-*/=;|<>()#.,:? \n_"
 RUN_VARIABLE = "MCORE_RL_TEST_RUN"
 
-# Any model earns something: rewards vary within groups, so there are gradients.
+# Random models get different rewards within groups, so gradients are not zero.
 REWARD = """
 def digits(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     if not solution_str:
@@ -36,7 +36,7 @@ def digits(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
 
 
 def write_task(directory: Path) -> Path:
-    """Prompts, a character tokenizer, a tiny Qwen3-MoE, a reward file, and the configuration that joins them."""
+    """Write prompts, a character tokenizer, a tiny Qwen3-MoE, a reward file, and the configuration; return its path."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +44,7 @@ def write_task(directory: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    sizes = {"vocab_size": len(vocabulary), "head_dim": 32, "eos_token_id": 1}  # vLLM has no CPU kernel of 16
+    sizes = {"vocab_size": len(vocabulary), "head_dim": 32, "eos_token_id": 1}  # vLLM has no CPU kernel for 16
     model = write_tiny_model(directory / "model", "qwen3_moe", std=0.06, **sizes)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
@@ -56,7 +56,7 @@ def write_task(directory: Path) -> Path:
     (directory / "reward.py").write_text(REWARD)
     config = {
         "run": {"dir": str(directory / "run"), "seed": 3},
-        "model": {"hf_path": str(model), "check_logits": "never"},  # test_run has a run with it
+        "model": {"hf_path": str(model), "check_logits": "never"},  # test_run covers the check
         "data": {"train": str(directory / "train.jsonl"), "val": str(directory / "val.jsonl"), "template": "plain"},
         "rollout": {"samples_per_prompt": 4, "max_prompt_tokens": 16, "max_response_tokens": 12, "kv_cache_gib": 0.03},
         "reward": {"function": f"{directory / 'reward.py'}:digits", "overlong": {"enable": True, "buffer_tokens": 4}},
@@ -68,7 +68,7 @@ def write_task(directory: Path) -> Path:
         "trainer": {"steps": 4, "prompts_per_step": 8, "prompts_per_update": 4, "validate_every_steps": 2},
         "weights": {"verify_every": 2},
         "checkpoint": {"every_steps": 2},
-        # Tests look at ports and behave alike whoever else is logged in; tests/e2e/test_run_dir.py isolates a run.
+        # Isolation would depend on other logged-in users and hide ports; tests/e2e/test_run_dir.py covers it.
         "cluster": {"device": "cpu", "gpus_per_node": 2, "object_store_gib": 0.1, "isolation": "none"},
     }
     path = directory / "config.yaml"
@@ -78,7 +78,7 @@ def write_task(directory: Path) -> Path:
 
 @dataclass
 class TrainProcess:
-    """One `mcore-rl train`, its output in a file, in a process group of its own."""
+    """An `mcore-rl train` process in its own process group, with its output in a file."""
 
     config: Path
     run_dir: Path
@@ -111,14 +111,14 @@ class TrainProcess:
         return self.output.read_text()
 
     def finish(self, seconds: float = 240) -> int:
-        """The exit code; fails with the output when it does not come in time."""
+        """Wait for the exit code; fail with the run's output and stacks on a timeout."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds} s:\n{self.where_it_is()}") from None
 
     def where_it_is(self) -> str:
-        """Ends the run, and tells what it has said, and what each of its processes was in then."""
+        """Abort the run; return its output and the stacks of its processes."""
         said = [self.text()[-4000:]]
         for process in [self.process, *self.processes()]:
             with contextlib.suppress(OSError, psutil.Error):
@@ -131,16 +131,16 @@ class TrainProcess:
         return "\n".join(said)
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 180) -> Any:
-        """Polls often, so that the caller acts inside the phase it waited for."""
+        """Poll until the condition holds, every 5 ms so that the caller acts within short phases."""
         deadline = time.monotonic() + seconds
         while not (found := condition()):
-            assert self.process.poll() is None, f"ended before what was waited for:\n{self.text()[-4000:]}"
-            assert time.monotonic() < deadline, f"waited {seconds} s in vain:\n{self.where_it_is()}"
+            assert self.process.poll() is None, f"the run ended before the condition held:\n{self.text()[-4000:]}"
+            assert time.monotonic() < deadline, f"the condition did not hold in {seconds} s:\n{self.where_it_is()}"
             time.sleep(0.005)
         return found
 
     def processes(self, title: str = "") -> list[psutil.Process]:
-        """Living processes of this run but the driver, whoever their parent is now."""
+        """Return the run's living processes except the driver, regardless of their current parent."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -152,21 +152,21 @@ class TrainProcess:
         return found
 
     def listens_at(self) -> set[str]:
-        """The addresses at which the driver and its processes take connections from outside of themselves."""
+        """Return the IP addresses on which the run's processes listen."""
         connections = [c for process in [self.process, *self.processes()] for c in _connections(process.pid)]
         return {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
 
     def sessions(self) -> list[Path]:
-        """What its Ray cluster has in the directory for temporary files."""
+        """Return the run's Ray directories in the directories for temporary files."""
         places = {Path(tempfile.gettempdir()), Path("/tmp")}
         return [path for place in places for path in place.glob(f"mcore_rl_{self.process.pid}_*")]
 
     def kill_one(self, title: str) -> None:
-        """SIGKILL to one process whose title contains `title`."""
+        """Send SIGKILL to one process whose title contains `title`."""
         self.wait_until(lambda: self.processes(title))[0].send_signal(signal.SIGKILL)
 
     def left_after(self, seconds: float) -> list[str]:
-        """Processes that are still there `seconds` after the driver has gone."""
+        """Return the run's processes that are still alive after `seconds`."""
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -176,12 +176,12 @@ class TrainProcess:
 def _connections(pid: int) -> list[Any]:
     try:
         return psutil.Process(pid).net_connections("inet")
-    except psutil.Error:  # gone since
+    except psutil.Error:  # the process has ended
         return []
 
 
 def train(config: Path, run_dir: Path, *overrides: str) -> str:
-    """Runs to the end and returns the output."""
+    """Run `mcore-rl train` to its end; return the output."""
     with TrainProcess(config, run_dir, overrides) as run:
         assert run.finish() == 0, run.text()[-6000:]
         assert not run.left_after(30)
@@ -189,7 +189,7 @@ def train(config: Path, run_dir: Path, *overrides: str) -> str:
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """metrics.jsonl by step, without what measures time."""
+    """Return the rows of metrics.jsonl by step, without time measurements."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows]
     assert steps == sorted(set(steps)), f"steps are recorded twice or out of order: {steps}"

@@ -1,5 +1,7 @@
-"""A real SLURM of three nodes on this machine, in a directory of its own, gone when the block ends. Each node is a
-pretended host: with a network, a name and a /dev/shm of its own."""
+"""A real SLURM cluster with three nodes on this machine, in a temporary directory.
+
+Each node is a simulated host with its own network, host name, and /dev/shm.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class Network:
-    """A bridge of this machine, and the nodes' networks on it."""
+    """A network bridge on this machine with the nodes' networks."""
 
     name: str
     prefix: str
@@ -72,14 +74,14 @@ class Network:
         return f"{self.name}_{node}"
 
     def hosts(self) -> str:
-        """/etc/hosts of the nodes."""
+        """Return the content of the nodes' /etc/hosts."""
         lines = [f"{self.address(node)} {node}" for node in NODES]
         return "\n".join(["127.0.0.1 localhost", f"{self.controller} {socket.gethostname()}", *lines, ""])
 
 
 @contextlib.contextmanager
 def node_networks() -> Iterator[Network]:
-    """Skips the test where this machine lets nobody make them."""
+    """Create the nodes' networks. Skips the test if this machine does not allow it."""
     if os.geteuid() != 0:
         pytest.skip("SLURM nodes with networks of their own need root")
     network = Network(f"s{secrets.token_hex(3)}", f"10.214.{secrets.randbelow(256)}")
@@ -111,42 +113,42 @@ def _ip(*words: str) -> None:
 
 @dataclass
 class Slurm:
-    """The running cluster."""
+    """A running cluster."""
 
     directory: Path
     environment: dict[str, str]
     network: Network
 
     def call(self, *command: str, cwd: Path | None = None) -> str:
-        """Runs one of SLURM's commands and returns what it prints."""
+        """Run a SLURM command; return its output."""
         done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=self.environment, check=False)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout.strip()
 
     def submit(self, script: Path) -> str:
-        """Returns the id of the job, which runs in the directory of its script."""
+        """Submit a job that runs in its script's directory; return its id."""
         return self.call("sbatch", "--parsable", str(script), cwd=script.parent)
 
     def state(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` knows, by field."""
+        """Return the fields of `scontrol show job`."""
         shown = self.call("scontrol", "show", "job", job)
         return dict(field.split("=", 1) for field in shown.split() if "=" in field)
 
     def wait(self, condition: Callable[[], bool], what: str, log: Path, seconds: float = 400) -> None:
-        """Polls until the condition holds."""
+        """Poll until the condition holds."""
         deadline = time.monotonic() + seconds
         while not condition():
             shown = log.read_text() if log.exists() else "no log"
             assert time.monotonic() < deadline, (
-                f"waited {seconds} s in vain for {what}:\n{shown[-4000:]}\n{self.logs()}"
+                f"timed out after {seconds} s waiting for {what}:\n{shown[-4000:]}\n{self.logs()}"
             )
             time.sleep(0.3)
 
     def start_now(self, job: str, log: Path, restart: int) -> None:
-        """Spares the minutes that a job waits which was queued again `restart` times, once its script has ended."""
+        """Start a job that was requeued `restart` times without SLURM's delay of minutes, after its script ended."""
         self.wait(lambda: log.read_text().count(": queued again\n") == restart, "the script's last words", log)
         self.wait(lambda: self.state(job)["JobState"] == "PENDING", "the start before to be over", log)
-        time.sleep(2)  # until SLURM has heard of that end
+        time.sleep(2)  # until SLURM has registered the end of the previous start
         self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def logs(self) -> str:
@@ -155,14 +157,14 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm_cluster() -> Iterator[Slurm]:
-    """munged, slurmctld and one slurmd per node; all that they started is killed at the end, whatever happened."""
+    """Start munged, slurmctld and one slurmd per node; always kill them and their processes at the end."""
     with node_networks() as network, _daemons(network) as slurm:
         yield slurm
 
 
 @contextlib.contextmanager
 def _daemons(network: Network) -> Iterator[Slurm]:
-    # Not pytest's: munged refuses a socket in a directory that others cannot enter.
+    # Not tmp_path: munged rejects a socket in a directory that other users cannot enter.
     directory = Path(tempfile.mkdtemp(prefix="mcore_rl_slurm_", dir="/tmp"))
     directory.chmod(0o755)
     (directory / "state").mkdir()
@@ -207,7 +209,7 @@ def _start(slurm: Slurm) -> None:
             f"mount -t tmpfs -o size=50% shm /dev/shm && mount --bind {directory}/hosts /etc/hosts && "
             f'hostname {name} && exec slurmd -N {name} -f "$SLURM_CONF"'
         )
-        # Not by `ip netns exec`, which hides the control groups that slurmd asks for.
+        # Not `ip netns exec`, which hides the control groups that slurmd needs.
         enter = ("nsenter", f"--net=/run/netns/{slurm.network.namespace(name)}")
         slurm.call(*enter, "unshare", "--mount", "--ipc", "--uts", "bash", "-c", start)
     idle = lambda: slurm.call("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * len(NODES)  # noqa: E731
@@ -226,7 +228,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _kill_all(mark: str) -> None:
-    """Daemons and jobs inherit the mark, however they detach."""
+    """Kill all processes with the mark in their environment, which daemons and jobs inherit even if they detach."""
     for _ in range(20):
         found = [process for process in psutil.process_iter() if _mark_of(process) == mark]
         if not found:

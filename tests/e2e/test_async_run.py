@@ -1,4 +1,4 @@
-"""Rollouts beside training, in real runs: no group is lost, none is trained twice or too late, whoever dies."""
+"""Asynchronous runs: after any death, no group is lost, trained twice, or older than the staleness limit."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ QUEUES = ("async/", "staleness/", "engine/")
 
 
 def records(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
-    """By step."""
+    """Return the rollout records of each step."""
     files = {int(path.stem.removeprefix("step_")): path for path in (run_dir / "rollouts").glob("step_*.jsonl")}
     return {step: [json.loads(line) for line in files[step].read_text().splitlines()] for step in sorted(files)}
 
 
 def assert_whole(run_dir: Path, steps: int) -> None:
-    """Every group that was submitted is in the records of one step, in whole, but for those that had not ended at the
-    end; none is older than the bound, and what it says of its versions goes together."""
+    """Check that every submitted group that finished is complete in the records of exactly one step.
+
+    No group is older than the staleness limit, and the version fields of each record are consistent.
+    """
     seen: dict[tuple[int, int], int] = {}
     for step, of_step in records(run_dir).items():
         for record in of_step:
@@ -60,7 +62,7 @@ def assert_whole(run_dir: Path, steps: int) -> None:
     groups = {group for group, _ in seen}
     assert len(seen) == SAMPLES * len(groups)
     last = {record["group"] for record in records(run_dir)[steps]}
-    assert not set(range(min(last))) - groups, "some never came"
+    assert not set(range(min(last))) - groups, "some groups are missing"
     rows = metrics(run_dir)
     assert sorted(step for step in rows if step) == list(range(1, steps + 1))
     assert all(rows[step]["staleness/max"] <= HARD for step in range(1, steps + 1))
@@ -88,7 +90,7 @@ def test_groups_run_ahead_though_an_engine_and_then_the_driver_die(task: Path, t
 
 
 def test_one_step_off_is_the_same_run_after_a_death(task: Path, tmp_path: Path) -> None:
-    """No response mixes weights; what is trained, and in which order, does not hang on time."""
+    """Every response has one weight version, and the order of training data does not depend on timing."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     train(task, whole, *ONE_STEP_OFF)
     for of_step in records(whole).values():
@@ -110,7 +112,7 @@ def test_one_step_off_is_the_same_run_after_a_death(task: Path, tmp_path: Path) 
 
 @pytest.mark.on_demand
 def test_a_replay_is_the_same_run_on_other_engines(task: Path, tmp_path: Path) -> None:
-    """An engine has one group at a time: the trainer waits for them, and never for none."""
+    """Engines hold one group at a time, so the trainer must wait for groups but never without one in flight."""
     first, again = tmp_path / "first", tmp_path / "again"
     given = (*AHEAD, "rollout.swap=recompute", "rollout.max_response_tokens=240", "rollout.max_concurrent_requests=4")
     train(task, first, *given)
@@ -125,7 +127,7 @@ def test_a_replay_is_the_same_run_on_other_engines(task: Path, tmp_path: Path) -
 
 @pytest.mark.on_demand
 def test_each_proximal_policy_on_tokens_of_several_versions(task: Path, tmp_path: Path) -> None:
-    """Where the interpolation is only reported the run is the same, bit for bit."""
+    """With prox=metrics, which only reports the interpolation, the run is bitwise identical to prox=recomputed."""
     given = (*AHEAD, "rollout.swap=recompute", "rollout.max_response_tokens=240", "rollout.max_concurrent_requests=4")
     runs = {prox: tmp_path / prox for prox in ("recomputed", "metrics", "loglinear")}
     replayed = f"rollout.replay_schedule={runs['recomputed']}"
@@ -136,7 +138,7 @@ def test_each_proximal_policy_on_tokens_of_several_versions(task: Path, tmp_path
     assert without_queues(runs["metrics"], names) == without_queues(runs["recomputed"], names)
     rows = {prox: metrics(run_dir) for prox, run_dir in runs.items()}
     assert all("actor/prox_error" not in rows[prox][1] for prox in ("recomputed", "loglinear"))
-    # The first step's tokens are of the proximal policy itself.
+    # The proximal policy generated the first step's tokens.
     assert rows["metrics"][1]["actor/prox_error"] < 1e-5
     for of_prox in rows.values():
         assert of_prox[1]["actor/behave_weight"] == pytest.approx(1, abs=1e-5)

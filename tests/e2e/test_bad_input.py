@@ -1,4 +1,4 @@
-"""What a user gets wrong: one clear message on stderr, exit code 2, no traceback, nothing written."""
+"""User errors: one clear message on stderr, exit code 2, no traceback, no files written."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.tiny_models import write_tiny_classifier
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task that is right; every test spoils one thing of it."""
+    """A valid task; every test makes one thing in it invalid."""
     return write_task(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture
 def refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs `train` with overrides, checks how it ends, and returns the message."""
+    """Return a function that runs `train` with overrides, checks that it is rejected, and returns the message."""
 
     def run(*overrides: str, run_dir: str | None = None) -> str:
         directory = run_dir or str(tmp_path / "run")

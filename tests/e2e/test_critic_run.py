@@ -1,5 +1,4 @@
-"""PPO with a reference: a critic with ranks and a layout of its own trains beside the policy, dies by name, and resumes
-with it."""
+"""PPO with a reference model and a critic, which has its own ranks and layout, trains with the policy, and resumes."""
 
 from __future__ import annotations
 
@@ -40,11 +39,11 @@ def test_every_step_has_the_critics_figures(whole_ppo_run: Path) -> None:
     for step in range(1, 5):
         row = rows[step]
         assert {"critic/loss", "critic/explained_variance", "critic/grad_norm", "returns/mean"} <= row.keys()
-        # Whitened over all tokens of the step.
+        # Advantages are whitened over all tokens of the step.
         assert abs(row["advantages/mean"]) < 1e-5
         assert row["advantages/abs_max"] > 0.5
     assert rows[4]["critic/trained_tokens"] == rows[4]["actor/trained_tokens"]
-    # The policy leaves the reference with its first update, in step 2, and the coefficient follows.
+    # The policy differs from the reference after its first update, in step 2, and the coefficient adapts.
     assert rows[1]["reward/kl"] == rows[2]["reward/kl"] == 0
     assert rows[4]["reward/kl"] != 0
     assert rows[4]["actor/kl_reference"] > 0
@@ -57,7 +56,7 @@ def test_the_policy_waits_for_its_critic(whole_ppo_run: Path) -> None:
     assert all("actor/loss" in rows[step] for step in (2, 3, 4))
 
 
-@pytest.mark.on_demand  # test_failures kills processes of a run too, and tests/distributed resumes a critic
+@pytest.mark.on_demand  # test_failures also kills processes of a run, and tests/distributed resumes a critic
 def test_a_killed_critic_ends_the_run_by_name_and_both_models_resume(
     task: Path, whole_ppo_run: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Engines that die: the run goes on, to the very figures and records of a run in which none did."""
+"""Engine failures: the run continues, with the same metrics and records as an undisturbed run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 RESTARTS = "engine/restarts"
 TAKEN_OVER = "engine/tokens_taken_over"
 COMPARED = "weights/tensors_verified"
-"""Of the engines that are up."""
+"""Counts tensors on running engines only, so it differs between the runs."""
 ENGINE = "ray::EngineProcess"
 OFTEN = ("checkpoint.every_steps=100", "rollout.max_engine_restarts=9")
 
@@ -49,7 +49,7 @@ def assert_same_run(run_dir: Path, other: Path) -> None:
 
 
 def every_group_once(run_dir: Path, samples: int) -> bool:
-    """In the records of training, of all steps."""
+    """Return whether the training records of all steps contain every response exactly once."""
     files = (run_dir / "rollouts").glob("step_*.jsonl")
     records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     counts = Counter((record["group"], record["sample"]) for record in records)
@@ -58,16 +58,18 @@ def every_group_once(run_dir: Path, samples: int) -> bool:
 
 
 def in_midst_of_responses(run_dir: Path) -> bool:
-    """Of a training step, of which others can take over the beginnings."""
+    """Return whether the journal has unfinished training responses, which another engine can continue."""
     (journal,) = (run_dir / "journals").iterdir()
     drawn = read_journal(journal)
     return any(name.startswith("train.") and drawn[name].finish_reason is None for name in drawn)
 
 
 def suspend_in_midst_of_responses(run: TrainProcess) -> None:
-    """From the end of a step on, not the first, the engine goes on for some milliseconds at a time, in which it cannot
-    draw whole responses."""
-    (engine,) = run.wait_until(lambda: run.processes(ENGINE))  # looking for it takes longer than a response
+    """Suspend the engine in the middle of responses of step 3.
+
+    After step 2, the engine runs for a few milliseconds at a time, which is too short for whole responses.
+    """
+    (engine,) = run.wait_until(lambda: run.processes(ENGINE))  # early: the search takes longer than a response
     run.wait_until((run.run_dir / "rollouts" / "step_2.jsonl").exists)
     engine.suspend()
     while not in_midst_of_responses(run.run_dir):
@@ -78,7 +80,7 @@ def suspend_in_midst_of_responses(run: TrainProcess) -> None:
 
 
 def assert_kept_is_what_is_referred_to(run_dir: Path) -> None:
-    """In a step, of those before: the last one's, though weights have changed; validation's no more."""
+    """Check during a step that the journal still has the last step's groups, but no older groups and no validation."""
     (journal,) = (run_dir / "journals").iterdir()
     kept = {tuple(name.split(".")[:2]) for name in read_journal(journal)}
     steps = len(list((run_dir / "rollouts").glob("step_*.jsonl")))
@@ -116,7 +118,7 @@ def test_the_only_engine_dies_and_starts_again(
 
 
 BY_TURNS = tuple(f"actor.offload.{part}=true" for part in ("params", "grads", "optimizer"))
-"""Engines and trainer ranks take turns on their devices, as colocated on GPUs."""
+"""Engines and trainer ranks alternate on their devices, as when colocated on GPUs."""
 
 
 GATED_REWARD = """
@@ -133,7 +135,7 @@ def gated(*arguments, **named):
         time.sleep(0.05)
     return digits(*arguments, **named)
 """
-"""The grades of step 3 come when the gate is there, so that its generation lasts as long as the test needs."""
+"""Reward function that blocks step 3 until the gate file exists, so that the test controls the length of generation."""
 
 
 @pytest.mark.on_demand  # the waits, the pool and the phases have unit tests
@@ -141,12 +143,15 @@ def gated(*arguments, **named):
 def test_an_engine_stopped_between_generation_and_fetch_is_replaced(
     task: Path, whole_run: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    """The trainer ranks are stopped in a generation, until the engine, which sleeps then if devices are shared, is."""
+    """The trainer ranks are suspended during generation until the engine is suspended.
+
+    With shared devices, the engine is asleep by then.
+    """
     run_dir, gate, reward = tmp_path / "run", tmp_path / "gate", tmp_path / "gated.py"
     paths = {"task": str(task.parent), "metrics": str(run_dir / "metrics.jsonl"), "gate": str(gate)}
     reward.write_text(GATED_REWARD.format(**paths))
     overrides = (*overrides, f"reward.function={reward}:gated", "reward.timeout_seconds=100")
-    # The trainer ranks must not count as silent meanwhile, on a busy machine either.
+    # The timeout must be long enough that suspended trainer ranks do not exceed it, also on a busy machine.
     with TrainProcess(task, run_dir, ("cluster.collective_timeout_seconds=30", *overrides)) as run:
         (engine,) = run.wait_until(lambda: run.processes(ENGINE))
         run.wait_until(in_step(run, 3, "generating"))
@@ -155,7 +160,7 @@ def test_an_engine_stopped_between_generation_and_fetch_is_replaced(
             trainer.suspend()
         gate.touch()
         run.wait_until((run_dir / "rollouts" / "step_3.jsonl").exists)
-        time.sleep(3)  # the engine goes to sleep, and the ranks are asked to fetch
+        time.sleep(3)  # until the engine sleeps and the ranks have received the fetch call
         engine.suspend()
         for trainer in trainers:
             trainer.resume()
@@ -170,7 +175,7 @@ def test_an_engine_stopped_between_generation_and_fetch_is_replaced(
 
 
 def kill_in_turn(run: TrainProcess, steps: range, seconds: float) -> int:
-    """Kills one engine after each of `steps`, at different moments of the next one; how many."""
+    """Kill one engine after each of `steps`, at different times of the next step; return the number of kills."""
     for number, step in enumerate(steps):
         run.wait_until(in_step(run, step + 1, "generating"))
         time.sleep(seconds * number)
@@ -182,8 +187,10 @@ def kill_in_turn(run: TrainProcess, steps: range, seconds: float) -> int:
 def test_of_several_engines_one_dies_and_takes_part_again_when_it_is_up(
     task: Path, whole_run: Path, tmp_path: Path
 ) -> None:
-    """The trainer is stopped in the step after the one in which it dies, until it is up. The figures are those of one
-    engine."""
+    """The trainer is suspended one step after the engine's death until the engine has restarted.
+
+    The metrics equal those of a run with one engine.
+    """
     run_dir = tmp_path / "run"
     with TrainProcess(task, run_dir, ("rollout.num_engines=2",)) as run:
         run.wait_until(lambda: "sending the initial weights to the engines" in run.text())
@@ -193,11 +200,11 @@ def test_of_several_engines_one_dies_and_takes_part_again_when_it_is_up(
         run.wait_until((run_dir / "rollouts" / "step_3.jsonl").exists)
         trainer.suspend()
         (again,) = run.wait_until(lambda: [e for e in run.processes(ENGINE) if e not in engines])
-        run.wait_until(lambda: f"{ENGINE}.serve" in " ".join(again.cmdline()))  # its set-up has ended
+        run.wait_until(lambda: f"{ENGINE}.serve" in " ".join(again.cmdline()))  # its set-up is complete
         trainer.resume()
         assert run.finish() == 0, run.text()[-4000:]
         said = run.text()
-        assert said.index("step 2/4") < said.index("is up again, with the weights of version")  # nobody waited for it
+        assert said.index("step 2/4") < said.index("is up again, with the weights of version")  # training did not wait
         assert not run.left_after(30)
     assert restarts(run_dir) == 1
     assert every_group_once(run_dir, samples=4)

@@ -1,4 +1,4 @@
-"""A run of episodes on real engines: turns, tools in their processes, branches and failures, down to the update."""
+"""A run with episodes on real engines: turns, tool processes, branches, failures, and the update."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Solver:
 
 @pytest.fixture(scope="module")
 def episodes_run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two steps, with the engine's experts, and advantages token by token."""
+    """Run directory of two steps with router replay from the engine and per-token advantages."""
     directory = tmp_path_factory.mktemp("episodes")
     (directory / "mine.py").write_text(USERS)
     tokenizer = directory / "tokenizer"
@@ -87,7 +87,7 @@ def records_of(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 def test_ranks_find_the_log_probabilities_that_every_sampled_token_was_drawn_with(episodes_run: Path) -> None:
-    """The oracle of what stands where: one token off, and they differ by nats."""
+    """This checks all token positions: a shift by one token changes log-probabilities by nats."""
     for step in (1, 2):
         assert metrics(episodes_run)[step]["rollout/logp_diff_max"] < 1e-4
 
@@ -121,7 +121,7 @@ def test_records_have_turns_masks_and_what_was_said(episodes_run: Path) -> None:
 
 
 def test_records_have_the_temperature_of_every_token(episodes_run: Path) -> None:
-    """Of calls, of rows, and of the run; what a tool said has none."""
+    """Temperatures come from calls, rows, and the run. Tool output has none."""
     seen = set()
     for record in records_of(episodes_run, 1):
         if record["sample"] in (0, 3):
@@ -133,7 +133,7 @@ def test_records_have_the_temperature_of_every_token(episodes_run: Path) -> None
 
 
 def test_a_stop_string_ends_the_turn_with_its_token(episodes_run: Path) -> None:
-    """The digit is a token of the sequence, which graders do not see."""
+    """The stop digit is a token of the sequence but is cut from the text for graders."""
     stopped = [record for record in records_of(episodes_run, 1) if record["sample"] == 3]
     assert not any(character.isdigit() for record in stopped for character in record["said"])
     assert any(record["accuracy"] == 1 and len(record["said"]) == record["second"] - 1 for record in stopped)

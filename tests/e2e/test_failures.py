@@ -1,4 +1,4 @@
-"""Every kind of death ends the run soon, by name, leaves nothing behind, and costs nothing that was checkpointed."""
+"""Process deaths end the run soon with an error naming the process, leave nothing behind, and lose no checkpoint."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SECONDS_TO_END = 30
 
 
 def in_step(run: TrainProcess, step: int, phase: str) -> Callable[[], bool]:
-    """Whether `step` is in `phase`, as far as files and process titles tell."""
+    """Return a check whether `step` is in `phase`, based on files and process titles."""
     rollouts = run.run_dir / "rollouts"
     if phase == "generating":
         calling = in_call(run, "ray::EngineProcess", "run")
 
         def generating() -> bool:
-            # Calling first, as soon as there is something to look for: that takes longer than a step on a busy machine.
+            # Call calling() before searching the output: finding processes can take longer than a step.
             text = run.text()
             there = "sending the initial weights to the engines" in text
             return there and calling() and re.search(rf"step +{step - 1}/", text) is not None
@@ -42,8 +42,10 @@ def in_step(run: TrainProcess, step: int, phase: str) -> Callable[[], bool]:
 
 
 def in_call(run: TrainProcess, kind: str, method: str) -> Callable[[], bool]:
-    """Whether a process of this kind runs the method. Its calls last a tenth of a second: the processes are looked
-    for once, then only their titles are read, until one of them has died."""
+    """Return a check whether a process of this kind is executing the method.
+
+    Calls last 0.1 s, so the processes are found once and only their titles are read afterwards, until one dies.
+    """
     known: list[psutil.Process] = []
 
     def calling() -> bool:
@@ -58,7 +60,7 @@ def in_call(run: TrainProcess, kind: str, method: str) -> Callable[[], bool]:
 
 
 def no_segment_is_left() -> bool:
-    """Of a process that has died."""
+    """Return whether no dead process left a shared-memory segment."""
     return remove_stale() == []
 
 
@@ -100,10 +102,10 @@ def test_a_killed_worker_ends_the_run_by_name_and_resume_repeats_nothing(
 
 @pytest.mark.parametrize(
     ("step", "phase", "overrides"),
-    # In the background: step 3 goes on while the checkpoint of step 2 is written.
+    # Checkpoints are written in the background: step 3 runs while the checkpoint of step 2 is written.
     [(2, "checkpointing", ("checkpoint.async_save=true", "checkpoint.every_steps=1")), (4, "updating", ())],
 )
-@pytest.mark.on_demand  # test_stops resumes as well
+@pytest.mark.on_demand  # test_stops also resumes
 def test_a_killed_driver_leaves_nothing_running_and_resume_repeats_nothing(
     task: Path, whole_run: Path, tmp_path: Path, step: int, phase: str, overrides: tuple[str, ...]
 ) -> None:

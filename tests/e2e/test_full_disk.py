@@ -1,4 +1,4 @@
-"""A disk that fills up during a run: one message, the checkpoints before it intact."""
+"""A disk that fills up during a run: one error message, and earlier checkpoints stay intact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run over two hosts, each with a network, a name and a /dev/shm of its own, is the run on one: whatever is where."""
+"""Runs over two hosts, each with its own network, name, and /dev/shm, equal runs on one host for every placement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS = {
     "an engine on each host": ("cluster.gpus_per_node=1", "rollout.num_engines=2"),
     "one engine over both hosts": ("cluster.gpus_per_node=1", "rollout.tp=2"),
 }
-"""The trainer has two expert-parallel ranks: on host A in the first, on one host each in the others."""
+"""Placements. The trainer's two expert-parallel ranks are on host A in the first, else on different hosts."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_run_over_two_hosts_is_the_run_on_one(
             if name == "weights/tensors_verified":
                 assert ours[step][name] == engines * value
             elif name.startswith("rollout/") and "rollout.tp=2" in WAYS[way]:
-                # What the engine computed itself: products of halves are added in another order.
+                # rounding: the tp=2 engine adds partial sums of log-probabilities in another order
                 assert ours[step][name] == pytest.approx(value, abs=2e-5), (step, name)
             else:
                 assert ours[step][name] == value, (step, name)
@@ -76,7 +76,7 @@ def test_a_run_over_two_hosts_is_the_run_on_one(
 
 
 def check_greedy(run_dir: Path, exported: Path) -> None:
-    """The last validation, sampled after four updates, is what transformers says of the exported weights."""
+    """Check that the last validation, after four updates, equals transformers' output for the exported weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, attn_implementation="eager").eval()
@@ -91,7 +91,7 @@ def check_greedy(run_dir: Path, exported: Path) -> None:
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A task whose model two ranks of SGLang can divide."""
+    """A task whose model is divisible by two SGLang ranks."""
     task = write_task(tmp_path_factory.mktemp("divided"))
     sizes = {"vocab_size": len(ALPHABET) + 3, "eos_token_id": 1, **DIVIDED_BY_TWO}
     write_tiny_model(task.parent / "model", "qwen3_moe", std=0.06, **sizes)
@@ -100,7 +100,7 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def of_vllm(divided: Path) -> dict[int, dict[str, float]]:
-    """Metrics of a run on one host."""
+    """Metrics of a run with vLLM on one host."""
     train(divided, divided.parent / "one_host", "trainer.steps=2")
     return metrics(divided.parent / "one_host")
 
@@ -144,7 +144,7 @@ FAULTS = {
     "an engine rank on the other host stops": ("VLLM", "stop"),
     "the link is cut": ("", "cut"),
 }
-"""Title of the process on B, and what happens to it."""
+"""Title of a process on host B, and the fault to inject."""
 USUAL = ("an engine rank on the other host dies",)
 
 
@@ -202,7 +202,7 @@ def test_a_fault_ends_the_run_in_time_and_leaves_nothing(
     hosts.wait_until_none("ray::TrainerProcess", "ray::EngineProcess", "ray::FollowerProcess", "VLLM")
     assert {host: hosts.shared_memory(host) for host in "AB"} == {"A": set(), "B": set()}
     if what == "cut":
-        return  # Ray takes a host that was silent for dead, and does not take it back
+        return  # Ray declares an unreachable host dead and does not accept it again
     with start(hosts, task, run_dir, *overrides) as run:
         assert run.finish() == 0, run.text()[-6000:]
     figures = metrics(run_dir)[4]
@@ -215,7 +215,7 @@ def test_a_fault_ends_the_run_in_time_and_leaves_nothing(
 def test_critic_reward_model_and_judge_run_over_two_hosts_as_on_one(
     hosts: TwoHosts, task: Path, tmp_path: Path
 ) -> None:
-    """A rank of each model on each host, and a judge's engine, as the policy's engines are."""
+    """Each host has one rank of each model, one of the judge's engines, and one of the policy's engines."""
     scorer, judge = write_scorer(task, "scorer", None), tmp_path / "judge"
     write_judge(judge)
     template = json.dumps("{prompt}{response}:")

@@ -1,5 +1,7 @@
-"""A judge beside the rule, with engines that take turns: what another model writes of every response is in its reward
-and its record, and is what transformers writes with the same weights."""
+"""A run with a judge and a reward function, whose engines alternate on a device.
+
+The judge's answers are in rewards and records and equal transformers' output for the same weights.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_judge(directory: Path) -> Path:
-    """A dense model whose tokenizer has the policy's characters under other ids, and a chat template."""
+    """Write a dense model with a chat template; its tokenizer has the policy's characters with other ids."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -96,7 +98,7 @@ def records(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def written_by_transformers(judge: Path) -> Callable[[dict[str, Any]], tuple[list[int], str, bool]]:
-    """Of a record: the question, the greedy answer, and whether it was cut."""
+    """Function of a record that returns the question, transformers' greedy answer, and whether it was cut."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(judge)
@@ -139,7 +141,7 @@ def test_records_hold_what_transformers_writes_and_rewards_what_it_says(
         assert record["scores"] == {"judge": scores[-1]}
         assert record["reward"] == pytest.approx(0.5 * share + 0.25 * scores[-1], abs=1e-6)
         assert record["accuracy"] == float(share > 0.4)
-    # Every kind is among them, else part of the above was not looked at.
+    # Every kind of answer occurs; otherwise parts of the checks above did not run.
     assert len(set(scores) - {-3}) > 1
     assert scores.count(-3) > sum(too_long) > 0
     row = metrics(judged_run)[1]
@@ -161,7 +163,7 @@ def test_validation_is_judged_as_well(
 
 @contextlib.contextmanager
 def vllm_server(model: Path) -> Iterator[str]:
-    """Its address, once it answers."""
+    """Address of a running vLLM server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -183,7 +185,7 @@ def vllm_server(model: Path) -> Iterator[str]:
             time.sleep(0.5)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        server.terminate()  # killed, it would leave its shared memory behind
+        server.terminate()  # SIGKILL would leave its shared memory behind
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(30)
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Engines and trainer are compared before the first step, in an asynchronous run with two engines."""
+"""Comparison of engines and trainer before the first step, in an asynchronous run with two engines."""
 
 from __future__ import annotations
 

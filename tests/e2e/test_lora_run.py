@@ -1,5 +1,4 @@
-"""A LoRA run: engines generate with merged weights, the model under the adapters is the reference, PEFT reads what is
-exported."""
+"""A LoRA run: engines use merged weights, the base model is the reference, and PEFT reads the export."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def test_peft_reads_the_adapter_and_computes_what_was_merged(lora_run: Path) -> 
 
 
 def test_a_checkpoint_holds_adapters_only(lora_run: Path) -> None:
-    """The whole model would take megabytes."""
+    """The size shows it: the whole model would take megabytes."""
     saved = sorted((lora_run / "checkpoints").glob("step_*"))
     assert saved
     tensors = sum(file.stat().st_size for file in saved[-1].rglob("*.distcp"))

@@ -1,4 +1,4 @@
-"""Commands of the README and its pages, run as a reader types them in a copy of this checkout with nothing beside it.
+"""Commands of the README and the docs, run like a reader runs them, in a copy of this checkout.
 
 A command is in CASES and is run, or in NOT_RUN with the reason. A command in neither fails the test.
 """
@@ -22,7 +22,7 @@ from _pytest.mark import ParameterSet
 from tests.readme import ROOT, commands, readme
 
 PLAN_OK = {0, 3}
-"""Exit codes of `plan` for what fits: 3 where this version cannot run it."""
+"""Exit codes of `plan` if the memory suffices: 3 if this version cannot run the plan."""
 SLURM_OK = {0}
 
 ONE_STEP = "trainer.steps=1 trainer.prompts_per_step=2 trainer.prompts_per_update=2 data.val_max_prompts=2"
@@ -31,8 +31,11 @@ NO_FILTER = "algorithm.dynamic_sampling.enable=false"
 
 @dataclass(frozen=True)
 class Case:
-    """How a command is run here. `add` is what makes it short, `where` what stands for the reader's own names, `needs`
-    are keys of READY, and `says` is a pattern of what it must print."""
+    """Test settings of a command.
+
+    add: arguments that shorten it; where: replacements of placeholders; needs: required keys of READY; says: pattern
+    of the expected output.
+    """
 
     add: str = ""
     where: dict[str, str] = field(default_factory=dict)
@@ -105,7 +108,7 @@ NOT_RUN = {
 }
 READY = {
     "tiny": "python scripts/tiny_checkpoint.py qwen3_moe tiny",
-    # vLLM has no CPU kernel for heads of 16; the recipe's tokenizer makes it a whole HF directory.
+    # vLLM has no CPU kernel for head size 16; the recipe's tokenizer completes the HF directory.
     "mine": "python scripts/tiny_checkpoint.py qwen3_moe mine --set head_dim=32 --set vocab_size=1280 "
     "--set eos_token_id=0 --set max_position_embeddings=1024 && cp configs/models/gsm8k_tiny/tokenizer* mine",
     "converted": "python -m model_converters to-mcore --hf tiny --out converted",
@@ -119,12 +122,12 @@ READY = {
     "cp -r runs/demo_task/game/model runs/demo_task/game/warm_start",
     "compared": "mkdir -p runs/compare/dapo && cp compared.jsonl runs/compare/dapo/metrics.jsonl",
 }
-"""What a reader has made before; of the demos, the first warm start is a step long and the others are left out."""
+"""Commands that create prerequisites. The first demo's warm start has one step; other demos skip their warm start."""
 
 
 @dataclass
 class Clone:
-    """A copy of the working tree, and the shell in which a reader would stand in it."""
+    """A copy of the working tree with a reader's shell environment."""
 
     path: Path
     environment: dict[str, str]
@@ -150,7 +153,7 @@ class Clone:
                 self.ready.add(name)
 
     def recipe_of(self, command: str, add: str) -> str:
-        """What make would run after it has set up .venv, which is there."""
+        """Return the commands of a make target without the set-up of .venv, which exists."""
         listed = self.shell(f"make --no-print-directory -n {command.removeprefix('make ')} ARGS={shlex.quote(add)}")
         assert listed.returncode == 0, listed.stdout
         return "\n".join(line for line in listed.stdout.splitlines() if "scripts/setup.sh" not in line)
@@ -166,7 +169,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
             shutil.copy2(ROOT / name, path / name)
     (path / ".venv").symlink_to(sys.prefix)
     write_what_a_reader_has(path)
-    # There is no cluster: what is handed to sbatch is checked as shell.
+    # Without a cluster, a stand-in for sbatch checks the syntax of the script.
     stand_in = path.parent / "bin" / "sbatch"
     stand_in.parent.mkdir()
     stand_in.write_text('#!/bin/sh\ncat "$1"\nexec bash -n "$1"\n')
@@ -178,7 +181,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 
 def write_what_a_reader_has(path: Path) -> None:
-    """Data, the README's own reward function, and a configuration."""
+    """Write data, the README's reward function, and a configuration."""
     rows = [{"question": f"Tom has {n} apples and buys {n}. How many?", "answer": f"#### {2 * n}"} for n in range(1, 9)]
     for name in ("train", "test"):
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -187,7 +190,7 @@ def write_what_a_reader_has(path: Path) -> None:
     (path / "my_reward.py").write_text(re.sub(r"^    ", "", function[1], flags=re.MULTILINE))
     figures = [{"step": step, "val/accuracy": 0.25 + 0.25 * step, "reward/mean": 0.5} for step in (0, 1)]
     (path / "compared.jsonl").write_text("".join(json.dumps(row) + "\n" for row in figures))
-    # A supervised run: for reinforcement learning one machine is still the limit.
+    # A supervised run, because the command is not supported for reinforcement learning.
     mine = yaml.safe_load((path / "configs" / "demo_warm_start_cpu.yaml").read_text())
     mine["model"]["hf_path"], mine["data"]["train"] = "tiny", "train.jsonl"
     (path / "configs" / "my.yaml").write_text(yaml.safe_dump(mine))

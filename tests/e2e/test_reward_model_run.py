@@ -1,4 +1,4 @@
-"""Runs whose responses a reward model scores: beside a rule in the policy's tokens, and alone in tokens of its own."""
+"""Runs with a reward model: with a reward function and the policy's tokens, and alone with its own tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.slow
 RULE_WEIGHT, SCORE_WEIGHT = 0.5, 2.0
 SMALL = ("trainer.steps=2", "checkpoint.every_steps=1", "reward.overlong.enable=false", "data.val_max_prompts=4")
 TEMPLATE = "{% for m in messages %}{{ '?' if m.role == 'user' else '=' }}{{ m.content }}\n{% endfor %}"
-TOLERANCE = 1e-4  # of scores of size 1, in float32 on both sides; another token at the end is off by 0.1
+TOLERANCE = 1e-4  # scores are about 1, in float32 on both sides; a different last token changes them by 0.1
 
 
 def write_scorer(task: Path, name: str, template: str | None) -> Path:
-    """A dense classification model with the tokenizer of the task's policy, and a chat template where one is given."""
+    """Write a dense classification model with the policy's tokenizer and an optional chat template."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(task.parent / "model")
@@ -46,7 +46,7 @@ def records_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 
 def digits_share(text: str) -> float:
-    """The task's rule."""
+    """Return the score of the task's reward function."""
     return sum(c.isdigit() for c in text) / len(text) if text else 0.0
 
 
@@ -59,7 +59,7 @@ def beside_a_rule(task: Path) -> tuple[str, ...]:
         f"reward_model.weight={SCORE_WEIGHT}",
         f"reward.weight={RULE_WEIGHT}",
         "reward_model.offload.params=true",
-        "actor.offload.params=true",  # engines and ranks take turns
+        "actor.offload.params=true",  # engines and ranks alternate on the device
     )
 
 
@@ -83,7 +83,7 @@ def test_records_have_the_rule_and_transformers_score_of_the_tokens(run_beside_a
         assert record["accuracy"] == float(rule > 0.4)
         ids = tokenizer(record["response"])["input_ids"]
         ids += [tokenizer.eos_token_id] if record["finish_reason"] == "stop" else []
-        if len(ids) == record["tokens"]:  # the text lacks special tokens that a random model writes
+        if len(ids) == record["tokens"]:  # special tokens of a random model are missing in the text
             whole.append((record["scores"]["model"], tokenizer(record["prompt"])["input_ids"] + ids))
     assert len(whole) >= 3
     expected = expected_scores(scorer, [ids for _, ids in whole])

@@ -1,4 +1,4 @@
-"""A whole run on real parts: what it leaves in its directory, and that its engine held the trainer's weights."""
+"""A complete run: the files in its directory, and equality of engine and trainer weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_policy_that_generated_is_the_policy_that_is_trained(whole_run: Path
 def test_weights_move_and_the_second_update_sees_another_policy(whole_run: Path) -> None:
     last = metrics(whole_run)[4]
     assert last["actor/grad_norm"] > 0
-    assert abs(last["actor/ppo_kl"]) > 1e-7  # one update per batch would leave the ratio at 1
+    assert abs(last["actor/ppo_kl"]) > 1e-7  # with one update per batch, the ratio would stay 1
 
 
 def test_verification_compared_every_tensor_of_the_checkpoint(whole_run: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_finished_run_goes_on_in_another_layout_when_more_steps_are_asked_for(
     train(task, longer, "trainer.steps=5", "actor.parallel.tp=2", *validation, *replay)
     after, before = metrics(longer), metrics(whole_run)
     assert {step: after[step] for step in before} == before
-    # From two data-parallel ranks to one: batches are cut for other ranks, the prompts are those that come next.
+    # From two data-parallel ranks to one: batches are split differently, but training continues with the next prompts.
     proofs = [json.loads((longer / "checkpoints" / f"step_{step}" / "complete.json").read_text()) for step in (4, 5)]
     assert [(proof["layout"]["tp"], proof["layout"]["ep"]) for proof in proofs] == [(1, 2), (2, 2)]
     sampler = PromptSampler(64, 3, True)
@@ -135,7 +135,7 @@ def test_a_finished_run_goes_on_in_another_layout_when_more_steps_are_asked_for(
     expected = {json.loads(rows[row])["prompt"] for row in sampler.draw(8)}
     drawn = (longer / "rollouts" / "step_5.jsonl").read_text().splitlines()
     assert expected <= {json.loads(record)["prompt"] for record in drawn}
-    # Its validation draws three responses to each prompt.
+    # Validation samples three responses per prompt.
     records = [json.loads(line) for line in (longer / "rollouts" / "val_step_5.jsonl").read_text().splitlines()]
     assert [(r["group"], r["sample"]) for r in records] == [
         (group, sample) for group in range(16) for sample in range(3)
@@ -143,7 +143,7 @@ def test_a_finished_run_goes_on_in_another_layout_when_more_steps_are_asked_for(
     assert after[5]["val/accuracy"] == pytest.approx(sum(r["accuracy"] for r in records) / 48)
     assert len({r["response"] for r in records[:3]}) > 1
     assert after[5]["rollout/version"] == 4
-    # In float32 engine and trainer choose the same experts, up to near ties: any others would be another token's.
+    # In float32, engine and trainer choose the same experts, except for near ties; a shift by one token would differ.
     assert after[5]["routing/differing_tokens"] < 0.05
     assert after[5]["routing/logp_diff_mean_without_replay"] < 1e-4
     assert after[5]["rollout/logp_diff_max"] < 1e-4

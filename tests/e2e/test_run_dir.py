@@ -1,4 +1,4 @@
-"""A run directory during a run: held against other runs, and deleted."""
+"""The run directory during a run: locked against other runs, and deleted by the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.e2e.runs import TrainProcess, metrics
 pytestmark = pytest.mark.slow
 
 ISOLATED = ("cluster.isolation=namespace",) if can_enter() else ()
-"""The whole run of the first test is in a network namespace of its own, where the host allows that."""
+"""The first test's run has its own network namespace if the host allows it."""
 
 
 def test_run_dir_in_use_rejects_train_and_eval(task: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A step whose responses SGLang samples is the step with vLLM: the same tokens, so the same of everything."""
+"""A step with SGLang equals the step with vLLM: the same tokens and therefore the same metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine and trainer ranks that take turns on one device: the same run, bit for bit."""
+"""Engine and trainer ranks that alternate on one device: the run is bitwise identical."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def trained(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     }
 
 
-@pytest.mark.on_demand  # tests/distributed/test_offload has the ranks, tests/contract the engine
+@pytest.mark.on_demand  # tests/distributed/test_offload covers the ranks, tests/contract the engine
 def test_a_run_by_turns_repeats_the_run_without(whole_run: Path, task: Path, tmp_path: Path) -> None:
-    """Its second half, from a checkpoint of the run that kept everything in memory."""
+    """The second half of a run is repeated with offload, from a checkpoint of the run without offload."""
     directory = tmp_path / "by_turns"
     shutil.copytree(whole_run, directory)
     shutil.rmtree(directory / "checkpoints" / "step_4")
@@ -31,7 +31,7 @@ def test_a_run_by_turns_repeats_the_run_without(whole_run: Path, task: Path, tmp
     after, before = metrics(directory), metrics(whole_run)
     assert trained(after) == before
     for step in (3, 4):
-        # Parameters, gradients and two moments, each of 4 bytes; the cache of rollout.kv_cache_gib.
+        # offloaded: parameters, gradients and two moments; released: the cache of rollout.kv_cache_gib
         assert after[step]["memory/offloaded_bytes"] > 0
         assert after[step]["memory/engine_released_bytes"] > 0.9 * 0.03 * 2**30
     names = {event["name"] for event in json.loads((directory / "timeline.json").read_text())}

@@ -1,4 +1,4 @@
-"""A job on a real SLURM: a bad node is left out, a preempted run is queued again, and its result shows neither."""
+"""Jobs on a real SLURM: a bad node is excluded and a preempted run requeued, without any effect on the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def slurm() -> Iterator[Slurm]:
 
 
 def write_job(directory: Path, task: Path, run_dir: Path, bad: str, *overrides: str) -> Path:
-    """A job script on two nodes. Those whose name fits `bad` have no environment, others enter that of the tests."""
+    """Write a job script for two nodes. Nodes that match the pattern `bad` fail to activate the environment."""
     (directory / "activate.sh").write_text(
         f'[[ "$SLURMD_NODENAME" != {bad} ]] || {{ echo "no such environment"; exit 1; }}\n'
         f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH\n"
@@ -38,7 +38,7 @@ def write_job(directory: Path, task: Path, run_dir: Path, bad: str, *overrides: 
     words = [
         *("slurm", "--force", str(task), "cluster.nodes=2", "cluster.gpus_per_node=1", f"run.dir={run_dir}"),
         *("slurm.cpus_per_node=1", "slurm.setup=[source activate.sh]", "slurm.job_name=preempted"),
-        # Three nodes of one busy machine: none may be taken for slow.
+        # The three nodes share one busy machine, so none may be rejected as slow.
         *("slurm.fabric_test=true", "slurm.fabric_slow_percent=0"),
         *overrides,
     ]
@@ -68,7 +68,7 @@ def test_a_preempted_job_leaves_out_the_bad_node_and_ends_as_if_nothing_had_happ
     assert says("node n2 failed its check: no such environment"), log.read_text()
     assert not says("node n1 failed"), log.read_text()
     slurm.start_now(job, log, 1)
-    # The run has begun, and long before its first step is over it is asked to stop.
+    # Preempt the run after its start and long before the end of its first step.
     slurm.wait(lambda: (run_dir / "config.yaml").exists() or says("the run ended"), "the run to begin", log)
     assert slurm.state(job)["NodeList"] == "n[1,3]"
     reports = [path.read_text() for path in (run_dir / "slurm" / f"{job}.1").glob("fabric-n*.log")]
@@ -85,12 +85,12 @@ def test_a_preempted_job_leaves_out_the_bad_node_and_ends_as_if_nothing_had_happ
     assert metrics(run_dir) == metrics(whole_run)
     for path in (whole_run / "rollouts").iterdir():
         assert (run_dir / "rollouts" / path.name).read_text() == path.read_text()
-    assert not list((run_dir / "slurm").glob("*/token"))  # the secret of a cluster goes with it
+    assert not list((run_dir / "slurm").glob("*/token"))  # tokens are deleted with their cluster
 
 
 @pytest.mark.on_demand
 def test_a_job_preempted_amid_asynchronous_rollouts_loses_no_group(slurm: Slurm, task: Path, tmp_path: Path) -> None:
-    """A trainer rank on one node, an engine on the other."""
+    """The trainer rank is on one node and the engine on the other."""
     run_dir = tmp_path / "run"
     apart = ("cluster.placement=disaggregated", "rollout.nodes=1", "actor.num_ranks=1", "actor.parallel.ep=1")
     ahead = ("rollout.max_staleness=2", "algorithm.policy_loss.name=decoupled_ppo", "trainer.steps=6")
@@ -104,7 +104,7 @@ def test_a_job_preempted_amid_asynchronous_rollouts_loses_no_group(slurm: Slurm,
     slurm.call("scancel", "--signal=USR1", "--batch", job)
     slurm.wait(lambda: int(slurm.state(job)["Restarts"]) == 1 or says("the run ended"), "the job to be queued", log)
     saved = json.loads((last_checkpoint(run_dir) / "rollouts" / "groups.json").read_text())
-    assert saved["groups"], "nothing was under way"
+    assert saved["groups"], "no group was in flight"
     slurm.start_now(job, log, 1)
     slurm.wait(lambda: slurm.state(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the end", log)
     assert slurm.state(job)["JobState"] == "COMPLETED", log.read_text()

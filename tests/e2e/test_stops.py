@@ -1,5 +1,7 @@
-"""INT and TERM to the process group of a run: a step that is under way is finished and saved where that is possible,
-and whatever happens, the run ends soon, leaves nothing behind and says what follows."""
+"""SIGINT and SIGTERM to a run's processes: the run finishes and saves the current step if possible.
+
+In every case it ends soon, leaves nothing behind, and prints how to continue.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def assert_ended(run: TrainProcess, code: int, last_line: str) -> None:
 
 @pytest.fixture
 def long_step(tmp_path: Path) -> tuple[str, ...]:
-    """Overrides with which the first step, after the validation before it, does not end."""
+    """Overrides with which the first step never ends; the validation before it does."""
     (tmp_path / "slow.py").write_text(SLOW_REWARD.format(metrics=str(tmp_path / "run" / "metrics.jsonl")))
     return (f"reward.function={tmp_path / 'slow.py'}:slow", "reward.timeout_seconds=600")
 
@@ -48,12 +50,12 @@ def long_step(tmp_path: Path) -> tuple[str, ...]:
 def test_a_term_to_every_process_in_a_step_saves_it_and_resume_repeats_nothing(
     task: Path, whole_run: Path, tmp_path: Path
 ) -> None:
-    """Ray's and the graders' included, as a scheduler's that knows them by their cgroup."""
+    """The signal also reaches Ray's and the graders' processes, as from a scheduler that signals a cgroup."""
     run_dir = tmp_path / "run"
     with TrainProcess(task, run_dir, ("checkpoint.every_steps=0",)) as run:
         (engine,) = run.wait_until(lambda: run.processes("ray::EngineProcess"))
         run.wait_until(in_step(run, 2, "generating"))
-        engine.suspend()  # steps are shorter than what follows
+        engine.suspend()  # otherwise the step would end before the checks below
         assert run.listens_at() == {"127.0.0.1"}
         assert not [name for name in ("dashboard.py", "monitor.py") if run.processes(name)]
         assert [stat.S_IMODE(path.stat().st_mode) for path in (*run.sessions(), run_dir)] == [0o700, 0o700]
@@ -61,7 +63,7 @@ def test_a_term_to_every_process_in_a_step_saves_it_and_resume_repeats_nothing(
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGTERM)
         said = run.wait_until(lambda: re.search(r"finishing step (\d), then saving; once more stops", run.text()))
-        step = int(said[1])  # it may have been the one after
+        step = int(said[1])  # 2, or 3 if step 2 had ended
         engine.resume()
         assert_ended(run, 143, f"stopped on request: step {step} is saved; the same command resumes from it")
         assert not run.sessions()
@@ -81,6 +83,6 @@ def test_a_second_signal_stops_at_once(task: Path, tmp_path: Path, long_step: tu
         run.wait_until(in_step(run, 1, "generating"))
         os.killpg(run.process.pid, signal.SIGINT)
         run.wait_until(lambda: "finishing step 1" in run.text())
-        time.sleep(1.5)  # sooner, it would be taken for the same stop
+        time.sleep(1.5)  # an earlier second signal counts as the same stop
         os.killpg(run.process.pid, signal.SIGINT)
         assert_ended(run, 130, "stopped: no checkpoint; the same command starts from the beginning")

@@ -1,4 +1,4 @@
-"""Everything that a user can bring in one run: reward, filter, loss and advantage, in both of its forms."""
+"""User functions of one run: reward, filter, loss, and advantage (per response and per token)."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ by_tokens.per_response = False
 
 @pytest.fixture(scope="module")
 def functions(task: Path) -> tuple[str, ...]:
-    """Overrides that name the functions of a user; what they are given besides."""
+    """Overrides with user functions and their keyword arguments."""
     path = task.parent / "mine.py"
     path.write_text(FUNCTIONS)
-    (task.parent / "tokens.py").write_text(TOKENS)  # a file of its own: nothing else makes the ranks load it
+    (task.parent / "tokens.py").write_text(TOKENS)  # a separate file, which ranks load for the advantage only
     return (
         f"reward.function={path}:reward",
         "reward.kwargs.bonus=0.25",
@@ -69,7 +69,7 @@ def functions(task: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def user_run(task: Path, functions: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one step."""
+    """Run directory of one step with user functions."""
     run_dir = tmp_path_factory.mktemp("user") / "run"
     in_groups = (f"algorithm.advantage={task.parent / 'mine.py'}:in_groups", "algorithm.advantage_kwargs.scale=2")
     train(task, run_dir, *functions, *in_groups, "data.val=null", "trainer.steps=1")
@@ -87,18 +87,18 @@ def test_functions_of_a_user_make_a_run(user_run: Path) -> None:
         assert (record["digits"], record["first"]) == (digits, record["response"][:1])
         assert record.get("even") == (None if digits % 2 else 1)
     assert first["reward/digits"] == pytest.approx(sum(record["digits"] for record in records) / 32)
-    assert first["reward/even"] == 1  # over the responses that have it
+    assert first["reward/even"] == 1  # mean over the responses with this part
     assert first["reward/errors"] == 0
     assert first["groups/untrained_responses"] == 0.5
     assert first["actor/margin"] == 0.125
     assert first["advantages/max"] == pytest.approx(2 * max(deviations(records)), rel=1e-5)
 
 
-@pytest.mark.on_demand  # tests/unit has the fraction of errors, tests/distributed advantages of tokens
+@pytest.mark.on_demand  # tests/unit covers the fraction of errors, tests/distributed per-token advantages
 def test_a_function_that_fails_on_everything_ends_the_run(
     user_run: Path, task: Path, functions: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """It goes on with an advantage of tokens, which the ranks are sent, and prompts that the reward does not know."""
+    """The run resumes with a per-token advantage, which ranks load, and validation prompts that the reward rejects."""
     run_dir = tmp_path / "run"
     shutil.copytree(user_run, run_dir)
     (tmp_path / "val.jsonl").write_text(
@@ -152,7 +152,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def deviations(records: list[dict[str, float]]) -> list[float]:
-    """Every reward less the mean of its group."""
+    """Return each reward minus the mean of its group."""
     groups: dict[float, list[float]] = {}
     for record in records:
         groups.setdefault(record["group"], []).append(record["reward"])
