@@ -31,7 +31,7 @@ def restore_gpu_state(rank: int, directory: str) -> list[list[float]]:
 
     actor, _ = make_actor(rank, directory, {})
     seed = actor.config.run.seed
-    restore_random_state(actor.model, _Saved(), same_layout=True, updates_done=3)  # type: ignore[arg-type]
+    restore_random_state(actor.model, _Saved(), same_layout=True, updates_done=3, seed=seed)  # type: ignore[arg-type]
     drawn = [torch.rand(4).tolist()]
     for updates in (3, 4):
         parallel.seed_streams(seed + _UPDATES_BETWEEN_SEEDS * updates)
