@@ -1,4 +1,4 @@
-"""Programs that try to pass assertions without solving the task; the real sandbox runs them."""
+"""Programs that try to pass assertions without solving the task. They run in the real sandbox."""
 
 # ruff: noqa: E501 (one attack on each line)
 from __future__ import annotations

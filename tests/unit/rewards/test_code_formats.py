@@ -1,5 +1,7 @@
-"""Correct programs in the forms of the data sets: APPS, TACO, LiveCodeBench, PrimeIntellect, HumanEval, MBPP, KodCode
-and LeetCode. Each program is right by its data set's own harness."""
+"""Correct programs in the formats of APPS, TACO, LiveCodeBench, PrimeIntellect, HumanEval, MBPP, KodCode, and LeetCode.
+
+Each program passes the harness of its data set.
+"""
 
 # ruff: noqa: E501 (one program on each line)
 from __future__ import annotations
@@ -16,7 +18,7 @@ from mcore_rl.rewards.graders.programs.extraction import extract_program
 
 
 class Interpreter:
-    """A CodeRunner for programs that are trusted."""
+    """A CodeRunner for trusted programs, without a sandbox."""
 
     def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
         command = [sys.executable, "-I", "-c", source]

@@ -1,4 +1,4 @@
-"""Graders of code: what of a response is run, with what, and what its output is worth. The programs are ours."""
+"""Code graders: program extraction, inputs, and scores. The programs are trusted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MBPP = {
 
 
 class Interpreter:
-    """A CodeRunner for programs that are trusted."""
+    """A CodeRunner for trusted programs, without a sandbox. It records its calls."""
 
     def __init__(self):
         self.runs = []
@@ -42,7 +42,7 @@ class Interpreter:
 
 
 class Fixed:
-    """A CodeRunner in which every program ends as it is told."""
+    """A CodeRunner that returns the given outcomes in order."""
 
     def __init__(self, *outcomes):
         self.outcomes = list(outcomes)
@@ -64,14 +64,14 @@ def asserts(response, truth):
     [
         (DOUBLE, 1.0),
         ("First try:\n```python\nprint(0)\n```\nBetter:\n" + DOUBLE, 1.0),
-        (DOUBLE + "\nIt prints:\n```\n2\n```", 1.0),  # a block that is not Python is no program beside one that is
+        (DOUBLE + "\nIt prints:\n```\n2\n```", 1.0),  # a Python block has priority over other blocks
         ("```\nprint(2 * int(input()))\n```", 1.0),
-        (DOUBLE.removesuffix("```"), 1.0),  # cut off behind the program
+        (DOUBLE.removesuffix("```"), 1.0),  # cut off after the program
         ("```python\nprint(int(input()) ** 2 * 2)\n```", 1 / 3),
         ("```python\nprint(abs(2 * int(input())))\n```", 2 / 3),
         ("```python\nprint('2')\n```", 1 / 3),
         ("```python\nprint(2 * int(input()), 'is the answer')\n```", 0.0),
-        ("```python\nprint(2 * int(input())); raise SystemExit(1)\n```", 0.0),  # it failed, whatever it printed
+        ("```python\nprint(2 * int(input())); raise SystemExit(1)\n```", 0.0),  # non-zero exit code
         ("```python\nprint(2 * int(input())\n```", 0.0),
         ("print(2 * int(input()))", 0.0),
         ("", 0.0),
@@ -102,7 +102,7 @@ def test_tests_come_as_verl_writes_them():
         ("def gap(a, b):\n    return a - b", 3, False),
         ("class Solution:\n    def gap(self, a, b):\n        return b - a", 3, True),
         ("def gap(a, b):\n    print('working')\n    return b - a", 3, True),
-        ("def gap(a, b):\n    print(3)", 3, False),  # it printed, and returned nothing
+        ("def gap(a, b):\n    print(3)", 3, False),  # printed output is not a result
         ("def gap(a, b):\n    return (b, a)", [[7, 4]], True),  # JSON has no tuples
         ("def other(a, b):\n    return b - a", 3, False),
         ("def gap(a):\n    return 3", 3, False),
@@ -123,7 +123,7 @@ def test_a_function_is_called_with_json_arguments(program, expected, passes):
         ("0.333333333", "0.33333333333", True),
         ("0.3333", "0.33333333", False),
         ("1.0", "1", True),
-        ("10000001", "10000002", False),  # whole numbers are exact
+        ("10000001", "10000002", False),  # integers are compared exactly
         ("yes", "YES", False),
         ("a 1.5", "a 1.50", True),
         ("a 1.5 b", "a 1.50", False),
@@ -143,7 +143,7 @@ def test_outputs_are_compared_line_by_line(printed, expected, same):
         ("```python\n    return a + b\n```", 1.0),  # continues the prompt
         ("```python\ndef add(a, b):\n    return a - b\n```", 0.0),
         ("```python\ndef add(a, b):\n    return 5\n```", 0.0),
-        ("```python\nimport sys\nsys.exit(0)\n" + ADD.split("\n", 1)[1], 0.0),  # gone before an assertion fails
+        ("```python\nimport sys\nsys.exit(0)\n" + ADD.split("\n", 1)[1], 0.0),  # exits before an assertion fails
         ("```python\nimport os\ndef add(a, b):\n    os._exit(0)\n```", 0.0),
         ("```python\ndef add(a, b):\n    raise SystemExit(0)\n```", 0.0),
         ("no code at all", 0.0),

@@ -1,4 +1,4 @@
-"""Concurrent calls of async functions, and graders that use too much memory: each fails its own sample only."""
+"""Concurrent calls of async functions, and graders that use too much memory: a failure affects its own sample only."""
 
 from __future__ import annotations
 

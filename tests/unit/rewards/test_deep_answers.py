@@ -1,4 +1,4 @@
-"""Answers that nest deeply, or hold huge numbers, are wrong: no grader raises, and none takes long."""
+"""Deeply nested answers and huge numbers are wrong; no grader raises an error or takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that differ by less than math-verify's precision are different, in every place where an answer holds them."""
+"""Numbers that differ by less than math-verify's precision are different, anywhere in an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison by math-verify stays within its limits, and gives back what it changed in the process."""
+"""Comparison by math-verify stays within its limits and restores process-wide state."""
 
 from __future__ import annotations
 

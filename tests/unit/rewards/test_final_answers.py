@@ -1,4 +1,4 @@
-"""Responses and truths as models and data write them: what is found, what is equal, and what must not be."""
+"""Extraction and comparison of answers in the notations of models and data sets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mcore_rl.rewards.math_grader import is_correct
 
 RIGHT = [
-    # the last formula, whole
+    # the whole last formula
     (r"so it is \frac{1}{2}.", "1/2"),
     (r"so it is $\frac{1}{2}$.", "0.5"),
     ("The answer is 17/34.", "1/2"),

@@ -1,4 +1,4 @@
-"""Reward functions that users bring: what loads, what is refused, what their results mean."""
+"""User-supplied reward functions: loading, rejected functions, and conversion of results."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_verls_dapo_manager_is_the_overlong_punishment():
 
 
 def test_overlong_punishment_has_dapos_three_pieces():
-    # the paper's own sizes: L_max 20,480, L_cache 4,096
+    # the paper's sizes: L_max 20,480, L_cache 4,096
     shape = of(20480, enable=True, buffer_tokens=4096, penalty=1.0)
     assert [shape.reward(n) for n in (0, 16384, 18432, 20480, 30000)] == [0.0, 0.0, -0.5, -1.0, -1.0]
     assert shape.reward(16385) == pytest.approx(-1 / 4096)

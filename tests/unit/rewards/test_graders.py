@@ -1,6 +1,6 @@
-"""Built-in graders against cases with answers of GSM8K and MATH-500, each decided by its data set's published rule.
+"""Built-in graders on cases with answers of GSM8K and MATH-500, whose scores follow the data sets' published rules.
 
-grader_cases.jsonl: one case a line: grader, the rule that decides, response, ground truth, score and accuracy.
+grader_cases.jsonl has one case per line: grader, deciding rule, response, ground truth, score and accuracy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BY_SOURCE = RewardConfig(function="by_data_source")
 
 
 class NoCode:
-    """A CodeRunner for graders that are only loaded."""
+    """A CodeRunner for tests that load graders but run no program."""
 
     def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
         raise AssertionError("nothing runs here")
@@ -59,13 +59,13 @@ def test_both_verdicts_of_every_grader_are_held():
 
 
 def test_boxes_are_judged_as_math_verify_judges_them():
-    """Of the cases that it can parse; only the base of a numeral is nothing to it."""
+    """The verdicts are equal for all cases that math-verify can parse, except that it ignores a numeral's base."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     def parsed(text):
         return parse(text, [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
 
-    rules = {"another way to write it", "another value", "the reference as it stands"}
+    rules = {"equivalent notation", "different value", "identical to the reference"}
     differ, compared = set(), 0
     for case in CASES:
         if case["grader"] != "math_boxed" or case["rule"] not in rules:
@@ -143,10 +143,10 @@ def test_an_unknown_data_source_is_refused_before_the_run():
 
 
 def test_code_is_refused_where_nothing_runs_it():
-    with pytest.raises(ConfigError, match=r"'taco' of 1 rows is graded by code_outputs: it needs a sandbox"):
+    with pytest.raises(ConfigError, match=r"'taco' of 1 rows is graded by code_outputs: it requires a sandbox"):
         check_data_sources(BY_SOURCE, "data.train", "t.parquet", ["taco"])
     check_data_sources(BY_SOURCE, "data.train", "t.parquet", ["taco"], NoCode())
-    with pytest.raises(ConfigError, match=r"^reward\.function=code_outputs: it needs a sandbox"):
+    with pytest.raises(ConfigError, match=r"^reward\.function=code_outputs: it requires a sandbox"):
         load_grader(RewardConfig(function="code_outputs"))
     load_grader(RewardConfig(function="code_outputs"), NoCode())
 

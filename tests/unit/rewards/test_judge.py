@@ -1,4 +1,4 @@
-"""A judge behind an engine that says what it was asked: order, seeds, means, and what counts as no score."""
+"""A judge on a fake engine that echoes questions: order, seeds, means, and answers without a score."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONFIG = JudgeConfig(template="{prompt}={response}", unparsable=-1, max_prompt_t
 
 
 class Parrot:
-    """Repeats the question, and says what `says` makes of it and the seed; the last request finishes first."""
+    """A fake engine that answers with `says(question, request)`. The last request finishes first."""
 
     def __init__(self, tokenizer: Any, says: Callable[[str, GenerationRequest], str]) -> None:
         self.tokenizer, self.says, self.calls = tokenizer, says, []
@@ -150,7 +150,7 @@ def test_seeds_come_from_run_group_and_sample_alone(tokenizer: Any) -> None:
 
 def test_figures_tell_what_counts_as_none_apart(tokenizer: Any) -> None:
     judge = judge_of(tokenizer, replace(CONFIG, max_response_tokens=15))
-    # Answers of 14 tokens, of 15 (cut before the full stop, at the score), and none.
+    # Answers: 14 tokens; 15 tokens (cut at the score, before the full stop); none.
     found = judged(judge, ["", "22", "1234567890"], [0, 0, 0], [0, 1, 2])
     assert [verdict.score for verdict in found] == [0, -1, -1]
     values = {name: metric.value for name, metric in describe(found).items()}
@@ -170,7 +170,7 @@ def task_of(index: int, groups: Sequence[int], records: Path | None = None) -> R
 
 
 def result_of(tokenizer: Any, task: RolloutTask) -> tuple[Any, RolloutScalars]:
-    """Response s to the prompt of group g is g + s letters."""
+    """Return trajectories and scalars of a task; response s to the prompt of group g has g + s letters."""
     groups = np.repeat(task.group_ids, task.samples_per_prompt)
     samples = np.tile(np.arange(task.samples_per_prompt), len(task.group_ids))
     trajectories = []
@@ -187,7 +187,7 @@ def result_of(tokenizer: Any, task: RolloutTask) -> tuple[Any, RolloutScalars]:
 
 
 def taken(own: Sequence[Share], chunks: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
-    """What a judge fetches for its shares."""
+    """Return the trajectories of a judge's shares."""
     return join_rows([take_rows(chunks[share.task], share.part.rows) for share in own])
 
 

@@ -1,4 +1,4 @@
-"""What a judge is asked: its template with a prompt and a response as they are, and none of its control tokens."""
+"""Judge prompts: the template with prompt and response, without the judge's control tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompt_of(*contents: str, truth: Any = "42", row: int = 0) -> Prompt:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Any:
-    """One token per byte; <think> and <tool> are no special tokens, and only the chat template writes the first."""
+    """Tokenizer with one token per byte; <think> and <tool> are not special. Only <think> is in the chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bare = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

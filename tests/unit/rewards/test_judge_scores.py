@@ -1,4 +1,4 @@
-"""Where a judge's answer has its score: the last match, within bounds, whole; or what a user's function says."""
+"""Score extraction from a judge's answer: the last complete match within bounds, or a user's function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A judge behind a server: what it is asked over HTTP, what comes back in which order, and what a failure costs."""
+"""A judge on an external server: HTTP requests, order of answers, and failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def said(text: str, finish_reason: str = "stop") -> Answer:
 
 
 class Server:
-    """Answers as `says` makes of each body; remembers the bodies, and how many it had at once."""
+    """A fake server that answers with `says(body)` and records bodies, keys, and its maximum concurrency."""
 
     def __init__(self, says: Callable[[dict[str, Any]], Answer], models: tuple[str, ...] = ("judge-7b",)) -> None:
         self.says, self.models = says, models
@@ -177,7 +177,7 @@ def test_every_answer_is_asked_for_with_a_seed_of_its_own_that_repeats(serve: Ca
 
 
 def test_so_many_questions_are_under_way_and_no_more(serve: Callable[..., Server]) -> None:
-    gate = threading.Barrier(3)  # three at once come through, two never would
+    gate = threading.Barrier(3)  # opens for three concurrent requests
 
     def says(body: dict[str, Any]) -> Answer:
         gate.wait(10)

@@ -1,4 +1,4 @@
-"""Graders read whatever a model writes in linear time: 60,000 characters must not hold up a grading process."""
+"""Graders take linear time for any model output: 60,000 characters must not block a grading process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mcore_rl.rewards.math_grader import is_correct
 
 CHARACTERS = 60_000
 ANSWER_CHARACTERS = 500
-"""Patterns that read one answer see twice as many at most: a longer answer is cut, or compared as text."""
+"""Patterns for one answer get at most twice as many characters: longer answers are cut or compared as text."""
 BLANKS_ARE_JOINED = ("mcore_rl.rewards.notation.choices.", "mcore_rl.rewards.answers._JOINT")
-"""Patterns that read texts without runs of blanks, or of 40 characters at most."""
+"""Patterns for texts without runs of spaces, or for texts of at most 40 characters."""
 SECONDS = 3.0
-"""Quadratic time takes 5 seconds and more at 60,000 characters; linear time at most 1."""
+"""Time limit: at 60,000 characters, quadratic time takes at least 5 s and linear time at most 1 s."""
 UNITS = (
     *(" ", "\n", "1", "a", ".", "-", "\\", "$", "{", "}", "[", "(", "=", "_", "^", "/", "`", "<", "~"),
     *(
@@ -56,7 +56,7 @@ FUNCTIONS: dict[str, Callable[[str], object]] = {
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Processor time, stopped when it is beyond the limit; what a reader raises is none of this test."""
+    """Return the CPU time of a call, which is stopped beyond the limit. Timeouts and ValueError are ignored."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError
@@ -75,7 +75,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def patterns() -> Iterator[tuple[str, re.Pattern[str]]]:
-    """Every compiled pattern that a module of graders, judges or tools holds, so that new ones are found."""
+    """Yield every compiled pattern of the reward and tool modules, so that the test covers new patterns."""
     for package in (mcore_rl.rewards, mcore_rl.rollout.tools):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             for name, value in vars(importlib.import_module(found.name)).items():
@@ -93,7 +93,7 @@ def held(value: object) -> Iterator[re.Pattern[str]]:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_grader_takes_linear_time_for_repeated_text(name: str) -> None:
     grade = FUNCTIONS[name]
-    grade("42")  # loads what it needs
+    grade("42")  # load imports before the measurement
     slow = {}
     for unit in UNITS:
         for begun in BEGINNINGS:

@@ -1,4 +1,4 @@
-"""Grading processes: order of scores, graders that raise, hang or die, and cleanup."""
+"""Grading processes: order of scores; graders that raise, hang or die; cleanup."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_death_on_the_last_sample_of_a_batch_fails_this_sample(graders):
 
 
 def test_reward_file_from_verls_documentation_runs_unchanged(tmp_path):
-    """compute_score has four arguments, or additional keywords of the reward manager."""
+    """compute_score has four arguments, optionally followed by keyword arguments from reward.kwargs."""
     path = tmp_path / "my_reward.py"
     path.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

@@ -1,4 +1,4 @@
-"""The math grader against tricky answers, math-verify, and (where present) all of GSM8K's references."""
+"""The math grader on difficult answers, compared with math-verify, and (if present) on all of GSM8K's references."""
 
 from __future__ import annotations
 

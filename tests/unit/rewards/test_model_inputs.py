@@ -1,5 +1,4 @@
-"""What a reward model reads: the trajectory's own tokens under the policy's tokenizer, else transformers' encoding of
-the conversation."""
+"""Inputs of a reward model: the trajectory's tokens with the policy's tokenizer, else the encoded conversation."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def reward_inputs(config: Config) -> RewardInputs:
 
 
 def write_tokenizer(directory: Path, *, template: str | None, bos: bool = False, reverse: bool = False) -> Path:
-    """One token per byte, in either order of the alphabet; with `bos`, <s> comes before plain text."""
+    """Write a tokenizer with one token per byte, in either order; with `bos`, <s> precedes plain text."""
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=reverse)
@@ -57,7 +56,7 @@ def write_tokenizer(directory: Path, *, template: str | None, bos: bool = False,
 
 
 def config_of(tmp_path: Path, *, model: dict[str, Any] | None = None, **tokenizer: Any) -> Config:
-    """A policy whose chat template is TEMPLATE beside a reward model with the given tokenizer."""
+    """Return a configuration of a policy with chat template TEMPLATE and a reward model with the given tokenizer."""
     config = Config()
     config.model.hf_path = str(write_tokenizer(tmp_path / "policy", template=TEMPLATE))
     config.reward_model.hf_path = str(write_tokenizer(tmp_path / "judge", **tokenizer))
@@ -73,7 +72,7 @@ def prompts_of(config: Config, tmp_path: Path, rows: list[dict[str, Any]] | None
 
 
 def trajectories(config: Config, prompts: PromptSet) -> TrajectoryBuffers:
-    """As a rollout worker packs them; every response ends with the end token."""
+    """Return ANSWERS packed like a rollout worker does; every response ends with the end token."""
     tokenizer = load_tokenizer(config.model.hf_path)
     made = []
     for row, text in ANSWERS:
@@ -107,7 +106,7 @@ def test_a_token_that_only_the_policys_model_has_is_named(tmp_path: Path) -> Non
     config = config_of(tmp_path, template=TEMPLATE)
     prompts = prompts_of(config, tmp_path)
     buffers = trajectories(config, prompts)
-    buffers.tokens[buffers.token_offsets[2] - 1] = 300  # the last of the second response
+    buffers.tokens[buffers.token_offsets[2] - 1] = 300  # last token of the second response
     inputs = reward_inputs(config)
     inputs.of(take_rows(buffers, np.array([0, 2])), PROMPT_ROWS[[0, 2]], None, "data.train")
     with pytest.raises(DataError, match=r"data\.train, row 0: the response has token 300.*reward_model\.hf_path"):

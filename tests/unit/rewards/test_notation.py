@@ -1,4 +1,4 @@
-"""Spellings of one answer, and near misses: repeating decimals, units, times of day, sets, choices."""
+"""Equivalent spellings and near misses: repeating decimals, units, times of day, sets, choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/rewards.md says what the code does: its tables, its keys, its functions."""
+"""Consistency of docs/rewards.md with the code: tables, keys, and example functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of every library as scores, and what is none."""
+"""Conversion of numbers of different libraries to scores, and rejected values."""
 
 from __future__ import annotations
 

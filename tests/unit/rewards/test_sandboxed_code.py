@@ -1,4 +1,4 @@
-"""Programs that a model wrote are graded where they can do no harm: through the real grading process and sandbox."""
+"""Grading of programs with real grading processes and the sandbox."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def program(code: str) -> str:
 
 
 def test_programs_are_judged_by_what_they_print_and_reach_nothing(tmp_path: Path) -> None:
-    """One that is right, one that is right once, one that writes outside, one that never ends; and assertions."""
+    """Programs: correct, correct in one test, writing outside the sandbox, endless; and one with assertions."""
     secret = tmp_path / "touched"
     samples = {
         0: Sample("apps", program("a, b = map(int, input().split())\nprint(a + b)"), TESTS, {}),

@@ -1,4 +1,4 @@
-"""Processes that a reward function starts can import its file and the files beside it."""
+"""Processes that a reward function starts can import its file and other files in its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses of several tasks, graded by one call of a user's function in processes of its own."""
+"""Responses of several tasks, graded in one call of a user's function in grading processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = {"train": ["t0", "t1", "t2"], "val": ["v0"]}
 
 
 class Letters:
-    """A token is a letter."""
+    """A decoder with one letter per token."""
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
         assert kwargs == {"skip_special_tokens": True}
@@ -74,7 +74,7 @@ def test_one_call_sees_the_responses_of_all_tasks_with_their_own_rows(tmp_path: 
 def test_weight_and_the_punishment_of_long_ones_are_in_the_rewards(tmp_path: Path) -> None:
     overlong = OverlongConfig(enable=True, buffer_tokens=4, penalty=1.0)
     [scores] = graded(tmp_path, [task("train", [0, 1])], ["aaaa", "b"], weight=10.0, overlong=overlong)
-    assert [score.reward for score in scores] == [pytest.approx(10 - 0.5), 0]  # 4 tokens: two of the buffer's four
+    assert [score.reward for score in scores] == [pytest.approx(10 - 0.5), 0]  # half of the overlong buffer
     assert [score.accuracy for score in scores] == [1, 0]
 
 

@@ -1,4 +1,4 @@
-"""Parts of tasks hold every response once, in balance, and scores come back to their own."""
+"""Splitting of tasks into balanced parts that contain every response once, and joining of scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trial of a reward function before a run: accepted and rejected functions, and the messages."""
+"""Trial of a reward function before a run: accepted and rejected functions, and their messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_trial_passes_a_function_that_grades_the_ground_truth(tried):
     assert tried("right") is None
-    assert tried("needs_text") is None  # the empty response is not graded then
+    assert tried("needs_text") is None  # the trial then skips the empty response
     assert try_reward_function(RewardConfig(), PROMPT) is None
 
 

@@ -1,4 +1,4 @@
-"""Helpers of verl's scoring modules by their documented results, and published files that call them."""
+"""Helpers of verl's scoring modules, compared with their documented results, and published files that call them."""
 
 from __future__ import annotations
 

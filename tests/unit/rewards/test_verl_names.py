@@ -1,4 +1,4 @@
-"""verl's scoring functions, by its arguments and in its results."""
+"""Functions with verl's names: arguments and results."""
 
 from __future__ import annotations
 

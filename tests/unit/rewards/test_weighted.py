@@ -1,4 +1,4 @@
-"""Several functions in one reward: the weighted sum, each part by its name, and what is refused."""
+"""Weighted sums of reward functions: sum, named parts, and rejected configurations."""
 
 from __future__ import annotations
 
