@@ -53,7 +53,7 @@ def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("steps", [4, 3])
-def test_a_finished_run_is_told_from_its_files_before_anything_heavy_is_imported(run_dir: Path, steps: int) -> None:
+def test_train_finished_run_ends_before_heavy_imports(run_dir: Path, steps: int) -> None:
     done = train(run_dir, f"trainer.steps={steps}")
     assert (done.returncode, done.stderr.strip()) == (0, "")
     lines = done.stdout.splitlines()

@@ -59,7 +59,7 @@ def wait_for(caller: Caller, groups: int) -> None:
         caller.clock.wait([], 0)
 
 
-def test_a_step_of_an_engine_takes_as_long_as_its_requests_say_whenever_they_come(tmp_path: Path) -> None:
+def test_engine_step_time_depends_only_on_its_requests(tmp_path: Path) -> None:
     caller = caller_of([[10, 30], [20, 20]], tmp_path)
     clock = caller.clock
     caller.own.append(caller.engine.begin.remote(tasks([0], tmp_path)))
@@ -84,7 +84,7 @@ def test_requests_beyond_the_slots_begin_when_others_have_ended(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("eta", "hard"), [(0, 2), (1, 1), (2, 4)])
-def test_a_simulated_run_trains_whole_steps_within_the_bound_on_the_same_responses(eta: int, hard: int) -> None:
+def test_simulated_run_trains_whole_steps_within_the_bound(eta: int, hard: int) -> None:
     measured = simulate(Setting(2, eta, hard, 20))
     groups = Setting(2, eta, hard, 20).prompts_per_step
     assert measured.ages.total() == 20 * groups == measured.responses // SAMPLES
@@ -92,7 +92,7 @@ def test_a_simulated_run_trains_whole_steps_within_the_bound_on_the_same_respons
     assert all(seconds > 0 for seconds in measured.driver_seconds)
 
 
-def test_a_synchronous_run_waits_for_the_longest_response_and_an_asynchronous_one_less() -> None:
+def test_asynchronous_run_waits_less_than_a_synchronous_one() -> None:
     synchronous, ahead = simulate(Setting(2, 0, 2, 20)), simulate(Setting(2, 1, 3, 20))
     longest = synchronous.clock.lengths[: Setting(2, 0, 2, 20).prompts_per_step].max()
     assert synchronous.waited[0] >= longest * step_seconds(1)

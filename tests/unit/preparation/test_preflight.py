@@ -84,7 +84,7 @@ def test_targets_need_no_engine_and_no_validation_file(base: str) -> None:
 
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
-def test_gpus_that_are_not_there_are_refused_but_not_of_a_cluster_that_is_joined(base: str) -> None:
+def test_preflight_missing_gpus_rejected_unless_a_cluster_is_joined(base: str) -> None:
     with pytest.raises(ConfigError, match=r"^cluster\.device=cuda, but this machine has no GPU.*cluster\.device=cpu"):
         check_run(load_config(base, ["cluster.device=cuda"]))
     check_run(load_config(base, ["cluster.device=cuda", "cluster.address=10.0.0.1:6379"]))

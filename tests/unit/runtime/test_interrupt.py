@@ -156,7 +156,7 @@ with STOPS.listening(lambda: "step 3 is saved"):
         ("intended", 0, "came back"),
     ],
 )
-def test_a_call_of_ray_that_does_not_return_without_its_cluster_is_given_up(how: str, code: int, last: str) -> None:
+def test_ray_call_that_hangs_without_its_cluster_is_abandoned(how: str, code: int, last: str) -> None:
     found = subprocess.run([sys.executable, "-c", STUCK, how], capture_output=True, text=True, check=False)
     assert (found.returncode, (found.stderr + found.stdout).splitlines()[-1]) == (code, last)
 

@@ -89,7 +89,7 @@ def test_preparing_over_something_else_is_refused(tmp_path: Path) -> None:
     assert demo_task.main(["--out", str(tmp_path)]) == 2
 
 
-def test_the_tokenizer_read_back_has_one_token_per_character_and_loses_nothing(prepared: Path, task: str) -> None:
+def test_tokenizer_read_back_maps_each_character_to_one_token(prepared: Path, task: str) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(prepared / "model")

@@ -36,7 +36,7 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return str(request.param), directory
 
 
-def test_the_tokenizer_read_back_knows_every_text_and_every_id_of_the_model(prepared: tuple[str, Path]) -> None:
+def test_tokenizer_read_back_knows_every_text_and_model_id(prepared: tuple[str, Path]) -> None:
     from transformers import AutoTokenizer
 
     name, directory = prepared
@@ -69,7 +69,7 @@ def test_a_game_is_asked_for_in_the_same_words_whatever_the_number() -> None:
     assert set(times.values()) == {17, 18}
 
 
-def test_calls_of_the_warm_start_are_calls_and_what_follows_is_the_templates_rendering(calculator: Any) -> None:
+def test_warm_start_calls_parse_and_match_the_rendered_template(calculator: Any) -> None:
     schema = schema_of_function(CALCULATOR, calculator)
     tokenizer = episode_tasks.tool_tokenizer()
     talk = Conversation(tokenizer, [schema], [tokenizer.eos_token_id])
@@ -116,7 +116,7 @@ def asked(number: str) -> Any:
     return SimpleNamespace(ground_truth=number, messages=[{"role": "user", "content": episode_tasks.RANGE}])
 
 
-def test_games_of_the_warm_start_are_what_the_game_answers_and_the_template_renders(game: Any) -> None:
+def test_warm_start_games_match_the_game_and_the_template(game: Any) -> None:
     tokenizer = episode_tasks.game_tokenizer()
     talk = Conversation(tokenizer, [], [tokenizer.eos_token_id])
     won = 0
@@ -139,7 +139,7 @@ def test_games_of_the_warm_start_are_what_the_game_answers_and_the_template_rend
     assert 100 < won < 300
 
 
-def test_a_guess_after_a_mark_was_ruled_out_by_no_answer_and_four_of_them_find_any_number(game: Any) -> None:
+def test_marked_guesses_are_possible_and_four_find_any_number(game: Any) -> None:
     marked = blind = 0
     middles: dict[tuple[str, ...], str] = {}
     for problem in demo_task.problems("game")["warm_start"]:

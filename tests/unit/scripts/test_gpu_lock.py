@@ -44,7 +44,7 @@ def environment(request: pytest.FixtureRequest) -> dict[str, str]:
     return dict(request.param)
 
 
-def test_everything_that_pyproject_asks_for_is_locked_in_a_version_that_it_takes(environment: dict[str, str]) -> None:
+def test_gpu_lock_satisfies_every_requirement_of_pyproject(environment: dict[str, str]) -> None:
     versions = locked(environment)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
@@ -82,7 +82,7 @@ def cuda_of_torch(versions: dict[str, str]) -> list[str]:
     return versions["nvidia-cuda-runtime"].split(".")[:2]
 
 
-def test_the_image_has_the_cuda_that_torch_was_built_with_and_what_compiles(environment: dict[str, str]) -> None:
+def test_image_has_torchs_cuda_version_and_compilers(environment: dict[str, str]) -> None:
     base = re.search(r"^FROM nvidia/cuda:(\d+)\.(\d+)\.\d+-cudnn-devel-ubuntu([\d.]+)$", DOCKERFILE, re.MULTILINE)
     assert base is not None
     assert [base[1], base[2]] == cuda_of_torch(locked(environment))

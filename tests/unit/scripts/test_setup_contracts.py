@@ -31,7 +31,7 @@ def wheel_of(names: list[str]) -> Counted:
     return Counted(file.getvalue())
 
 
-def test_neighbours_are_one_range_and_what_is_large_between_them_is_left_out() -> None:
+def test_ranges_merge_neighbours_and_skip_large_gaps() -> None:
     names = ["lib/a.py", "lib/b.py", "lib/c.so", "lib/d.py", "lib/small.txt", "lib/e.py"]
     with ZipFile(wheel_of(names)) as wheel:
         ranges = list(setup_contracts.spans(wheel, [name for name in names if name.endswith(".py")]))
