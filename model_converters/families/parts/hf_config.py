@@ -72,7 +72,7 @@ def with_defaults(config: HFConfig, defaults: HFConfig, *, nullable: Collection[
 
 
 def explain_defaults(defaults: HFConfig) -> Callable[[Build[Built]], Build[Built]]:
-    """Decorate a function of config.json so that its errors note which of the fields they name are absent defaults."""
+    """Decorate a function of config.json: its errors state the defaults of absent fields that they name."""
 
     def decorate(build: Build[Built]) -> Build[Built]:
         @functools.wraps(build)
