@@ -137,7 +137,8 @@ def check_domains(section: Any, prefix: str = "") -> None:
 
 
 def make_paths_absolute(section: Any) -> None:
-    """Make all paths, including those of users' files, absolute, because other processes may run in another directory.
+    """Make all paths absolute, including the paths of users' files, because other processes may run in another
+    directory.
 
     Raises: ConfigError if the working directory is not UTF-8.
     """

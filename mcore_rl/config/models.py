@@ -81,7 +81,7 @@ class MoeConfig:
     that pass and the updates reuse the experts that the engine chose while sampling; trajectories then carry one byte
     per token, layer with experts and chosen expert (two bytes above 256 experts)."""
     replay_check_every_steps: int = setting(10, minimum=0)
-    """With router_replay=engine: interval between forward passes without replay, which measure the difference (metrics
+    """Interval between forward passes without replay (with router_replay=engine), which measure the difference (metrics
     routing/*): fractions of tokens and of choices that differ, and the log-probability gap. 0: never."""
 
 

@@ -49,8 +49,8 @@ class ModelConfig:
     """Initialize the weights randomly, from config.json and run.seed, instead of loading them (for tests and throughput
     measurements)."""
     check_logits: str = setting("auto", choices=("auto", "always", "never"))
-    """Before training, compare log-probabilities of a few random tokens with the model in transformers on the CPU.
-    auto: if the model has at most 2 billion parameters and fits in memory."""
+    """Comparison, before training, of log-probabilities of a few random tokens with the model in transformers on the
+    CPU. auto: if the model has at most 2 billion parameters and fits in memory."""
 
 
 @dataclass
@@ -228,7 +228,7 @@ class CheckpointConfig:
     """Number of checkpoints with the highest val/accuracy to keep in addition; only checkpoints of steps with a
     validation count."""
     drain: bool = False
-    """With rollout.max_staleness: finish running responses before saving a checkpoint. false: the checkpoint contains
+    """Finish running responses before saving a checkpoint (with rollout.max_staleness). false: the checkpoint contains
     the partial responses, which a resumed run continues."""
     async_save: bool = False
     """Write checkpoint files while training continues. A checkpoint is valid once it is complete."""
@@ -282,7 +282,7 @@ class SlurmConfig:
     start_timeout_seconds: int = setting(600, minimum=1)
     """Timeout for the start of nodes: a node that has not passed its checks or joined the Ray cluster is excluded."""
     fabric_test: bool = False
-    """Before Ray starts, measure every device, node and link between nodes, as `mcore-rl doctor --node` does."""
+    """Measure every device, node and link between nodes before Ray starts, as `mcore-rl doctor --node` does."""
     fabric_slow_percent: int = setting(80, minimum=0, maximum=100)
     """Threshold for excluding a slow node, as a percentage of the median of the other nodes; 0: exclude only nodes that
     fail."""

@@ -97,8 +97,8 @@ class Until(Enum):
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished task, by the number that the driver gave it. `request_ids` are those of its responses, without the
-    ones that were given up."""
+    """A finished task, by the number that the driver gave it. `request_ids`: its responses, except for withdrawn
+    ones."""
 
     number: int
     request_ids: list[str]

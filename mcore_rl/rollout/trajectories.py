@@ -69,8 +69,8 @@ def _filled(given: Sequence[np.ndarray | None], lengths: np.ndarray, value: floa
 def _routed_experts(trajectories: Sequence[Trajectory], names: Sequence[str]) -> np.ndarray | None:
     """Return one row per token (see TrajectoryBuffers), or None if experts were not recorded.
 
-    A response without routed experts cannot be trained: with different routing, the policy is not the one that sampled.
-    Only a defect of the engine causes this, so the run ends here, where the request is known.
+    A response without routed experts cannot be trained: with a different routing, the trained policy is not the policy
+    that sampled. Only a defect of the engine causes this, so the run ends here, where the request is known.
     """
     given = [t.routed_experts for t in trajectories if t.routed_experts is not None]
     if not given:

@@ -19,7 +19,7 @@ EPISODES_PER_REQUEST = 4
 
 
 def episode_of(rollout: RolloutConfig) -> str:
-    """Return the value of rollout.episode, or the one that its default selects."""
+    """Return the value of rollout.episode, or of its default."""
     if rollout.episode is not None:
         return rollout.episode
     if rollout.environment is not None:

@@ -17,8 +17,8 @@ _TRUNCATES = "samples from fewer tokens than the full softmax that the trainer c
 
 
 def untrainable(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> tuple[str, str] | None:
-    """Return the option that makes the sampled distribution differ from the one that the trainer computes, with the
-    reason and remedy; None if they are equal."""
+    """Return the option that makes the sampled distribution differ from the trained one, with the reason and remedy;
+    None if they are equal."""
     if top_p < 1:
         return "top_p", f"{_TRUNCATES}; set it to 1"
     if top_k != -1:

@@ -83,7 +83,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
 
 
 def validate_critic(config: Config) -> None:
-    """Run the actor's checks, except those of single values, on the critic of a run that has one.
+    """Run the actor's checks on the critic of a run that has one; single values are checked elsewhere.
 
     Raises: ConfigError naming the key.
     """
@@ -101,7 +101,7 @@ def validate_critic(config: Config) -> None:
 
 
 def validate_reward_model(config: Config) -> None:
-    """Run the actor's checks, except those of single values, on the reward model of a run that has one.
+    """Run the actor's checks on the reward model of a run that has one; single values are checked elsewhere.
 
     Raises: ConfigError naming the key.
     """
@@ -114,7 +114,7 @@ def validate_reward_model(config: Config) -> None:
 def read_hf_config(model: ModelConfig, key: str = POLICY.checkpoint) -> dict[str, Any]:
     """Read the model's config.json; `key` names its directory in errors.
 
-    Raises: ConfigError when the directory or the file is missing or not JSON.
+    Raises: ConfigError if the directory or the file is missing or not JSON.
     """
     path = Path(model.hf_path) / "config.json"
     if not path.is_file():

@@ -17,7 +17,7 @@ from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest, Prompt
 class Attempt:
     """One response to a prompt, possibly with several turns. `request` is the request of the first turn.
 
-    `trained`: the tokens are trained on, so their sampling distribution must be the one that the trainer computes.
+    `trained`: the tokens are trained on, so they must be sampled from the distribution that the trainer computes.
     """
 
     request: GenerationRequest

@@ -102,7 +102,7 @@ class StreamingCollector:
             self.stream.wait()
 
     def rest(self) -> None:
-        """In a replay, wait until all responses have the tokens of the current version."""
+        """Wait, in a replay, until all responses have the tokens of the current version."""
         if self._replayed is not None:
             self.stream.rest()
 

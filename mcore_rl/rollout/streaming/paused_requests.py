@@ -25,7 +25,7 @@ class PausedRequests:
     def __init__(self) -> None:
         self._running: dict[str, LimitedRequest] = {}
         self._paused: dict[str, GenerationRequest] = {}
-        """In the order of pausing, each with its partial response."""
+        """Paused requests in the order of pausing, each with its partial response."""
 
     @property
     def num_paused(self) -> int:
