@@ -18,7 +18,9 @@ from mcore_rl.rewards.notation.choices import named_choice, parse_choice
 
 MAX_ANSWER_CHARS = 1000
 MAX_BOX_CANDIDATES = 12
+"""Number of boxes to examine from the end, which limits the time for texts with many unclosed boxes."""
 MAX_JOINT_CHARS = 40
+"""Maximum distance between two boxes of one answer."""
 MIN_PROSE_WORDS = 3
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")

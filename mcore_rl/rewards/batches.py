@@ -50,11 +50,11 @@ class Batches:
     def withdraw(self, key: int, members: Collection[int]) -> dict[int, Sample] | None:
         """Remove a response that will not be submitted; returns its batch if that is now complete."""
         with self._lock:
-            if key not in self._batches:
+            if key not in self._batches:  # no response of the batch has been submitted yet
                 self._batches |= dict.fromkeys(members, _Batch(list(members)))
             batch = self._batches.pop(key)
             batch.keys.remove(key)
-            return self._taken(batch) or None
+            return self._taken(batch) or None  # an empty batch, after all responses were withdrawn, is not graded
 
     def _taken(self, batch: _Batch) -> dict[int, Sample] | None:
         whole = batch.whole()

@@ -31,7 +31,9 @@ MAX_BYTES = 512 * 2**20
 MAX_CHARS = 400
 MAX_DEPTH = 8
 MAX_DIGITS = 2000
+"""Maximum digits of all numbers in the expanded expression."""
 MAX_TERMS = 300
+"""Maximum summands of the expanded expression."""
 
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\S", re.DOTALL)
 _CLOSERS = {"{": "}", "(": ")", "[": "]", r"\{": r"\}"}
@@ -124,7 +126,7 @@ def within_limits(compare: Callable[[], bool]) -> bool:
             return deadline.call(compare)
         except DeadlineExceeded as exceeded:
             if exceeded.deadline is not deadline:
-                raise
+                raise  # the caller's deadline
     return False
 
 
@@ -150,6 +152,7 @@ def _memory_limit() -> Iterator[None]:
     except OSError:
         yield
         return
+    # The limit counts the whole address space, so MAX_BYTES comes on top of the current size.
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limits = [pages * resource.getpagesize() + MAX_BYTES, *(x for x in (soft, hard) if x != resource.RLIM_INFINITY)]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
@@ -181,6 +184,7 @@ class _SizeReader:
         last = _ONE
         while self._at < len(self._tokens) and self._tokens[self._at] not in _ENDS:
             token = self._tokens[self._at]
+            # last: previous factor, to which a power or factorial applies; product: terms of the current summand
             if token == "^":
                 self._at += 1
                 raised = last.to_the(self._exponent(depth))
@@ -228,7 +232,7 @@ class _SizeReader:
 
 
 def _ten_to(magnitude: float) -> float:
-    return 10.0 ** min(magnitude, 12.0)
+    return 10.0 ** min(magnitude, 12.0)  # capped above all limits, so that nested powers stay finite
 
 
 def _combinations(terms: float, power: float) -> float:

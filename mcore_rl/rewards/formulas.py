@@ -15,8 +15,11 @@ from mcore_rl.rewards.notation.decimals import expand_repeating
 from mcore_rl.rewards.numbers import DECIMAL, MULTIPLES, NOT_UNITS, join_groups
 
 MAX_TAIL_CHARS = 4000
+"""Length of the end of a text in which display formulas may span several lines."""
 MAX_LINE_CHARS = 2000
+"""Longer lines are cut at their start."""
 MAX_USUAL_CHARS = 120
+"""Length of the end of a line that the fast path reads."""
 
 _CALCULATIONS = re.compile(r"<<[^<>]*>>")  # calculator annotations of GSM8K's solutions
 _DISPLAY = re.compile(r"\\\[(?P<bracket>.{1,1000}?)\\\]|\$\$(?P<dollars>.{1,1000}?)\$\$", re.DOTALL)
@@ -31,6 +34,7 @@ _USUAL = re.compile(
     rf"(?:=\s?|(?<![\w\\])(?P<before>[A-Za-z]{{2,}})\s)[$\u20ac\u00a3]?(?P<number>{DECIMAL}%?)"
     r"(?P<words>(?:\s[A-Za-z]{2,})*)\.?\s*$"
 )
+# alternatives are tried in order: `2.5` is a number; digits are the remaining ones, as in `_2`
 _TOKEN = re.compile(
     r"(?P<math>(?<![\\$])\$(?=[^\s$])(?:[^$\\]|\\.){0,500}?(?<=\S)\$(?![0-9])|\\\(.{1,500}?\\\))"
     rf"|(?P<number>(?<![\w.]){DECIMAL}(?:\s?\\?%)?)"

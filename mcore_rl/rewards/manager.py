@@ -51,7 +51,7 @@ class RewardManager:
         group: Collection[int] = (),
         task: Collection[int] = (),
     ) -> None:
-        """Start grading without waiting for it. `key` must not be submitted and uncollected already.
+        """Start grading without waiting for it. `key` must not be pending (submitted but not collected).
 
         With reward.manager=batch, grading starts when all responses of the batch are submitted; `group` and `task` are
         the keys of the response's group and task (see reward.batch).
@@ -68,7 +68,7 @@ class RewardManager:
         self._response_tokens[key] = response_tokens
 
     def withdraw(self, key: int, *, group: Collection[int] = (), task: Collection[int] = ()) -> None:
-        """Drop an unsubmitted response from its batch, so that the batch does not wait for it."""
+        """Remove a response that will not be submitted from its batch, so that the batch does not wait for it."""
         if self._batches is not None:
             whole = self._batches.withdraw(key, self._members(key, group, task))
             if whole is not None:

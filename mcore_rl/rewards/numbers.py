@@ -24,7 +24,7 @@ _GROUPS = re.compile(
 )
 _SEPARATORS = re.compile(r"[^0-9]+")
 _SPACED_GROUP = re.compile(r"(?<=[0-9]),\s*\\!\s*(?=[0-9]{3}(?![0-9]))")
-# 3,14 and 0,125 are decimals or lists; 1,234 is neither
+# 3,14 and 0,125 are decimals or lists; 1,234 has grouped digits
 _DECIMAL_COMMA = re.compile(r"([-+]?)([0-9]+),([0-9]+)(\s*\\?%)?")
 _EUROPEAN = re.compile(r"[-+]?[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+")
 WORD = re.compile(r"[A-Za-z]{2,}")
@@ -87,7 +87,7 @@ def number_in_words(text: str) -> str:
     before, _, after = text.partition(numbers[0])
     rest = f"{before} {after}"
     if before.strip() and numbers[0][1:2] == " ":
-        return ""  # tax + 5
+        return ""  # the sign adds to the word before it: tax + 5
     words = [word.strip(".,:;!'") for word in rest.lower().split()]
     if FORMULA.search(rest) or not all(WORD.fullmatch(word) for word in words):
         return ""

@@ -81,6 +81,7 @@ class StepGrader:
             )
         ]
         keys = range(len(read))
+        # rows contain prompt and response
         lengths = np.diff(trajectories.token_offsets) - trajectories.prompt_tokens
         for key, transcript, tokens in zip(keys, read, lengths.tolist(), strict=True):
             prompt = replace(transcript.prompt, extra_info={**transcript.prompt.extra_info, **extra_of_turns()})

@@ -89,5 +89,6 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase, rendered: str) -> set[st
 
 
 def _pattern_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    # Longest first, because a token may be a prefix of another one. `(?!)` matches nothing.
     longest_first = sorted(filter(str.strip, tokens), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

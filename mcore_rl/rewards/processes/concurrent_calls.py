@@ -11,7 +11,7 @@ from mcore_rl.types import Score
 
 
 class ConcurrentCalls:
-    """Grades the tasks from a connection concurrently and sends each result when it is ready.
+    """Concurrent grading of tasks from a connection. Each result is sent when it is ready.
 
     The parent limits their number. It sends a task that must run alone only after all results have arrived, when
     `serve` has returned.

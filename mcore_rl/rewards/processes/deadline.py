@@ -13,7 +13,7 @@ SIGNALS = {signal.ITIMER_REAL: signal.SIGALRM, signal.ITIMER_PROF: signal.SIGPRO
 
 
 class DeadlineExceeded(BaseException):
-    """Interrupts a call. Not an Exception, so that a grader's `except Exception` does not swallow it."""
+    """Interruption of a call. Not an Exception, so that a grader's `except Exception` does not catch it."""
 
     def __init__(self, deadline: Deadline) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class DeadlineExceeded(BaseException):
 
 
 class Deadline:
-    """Interrupts Python code that runs longer than `seconds`. Deadlines with different timers can be nested.
+    """Time limit of `seconds` for Python code. Deadlines with different timers can be nested.
 
     timer: signal.ITIMER_REAL, or signal.ITIMER_PROF for the CPU time of the whole process.
 
@@ -43,7 +43,7 @@ class Deadline:
         try:
             try:
                 self._armed = True
-                # Repeat the signal, because a bare `except:` may swallow the first DeadlineExceeded.
+                # Repeat the signal, because a bare `except:` may catch the first DeadlineExceeded.
                 signal.setitimer(self._timer, self.seconds, REPEAT_SECONDS)
                 return function(*args)
             finally:

@@ -28,9 +28,11 @@ from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score
 
 MAX_BATCH = 64
+"""Maximum number of tasks in a message."""
 GRACE_SECONDS = 1.0
 """Extra time after reward.timeout_seconds for a grader to react to the interrupt in its own process."""
 START_SECONDS = 300.0
+"""Time limit for the start of a process, which imports the user's file and its libraries."""
 MAX_FAILED_STARTS = 3
 DEATH_CHECK_SECONDS = 0.5
 MEMORY_CHECK_SECONDS = 0.1
@@ -128,7 +130,7 @@ class Dispatcher:
 
     def _check_alive(self, worker: GradingProcess) -> None:
         if worker.idle or worker.connection.poll():
-            return
+            return  # an unread answer may change the deadline
         # The connection may outlive the process: a child that its grader forked holds the other end.
         if worker.child.exit_code is not None:
             self._replace(worker, None)
@@ -150,7 +152,8 @@ class Dispatcher:
             if self._failed_starts >= MAX_FAILED_STARTS:
                 raise WorkerDiedError(f"grading processes cannot start: {cause}; see its output above")
         unanswered = list(worker.given.values())
-        if len(unanswered) == 1:
+        if len(unanswered) == 1:  # this task ended the process
             self._on_scores([(key, failed(cause)) for key in unanswered[0].keys])
             return
+        # Any of several tasks may have ended the process: grade each of them alone.
         self._queue.extendleft(replace(task, alone=True) for task in reversed(unanswered))

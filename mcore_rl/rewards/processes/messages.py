@@ -20,7 +20,7 @@ class Task:
 
     @property
     def number(self) -> int:
-        """Identifies the task in an answer."""
+        """Identifier of the task in answers."""
         return self.keys[0]
 
 

@@ -44,6 +44,7 @@ class GradingPool:
         self._closing = False
         self._signalled = False
         self._changed = threading.Condition()
+        # The grading thread waits on file descriptors; a byte in this pipe wakes it. _signalled: the byte is unread.
         self._wake_reader, self._wake_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
         self._thread.start()
@@ -119,7 +120,7 @@ class GradingPool:
             with self._changed:
                 os.close(self._wake_reader)
                 os.close(self._wake_writer)
-                self._signalled = True
+                self._signalled = True  # prevents writes to the closed pipe
 
     def _acknowledge_wake(self) -> None:
         with self._changed:

@@ -42,7 +42,8 @@ _PRINTED_CHARACTERS = 1 << 16
 class Remote:
     """Proxy of an object in the other process.
 
-    trusted: the tests name the object's class, so its operators may receive operands.
+    trusted: the tests name the object's class, so its operators may receive operands. guarded: a method of an
+    untrusted object, which must not receive arguments.
     """
 
     def __init__(self, peer: Peer, handle: int, kind: str, type_name: str, *, trusted: bool) -> None:
@@ -82,7 +83,7 @@ class Remote:
 
     def _compared(self, method: str, other: object) -> Any:
         if not (isinstance(other, Remote) and other._peer is self._peer):
-            return NotImplemented
+            return NotImplemented  # Python falls back to identity, so == is false
         if other is self and method in ("__eq__", "__ne__"):
             return method == "__eq__"
         return self._peer.ask("special", self, method, other)
@@ -113,6 +114,7 @@ def _forwarder(method: str) -> Callable[..., Any]:
     def contains(self: Any, item: Any) -> bool:
         if self._trusted:
             return bool(self._peer.ask("special", self, method, item))
+        # Compare here, so that the program does not receive the item.
         return any(each is item or each == item for each in self)
 
     def leave(self: Any, kind: Any, error: Any, trace: Any) -> bool:
@@ -121,7 +123,7 @@ def _forwarder(method: str) -> Callable[..., Any]:
         return bool(self._peer.ask("special", self, method, *described)) and not failed
 
     def follow(self: Any) -> Any:
-        return self._peer.ask("special", self, method, stop=True)
+        return self._peer.ask("special", self, method, stop=True)  # the only call that may raise StopIteration
 
     named: dict[str, Callable[..., Any]] = {"__contains__": contains, "__exit__": leave, "__next__": follow}
     return named.get(method, forward)
@@ -164,7 +166,7 @@ class Peer:
         encoder = Encoder(self)
         root = encoder.encode(list(parts))
         self._send({"do": operation, "root": root, "nodes": encoder.nodes})
-        while "do" in (message := self._receive()):
+        while "do" in (message := self._receive()):  # calls back into this process before the result
             self.answer(message)
         decoder = Decoder(self, message.get("nodes"), encoder.objects)
         for index, content in message.get("changed", []):
@@ -196,6 +198,7 @@ class Peer:
             result, ok = _described(error), False
         encoder = Encoder(self, decoder.shells)
         root = encoder.encode(result)
+        # Mutable arguments are passed by value; send back those that the operation changed in place.
         changed = [
             [index, encoder.content(shell)]
             for index, shell in decoder.shells.items()
@@ -263,6 +266,7 @@ class Peer:
         return self.ask("await", remote)
 
     def _remote(self, handle: int, kind: str, name: str, special: frozenset[str]) -> Any:
+        # Python looks up special methods on the class: one class per set of methods.
         if special not in self._classes:
             methods = {method: _forwarder(method) for method in special & SPECIAL if method not in ("__eq__", "__ne__")}
             self._classes[special] = type("Remote", (Remote,), methods)
@@ -276,7 +280,7 @@ class Peer:
             return RuntimeError(
                 f"{kind.__name__} outside of an iterator"
             )  # StopIteration would end a loop in the tests
-        error = kind.__new__(kind)
+        error = kind.__new__(kind)  # without __init__, whose parameters are unknown
         error.args = tuple(arguments) or ((str(text),) if text else ())
         for name, each in fields.items():
             if isinstance(name, str) and not name.startswith("_"):

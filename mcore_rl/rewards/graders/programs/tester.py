@@ -77,6 +77,7 @@ def main() -> None:
     if not hidden:
         print(f"\n{UNPROTECTED}{secret}")
         return
+    # Only the verdict goes to the original standard output.
     verdict = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -101,7 +102,7 @@ def main() -> None:
         run_suite(request, space)
     except UnknownFixture as error:
         os.write(verdict, f"\n{NO_FIXTURE}{error} {secret}\n".encode())
-        os._exit(0)
+        os._exit(0)  # without exit handlers, which tests may have registered
     if not peer.broken:
         os.write(verdict, f"\n{secret}\n".encode())
     os._exit(int(peer.broken))

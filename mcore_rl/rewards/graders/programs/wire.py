@@ -85,6 +85,7 @@ class Encoder:
         self._owner = owner
         self.nodes: list[Any] = []
         self.objects: dict[int, Any] = {}
+        # negative indices refer to the known message
         self._references: dict[int, list[int]] = {id(value): [-1 - index] for index, value in (known or {}).items()}
         self._pending: list[int] = []
 
