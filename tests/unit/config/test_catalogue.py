@@ -1,4 +1,4 @@
-"""`mcore-rl keys` knows every key, with what its field and the string under it say."""
+"""`mcore-rl keys` lists every key with the facts and the description of its field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's environment is known by its files alone, and no other version of it will do."""
+"""SGLang's environment is detected by its files, and only one version of it is supported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def environment(directory: Path, version: str | None) -> Path:
-    """An interpreter with that SGLang beside it."""
+    """Create an interpreter with the given SGLang version next to it."""
     packages = directory / "lib" / "python3.11" / "site-packages"
     packages.mkdir(parents=True)
     python = directory / "bin" / "python"

@@ -1,4 +1,4 @@
-"""Which episode the keys choose, and what of them contradicts each other."""
+"""Selection of the episode by its keys, and contradictions between them."""
 
 from __future__ import annotations
 

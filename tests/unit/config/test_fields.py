@@ -1,4 +1,4 @@
-"""What the fields of the schema say of themselves: bounds, choices, paths."""
+"""Properties of schema fields: bounds, choices, paths."""
 
 from __future__ import annotations
 

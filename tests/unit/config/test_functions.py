@@ -1,4 +1,4 @@
-"""Files of users: loaded once in a process, under a name that is the same in every process."""
+"""Users' files are loaded once per process, under the same name in every process."""
 
 from __future__ import annotations
 

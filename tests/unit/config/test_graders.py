@@ -1,4 +1,4 @@
-"""Keys of rewards that have no effect, or contradict each other, are refused with what to set."""
+"""Reward keys without effect, or in contradiction, are rejected with a remedy."""
 
 from __future__ import annotations
 

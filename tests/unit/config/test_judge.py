@@ -1,4 +1,4 @@
-"""Keys of the judge that cannot work are refused by name; shared code sees its engines as a rollout section."""
+"""Invalid judge keys are rejected by name; shared code receives the judge's engines as a rollout section."""
 
 from __future__ import annotations
 

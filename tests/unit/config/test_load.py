@@ -1,4 +1,4 @@
-"""What a user can get wrong in a configuration, and what must come back unchanged."""
+"""Errors of users in configurations, and values that must round-trip unchanged."""
 
 from __future__ import annotations
 

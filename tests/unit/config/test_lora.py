@@ -1,4 +1,4 @@
-"""Keys of LoRA training that contradict each other, or the rest, are refused by name."""
+"""LoRA keys that contradict each other or other keys are rejected by name."""
 
 from __future__ import annotations
 

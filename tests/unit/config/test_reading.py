@@ -28,7 +28,7 @@ def minimal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def with_keys(minimal: str, keys: dict[str, str]) -> Config:
-    """The configuration of a file with these keys, each with the text of its value."""
+    """Load a configuration file with these keys, each with the text of its value."""
     sections: dict[str, list[str]] = {}
     for key, text in ({"run.dir": "x", "model.hf_path": "x", "data.train": "x"} | keys).items():
         sections.setdefault(key.rpartition(".")[0], []).append(f"{key.rpartition('.')[2]}: {text}")

@@ -1,4 +1,4 @@
-"""Every file in configs/: it loads, its model and layout fit together, and it says what its sources say."""
+"""Every file in configs/ loads, its model and layout fit together, and it matches its sources."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def recipe(name: str) -> Config:
     path = f"configs/{name}"
-    # The demo makes its models; GSM8K's files are given on the command line.
+    # The demo creates its models; GSM8K's files are given on the command line.
     missing = {
         "demo": ["model.hf_path=configs/models/gsm8k_tiny"],
         "gsm8k": ["data.train=train.jsonl"],
@@ -129,7 +129,7 @@ def recipe(name: str) -> Config:
 
 
 def texts(node: Any) -> list[str]:
-    """Every text in a tree of YAML."""
+    """Yield every text in a YAML tree."""
     if isinstance(node, dict):
         return [text for value in node.values() for text in texts(value)]
     return [text for value in node for text in texts(value)] if isinstance(node, list) else [str(node)]
@@ -152,7 +152,7 @@ def values_of(config: Config, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def differences(config: Config, expected: dict[str, Any]) -> dict[str, Any]:
-    """Keys whose value is another one."""
+    """Return the keys whose values differ."""
     return {key: value for key, value in values_of(config, expected).items() if value != expected[key]}
 
 

@@ -1,4 +1,4 @@
-"""Keys of the reference and of the KL that contradict each other are refused by name."""
+"""Contradictory keys of the reference and the KL are rejected by name."""
 
 from __future__ import annotations
 

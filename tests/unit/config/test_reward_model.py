@@ -1,4 +1,4 @@
-"""The reward model has the keys of a layout and none of training; a run without any reward is refused."""
+"""A reward model has the keys of a layout and no training keys; a run without any reward is rejected."""
 
 from __future__ import annotations
 

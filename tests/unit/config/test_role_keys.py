@@ -1,4 +1,4 @@
-"""Errors of code that several roles share name the role's own keys."""
+"""Errors of code shared by several roles name the role's own keys."""
 
 from __future__ import annotations
 

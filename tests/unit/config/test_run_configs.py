@@ -1,4 +1,4 @@
-"""A start keeps the configurations of those before it, and says what it does otherwise."""
+"""A start keeps earlier configurations and reports the changed keys."""
 
 from __future__ import annotations
 

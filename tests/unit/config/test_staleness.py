@@ -1,4 +1,4 @@
-"""How far generation may be ahead: which keys go together, and what is refused by name."""
+"""Keys of asynchronous training: valid combinations, and features that are rejected by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's names: ours where verl is not installed, and never mixed with one that is."""
+"""Stand-ins for verl's modules: used if verl is not installed, and never mixed with an installed verl."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_reward_file_of_verls_documentation_is_called(tmp_path: Path) -> None:
 
 
 def test_an_installed_verl_is_used_alone(tmp_path: Path) -> None:
-    """In a process of its own, since what is imported stays."""
+    """Run in a separate process, since imports persist."""
     (tmp_path / "verl" / "utils").mkdir(parents=True)
     for package in ("verl", "verl/utils"):
         (tmp_path / package / "__init__.py").write_text("real = True")

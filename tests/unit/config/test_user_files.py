@@ -1,4 +1,4 @@
-"""Users' files as modules: files beside them, and packages."""
+"""Users' files as modules: files in the same folder, and packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross-field checks refuse what cannot work, naming the key, before anything starts."""
+"""Cross-section checks reject invalid settings before anything starts, naming the key."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_model_whose_config_is_no_json_is_refused(base: str, tmp_path: Path, c
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
 def test_positions_beyond_the_engines_table_of_yarn_are_rejected(base: str, tmp_path: Path, name: str) -> None:
-    """vLLM tabulates factor * original positions and does not check an index into the table."""
+    """vLLM precomputes factor * original positions and does not check an index into the table."""
     for factor, fits in ((4, False), (8, True)):
         rope = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 256}
         (tmp_path / "model" / "config.json").write_text(json.dumps({**HF, name: rope}))

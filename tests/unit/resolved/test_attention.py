@@ -1,5 +1,5 @@
-"""Attention that a GPU does not have for a model's packed rows is refused before the first row, by key; what takes them
-is what TransformerEngine would pick (tests/te/test_backends.py asks it)."""
+"""Unsupported attention for a model's packed rows is rejected before the first row, by key. The selected backend is the
+one that TransformerEngine selects (compared in tests/te/test_backends.py)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_float32_is_refused_by_its_key_in_every_role() -> None:
 
 
 def test_a_build_with_a_name_of_its_own_comes_after_its_release() -> None:
-    """As versions are compared in Python packages; TransformerEngine refuses it too."""
+    """Versions of Python packages are compared this way; TransformerEngine rejects such a build, too."""
     settings: dict[str, Any] = {"cuda": True, "capability": (8, 0), "transformer_engine": "2.11.0"}
     assert pick(Installed(**settings, flash_attention="2.7.4+cu13"), "bfloat16", HeadDims(64, 64)).name
     with pytest.raises(ConfigError, match=r"2\.8\.3\+cu13 is none of"):

@@ -1,4 +1,4 @@
-"""The cost of sequences against parameter counts and attention shapes worked out by hand."""
+"""Cost of sequences compared with parameter counts and attention shapes computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose engine would compute another model than its trainer."""
+"""A run whose engine would compute a different model than its trainer is rejected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a model is built from, decided from what is installed: the best there is, and a refusal of what was asked for
-by name and cannot be had."""
+"""Components of a model are selected from the installed packages; unavailable explicit requests are rejected."""
 
 from __future__ import annotations
 
@@ -186,7 +185,7 @@ def test_every_module_that_a_model_has_can_be_recomputed() -> None:
         ("qwen3_moe", EVERYTHING, "none", ["layernorm", "moe_act"]),
         ("deepseek_v3", EVERYTHING, "delayed", ["mla_up_proj"]),
         ("qwen3_moe", EVERYTHING, "delayed", ["core_attn"]),
-        # TransformerEngine keeps nothing of a dense model's norms.
+        # TransformerEngine stores no activations of a dense model's norms.
         ("qwen3", EVERYTHING, "none", ["mlp"]),
         ("deepseek_v3", NOTHING, "none", ["core_attn"]),
         ("qwen3", NOTHING, "none", ["core_attn"]),

@@ -1,4 +1,4 @@
-"""A TransformerEngine that is installed and of no use is said where it is looked for, with the error of its import."""
+"""An installed but unusable TransformerEngine is reported during detection, with the error of its import."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ERRORS = {
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package of that name and version; its `pytorch.py` is still to be written."""
+    """Install a package of this name and version; the test writes its `pytorch.py`."""
     package = tmp_path / "transformer_engine"
     package.mkdir()
-    # As the real one does, it passes over what its parts raise.
+    # Like the real package, it ignores errors of its parts.
     (package / "__init__.py").write_text("try:\n    from . import pytorch\nexcept Exception:\n    pass\n")
     metadata = tmp_path / "transformer_engine-2.11.0.dist-info"
     metadata.mkdir()

@@ -1,4 +1,4 @@
-"""A parallel configuration that does not fit the model is refused by the key that the user must change."""
+"""A parallel layout that does not fit the model is rejected with the key to change."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_experts_are_tensor_parallel_only_where_they_are_not_spread_over_ranks(
 
 
 def test_one_chunk_per_stage_is_no_interleaving() -> None:
-    """megatron's interleaved schedule asserts more than one."""
+    """Megatron's interleaved schedule requires more than one chunk."""
     assert train_layout(ParallelConfig(pp=2, vpp=1), 2, DENSE).vpp is None
 
 

@@ -1,4 +1,4 @@
-"""A model of a run, settled once."""
+"""Resolution of a run's models."""
 
 from __future__ import annotations
 

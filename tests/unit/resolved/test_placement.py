@@ -1,4 +1,4 @@
-"""Ranks fill nodes in order, engines share their node's slots or have their own, and wide ones fill nodes."""
+"""Ranks fill nodes in order, engines share their node's slots or have their own, and wide engines fill nodes."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def test_guests_share_the_gpus_of_the_trainers_and_bring_their_own_cpus() -> Non
     assert [(slot.node, slot.places) for slot in found.guests["critic"]] == [*((0, (i,)) for i in range(4)), (1, (0,))]
     assert [(slot.node, slot.places) for slot in found.guests["reward_model"]] == [(0, (0,)), (0, (1,))]
     assert [(slot.node, slot.places) for slot in found.guests["judge"]] == [(0, (0, 1)), (0, (2, 3)), (1, (0, 1))]
-    # Of the first node: its trainer ranks, an engine, four critics, two reward models and two judges.
+    # The first node has its trainer ranks, an engine, four critics, two reward models and two judges.
     assert found.bundle == {"CPU": 4.0 + 4 + 4 + 2 + 2 * 2, "GPU": 4.0}
 
 
 def test_guests_see_the_gpus_that_ray_gave_the_ranks_beside_them() -> None:
-    """Ray hands them out in no order, and of an inherited CUDA_VISIBLE_DEVICES=4,5,6,7 as on the first node."""
+    """Ray assigns GPUs in any order, and from an inherited CUDA_VISIBLE_DEVICES=4,5,6,7, as on the first node."""
     placed = place(config(2, 4, tp=2), on_gpus=True, num_engines=4)
     of_ranks = ["5", "4", "7", "6", "GPU-a", "GPU-b", "GPU-c", "GPU-d"]
     seen = [visible_devices(placed, slot, of_ranks) for (slot,) in placed.engines]
@@ -103,7 +103,7 @@ def test_guests_see_the_gpus_that_ray_gave_the_ranks_beside_them() -> None:
 
 
 def test_colocated_engines_stay_on_the_gpus_of_the_ranks() -> None:
-    """Those of a node beyond them are nobody's in Ray's books."""
+    """Ray reserves no other GPUs of the node for the run."""
     assert place(config(1, 4, ranks=2), on_gpus=True, num_engines=2).engines[1][0].places == (1,)
     with pytest.raises(ConfigError, match=r"rollout\.num_engines=3 .* GPUs of 2 trainer ranks"):
         place(config(1, 4, ranks=2), on_gpus=True, num_engines=3)

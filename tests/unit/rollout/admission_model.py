@@ -1,7 +1,8 @@
-"""A model of asynchronous rollouts and their trainer, for tests of what may begin and what may be trained.
+"""Model of asynchronous rollouts and their trainer, for tests of the admission rules.
 
-No engines, no threads, and no time unless `timed` adds it: a system offers the moves that can happen next, and any of
-them may. It asks the two rules of `admission`; what has happened is in a ledger that they never see.
+It has no engines and no threads, and no time unless `timed` adds it: a system offers all possible next moves, and a
+test may choose any. It calls the two rules of `admission`; the history is recorded in a ledger that the rules never
+see.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a resume knows. What is in training has finished, and no more: its version has not ended."""
+    """State that a resume knows. Groups in training count as finished, since their version has not ended."""
 
     version: int = 0
     finished: tuple[Group, ...] = ()
@@ -81,7 +82,7 @@ class System:
         self.saved = start, self.ledger.copy()
         self._place()
 
-    # The two rules; tests of other rules replace these.
+    # The two rules; tests override them with other rules.
 
     def admits(self) -> bool:
         return may_submit(
@@ -120,19 +121,19 @@ class System:
 
     @property
     def free(self) -> list[int]:
-        """Slots of each engine that nobody uses."""
+        """Return the free slots of each engine."""
         free = list(self.slots)
         for engine in itertools.chain.from_iterable(self.running.values()):
             if engine is not None:
                 free[engine] -= 1
         return free
 
-    # What can happen.
+    # Regular moves.
 
     def moves(
         self, order: Sequence[str] = ("submit", "take", "publish", "end"), *, youngest: bool = False
     ) -> list[Move]:
-        """What brings the system on; none: it stands still. Of the groups that run, first those submitted first."""
+        """Return the possible moves; empty if the system is stuck. Running groups come in the order of submission."""
         found: dict[str, list[Move]] = {kind: [] for kind in order}
         if not self.closed and self.admits():
             found["submit"] = [self.submit]
@@ -149,7 +150,8 @@ class System:
         return [move for moves in found.values() for move in moves]
 
     def submit(self) -> Group:
-        """Each request goes where most slots are free, even if there is none: to know that is the rule's part."""
+        """Start a group; each request goes to the engine with most free slots, even if none is free: limiting this is
+        the rule's task."""
         group = Group(len(self.ledger.submitted), self.version)
         self.ledger.submitted.append(group)
         engines = self.running.setdefault(group, [])
@@ -158,7 +160,7 @@ class System:
         return group
 
     def end(self, group: Group, engine: int, *, rejected: bool = False) -> None:
-        """A request ends, and with its last one the group."""
+        """End a request, and with its last request the group."""
         self.running[group].remove(engine)
         if not self.running[group]:
             del self.running[group]
@@ -179,10 +181,10 @@ class System:
         self.ledger.trained.append(self.batch)
         self.batch, self.judged, self.version = None, 0, self.version + 1
 
-    # What can go wrong.
+    # Failures.
 
     def mishap(self, kind: str, which: int) -> Self:
-        """Strikes `which` group or engine, where there is a choice. A resume makes a new system of a checkpoint."""
+        """Let `which` group or engine fail. A resume creates a new system from a checkpoint."""
         if kind == "fail" and self.running:
             self.fail(list(self.running)[which % len(self.running)])
         elif kind == "die":
@@ -197,14 +199,14 @@ class System:
         return self
 
     def fail(self, group: Group) -> None:
-        """A sample is lost for good, and its group is counted out."""
+        """Lose a sample permanently; its group leaves the count."""
         del self.running[group]
         self.ledger.failed.append(group)
         self._place()
 
     def die(self, engine: int, *, whole_groups: bool) -> None:
-        """Its requests begin again elsewhere, or all those of their groups, as submitted when they were. Its slots are
-        gone, unless no group would fit any more: then it comes back at once."""
+        """Let an engine die: its requests, or all requests of their groups, start again elsewhere with their submission
+        versions. Its slots disappear, unless no group would fit any more; then it restarts at once."""
         for group, engines in self.running.items():
             if engine in engines and whole_groups:
                 self.running[group] = [None] * self.shape.samples_per_group
@@ -215,7 +217,7 @@ class System:
         self._place()
 
     def drop(self, dull: Callable[[Group], bool]) -> None:
-        """A filter at the trainer, of groups that ended some time ago."""
+        """Let the trainer's filter remove groups that ended earlier."""
         self.ledger.rejected += filter(dull, self.finished)
         self.finished = [group for group in self.finished if not dull(group)]
 
@@ -243,7 +245,7 @@ class Schedule:
 def play(
     system: System, schedule: Schedule, versions: float, seen: Callable[[System], object] = lambda system: None
 ) -> System:
-    """The system at the end: of `versions`, or where nothing can happen any more. `seen` sees every state."""
+    """Make moves until `versions` are reached or no move is possible. `seen` receives every state."""
     chance = random.Random(schedule.seed)
     for number in range(ENDLESS):
         for _, kind, which in (mishap for mishap in schedule.mishaps if mishap[0] == number):
@@ -265,8 +267,8 @@ def timed(
     seconds: Callable[[Group], Sequence[float]],
     dull: Callable[[Group], bool] = lambda group: False,
 ) -> None:
-    """Plays with durations, of a batch's training and of a group's requests; the trainer filters what is `dull`. Groups
-    begin, and a batch is taken, as soon as they may."""
+    """Play with durations of a batch's training and of a group's requests; the trainer filters groups that are `dull`.
+    Groups start and batches are taken as soon as the rules allow."""
     clock, serial = 0.0, itertools.count()
     events: list[tuple[float, int, Move]] = []
     while system.version < versions:
@@ -287,7 +289,7 @@ def timed(
 
 
 def areal_capacity(system: System) -> int:
-    """Groups that AReaL would submit now: it counts what has happened."""
+    """Number of groups that AReaL would submit now; it counts historical events."""
     shape = system.shape
     room = (sum(system.slots) - system.num_requests) // shape.samples_per_group
     history = (shape.max_staleness + system.version + 1) * shape.groups_per_version
@@ -295,7 +297,7 @@ def areal_capacity(system: System) -> int:
 
 
 class Areal(System):
-    """Whatever has finished may be trained, the oldest first."""
+    """AReaL's rules: any finished group may be trained, the oldest first."""
 
     def admits(self) -> bool:
         return areal_capacity(self) > 0

@@ -1,4 +1,4 @@
-"""A sampler for tests of collectors."""
+"""Sampler for tests of collectors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class CountingSampler:
-    """Rows 0, 1, 2, ...: what was drawn can be read off the rows."""
+    """Samples rows 0, 1, 2, ..., so that the sampled rows are easy to check."""
 
     def __init__(self) -> None:
         self.next = 0

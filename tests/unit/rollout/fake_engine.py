@@ -1,4 +1,4 @@
-"""An Engine without a model, for tests of what steps one: token i of a response is (seed + i) mod 50."""
+"""Engine without a model: token i of a response is (seed + i) mod 50."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ VOCABULARY = 50
 
 
 class FakeEngine(SteppedEngine):
-    """Runs `slots` requests at once, in the order they came; each gets a token per pass, and ends with token 0 or its
-    budget. `before_pass` may raise."""
+    """Runs `slots` requests at a time, in order of arrival. Each gets one token per step, and ends with token 0 or at
+    its limit. `before_pass` may raise."""
 
     weight_version = 0
     vocab_size = VOCABULARY

@@ -1,4 +1,4 @@
-"""Admission: nothing stops for ever, is trained too late or gets lost. On a model without engines, in any order."""
+"""Admission rules on a model without engines, in any order: nothing deadlocks, is trained too late, or is lost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def staleness(system: System) -> Counter[int]:
 def test_every_version_is_reached_whatever_ends_first_is_rejected_fails_dies_or_is_resumed(
     shape: Shape, schedule: Schedule
 ) -> None:
-    """No order is fair here: what can wait may wait until nothing else is possible."""
+    """No order is fair here: a move may be delayed until nothing else is possible."""
     assert play(System(shape), schedule, VERSIONS).version == VERSIONS
 
 
@@ -99,7 +99,7 @@ def test_no_more_groups_exist_and_no_more_requests_run_than_may(shape: Shape, sc
 
 
 class Prompt(System):
-    """A group begins as soon as it may."""
+    """System in which a group starts as soon as possible."""
 
     def moves(self, order: Sequence[str] = (), *, youngest: bool = False) -> list[Move]:
         return [self.submit] if self.admits() else super().moves(order, youngest=youngest)
@@ -110,7 +110,7 @@ class Prompt(System):
 def test_the_tightest_bound_trains_in_order_of_submission_where_all_that_may_exist_do(
     shape: Shape, schedule: Schedule
 ) -> None:
-    """With fewer, for want of slots or because some were rejected, there is time to let others overtake."""
+    """With fewer groups, because slots are missing or some were rejected, there is time to let others overtake."""
     places = (shape.max_staleness + 1) * shape.groups_per_version * shape.samples_per_group
     shape = replace(shape, max_staleness_hard=shape.max_staleness, engines=(places,), max_batches=0)
     system = play(Prompt(shape), replace(schedule, mishaps=()), VERSIONS)
@@ -124,7 +124,7 @@ def test_the_tightest_bound_trains_in_order_of_submission_where_all_that_may_exi
 def test_a_group_may_begin_exactly_where_areals_rule_has_capacity_while_its_counters_are_right(
     shape: Shape, schedule: Schedule
 ) -> None:
-    """As they are here: groups that are rejected or fail are counted out, and a resume restores the counters."""
+    """Here the counters are right: rejected and failed groups are subtracted, and a resume restores the counters."""
 
     def require_the_same(system: System) -> None:
         assert system.admits() == (areal_capacity(system) > 0)
@@ -154,7 +154,7 @@ def test_the_same_groups_begin_at_the_same_versions_and_are_as_stale_as_with_are
 def test_counting_groups_that_are_rejected_later_stops_for_ever_and_counting_what_exists_does_not(
     eta: int, stops_at: int
 ) -> None:
-    """The trainer rejects two of five: of 5 (eta + version + 1) that may ever have begun, 3 in 5 are left, and 5
+    """The trainer rejects two of five groups: of 5 (eta + version + 1) that may ever start, 3 in 5 remain, but 5
     (version + 1) are needed."""
     shape = Shape(eta, NO_DEADLINE, groups_per_version=5, samples_per_group=2, engines=(1000,))
     history, exists = Areal(shape), System(shape)
@@ -165,7 +165,7 @@ def test_counting_groups_that_are_rejected_later_stops_for_ever_and_counting_wha
 
 
 class Careless(System):
-    """Trains whatever leaves the finished ones in time, without a look at what runs."""
+    """Rule that trains finished groups in time but ignores running ones."""
 
     def takes(self) -> list[int] | None:
         return take_batch(
@@ -179,7 +179,7 @@ class Careless(System):
 
 @pytest.mark.parametrize(("rules", "oldest"), [(System, 2), (Careless, VERSIONS)])
 def test_a_straggler_is_trained_too_late_by_who_does_not_look_at_what_runs(rules: type[System], oldest: int) -> None:
-    """The group of version 0 that began first ends when nothing else can happen."""
+    """The first group of version 0 ends when no other move is possible."""
     shape = Shape(1, 2, groups_per_version=1, samples_per_group=1, engines=(4,))
     system = play(rules(shape), Schedule(youngest=True, bias=math.inf), VERSIONS)
     system.closed = True
@@ -207,8 +207,8 @@ def test_a_batch_waits_for_one_that_runs_exactly_where_the_next_version_would_be
 
 
 def reference(finished: list[int], running: list[int], version: int, batch: int, hard: int) -> list[int] | None:
-    """For every v: of those not taken, at most (v + hard - version) * batch were submitted at v or before, and none
-    where that is negative."""
+    """Definition of take_batch: for every v, at most (v + hard - version) * batch of the remaining groups were
+    submitted at v or earlier, and none if this is negative."""
     if len(finished) < batch:
         return None
     taken = sorted(sorted(range(len(finished)), key=lambda index: finished[index])[:batch])
@@ -249,7 +249,7 @@ def test_indices_are_those_of_what_finished_the_oldest_and_among_equals_the_firs
 
 
 def begins(**what_exists: int) -> bool:
-    """With eta 1, 3 groups a version and 2 samples a group."""
+    """Call may_submit with eta 1, 3 groups per version and 2 samples per group."""
     nothing = {"running": 0, "finished": 0, "in_training": 0, "running_requests": 0, "slots": 100}
     return may_submit(groups_per_version=3, max_staleness=1, samples_per_group=2, **(nothing | what_exists))
 

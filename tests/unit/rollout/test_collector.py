@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups are kept, what is drawn next, and that nothing depends on time."""
+"""Dynamic sampling: kept groups, refills, and independence of timing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLES = 4
 
 
 class ScriptedPool:
-    """Engines whose responses to a row are all right, all wrong, or mixed, as `signal(row)` says."""
+    """Engines whose responses to a row are all right, all wrong, or mixed, as `signal(row)` returns."""
 
     def __init__(self, signal: Any, num_engines: int = 1) -> None:
         self.signal, self.num_engines, self.tasks = signal, num_engines, []
@@ -175,7 +175,7 @@ def test_the_metric_decides_what_counts_as_variance(tmp_path: Path, metric: str)
 
 
 def test_groups_of_unequal_sizes_are_kept_dropped_and_filled_up_whole(tmp_path: Path) -> None:
-    """An episode may leave several sequences: here response s of the group of row r leaves 1 + (r + s) % 3."""
+    """An episode may have several sequences: here response s of the group of row r has 1 + (r + s) % 3."""
 
     class Several(ScriptedPool):
         def _score(self, task: RolloutTask) -> RolloutScalars:

@@ -1,4 +1,4 @@
-"""Responses that could not be graded: shown once, and too many end the run."""
+"""Responses that could not be graded: the first is shown, and too many end the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine has drawn is read back as it was, however its process ended."""
+"""Sampled tokens of an engine are read back unchanged, however its process ended."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def temperatures_in(path: Path, name: str = "a") -> list[float] | None:
 
 
 def test_tokens_keep_the_temperature_they_were_sampled_with(path: Path, tmp_path: Path) -> None:
-    """Across journals, other temperatures, a rewritten file and copies."""
+    """Across journals, changed temperatures, a rewritten file and copies."""
     paths = [path, *(tmp_path / f"journal{number}" for number in range(2))]
     partial, expected = None, []
     for number, (temperature, journal_path) in enumerate(zip((0.5, 1.25, 0.25), paths, strict=True)):
@@ -98,7 +98,7 @@ def test_tokens_keep_the_temperature_they_were_sampled_with(path: Path, tmp_path
 
 
 def test_journals_of_earlier_versions_have_no_temperatures(path: Path) -> None:
-    """BEGIN, then a STEP of two tokens, as versions before the temperature wrote them."""
+    """BEGIN and a STEP of two tokens, as written by versions without temperatures."""
     name = np.frombuffer(b"a\0\0\0", np.int32)
     begin = np.concatenate([np.array([1, 0, 1, 7, 0], np.int32), name])
     step = np.array([2, 3, 2, 0, 0, 10, 11, *np.float32([-0.5, -1.5]).view(np.int32)], np.int32)
@@ -187,7 +187,7 @@ def test_what_was_taken_over_whole_is_kept_as_if_it_had_been_drawn_here(path: Pa
 
 
 def test_validation_that_asks_again_finds_nothing_that_was_released_before(path: Path) -> None:
-    """Not even before there is a new token; a long response runs all the while."""
+    """This holds even before there is a new token; a long response runs all the time."""
     engine = FakeEngine(slots=8)
     loop = EngineLoop(engine, TokenJournal(path))
     heard: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
@@ -195,6 +195,7 @@ def test_validation_that_asks_again_finds_nothing_that_was_released_before(path:
     found: list[set[str]] = []
 
     def look() -> None:
+        """Read the journal between two steps."""
         if engine.num_running == 1:
             assert go.wait(20)
         found.append({*read_journal(path)})
@@ -242,7 +243,7 @@ def test_what_ran_in_an_engine_that_has_died_stays_whoever_gives_it_up(path: Pat
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but 10 bytes."""
+    """Fill the disk except for 10 bytes."""
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:10]))
 

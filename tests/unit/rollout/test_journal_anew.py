@@ -1,4 +1,4 @@
-"""A journal is as long as what it is for, whatever else was written, and whole at every moment."""
+"""A journal's size depends only on unreleased responses, and the file is complete at every moment."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Response:
 
     @property
     def words(self) -> int:
-        """In a journal, at most: a few per response, and each token in an entry of its own."""
+        """Upper bound of a journal's words: a few per response, and every token in its own entry."""
         return 20 + 7 * len(self.tokens)
 
 
 class Engine:
-    """Begins, steps, aborts, and is told to release, by chance; `responses` is what its journal should say."""
+    """Randomly starts, steps, aborts and releases requests; `responses` is the expected content of its journal."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path, self.chance = path, random.Random(seed)
@@ -100,7 +100,7 @@ class Engine:
         self.journal.begin(requests)
 
     def new_id(self) -> str:
-        """Of a new request, of one of a few that come again and again, or of a later turn."""
+        """Return the id of a new request, of one of a few that recur, or of a later turn."""
         self.count += 1
         first = self.chance.choice([f"train.{self.count}.0", f"val.{self.chance.randrange(5)}.0"])
         known = [name for name in self.responses if name.startswith("train")]
@@ -186,7 +186,7 @@ def test_the_more_is_kept_the_less_often_it_is_written_anew(path: Path) -> None:
 
 
 def filled(path: Path) -> tuple[Engine, dict[str, Told]]:
-    """A journal that is written anew with the next write, and what it says."""
+    """Return a journal that is rewritten at the next write, and its expected content."""
     engine = Engine(path, 1)
     while num_words(path) < SMALL:
         engine.begin()

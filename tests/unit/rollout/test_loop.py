@@ -1,4 +1,4 @@
-"""The engine's loop: nothing waits for a batch, and nothing is asked while a pass is in progress."""
+"""Engine loop: nothing waits for a batch, and calls run between two steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def requests_of(name: str, lengths: list[int]) -> list[GenerationRequest]:
 
 
 class Held:
-    """Passes wait until they are let through, and take their time then."""
+    """Engine whose steps are blocked until released, and then take some time."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.in_pass, self.go = threading.Event(), threading.Event()
@@ -240,7 +240,7 @@ def test_what_is_aborted_soon_is_heard_of_no_more(loop: EngineLoop) -> None:
 
 
 def test_only_what_has_not_begun_is_withdrawn_and_who_waits_hears_of_it(loop: EngineLoop) -> None:
-    """Two of four run; the other two are left, one is taken."""
+    """Two of four requests run; of the other two, one is withdrawn."""
     engine = fake(loop)
     engine.slots = 2
     held = Held(engine)

@@ -1,4 +1,4 @@
-"""Responses that are compared before training: real workers on engines that echo seeds."""
+"""Responses compared before training: real workers on engines that echo seeds."""
 
 from __future__ import annotations
 

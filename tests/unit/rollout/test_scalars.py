@@ -1,4 +1,4 @@
-"""Scalars of several calls as those of one."""
+"""Concatenation of the scalars of several calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards of models beside those of rules: sums, accuracies, records; worked out by hand."""
+"""Rewards of models in addition to rules: sums, accuracies and records, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scalars(rewards: list[float], accuracies: list[float]) -> RolloutScalars:
 
 
 class RulesPool:
-    """Two tasks' results; keeps what it is told to amend."""
+    """Pool with the results of two tasks; records what it is asked to amend."""
 
     num_engines = 3
 
@@ -112,7 +112,7 @@ def test_another_number_of_scores_than_of_responses_is_not_broadcast() -> None:
 
 
 class LaterPool(RulesPool):
-    """Rewards of 5, 6, ... over both tasks; the second task's last response could not be graded."""
+    """Pool with rewards 5, 6, ... over both tasks; the last response of the second task could not be graded."""
 
     def grade(self, tasks: Sequence[RolloutTask], results: Sequence[tuple[Any, RolloutScalars]]) -> list[Grades]:
         assert [result.rewards.tolist() for _, result in results] == [[1, 0], [0, 1, 0, 1]]

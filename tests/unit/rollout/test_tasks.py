@@ -1,4 +1,4 @@
-"""Tasks beside each other: what has ended is reported when the engine asks for more, each once."""
+"""Concurrent tasks: each finished task is reported once, when the engine can take more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def task(group: int, requests: int) -> tuple[int, RolloutTask]:
 
 
 class Engine:
-    """Requests of a task begin and end when the test says so."""
+    """Fake whose requests start and end when the test decides."""
 
     def __init__(self) -> None:
         self.progress: dict[int, RequestCallbacks] = {}

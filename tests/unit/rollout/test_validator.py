@@ -1,4 +1,4 @@
-"""Validation: how responses are drawn, that they can be repeated, and that scalars and records keep the order."""
+"""Validation: sampling, repeatability, and the order of scalars and records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_PROMPTS = 5
 
 
 class SeedEngine:
-    """The response of a request is its seed, one digit per token."""
+    """Engine whose response is the request's seed, one digit per token."""
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
@@ -39,7 +39,7 @@ class SeedEngine:
 
 
 class ParityRewarder:
-    """Right is a response that ends with an even digit."""
+    """Rewarder for which a response is right if it ends with an even digit."""
 
     def __init__(self) -> None:
         self.scores: dict[int, Score] = {}

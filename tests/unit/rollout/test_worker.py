@@ -1,4 +1,4 @@
-"""What leaves a rollout worker: flat buffers that align, scalars in the order of the prompts, one record each."""
+"""Output of a rollout worker: aligned flat buffers, scalars in prompt order, one record per response."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Finish = Callable[[Completion], None]
 
 
 class BackwardsEngine:
-    """Answers prompt [p, ...] with p copies of (seed mod 50), finishing the last request first."""
+    """Answers prompt [p, ...] with p copies of (seed mod 50), and finishes the last request first."""
 
     def generate(self, requests: Sequence[GenerationRequest], on_finish: Finish, begun: Callable[[], None]) -> None:
         for request in reversed(requests):
@@ -61,7 +61,7 @@ class LengthRewarder:
 
 
 class GroupRewarder(LengthRewarder):
-    """Notes which responses are graded together."""
+    """Records which responses are graded together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,13 +186,13 @@ def test_requests_have_the_limit_of_their_task_and_their_own_versions() -> None:
 
 def test_seeds_differ_between_groups_samples_and_runs_and_fit_engines() -> None:
     seeds = np.concatenate([request_seeds(run, np.arange(2000), 16) for run in (0, 1, 2)])
-    assert len(np.unique(seeds)) > 0.9999 * len(seeds)  # 96,000 draws of 31 bits: a few collisions by chance
+    assert len(np.unique(seeds)) > 0.9999 * len(seeds)  # 96,000 samples of 31 bits: a few random collisions
     assert seeds.min() >= 0
     assert seeds.max() < 2**31
 
 
 def of_two_responses(prompts: Sequence[int], responses: Sequence[int]) -> list[Trajectory]:
-    """With two layers, one expert of each token: 10 * sample + place, and that plus 100."""
+    """Build routed experts with two layers and one expert per token: 10 * sample + position, and the same plus 100."""
     rows = [np.arange(p + r - 1) + 10 * i for i, (p, r) in enumerate(zip(prompts, responses, strict=True))]
     experts = [np.stack([row, row + 100], 1)[..., None].astype(np.uint8) for row in rows]
     return [
@@ -228,7 +228,8 @@ def test_an_engine_that_is_not_asked_for_experts_gives_none(tmp_path: Path) -> N
 
 
 def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
-    """Of two samples one had ended and one had begun; a third one's journal is of a request with another seed."""
+    """Of two samples, one had finished and one had started; the third journal belongs to a request with another
+    seed."""
     submitted: list[GenerationRequest] = []
     own = TokenJournal(tmp_path / "own")
 
@@ -277,7 +278,7 @@ def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
 
 
 def test_a_greedy_response_to_a_group_is_not_taken_over_for_a_sampled_one(tmp_path: Path) -> None:
-    """Both have the same seed; an engine has the greedy ones last."""
+    """Both have the same seed; one engine had sampled the greedy ones last."""
     path = tmp_path / "journal"
     sampled = RolloutTask("train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),))
     greedy = replace(sampled, samples_per_prompt=1, sampling=SamplingOptions(4, temperature=0.0))
@@ -300,7 +301,8 @@ def test_a_greedy_response_to_a_group_is_not_taken_over_for_a_sampled_one(tmp_pa
 def test_what_was_drawn_before_the_task_was_given_out_is_of_another_one(
     since: int, found: list[str], tmp_path: Path
 ) -> None:
-    """Validation asks for the same ids and seeds again, perhaps before a lost engine could release the first ones."""
+    """Validation uses the same ids and seeds again, possibly before a lost engine could release the earlier
+    responses."""
     path = tmp_path / "journal"
     task = RolloutTask(
         "train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),), version=since
@@ -315,7 +317,8 @@ def test_what_was_drawn_before_the_task_was_given_out_is_of_another_one(
 
 
 def test_what_is_withdrawn_at_the_end_is_left_out_and_made_as_part_of_the_task_elsewhere(tmp_path: Path) -> None:
-    """Of three groups of two the last three responses; together they are what one worker makes of all."""
+    """The last three responses of three groups of two are withdrawn; together with the rest they equal one worker's
+    result."""
 
     class Withdrawing(BackwardsEngine):
         def __init__(self, withdrawn: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Advantages of a training batch, from the scalars that the driver holds."""
+"""Advantages of a training batch, computed from the scalars on the driver."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def config(advantage):
 def test_trained_tokens_weigh_the_baseline_and_the_batch():
     groups = one_group([1.0, 0.0], [3, 1])
     assert batch_builder(config("opo"), 1)(groups, 1, 0).advantages.tolist() == [0.25, -0.75]
-    # The tokens' centred rewards are 0.5 three times and -0.5 once: mean 0.25, sample variance 0.25.
+    # Centered rewards per token: three times 0.5 and once -0.5, so the mean is 0.25 and the sample variance 0.25.
     whitened = batch_builder(config("reinforce_plus_plus_baseline"), 1)(groups, 1, 0).advantages
     assert whitened.tolist() == pytest.approx([0.5, -1.5], rel=1e-6)
 
@@ -147,7 +147,7 @@ def test_filtered_responses_have_no_weight_and_count_in_no_others(tmp_path):
     assert whole.loss_weights.tolist() == pytest.approx([1 / 9, 1 / 3, 1 / 27])
     overlong = weights(overlong_filtering=True)
     assert overlong.loss_weights.tolist() == pytest.approx([1 / 6, 0, 1 / 18])
-    # The baseline of the group is still that of all three.
+    # The group's baseline still includes all three responses.
     assert overlong.advantages.tolist() == whole.advantages.tolist()
     assert weights(filter=f"{tmp_path / 'keep.py'}:short").loss_weights.tolist() == pytest.approx([1 / 6, 1 / 2, 0])
     both = weights(filter=f"{tmp_path / 'keep.py'}:short", overlong_filtering=True)
@@ -160,7 +160,7 @@ def test_a_filter_that_cannot_be_loaded_is_refused_by_its_key():
 
 
 def several_sequences():
-    """Group 3: episodes of 2, 1 and 3 sequences; group 8: two of one."""
+    """Build group 3 with episodes of 2, 1 and 3 sequences, and group 8 with two episodes of one."""
     rewards = np.array([1, 1, 0, 0.5, 0.5, 0.5, 1, 0], np.float32)
     tokens = np.array([4, 2, 3, 1, 1, 2, 5, 5], np.int32)
     scalars = RolloutScalars(
@@ -183,7 +183,7 @@ def several_sequences():
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_an_episode_counts_once_in_its_group_however_many_sequences_it_left(name):
-    """Oracle: the same episodes with one sequence each, of all their tokens."""
+    """Oracle: the same episodes as one sequence each, with all their tokens."""
     settings = replace(config(name), trainer=TrainerConfig(prompts_per_step=2, prompts_per_update=2))
     found = batch_builder(settings, 1)(several_sequences(), 1, 0).advantages
     first, second = one_group([1.0, 0.0, 0.5], [6, 3, 4]).scalars[0], one_group([1.0, 0.0], [5, 5]).scalars[0]

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent, whatever interrupts it, and says so itself."""
+"""A checkpoint is either complete or absent after any interruption, and its proof shows which."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHTS = b"x" * 10
 
 @dataclass
 class Ranks:
-    """Ranks that write their files when they are waited for; `fails` instead of it."""
+    """Ranks that write their files in `result`, or raise `fails`."""
 
     directory: Path
     fails: Exception | None = None
@@ -188,7 +188,7 @@ def test_a_second_save_waits_for_the_first_and_raises_what_it_raised(checkpoints
 def test_a_damaged_checkpoint_is_refused_with_what_to_do(
     checkpoints: Checkpoints, damage: Callable[[Path], object], message: str
 ) -> None:
-    """Not passed over: resuming from the one before would drop the steps between without a word."""
+    """It is not skipped: resuming from the previous one would silently lose steps."""
     for step in (1, 2):
         checkpoints.save(step, {}, start)
     damage(checkpoints.directory / "step_2")
@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_is_refused_with_what_to_do(
 
 
 def rewrite(checkpoint: Path, old: str, new: str, *, resealed: bool = False) -> None:
-    """Changes complete.json; resealed: without the checksum, as proofs of earlier versions are."""
+    """Change complete.json. `resealed`: without a checksum, like proofs of earlier versions."""
     proof = checkpoint / "complete.json"
     text = proof.read_text().replace(old, new, 1)
     assert text != proof.read_text()
@@ -234,7 +234,7 @@ def test_check_newest_finds_changed_bytes_before_the_start(checkpoints: Checkpoi
 def test_check_newest_reads_both_ends_of_large_files(
     checkpoints: Checkpoints, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The middle is compared by the ranks, which read it anyway."""
+    """The ranks compare the middle, which they read anyway."""
     blocks = io.BytesIO()
     for seed in range(2):
         torch.save(torch.full((1000,), seed), blocks)

@@ -1,4 +1,4 @@
-"""Figures of a step's responses, against counts by hand."""
+"""Metrics of a step's responses compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_solve_rates_by_group() -> None:
     found = {name: metric.value for name, metric in describe_groups(scalars()).items()}
     assert found["groups/solved_all"] == 1 / 4
     assert found["groups/solved_none"] == 2 / 4
-    # Equal rewards in the groups 7 and 5; group 4 has no right answer, but rewards that differ.
+    # Groups 7 and 5 have equal rewards; group 4 has no right answer, but different rewards.
     assert found["groups/without_signal"] == 2 / 4
     assert found["groups/solve_rate_std"] == pytest.approx(np.std([1, 0.5, 0, 0]))
 

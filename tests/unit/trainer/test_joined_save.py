@@ -1,4 +1,4 @@
-"""The files of two models in one checkpoint: their names, their account, and whose is whose again."""
+"""Files of two models in one checkpoint: names, joint proof, and separation when loading."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CRITIC = (SavedFile("a.distcp", 4, 2), SavedFile("hf/config.json", 2, 6))
 
 @dataclass
 class Part:
-    """A save that has ended, or not."""
+    """Save that has finished, or not."""
 
     files: tuple[SavedFile, ...]
     is_done: bool = True

@@ -1,4 +1,4 @@
-"""Comparison of engines and trainer before the first step; engines and actor are fakes of their ports."""
+"""Comparison of engines and trainer before the first step; engines and actor are fakes of their Protocols."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a step, and what a resumed run does and does not repeat; every part is a recorder."""
+"""Order of calls in a step, and steps that a resumed run repeats; every part is a recorder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mcore_rl.types import BatchHandle, SavedFile, SavedState, Total
 
 
 class Recorder:
-    """Stands for every port: notes each call, and fails at `fail_at`, a call such as "update 2"."""
+    """Fake of every Protocol: records each call, and fails at the call `fail_at`, such as "update 2"."""
 
     def __init__(self, fail_at: str | None = None) -> None:
         self.calls: list[str] = []
@@ -108,7 +108,7 @@ class Recorder:
 
 @dataclass
 class RecordedSave:
-    """Writes the updates that there were when it began; with saves_last, only when it is waited for."""
+    """Save that writes the number of updates at its start; with saves_last, the number when it is waited for."""
 
     part: Recorder
     directory: Path

@@ -1,4 +1,4 @@
-"""Rewards less their KL, the coefficient that follows it, and the steps of a refresh."""
+"""Rewards minus the KL, the adaptive coefficient, and the steps with a refresh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KL_OF_A_TOKEN = 0.25
 
 
 class Actor:
-    """Ranks that find the same KL in every token."""
+    """Fake ranks that compute the same KL for every token."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,4 @@
-"""Validation metrics of sets and data sources, against means computed from the rows."""
+"""Validation metrics of sets and data sources compared with means of their rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_rl.trainer.validation import describe_validation, part_accuracies, va
 
 
 def result(num_prompts: int, samples: int = 2) -> Any:
-    """Responses whose accuracy, reward and parts follow from their place."""
+    """Responses whose accuracy, reward and parts are functions of their index."""
     places = np.arange(num_prompts * samples)
     return SimpleNamespace(
         group_ids=places // samples,

@@ -1,4 +1,4 @@
-"""Episodes on a scripted model, with a chat template and, where a test wants them, tools."""
+"""Episodes with a scripted model, a chat template and, on request, tools."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUESTION = [{"role": "user", "content": "q"}]
 
 @dataclass
 class FakeTools:
-    """Answers `look` with what `answers` says of the arguments; a number of seconds is slept."""
+    """Answers `look` with the result of `answers` for the arguments; sleeps if it is a number of seconds."""
 
     answers: Callable[[dict[str, Any]], ToolAnswer | float]
     calls: list[tuple[str, str, dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class FakeTools:
 
 @dataclass
 class Stage:
-    """An engine, a player on it, and the prompt that all attempts have."""
+    """An engine, its player, and the prompt of all attempts."""
 
     engine: ScriptedEngine
     player: EpisodePlayer
@@ -85,7 +85,7 @@ class Stage:
         return [outcome for place in range(count) if (outcome := outcomes[place]) is not None]
 
     def text(self, outcome: EpisodeOutcome, which: int = 0) -> str:
-        """Of a whole trajectory, special tokens included."""
+        """Decode a whole trajectory, including special tokens."""
         trajectory = outcome.trajectories[which]
         return str(self.tokenizer.decode([*trajectory.prompt_ids.tolist(), *trajectory.token_ids.tolist()]))
 
@@ -97,7 +97,7 @@ class Stage:
 
 @pytest.fixture
 def stage() -> Iterator[Callable[..., Stage]]:
-    """Sets one up: `say` is the model's part, `episode` an object with `run`, or an async function."""
+    """Build a stage: `say` is the model's script, `episode` an object with `run` or an async function."""
     with ExitStack() as stack:
 
         def set_up(

@@ -1,4 +1,4 @@
-"""An engine whose model knows its part: what it says is a function of the tokens that it follows."""
+"""Engine with a scripted model: its output is a function of the preceding tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Say = Callable[[str], str]
 
 
 class ScriptedEngine(SteppedEngine):
-    """A token of every request per pass; log-probabilities are minus the token, experts its place. `hold` stops the
-    passes; `fails` is raised by them. `version` may change."""
+    """Generates one token of every request per step. Log-probabilities are minus the token, experts are its position.
+    `hold` blocks the steps, `fails` makes them raise; `version` may change."""
 
     def __init__(self, tokenizer: Any, say: Say, config: RolloutConfig, *, experts: bool = False) -> None:
         super().__init__(config, captures_routing=experts, decode=plain_decoder(tokenizer))
@@ -83,7 +83,7 @@ class ScriptedEngine(SteppedEngine):
         self.cancelled += engine_ids
 
     def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:
-        """Each row says which call computed it: its number, and the place."""
+        """Return rows that identify the call which computed them: its number and the position."""
         found = {}
         for engine_id in engine_ids:
             count = self._running[engine_id].num_routed
@@ -123,7 +123,7 @@ def call(q: str) -> str:
 
 
 def asks_until_it_has_seen(count: int) -> Callable[[str], str]:
-    """Calls look(q=number of answers so far), then says so."""
+    """Call look(q=number of answers so far), then report the result."""
 
     def say(text: str) -> str:
         seen = text.count("<|im_start|>tool")

@@ -1,4 +1,4 @@
-"""Episodes with an environment that answers each turn, and how users' classes and functions are loaded."""
+"""Episodes with an environment that answers each turn, and loading of users' classes and functions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def game(directory: Path, asynchronous: str = "", first: str = "None") -> str:
 
 
 def halves(text: str) -> str:
-    """Bisects 0..64 by the hints in the text."""
+    """Bisect 0..64 using the hints in the text."""
     low, high, guess = 0, 64, 32
     for hint in (word for word in text.replace("<", " ").split() if word in ("higher", "lower")):
         low, high = (guess, high) if hint == "higher" else (low, guess)

@@ -1,4 +1,5 @@
-"""Episodes as coroutines: what they say is what is trained, limits end them, and one that fails costs itself alone."""
+"""Episodes as coroutines: sampled tokens are trained, limits end episodes, and a failed episode does not affect
+others."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ def test_each_turn_lets_others_go_first_after_as_many_tokens_and_is_the_same(sta
 
 
 def test_what_lost_engines_had_drawn_is_taken_over_turn_by_turn(stage: SetUp, tmp_path: Path) -> None:
-    """Those who take over from this engine then find all of it."""
+    """If this engine is lost as well, the next one finds all tokens in its journal."""
     say = asks_until_it_has_seen(2)
     on = stage(say, ToolEpisode(), tools=FakeTools(echo))
     (whole,) = on.play()
@@ -174,7 +175,7 @@ def test_what_lost_engines_had_drawn_is_taken_over_turn_by_turn(stage: SetUp, tm
 
 
 def _journal_of(on: Stage, outcome: Any, requests: dict[int, list[int]]) -> dict[str, JournaledResponse]:
-    """The first two turns, as an engine's journal has them."""
+    """Build the first two turns as they are in an engine's journal."""
     from mcore_rl.types import Completion
 
     (trajectory,) = outcome.trajectories
@@ -224,7 +225,7 @@ def test_single_turn_through_an_episode_is_a_single_turn(stage: SetUp) -> None:
 def withdraw_in_the_first_pass(
     on: Stage, count: int, course: AttemptCallbacks, choose: Callable[[Collection[str]], Collection[str]]
 ) -> None:
-    """Of `count` attempts, two of whose requests have come to the engine, which runs one at a time."""
+    """Withdraw from `count` attempts after two requests have reached the engine, which runs one at a time."""
     on.engine.slots = 1
     on.engine.go.clear()
     loop = on.player._engine
@@ -243,8 +244,8 @@ def withdraw_in_the_first_pass(
 
 
 def test_what_has_not_begun_is_withdrawn_whole_and_what_has_goes_on(stage: SetUp) -> None:
-    """One request runs at a time: the second episode has not begun when the first one is in its first turn, nor when it
-    waits for its second, which is no beginning."""
+    """One request runs at a time: the second episode has not started while the first one is in its first turn or waits
+    for its second turn."""
     tools = FakeTools(echo)
     on = stage(asks_until_it_has_seen(1), ToolEpisode(), tools=tools)
     outcomes: dict[int, Any] = {}
@@ -264,7 +265,7 @@ def test_what_has_not_begun_is_withdrawn_whole_and_what_has_goes_on(stage: SetUp
 
 
 def test_no_more_episodes_are_under_way_than_may_be(stage: SetUp) -> None:
-    """So that what begins comes to its end before others begin: tools and environments hold memory."""
+    """Episodes finish before others start, since tools and environments use memory."""
     under_way: list[int] = []
     running = 0
 
@@ -282,7 +283,7 @@ def test_no_more_episodes_are_under_way_than_may_be(stage: SetUp) -> None:
 
 
 def test_episodes_that_wait_for_a_slot_are_withdrawn_with_first_turns_that_have_not_begun(stage: SetUp) -> None:
-    """Another engine could begin them at once. Two have slots, and one of them decodes."""
+    """Another engine could start them at once. Two have slots, and one of them decodes."""
 
     async def run(session: Session, prompt: EpisodePrompt) -> None:
         await session.generate(prompt.token_ids)

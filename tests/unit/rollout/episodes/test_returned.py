@@ -1,4 +1,4 @@
-"""What episodes return, how histories that are rendered anew become sequences, and branches from one prompt."""
+"""Return values of episodes, histories that are rendered again as new sequences, and branches from one prompt."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_a_returned_mask_may_leave_out_what_was_sampled_but_train_nothing_else(s
 
 
 def test_a_new_sequence_per_turn_is_rendered_as_it_is_served(stage: SetUp) -> None:
-    """A template that leaves out earlier reasoning: with keep the reasoning stays, with new_sequence it goes, and each
-    turn is trained where it was sampled."""
+    """The template omits earlier reasoning: keep retains it, new_sequence drops it, and each turn is trained where it
+    was sampled."""
 
     def say(text: str) -> str:
         return f"done{END}" if "<|im_start|>tool" in text else f"<think>hm</think>{call('a')}{END}"

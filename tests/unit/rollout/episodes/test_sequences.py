@@ -1,4 +1,4 @@
-"""What an episode asked the engine for becomes sequences in which every token knows whether it was sampled."""
+"""An episode's engine calls become sequences in which every token is marked as sampled or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_rl.types import NOT_SAMPLED, Completion
 
 
 def sampled(*ids: int, version: int = 0, experts: int | None = None, before: int = 0) -> Completion:
-    """With `experts`, so many are in every row, of all tokens but the last."""
+    """Build a completion; with `experts`, each row has this many, for all tokens but the last."""
     rows = None if experts is None else np.full((before + len(ids) - 1, 1, 1), experts, np.uint8)
     array = np.array(ids, np.int32)
     return Completion("x", array, -array.astype(np.float32), "stop", 0 * array + version, rows)
@@ -53,7 +53,7 @@ def test_branches_from_one_prompt_are_sequences_of_their_own_and_share_no_traine
 
 
 def test_experts_are_those_of_the_turn_that_first_computed_a_token() -> None:
-    """The last token of a turn, and what was said after it, were computed by the next turn."""
+    """The last token of a turn, and the messages after it, were computed by the next turn."""
     book = SequenceBook()
     book.add(ids(1, 2), sampled(3, 4, experts=7, before=2), 1.0)
     book.add(ids(1, 2, 3, 4, 9), sampled(5, 6, experts=8, before=5), 1.0)
@@ -68,8 +68,8 @@ def test_experts_are_those_of_the_turn_that_first_computed_a_token() -> None:
 def test_every_sampled_token_is_trained_once_wherever_an_episode_goes_on(
     calls: list[tuple[int, int, int]],
 ) -> None:
-    """Each call goes on from the end of some earlier one, or from the prompt, with so many words of others before it.
-    Oracle: the calls themselves."""
+    """Each call continues an earlier sequence, or the prompt, with some additional words. Oracle: the calls
+    themselves."""
     book, ends, total = SequenceBook(), [[1]], 0
     fresh = iter(range(100, 10_000))
     for origin, said, count in calls:

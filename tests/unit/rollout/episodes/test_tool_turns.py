@@ -1,4 +1,4 @@
-"""A model that calls tools: its turns are trained, and each call is answered, in its order and by its id."""
+"""Model that calls tools: its turns are trained, and each call is answered in order and by its id."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_tool_loop_trains_what_was_sampled_and_nothing_else(stage: SetUp) -> N
 
 
 def test_the_sequence_is_the_templates_rendering_of_the_conversation(stage: SetUp) -> None:
-    """Where the model writes calls as the template does. Oracle: the template."""
+    """The model writes calls like the template. Oracle: the template."""
 
     def say(text: str) -> str:
         return f"done{END}" if "<|im_start|>tool" in text else f"{call('it')}{END}"
@@ -57,7 +57,7 @@ def test_the_sequence_is_the_templates_rendering_of_the_conversation(stage: SetU
 
 
 def test_answers_name_the_calls_as_the_model_did(stage: SetUp) -> None:
-    """Oracle: the template, which shows ids. The second call cannot be executed, and is answered all the same."""
+    """Oracle: the template, which shows ids. The second call cannot be executed, but is answered."""
     written = '{}functions.look:{}{}{{"q": "{}"}}{}'
 
     def of(number: int, name: str = "look") -> str:
@@ -77,7 +77,7 @@ def test_answers_name_the_calls_as_the_model_did(stage: SetUp) -> None:
 
 
 def test_behind_a_call_that_cannot_be_read_a_call_and_its_answer_have_one_id(stage: SetUp) -> None:
-    """In the conversation, which may be rendered anew."""
+    """The ids are compared in the conversation, which may be rendered again."""
     bad = "<tool_call>\n{]\n</tool_call>"
     on = stage(
         lambda text: f"done{END}" if "found" in text else f"{bad}{call('it')}{END}",
@@ -163,7 +163,7 @@ BROKEN = "<tool_call>\n{]\n</tool_call>"
     ids=["over the limit", "unknown", "unfit", "unreadable", "unreadable first", "unreadable between", "timed out"],
 )
 def test_history_rendered_anew_shows_every_call_with_its_answer(stage: SetUp, calls: list[str]) -> None:
-    """Oracle: the tokens that were sampled and answered, which `keep` continues."""
+    """Oracle: the sampled tokens and answers, which `keep` continues."""
 
     def answer(arguments: dict[str, Any]) -> ToolAnswer:
         return ToolAnswer("Error: timed out", error="late") if arguments["q"] == "slow" else echo(arguments)
@@ -200,7 +200,7 @@ def test_second_call_is_reported_where_a_template_shows_one(stage: SetUp) -> Non
 
 @pytest.mark.parametrize("new", [[], [{"role": "user", "content": "go on"}]])
 def test_turn_without_answers_stays_text(stage: SetUp, new: list[dict[str, str]]) -> None:
-    """An episode of a user's may leave calls, or a turn that was cut, without an answer."""
+    """A user's episode may leave calls, or a truncated turn, unanswered."""
     found = []
 
     async def solve(session: Any, prompt: Any) -> float:

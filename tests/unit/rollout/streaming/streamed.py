@@ -1,4 +1,4 @@
-"""A stream of tasks without engines: each waits until a test, or chance, lets it end."""
+"""Task stream without engines: tasks end when a test, or a random choice, lets them end."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SIZE = 4
 
 
 class Stream:
-    """`choose` says which of the tickets under way end in a wait; `dull` which groups have equal rewards. Weights of
-    `version` draw all tokens of what ends."""
+    """`choose` selects the tickets that end in a wait; `dull` the groups with equal rewards. All tokens of an ending
+    task have the current `version`."""
 
     num_engines = 2
 
@@ -102,7 +102,7 @@ def all_of_them(tickets: list[int]) -> list[int]:
 
 
 def some(seed: int) -> Callable[[list[int]], list[int]]:
-    """A few of them, by chance."""
+    """Return a few random elements."""
     chance = random.Random(seed)
     return lambda tickets: chance.sample(tickets, chance.randint(1, min(3, len(tickets))))
 

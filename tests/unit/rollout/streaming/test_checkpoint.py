@@ -1,4 +1,4 @@
-"""Groups that no step has trained survive a restart: none is lost, none is trained twice, each is as it was."""
+"""Groups that no step has trained survive a restart: none is lost, trained twice, or changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.rollout.streaming.test_collector import ages, trained
 
 
 class Run:
-    """As the trainer does it, with its checkpoint in `directory`."""
+    """Collector and publisher as the trainer uses them, with a checkpoint in `directory`."""
 
     def __init__(self, directory: Path, seed: int, **given: Any) -> None:
         self.directory, self.given, self.saves = directory, given, 0
@@ -77,7 +77,7 @@ def test_a_run_that_dies_after_every_few_steps_trains_every_group_once(seed: int
             saved = run.save()
             if drain:
                 assert json.loads((Path(saved[0]["path"]) / "engine_0.journal").read_text()) == []
-        # It goes on for a while before it dies: what it does then is lost.
+        # The run continues for a while before it dies; this work is lost.
         if run.stream.underway and step < 20:
             run.collector.collect(step + 1)
         run.start(seed + step)

@@ -1,4 +1,4 @@
-"""Groups that are submitted ahead of their training: which, when, and how old they become."""
+"""Groups submitted ahead of their training: selection, timing and age."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.rollout.streaming.streamed import SAMPLES, SIZE, Stream, all_of_
 
 
 def trained(groups: Groups) -> list[int]:
-    """Ids of the groups that are trained."""
+    """Return the ids of the trained groups."""
     pairs = zip(groups.scalars, groups.keep, strict=True)
     return [int(scalars.group_ids[0]) for scalars, keep in pairs if len(keep)]
 
@@ -29,7 +29,7 @@ def ages(groups: Groups, version: int) -> list[int]:
 
 
 def run(collector: StreamingCollector, stream: Stream, steps: int) -> list[Groups]:
-    """As the trainer does it: engines go on while it trains."""
+    """Run steps like the trainer: engines continue while it trains."""
     collected = []
     collector.published(0)
     for step in range(1, steps + 1):
@@ -64,8 +64,8 @@ def test_every_group_is_trained_once_in_whole_steps_and_none_is_older_than_the_b
 
 
 class ParkingStream(Stream):
-    """A task is drawn in so many pieces, and waits after each for the next weights, or until its engine has nothing
-    else to run: as engines do it with rollout.partial_tokens."""
+    """Stream whose tasks are sampled in several pieces. After each piece they pause until the next version, or until
+    their engine is idle, like rollout.partial_tokens."""
 
     def __init__(self, seed: int, **given: Any) -> None:
         chance = random.Random(seed)
@@ -132,7 +132,7 @@ def test_as_many_exist_as_the_mean_staleness_says(tmp_path: Path) -> None:
 
 
 def test_one_step_off_no_response_mixes_weights_and_time_changes_nothing(tmp_path: Path) -> None:
-    """With rollout.swap=finish, whatever the order in which groups end; also with groups that have no signal."""
+    """With rollout.swap=finish, in any order in which groups end, also with groups without signal."""
     outcomes = []
     for seed in range(6):
         stream = Stream(some(seed))
@@ -188,7 +188,7 @@ def test_where_no_group_has_signal_a_step_is_filled_with_the_oldest_of_them(tmp_
     collector = collector_of(stream, tmp_path, steps=3, dynamic={"enable": True, "max_batches": 2})
     collected = run(collector, stream, 3)
     assert trained(collected[0]) == [0, 1, 2, 6]
-    # (max_batches - 1) steps' worth leave the count, and 2 steps' worth of what exists without signal ends it.
+    # (max_batches - 1) steps' worth of groups leave the count; admission ends with 2 steps' worth without signal.
     assert collected[0].groups_sampled == SIZE + 2 * SIZE
     assert all(len(trained(groups)) == SIZE for groups in collected)
 
@@ -232,7 +232,7 @@ def test_figures_say_how_old_groups_and_tokens_are(tmp_path: Path) -> None:
     collector = collector_of(stream, tmp_path, rollout={"max_staleness": 2})
     first, second, third = run(collector, stream, 3)
     assert first.metrics["staleness/mean"] == Mean(0.0, SIZE)
-    # The second step's ended while the first one was trained; the third's under the weights that came after it.
+    # Groups of the second step ended while the first was trained; groups of the third ended with later weights.
     assert second.metrics["staleness/mean"] == Mean(4.0, SIZE)
     assert second.metrics["staleness/tokens_mean"] == Mean(float(SIZE * SAMPLES), SIZE * SAMPLES)
     assert third.metrics["staleness/mean"] == Mean(2.0 * SIZE, SIZE)

@@ -1,4 +1,4 @@
-"""Responses that have drawn enough under one version wait for the next one, and lose nothing by it."""
+"""Responses that reach their token limit for one version pause until the next version without losing tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Heard = queue.SimpleQueue[Completion | BaseException]
 
 
 def token(seed: int, index: int, version: int) -> int:
-    """Of a response, at this place, under these weights; never the last one."""
+    """Return the token of a response at this position with these weights; never the end token."""
     return 1 + (7 * seed + 3 * index + 11 * version) % (VOCABULARY - 1)
 
 
 class VersionedEngine(FakeEngine):
-    """Tokens hang on the version. `ran` are the requests of each pass, with its version; weights change after passes
-    that `swaps` names."""
+    """Engine whose tokens depend on the version. `ran` records the requests and version of each step; weights change
+    after the steps in `swaps`."""
 
     def __init__(self, slots: int = 4, swaps: Sequence[int] = ()) -> None:
         super().__init__(slots)
@@ -124,7 +124,7 @@ def test_where_nothing_else_runs_it_goes_on_under_the_same_weights() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_the_limits_and_swaps_tokens_are_those_of_their_versions(seed: int, tmp_path: Path) -> None:
-    """The journal has what was drawn at all times; nothing runs beyond its limit while others could."""
+    """The journal always contains all sampled tokens; no response exceeds its limit while others could run."""
     chance = random.Random(seed)
     engine = VersionedEngine(chance.randint(1, 4), sorted(chance.sample(range(1, 120), 6)))
     path, counts = tmp_path / "journal", dict[tuple[str, int], int]()
@@ -158,7 +158,7 @@ def test_whatever_the_limits_and_swaps_tokens_are_those_of_their_versions(seed: 
 
 
 class Parked:
-    """A loop in which `long` has drawn 3 tokens and waits, while `other` is held in a pass, which may fail."""
+    """Loop in which `long` has sampled 3 tokens and is paused, while `other` is blocked in a step, which may fail."""
 
     def __init__(self, path: Path) -> None:
         self.engine, self.heard, self.others, self.path = VersionedEngine(), Heard(), Heard(), path
@@ -188,7 +188,7 @@ class Parked:
                 raise self.error
 
     def drawn(self) -> list[int]:
-        """What others would go on from."""
+        """Return the tokens from which other engines would continue."""
         found = read_journal(self.path)["long"]
         assert (found.seed, found.finish_reason) == (1, None)
         return found.completion.token_ids.tolist()

@@ -1,4 +1,4 @@
-"""A run is repeated: weights change where they changed, and steps train what they trained."""
+"""Replay of a run: weights change at the recorded tokens, and steps train the recorded groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from tests.unit.rollout.streaming.test_paused_requests import request as request
 
 @pytest.mark.parametrize("seed", range(20))
 def test_each_response_draws_its_tokens_under_the_versions_that_drew_them(seed: int, tmp_path: Path) -> None:
-    """Whatever else runs, in which order it comes and where: one engine has the work of two, or two that of one."""
+    """Independent of other requests, their order and placement: one engine has the work of two, or two have the work of
+    one."""
     chance = random.Random(seed)
     asked = [request_of(f"r{i}", chance.randint(1, 40), seed=i) for i in range(8)]
     engine, heard = VersionedEngine(chance.randint(1, 5), sorted(chance.sample(range(1, 60), 5))), Heard()
@@ -144,7 +145,7 @@ class FakePublisher:
 
 
 def told(collected: list[Groups]) -> list[Any]:
-    """Of each step: groups with their prompts and the versions at which they were submitted, and which were trained."""
+    """Return for each step its groups with prompts and submission versions, and which were trained."""
     return [
         (
             [(int(s.group_ids[0]), int(s.prompt_rows[0]), int(s.versions[0, 0])) for s in groups.scalars],
@@ -160,7 +161,7 @@ def told(collected: list[Groups]) -> list[Any]:
 def test_the_same_groups_are_trained_in_the_same_steps_whatever_ends_first(
     seed: int, dull: str, tmp_path: Path
 ) -> None:
-    """Beyond the recorded steps it goes on by the usual rules."""
+    """After the recorded steps, the run continues with the usual rules."""
 
     def stream_of(seed: int, slots: int) -> Stream:
         stream = Stream(some(seed), slots=slots)

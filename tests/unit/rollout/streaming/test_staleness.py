@@ -1,4 +1,4 @@
-"""What a step's figures say of the age of its groups and tokens, and of queues, against figures worked out by hand."""
+"""Metrics of the age of groups and tokens, and of queues, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mcore_rl.types import Max, Mean, RolloutScalars
 
 
 def scalars(versions: list[list[int]], *drawn: tuple[int, int]) -> RolloutScalars:
-    """Of one response per row of `versions`; `drawn`: (version, tokens)."""
+    """Build scalars with one response per row of `versions`; `drawn`: (version, tokens)."""
     ints, numbers = np.ones(len(versions), np.int32), np.zeros(len(versions), np.float32)
     return RolloutScalars(
         ints, ints, ints, ints, ints, numbers, numbers, ints.astype(np.uint8), np.array(versions, np.int32),

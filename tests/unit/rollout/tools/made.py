@@ -1,4 +1,4 @@
-"""Tools that users would bring, as files, and what starts them."""
+"""Example tools of users, as files, and helpers to start them."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ every = [add, pause, whereabouts, hang, block, die, quit_politely, flaky, wrong,
 
 
 def functions_file(folder: Path) -> Path:
-    """Written into `folder`; a module of its own for each folder."""
+    """Write functions.py into `folder`; each folder has a different module."""
     path = folder / "functions.py"
     path.write_text(FUNCTIONS)
     return path
 
 
 def with_tools(spec: str, use: Callable[[ToolBox], Awaitable[T]], **keys: object) -> T:
-    """What `use` returns of the tools that rollout.tools=spec names."""
+    """Return the result of `use` with the tools of rollout.tools=spec."""
 
     async def run() -> T:
         box = await ToolBox.start(RolloutConfig(tools=spec, **keys))
@@ -134,8 +134,8 @@ def with_tools(spec: str, use: Callable[[ToolBox], Awaitable[T]], **keys: object
 
 
 def tools_file(folder: Path, *names: str, **keys: object) -> str:
-    """A YAML file with these of the functions in `folder`, each with `keys`; with schemas, so that a tool process need
-    not load transformers to derive them."""
+    """Write a YAML file with these functions of `folder`, each with `keys`. It contains schemas, so that a tool process
+    need not load transformers to derive them."""
     entries = [
         {"function": f"functions.py:{name}", "tool_schema": _schema(name), **keys}  # beside the file
         for name in names

@@ -1,4 +1,4 @@
-"""The YAML of tools: verl's form and ours, and what is wrong with one, by file and key."""
+"""YAML files of tools, in verl's form and ours, and their errors by file and key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How calls of a tool are held to its limits, with a tool whose calls the test answers."""
+"""Limits of a tool's calls, with a tool whose calls the test answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EPISODE = EpisodeState.begin("e", {})
 
 
 class FakeTool:
-    """Does what `behave` does; counts what runs."""
+    """Executes `behave` and counts running calls."""
 
     schema = SCHEMA
 
@@ -148,7 +148,7 @@ def test_a_call_that_does_not_end_keeps_its_place_and_is_told_of(monkeypatch: py
 
 
 def test_calls_begin_at_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the loop's own clock, which the test turns."""
+    """Uses the loop's own clock, which the test advances."""
     starts: list[float] = []
 
     async def run() -> None:

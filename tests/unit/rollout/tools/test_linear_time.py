@@ -1,4 +1,4 @@
-"""Whatever a model writes is read in linear time: 60,000 characters of one mark must not hold up the engine."""
+"""Parsing takes linear time for any output of a model: 60,000 characters of one mark must not block the engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PIECES = (" ", "\n", "\t", "\\", '"', "{", "[", "<", ">", "</", ";", "a", "1", "
 
 
 def marks(form: str) -> set[str]:
-    """Every tag and piece of syntax of a format, as models write it, and each cut in the middle."""
+    """Yield every tag and piece of syntax of a format, complete and truncated in the middle."""
     whole = written(form, FIRST) + written(form, '{"q": "a"' if form not in ("qwen3_coder", "glm45") else FIRST)
     tags = set(re.findall(r"<[^<>]*>|\[[A-Z_]+\]|```json|\{\"[a-z]+\": ", whole))
     return tags | {"<think>", "</think>", "<|python_tag|>", "[CALL_ID]", '{"name": "', '{"type": "function", "name": "'}
 
 
 def shortest(read: Callable[[str], object], text: str) -> float:
-    """Of two runs: a busy machine is not a slow program."""
+    """Return the shorter time of two runs, since a busy machine can delay one."""
     taken = []
     for _ in range(2):
         began = time.process_time()

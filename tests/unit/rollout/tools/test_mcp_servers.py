@@ -1,4 +1,4 @@
-"""Tools of a real MCP server, started as one."""
+"""Tools of a real MCP server in a child process."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_server_on_stdio(tmp_path: Path) -> None:
 
 
 def test_a_server_ends_with_the_tool_process_however_that_ends(tmp_path: Path) -> None:
-    """Although the package gives it a session of its own, and it does not end with its input."""
+    """The package starts the server in a new session, and the server ignores the end of its input."""
     server = stdio_server(tmp_path)
     script = tmp_path / "server.py"
     script.write_text(script.read_text() + "\nimport time\ntime.sleep(600)\n")
@@ -119,7 +119,7 @@ def test_a_server_ends_with_the_tool_process_however_that_ends(tmp_path: Path) -
 
 @contextmanager
 def http_server(folder: Path, transport: str) -> Iterator[int]:
-    """A server on a free port of this host."""
+    """Start a server on a free port of this host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -162,7 +162,7 @@ def test_mcp_server_over_http_and_sse_needs_no_proxy_on_this_host(
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):
-    """A proxy that reaches nobody."""
+    """Proxy that reaches no server."""
 
     def do_POST(self) -> None:
         self.send_error(502)

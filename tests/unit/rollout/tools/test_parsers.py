@@ -1,4 +1,4 @@
-"""What is taken for a tool call, and what is not, in every format."""
+"""Recognition of tool calls in every format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MESSAGE_FORMATS = (
 
 
 def written(form: str, *calls: dict[str, Any] | str, name: str = "look") -> str:
-    """Calls as models write them; a string stands for arguments that are written as they are."""
+    """Format calls as models write them; a string stands for arguments that are written unchanged."""
     texts = [call if isinstance(call, str) else json.dumps(call, ensure_ascii=False) for call in calls]
     match form:
         case "hermes":
@@ -115,7 +115,7 @@ def test_a_call_inside_reasoning_is_none(form: str) -> None:
     assert (opened.content, opened.calls) == ("No call.", ())
     assert opened.reasoning == thought.strip()
     assert (never_closed.content, never_closed.calls) == ("", ())
-    # A prompt that has closed it again, as templates do to switch reasoning off.
+    # A prompt that has closed it again, like templates that switch reasoning off.
     assert calls_of(parser(form).parse(written(form, FIRST), prompt="<think>\n\n</think>\n\n")) == [FIRST]
 
 
@@ -161,7 +161,8 @@ def test_tools_and_arguments_are_those_of_the_schemas(form: str) -> None:
 
 @pytest.mark.parametrize("form", MESSAGE_FORMATS)
 def test_arguments_come_as_the_schema_types_them(form: str) -> None:
-    """Where only texts are written, a string that looks like a number stays one, and code keeps its indentation."""
+    """In formats with textual arguments, a string that looks like a number stays a string, and code keeps its
+    indentation."""
     arguments = {"q": "  007\n\treturn 'ä' \n", "n": -3, "deep": {"x": None}}
     assert calls_of(parser(form).parse(written(form, arguments))) == [arguments]
 

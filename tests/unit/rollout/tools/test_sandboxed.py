@@ -1,4 +1,4 @@
-"""The interpreter and the shell as tools: state per episode, time limits, nothing left."""
+"""Interpreter and shell as tools: state per episode, time limits, cleanup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemas of functions, with what transformers would turn into nothing refused, and arguments held to them."""
+"""Schemas of functions, rejection of types that transformers would drop, and validation of arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of a tool: search in a file of texts."""
+"""Example tool: search in a text file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXTS = [
 
 
 def test_the_scores_are_those_of_the_formula(tmp_path: Path) -> None:
-    """Okapi BM25 written out for one word of one text: tf 3 in 3 words, of 4 words on average, in 3 of 5 texts."""
+    """Okapi BM25 written out for one word of one text: tf 3 in 3 words, 4 words on average, in 3 of 5 texts."""
     index = load_object("example", f"{EXAMPLE}/search.py:Index")(TEXTS)
     mean = (6 + 5 + 8 + 0 + 3) / 5
     weight = math.log(1 + (5 - 3 + 0.5) / (3 + 0.5))

@@ -1,4 +1,4 @@
-"""Tools in processes of their own: what is answered whatever they do."""
+"""Tools in separate processes: every call is answered, whatever the tool does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.rollout.tools.made import alive, functions_file, tools_file, wit
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With functions.py in it."""
+    """Folder with functions.py."""
     made = tmp_path_factory.mktemp("tools")
     functions_file(made)
     return made
@@ -92,7 +92,7 @@ def test_episodes_are_spread_and_stay(folder: Path) -> None:
 
 
 def test_a_function_that_does_not_return_costs_its_call_only(folder: Path) -> None:
-    """It runs in a thread, which cannot be stopped: others go on beside it."""
+    """The function runs in a thread, which cannot be stopped; other calls continue."""
 
     async def use(box: ToolBox) -> list[ToolAnswer]:
         return [await box.call("e", "hang", {"seconds": 3.0}), await box.call("e", "add", {"a": 1})]
@@ -206,7 +206,7 @@ def test_shutdown_leaves_nothing_behind(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_processes_end_with_the_one_that_called(folder: Path) -> None:
-    """However it ends: the kernel sees to it, for those that a tool process has started too."""
+    """The kernel kills them, and the processes that they started, however the parent ends."""
     code = (
         "import asyncio, os\n"
         "from mcore_rl.config.schema import RolloutConfig\n"

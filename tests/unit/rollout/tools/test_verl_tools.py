@@ -1,4 +1,4 @@
-"""Tool classes as verl's documentation has them, unchanged."""
+"""Tool classes from verl's documentation, unchanged."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ SCHEMA = {"type": "function", "function": {"name": "t", "parameters": {"type": "
 
 
 class Recorded(BaseTool):
-    """Notes what it is called with."""
+    """Records the arguments of its calls."""
 
     def __init__(self) -> None:
         super().__init__({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))
