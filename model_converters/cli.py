@@ -156,6 +156,7 @@ def layout_from(parsed: argparse.Namespace) -> TrainLayout:
 
     Raises: LayoutError if the sizes do not fit.
     """
+    # With expert parallelism, experts are not divided by default; otherwise they are divided like dense weights.
     etp = parsed.etp or (1 if parsed.ep > 1 else parsed.tp)
     sizes = [max(size, 1) for size in (parsed.tp, parsed.ep * etp)]
     return TrainLayout(

@@ -79,6 +79,7 @@ def _cells(bound: BoundRow, holding: Holding) -> tuple[str, ...]:
     row = bound.row
     runs: dict[int, list[tuple[int, int]]] = {}
     for part, start, _, length in segments_of(row, holding.shard, holding.num_shards):
+        # Merge adjacent segments, so that a whole tensor is shown as one range.
         known = runs.setdefault(part, [])
         if known and known[-1][1] == start:
             known[-1] = (known[-1][0], start + length)

@@ -94,6 +94,7 @@ class PartialCheckpoint:
     def _acquire(self) -> None:
         self._lock = os.open(self.directory, os.O_RDONLY)
         try:
+            # The kernel releases the lock when the process ends, also after SIGKILL.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
@@ -123,6 +124,7 @@ class PartialCheckpoint:
                 num_bytes = (self.directory / Path(name).name).stat().st_size
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # the record is truncated or its file is missing: write the file again
+            # The last entry ends at the end of the file.
             if spans and num_bytes == sum(spans[-1]):
                 spans_by_file[name] = spans
         return spans_by_file

@@ -73,6 +73,7 @@ def engine_overrides(hf_config: HFConfig) -> dict[str, Any]:
     """
     family = family_for(hf_config)
     overrides = missing_engine_fields(hf_config) | neutral_fields(family, hf_config) | family.engine_values(hf_config)
+    # Engines choose the implementation by `architectures`, transformers by model_type.
     if hf_config.get("architectures") not in (None, [family.architecture]):
         overrides["architectures"] = [family.architecture]
     return overrides

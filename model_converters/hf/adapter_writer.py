@@ -74,4 +74,5 @@ def _write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         opened.write(header)
         opened.flush()
         for name, tensor in tensors.items():
+            # One tensor at a time: only its copy on the CPU is needed.
             write_exactly(opened.fileno(), as_bytes(tensor.cpu().contiguous()), stored[name].offset)

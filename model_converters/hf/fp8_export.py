@@ -44,6 +44,7 @@ class Fp8Export:
     ) -> None:
         self.block, self.power_of_two = _block_of(config), _has_powers(config)
         self._dtypes, self._scales_of = dict(scales or {}), scales_of
+        # The record of a release decides which weights are quantised; without one, the rows of the table do.
         self._names = set(self._dtypes) or {name for row in bound if row.row.fp8 for name in row.hf}
 
     def plans(self, plans: Sequence[TensorPlan]) -> list[TensorPlan]:

@@ -118,6 +118,7 @@ def _sizes(file: Path, name: str, field: str, value: Any) -> Shape:
 
 
 def _check_extents(file: Path, tensors: dict[str, StoredTensor], data_start: int, file_bytes: int) -> None:
+    # The format requires that tensors follow each other without gaps or overlaps, up to the end of the file.
     reached, last = data_start, "the header"
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if stored.offset != reached:
@@ -142,6 +143,7 @@ def layout_shard(
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     raw = json.dumps(header, separators=(",", ":")).encode()
+    # Pad with spaces, so that the data starts at a multiple of 8 bytes.
     raw += b" " * (-len(raw) % _PREFIX_BYTES)
     data_start = _PREFIX_BYTES + len(raw)
     stored = {name: _stored(file, name, entry, data_start) for name, entry in header.items() if name != _METADATA}

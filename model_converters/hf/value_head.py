@@ -60,5 +60,6 @@ def resolve_value_head(checkpoint: HFCheckpoint, *, required: bool = False) -> t
     elif _BIAS in checkpoint.shapes and bool(checkpoint.read(_BIAS).any()):
         # transformers adds a bias, initially zero, to token classification heads. It shifts all values equally.
         raise ConversionError(f"{_BIAS} is not zero: value heads with a bias are not supported")
+    # A bias of zero and the output projection of a causal model have no place in the value model.
     optional = (name for name in (_BIAS, _VOCABULARY) if name in checkpoint.shapes)
     return rows, (*dropped, *optional)

@@ -33,6 +33,7 @@ def check_complete(
 
     Raises: one ConversionError listing everything that is missing, unknown, claimed twice, of another shape or untiled.
     """
+    # Collect the problems of all comparisons, so that one message shows them together.
     layout = layout or TrainLayout(1)
     problems: list[str] = []
     hf_shapes = {name: shape for b in bound for name, shape in zip(b.hf, b.row.shapes, strict=True)}

@@ -24,6 +24,7 @@ def parse_stages(text: str) -> tuple[str, ...]:
 
     Raises: LayoutError for an unknown character.
     """
+    # Expand groups before single characters, like Megatron's parser.
     unrolled = text.replace(",", "")
     for pattern in (_GROUP, _SINGLE):
         unrolled = pattern.sub(_repeat, unrolled)

@@ -25,6 +25,7 @@ class NeutralSize:
     name: str
 
 
+# Attention to a window or chunk of the tokens.
 _WINDOWS = {
     "sliding_window": None,
     "sliding_window_size": None,
@@ -34,6 +35,7 @@ _WINDOWS = {
     "hybrid_layer_pattern": None,
     "rswa_window": None,
 }
+# Scaling, capping or another dtype of logits.
 _SCALES = {
     "logit_scale": 1.0,
     "final_logit_softcapping": None,
@@ -44,6 +46,7 @@ _SCALES = {
     "enable_lm_head_fp32": False,
     "enable_lm_head_output_fp32": False,
 }
+# Additional parameters.
 _PARAMETERS = {
     "bias": False,
     "qkv_bias": False,
@@ -51,6 +54,7 @@ _PARAMETERS = {
     "shared_expert_intermediate_size": 0,
     "use_ngram_embedding": False,
 }
+# Other names for sizes, and sizes that differ between layers.
 _SHAPES = {
     "n_head_kv": NeutralSize("num_query_groups"),
     "num_kv_heads": NeutralSize("num_query_groups"),
@@ -66,6 +70,7 @@ _SHAPES = {
     "num_loops": 1,
     "hc_mult": 1,
 }
+# Other names for rotary settings, and rotations of multimodal models.
 _ROTATION = {
     "rope_is_neox_style": True,
     "rotary_pct": None,
@@ -74,6 +79,7 @@ _ROTATION = {
     "mrope_section": None,
     "xdrope_section": None,
 }
+# Models that are not causal decoders with full attention.
 _KIND_OF_MODEL = {
     "is_encoder_decoder": False,
     "canvas_length": None,

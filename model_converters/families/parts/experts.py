@@ -153,6 +153,7 @@ def sigmoid_routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
     require(config, "scoring_func", "sigmoid", None, reason="this family's scores are sigmoids")
     require(config, "topk_method", "noaux_tc", None, reason="its experts are chosen with a correction bias")
     normalised = flag(config, "norm_topk_prob")
+    # Megatron has no switch for this normalisation: it depends on the number of chosen experts.
     if normalised != (sizes.topk > 1):
         raise ConversionError(
             f"config.json: norm_topk_prob {normalised} with num_experts_per_tok {sizes.topk} is not supported: "
@@ -182,7 +183,7 @@ def group_limits(config: HFConfig, sizes: ExpertSizes, *, best_of_group: int) ->
         raise ConversionError(
             f"config.json: n_routed_experts {sizes.num_experts} is not a multiple of n_group {groups}"
         )
-    if groups == chosen:
+    if groups == chosen:  # all groups are chosen: no limit
         return {}
     if sizes.topk // chosen != best_of_group:
         raise ConversionError(

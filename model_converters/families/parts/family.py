@@ -121,6 +121,7 @@ def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
             mcore="embedding.word_embeddings.weight",
             hf=(embedding,),
             place="embedding",
+            # Some tied checkpoints store the head as well; its values must then equal the embedding.
             redundant=(head,) if tied else (),
             **vocabulary,
         ),

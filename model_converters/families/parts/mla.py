@@ -111,6 +111,7 @@ def latent_attention_rows(sizes: LatentSizes, layers: Sequence[int]) -> list[Row
     return [
         norm_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", sizes.hidden, **where),
         *_query_rows(sizes, where),
+        # Output: the latent of keys and values, and the positional part of the key that all heads share.
         _replicated("linear_kv_down_proj", "kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, sizes.hidden), where),
         _norm("kv_layernorm", "kv_a_layernorm", sizes.kv_rank, where),
         _by_heads("linear_kv_up_proj", "kv_b_proj", sizes, (sizes.nope_dim + sizes.value_dim, sizes.kv_rank), where),
@@ -197,6 +198,7 @@ def _position_arguments(name: str, scaling: Mapping[str, Any]) -> dict[str, Any]
     if scaling["rope_type"] != "yarn":
         return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     unknown = sorted(key for key in set(scaling) - _YARN_KEYS if scaling[key] is not None)
+    # A factor of 1 means no partial rotation.
     if scaling.get("partial_rotary_factor") == 1:
         unknown.remove("partial_rotary_factor")
     if unknown:
@@ -234,6 +236,7 @@ def _mscales(name: str, scaling: Mapping[str, Any]) -> tuple[float, float]:
     """Read mscale and mscale_all_dim. With only one of them transformers and Megatron use different formulas."""
     read = {key: _optional(name, scaling, key) for key in ("mscale", "mscale_all_dim")}
     given = {key: value for key, value in read.items() if value}
+    # mscale 1 without mscale_all_dim equals the defaults below.
     if len(given) == 1 and given != {"mscale": 1.0}:
         (key,) = given
         other = "mscale_all_dim" if key == "mscale" else "mscale"

@@ -71,7 +71,7 @@ def refuse_nested(config: Mapping[str, Any]) -> None:
             continue
         for key in _SECTIONS:
             if section == "" and key == "quantization_config":
-                continue
+                continue  # checked by hf_config.fp8_block
             found = inside.get(key)
             if found:
                 where = f"{section}.{key}" if section else key
@@ -94,6 +94,7 @@ def refuse_files(directory: Path) -> None:
         inside = found.get("quantization")
         described = inside if isinstance(inside, Mapping) else found
         algorithms = [described.get(key) for key in ("quant_algo", "kv_cache_quant_algo")]
+        # A file without an algorithm describes a model that is not quantised.
         if name == "hf_quant_config.json" and not any(algorithms):
             continue
         shown = ", ".join([method, *(str(algorithm) for algorithm in algorithms if algorithm)])

@@ -60,6 +60,7 @@ def rope_section(config: HFConfig) -> tuple[str, dict[str, Any]]:
     for key, value in found.items():
         if isinstance(value, Mapping):
             raise ConversionError(f"config.json: {name}.{key} is an object: rotation per layer type is not supported")
+    # Values inside the object take precedence over top-level fields.
     found.setdefault("rope_theta", config.get("rope_theta", _DEFAULT_BASE))
     if config.get("partial_rotary_factor") is not None:
         found.setdefault("partial_rotary_factor", config["partial_rotary_factor"])

@@ -87,6 +87,7 @@ def find_unlisted(directory: Path, stored: Mapping[str, StoredTensor]) -> Unlist
         elif file.name.startswith("consolidated") and indexed:
             notes.append(f"{file.name} (Mistral's format) is ignored")
         else:
+            # transformers reads only model.safetensors if it exists, so it must then contain the whole model.
             problem, found = _compare(file, stored, whole=indexed and file.name == SINGLE_NAME)
             problems += problem
             copies += found
@@ -156,6 +157,7 @@ def _kind(tensor: StoredTensor) -> tuple[object, ...]:
 def same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
     """Return whether two tensors of one dtype and shape are equal bit for bit."""
     with open_regular(first.file) as one, open_regular(second.file) as other:
+        # Hard links and symbolic links to the same file need no comparison.
         if os.path.sameopenfile(one.fileno(), other.fileno()) and first.offset == second.offset:
             return True
         one.seek(first.offset)
