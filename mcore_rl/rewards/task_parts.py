@@ -69,7 +69,7 @@ def _require_finite(task: RolloutTask, scalars: RolloutScalars, scores: np.ndarr
         return
     index = int(bad[0])
     sample = positions_in_groups(scalars.group_ids)[index]
-    more = f"; {len(bad) - 1} more scores are not finite" if len(bad) > 1 else ""
+    more = f"; further scores that are not finite: {len(bad) - 1}" if len(bad) > 1 else ""
     raise NonFiniteError(
         f"the reward model's score of group {scalars.group_ids[index]}, sample {sample} (row "
         f"{scalars.prompt_rows[index]} of data.{task.prompt_set}) is {scores[index]}{more}"
