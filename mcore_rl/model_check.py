@@ -54,6 +54,7 @@ def model_check(config: Config, num_dp_ranks: int, cost: SequenceCost) -> Iterat
         logger.info("log-probabilities are not compared with transformers (%s): %s", KEY, reason)
         yield lambda ranks: None
         return
+    # transformers needs a few seconds on the CPU; the processes of the run start during this time.
     with ThreadPoolExecutor(1) as pool:
         expected = pool.submit(_expected, config, num_dp_ranks)
         schedule = UpdateSchedule(_NUM_SEQUENCES * num_dp_ranks, num_dp_ranks=num_dp_ranks, cost=cost)

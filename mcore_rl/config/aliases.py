@@ -177,6 +177,7 @@ def nearest(key: str, known: Sequence[str]) -> str | None:
     endings = [".".join(words[start:]) for start in range(len(words))]
     if alias := next((ALIASES[ending] for ending in endings if ending in ALIASES), None):
         return alias
+    # The same last word in another section is a better suggestion than a similar spelling.
     same_word = [each for each in known if each.rpartition(".")[2] == words[-1]]
     if same_word:
         best = difflib.get_close_matches(key, same_word, n=1, cutoff=0.0)[0]

@@ -49,6 +49,7 @@ class Domain:
             return None if known else self._listed()
         if isinstance(value, dict):
             return next((demand for each in value.values() if (demand := self.violation(each)) is not None), None)
+        # bool is a subclass of int, but has no bounds. Other types are checked by OmegaConf.
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None
         if not math.isfinite(value):

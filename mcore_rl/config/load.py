@@ -37,6 +37,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     merged = OmegaConf.structured(Config)
     if not needs_data:
         merged.data.train = []
+    # The sources are merged one by one, so that an error names the file or override that caused it.
     for tree, source in [(_read_yaml(path), path), *((_parse_override(item), item) for item in overrides)]:
         reject_unknown(tree, source)
         try:
@@ -83,6 +84,7 @@ def _reject_blanks(overrides: Sequence[str]) -> None:
     for place, word in enumerate(overrides):
         key, _, value = word.partition("=")
         before, after = overrides[max(0, place - 1) : place], list(overrides[place + 1 : place + 3])
+        # The cases: 'key =value' in one argument; 'key' '=' 'value' or 'key' '=value'; 'key=' 'value'.
         if key != key.strip() and key.strip() and "=" in word:
             joined = f"{key.strip()}={value.strip()}"
         elif "=" not in word and after and after[0].startswith("="):

@@ -55,6 +55,7 @@ def _changed(before: str, new: str) -> Iterator[tuple[str, str, str]]:
     old, now = _tree(before), _tree(new)
     for key in known_keys():
         value, was = _at(now, key), _at(old, key)
+        # A key that did not exist when the file was written had its default value.
         was = _at(defaults, key) if was is _UNKNOWN else was
         if was != value:
             yield key, written(was), written(value)

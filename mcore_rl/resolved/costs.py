@@ -23,6 +23,7 @@ def sequence_cost(hf_config: dict[str, Any]) -> SequenceCost:
     weights = 0.0
     for row in family_for(hf_config).rows(hf_config):
         if row.place in ("layer", "head"):
+            # Vectors (norms, biases) are not matrix products and cost almost nothing.
             numel = sum(prod(shape) for shape in row.shapes if len(shape) > 1)
             copies = (len(row.layers) if row.place == "layer" else 1) * (row.num_experts * chosen or 1)
             weights += numel * copies

@@ -102,6 +102,7 @@ def _check_tensor_axis(parallel: ParallelConfig, sizes: dict[str, Any], names: K
     }
     if sizes.get("moe_shared_expert_intermediate_size"):
         divided["units of the shared experts"] = sizes["moe_shared_expert_intermediate_size"]
+    # Without dense layers, ffn_hidden_size is not used.
     if _all_layers_sparse(sizes):
         del divided["units of the feed-forward layer"]
     for what, count in divided.items():

@@ -96,6 +96,7 @@ def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[G
         computing[each.section] = Counter({})
         for slot in placed[each.section]:
             computing[each.section][slot.node] += each.num_cpus
+    # All bundles must be equal, because the order of the nodes is unknown before Ray has placed them.
     cpus_of = sum(computing.values(), Counter[int]())
     gpus_of = computing["actor"] if colocated else computing["actor"] + computing["rollout"]
     bundle = {"CPU": float(max(cpus_of.values()))} | ({"GPU": float(max(gpus_of.values()))} if on_gpus else {})
@@ -152,6 +153,7 @@ def _engine_slot(cluster: ClusterConfig, guests: Guests, engine: int, num_ranks:
     node = engine * nodes // num
     if not on_gpus:
         return Slot(node, None)
+    # Engine e is on node floor(e * nodes / num), so the first engine of a node is ceil(node * num / nodes).
     first_here = -(-node * num // nodes)
     first = (engine - first_here) * tp
     if first + tp > min(slots, num_ranks - node * slots):

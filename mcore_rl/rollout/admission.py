@@ -61,9 +61,11 @@ def take_batch(
     """
     if len(finished) < groups_per_version:
         return None
+    # The oldest groups are taken; the rest, finished or running, must still be trainable in later steps.
     taken = np.argsort(np.asarray(finished, np.int64), kind="stable")
     left = np.sort(np.concatenate([np.asarray(finished, np.int64)[taken[groups_per_version:]], running]))
     numbers = np.arange(1, len(left) + 1)  # numbers[i]: remaining groups submitted at left[i] or earlier
+    # steps[i]: training steps after this one until the group submitted at left[i] is too old.
     steps = np.maximum(left + max_staleness_hard - version, 0)
     if (numbers > steps * groups_per_version).any():
         return None

@@ -111,11 +111,13 @@ class RolloutCollector:
         """Return the number of missing groups divided by the fraction with signal so far, at most prompts_per_step."""
         if sampled == 0:
             return self.prompts_per_step
+        # The lower bound of the fraction limits the number of prompts if hardly any group has had signal so far.
         share = max(kept / sampled, 1 / 16)
         return min(self.prompts_per_step, math.ceil((self.prompts_per_step - kept) / share))
 
     def _tasks(self, step: int, batch: int, count: int) -> list[RolloutTask]:
         rows = np.asarray(self.sampler.draw(count), np.int64)
+        # Ids are unique over the whole run, since the seeds of responses are derived from them.
         ids = np.arange(self.next_group, self.next_group + count, dtype=np.int64)
         self.next_group += count
         samples, sampling = self.rollout.samples_per_prompt, training_sampling(self.rollout)
@@ -140,6 +142,7 @@ class RolloutCollector:
         kept."""
         ids = np.concatenate([part.group_ids[kept] for part, kept in zip(scalars, keep, strict=True)])
         rows = np.concatenate([part.prompt_rows[kept] for part, kept in zip(scalars, keep, strict=True)])
+        # One row per group: a group has several responses, all with the same prompt.
         ids, first = np.unique(ids, return_index=True)
         sampling = replace(training_sampling(self.rollout), temperature=0.0)
         tasks = [

@@ -137,6 +137,7 @@ class TokenJournal:
         wanted = set(request_ids)
         live = [number for name, number in self._running.items() if first_id(name) in wanted]
         live += [number for name in wanted for number in self._ended.get(name, {}).values()]
+        # Maps numbers of this file to numbers of the copy; -1 excludes a request.
         numbers = np.full(self._count, -1, np.int32)
         numbers[live] = np.arange(len(live))
         frames = _compacted(_Contents.of(self._path), numbers) if live else iter(())
@@ -223,6 +224,7 @@ def read_journal(path: Path) -> dict[str, JournaledResponse]:
     except OSError:
         return {}
     numbers, released = contents.numbers(BEGIN), contents.numbers(RELEASE)
+    # Releases are applied last: a number is never reused within a file, so their position does not matter.
     kept = np.full(1 + max(numbers.max(initial=-1), released.max(initial=-1)), -1, np.int32)
     kept[numbers] = numbers
     kept[released] = -1
@@ -232,6 +234,7 @@ def read_journal(path: Path) -> dict[str, JournaledResponse]:
     for number, place, bits in contents.temperatures().tolist():
         runs[number].append((place, float(np.int32(bits).view(np.float32))))
     sampled = np.concatenate(list(contents.tokens(kept)), axis=1)
+    # A stable sort groups the tokens by request and keeps their order within each request.
     sampled = sampled[:, np.argsort(sampled[0], kind="stable")]
     starts = np.flatnonzero(np.diff(sampled[0], prepend=-1))
     responses = {}
@@ -260,6 +263,7 @@ class _Contents:
         words = np.fromfile(path, dtype=np.int32)
         places = {kind: array("q") for kind in (BEGIN, STEP, END, RELEASE, TEMPERATURE)}
         view, at = words.data, 0  # indexing a memoryview is faster than indexing the array
+        # A write whose length exceeds the file was interrupted; it is ignored, and so is everything after it.
         while at < len(view) and at + 1 + view[at] <= len(view):
             at, end = at + 1, at + 1 + view[at]
             while at < end:
@@ -305,6 +309,8 @@ class _Contents:
         """
         steps, counts = self.places[STEP], self.seconds(STEP).astype(np.int64)
         blocks = np.flatnonzero(np.diff(np.cumsum(counts) // BLOCK)) + 1
+        # A STEP entry stores three columns of `size` words after its head: numbers, tokens, log-probabilities.
+        # `places` are the positions of the first column; the others follow at multiples of `size`.
         for at, sizes in zip(np.split(steps, blocks), np.split(counts, blocks), strict=True):
             before = np.cumsum(sizes) - sizes
             places = np.repeat(at + HEAD - before, sizes) + np.arange(sizes.sum())

@@ -69,6 +69,7 @@ class EngineLoop:
             if self.engine.num_running:
                 with self._working():
                     self._step()
+        # From here on, _enqueue raises. Calls that are already in the queue must still be answered.
         with self._lock:
             self._serving = False
         if self._died is not None:
@@ -85,6 +86,7 @@ class EngineLoop:
             self._note_death(error)
             self._fail(error)
             return
+        # Write the journal before anyone sees the results: another engine must find every reported token in it.
         if self._journal is not None:
             self._journal.add(deltas, completions)
         if self._unstarted:
@@ -285,6 +287,7 @@ class EngineLoop:
                 left.remove(completion.request_id)
                 on_finish(completion)
         finally:
+            # After an error, abort the remaining requests, so that they do not occupy the engine.
             if left:
                 self.abort(left)
 
@@ -304,12 +307,14 @@ class EngineLoop:
         loop."""
         with contextlib.suppress(queue.Empty):
             while self._died is None:
+                # Block only if there is nothing to step: no running request, and no paused one that could resume.
                 run = self._calls.get(block=not self.engine.num_running and not self._paused.can_resume)
                 if run is None:
                     self._fail(RuntimeError(ENDED))
                     return False
                 with self._working():
                     run()
+                # A call may have been a weight update: reset the token limits and resume what may continue.
                 if self._died is None and self.engine.weight_version != self._version:
                     self._version = self.engine.weight_version
                     self._paused.set_version(self._version)

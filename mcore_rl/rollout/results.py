@@ -33,6 +33,7 @@ class Response:
 def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: TrajectoryBuffers) -> RolloutScalars:
     """Build the scalars: one row per trajectory, in the order of `responses`. All trajectories of an episode have its
     results."""
+    # An episode may have several trajectories, one row each; `first` is the row of its episode's first trajectory.
     counts = np.array([len(r.outcome.trajectories) for r in responses], np.int64)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     groups = (task.span[0] + np.arange(len(responses))) // task.samples_per_prompt

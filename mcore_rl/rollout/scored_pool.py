@@ -102,6 +102,7 @@ class ScoredPool:
         rewards = scalars.rewards.copy()
         for name, values in scores.items():
             assert values.shape == rewards.shape, f"{name}: {values.shape} scores for {rewards.shape} responses"
+            # `rewards` is a copy, so that the given results keep the rules' rewards.
             rewards += np.float32(self.scorers[name].weight) * _of_episodes(values, scalars.episodes)
         return replace(
             scalars,

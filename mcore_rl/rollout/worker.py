@@ -76,6 +76,7 @@ class RolloutWorker:
                 self._rewarder.withdraw(keys[place], group=group_of[place], task=keys)
                 return
             callbacks.ended()
+            # Episodes with their own reward, and failed ones, are not graded: graders of groups must not wait for them.
             if outcome.reward is not None or outcome.error is not None:
                 self._rewarder.withdraw(keys[place], group=group_of[place], task=keys)
                 return
@@ -84,10 +85,12 @@ class RolloutWorker:
             prompt = _with_extra(attempts[place].prompt, outcome)
             self._rewarder.submit(keys[place], prompt, text, tokens, group=group_of[place], task=keys)
 
+        # Each response is graded as soon as it ends (in `end`), so that grading overlaps the generation of the others.
         started = time.perf_counter()
         recovered = _recovered_responses(task, attempts)
         self._player.play(attempts, AttemptCallbacks(callbacks.started, end), recovered)
         generated = time.perf_counter()
+        # Withdrawn responses are always at the end of the task; the driver has given them to another engine.
         if len(withdrawn) == len(attempts) > 0:
             return None
         attempts = attempts[: len(attempts) - len(withdrawn)]
@@ -186,9 +189,11 @@ def _recovered_responses(task: RolloutTask, attempts: Sequence[Attempt]) -> dict
     """
     seeds = {attempt.request.request_id: attempt.request.seed for attempt in attempts}
     found: dict[str, JournaledResponse] = {}
+    # Later journals overwrite earlier ones: an engine that continued a response has also journaled its beginning.
     for journal in task.journals:
         for request_id, recovered in _read_cached(journal).items():
             first = first_id(request_id)
+            # Only the first turn's seed is known here; later turns are compared when they are requested.
             same_seed = first != request_id or seeds.get(first) == recovered.seed
             if first in seeds and same_seed and recovered.completion.versions[0] >= task.version:
                 found[request_id] = recovered

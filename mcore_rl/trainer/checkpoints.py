@@ -125,6 +125,7 @@ class Checkpoints:
         # Each rank has already synced its own files to disk.
         for path in (STATE_FILE, PROOF_FILE, "."):
             sync(save.directory / path)
+        # A step_<n> that exists here is incomplete or damaged, since `save` skips complete ones.
         final = self.directory / f"step_{save.step}"
         if final.exists():
             self._discard(final)

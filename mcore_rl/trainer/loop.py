@@ -28,6 +28,7 @@ def train(run: Run) -> bool:
             logp = run.actor.recompute_logp(batch)  # returns a handle; the tensors stay on the ranks
             if run.reference is not None:
                 logp = run.reference.apply(run.actor, groups, logp)
+            # Per-token estimators run here, with the critic's values and the reference's KL; others ran in batch_of.
             logp, critic = estimate(run, logp)
             update: dict[str, Metric] = {}
             if step > run.config.trainer.critic_warmup_steps:
@@ -37,6 +38,7 @@ def train(run: Run) -> bool:
             version = run.publisher.publish(version + 1)  # returns after every engine has acknowledged
             run.state = run.state.finished(step, version)
             run.journal.record(run.describe(groups) | merge_metrics([logp.metrics, critic, update]))
+            # The version at the start of the step, not the one that was just published.
             run.journal.record({"rollout/version": Total(version - 1)})
             if finish(run) and step < run.config.trainer.steps:
                 return False

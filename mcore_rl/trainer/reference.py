@@ -33,6 +33,7 @@ class Reference:
         referred = actor.reference_logp(logp)
         if self.controller is None:
             return referred
+        # This step uses the current coefficient; the update below affects the next step.
         coefficient = self.controller.coefficient
         penalized, penalties = actor.kl_penalties(referred, coefficient)
         metrics: dict[str, Metric] = {**penalized.metrics, "reward/kl_coefficient": Mean(coefficient, 1)}

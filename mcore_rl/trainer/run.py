@@ -209,6 +209,7 @@ def save(run: Run | SupervisedRun, accuracy: float | None = None) -> None:
         ACCURACY: accuracy,
         "positions": {name: part.state_dict() for name, part in run.positions.items()},
     }
+    # The positions above are read before the ranks start to write: a step may continue while they write.
     in_background = run.config.checkpoint.async_save
     start = functools.partial(_start_save, run, snapshot=in_background)
     run.checkpoints.save(run.state.step, state, start, wait=not in_background)

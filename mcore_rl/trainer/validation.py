@@ -49,6 +49,7 @@ def validation_parts(sets: Mapping[str, Sequence[str]]) -> ValidationParts:
         inside = dict.fromkeys(labels[of_set]) if name else {}
         if len(inside) > 1:
             candidates += [(f"{name}/{label}", of_set[labels[of_set] == label]) for label in inside]
+    # setdefault keeps the first owner of a name. A second owner with the same rows needs no metric of its own.
     for name, found in candidates:
         if not np.array_equal(rows.setdefault(name, found), found):
             notes.append(

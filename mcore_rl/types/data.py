@@ -245,6 +245,7 @@ class Batch:
     def shares(self, num_dp_ranks: int, places: np.ndarray) -> list[RankShares]:
         """Return the part of each data-parallel rank. `places` int32 [B]: row of each response in the single chunk of
         trajectories that its rank receives."""
+        # Sort the samples by rank and, within a rank, by update; then count the samples of each (rank, update).
         samples = np.concatenate([*self.updates, np.empty(0, np.int64)])
         update_of = np.repeat(np.arange(len(self.updates)), [len(update) for update in self.updates])
         order = np.argsort(self.dp_ranks[samples], kind="stable")

@@ -62,6 +62,7 @@ class Quantile:
 
     @property
     def value(self) -> float:
+        # Frequencies can be added over ranks; quantiles of parts cannot.
         numbers = sorted(self.counts)
         up_to = np.cumsum([self.counts[number] for number in numbers])
         return numbers[int(np.searchsorted(up_to, self.fraction * up_to[-1]))] if numbers else 0.0

@@ -20,6 +20,7 @@ def known_keys() -> list[str]:
 def reject_unknown(tree: dict[str, Any], source: str) -> None:
     """Raise ConfigError for the first key of the tree that does not exist."""
     for key in _unknown(tree, Config, ""):
+        # A section is a useful suggestion only if the key is not already in it.
         others = [section for section in _sections(Config, "") if not key.startswith(f"{section}.")]
         near = nearest(key, [*known_keys(), *others])
         hint = f"did you mean {near}?" if near is not None else _no_such_key(key)

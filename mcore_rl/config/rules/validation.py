@@ -193,7 +193,7 @@ def _check_layout(role: ModelRole, config: Config, ranks: int) -> None:
             f"{role.key('num_ranks')}={ranks}, but cluster.nodes x cluster.gpus_per_node{less} offers {offered}; "
             "lower it or raise cluster.nodes"
         )
-    # The default of etp depends on the model; whatever it is, these must divide.
+    # The default of etp depends on the model, which is not known here. 1 is the weakest requirement.
     check_ranks_divide(parallel, ranks, parallel.etp or 1, role)
     data_ranks = ranks // (parallel.tp * parallel.pp * parallel.cp)
     if config.trainer.prompts_per_update * config.rollout.samples_per_prompt < data_ranks:

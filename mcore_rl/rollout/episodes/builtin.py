@@ -36,6 +36,7 @@ class ToolEpisode:
             # Calls of a truncated turn are ignored: a truncated call may look like a complete one.
             if sampled.finish_reason != "stop" or not (calls := session.parse(sampled).calls):
                 return
+            # Some templates render only one call per turn. The others are reported to the model in the first answer.
             rest: Sequence[ToolCall | MalformedCall] = ()
             if not session.parallel_calls:
                 calls, rest = calls[:1], calls[1:]

@@ -54,6 +54,7 @@ def ended(session: Session, returned: Any, *, reason: str | None = None) -> Epis
 def failed(session: Session, error: str, traceback: str | None, end_id: int, version: int) -> EpisodeOutcome:
     """Return the outcome of an episode that raised an error: its sequences, none of which is trained. `end_id` is used
     as the response of an episode that sampled nothing."""
+    # Every response needs a trajectory, since groups have a fixed number of responses.
     trajectories = session.book.trajectories(trained=False)
     if not trajectories:
         nothing = Trajectory(

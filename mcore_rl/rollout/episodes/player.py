@@ -117,6 +117,7 @@ class EpisodePlayer:
             self._waiting.update(attempt.request.request_id for attempt in attempts)
 
         tasks = [self._loop.create_task(play(place)) for place in range(len(attempts))]
+        # Only errors of the engine or of tool processes arrive here; errors of episodes are part of their outcomes.
         try:
             await asyncio.gather(*tasks)
         except BaseException:

@@ -45,6 +45,7 @@ class TokenSequence:
     def extend(self, token_ids: np.ndarray, completion: Completion, temperature: float) -> None:
         """Append the tokens of `token_ids` after the sequence (not sampled), and the completion, sampled at
         `temperature`."""
+        # Tokens between the last sampled one and the new completion: tool results, user messages, template tokens.
         said = token_ids[len(self.tokens) :]
         if len(said):
             unknown = np.full(len(said), np.nan, np.float32)

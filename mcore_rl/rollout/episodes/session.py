@@ -222,6 +222,7 @@ class Session:
             self.limits.check_calls(self._calls_of_turn)
         self._calls_of_turn += 1
         self.num_tool_calls += 1
+        # A row may offer only some of the run's tools; others must fail as if they did not exist.
         offered = [str(tool["function"]["name"]) for tool in self._prompt.tools or ()]
         if self._prompt.tools is not None and tool_name not in offered:
             self.num_tool_errors += 1
@@ -334,6 +335,7 @@ class Session:
 
     def _shortened(self, ids: list[int]) -> list[int]:
         """Drop the oldest turns until another turn fits; the last turn always stays."""
+        # The messages of the row (`start`) always stay; whole turns with their answers are dropped from the front.
         wanted = self.limits.turn_tokens or 1
         kept = [turn for turn in self._turn_messages if turn]
         start = self.messages[: len(self.messages) - sum(map(len, kept))]
@@ -356,6 +358,7 @@ class Session:
         """Build the request of a turn. The first turn uses the single-turn request. The id and seed of later turns
         depend on the history: the same history gives the same tokens, a different one (such as another tool result) new
         ones."""
+        # Counting repetitions gives repeated calls with the same history different seeds.
         key = ids.tobytes()
         again, self._requests[key] = self._requests[key], self._requests[key] + 1
         if not again and np.array_equal(ids, self._prompt.token_ids):

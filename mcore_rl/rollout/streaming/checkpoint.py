@@ -66,6 +66,7 @@ def load_groups(
     with (directory / RECORDS_FILE).open("rb") as records:
         for entry in saved:
             task = task_of(entry.number, entry.row, entry.version)
+            # Running groups are submitted again; the journals provide the tokens that were already sampled.
             if entry.state == RUNNING:
                 loaded.append((Group(replace(task, journals=journals), entry.version), entry.state))
                 continue

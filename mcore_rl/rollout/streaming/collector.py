@@ -89,6 +89,7 @@ class StreamingCollector:
     def published(self, version: int) -> None:
         """Start using weights of `version`; the groups in training have left."""
         self._version, self._in_training, self._paused = version, 0, False
+        # Restored groups start before new ones: they are older and count against the bounds.
         restored, self._restored = self._restored, []
         with self.stream.together():
             for group in restored:
@@ -173,6 +174,7 @@ class StreamingCollector:
 
     def _advance(self) -> None:
         """Process finished groups and submit new ones, without waiting."""
+        # Sorted by ticket, so that the order does not depend on which engine reported first.
         for ticket in sorted(self._results):
             group = self._running.pop(ticket)
             group.result = self._results.pop(ticket)
@@ -214,6 +216,7 @@ class StreamingCollector:
     def _may_submit(self, slots: int) -> bool:
         if self._replayed is not None and self._version is not None:
             return self._replayed.was_submitted(self.next_group, self._version)
+        # Groups without signal leave the count, except for those beyond max_batches steps' worth (see the class).
         spare = self.prompts_per_step * (self.dynamic.max_batches - 1)
         finished = len(self._unscored) + len(self._ended.finished) + max(0, len(self._ended.zero_variance) - spare)
         wanted = self.prompts_per_step * (self.steps - self._collected)

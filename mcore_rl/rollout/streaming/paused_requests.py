@@ -96,4 +96,5 @@ def _remaining(request: GenerationRequest, sampled: int, version: int) -> float:
     """Return how many more tokens a response may sample with weights of `version`."""
     if not request.spans:
         return math.inf if request.tokens_per_version is None else request.tokens_per_version
+    # The next span with a later version starts at token `first`; until there, the current version may sample.
     return next((first - sampled for of_span, first, _ in request.spans if of_span > version), math.inf)

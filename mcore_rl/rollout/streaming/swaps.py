@@ -28,6 +28,7 @@ class SwappingPublisher:
     finish: bool
 
     def publish(self, version: int) -> int:
+        # Engines update between two steps, so running responses need no pause here unless they must finish first.
         if self.finish:
             self.collector.settle()
         self.collector.rest()

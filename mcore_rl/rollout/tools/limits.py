@@ -98,6 +98,7 @@ class LimitedTool:
         if self.limits.rate_per_second is None:
             return
         now = asyncio.get_running_loop().time()
+        # Reserve the next start time before sleeping, so that concurrent calls get different times.
         start = max(now, self._next_start)
         self._next_start = start + 1 / self.limits.rate_per_second
         await asyncio.sleep(start - now)

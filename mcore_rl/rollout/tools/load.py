@@ -108,6 +108,7 @@ def _of_function(
         assert entry.function is not None
         if is_async(function):
             raise ConfigError(f"{entry.origin}.processes={entry.processes} is for functions that are not async")
+        # More concurrent calls than processes would wait inside the executor, where the time limit already counts.
         limits = replace(entry.limits, max_running=min(entry.processes, entry.limits.max_running or entry.processes))
         return PooledFunctionTool(entry.function, schema, entry.processes), limits
     limits = entry.limits

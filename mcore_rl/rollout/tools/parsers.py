@@ -157,6 +157,7 @@ def _read(form: Format, text: str, prompt: str) -> tuple[str, str, list[RawCall]
             end = close.search(text, place)
             reasoning.append(text[place : end.start() if end else len(text)].strip())
             place, thinks = end.end() if end else len(text), False
+        # Without closing tags, every piece of text may hide another call. The limit keeps parsing linear.
         begin = opening.search(text, place) if form.closes or stretches < MAX_STRETCHES else None
         if begin is None:
             content.append(text[place:])

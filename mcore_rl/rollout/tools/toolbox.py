@@ -105,12 +105,14 @@ class ToolBox:
         await asyncio.gather(*(process.shutdown() for process in self._processes))
 
     async def _assigned_process(self, episode_id: str) -> ToolProcess:
+        # An episode stays in its process, since tools may keep state there. If the process is lost, so is the state.
         process = self._process_of.get(episode_id)
         if process is not None and process.lost.is_set():
             self._lost_state.add(episode_id)
             process = None
         if process is None:
             assigned = list(self._process_of.values())
+            # The process with the fewest episodes; lost processes only if there is no other.
             process = min(self._processes, key=lambda each: (each.lost.is_set(), assigned.count(each)))
             self._process_of[episode_id] = process
         try:

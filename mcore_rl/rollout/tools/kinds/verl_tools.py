@@ -36,6 +36,7 @@ class VerlTool:
                 episode.state[self._name] = await self._create(episode)
             return await self._execute(episode, episode.state[self._name], arguments)
         instance = await self._create(episode)
+        # The instance is released in any case. An error of release only adds to the result of a successful call.
         try:
             outcome = await self._execute(episode, instance, arguments)
         except BaseException:
