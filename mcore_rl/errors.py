@@ -43,8 +43,8 @@ class RewardError(McoreRLError):
 
 
 class CurriculumError(McoreRLError):
-    """A user's curriculum function failed or returned invalid rows for an epoch; the message names it, and file and
-    line."""
+    """A user's curriculum function failed or returned invalid rows for an epoch; the message names the function, its
+    file and the line."""
 
 
 class SandboxError(McoreRLError):

@@ -73,7 +73,7 @@ class Engine(Protocol):
         """Release as much device memory as the engine can: the KV cache and the weights. The weights move to host
         memory if keep_weights is set; otherwise they may be discarded. Returns the number of bytes freed.
 
-        Nothing may be running. A sleeping engine cannot generate; a weight update needs the weights to be awake.
+        Nothing may be running. A sleeping engine cannot generate; wake the weights up before a weight update.
         Calling it on a sleeping engine has no effect.
         """
 
@@ -122,8 +122,7 @@ class WeightReceiver(Protocol[Endpoint, Connection_contra, Comparison]):
         """
 
     def compare(self) -> list[Comparison]:
-        """Compare the tensors that the engine computes with against digests, which the trainer ranks send at the same
-        time."""
+        """Compare digests of the tensors that the engine uses with digests that the trainer ranks send meanwhile."""
 
 
 class Rewarder(Protocol):
@@ -167,7 +166,7 @@ class ResponseScorer(Protocol):
 
 
 class Collector(Protocol):
-    """Generates, scores and filters the groups of a step, and refills what was dropped."""
+    """Generates, scores and filters the groups of a step, and replaces the groups that were dropped."""
 
     def collect(self, step: int) -> Groups:
         """Return the groups of one step."""
@@ -223,8 +222,8 @@ class Actor(Protocol):
 
     def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
         """Start writing parameters, optimizer, schedule and random state into an existing directory. With `snapshot`,
-        updates may follow before the save has finished and do not affect it; without it, nothing may be called before
-        its result."""
+        updates may follow before the save has finished and do not affect it; without it, call nothing else until
+        PendingSave.result has returned."""
 
     def load(self, directory: str, files: Sequence[SavedFile]) -> None:
         """Restore a saved state, in any parallel layout, after comparing `files` with their checksums.

@@ -54,7 +54,7 @@ class ModelRole(KeyNames):
 
     @classmethod
     def reference(cls, config: Config) -> ModelRole:
-        """The frozen policy of algorithm.kl at reference.hf_path, in the actor's layout."""
+        """Return the frozen policy of algorithm.kl at reference.hf_path, in the actor's layout."""
         path = config.reference.hf_path
         assert path is not None
         own = replace(config.model, hf_path=path, random_init=False)
@@ -62,7 +62,7 @@ class ModelRole(KeyNames):
 
     @classmethod
     def judge(cls, config: Config) -> ModelRole:
-        """The judge's weights, as its engines load them: without multi-token prediction."""
+        """Return the judge's weights, as its engines load them: without multi-token prediction."""
         role = EngineRole.judge(config)
         return cls(role.prefix, role.checkpoint, section=ActorConfig(), model=role.model)
 
@@ -89,7 +89,7 @@ class EngineRole(KeyNames):
 
     @classmethod
     def judge(cls, config: Config) -> EngineRole:
-        """The judge on engines of the run. Its section has the values that judge shares with rollout."""
+        """Return the judge on engines of the run. Its section has the values that judge shares with rollout."""
         judge, names = config.judge, {field.name for field in fields(RolloutConfig)}
         assert judge.hf_path is not None
         shared = {field.name: getattr(judge, field.name) for field in fields(JudgeConfig) if field.name in names}

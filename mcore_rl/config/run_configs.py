@@ -49,8 +49,8 @@ def _number(path: Path) -> str:
 
 
 def _changed(before: str, new: str) -> Iterator[tuple[str, str, str]]:
-    """Yield key, old value and new value where two resolved configurations differ. A key that an older version did not
-    have had its default value."""
+    """Yield key, old value and new value where two resolved configurations differ. A key that the older file lacks
+    counts as its default."""
     defaults = OmegaConf.to_container(OmegaConf.structured(Config))
     old, now = _tree(before), _tree(new)
     for key in known_keys():
@@ -67,7 +67,7 @@ def _tree(text: str) -> Any:
     except yaml.YAMLError:
         return {}
     try:
-        return normalized(tree, expand=False) if isinstance(tree, dict) else tree  # older versions did not write lists
+        return normalized(tree, expand=False) if isinstance(tree, dict) else tree  # older files: a path without a list
     except ConfigError:  # a value that only an older version accepts is compared as written
         return tree
 

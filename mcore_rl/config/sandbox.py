@@ -19,7 +19,7 @@ class SandboxConfig:
     not allow namespaces."""
     url: str | None = None
     """Address of a SandboxFusion server, such as http://host:8080, that runs whole programs; null: programs run on the
-    calling host. Interpreters and shells of episodes always run there."""
+    calling host. Interpreters and shells of episodes always run on the calling host."""
     python: str = "/usr/bin/python3"
     """Interpreter inside the sandbox: an absolute path in /usr or in a directory of sandbox.read_only."""
     read_only: list[str] = field(default_factory=list)
@@ -37,7 +37,8 @@ class SandboxConfig:
     file_mib: int = setting(16, minimum=1)
     """Maximum size of one file."""
     tmp_mib: int = setting(64, minimum=1)
-    """Maximum total size of all files, and of fetched files; with landlock, only of fetched files."""
+    """Maximum total size of the files that a program writes, and of those returned from it; with landlock, only of the
+    returned files."""
     output_kib: int = setting(64, minimum=1)
     """Maximum output of a program or cell; more output is cut off."""
     open_files: int = setting(128, minimum=16)

@@ -82,7 +82,7 @@ def _response_signs(algorithm: AlgorithmConfig, reward: RewardConfig) -> list[Si
 
 
 def _distances(config: Config) -> list[Sign]:
-    """Distances between the policies of engine, trainer and updates."""
+    """Return distances between the policies of engine, trainer and updates."""
     slower = ["lower actor.optimizer.lr"]
     if _updates_per_rollout(config.trainer) > 1:
         slower.append("lower the number of updates per rollout")

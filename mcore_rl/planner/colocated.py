@@ -209,7 +209,8 @@ def _trained(offload: OffloadConfig, state: RankState, activations: StageActivat
 
 
 def _frozen(offload: OffloadConfig, weights_bytes: int, activations: StageActivations) -> ColocatedRank:
-    """Memory of a model without gradients. Its weights are outside Megatron's buffers, so they have no padding."""
+    """Compute the memory of a model without gradients. Its weights are outside Megatron's buffers and have no
+    padding."""
     return ColocatedRank(
         resident=0 if offload.params else weights_bytes,
         working=weights_bytes + int(activations.forward_only_bytes),

@@ -82,6 +82,7 @@ def rank_phases(
     reference = state.weights_bytes if models.reference else 0
     others = models.resident + (0 if models.reference_leaves else reference)
 
+    # A model at work needs its working memory instead of the part of it that stays on the device between calls.
     def at_work(rank: ColocatedRank | None, trainer: int) -> int:
         return 0 if rank is None else trainer + asleep + others - rank.resident + rank.working
 

@@ -35,8 +35,10 @@ def check_episode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     if schemas:
         ToolCallParser(rollout.tool_parser, str(tokenizer.chat_template), schemas)
         if not facts.parallel_calls:
-            notes.append("rollout.tools: the chat template shows one call of a turn; of several the first is executed")
+            notes.append("rollout.tools: the chat template renders one call per turn; only the first one is executed")
     notes += [f"rollout.history={rollout.history}: {rewrite}" for rewrite in facts.rewrites]
     if facts.dated:
-        notes.append("the chat template writes today's date into prompts: a run that resumes tomorrow has others")
+        notes.append(
+            "the chat template writes today's date into prompts: they change if the run resumes on another day"
+        )
     return schemas, notes

@@ -1,4 +1,7 @@
-"""Checks of the models of a run before they are built. Of weights, only the headers are read."""
+"""Checks of the models of a run before they are built.
+
+Weight files are read only as far as their headers, and tensors only if they are stored twice and may differ.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,7 @@ def check_reference(config: Config, hf_config: dict[str, Any], needs: Needs) -> 
     role = ModelRole.reference(config)
     if model_arguments(policy_config(role)[0], role.checkpoint) != model_arguments(hf_config):
         raise ConfigError(
-            f"reference.hf_path={path} is of another architecture than model.hf_path={config.model.hf_path}; set it to "
+            f"reference.hf_path={path} has another architecture than model.hf_path={config.model.hf_path}; set it to "
             "a checkpoint of the same model, or to null"
         )
     check_weights(role)
@@ -164,7 +167,7 @@ def check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> 
         return
     if not needs.advantages:
         raise ConfigError(
-            f"{'judge.hf_path' if has_judge_engines(judge) else 'judge.url'} names a judge that has nothing to read: "
+            f"{'judge.hf_path' if has_judge_engines(judge) else 'judge.url'} names a judge, but "
             f"algorithm.policy_loss.name={config.algorithm.policy_loss.name} samples no responses; set it to null"
         )
     score_reader(judge)

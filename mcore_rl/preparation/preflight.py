@@ -1,4 +1,4 @@
-"""Checks of the first second of a run, used by cli and verbs only.
+"""Checks in the first second of a run. Only cli and verbs import this module.
 
 Nothing here imports torch, transformers, Megatron, an engine or Ray: each of these imports takes longer than all checks
 of this module. `prepare` has the checks that need them.
@@ -71,7 +71,7 @@ def missing_files(config: Config) -> list[str]:
 
 
 def has_gpu(devices: Path = DEVICES) -> bool:
-    """Return True if a driver offers a GPU. Device files are read because this needs no library."""
+    """Return True if a driver offers a GPU. Looks for device files, which needs no library."""
     return any(any(devices.glob(pattern)) for pattern in GPU_FILES)
 
 
@@ -122,8 +122,8 @@ def _check_data(data: DataConfig, algorithm: AlgorithmConfig) -> None:
             find_files(names, key)
     if data.weights and data.curriculum is not None:
         raise ConfigError(
-            "data.weights has no effect beside data.curriculum, whose function says how often a row is drawn: it may"
-            " return an index more than once; set one of the two"
+            "data.weights has no effect with data.curriculum, whose function determines how often a row is sampled: it"
+            " may return an index more than once; set one of the two"
         )
     file_weights(data.weights, data.train)
 

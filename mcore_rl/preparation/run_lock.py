@@ -65,8 +65,12 @@ class RunLock:
     """
 
     def __init__(self, directory: Path, wait_notice: Callable[[str], None], on_loss: Callable[[str], None]) -> None:
-        """`wait_notice` receives one line if `take` must wait; `on_loss` is called from another thread, once, with the
-        reason when the directory is deleted or taken by another process while this one holds it."""
+        """Create a lock that is not held yet.
+
+        wait_notice: receives one line if `take` must wait.
+        on_loss: called once, from another thread, with the reason when the directory is deleted or taken by another
+        process while this one holds it.
+        """
         self._directory, self._path = directory, directory / FILE_NAME
         self._wait_notice, self._on_loss = wait_notice, on_loss
         self._descriptor: int | None = None
@@ -127,7 +131,7 @@ class RunLock:
         if left <= 0:
             return
         self._wait_notice(
-            f"run.dir={self._directory} was held by {before.describe()}: waiting {left:.0f} s for a sign of life"
+            f"run.dir={self._directory} was held by {before.describe()}: waiting {left:.0f} s for it to renew the lock"
         )
         deadline = time.monotonic() + left
         while time.monotonic() < deadline:

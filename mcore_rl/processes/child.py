@@ -49,7 +49,7 @@ class Child:
     def exit_code(self) -> int | None:
         """Exit code, or the negative number of the signal that ended the process; None while it runs.
 
-        Reading it does not reap the process, so the kernel reuses neither its id nor that of its group before `kill`.
+        Reading it does not reap the process, so the kernel does not reuse its process and group ids before `kill`.
         """
         if self._process.returncode is not None:
             return self._process.returncode
@@ -89,15 +89,15 @@ def kill_all(children: Collection[Child]) -> None:
 def start_module(module: str, environment: Mapping[str, str] | None = None) -> tuple[Child, socket.socket]:
     """Run a module of this project as `python -P -m MODULE DESCRIPTOR PARENT_PID`; return it with a connected socket.
 
-    `served.parent_socket` is the counterpart in the child. The interpreter is executed anew, because this process has
-    threads, so it cannot fork safely, and multiprocessing would import its main module again.
+    `served.parent_socket` is the counterpart in the child. The child is a new interpreter: this process has threads, so
+    it cannot fork safely, and multiprocessing's spawn would import the main module again.
 
     environment: variables added to this process's own.
     """
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())]
-        # The processes are the parallelism: several of them compute at the same time, beside the engine.
+        # One thread each: several of these processes compute at the same time, on the cores that the engine uses too.
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path(), **(environment or {})}
         try:
             return Child(command, variables, pass_fds=[theirs.fileno()]), ours
@@ -107,5 +107,5 @@ def start_module(module: str, environment: Mapping[str, str] | None = None) -> t
 
 
 def _import_path() -> str:
-    """Return sys.path of this process: the child finds the same modules."""
+    """Return sys.path of this process, so that the child finds the same modules."""
     return os.pathsep.join(entry or os.getcwd() for entry in sys.path)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 # From linux/pidfd.h: struct pidfd_info is mask, cgroupid, 11 ids of 32 bits, exit_code.
 _INFO = struct.Struct("=QQ11Ii")
+# PIDFD_GET_INFO = _IOWR(0xFF, 11, struct pidfd_info); bit 3 of the mask requests the exit code.
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 _WITH_EXIT = 1 << 3
 SECONDS_UNTIL_REAPED = 1.0
@@ -55,7 +56,7 @@ class Exits:
             return f"exit code {os.waitstatus_to_exitcode(status)}"
         name = signal_name(os.WTERMSIG(status))
         if os.WTERMSIG(status) == signal.SIGKILL and (kills := _num_oom_kills() - self._oom_kills) > 0:
-            return f"killed by {name}; the kernel has killed {kills} processes of this host since, as memory ran out"
+            return f"killed by {name}; during the run, the kernel killed {kills} processes here for lack of memory"
         return f"killed by {name}"
 
 

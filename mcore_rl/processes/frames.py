@@ -1,7 +1,7 @@
 """Messages over asyncio streams: pickled objects, each preceded by its length.
 
-Blocking ends use multiprocessing's connections instead. Their `send` would block the event loop of a process whose peer
-does not read. Both ends are processes of this project; text that a model wrote is never unpickled.
+Processes without an event loop use multiprocessing's connections instead, whose `send` blocks while the peer does not
+read. Both ends are processes of this project; text that a model wrote is never unpickled.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from mcore_rl.processes.exits import exit_text
 from mcore_rl.processes.served import FAILED, REFUSED
 
 _CHECK_SECONDS = 0.5
-"""Time between two checks whether the workers still run."""
+"""Interval of checks that the workers still run."""
 _SECONDS_TO_EXIT = 5.0
 """Time to wait for the exit code of a process that has closed its connection."""
 
@@ -120,7 +120,7 @@ def results(workers: Sequence[Worker], call: str, seconds: float = math.inf, key
         except (EOFError, OSError):
             _raise_errors(workers, answers, call)
             raise worker.death(call) from None
-    _raise_errors(workers, answers, call)  # not before: a remaining answer would be read as that of the next call
+    _raise_errors(workers, answers, call)  # not earlier: an unread answer would be taken for the next call's
     return [result for _, result in answers]
 
 

@@ -1,7 +1,7 @@
 """Kill a child process and all of its descendants, including daemons and processes in other sessions.
 
-Descendants are found through their parent ids. A daemon whose parent has ended has another parent, so every child
-starts with a mark in its environment, which its descendants inherit.
+Descendants are found through their parent ids. The kernel gives a daemon whose parent has ended another parent, so
+every child also starts with a mark in its environment, which its descendants inherit.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ VARIABLE = "MCORE_RL_PROCESS_TREES"
 TERM_SECONDS = 1.0
 """Time between TERM and KILL for descendants: a sandbox launcher kills its programs and removes its directory."""
 KILL_SECONDS = 5.0
+"""Maximum time to wait until processes have ended after KILL: one in uninterruptible I/O may never end."""
 _POLL_SECONDS = 0.02
 
 

@@ -38,10 +38,13 @@ class Backend:
 
 
 FLASH_VERSIONS = ((2, 1, 1), (2, 8, 3))
+"""Oldest and newest flash-attn that TransformerEngine 2.11 uses."""
 FLASH_ON_BLACKWELL = (2, 7, 3)
+"""Oldest flash-attn that it uses from compute capability 10.0 on."""
 WIDE_FLASH = ((8, 0), (9, 0), (10, 0), (12, 0))
 """Compute capabilities on which flash-attn supports head sizes above 192."""
 CUDNN_FOR_ROWS = (9, 6)
+"""Oldest cuDNN whose fused attention supports packed rows."""
 
 
 def _flash(installed: Installed, heads: HeadDims) -> str:
@@ -56,7 +59,7 @@ def _flash(installed: Installed, heads: HeadDims) -> str:
     if not (first, False) <= _release(installed.flash_attention) <= (last, False):
         return f"flash-attn {installed.flash_attention} is none of {dotted(first)} to {dotted(last)}"
     if heads.keys != heads.values:
-        return "it takes values of the size of the keys only"
+        return "it requires values of the same size as the keys"
     if heads.keys % 8 or heads.keys > 256:
         return "it takes heads of multiples of 8 up to 256"
     if heads.keys > 192 and capability not in WIDE_FLASH:
@@ -73,7 +76,7 @@ def _flash_3(installed: Installed, heads: HeadDims) -> str:
         return "it takes heads of up to 256"
     unequal = (128 < heads.keys <= 192 and 96 < heads.values <= 128) or (heads.keys <= 64 and heads.values <= 512)
     if heads.keys != heads.values and not unequal:
-        return "it takes values of another size than the keys only for keys of 129 to 192 with values of 97 to 128"
+        return "values of another size need keys of 129 to 192 and values of 97 to 128, or up to 64 and up to 512"
     return ""
 
 

@@ -15,9 +15,10 @@ from model_converters.families import check_for_engine, engine_overrides, missin
 
 
 def check_engine_model(role: EngineRole, algorithm: AlgorithmConfig, hf_config: dict[str, Any]) -> None:
-    """Reject a config.json from which rollout.engine computes another model than transformers and the trainer.
+    """Reject a config.json from which rollout.engine computes another model than transformers and the trainer. A
+    supervised run has no engine, so every config.json passes.
 
-    Raises: ConfigError naming the field. A supervised run has no engine and accepts all.
+    Raises: ConfigError naming the field.
     """
     if is_supervised(algorithm):
         return

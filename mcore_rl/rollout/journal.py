@@ -59,7 +59,7 @@ class TokenJournal:
         self._path, self._small_words = path, small_words
         self._file: int | None = os.open(path, CREATE, 0o600)
         self._size, self._limit = 0, small_words
-        """Units: words."""
+        """Current size, and size after which the file is rewritten, in words."""
         self._is_complete = True
         """False after a failed write: then only releases are written."""
         self._running: dict[str, int] = {}

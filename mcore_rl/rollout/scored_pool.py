@@ -68,7 +68,7 @@ class WeightedScorer:
 
 @dataclass(frozen=True)
 class ScoredPool:
-    """`pool` with the scores of `scorers`, by their name in metrics and records.
+    """Pool that adds the scores of `scorers` to the results of `pool`. Keys are the names in metrics and records.
 
     Without rules (`has_rules` is False), no grader decides whether a response is right: its accuracy is then its
     reward.

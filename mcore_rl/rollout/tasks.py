@@ -14,16 +14,17 @@ import numpy as np
 from mcore_rl.types import RolloutScalars, RolloutTask, TrajectoryBuffers
 
 TASKS_PER_ENGINE = 2
-"""Minimum number of tasks per engine. Smaller tasks end more evenly and cost the driver more."""
+"""Minimum number of tasks per engine. With smaller tasks, engines finish at more equal times, but the driver makes more
+calls."""
 TASKS_PER_BATCH = 2
 """Minimum number of tasks in the requests that an engine decodes concurrently."""
 ROOM = 2
-"""Maximum requests that an engine holds, in multiples of what it decodes concurrently. It reports when one multiple is
-left: the engine itself replaces finished requests and does not wait for the driver."""
+"""Maximum requests that an engine holds, in multiples of the requests that it decodes concurrently. It reports when one
+multiple is left. Until the driver sends more, it starts queued requests in place of finished ones."""
 
 
 def cut(num_groups: int, samples: int, num_engines: int, num_concurrent: int) -> list[np.ndarray]:
-    """Indices of the groups of each task. An engine decodes `num_concurrent` requests concurrently.
+    """Return the indices of the groups of each task. An engine decodes `num_concurrent` requests concurrently.
 
     The order of groups is kept, so that the order of responses does not depend on the number or speed of engines.
     Groups stay whole, because their samples share the prompt in an engine's prefix cache.
@@ -46,7 +47,8 @@ class Tail:
 
 
 def share(tails: Sequence[Tail], free: int) -> list[Tail]:
-    """Select what moves to an engine with `free` slots, so that as many requests wait there as here afterwards.
+    """Select the responses that move to an engine with `free` slots, so that both engines then have equally many
+    waiting.
 
     Whole groups move, from the end of the last tasks; a part of a group moves only if one group is too many. At least
     one response moves if there is any.

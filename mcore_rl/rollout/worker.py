@@ -46,8 +46,8 @@ class RolloutWorker:
         failed_reward: float = 0.0,
         has_rules: bool = True,
     ) -> None:
-        """`failed_reward`: reward of an episode that raised an error. Without rules (`has_rules`), no grader decides
-        whether a response is right; its accuracy is then its reward."""
+        """Create a worker. `failed_reward`: reward of an episode that raised an error. Without rules (`has_rules`), no
+        grader decides whether a response is right; its accuracy is then its reward."""
         self._player = player
         self._rewarder = rewarder
         self._prompts = prompts

@@ -63,7 +63,7 @@ def _remedy(config: SandboxConfig, message: str) -> str:
     if "not installed" in message:
         return f"`make sandbox` installs it; or set sandbox.kind=landlock, {LANDLOCK_LACKS}, or {_SERVER}"
     others = f"sandbox.kind=landlock, {LANDLOCK_LACKS}, or {_SERVER}"
-    return f"let this machine or container make user namespaces, or set {others}"
+    return f"allow user namespaces on this machine or in this container, or set {others}"
 
 
 def _check_server(config: SandboxConfig) -> None:

@@ -82,7 +82,7 @@ class Exchange:
         return received
 
     def until(self, done: Callable[[], bool], seconds: float) -> Why:
-        """Run the loop until `done`, until a limit is exceeded, or until all streams are at their end."""
+        """Run the loop until `done` returns True, a limit is exceeded, or all streams have ended."""
         deadline = time.monotonic() + seconds
         next_check = time.monotonic() + _MEMORY_CHECK_SECONDS
         while self._num_open and not done():

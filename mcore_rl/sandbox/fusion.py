@@ -45,7 +45,8 @@ class FusionSandbox:
     def run(self, program: Program) -> Outcome:
         """Run a program on the server.
 
-        Raises: SandboxError if the server is unreachable, refuses, could not run the program, or sends another format.
+        Raises: SandboxError if the server is unreachable, rejects the request, could not run the program, or sends an
+        unknown format.
         """
         seconds = min(program.seconds or self._config.seconds, self._config.seconds)
         request = {
@@ -62,7 +63,9 @@ class FusionSandbox:
         try:
             return _outcome(response)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SandboxError(f"sandbox.url={self._config.url} answers in another form: {error!r}") from error
+            raise SandboxError(
+                f"sandbox.url={self._config.url} sent a response in an unknown format: {error!r}"
+            ) from error
 
     def _post(self, body: bytes, timeout: float) -> dict[str, Any]:
         for attempt in range(1, ATTEMPTS + 1):

@@ -74,7 +74,7 @@ def unpack(packed: bytes, wanted: Sequence[str]) -> dict[str, bytes]:
         files[path] = bytes(rest[: int(header)])
         rest = rest[int(header) :]
     if rest:
-        raise SandboxError("files of the sandbox cannot be fetched: more was written than asked for")
+        raise SandboxError("files of the sandbox cannot be fetched: there is more data than the requested files")
     return files
 
 
@@ -82,5 +82,5 @@ def check_path(path: str) -> str:
     """Normalize a path below the working directory. Raises: SandboxError for other paths."""
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path:
-        raise SandboxError(f"file {path!r}: its path has to lead below the working directory")
+        raise SandboxError(f"file {path!r}: its path must be inside the working directory")
     return str(pure)

@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def node_name() -> str:
-    """SLURM's name of this node."""
+    """Return SLURM's name of this node."""
     return os.environ["SLURMD_NODENAME"]
 
 

@@ -70,7 +70,7 @@ class StartCheck(Protocol):
     """Comparison of engines and trainer before the first step."""
 
     def check(self, version: int) -> None:
-        """Raises: ConfigError."""
+        """Compare them at weight `version`. Raises: ConfigError."""
 
 
 @dataclass

@@ -249,6 +249,7 @@ class Batch:
         samples = np.concatenate([*self.updates, np.empty(0, np.int64)])
         update_of = np.repeat(np.arange(len(self.updates)), [len(update) for update in self.updates])
         order = np.argsort(self.dp_ranks[samples], kind="stable")
+        # The stable sort keeps each rank's samples ordered by update, as RankShares.by_update needs them.
         samples, cells = samples[order], self.dp_ranks[samples[order]] * len(self.updates) + update_of[order]
         table = np.empty(len(samples), SHARE_COLUMNS)
         for name in ("total_tokens", "rewards", "advantages", "loss_weights"):
@@ -333,7 +334,7 @@ class TokenColumn:
 
     @classmethod
     def of(cls, by_sample: Mapping[int, np.ndarray]) -> TokenColumn:
-        """Concatenate arrays. Shapes: [n] by sample."""
+        """Concatenate the arrays of all samples. Shapes: [n] each."""
         offsets = np.zeros(len(by_sample) + 1, np.int64)
         np.cumsum([len(part) for part in by_sample.values()], out=offsets[1:])
         values = np.concatenate([np.empty(0, np.float32), *by_sample.values()]).astype(np.float32, copy=False)

@@ -45,7 +45,7 @@ class EpisodeOutcome:
     score of `text` (all text of the model); rewards of turns are added in both cases.
 
     `finish_reason`: stop; or the limit that ended the episode: length, turns, tool_calls, seconds; or error, with the
-    reason in `error`; a failed episode is not trained. `parts` see Score. `seconds`: time by state of the episode.
+    reason in `error`; a failed episode is not trained on. `parts`: see Score. `seconds`: time spent in each state.
     `extra` is added to the graders' extra_info. `messages` is the conversation, if there is one.
     """
 

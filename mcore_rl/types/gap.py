@@ -50,8 +50,8 @@ class LogpGap:
     @property
     def typical(self) -> float:
         """Mean difference, or the median if the trainer computed the routing itself. Rounding then sends some tokens to
-        other experts and changes them a lot, whereas a systematic error shifts most tokens. Not finite if any token's
-        difference is not finite."""
+        other experts and changes their log-probabilities a lot, whereas a systematic error shifts most tokens. Not
+        finite if any token's difference is not finite."""
         if self.own_routing and math.isfinite(self.mean.value):
             return self.median.value
         return self.mean.value

@@ -11,8 +11,8 @@ from mcore_rl.types.metrics import Metric
 
 @dataclass(frozen=True)
 class BatchHandle:
-    """A batch on the actor's ranks, including the results computed for it so far. Ranks reject a `key` that is not the
-    held batch's. `metrics` accumulates the metrics of the passes.
+    """A batch on the actor's ranks, including the results computed for it so far. Ranks reject a call whose `key` is
+    not the key of the batch that they hold. `metrics` accumulates the metrics of the passes.
 
     `is_sent` is false until the first call that needs the batch on the ranks; this call sends it.
     """

@@ -72,7 +72,8 @@ class Groups:
     """Groups generated in a step, and the selection that is trained.
 
     `keep[i]` holds the indices of the trained responses of chunk i, whole groups in order. `greedy` holds the scalars
-    of one greedy response per kept group, if requested. `metrics` describes the collection.
+    of one greedy response per kept group, if requested. `batches` counts the rounds of sampling that the step needed.
+    `metrics` describes the collection.
     """
 
     chunks: tuple[BuffersRef, ...]

@@ -218,7 +218,7 @@ def test_a_reference_that_is_another_model_or_none(refused: Callable[..., str], 
     assert "reference.hf_path=/nowhere: no config.json" in refused(kl, "reference.hf_path=/nowhere")
     other = model_with(base, tmp_path, num_hidden_layers=1)
     message = refused(kl, f"reference.hf_path={other}")
-    assert f"reference.hf_path={other} is of another architecture than model.hf_path" in message
+    assert f"reference.hf_path={other} has another architecture than model.hf_path" in message
     assert "algorithm.kl.in_loss and algorithm.kl.in_reward to 0" in refused(kl, *SFT)
 
 

@@ -41,7 +41,7 @@ class RankSlot:
 
 
 def run_rank(slot: RankSlot, supervisor: Connection) -> None:
-    """Main function: run the stages that the supervisor requests by number, and send their Results."""
+    """Run the stages that the supervisor requests by number, and send their Results."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     die_with(parent.pid or 0)  # also while this rank waits in a collective

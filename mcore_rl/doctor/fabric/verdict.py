@@ -142,7 +142,7 @@ def find_slow(stage: Stage, figures: Sequence[Figure], fabric: Fabric, percent: 
 
 
 def _median_of_others(ordered: Sequence[float], value: float) -> float:
-    """Median of sorted figures without one that equals `value`. O(log n), since every rank has a figure."""
+    """Return the median of sorted values without one that equals `value`. O(log n), since every rank has a figure."""
     skipped, last = bisect_left(ordered, value), len(ordered) - 2
     low, high = (ordered[i + (i >= skipped)] for i in (last // 2, (last + 1) // 2))
     return (low + high) / 2

@@ -30,7 +30,7 @@ def _time(overlap: Overlap) -> str:
     if overlap.swap_seconds is not None:
         swap = f"{overlap.swap_seconds:.1f} s"
     return (
-        f"{step:.1f} s: generate {generate:.1f} s beside logp and update {train:.1f} s, weight swap {swap}; "
+        f"{step:.1f} s: generate {generate:.1f} s while logp and update take {train:.1f} s, weight swap {swap}; "
         f"{_waiting_side(overlap)}"
     )
 
@@ -42,7 +42,7 @@ def _waiting_side(overlap: Overlap) -> str:
     ):
         if share:
             return f"{side} {share:.0%} of it"
-    return "nobody waits"
+    return "neither side waits"
 
 
 def _slots(overlap: Overlap) -> str:
@@ -51,7 +51,7 @@ def _slots(overlap: Overlap) -> str:
     if balance is None:
         return present
     if not balance.overrides:
-        return f"{present}: as balanced as they can be"
+        return f"{present}: no other split is faster"
     return (
         f"{present}; {balance.engine_gpus} and {balance.trainer_gpus} would take {balance.step_seconds:.1f} s: "
         f"{' '.join(balance.overrides)}"

@@ -1,17 +1,18 @@
 """Time of one training step in an asynchronous run, for trainer and engines separately.
 
 The trainer computes log-probabilities and updates. The engines generate the responses of a step at constant
-concurrency: other requests run beside the longest response. The requests that run at a time, in all engines together,
-have three upper bounds:
+concurrency, because other requests run while the longest response is finished. The number of requests that run at the
+same time, over all engines, has three upper bounds:
 
     KV cache capacity, and rollout.max_concurrent_requests of each engine
     the same, minus (n - 1) / 2, because a group starts only if all of it can be queued
     rollout.max_staleness x B x n x mean / life
 
-with B = trainer.prompts_per_step groups of n = rollout.samples_per_prompt. Besides the groups in training,
+with B = trainer.prompts_per_step groups of n = rollout.samples_per_prompt, and the mean and the maximum length (life)
+of a response. Besides the groups in training,
 max_staleness x B groups exist. A group lives until its longest response ends (rollout.max_response_tokens, as in the
 rest of the plan), and each of its requests runs for mean / life of that time. So a step takes at least
-life / max_staleness engine steps, and with one step off never less than the longest response.
+life / max_staleness engine steps: with max_staleness=1, as long as the longest response.
 
 With rollout.swap=finish all running requests end before the weights change, so the engines need the time of a
 synchronous step. With recompute they recompute the KV cache of all running requests once per step.

@@ -60,7 +60,7 @@ class EpisodePlayer:
     def __init__(
         self, episode: Episode, loop: EngineLoop, config: RolloutConfig, record: Record = lambda *span: None
     ) -> None:
-        """`record` receives spans for the timeline."""
+        """Start the event loop of the episodes. `record` receives spans for the timeline."""
         self._episode, self._engine, self._config = episode, loop, config
         self._traces = EpisodeTraces(record)
         # An engine runs requests in order of arrival. Without a limit, all first turns would run before any second

@@ -43,8 +43,8 @@ class TokenSequence:
         return len(token_ids) >= len(self.tokens) and np.array_equal(token_ids[: len(self.tokens)], self.tokens)
 
     def extend(self, token_ids: np.ndarray, completion: Completion, temperature: float) -> None:
-        """Append the tokens of `token_ids` after the sequence (not sampled), and the completion, sampled at
-        `temperature`."""
+        """Append the part of `token_ids` that follows this sequence (not sampled), and the completion, sampled at
+        `temperature`. `token_ids` start with this sequence."""
         # Tokens between the last sampled one and the new completion: tool results, user messages, template tokens.
         said = token_ids[len(self.tokens) :]
         if len(said):

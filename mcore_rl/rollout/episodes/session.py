@@ -137,7 +137,7 @@ class Session:
         *,
         trained: bool = True,
     ) -> None:
-        """`trained`: see Attempt."""
+        """Create the session of one attempt. `trained`: see Attempt."""
         self._trained = trained
         self.seed = request.seed
         self.id = request.request_id

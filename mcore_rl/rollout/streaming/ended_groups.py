@@ -29,8 +29,8 @@ class EndedGroups:
     zero_variance: list[Group] = field(default_factory=list)
 
     def take(self, version: int, in_flight: InFlight) -> list[Group] | None:
-        """Return the groups to train at weight `version`; None if there are too few, or if others would become too
-        old."""
+        """Return the groups to train at weight `version`; None if there are too few, or if training these would make
+        another group too old."""
         size, hard = self.bounds.prompts_per_step, self.bounds.max_staleness_hard
         taken = self._oldest(version, in_flight) if len(self.finished) >= size else self._remaining(in_flight)
         if taken is None:
@@ -63,8 +63,8 @@ class EndedGroups:
         return taken
 
     def give_up(self, taken: Sequence[Group], recorded: Sequence[int] | None = None) -> list[Group]:
-        """Remove and return the groups without signal that leave with a step that trains `taken`: with ordered
-        training, the groups before its last one; in a replay, the recorded ones."""
+        """Remove and return the groups without signal that are dropped with a step that trains `taken`: in a replay,
+        the recorded ones; with ordered training, the groups submitted before its last one; otherwise all."""
         left, last = _without(self.zero_variance, taken), max(group.number for group in taken)
         if recorded is not None:
             given_up = [group for group in left if group.number in set(recorded)]
@@ -93,7 +93,9 @@ class EndedGroups:
 
     def _remaining(self, in_flight: InFlight) -> list[Group] | None:
         """Fill a step that has too few finished groups with groups without signal, if no group is running any more.
-        Called in nearly every wait."""
+
+        Called in nearly every wait, so it checks the running groups first.
+        """
         if next(in_flight(), None) is not None:
             return None
         missing = self.bounds.prompts_per_step - len(self.finished)

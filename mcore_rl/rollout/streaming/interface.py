@@ -35,7 +35,7 @@ class TaskStream(Protocol):
         ticket."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Context in which started tasks are collected and sent at its end, with fewer calls."""
+        """Return a context in which started tasks are collected and sent at its end, with fewer calls."""
 
     def wait(self) -> None:
         """Wait until a task has finished or some time has passed."""

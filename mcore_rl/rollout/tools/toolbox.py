@@ -18,7 +18,9 @@ from mcore_rl.rollout.tools.settings import ToolSettings
 from mcore_rl.rollout.tools.tool_process import ClosedEpisode, ToolProcess
 
 START_SECONDS = 300.0
+"""Time limit until a process has loaded all tools."""
 MAX_FAILED_STARTS = 3
+"""Failed starts in a row of a process after which the run ends."""
 RESTARTED = "Note: the tools were restarted; the state of earlier calls is lost.\n"
 
 

@@ -104,7 +104,7 @@ SEARCHED = ("/etc/alternatives", "/etc/ld.so.cache")
 
 
 def environment(work: str) -> dict[str, str]:
-    """Environment variables inside."""
+    """Return the environment variables inside."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": work,

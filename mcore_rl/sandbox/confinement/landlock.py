@@ -20,6 +20,7 @@ LAUNCHER = Path(__file__).with_name("landlock_launcher.py")
 _READABLE = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ssl/openssl.cnf", *SEARCHED)
 _WRITABLE = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _STOP_SECONDS = 10.0
+"""Time limit until the launcher has killed everything inside; then the launcher is killed."""
 
 
 class Landlock:

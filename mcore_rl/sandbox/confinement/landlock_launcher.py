@@ -25,7 +25,7 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 
 SECCOMP_MODE_FILTER = 2
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 ABI_OF_SIGNALS = 6
-FAILED = 125
+FAILED = 125  # exit code if the command could not be confined; a shell uses 126 and above itself
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 TRUNCATE, IOCTL_DEV = 1 << 14, 1 << 15
@@ -59,7 +59,7 @@ def main() -> int:
     uid = orders["users"][0] + os.getpid() % orders["users"][1] if os.geteuid() == 0 else None
     if uid is None and abi < ABI_OF_SIGNALS:
         needed = f"ABI {ABI_OF_SIGNALS} (Linux 6.12) does, or a start as root"
-        raise OSError(f"Landlock ABI {abi} of this kernel does not keep signals inside; {needed}")
+        raise OSError(f"Landlock ABI {abi} of this kernel does not confine signals; {needed}")
     # Before the fork: the command must not outlive the parent of this process.
     signal.signal(signal.SIGTERM, stop)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -106,6 +106,8 @@ def become(orders: Orders, work: str, uid: int | None, abi: int) -> NoReturn:
 
 def confine(readable: Iterable[str], writable: Iterable[str], work: str, abi: int) -> None:
     """Restrict files, TCP, abstract sockets and signals, as far as this kernel's Landlock ABI supports it."""
+    # struct landlock_ruleset_attr: rights of files (13 in ABI 1), TCP bind and connect, scopes. A kernel rejects bits
+    # and fields that its ABI does not know.
     files = (1 << 13) - 1
     files |= sum(bit for since, bit in ((2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEV)) if abi >= since)
     fields = [files, *([0b11] if abi >= 4 else []), *([0b11] if abi >= ABI_OF_SIGNALS else [])]

@@ -21,6 +21,7 @@ from mcore_rl.sandbox.confinement.memory import limit_memory
 KILLED = 128 + signal.SIGKILL
 """Return code of a run that exceeded a limit."""
 _END_SECONDS = 10.0
+"""Time limit until a killed sandbox has ended."""
 
 
 class Confinement(Protocol):
@@ -123,4 +124,5 @@ def _starter() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 
 
+# A forked child has no copy of the thread, so it must start its own.
 os.register_at_fork(after_in_child=_starter.cache_clear)

@@ -111,9 +111,9 @@ def test_the_table() -> None:
     assert found is not None
     rows = dict(overlap_rows(found))
     assert rows["time per step"] == (
-        "7.0 s: generate 6.3 s beside logp and update 6.0 s, weight swap 0.7 s; the trainer waits 4% of it"
+        "7.0 s: generate 6.3 s while logp and update take 6.0 s, weight swap 0.7 s; the trainer waits 4% of it"
     )
-    assert rows["slots"] == "4 generate, 4 train: as balanced as they can be"
+    assert rows["slots"] == "4 generate, 4 train: no other split is faster"
     assert rows["staleness"] == "1.4 on average, at most 4 versions"
     slow = StepFlops(FLOPS.generate, logp=3e12, update=17e12)
     found = overlap_of(sides_of(config_of(), flops=slow), LAYOUT, sync_of(2.5))

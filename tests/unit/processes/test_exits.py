@@ -64,7 +64,7 @@ def test_status_of_a_killed_process_mentions_the_oom_killer(monkeypatch: pytest.
     followed = Exits()
     followed.follow(1, os.getpid())
     assert followed.status(1) == (
-        "killed by SIGKILL; the kernel has killed 2 processes of this host since, as memory ran out"
+        "killed by SIGKILL; during the run, the kernel killed 2 processes here for lack of memory"
     )
     followed.forget(1)
 

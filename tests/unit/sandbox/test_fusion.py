@@ -114,7 +114,9 @@ def test_malformed_response_raises_an_error(url: str) -> None:
     )
     for body in bodies:
         Scripted.responses = [(200, body)]
-        with pytest.raises(SandboxError, match=r"sandbox\.url=.* (answers in another form|cannot be used)"):
+        with pytest.raises(
+            SandboxError, match=r"sandbox\.url=.* (sent a response in an unknown format|cannot be used)"
+        ):
             FusionSandbox(SandboxConfig(url=url)).run(Program(""))
 
 

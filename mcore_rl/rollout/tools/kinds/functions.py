@@ -25,8 +25,8 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 class FunctionTool:
-    """User's function, called with the arguments by name. Its result is shown as text: a string as it is, other values
-    as JSON."""
+    """User's function, called with keyword arguments. The model receives its result as text: strings unchanged, other
+    values as JSON."""
 
     def __init__(self, function: Callable[..., Any], schema: Schema, threads: int = THREADS) -> None:
         self.schema = schema
