@@ -11,6 +11,7 @@ def request_seeds(seed: int, group_ids: np.ndarray, samples: int) -> np.ndarray:
     Shapes: group_ids int64 [G] -> int64 [G * samples], below 2**31 (engines use signed 32-bit seeds).
     Source: the finaliser of splitmix64.
     """
+    # Number all responses of a run consecutively per group: distinct as long as a group has at most 2**20 responses.
     keys = np.repeat(group_ids.astype(np.uint64), samples) * np.uint64(1 << 20)
     keys += np.tile(np.arange(samples, dtype=np.uint64), len(group_ids))
     keys += np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
@@ -20,5 +21,8 @@ def request_seeds(seed: int, group_ids: np.ndarray, samples: int) -> np.ndarray:
 
 
 def turn_seed(seed: int, history: int, again: int) -> int:
-    """Return the seed of an episode's turn. history: checksum of the preceding turns; again: number of the attempt."""
+    """Return the seed of an episode's turn.
+
+    history: CRC-32 of the turn's prompt. again: number of earlier requests with this prompt in the episode.
+    """
     return int(request_seeds(seed, np.array([history + (again << 32)]), 1)[0])

@@ -140,7 +140,7 @@ class SteppedEngine(ABC):
         for whole in self._run_step():
             active = self._running[whole.engine_id]
             output = _until_stop(whole, active.stops)
-            # The engine does not know about stop strings and must be told to end the request.
+            # The engine does not evaluate stop strings, so a request that one ends must be cancelled.
             if output.finish_reason is not None and whole.finish_reason is None:
                 stopped.append(output.engine_id)
             active.token_ids += output.token_ids

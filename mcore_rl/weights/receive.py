@@ -41,7 +41,7 @@ LoadBox = Callable[[str, tuple[int, ...], torch.Tensor], None]
 
 
 class SliceReceiver:
-    """Receives updates and passes their slices on. `buffer`: number of this rank's staging buffer."""
+    """Receives updates and passes their slices to the engine. `buffer`: number of this rank's staging buffer."""
 
     def __init__(
         self, messages: MessageReceiver, incoming: IncomingMessages, num_rounds: int, link: Link, buffer: int

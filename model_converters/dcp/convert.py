@@ -42,6 +42,7 @@ from model_converters.mapping.plan import check_complete, load_plan
 from model_converters.mapping.table import BoundRow, bind
 from model_converters.progress import ByteProgress
 
+# A resumed conversion repeats at most one file of this size.
 MAX_FILE_BYTES = 2 * 2**30
 MAX_SHARD_BYTES = 5 * 2**30
 
@@ -163,6 +164,7 @@ def _identity(conversion: _Conversion, lora: Path | None, max_file_bytes: int) -
 
 
 def _fingerprint(directory: Path) -> dict[str, Any]:
+    # Sizes and times instead of checksums: hashing a large model would take as long as converting it.
     files = sorted({*directory.glob("*config.json"), *directory.glob("*.safetensors*")})
     sizes_and_times = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
     return {"directory": str(directory.absolute()), "files": sizes_and_times}

@@ -47,7 +47,7 @@ class Certificate:
 
     checksums: HF name -> BLAKE2b of the checkpoint's bytes, for every tensor that is equal on both sides.
     mismatched: name -> difference; an HF name, or a checkpoint key for tensors without a row.
-    missing: names of `mismatched` that one side lacks.
+    missing: names of `mismatched` that one side lacks or that cannot be read. Logits are compared only if it is empty.
     quantised: names of `checksums` that are FP8 in the HF directory; the codes and scales equal, bit for bit, the
     quantised checkpoint values.
     config: field of config.json that changes the computation -> difference.
@@ -150,7 +150,8 @@ def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint, dropped: Collecti
         for name in checkpoint.shapes
         if name not in source.shapes and name not in checkpoint.repeated
     }
-    missing = frozenset(mismatched)  # differences so far; logits are not compared if there are any
+    # Differences so far mean that a tensor is absent or unreadable on one side: one of the models cannot be run.
+    missing = frozenset(mismatched)
     checksums, quantised = {}, set()
     common = sorted((name for name in wanted if stored_names[name] in checkpoint.shapes), key=source.position)
     sizes = {name: source.dtype(name).itemsize * torch.Size(source.shapes[name]).numel() for name in common}

@@ -25,8 +25,8 @@ def check_complete(
     """Compare the table with all given arguments, in both directions.
 
     hf_names: tensors of a checkpoint or an engine.
-    model_names: canonical names of a model, for one rank if `rank` is given, else for all ranks of `layout` together
-    (None: a single rank).
+    model_names: canonical names of a model's tensors on rank `rank` of `layout`, or on all its ranks if `rank` is None.
+    layout: a single rank by default.
     Both may map names to shapes, which are then compared too. Shapes of a model are local and require `rank`.
     plans: must contain every HF tensor of the table once, tiled exactly once.
     dropped: HF tensors that are missing in the table on purpose.
@@ -52,6 +52,7 @@ def check_complete(
 def _model_shapes(bound: Sequence[BoundRow], layout: TrainLayout, rank: int | None) -> dict[str, Shape]:
     placement = Placement(bound, layout)
     if rank is None:
+        # Leave out a tied head that has no tensor of its own. Shapes are unknown: shards may differ between ranks.
         return {b.mcore: () for b in bound if any(True for _ in placement.holdings(b))}
     at = layout.coordinates(rank)
     shards = ((b, placement.shard_at(b, at)) for b in bound)

@@ -96,7 +96,10 @@ class TrainLayout:
 
     @property
     def num_mtp_layers(self) -> int | None:
-        """Number of multi-token-prediction layers in pipeline_layout; None without one (all layers of the model)."""
+        """Number of multi-token-prediction layers in pipeline_layout.
+
+        None without pipeline_layout: Megatron then places all of the model's on the last stage.
+        """
         return None if self.pipeline_layout is None else self.pipeline_layout_stages()[-1].count(MTP)
 
     def pipeline_layout_stages(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from model_converters.errors import LayoutError
 EMBEDDING, DECODER, MTP, OUTPUT = "E", "t", "m", "L"
 _GROUP = re.compile(r"\(([^)]+)\)\*(\d+)")
 _SINGLE = re.compile(r"(.)\*(\d+)")
+# A mistyped count such as t*3000000000 would otherwise exhaust the memory.
 _MAX_REPEATS = 10_000
 
 

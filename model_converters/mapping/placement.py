@@ -72,6 +72,7 @@ class Placement:
     def holdings(self, bound: BoundRow) -> Iterator[Holding]:
         """Yield one Holding per shard; none for a tied head that shares the embedding's tensor."""
         row, layout = bound.row, self.layout
+        # With one stage Megatron's tied head reads the embedding's tensor; with several, the last stage has a copy.
         if row.copy_of_embedding and layout.pp == 1:
             return
         stage = self.stage(bound)

@@ -30,17 +30,18 @@ from mcore_rl.processes.exits import exit_text
 from mcore_rl.processes.pool import CallFailedError, LostWorkerError, Worker, results
 
 ROOT = Path(__file__).parents[3]
+# Linux limits the path of a Unix socket to 107 bytes (sun_path).
 _MAX_SOCKET_PATH = 100
 
 
 class RankProcesses:
     """All ranks of one engine.
 
-    settings: of rank 0; `rank` and `init_method` are set here for each rank.
-    name: of the engine, for messages.
-    hosts: ranks on other hosts than the first are started there (follower.follow).
+    settings: settings that all ranks share; `rank` and `init_method` are replaced for each rank.
+    name: the engine's name, for messages.
+    hosts: hosts of the engine. Only the ranks of the first host are started here; follower.follow starts the others.
 
-    The start has no deadline here; the caller has one.
+    The start has no deadline of its own: the caller sets one.
     Raises: ConfigError if SGLang rejects the settings; WorkerDiedError if a rank ends during the start.
     """
 
@@ -94,6 +95,7 @@ class RankProcesses:
         with self._listener(address, num_ranks, key) as listener:
             for rank in self._hosts.ranks(num_ranks):
                 self._processes.append(start_rank(rank, num_ranks, address, key))
+            # A rank that ends during the start never connects: wake up to check the processes.
             listener._listener._socket.settimeout(0.5)  # type: ignore[attr-defined]
             while len(connections) < num_ranks:
                 try:
@@ -146,7 +148,10 @@ def start_rank(rank: int, num_ranks: int, address: str, key: bytes) -> Child:
 
 
 def _environment(num_ranks: int) -> dict[str, str]:
-    """Return this process's environment, with the import path of this package only: ours would hide SGLang's."""
+    """Return the environment of a rank: this process's, with only this project on the import path.
+
+    Other directories of this process's PYTHONPATH would hide packages of SGLang's environment.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment = inherited | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     environment["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -28,7 +28,7 @@ from mcore_rl.types import SamplingOptions
 class VllmEngine(SteppedEngine):
     """vLLM engine of rollout.tp ranks.
 
-    name: of the engine, for messages.
+    name: the engine's name, for messages.
     timeout_seconds: time limit of a call to the ranks.
     load_weights: if False, weights are random until the first update through `receiver`.
     capture_routing: completions contain the experts of their tokens.

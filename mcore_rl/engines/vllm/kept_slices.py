@@ -38,7 +38,8 @@ def record_kept_slices(model: torch.nn.Module, specs: Iterable[TensorSpec]) -> l
 def discard_reload(model: torch.nn.Module) -> None:
     """Cancel an unfinished reload. Kernels keep their earlier weights, except in modules that were complete.
 
-    Unlike finishing, this does not process the partial layers: processing one that failed half way could do anything.
+    Unlike vLLM's own end of a reload, this does not convert incomplete layers to the kernels' format: their weights are
+    of two versions or uninitialised.
     """
     model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
     for layer in model.modules():

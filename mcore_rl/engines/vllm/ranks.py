@@ -71,7 +71,7 @@ class RankMethods:
 
 
 class EngineRanks:
-    """Calls all ranks of `engine` (vLLM's LLMEngine). `name`: of the engine, for messages."""
+    """Calls all ranks of `engine` (vLLM's LLMEngine). `name`: the engine's name, for messages."""
 
     def __init__(self, engine: Any, name: str, timeout_seconds: float, elsewhere: Sequence[str] = ()) -> None:
         """`elsewhere`: names of the other hosts with ranks of the engine."""

@@ -18,7 +18,10 @@ _Group = dist.ProcessGroupGloo
 
 
 class _SharedDeviceMeta(type):
-    """Creates torch's own groups with a shared device; every ProcessGroupGloo counts as an instance."""
+    """Creates torch's own groups with a shared device; every ProcessGroupGloo counts as an instance.
+
+    torch.distributed creates gloo groups by calling this name, and also tests instances with it.
+    """
 
     def __call__(cls, store: dist.Store, rank: int, size: int, *, timeout: timedelta) -> dist.ProcessGroupGloo:
         options = _Group._Options()

@@ -99,7 +99,11 @@ class PaddedBatch:
 
 
 def _group(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Group sequence indices by descending length. A group ends at a sequence that is too long or too short for it."""
+    """Group sequence indices by descending length.
+
+    Sequences longer than BATCHED_TOKENS are alone in their group. A group of shorter ones ends before the first
+    sequence that is shorter than SIMILAR times its longest.
+    """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         longest = lengths[groups[-1][0]] if groups else 0

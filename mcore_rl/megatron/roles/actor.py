@@ -96,7 +96,7 @@ class MegatronActor:
         return self.trained.memory
 
     def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
-        """Compare the policy's log-probabilities with those of the samples, which the batch keeps unchanged.
+        """Measure how much the policy's log-probabilities differ from the recorded ones. Nothing is changed.
 
         Each token is compared at its recorded temperature, or at 1 if none is recorded.
         """
@@ -111,7 +111,7 @@ class MegatronActor:
     def compare_logp(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> list[LogpGap]:
         """Measure the difference between the policy's and the engine's log-probabilities for each share.
 
-        Samples use the engine's experts with actor.moe.router_replay=engine. Later passes use no results of this one.
+        With actor.moe.router_replay=engine the pass replays the engine's experts. No result is kept for later passes.
         """
         replays = self.config.actor.moe.router_replay == "engine"
         if replays:
@@ -124,7 +124,7 @@ class MegatronActor:
     def recompute_logp(
         self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]
     ) -> tuple[RankBatch, dict[str, Metric]]:
-        """Add the current policy's log-probabilities of all updates' samples except the first update's.
+        """Compute the old log-probabilities of the samples of all updates except the first.
 
         The first update starts from the current policy, so its own forward pass computes the log-probabilities of its
         samples and their metrics. The pass is skipped if nothing uses its results: the loss, the KL term of the

@@ -93,8 +93,8 @@ class FrozenPolicy:
 class BasePolicy:
     """The base model of a LoRA run as reference: the policy's own chunks with the adapters switched off for a pass.
 
-    It has no weights of its own, so `memory` is empty and checkpoints contain nothing of it. `model` and
-    `policy_memory` belong to the policy.
+    It has no weights of its own, so `memory` is empty and checkpoints need no entry for it. `model` and `policy_memory`
+    belong to the policy.
 
     Collective: every method, over all ranks.
     """

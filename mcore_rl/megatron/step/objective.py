@@ -289,7 +289,7 @@ def non_finite_samples(batch: MicroBatch, values: torch.Tensor | None) -> tuple[
 
 
 def mismatch(batch: MicroBatch, logp: torch.Tensor) -> dict[str, Metric]:
-    """Metrics of the difference between the policy's log-probabilities and those recorded by the engine.
+    """Metrics of the difference between the log-probabilities of the policy and of the engine's records.
 
     kl and kl_low_var: k1 and k3 estimates of KL(rollout || policy). logp_diff_fresh_mean: only tokens that were sampled
     with the current weights.

@@ -18,11 +18,12 @@ class RankBatch:
     Each forward pass returns a new RankBatch with its results added; a rank has no other state about the current batch.
     Results are by sample, on the ranks of the last stage:
 
-    old_logp: log-probabilities of the policy before the first update; this update adds its own samples.
+    old_logp: log-probabilities of the policy before the first update. The first update adds the entries of its samples.
     ref_logp: log-probabilities of the reference.
     penalties: KL penalties, to be subtracted from the rewards.
     token_advantages: advantages per token.
-    replays: updates after the first replay the experts that the first policy chose.
+
+    replays: whether the later updates use the experts that the policy chose before the first update.
 
     Shapes: old_logp, ref_logp [n], the trained tokens of this context-parallel rank; penalties, token_advantages
     float32 [n], all trained tokens. Units: logp in nats.
@@ -39,8 +40,12 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class ValuedBatch:
-    """The critic's batch: this rank's shares, one per update, their trajectories, and the critic's values before the
-    updates, by sample, on every rank of the last stage. Shapes: values float32 [n], all trained tokens."""
+    """The critic's batch: this rank's shares, one per update, their trajectories, and the values before the updates.
+
+    values: the critic's values by sample, on every rank of the last stage.
+
+    Shapes: values float32 [n], all trained tokens of the response.
+    """
 
     shares: Sequence[RankShare]
     chunks: Sequence[TrajectoryBuffers]

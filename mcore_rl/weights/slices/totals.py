@@ -15,8 +15,9 @@ from model_converters.mapping.placement import Placement
 class Totals:
     """Bytes of one sync.
 
-    `received`: by every engine rank. `sent`: by every trainer rank to other devices. `..._across`: the part that
-    crosses hosts. `needed`: bytes that each rank of one engine keeps, computed from the engine's layout only.
+    received: bytes that each engine rank receives; received_across: the part that comes from other hosts.
+    sent: bytes that each trainer rank sends to other devices; sent_across: the part that goes to other hosts.
+    needed: bytes that each rank of one engine keeps, computed from the engine's layout only.
     """
 
     received: IntArray

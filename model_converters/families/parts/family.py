@@ -52,10 +52,11 @@ class Family:
     engine_fields: fields that inference engines need in config.json and that transformers omits or writes as null.
     transformers_type: model_type under which transformers registers the family, if different.
     architecture: class name in transformers, by which inference engines select their implementation.
-    own_fields: fields of parts.engine_fields.NEUTRAL that transformers and engines use alike for this family.
-    absent_for_engines: fields whose presence changes an engine's model.
+    own_fields: fields of parts.engine_fields.NEUTRAL that transformers and engines interpret in the same way for this
+    family, so they are not overridden.
+    absent_for_engines: fields whose mere presence, even as null, changes an engine's model.
     unread_by_engines: field -> engines that ignore it for this family.
-    engine_values: overrides for engines that depend on the configuration.
+    engine_values: function from config.json to the fields that engines must read with another value.
 
     Raises (rows and model_arguments): ConversionError for a configuration that the family cannot represent.
     """

@@ -72,7 +72,7 @@ def with_defaults(config: HFConfig, defaults: HFConfig, *, nullable: Collection[
 
 
 def explain_defaults(defaults: HFConfig) -> Callable[[Build[Built]], Build[Built]]:
-    """Decorate a function of config.json: its errors state the defaults of absent fields that they name."""
+    """Decorator for functions of config.json: if an error names an absent field, append transformers' default."""
 
     def decorate(build: Build[Built]) -> Build[Built]:
         @functools.wraps(build)
@@ -82,6 +82,7 @@ def explain_defaults(defaults: HFConfig) -> Callable[[Build[Built]], Build[Built
             except ConversionError as error:
                 message, absent = str(error), ConfigWithDefaults(config, defaults).absent
                 named = [key for key in absent if re.search(rf"\b{re.escape(key)}\b", message)]
+                # `require` has already stated the default if its message starts with _ABSENT.
                 if not named or message.startswith(_ABSENT):
                     raise
                 notes = [f"{key} is absent; transformers' default is {json.dumps(absent[key])}" for key in named]
