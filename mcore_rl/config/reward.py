@@ -132,7 +132,7 @@ class JudgeConfig:
     """Inference engine of the judge; null: rollout.engine."""
     tokenizer_path: str | None = setting(None, path=True)
     """Directory of the tokenizer, or a tokenizer.json file; null: judge.hf_path. Optional with judge.url: without it,
-    prompts are not checked for length before they are sent, and special tokens in responses are not escaped."""
+    prompts are not checked for length before they are sent, and texts of special tokens stay in responses."""
     dtype: str | None = setting(None, choices=("float32", "bfloat16"))
     """Data type of the judge's parameters; null: model.dtype."""
     weight: float = 1.0

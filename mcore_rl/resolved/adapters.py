@@ -95,8 +95,8 @@ def check_peft_names(lora: LoraConfig, hf_config: dict[str, Any]) -> None:
     if shared:
         left = ", ".join(target for target in targets if target not in shared)
         raise ConfigError(
-            f"trainer.export_adapter: PEFT takes {', '.join(shared)} of a model with routed experts for modules of "
-            f"theirs; set actor.lora.target_modules=[{left}], or leave trainer.export_adapter at null and set "
+            f"trainer.export_adapter: in a model with routed experts, PEFT would apply {', '.join(shared)} to the "
+            f"experts; set actor.lora.target_modules=[{left}], or leave trainer.export_adapter at null and set "
             "trainer.export_hf, which has the adapters merged"
         )
 

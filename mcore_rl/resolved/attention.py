@@ -57,13 +57,13 @@ def _flash(installed: Installed, heads: HeadDims) -> str:
     if installed.flash_attention is None:
         return f"flash-attn is not installed (versions {dotted(first)} to {dotted(last)})"
     if not (first, False) <= _release(installed.flash_attention) <= (last, False):
-        return f"flash-attn {installed.flash_attention} is none of {dotted(first)} to {dotted(last)}"
+        return f"flash-attn {installed.flash_attention} is not in {dotted(first)} to {dotted(last)}"
     if heads.keys != heads.values:
         return "it requires values of the same size as the keys"
     if heads.keys % 8 or heads.keys > 256:
-        return "it takes heads of multiples of 8 up to 256"
+        return "it supports head sizes that are multiples of 8, up to 256"
     if heads.keys > 192 and capability not in WIDE_FLASH:
-        return f"it takes heads of up to 192 on compute capability {dotted(capability)}"
+        return f"it supports head sizes up to 192 on compute capability {dotted(capability)}"
     return ""
 
 
@@ -73,7 +73,7 @@ def _flash_3(installed: Installed, heads: HeadDims) -> str:
     if installed.flash_attention_3 is None:
         return "flash-attn-3 is not installed"
     if heads.keys > 256:
-        return "it takes heads of up to 256"
+        return "it supports head sizes up to 256"
     unequal = (128 < heads.keys <= 192 and 96 < heads.values <= 128) or (heads.keys <= 64 and heads.values <= 512)
     if heads.keys != heads.values and not unequal:
         return "values of another size need keys of 129 to 192 and values of 97 to 128, or up to 64 and up to 512"
@@ -87,10 +87,10 @@ def _fused(installed: Installed, heads: HeadDims) -> str:
     if installed.cudnn is not None and release(installed.cudnn)[:2] < CUDNN_FOR_ROWS:
         return f"cuDNN {dotted(CUDNN_FOR_ROWS)} or newer is needed, but {installed.cudnn} is installed"
     if heads.keys % 8 or heads.values % 8:
-        return "it takes heads of multiples of 8"
+        return "it supports head sizes that are multiples of 8"
     largest = 256 if capability < (10, 0) else 128
     if max(heads.keys, heads.values) > largest and (heads.keys, heads.values) != (192, 128):
-        return f"it takes heads of up to {largest} on compute capability {dotted(capability)}"
+        return f"it supports head sizes up to {largest} on compute capability {dotted(capability)}"
     return ""
 
 
@@ -129,7 +129,7 @@ def pick(installed: Installed, dtype: str, heads: HeadDims, checkpoint_key: str 
             return backend
     reasons = "; ".join(f"{name}: {reason}" for name, reason in lacking.items())
     raise ConfigError(
-        f"{checkpoint_key}: no attention on this GPU takes packed rows of heads of {heads} ({reasons}); "
+        f"{checkpoint_key}: no attention on this GPU supports packed rows with head size {heads} ({reasons}); "
         "install what is missing, use another model, or uninstall transformer-engine: attention is then torch's"
     )
 

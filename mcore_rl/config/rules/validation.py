@@ -178,13 +178,13 @@ def _check_layout(role: ModelRole, config: Config, ranks: int) -> None:
     parallel, own_nodes = role.section.parallel, config.rollout.nodes
     if own_nodes and config.cluster.placement == "colocated":
         raise ConfigError(
-            f"rollout.nodes={own_nodes} gives nodes to the engines alone; set cluster.placement=disaggregated, or "
+            f"rollout.nodes={own_nodes} reserves nodes for engines; set cluster.placement=disaggregated, or "
             "leave it out"
         )
     if own_nodes >= config.cluster.nodes:
         raise ConfigError(
-            f"rollout.nodes={own_nodes} of cluster.nodes={config.cluster.nodes} leave none to the trainer ranks; lower "
-            "it"
+            f"rollout.nodes={own_nodes} of cluster.nodes={config.cluster.nodes} leave no node for the trainer ranks; "
+            "lower it"
         )
     offered = _trainer_nodes(config.cluster, config.rollout) * config.cluster.gpus_per_node
     if ranks > offered:
@@ -223,7 +223,7 @@ def _check_host_optimizer(role: ModelRole) -> None:
     if section.optimizer.cpu_offload and not section.distributed_optimizer:
         raise ConfigError(f"{key}=true needs {role.key('distributed_optimizer')}=true")
     if section.optimizer.cpu_offload and section.offload.optimizer:
-        raise ConfigError(f"{role.key('offload.optimizer')}=true has nothing to move with {key}=true; set it to false")
+        raise ConfigError(f"{role.key('offload.optimizer')}=true has no effect with {key}=true; set it to false")
 
 
 def _check_overlap(role: ModelRole) -> None:
@@ -288,7 +288,7 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any]) -> None:
             raise ConfigError(f"{key}=true, but the model has no experts; set it to false")
         if experts < tp:
             raise ConfigError(
-                f"{key}=true gives each of {role.key('tp')}={tp} ranks whole ones of {experts} "
+                f"{key}=true places whole experts on {role.key('tp')}={tp} ranks, but there are only {experts} "
                 "experts; lower the ranks, or set it to false"
             )
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens

@@ -60,8 +60,8 @@ def base(tmp_path: Path) -> str:
         (["model.dtype=float8"], "model.dtype"),
         (["model.hf_path=/nowhere"], "model.hf_path"),
         (["trainer.prompts_per_step=1", "trainer.prompts_per_update=1", "rollout.samples_per_prompt=2"], "at least 4"),
-        (["rollout.nodes=1"], "rollout.nodes=1 gives nodes to the engines alone; set cluster.placement=disaggregated"),
-        (["cluster.placement=disaggregated", "rollout.nodes=1"], "rollout.nodes=1 of cluster.nodes=1 leave none"),
+        (["rollout.nodes=1"], "rollout.nodes=1 reserves nodes for engines; set cluster.placement=disaggregated"),
+        (["cluster.placement=disaggregated", "rollout.nodes=1"], "rollout.nodes=1 of cluster.nodes=1 leave no node"),
         (
             ["cluster.placement=disaggregated", "cluster.nodes=2", "rollout.nodes=1", "actor.num_ranks=8"],
             "cluster.gpus_per_node less rollout.nodes offers 4",
@@ -140,7 +140,7 @@ def test_expert_parallel_engines_need_experts(base: str, tmp_path: Path, key: st
     model_of(tmp_path, **{"num_experts": None, key: 8})
     validate(load_config(base, overrides))
     model_of(tmp_path, **{"num_experts": None, key: 1})
-    with pytest.raises(ConfigError, match=r"rollout\.tp=2 ranks whole ones of 1 experts"):
+    with pytest.raises(ConfigError, match=r"rollout\.tp=2 ranks, but there are only 1 experts"):
         validate(load_config(base, overrides))
 
 

@@ -36,12 +36,12 @@ def test_the_first_that_takes_the_rows_is_picked(installed: Installed, heads: He
     ("installed", "heads", "reason"),
     [
         (Installed(True, (8, 0), "2.11.0"), HeadDims(128, 128), "flash-attn is not installed .versions 2.1.1 to 2.8.3"),
-        (Installed(True, (8, 0), "2.11.0", "2.8.3.post2"), HeadDims(128, 128), "flash-attn 2.8.3.post2 is none of"),
-        (Installed(True, (12, 0), "2.11.0", "2.7.2"), HeadDims(128, 128), "flash-attn 2.7.2 is none of 2.7.3 to"),
-        (AMPERE, HeadDims(192, 128), "values of the size of the keys only"),
-        (AMPERE, HeadDims(100, 100), "heads of 100 .*multiples of 8"),
-        (HOPPER, HeadDims(100, 100), "heads of multiples of 8"),
-        (HOPPER, HeadDims(576, 512), r"heads of 576 \(keys\) and 512 \(values\)"),
+        (Installed(True, (8, 0), "2.11.0", "2.8.3.post2"), HeadDims(128, 128), "flash-attn 2.8.3.post2 is not in"),
+        (Installed(True, (12, 0), "2.11.0", "2.7.2"), HeadDims(128, 128), "flash-attn 2.7.2 is not in 2.7.3 to"),
+        (AMPERE, HeadDims(192, 128), "values of the same size as the keys"),
+        (AMPERE, HeadDims(100, 100), "head size 100 .*multiples of 8"),
+        (HOPPER, HeadDims(100, 100), "head sizes that are multiples of 8"),
+        (HOPPER, HeadDims(576, 512), r"head size 576 \(keys\) and 512 \(values\)"),
         (Installed(True, (8, 6), "2.11.0", "2.8.3"), HeadDims(256, 256), "up to 192 on compute capability 8.6"),
         (Installed(True, (7, 0), "2.11.0", "2.8.3"), HeadDims(64, 64), "compute capability 8.0, and this GPU has 7.0"),
     ],
@@ -64,5 +64,5 @@ def test_a_build_with_a_name_of_its_own_comes_after_its_release() -> None:
     """Versions of Python packages are compared this way; TransformerEngine rejects such a build, too."""
     settings: dict[str, Any] = {"cuda": True, "capability": (8, 0), "transformer_engine": "2.11.0"}
     assert pick(Installed(**settings, flash_attention="2.7.4+cu13"), "bfloat16", HeadDims(64, 64)).name
-    with pytest.raises(ConfigError, match=r"2\.8\.3\+cu13 is none of"):
+    with pytest.raises(ConfigError, match=r"2\.8\.3\+cu13 is not in"):
         pick(Installed(**settings, flash_attention="2.8.3+cu13"), "bfloat16", HeadDims(64, 64))

@@ -58,7 +58,7 @@ class ServerSettings:
         if directory is not None:
             directory = expand_path(f"{origin}: cwd", str(directory))
             if not os.path.isdir(directory):
-                raise ConfigError(f"{origin}: cwd {directory} is no directory")
+                raise ConfigError(f"{origin}: cwd {directory} is not a directory")
         command = _command(origin, given["command"], environment or {}, directory)
         return cls(STDIO, (command, *map(str, arguments)), environment, directory)
 

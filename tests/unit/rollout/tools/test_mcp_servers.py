@@ -200,7 +200,7 @@ def test_mcp_server_behind_a_failing_proxy_is_reported_with_it(
         ({"command": "python -m x"}, "", "put its arguments into args"),
         ({"command": ["python"]}, "", "command must be the name or the path of a program"),
         ({"command": "true", "args": "-m"}, "", "args must be a list"),
-        ({"command": "true", "cwd": "/no/such"}, "", "cwd /no/such is no directory"),
+        ({"command": "true", "cwd": "/no/such"}, "", "cwd /no/such is not a directory"),
         ({"command": "true", "env": {"A": None}}, "", "env must be a mapping of texts"),
         ({"command": "true"}, "", "server mine does not answer: .*its own messages are above"),
         ({"url": "localhost:80"}, "", "url 'localhost:80' must be http"),
