@@ -78,6 +78,7 @@ def _weights(mode: str, tokens: Tensor, options: dict[str, Any]) -> Tensor:
     if mode == "token-mean":
         weights = torch.ones_like(n) / given.get("num_tokens", n.sum())
     elif mode == "seq-mean-token-mean":
+        # Infinite for a response without trained tokens; replaced by 0 below.
         weights = 1 / (n * given.get("num_sequences", counted.sum()))
     else:
         length = given.get("norm_tokens", 1) if mode == "seq-mean-token-sum-norm" else 1

@@ -45,6 +45,7 @@ class Needs:
 
     def missing(self, inputs: object) -> list[str]:
         """Names of required tensors that are None in `inputs`."""
+        # Flags without a tensor of that name, such as whole_sequence, are never missing.
         return [name for name in vars(self) if getattr(self, name) and getattr(inputs, name, True) is None]
 
 

@@ -37,6 +37,7 @@ _KNOWN = frozenset(
     ]
 )
 """Columns that are used or reported in any file."""
+# Beginning of a list of chat messages that was written as text, for example in a CSV file.
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 _NAME_CHARACTERS = 40
 
@@ -200,6 +201,8 @@ class Columns:
                 self._noted[f"have columns {', '.join(columns)}, which are ignored: move them into extra_info"] += 1
             return
         if agent is not None and agent != _SINGLE_TURN:
+            # In verl's format the column requests an episode with tools, and training single turns instead would go
+            # unnoticed. In other files the column may have another meaning.
             if _is_verl_row(row):
                 raise DataError(
                     f"{where} has agent_name {agent!r}, but prompts are answered in a single turn without tools; set"

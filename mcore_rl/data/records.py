@@ -45,6 +45,7 @@ def _join(sources: Sequence[str], path: Path) -> None:
             with open(name, "rb") as source:
                 shutil.copyfileobj(source, target)
     for name in sources:
+        # The first piece has the name of the part itself (piece_path) and was replaced by the result.
         if name != str(path):
             os.unlink(name)
 
@@ -90,5 +91,6 @@ def amend_part(part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: M
 
 def remove_unjoined(directory: Path) -> None:
     """Remove the files of unfinished steps after a crash."""
+    # Every file of an unfinished step starts with a dot (part_path and the names derived from it).
     for path in directory.glob(".*"):
         path.unlink()

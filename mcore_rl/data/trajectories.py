@@ -83,6 +83,7 @@ def split_rows(buffers: TrajectoryBuffers, counts: Sequence[int]) -> list[Trajec
 
 def ragged(offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the element indices of the runs `rows` of a ragged array, concatenated, and the new offsets."""
+    # Element k of a run moves from offsets[row] + k to new[i] + k: shift each run by the difference of its starts.
     lengths = (offsets[1:] - offsets[:-1])[rows]
     new = offsets_of(lengths)
     return np.arange(new[-1]) + np.repeat(offsets[:-1][rows] - new[:-1], lengths), new

@@ -56,6 +56,7 @@ def write_record(directory: Path, source: HFCheckpoint, bound: Sequence[BoundRow
     Raises: OSError; ConversionError.
     """
     folder = directory / HF_FOLDER
+    # Only copies (Row.repeats) can be absent: check_complete rejects a source that lacks any other tensor.
     absent = sorted(row.hf[0] for row in bound if row.row.repeats and row.hf[0] not in source.shapes)
     if absent:
         write_json(folder / _ABSENT_FILE, {"absent": absent})

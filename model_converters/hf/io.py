@@ -161,6 +161,7 @@ class HFCheckpoint:
             return torch.empty(stored.shape, dtype=stored.dtype)
         if stored.file not in self._maps:
             descriptor = self._files.descriptor(stored.file)
+            # Copy on write: torch wants writable memory, but writes must not reach the file.
             self._maps[stored.file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
         count = prod(stored.shape)
         whole = torch.frombuffer(self._maps[stored.file], dtype=stored.dtype, count=count, offset=stored.offset)

@@ -60,6 +60,7 @@ class HFWriter:
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self._check_space()
+            # Left behind by a process that was killed. Unlike dcp conversions, HF exports cannot be resumed.
             if self.partial.exists():
                 shutil.rmtree(self.partial)
             self.partial.mkdir()
@@ -100,11 +101,13 @@ class HFWriter:
                 write_exactly(descriptor, data[run * run_bytes : (run + 1) * run_bytes], first + run * stride)
         except OSError as error:
             raise ConversionError(f"{stored.file} cannot be written: {error.strerror}") from error
+        # The pieces of a tensor differ in `start`, so it identifies them.
         self._written.setdefault(plan.hf_name, set()).add(piece.start)
 
     def close(self) -> None:
         """Fsync this process's pieces and record their names for the owner. The owner calls finish instead."""
         self._sync_files()
+        # One file per process: appending to a common file is not atomic on network file systems.
         note = self.partial / f"pieces.{uuid.uuid4().hex}.json"
         write_json(note, {name: sorted(starts) for name, starts in self._written.items()})
 

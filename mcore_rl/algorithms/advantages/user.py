@@ -57,6 +57,7 @@ class UserEstimator:
     takes_lengths: bool = False
 
     def __reduce__(self) -> tuple[Callable[..., UserEstimator], tuple[str, dict[str, Any]]]:
+        # Pickle the name instead of the function: other processes cannot import the module of a user's file.
         return UserEstimator.load, (self.name.removeprefix(f"{KEY}="), self.options)
 
     @classmethod

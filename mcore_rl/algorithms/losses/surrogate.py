@@ -87,6 +87,7 @@ def ratio_metrics(
     *totals, greatest, least, count = found[: len(stacked)]
     named = dict(zip(sums, totals, strict=True))
     named["clip_fraction"] = named["clip_fraction_low"] + named["clip_fraction_high"]
+    # sum of r = sum of (r - 1) + count
     named["ratio_mean"] += count
     metrics: dict[str, Metric] = {name: Mean(total, count) for name, total in named.items()}
     if count:

@@ -26,6 +26,7 @@ def with_call_ids(messages: Sequence[Message], where: str, *, strict: bool) -> l
     Raises: DataError for a tool message that answers no call of the preceding turn.
     """
     completed: list[dict[str, Any]] = []
+    # Open calls of the latest assistant turn that has any; None before the first such turn.
     calls: list[dict[str, Any]] | None = None
     number = 0
     for place, message in enumerate(messages):
@@ -57,6 +58,7 @@ def with_new_ids(messages: Sequence[Message], new_id: NewId) -> list[dict[str, A
     for message in messages:
         message = dict(message)
         if calls := message.get("tool_calls"):
+            # Conversations may reuse an id: a tool message refers to the latest call with it.
             names |= {
                 call["id"]: new_id(call["id"], call["function"]["name"], number + place)
                 for place, call in enumerate(calls)

@@ -46,6 +46,7 @@ class Curriculum:
 
         Raises: CurriculumError if the function raises or returns anything but indices of prompts.
         """
+        # A run that resumes in epoch 0 asks for its order twice, and the function may be slow.
         if self._latest is None or self._latest[0] != epoch:
             self._latest = epoch, self._call(epoch)
         return self._latest[1]
@@ -55,6 +56,7 @@ class Curriculum:
         try:
             found: Any = self._function(epoch=epoch, prompts=self.prompts, seed=self.seed)
             rows = found if isinstance(found, np.ndarray) else list(found)
+        # SystemExit too: sys.exit() in the user's function must not end the run without a message.
         except (Exception, SystemExit) as error:
             raise CurriculumError(f"{context}, raised {describe(error)}{_place(error)}") from error
         return _checked(rows, len(self.prompts), context)

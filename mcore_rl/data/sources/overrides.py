@@ -23,6 +23,7 @@ CHANGES_DISTRIBUTION = (
 )
 """Engine options that are always rejected: they change the sampling distribution."""
 _WHOLE = ("top_k", "max_response_tokens")
+# No option needs more digits, and int() takes quadratic time for a long text.
 _MOST_DIGITS = 10
 _DOMAINS = {field.name: field.metadata[DOMAIN] for field in fields(RolloutConfig) if field.name in SAMPLING}
 

@@ -16,6 +16,7 @@ from mcore_rl.errors import ConfigError, DataError
 KINDS = (".jsonl", ".parquet", ".csv")
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 _KINDS = ".jsonl, .parquet or .csv"
+# Matches test-00000-of-00002.parquet and train.jsonl, but not testimonials.jsonl.
 _SPLIT = re.compile(r"(train|training|test|testing|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 _NAMED_FILES = 5
 
@@ -82,6 +83,7 @@ def is_saved_dataset(path: Path) -> bool:
 
 def _expand(name: str | Path, key: str) -> list[Path]:
     path = Path(name)
+    # The name of an existing file may contain * or [.
     if path.exists() or not glob.has_magic(str(name)):
         return _files_of(path, key)
     if not (matches := sorted(glob.glob(str(name), recursive=True))):
@@ -112,6 +114,7 @@ def _shards(path: Path, key: str) -> list[Path]:
     if (path / SPLITS_FILE).is_file():
         splits = sorted(part.name for part in path.iterdir() if is_saved_dataset(part))
         raise DataError(f"{key}: {path} contains the splits {', '.join(splits)}; name one, such as {path / splits[0]}")
+    # Skip names that begin with . or _, like pyarrow and Spark: they are metadata.
     files = sorted(each for each in path.iterdir() if each.suffix in KINDS and each.name[0] not in "._")
     if not files:
         below = sorted({file.parent for kind in KINDS for file in path.glob(f"*/*{kind}")})

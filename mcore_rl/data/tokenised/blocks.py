@@ -110,6 +110,7 @@ class BlockTokeniser:
         ]
         targets = self._targets(block.rows) if self.with_targets else []
         notes, ignored = columns.take_notes() + self._renderer.take_notes(), columns.take_ignored()
+        # Columns does not read the target column and would report it as ignored.
         return Block(block.file, prompts, targets, notes, [name for name in ignored if name != self._target_column])
 
     @property
@@ -126,5 +127,6 @@ class BlockTokeniser:
                     f"{listing(row, column)}); set data.answer_key to the column of target texts"
                 )
             texts.append(text)
+        # Without leading_ids: a target continues its prompt.
         eos = np.array([self.tokenizer.eos_token_id], np.int32)
         return [np.concatenate([ids, eos]) for ids in encode(self.tokenizer, texts)]

@@ -77,6 +77,7 @@ class TokenCache:
         if stamp(self.files) != self.stamp:
             self.notes.append("not kept in data.cache_dir: a file changed while it was read")
             return
+        # Several runs may build the same entry at once; the last rename wins, with equal contents.
         temporary = self.directory / f".{self.name}.{os.getpid()}.partial"
         try:
             _write(temporary, entry, texts)
@@ -103,6 +104,7 @@ def open_cache(files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: in
     directory = Path(tokeniser.data_config.cache_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # Before the digest, so that `save` notices a file that changes while it is hashed or read.
         before = stamp(files)
         return TokenCache(directory, files, digest(files, tokeniser, max_prompts), before, [])
     except OSError as error:

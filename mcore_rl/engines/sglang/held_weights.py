@@ -75,6 +75,7 @@ def _read(module: torch.nn.Module, name: str, boxes: Mapping[str, Box]) -> Itera
     elif isinstance(module, LinearBase) and isinstance(method, UnquantizedLinearMethod):
         yield from _linear(module, name)
     elif isinstance(module, FusedMoE) and isinstance(method, UnquantizedFusedMoEMethod):
+        # The boxes show which of the two naming schemes the model has.
         yield from _experts(module, name, EXPERT_PARTS[f"{name}.0.w1.weight" in boxes])
     elif method is None:
         for key, parameter in module._parameters.items():
@@ -112,6 +113,7 @@ def _rows(module: LinearBase) -> list[int]:
 def _experts(module: FusedMoE, name: str, parts: tuple[str, str, str]) -> Iterator[Held]:
     if module.moe_ep_size > 1:
         raise WeightSyncError(f"{name}: experts divided over ranks cannot be read back; set weights.verify_every to 0")
+    # w13 stacks gate and up, each padded to the same number of rows.
     padded = module.w13_weight.shape[1] // 2
     gate, up, down = parts
     for expert, (rows, columns) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):

@@ -92,6 +92,7 @@ class RankWeights:
                 if parameter is not None:
                     places.setdefault(storage_key(parameter), (name, key))
         kept = record(self._model, places, specs, "SGLang")
+        # The name of the root module is empty. No slice is sent for a part of the vocabulary that is padding only.
         without = {".".join(place).lstrip(".") for place in places.values()}
         without -= {f"{each.module}.{each.parameter}" for each in kept}
         without -= {f"{name}.weight" for name in vocabulary_padding(self._model)}

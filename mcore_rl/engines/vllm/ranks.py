@@ -45,6 +45,7 @@ def unlink_queues() -> None:
     """
     mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
     for path in map(Path, mapped):
+        # psm_ is the prefix of multiprocessing.shared_memory, which vLLM's message queues use.
         if path.parent == SHARED_MEMORY and path.name.startswith("psm_"):
             path.unlink(missing_ok=True)
             with contextlib.suppress(KeyError):
@@ -63,6 +64,7 @@ class RankMethods:
         """Call a method. Returns its result, or a Failure."""
         try:
             return getattr(self, method)(*args)
+        # The type must survive: callers distinguish errors of a sync from a failed rank.
         except McoreRLError as error:
             return Failure(self.rank, type(error), str(error))
         except Exception as error:

@@ -144,6 +144,7 @@ def _pickled(value: Any) -> bytes:
 
 def _share(item: _ModelTensor) -> tuple[int, int]:
     """This data-parallel rank's equal part of a parameter whose state all ranks of the group hold."""
+    # Megatron marks expert parameters with allreduce=False: their replicas form another data-parallel group.
     if getattr(item.tensor, "allreduce", True):
         ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     else:
@@ -177,6 +178,8 @@ def _adapter_tensor(factor: Factor, parameter: torch.Tensor) -> _ModelTensor:
         )
         for part, whole, dim, (start, local_start, length) in factor.parts()
     )
+    # A replica id of 0 means that this rank writes: shards are written by all tensor-parallel ranks, a replicated
+    # matrix by the first.
     tensor_rank = parallel_state.get_tensor_model_parallel_rank() if factor.num_shards == 1 else 0
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return _ModelTensor(parameter, chunks, (0, tensor_rank, data_rank))

@@ -97,6 +97,7 @@ def check_fit(reader: DcpReader, blocks: Sequence[LiveBlock], device: torch.devi
     Raises: CheckpointError, the same on every rank, that lists all differences.
     Collective: all ranks.
     """
+    # Without duplicates: all blocks of a tensor usually have the same problem.
     misfits = dict.fromkeys(problem for block in blocks if (problem := _misfit(reader, block)))
     raise_on_every_rank(
         CheckpointError(f"{reader.directory} does not fit this model: {listing(list(misfits))}") if misfits else None
@@ -118,6 +119,7 @@ def _misfit(reader: DcpReader, block: LiveBlock) -> str | None:
         return f"it has no {chunk.key}"
     if reader.dtype(chunk.key) != block.view.dtype:
         return f"{chunk.key} has dtype {reader.dtype(chunk.key)}, the model {block.view.dtype} (model.dtype)"
+    # Only the length of the vocabulary may differ: its padding depends on tp.
     fits = stored_shape == chunk.global_shape or (chunk.padded and stored_shape[1:] == chunk.global_shape[1:])
     if not fits:
         return f"{chunk.key} has shape {stored_shape}, in the model {chunk.global_shape}"
@@ -144,6 +146,7 @@ def read_blocks(reader: DcpReader, blocks: Sequence[LiveBlock]) -> None:
                 block.view.zero_()
             if part is None:
                 continue
+            # The checkpoint stacks layers and experts in leading dimensions, which the tensor in memory lacks.
             stacked = len(stored.shape) - block.view.dim()
             target = part.moved(stored.offset, (0,) * len(stored.offset))
             inner = Box(target.offset[stacked:], target.shape[stacked:])

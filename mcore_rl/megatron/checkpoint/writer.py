@@ -73,6 +73,7 @@ class CheckpointWriter:
         state = ShardedRankState(tuple(block.chunk for block in blocks), objects, {})
         self._files = tuple(plan_files(model.rank, state, _dtypes(blocks), MAX_FILE_BYTES))
         self._side_files = model.role.model.hf_path, model.hf_config
+        # Read now: training may continue while the files are written.
         self._common = {
             "layout": asdict(model.layout),
             "adapters": adapter_identity(model.role.section.lora, model.hf_config),

@@ -64,6 +64,7 @@ class Factor:
         """Create the parameter with zeros, in the dtype and on the device of the weight `like`."""
         parameter = torch.nn.Parameter(torch.zeros(self.shape, dtype=like.dtype, device=like.device))
         if self.bound.row.axis != "none":
+            # Without these attributes gradient norms would count only the shard of the first tensor-parallel rank.
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, self.bound.row.dim, 1)
         return parameter
 
@@ -89,6 +90,7 @@ class Adapter(torch.nn.Module):
         self.by_rows, self.by_columns = b.bound.row.axis != "none", a.bound.row.axis != "none"
         for parameter, sharded in ((self.a, self.by_columns), (self.b, self.by_rows)):
             parameter.sequence_parallel = self.split_sequence and not sharded  # type: ignore[attr-defined]
+        # Not persistent: the mask follows from the layout and must not be in checkpoints.
         self.register_buffer("owners", _owners(b, len(a.bound.hf), weight.device), persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -109,6 +111,7 @@ class Adapter(torch.nn.Module):
     def _exchange(self, low: torch.Tensor) -> torch.Tensor:
         """Communicate A x of this rank, [s, ..., P r], as required by the sharding of W (table above)."""
         if self.by_rows and self.split_sequence:
+            # Each rank multiplies the gathered A x with its own rows of B: the backward pass must sum the gradients.
             return tensor_parallel.gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
         if self.by_rows:
             return tensor_parallel.copy_to_tensor_model_parallel_region(low)

@@ -345,6 +345,7 @@ class MegatronActor:
 
         def evaluate(hidden: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:
             row = len(microbatch.tokens)
+            # With MTP layers the hidden states of their depths follow the policy's (model/output.py).
             policy = hidden[:row] if self.mtp else hidden
             advantages = None
             if batch.token_advantages:

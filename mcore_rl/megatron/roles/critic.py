@@ -130,11 +130,13 @@ class MegatronCritic:
                 values=values,
                 old_values=own_tokens(batch, old_values, self.model.context, "old values"),
                 returns=target,
+                # All values belong to trained tokens: `predictors` lists no others.
                 mask=torch.ones_like(values),
                 clip_range=self.clip_range,
             )
             weighted = result.loss * batch.loss_weights
             loss = weighted.sum()
+            # This rank may have no trained token in a micro-batch, for example in a dummy.
             suspects = torch.stack((values.detach(), target, weighted.detach())) if len(values) else None
             metrics = {f"critic/{name}": metric for name, metric in result.metrics.items()}
             return loss, MicroBatchReport(float(loss.detach()), metrics, non_finite_samples(batch, suspects))

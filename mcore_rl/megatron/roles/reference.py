@@ -52,6 +52,7 @@ class FrozenPolicy:
         section, path = config.reference, config.reference.hf_path
         self.objective = objective
         self.is_saved = section.refresh_every_steps > 0 or (config.model.random_init and path is None)
+        # Skip the initialization: the weights are loaded or copied below.
         weights = replace(config.model, random_init=False)
         chunks = build_model(hf_config, config.actor, weights, layout, gpus_per_node=config.cluster.gpus_per_node)
         if path is not None:

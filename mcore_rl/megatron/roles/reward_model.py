@@ -38,6 +38,7 @@ class MegatronRewardModel:
         hf_config, self.layout = spec.hf_config, spec.layout
         join_ranks(config.cluster, config.run.seed, self.layout, rank, init_method)
         chunks = value_chunks(role, spec, gpus_per_node=config.cluster.gpus_per_node)
+        # Without a seed a causal model is rejected: its value head would be random.
         load_value_model(chunks, role.model.hf_path, self.layout, seed=None, key=role.checkpoint)
         modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
         for module in modules:

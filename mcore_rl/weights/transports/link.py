@@ -67,6 +67,7 @@ class MessageTag(NamedTuple):
         return (self.sync_round * MAX_BUFFERS + self.buffer) * len(MessageKind) + self.kind
 
 
+# The 31 bits of a tag: 14 for the buffer, 3 for the kind, 14 for the round.
 MAX_BUFFERS = 1 << 14
 MAX_ROUNDS = (1 << 31) // (MAX_BUFFERS * len(MessageKind))
 """Maximum rounds per sync: a gloo tag is a non-negative 32-bit integer."""

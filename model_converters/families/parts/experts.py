@@ -164,6 +164,7 @@ def sigmoid_routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         "moe_router_pre_softmax": True,
         "moe_router_topk_scaling_factor": scaling_factor(config),
+        # DeepSeek-V3 and GLM-4 rank a group by the sum of its two best scores.
         **group_limits(config, sizes, best_of_group=2),
     }
 

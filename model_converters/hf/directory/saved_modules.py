@@ -56,6 +56,7 @@ class SavedModules:
             return [f"modules_to_save: {found[0]} alone would untie embedding and head; {remedy}"]
         if found and not same_bytes(self.tensors[_EMBEDDING], self.tensors[_HEAD]):
             return ["modules_to_save: embedding and head differ, but the model ties them (tie_word_embeddings)"]
+        # The embedding replaces both.
         self.tensors.pop(_HEAD, None)
         return []
 
