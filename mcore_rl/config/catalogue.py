@@ -79,6 +79,7 @@ def find_keys(word: str = "") -> list[KeyEntry]:
 
     Raises: ConfigError if there is none.
     """
+    # Match at the start of words only: "tp" would otherwise match "http".
     begins = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
     keys = [entry for entry in map(_entry, leaves(Config())) if word.lower() in entry.key or begins.search(entry.text)]
     if not keys:
@@ -112,6 +113,7 @@ def _text(section: type, name: str) -> str:
 @cache
 def _texts(section: type) -> dict[str, str]:
     """Return the strings below the fields of a class. They exist only in the source code."""
+    # Python discards a string below a field, so it has to be read from the source.
     tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(tree, ast.ClassDef)
     texts = {}

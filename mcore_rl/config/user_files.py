@@ -56,6 +56,7 @@ def load_file(origin: str, path: Path) -> ModuleType:
         raise ConfigError(f"{origin}: there is no file {path}")
     check_verl_names(origin, path)
     before = set(sys.modules)
+    # A file with relative imports only works as a module of its package; any other file is loaded on its own.
     if _imports_relatively(path):
         package = _package_of(path)
         _add_folder(path.parents[len(package)])
@@ -113,6 +114,7 @@ def _load_by_name(origin: str, path: Path, name: str) -> ModuleType:
         module = importlib.import_module(name)
     except (Exception, SystemExit, MissingVerlName) as error:
         raise ConfigError(f"{origin}: {path} does not import: {describe(error)}") from error
+    # Another package of this name may come first on the import path.
     if module.__file__ is None or not path.samefile(module.__file__):
         raise ConfigError(
             f"{origin}: {path} has relative imports and would be the module {name}, but that name belongs to "

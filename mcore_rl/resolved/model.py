@@ -76,6 +76,7 @@ def policy_config(role: ModelRole) -> tuple[dict[str, Any], int]:
         layers = num_mtp_layers(hf_config)
     except ConversionError as error:
         raise ConfigError(f"{path}: {error}") from error
+    # Without a loss, the layers would only cost memory: generation and the main loss do not use them.
     if not coefficient:
         return without_mtp(hf_config), layers
     if not layers:

@@ -173,6 +173,7 @@ def _own_slot(cluster: ClusterConfig, rollout: RolloutConfig, engine: int, ranks
     # First slot after the ranks at which an engine fits without crossing a node boundary.
     per_node = slots // tp
     node, used = (nodes - rollout.nodes, 0) if rollout.nodes else divmod(ranks, slots)
+    # Engine positions are counted from the start of `node`; those that trainer ranks overlap are skipped.
     nth = engine + min(-(-used // tp), per_node)
     if per_node == 0 or node + nth // per_node >= nodes:
         raise ConfigError(

@@ -94,6 +94,7 @@ def recomputed_modules(actor: ActorConfig, arguments: ModelArguments, implementa
         return list(actor.recompute_modules)
     if not implementation.transformer_engine:
         return ["core_attn"]
+    # With delayed scaling, layernorm and moe_act cannot be recomputed (see recompute_arguments).
     sizes, delayed = arguments.transformer, implementation.fp8.value == "delayed"
     cheap = ["mla_up_proj"] if delayed else ["layernorm", "moe_act", "mla_up_proj"]
     if not sizes.get("num_moe_experts"):

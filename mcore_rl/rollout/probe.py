@@ -43,6 +43,7 @@ class PromptProbe:
         few."""
         sampling = training_sampling(self.rollout)
         sampling = replace(sampling, max_response_tokens=min(MAX_TOKENS, sampling.max_response_tokens))
+        # Long and short prompts, because some errors, such as a wrong attention window, depend on the length.
         longest_first = np.argsort(-self.prompt_tokens, kind="stable")
         rows = longest_first[np.linspace(0, len(longest_first) - 1, num_prompts).astype(np.int64)]
         return self.pool.probe(RolloutTask(PROBE, rows, np.arange(num_prompts), 1, sampling, self.seed))

@@ -42,6 +42,7 @@ class RolloutValidator:
             options.validation_top_k,
             tuple(options.stop),
         )
+        # Prompts are the groups: their numbers serve as rows and as group ids.
         parts = cut(
             self.num_prompts, options.validation_samples, self.pool.num_engines, options.max_concurrent_requests
         )

@@ -29,6 +29,7 @@ class JoinedSave:
             for name, state in saved.items()
             for file in state.files
         ]
+        # The description of the checkpoint's own model is at the top level, the others below their directory's name.
         unnamed = saved.pop("")
         others = {name: state.description for name, state in saved.items()}
         return SavedState(tuple(files), unnamed.description | others)

@@ -70,6 +70,7 @@ class LogpGapCheck:
 
     def _gaps(self, version: int) -> dict[str, LogpGap]:
         """Return the gap of each engine by its name."""
+        # Every data-parallel rank needs at least one response of every engine, since an update covers all ranks.
         num_prompts = max(NUM_PROMPTS, self.num_dp_ranks)
         results = self.engines.probe(num_prompts)
         chunks: list[RolloutResult] = list(results.values())

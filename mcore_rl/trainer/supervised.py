@@ -17,6 +17,7 @@ def train_supervised(run: SupervisedRun) -> bool:
             run.journal.record(update)
             run.journal.finish_step(step)
             run.checkpoints.poll()
+            # A stop request in the last step is ignored: the run is finished anyway.
             last, stopping = step == run.config.trainer.steps, run.stops.requested()
             if last or stopping or (every and step % every == 0):
                 save(run)

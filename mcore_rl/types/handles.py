@@ -40,6 +40,7 @@ class TokenRefs:
 def matching(dp_rank: int, num_dp_ranks: int, others: int) -> range:
     """Return the ranks of a group of `others` ranks that share samples with `dp_rank`. The larger group is divided into
     runs of equal length."""
+    # A rank of the smaller group shares its samples with a run of consecutive ranks of the larger group.
     if others >= num_dp_ranks:
         run = others // num_dp_ranks
         return range(dp_rank * run, (dp_rank + 1) * run)

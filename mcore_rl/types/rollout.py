@@ -62,6 +62,7 @@ class RolloutTask:
     def request_id(self, response: int) -> str:
         """Return the id of one response, by its number. A greedy baseline has a different id than the sampled responses
         of its group."""
+        # Ids must be stable over restarts: journals and seeds are looked up by them.
         group, sample = divmod(response, self.samples_per_prompt)
         is_baseline = self.prompt_set == "train" and self.sampling.temperature == 0
         return f"{self.prompt_set}{'_greedy' if is_baseline else ''}.{self.group_ids[group]}.{sample}"

@@ -10,6 +10,7 @@ def first_stop(text: str, stops: Sequence[str], searched: int = 0) -> tuple[int,
     None. Matches that end within the first `searched` characters are ignored."""
     best: tuple[int, int] | None = None
     for stop in stops:
+        # A match that ends after `searched` characters cannot start earlier than this.
         start = text.find(stop, max(0, searched - len(stop) + 1))
         if start >= 0 and (best is None or (start + len(stop), start) < (best[1], best[0])):
             best = start, start + len(stop)

@@ -78,6 +78,7 @@ def _described(node: Any) -> tuple[dict[str, Any], dict[str, Domain]]:
 def _with_named_sets(tree: dict[str, Any]) -> dict[str, Any]:
     if "val" not in tree or "val_sets" in tree:
         return tree
+    # Setting one form resets the other, so that a later file or override replaces an earlier one.
     named = isinstance(tree["val"], dict)
     return {**tree, "val": None if named else tree["val"], "val_sets": tree["val"] if named else None}
 

@@ -9,6 +9,7 @@ def uses_cuda(cluster: ClusterConfig) -> bool:
     """Return True if ranks and engines run on GPUs."""
     if cluster.device != "auto":
         return cluster.device == "cuda"
+    # Imported only if needed: the configuration must be readable without torch.
     import torch
 
     return torch.cuda.is_available()

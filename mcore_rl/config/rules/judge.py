@@ -72,6 +72,7 @@ def template_text(judge: JudgeConfig) -> str:
             "judge.template must be set with a judge: a prompt that asks for a score and contains {prompt} and "
             "{response}, or a .txt file with it"
         )
+    # A text with placeholders is a template, even if it ends in ".txt".
     if not template.endswith(".txt") or PLACEHOLDERS.search(template):
         return template
     try:

@@ -34,6 +34,7 @@ def check_staleness(config: Config) -> None:
             f"{asked} generates while the trainer updates, but colocated engines share devices with the trainer ranks; "
             "set cluster.placement=disaggregated, or rollout.max_staleness=0"
         )
+    # Admission needs free slots for a whole group (admission.may_submit); a larger group could never start.
     slots = concurrent_episodes(rollout)
     if rollout.samples_per_prompt > slots:
         raise ConfigError(

@@ -53,6 +53,7 @@ def _uses(tree: ast.Module) -> Iterator[_Use]:
             yield from _used_by_from(node, modules)
         elif isinstance(node, ast.Import):
             yield from _used_by_import(node, modules)
+    # A name that also refers to something else cannot be checked without running the file.
     for name in _bound_elsewhere(tree):
         modules.pop(name, None)
     for node in ast.walk(tree):

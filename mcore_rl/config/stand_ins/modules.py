@@ -141,6 +141,7 @@ def _missing(module: str, name: str) -> NoReturn:
     files catch on purpose to work without verl.
     """
     error = f"{module}.{name} is not provided: verl is not installed; {REMEDY}"
+    # `from module import name` and hasattr() compile to other instructions than the attribute access `module.name`.
     frame = sys._getframe(1)
     operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
     if operation in ("LOAD_ATTR", "LOAD_METHOD") and not name.startswith("__"):

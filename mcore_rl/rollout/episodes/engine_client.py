@@ -95,6 +95,7 @@ class AttemptClient:
 
     async def generate(self, request: GenerationRequest) -> Completion:
         found = self._recovered.get(request.request_id)
+        # The seed includes the history, so a different seed means that a tool answered differently this time.
         if found is None or found.seed != request.seed:
             return await self._sample(request)
         self.taken_over += len(found.completion.token_ids)

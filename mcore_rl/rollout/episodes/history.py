@@ -25,6 +25,7 @@ def turn_message(conversation: Conversation, said: ParsedMessage, written: str, 
     if not said.calls:
         return conversation.turn(said.content, reasoning=reasoning)
     shown = _answered(said.calls, answers)
+    # Templates render content before calls, so unreadable calls can only be shown as text if they come first.
     unreadable = list(itertools.takewhile(lambda numbered: _unreadable(numbered[1]), shown))
     readable = shown[len(unreadable) :]
     if not shown or any(_unreadable(call) for _, call in readable):

@@ -65,6 +65,7 @@ class EndedGroups:
     def give_up(self, taken: Sequence[Group], recorded: Sequence[int] | None = None) -> list[Group]:
         """Remove and return the groups without signal that are dropped with a step that trains `taken`: in a replay,
         the recorded ones; with ordered training, the groups submitted before its last one; otherwise all."""
+        # With ordered training, groups without signal before the step's last group can no longer be used.
         left, last = _without(self.zero_variance, taken), max(group.number for group in taken)
         if recorded is not None:
             given_up = [group for group in left if group.number in set(recorded)]

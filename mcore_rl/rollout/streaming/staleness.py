@@ -56,6 +56,7 @@ class QueueLengths:
     def update(self) -> None:
         """Record the current lengths; call it after each change."""
         now = self.now()
+        # The lengths were constant since the last update.
         for name, count in self._counts.items():
             self._areas[name] += count * (now - self._changed)
         self._changed, self._counts = now, self.counts()

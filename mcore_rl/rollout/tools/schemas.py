@@ -126,6 +126,7 @@ class ArgumentChecker:
         self._root = {key: value for key, value in parameters.items() if key in ("$defs", "definitions")}
         self._registry: Any = Registry()  # empty, so that external references are never fetched
         self._validator = _validator_class()(parameters, registry=self._registry)
+        # JSON schema allows unknown properties by default; for tools, an unknown argument is most likely a mistake.
         closed = parameters.get("additionalProperties", False) is False and "patternProperties" not in parameters
         self._known = set(self._properties) if closed and "$ref" not in parameters else None
 

@@ -38,6 +38,7 @@ class ToolSettings:
     def shortened(self, outcome: ToolResult) -> str:
         """Return the text for the model: valid UTF-8, with at most answer_characters characters plus a mark for the
         omitted part."""
+        # A lone surrogate in a tool's result could neither be tokenized nor written to the records.
         text = outcome.text.encode("utf-8", "replace").decode("utf-8")
         limit = self.answer_characters
         if len(text) <= limit:

@@ -55,6 +55,7 @@ class PooledFunctionTool:
         self._executor: Executor = self._started()
 
     async def call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
+        # Kept in a local variable: another call may replace a broken executor while this one waits.
         executor = self._executor
         try:
             return await _ended(executor.submit(_call_by_name, self._spec, arguments))  # type: ignore[no-any-return]

@@ -84,6 +84,7 @@ class McpServer:
             session = await self._session()
             result = await session.call_tool(name, arguments)
         except MCPError as error:
+            # An error reported by the server is final; only a lost connection is worth a retry.
             if error.code != CONNECTION_CLOSED:
                 raise ToolError(str(error)) from error
             await self.close()

@@ -58,6 +58,7 @@ class SandboxedTool:
         (code,) = arguments.values()
         async with self._locks.setdefault(episode.id, asyncio.Lock()):
             session = episode.state.get(self._name)
+            # A session ends, for example, at a time limit; the next call of the episode starts a new one.
             if session is None or not session.alive:
                 session = episode.state[self._name] = await asyncio.to_thread(self._start)
             found = await asyncio.to_thread(session.cell, code)
