@@ -259,11 +259,11 @@ def test_a_reward_model_that_does_not_fit(
     tokenizer = AutoTokenizer.from_pretrained(base.parent / "model")
     tokenizer.add_tokens([f"<{i}>" for i in range(20)])
     tokenizer.save_pretrained(directory)
-    assert "its model vocab_size=40" in refused(path)
+    assert "the model has vocab_size=40" in refused(path)
     tokenizer = AutoTokenizer.from_pretrained(base.parent / "model")
     tokenizer.chat_template = "{{ raise_exception('never') }}"
     tokenizer.save_pretrained(directory)
-    assert "data.train, row 0: reward_model: the tokenizer's chat template refuses" in refused(path)
+    assert "data.train, row 0: reward_model: the tokenizer's chat template rejects" in refused(path)
     shard = Path(directory, "model.safetensors")
     shard.write_bytes(shard.read_bytes()[:-100])
     assert "truncated" in refused(path)
@@ -277,7 +277,7 @@ def test_a_judge_that_cannot_work(refused: Callable[..., str], base: Path, tmp_p
     assert "judge.max_prompt_tokens + judge.max_response_tokens = 4608 exceeds" in refused(*given)
     message = refused(*given, "judge.max_prompt_tokens=5", "judge.max_response_tokens=20")
     assert "judge.max_prompt_tokens=5: judge.template with the longest prompt of data.train takes" in message
-    assert f"judge.tokenizer_path: {tmp_path} holds no" in refused(*given, *small, f"judge.tokenizer_path={tmp_path}")
+    assert f"judge.tokenizer_path: {tmp_path} contains no" in refused(*given, *small, f"judge.tokenizer_path={tmp_path}")
     assert "sft samples no responses; set it to null" in refused(*given, *small, *SFT)
     directory = model_with(base, tmp_path, num_hidden_layers=5)
     message = refused(f"judge.hf_path={directory}", given[1], *small)

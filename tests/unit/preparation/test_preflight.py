@@ -66,7 +66,7 @@ def test_bad_values_are_refused_before_heavy_imports(base: str) -> None:
         ),
         (
             ["cluster.nodes=2", "cluster.address=a:1", "cluster.gpus_per_node=3", "rollout.tp=4"],
-            r"^rollout\.tp=4: an engine that spans nodes fills them; set a multiple of cluster\.gpus_per_node=3",
+            r"^rollout\.tp=4: an engine that spans nodes must fill them; set a multiple of cluster\.gpus_per_node=3",
         ),
         (["reward_model.hf_path=/nowhere"], r"^reward_model\.hf_path=/nowhere: no config\.json there"),
     ],
