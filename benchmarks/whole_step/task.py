@@ -14,7 +14,7 @@ RESPONSES = PROMPTS * SAMPLES
 EQUAL_TOKENS = 16
 LONGEST = 256
 MEDIAN_TOKENS, SIGMA = 48.0, 0.8
-"""Of the lognormal lengths, cut at LONGEST: mean 64, and nearly every step has a response of LONGEST."""
+"""Parameters of the lognormal lengths, cut at LONGEST. Their mean is 64; nearly every step has a longest response."""
 WARM_UP = 2
 LEARNING_RATE = 1e-6
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
