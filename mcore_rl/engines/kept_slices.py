@@ -142,6 +142,7 @@ def _kept(whole: torch.Tensor, view: torch.Tensor, target: torch.Tensor) -> tupl
     for length, stride in zip(size, whole.stride(), strict=True):
         # The dim of the view that walks along this dim of the whole tensor has the same stride and length.
         along = [dim for dim, s in enumerate(view.stride()) if s == stride and view.shape[dim] == length]
+        # A dim of length 1 cannot be identified by its stride and needs none.
         if length > 1 and not along:
             return None
         strides.append(target.stride(along[-1]) if length > 1 else 0)

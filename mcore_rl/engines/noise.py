@@ -16,6 +16,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+# torch has no unsigned 64-bit arithmetic: tensors use these constants minus 2**64, which has the same bits.
 _WEYL, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _UNIFORM_BITS = 52
 """A 52-bit integer plus 0.5 is exact in float64, so u is never 0 or 1."""

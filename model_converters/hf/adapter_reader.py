@@ -82,6 +82,7 @@ class LoraAdapter:
         rank = self._of_module("rank_pattern", module, self.config.get("r"))
         wanted = {"A": (rank, base[1]), "B": (base[0], rank)}
         for side, tensor in sides.items():
+            # Float8 factors would need scales, which adapters do not have.
             if tensor.shape != wanted[side] or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
                 problems.append(f"{module}.lora_{side} {tensor.dtype} {tensor.shape} instead of {wanted[side]}")
         return problems

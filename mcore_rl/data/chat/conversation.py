@@ -104,6 +104,7 @@ class Conversation:
         """
         mark = f"mark{secrets.token_hex(8)}"
         answers = sum(message["role"] == "tool" for message in messages)
+        # A turn with calls has no content, so its last call contains the mark.
         turn = self.turn("" if answers else mark, reasoning=reasoning, calls=self._marked_calls(messages, mark))
         text = self.render([*before, turn, *with_answer_ids(messages)])
         if text.count(mark) != 1:
@@ -115,6 +116,7 @@ class Conversation:
         """Return a model turn as a message. `calls` have a name, arguments, and an id if the model wrote one."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning is not None:
+            # Templates read the reasoning from different fields.
             message |= dict.fromkeys(("reasoning_content", "thinking", "reasoning"), reasoning)
         if calls:
             message["tool_calls"] = [

@@ -90,6 +90,7 @@ class _Exceeded:
 def _child(jobs: Sequence[Callable[[], T]]) -> Iterator[tuple[Connection, int]]:
     receiver, sender = Pipe(duplex=False)
     parent = os.getpid()
+    # A fork, because the jobs refer to a loaded tokenizer, which a new process would have to load again.
     child = os.fork()
     if child == 0:
         try:

@@ -59,6 +59,7 @@ def engine_arguments(config: RolloutConfig, hosts: EngineHosts) -> dict[str, Any
         "worker_extension_cls": "mcore_rl.engines.vllm.worker_extension.WeightReceiverExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        # With asynchronous scheduling a step would return the tokens of the previous one.
         "async_scheduling": False,
     }
     if hosts.num > 1:

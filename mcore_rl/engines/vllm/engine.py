@@ -152,6 +152,7 @@ class VllmEngine(SteppedEngine):
         for engine_id, entry in added.items():
             request = entry.request
             sampling_params = copy(_sampling_params(request.sampling, self._eos_token_ids))
+            # For vLLM a partial response is part of the prompt.
             sampling_params.max_tokens -= len(entry.token_ids)
             # A seed makes vLLM create a generator, which greedy requests do not need.
             if request.sampling.temperature > 0:

@@ -199,6 +199,7 @@ def _experts(module: RoutedExperts, prefix: str) -> Iterator[HeldTensor]:
             f"{prefix}: the expert layout of vLLM's {method.unquantized_backend.value} is unknown; "
             "set weights.verify_every to 0"
         )
+    # The kernels pad the intermediate size, separately for gate and up.
     inner = module.moe_config.intermediate_size_per_partition_unpadded
     gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
     for own, expert in enumerate(_own_experts(module)):

@@ -30,6 +30,7 @@ def _sample(self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_metad
     seeds = [0] * batch.num_reqs
     for row, generator in batch.generators.items():
         seeds[row] = generator.initial_seed()
+    # The number of tokens so far is the position of the token to sample.
     _noise_keys = noise_keys(seeds, self.optimistic_seq_lens_cpu[: batch.num_reqs].numpy())
     try:
         return _upstream_sample(self, logits, spec_decode_metadata)

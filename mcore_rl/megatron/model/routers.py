@@ -141,6 +141,7 @@ class PolicyRouter(TopKRouter):
             tokens = row.lengths
         else:
             tokens = row.lengths.sum()[None]
+        # A dummy micro-batch has no sequences.
         counts = scores.new_zeros(max(len(tokens), 1), self.num_experts).index_add_(0, group, chosen.to(scores.dtype))
         _sum_over(counts, self.tp_cp_group)
         if self.settings.load_balancing == "global_aux_loss":

@@ -22,6 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
 KINDS = ("embedding", "attention", "router", "experts", "mlp", "norm", "output", "mtp")
+# In this order: MTP layers contain all other kinds, and names of routers and experts contain `mlp.`.
 _PARTS = (
     ("mtp.", "mtp"),
     ("embedding.", "embedding"),

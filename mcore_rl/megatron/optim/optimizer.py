@@ -55,6 +55,7 @@ def wrap_chunks(chunks: list[Any], actor: ActorConfig) -> list[DistributedDataPa
     )
     modules = [in_bfloat16(chunk) if config.bf16 else chunk for chunk in chunks]
     wrapped = [
+        # Like Megatron's own training: the communication of later chunks overlaps with computation without buckets.
         DistributedDataParallel(config, settings, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]

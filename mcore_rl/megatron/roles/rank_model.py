@@ -107,6 +107,7 @@ class RankModel:
             device=self.device,
             context=self.context,
         )
+        # Float16Module would otherwise copy the output to float32 (see output.py).
         self._forward_options = {"fp32_output": False} if role.model.dtype == "bfloat16" else {}
 
     def microbatches(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> list[MicroBatch]:
@@ -160,6 +161,7 @@ class RankModel:
             output = model(batch.tokens[None], None, None, packed_seq_params=batch.sequences, **self._forward_options)
             return output, closure(model, batch)
 
+        # Every virtual stage passes over all micro-batches.
         iterators = [iter(zip(batches, rows, strict=True)) for _ in self.modules]
         return get_forward_backward_func()(
             forward_step_func=forward_step,

@@ -45,6 +45,7 @@ class MTPObjective:
             positions = labels.nonzero().squeeze(1)
             logp, _ = linear_logp_entropy(
                 states.index_select(0, positions),
+                # This loss must not train the output projection of the policy (see model/mtp.py).
                 output_weight(chunk).detach(),
                 labels[positions] - 1,
                 chunk_tokens=self.chunk_tokens,

@@ -147,6 +147,7 @@ class Objective:
         logp, entropy = self.logp(chunk, hidden, batch, compute_entropy=True)
         if policy_is_old and self.needs_old_logp:
             parts = logp.detach().split(list(batch.trained_counts))
+            # This changes RankBatch.old_logp in place; the later updates of the batch read it.
             old_logp.update(zip(batch.samples, parts, strict=True))
         result = self._per_token(self._inputs(logp, batch, old_logp, advantages, chosen), batch)
         per_token = result.loss

@@ -114,6 +114,7 @@ class SliceRouter:
     def _receiving(self, consumers: Consumers, sizes: IntArray) -> tuple[IntArray, IntArray]:
         """Return the engine ranks with a nonzero size, engine by engine, and their shards."""
         nonzero = sizes > 0
+        # Consumers compare by identity: ShardMap returns one object per distribution.
         key = (consumers, nonzero.tobytes())
         if key not in self._receivers:
             receiving = nonzero[consumers.shards]
@@ -128,6 +129,7 @@ class SliceRouter:
         if holders not in self._near:
             self._near[holders] = self._nearest(holders)
             self._sent[holders] = np.zeros(len(holders), np.int64)
+        # Indexing with an array copies, so the assignment below does not change the cached holders.
         senders = self._near[holders][receivers]
         far = np.flatnonzero(senders < 0)
         if len(far):

@@ -78,6 +78,7 @@ class ShardMap:
         stages = layout.stage_layers(num_layers) if num_layers else []
         self._stage_of_layer = [stage for stage, layers in enumerate(stages) for _ in layers]
         self._consumers: dict[tuple[tuple[int, ...], str, int], Consumers] = {}
+        # Layers and experts share rows; check each row once.
         self._check({id(bound.row): bound.row for bound in self.rows}.values())
 
     def consumers(self, bound: BoundRow) -> Consumers:
@@ -148,6 +149,7 @@ class ShardMap:
         """
         keys, counts = [], dict.fromkeys((bound.group for bound in self.rows), 0)
         for bound in self.rows:
+            # The position in the layer is the last key: the same tensor of all stages follows each other.
             counts[bound.group] += 1
             keys.append((self._layer_of_stage(bound), self._expert_of_owner(bound), counts[bound.group]))
         order = sorted(range(len(keys)), key=keys.__getitem__)

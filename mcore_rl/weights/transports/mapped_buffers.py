@@ -178,6 +178,7 @@ class MappedReceiver:
         ]
 
     def release(self, sync_round: int) -> None:
+        # Copies out of the slot may still be queued on the GPU, and the writers overwrite it once it is free.
         self._mapped.synchronize()
         self._free(sync_round + self._mapped.num_slots)
 
