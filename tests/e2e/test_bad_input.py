@@ -277,7 +277,9 @@ def test_a_judge_that_cannot_work(refused: Callable[..., str], base: Path, tmp_p
     assert "judge.max_prompt_tokens + judge.max_response_tokens = 4608 exceeds" in refused(*given)
     message = refused(*given, "judge.max_prompt_tokens=5", "judge.max_response_tokens=20")
     assert "judge.max_prompt_tokens=5: judge.template with the longest prompt of data.train takes" in message
-    assert f"judge.tokenizer_path: {tmp_path} contains no" in refused(*given, *small, f"judge.tokenizer_path={tmp_path}")
+    assert f"judge.tokenizer_path: {tmp_path} contains no" in refused(
+        *given, *small, f"judge.tokenizer_path={tmp_path}"
+    )
     assert "sft samples no responses; set it to null" in refused(*given, *small, *SFT)
     directory = model_with(base, tmp_path, num_hidden_layers=5)
     message = refused(f"judge.hf_path={directory}", given[1], *small)
