@@ -13,7 +13,9 @@ from mcore_rl.errors import ConfigError
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CANDIDATES = 10_000
+"""Number of ports below that range from which ports are tried."""
 TRIED = 100
+"""Number of randomly chosen ports that are tried: two runs that start together then rarely choose the same."""
 
 
 def free_port() -> int:
@@ -50,7 +52,7 @@ def meet_at(address: str) -> None:
 
 
 def missing_interface() -> str:
-    """Error message if this host lacks an interface of GLOO_SOCKET_IFNAME; else ""."""
+    """Return an error message if this host lacks an interface of GLOO_SOCKET_IFNAME; else ""."""
     chosen, interfaces = os.environ.get("GLOO_SOCKET_IFNAME", ""), psutil.net_if_addrs()
     if all(name in interfaces for name in chosen.split(",") if name):
         return ""

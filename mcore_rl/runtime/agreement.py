@@ -37,6 +37,7 @@ READ_BY_DRIVER = ("data.train", "data.val", "data.val_sets", "data.weights", "da
 LARGEST_DIGESTED = 1 << 20
 """Maximum bytes of a file whose content is compared; larger files are compared by size."""
 MOST_SECONDS_APART = 10.0
+"""Maximum difference of clocks, beyond which the timeline of the run would be misleading."""
 ABSENT = "nothing"
 
 
@@ -79,7 +80,7 @@ def check_hosts(config: Config, ask: Callable[[Question], list[HostFacts]]) -> N
     Raises: ConfigError with the host and the remedy.
     """
     mark = Path(config.run.dir) / f".hosts-{secrets.token_hex(8)}"
-    mark.touch()
+    mark.touch()  # a host that does not share run.dir does not see this new file
     try:
         question = Question(named_paths(config), str(mark))
         started = time.time()
@@ -104,6 +105,7 @@ def check_hosts(config: Config, ask: Callable[[Question], list[HostFacts]]) -> N
                     f"{there.name} has {package} {there.versions[package]}, and {here.name} has {version}: install the "
                     "same version on every host of cluster.nodes"
                 )
+        # The host read its clock at some time between `started` and `ended` of this host's clock.
         apart = max(started - there.seconds, there.seconds - ended)
         if apart > MOST_SECONDS_APART:
             raise ConfigError(
@@ -113,7 +115,7 @@ def check_hosts(config: Config, ask: Callable[[Question], list[HostFacts]]) -> N
 
 
 def named_paths(config: Config) -> dict[str, str]:
-    """Files and directories that processes on every host read, by key."""
+    """Return the files and directories that processes on every host read, by key."""
     paths = {}
     for leaf in leaves(config):
         if leaf.key in (*WRITTEN, *READ_BY_DRIVER):
@@ -128,7 +130,7 @@ def named_paths(config: Config) -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """Digest of a file, or of all files directly in a directory."""
+    """Return a digest of a file, or of all files directly in a directory."""
     if not path.exists():
         return ABSENT
     files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
@@ -143,7 +145,7 @@ def _check_file(setting: str, here: HostFacts, there: HostFacts, key: str) -> No
     if there.files[key] == here.files[key]:
         return
     if there.files[key] == ABSENT:
-        raise ConfigError(f"{setting} does not exist on {there.name}; put it there or on storage of all hosts")
+        raise ConfigError(f"{setting} does not exist on {there.name}; copy it there or to storage that all hosts share")
     raise ConfigError(
-        f"{setting} differs between {there.name} and {here.name}; put the same there or on storage of all hosts"
+        f"{setting} differs between {there.name} and {here.name}; make it the same, or use storage that all hosts share"
     )

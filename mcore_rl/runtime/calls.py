@@ -1,5 +1,5 @@
-"""Typed remote calls. A process of the run is a Ray actor; its calls class has one method per remote method, with the
-same name and arguments, and returns references of the results."""
+"""Typed remote calls. A process of the run is a Ray actor. Its calls class has one method per remote method, with the
+same name and arguments, which returns a reference to the result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ref(Protocol[T_co]):
 
 @dataclass(eq=False)
 class ProcessCalls:
-    """Calls of every process (roles.base.RunProcess)."""
+    """Calls to any process of a run (roles.base.RunProcess)."""
 
     handle: ActorHandle
 

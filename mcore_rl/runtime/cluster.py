@@ -19,13 +19,14 @@ from mcore_rl.runtime.daemons import Daemons, Guard, services_kept_from_ray, sig
 from mcore_rl.runtime.session import loopback_session
 from mcore_rl.runtime.stops import STOPS
 
-# One OpenMP thread per process unless the run assigns more (`cores`): with more threads than cores, which wait for each
-# other, a step once took 100 times as long.
+# One OpenMP thread per process unless the run assigns more (`cores`). OpenMP threads spin while they wait for each
+# other: with more of them than cores, a step took up to 100 times as long.
 PROCESS_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # Keep the memory of a step's activations: page faults would cost more than the passes that fill it.
+    # Let malloc keep the memory of a step's activations. Page faults on returned memory would take more time than the
+    # passes that fill it.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 28),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 29),
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -46,7 +47,7 @@ SECONDS_TO_RESERVE = 60.0
 
 
 def process_environment(*, on_gpus: bool) -> dict[str, str]:
-    """Default environment variables of the processes of a run; the user's values take precedence."""
+    """Return the default environment variables of the processes of a run; the user's values take precedence."""
     return PROCESS_ENVIRONMENT | (ON_GPUS if on_gpus else ON_CPU)
 
 
@@ -137,7 +138,7 @@ def _reserved(config: Config, bundle: Mapping[str, float]) -> Iterator[list[Plac
 
 
 def _in_order(group: PlacementGroup) -> list[int]:
-    """Bundle indices, the driver's node first, then by node name, so that a restart places ranks on the same nodes."""
+    """Return the bundle indices: the driver's node first, then by node name. A restart thus uses the same order."""
     names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
     driver = ray.get_runtime_context().get_node_id()
     node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
@@ -156,5 +157,5 @@ def _text(resources: Mapping[str, float]) -> str:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Sort key of a node's name: n2 comes before n10."""
+    """Return the sort key of a node's name: n2 comes before n10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]

@@ -1,5 +1,5 @@
-"""Pending collectives of a rank, from torch's flight recorder. The driver reads them when a process has died or does
-not answer: NCCL ranks wait for a dead peer silently, and their collective shows where it was lost."""
+"""Pending collectives of a rank, from torch's flight recorder. The driver requests them when a process has died or does
+not answer: NCCL ranks wait for a dead peer silently, and the collective shows where they wait."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Collective:
-    """The last collective of a process group that a rank has called and that is not done. `number` counts the
-    collectives of the group; `seconds` have passed since the call."""
+    """Last unfinished collective of a process group that a rank has called. `number` counts the collectives of the
+    group; `seconds` have passed since the call."""
 
     group: str
     name: str
@@ -26,7 +26,7 @@ class Collective:
 
 
 def pending_collectives() -> list[Collective]:
-    """Pending collectives of this process, in the order of the calls; [] without torch.distributed."""
+    """Return the pending collectives of this process, in the order of the calls; [] without torch.distributed."""
     if "torch.distributed" not in sys.modules:
         return []
     from torch._C import _distributed_c10d

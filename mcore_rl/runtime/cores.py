@@ -13,13 +13,13 @@ from mcore_rl.resolved.model import policy_config
 
 THREADS = "OMP_NUM_THREADS"
 SMALL = 2 * 16e6
-"""FLOPs per token below which a process computes with one thread. With two threads, the demos' models (2 million
-weights) are no faster, and half as fast on a busy host; a model with 100 million weights is 1.7 times as fast."""
+"""FLOPs per token below which a process computes with one thread. A second thread makes the demos' models (2 million
+weights) no faster, and half as fast on a busy host; it makes a model with 100 million weights 1.7 times as fast."""
 
 
 def shares_cores(config: Config) -> bool:
-    """Return whether processes get several threads each. Not if the user has set OMP_NUM_THREADS; call it before Ray
-    starts, which sets the variable."""
+    """Return whether each process gets several threads; False if the user has set OMP_NUM_THREADS. Call it before Ray
+    starts, which sets that variable."""
     if uses_cuda(config.cluster) or THREADS in os.environ:
         return False
     return sequence_cost(policy_config(ModelRole.policy(config))[0]).per_token >= SMALL

@@ -28,11 +28,11 @@ def signals_kept_from_ray() -> Iterator[None]:
     """Let only this process handle signals to the run, for a Ray that is started or joined in the block.
 
     Processes that Ray starts get sessions of their own: `timeout`, schedulers and terminals send signals to a whole
-    process group, and without its cluster a run can neither finish its step nor end in order. TERM is blocked in them
-    and in their children, the ranks and engines, because a scheduler may send it to every process of a cgroup. The
+    process group, and without its cluster a run can neither finish its step nor shut down cleanly. TERM is blocked in
+    them and in their children, the ranks and engines, because a scheduler may send it to every process of a cgroup. The
     kernel still ends them with this process (Ray sets PR_SET_PDEATHSIG). Ray's handlers of TERM, which would end this
-    process, do not replace ours: one in Python, and one below Python that prints a trace and aborts. Ray (2.60) has no
-    option for any of this.
+    process, do not replace ours: one in Python, and one in C++ that prints a trace and aborts. Ray (2.60) has no option
+    for any of this.
     """
     popen, set_handler = services.ConsolePopen, ray_utils.set_sigterm_handler
 
@@ -51,9 +51,8 @@ def signals_kept_from_ray() -> Iterator[None]:
     finally:
         services.ConsolePopen, ray_utils.set_sigterm_handler = popen, set_handler
         for number in HANDLED:
-            signal.signal(
-                number, signal.getsignal(number)
-            )  # set it again, to replace the handler that Ray set below Python
+            # Set Python's handler again: it replaces the one that Ray installed in C++.
+            signal.signal(number, signal.getsignal(number))
 
 
 @contextlib.contextmanager
@@ -81,7 +80,7 @@ class Daemons:
 
     @classmethod
     def started(cls) -> Daemons:
-        """The daemons that run now."""
+        """Find the daemons among the children of this process."""
         children = {}
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -89,13 +88,13 @@ class Daemons:
         return cls({name: children[name] for name in NAMES if name in children})
 
     def dead(self) -> str | None:
-        """Name of a daemon that has ended."""
+        """Return the name of a daemon that has ended, or None."""
         return next((name for name, process in self.processes.items() if not is_alive(process)), None)
 
 
 class Guard:
-    """Ends a process that is stuck in Ray because a daemon has died: after a time in which the process may notice by
-    itself, another thread calls `give_up` with a message."""
+    """Ends a process that is stuck in Ray because a daemon has died: if the process has not stopped by itself after
+    SECONDS_TO_RETURN, another thread calls `give_up` with a message."""
 
     def __init__(self, give_up: Callable[[str], None]) -> None:
         self._give_up = give_up
@@ -103,7 +102,7 @@ class Guard:
         self._intended, self._ended = threading.Event(), threading.Event()
 
     def watch(self, daemons: Daemons) -> None:
-        """Begin to watch."""
+        """Begin to watch `daemons`, in another thread."""
         self._daemons = daemons
         threading.Thread(target=self._look, name="guard of Ray's daemons", daemon=True).start()
 

@@ -1,8 +1,8 @@
-"""Delivery of trajectories from the processes that produced them to those that read them.
+"""Delivery of trajectories from the processes that produced them to the ranks that read them.
 
 Trajectories stay in the process that produced them until the driver releases them. A reader fetches only its own rows:
-the producer cuts them out, the reader joins them, and the rank's tensor and pipeline peers read the same object. So a
-trajectory crosses to another host once, and the number of the driver's calls does not grow with producers x readers.
+each producer selects the rows, the reader joins them, and its tensor and pipeline peers read the same object. Thus a
+trajectory is sent to another host once, and the driver makes one call per reader, not one per producer and reader.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Trajectories under `key` in the process with the name `producer`, which keeps them while this object exists."""
+    """Trajectories under `key` in the process named `producer`, which keeps them as long as this object exists."""
 
     producer: str
     calls: EngineCalls
@@ -51,8 +51,8 @@ class Part:
 
 @dataclass
 class Chunk:
-    """A BuffersRef of one task's trajectories, in the order of `parts`. `renew` generates lost trajectories of chunks
-    again on other engines and returns whether there were any."""
+    """A BuffersRef of one task's trajectories, in the order of `parts`. `renew` regenerates lost trajectories of chunks
+    on other engines and returns whether there were any."""
 
     parts: list[Part]
     task: RolloutTask
@@ -73,7 +73,7 @@ class ReleasedKeys:
     _keys: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def refer(self, producer: str, calls: EngineCalls, key: int) -> Place:
-        """A reference to trajectories; their key is released with its last use."""
+        """Return a reference to trajectories. Their key is released when the reference is garbage-collected."""
         place = Place(producer, calls, key)
         weakref.finalize(place, self._keys[producer].append, key).atexit = False
         return place
@@ -81,6 +81,7 @@ class ReleasedKeys:
     def take(self, producer: str) -> list[int]:
         """Pop the keys released since the last call."""
         keys = self._keys[producer]
+        # A finalizer may append at any point, so remove exactly what was copied.
         taken = keys[:]
         del keys[: len(taken)]
         return taken
@@ -96,14 +97,14 @@ class Rows:
 
     @staticmethod
     def of(by_chunk: Sequence[np.ndarray]) -> Rows:
-        """`by_chunk[i]` are the rows of chunk i."""
+        """Convert one array of rows per chunk."""
         numbers = np.array([number for number, rows in enumerate(by_chunk) if len(rows)], np.int64)
         nonempty = [by_chunk[number] for number in numbers]
         return Rows(numbers, np.cumsum([0, *map(len, nonempty)]), np.concatenate([*nonempty, np.empty(0, np.int64)]))
 
 
 class TrajectoryIndex:
-    """Places of the rows of chunks, as arrays over all parts: every reader has some rows of nearly every chunk."""
+    """Places of the rows of chunks, as arrays over all parts, because every reader needs rows of nearly every chunk."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         parts = [part for chunk in chunks for part in chunk.parts]
@@ -125,8 +126,9 @@ class TrajectoryIndex:
         return list(self._calls.values())
 
     def request(self, rows: Rows, known: set[str], timeout_seconds: float) -> FetchRequest:
-        """Request for a reader that knows the producers `known`."""
+        """Build the request of a reader that already has the calls of the producers `known`."""
         begins = np.repeat(self._begins[rows.chunks], np.diff(rows.offsets))
+        # Consecutive rows of one part are one piece of the request; `edges` are the first rows of the pieces.
         part_of = np.searchsorted(self._ends, begins + rows.rows, side="right")
         edges = np.flatnonzero(np.diff(part_of, prepend=-1))
         producers, producer_of = np.unique(self._producer_of[part_of[edges]], return_inverse=True)
@@ -144,19 +146,20 @@ class TrajectoryIndex:
 
 @dataclass
 class Delivery:
-    """Delivery to a group of readers; used by the driver."""
+    """Delivery to a group of readers, from the driver's side."""
 
     readers: Sequence[ProcessCalls]
     watch: Watch
     _known: list[set[str]] = field(init=False)
-    """Producers that each reader knows; each of them costs the reader a connection."""
+    """Producers whose calls each reader has; each producer costs the reader a connection."""
 
     def __post_init__(self) -> None:
         self._known = [set() for _ in self.readers]
 
     def deliver(self, chunks: Sequence[BuffersRef], rows: Sequence[Rows]) -> list[tuple[Ref[TrajectoryBuffers], ...]]:
-        """Deliver rows. Returns, for each reader, a reference of its rows in the order of `chunks`; () without rows.
-        The rows have arrived then, so that the loss of a producer cannot break the calls that read them.
+        """Deliver rows and wait until all have arrived, so that the later loss of a producer does not matter.
+
+        Returns, for each reader, a reference to its rows in the order of `chunks`; () for a reader without rows.
 
         Raises: WorkerDiedError.
         """
@@ -177,7 +180,7 @@ class Delivery:
                     raise
 
     def _fetch(self, reader: int, index: TrajectoryIndex, rows: Rows) -> tuple[Ref[None], Ref[TrajectoryBuffers]]:
-        """References of None, which is there when all rows have arrived, and of the rows."""
+        """Start to fetch rows. Returns two references: to None, ready when all rows have arrived, and to the rows."""
         known = self._known[reader]
         request = index.request(rows, known, self.watch.dependent_seconds)
         arrived, trajectories = self.readers[reader].fetch(request)
@@ -186,15 +189,15 @@ class Delivery:
 
 
 def _put(chunks: Sequence[BuffersRef], rows: Rows) -> tuple[Ref[None], Ref[TrajectoryBuffers]]:
-    """References as in Delivery._fetch, for trajectories made by the driver."""
+    """Put rows of trajectories that the driver made into the object store; returns references as Delivery._fetch."""
     parts = zip(rows.chunks, np.split(rows.rows, rows.offsets[1:-1]), strict=True)
     made = [take_rows(cast("DriverChunk", chunks[number]).buffers, of_chunk) for number, of_chunk in parts]
     return ray.put(None), ray.put(join_rows(made))
 
 
 def rows_by_rank(batch: Batch, num_dp_ranks: int) -> tuple[list[Rows], np.ndarray]:
-    """Rows of the batch's chunks for each data-parallel rank, and the position of each sample in the rows delivered to
-    its rank: int32 [B]."""
+    """Select the rows of the batch's chunks for each data-parallel rank. Also returns the position of each sample in
+    the rows delivered to its rank, int32 [B]."""
     samples = np.unique(np.concatenate([*batch.updates, np.empty(0, np.int64)]))
     order = samples[np.lexsort((batch.rows[samples], batch.chunk_ids[samples], batch.dp_ranks[samples]))]
     starts = np.searchsorted(batch.dp_ranks[order], np.arange(num_dp_ranks + 1))

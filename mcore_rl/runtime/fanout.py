@@ -1,7 +1,7 @@
-"""Calls to every rank of a process group, passed on by one rank of each node.
+"""Calls to every rank of a process group, forwarded by one rank of each node.
 
-A call costs the driver about a millisecond, so a thousand ranks would cost it a second each time. It calls one rank per
-node instead, which calls its neighbours and returns all of their results.
+A call takes about 1 ms of the driver's time, so calling a thousand ranks would take a second. The driver calls one rank
+per node instead, which calls the other ranks of its node and returns all results.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GroupCall(Generic[T]):
-    """A call of all ranks that has begun. `references[i]` has the result of the only rank of `ranks[i]`, or a list of
-    the results of several."""
+    """A pending call to all ranks. `references[i]` refers to the result of the only rank in `ranks[i]`, or to the list
+    of results of several ranks."""
 
     references: list[Ref[T | list[T]]]
     ranks: list[list[int]]
@@ -40,7 +40,7 @@ class GroupCall(Generic[T]):
         return self.in_order(self.watch.get(self.references))
 
     def in_order(self, found: Sequence[T | list[T]]) -> list[T]:
-        """Results of all ranks from the values of `references`."""
+        """Order the values of `references` by rank."""
         of_rank: dict[int, T] = {}
         for ranks, results in zip(self.ranks, found, strict=True):
             of_node = results if len(ranks) > 1 else [results]
@@ -50,13 +50,14 @@ class GroupCall(Generic[T]):
 
 @dataclass
 class FanOut:
-    """`nodes[rank]` is the node of `ranks[rank]`. A rank that is alone on its node is called directly."""
+    """Calls to all ranks, through one rank per node. `nodes[rank]` is the node of `ranks[rank]`. A rank that is alone
+    on its node is called directly."""
 
     ranks: Sequence[ProcessCalls]
     nodes: Sequence[int]
     watch: Watch
     _introduced: set[int] = field(default_factory=set, init=False)
-    """Ranks that have the handles of their neighbours."""
+    """Ranks that have received the handles of the other ranks of their node."""
 
     def __post_init__(self) -> None:
         by_node: dict[int, list[int]] = defaultdict(list)
@@ -83,8 +84,8 @@ class FanOut:
 
 
 def call_all(handles: Sequence[ActorHandle], method: str, arguments: Sequence[tuple[object, ...]]) -> list[object]:
-    """Results of a method of all `handles`. Raises the first error at once, since the other ranks may wait for the
-    failed one in vain."""
+    """Call a method of all `handles` and return the results. Raises the first error at once, because the other ranks
+    may wait for the failed one forever."""
     calls = [getattr(handle, method).remote(*given) for handle, given in zip(handles, arguments, strict=True)]
     results, pending = {}, calls
     while pending:

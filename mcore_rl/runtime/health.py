@@ -24,9 +24,10 @@ from mcore_rl.weights.transports.hosts import this_host
 SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
 # Time limit for living processes to return their pending collectives, for the message of a failure.
 SECONDS_FOR_PENDING = 2.0
-# Interval in which a wait checks for deaths of all processes, also those that owe no result.
+# Interval at which a wait checks whether any process has died, including processes whose results it does not need.
 SECONDS_BETWEEN_LOOKS = 0.5
-# A wait for calls of an attendant returns after one in PART_OF_CALLS has ended, or after SECONDS_TO_GATHER.
+# With many calls of an attendant, a wait gathers finished ones: it returns after one in PART_OF_CALLS has ended, or
+# after SECONDS_TO_GATHER.
 PART_OF_CALLS = 16
 SECONDS_TO_GATHER = 0.05
 # Number of liveness probes within the timeout of a silent process.
@@ -36,7 +37,7 @@ PROBES_PER_TIMEOUT = 10
 PART_FOR_DEPENDENTS = 1.25
 SECONDS_FOR_DEPENDENTS = 10.0
 
-# Processes whose host and log file a message about several of them names.
+# Maximum number of processes whose host and log file one message names.
 MAX_PLACES = 4
 
 T = TypeVar("T")
@@ -44,13 +45,13 @@ AnyRef = Ref[object]
 
 
 class Attendant(Protocol):
-    """Owner of calls that end while the driver waits for others."""
+    """Owner of calls whose results are processed while the driver waits for other calls."""
 
     def calls(self) -> list[AnyRef]:
-        """Calls that have not ended."""
+        """Return the calls that have not ended."""
 
     def ended(self, calls: Sequence[AnyRef]) -> None:
-        """Take the values of calls that have ended; it must not wait for anything.
+        """Process the results of calls that have ended, without waiting for anything.
 
         Raises: errors that end the run.
         """
@@ -74,15 +75,15 @@ class Watch:
     _replaceable: set[str] = field(default_factory=set, init=False)
     """Processes whose death does not end the run."""
     _lost: dict[str, str] = field(default_factory=dict, init=False)
-    """Reasons by name of lost processes."""
+    """Reason of the loss of each lost process, by name."""
     _looked: float = field(default_factory=time.monotonic, init=False)
     """Time of the last look at all processes."""
     _probes: dict[Ref[float], str] = field(default_factory=dict, init=False)
     """Liveness probes that have not ended."""
     _answered: set[str] = field(default_factory=set, init=False)
-    """Processes that have started or answered a probe; one that still starts is not silent."""
+    """Processes that have started or answered a probe. A process that is still starting does not count as silent."""
     _waited: float = field(default=0.0, init=False)
-    """Seconds since the last probes, of those in which this process was awake."""
+    """Seconds since the last probes, without the time in which this process itself was stopped."""
 
     @property
     def dependent_seconds(self) -> float:
@@ -99,7 +100,7 @@ class Watch:
         self._replaceable |= {self.name_of(process) for process in processes}
 
     def lost(self, process: ProcessCalls) -> str | None:
-        """The reason why a replaceable process is lost; None while it is well."""
+        """Return the reason why a replaceable process is lost; None if it is not lost."""
         return self._lost.get(self.name_of(process))
 
     @property
@@ -107,7 +108,7 @@ class Watch:
         return bool(self._lost)
 
     def replace(self, process: ProcessCalls, other: ProcessCalls) -> None:
-        """Give the name of `process`, a replaceable process that is dead or about to be, to `other`."""
+        """Watch `other` under the name of `process`, a replaceable process that is dead or being killed."""
         name = self.name_of(process)
         self._lose(name, "")
         del self._lost[name]
@@ -124,26 +125,27 @@ class Watch:
         self._probes = {call: renamed[name] for call, name in self._probes.items()}
 
     def add_call(self, process: ProcessCalls, call: AnyRef) -> None:
-        """Watch a call of a process that was added; it ends only if the process has nothing more to do for the run."""
+        """Watch a call that ends only when the process can do no more work for the run. The process was added
+        before."""
         self.names[call] = self.name_of(process)
 
     def name_of(self, process: ProcessCalls) -> str:
         return next(name for name, known in self.processes.items() if known is process)
 
     def get(self, refs: Sequence[Ref[T]], needs: Sequence[ProcessCalls] = ()) -> list[T]:
-        """Wait for the results of `refs` and return them in order. `needs` are other processes without which the
-        results cannot come.
+        """Wait for the results of `refs` and return them in order. `needs` are other processes on which the results
+        depend.
 
-        Raises: the typed error of a process, with the process in its message; WorkerDiedError with the name of a
-        process that died or failed, as soon as that happens, whatever else still runs; also for a replaceable process
-        if it owes a result or is one of `needs`; ClusterDiedError if Ray is gone; KeyboardInterrupt instead of the
-        latter two if a stop was requested, because the signal may have gone to all processes.
+        Raises: the typed error of a process, with the process in its message; WorkerDiedError naming a process that
+        died or failed, as soon as that happens (a replaceable process only if `refs` are its calls or it is one of
+        `needs`); ClusterDiedError if Ray's daemons died; KeyboardInterrupt instead of the latter two if a stop was
+        requested, because the signal may have reached all processes.
         """
         with self._explained():
             return self._results(refs, needs)
 
     def get_started(self, starts: Mapping[AnyRef, Sequence[ProcessCalls]]) -> None:
-        """Wait for the ends of set-ups, each with the processes that take part in it.
+        """Wait until set-ups have ended, each with the processes that take part in it.
 
         Raises: as `get`, also for replaceable processes; WorkerDiedError with the names of processes that are not ready
         within `start_seconds`.
@@ -161,7 +163,7 @@ class Watch:
             self._require_in_time([process for ref in pending for process in starts[ref]], deadline)
 
     def start_deadline(self) -> float:
-        """Time limit, by time.monotonic(), for a process that starts now."""
+        """Return the time limit, by time.monotonic(), of a process that starts now."""
         return time.monotonic() + self.start_seconds
 
     def has_started(self, start: AnyRef, processes: Sequence[ProcessCalls], deadline: float) -> bool:
@@ -183,16 +185,16 @@ class Watch:
         if names and time.monotonic() > deadline:
             self._give_up(
                 names,
-                f"did not start within {self.start_seconds:g} s (cluster.start_timeout_seconds): see what its log "
-                "says last, or raise that key",
+                f"did not start within {self.start_seconds:g} s (cluster.start_timeout_seconds): see the end "
+                "of its log, or raise that key",
             )
-        for name in names:  # the other processes of the engine may wait for a lost one without end
+        for name in names:  # other processes of the engine may wait forever for a lost one
             if name in self._lost:
                 raise WorkerDiedError(self._lost[name])
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Add to an error what other processes wait for, or turn it into a requested stop."""
+        """Add the pending collectives of other processes to an error, or turn it into a requested stop."""
         try:
             yield
         except ClusterDiedError:
@@ -205,7 +207,7 @@ class Watch:
     def _results(self, refs: Sequence[Ref[T]], needs: Sequence[ProcessCalls]) -> list[T]:
         pending, results = list(dict.fromkeys(refs)), dict[Ref[T], T]()
         while pending:
-            # All at once: waiting for one at a time would pass every reference to Ray once per result.
+            # Wait for all together: waiting for one at a time would pass every reference to Ray once per result.
             ready, pending = self.wait(pending, len(pending))
             for ref in ready:
                 results[ref] = self.value(ref)
@@ -214,9 +216,9 @@ class Watch:
         return [results[ref] for ref in refs]
 
     def _require_present(self, pending: Sequence[AnyRef], needs: Sequence[ProcessCalls]) -> None:
-        """Check processes that owe results: a stopped process keeps its calls open for ever.
+        """Check the processes whose results are pending: the calls of a stopped process never end.
 
-        Raises: WorkerDiedError if a lost process owes one of the results, or is needed for them.
+        Raises: WorkerDiedError if one of them, or of `needs`, is lost.
         """
         names = {id(process): name for name, process in self.processes.items()} if needs or self._lost else {}
         if any(id(process) not in names for process in needs):
@@ -228,9 +230,10 @@ class Watch:
                 raise WorkerDiedError(self._lost[name])
 
     def wait(self, refs: Sequence[Ref[T]], num_returns: int) -> tuple[list[Ref[T]], list[Ref[T]]]:
-        """Wait until `num_returns` of `refs` have ended, or for a moment. Returns the ended ones and the others.
+        """Wait until `num_returns` of `refs` have ended, at most SECONDS_BETWEEN_LOOKS. Returns the ended ones and the
+        others.
 
-        Raises: as `get`, for processes that owe none of them.
+        Raises: as `get`, for the deaths of processes; errors of `refs` themselves are raised by `value`.
         """
         STOPS.raise_swallowed()
         if (name := self.daemons.dead()) is not None:
@@ -254,11 +257,11 @@ class Watch:
             )
             return ready, pending
         every = [*refs, *own]
-        # A look costs time in proportion to the number of calls: it gathers several of them.
+        # ray.wait takes time in proportion to the number of calls, so gather several results per wait.
         enough = max(1, len(own) // PART_OF_CALLS)
         seconds = SECONDS_BETWEEN_LOOKS if enough == 1 else SECONDS_TO_GATHER
         ended, _ = ray.wait(every, num_returns=enough, timeout=seconds, fetch_local=False)
-        if ended and len(ended) < len(every):  # take what has ended in the meantime too
+        if ended and len(ended) < len(every):  # include those that have ended meanwhile
             ended, _ = ray.wait(every, num_returns=len(every), timeout=0, fetch_local=False)
         there = set(ended)
         if of_attendant := [call for call in own if call in there]:
@@ -266,8 +269,8 @@ class Watch:
         return [ref for ref in refs if ref in there], [ref for ref in refs if ref not in there]
 
     def _probe(self, seconds: float) -> None:
-        """Evaluate liveness probes and send new ones, `seconds` after the last call. A stopped process is not dead, and
-        there may be no collective that would time out on it.
+        """Evaluate liveness probes and send new ones, `seconds` after the last call. Probes detect a process that is
+        stopped (SIGSTOP) or hangs: it is not dead, and there may be no collective that would time out.
 
         Raises: WorkerDiedError if a process has not answered, or its work has hung, for `timeout_seconds`.
         """
@@ -291,7 +294,7 @@ class Watch:
                     self._give_up([name], f"has hung for {seconds:.0f} s in one call")
 
     def _give_up(self, names: Sequence[str], why: str) -> None:
-        """Raises: WorkerDiedError unless all of them can be replaced."""
+        """Mark processes as lost. Raises: WorkerDiedError unless all of them can be replaced."""
         if not self._replaceable.issuperset(names):
             raise WorkerDiedError(f"{', '.join(names)} {why}{self._places(names)}")
         for name in names:
@@ -307,7 +310,7 @@ class Watch:
         self._lost[name] = why
 
     def value(self, ref: Ref[T]) -> T:
-        """The result of a call that has ended.
+        """Return the result of a call that has ended.
 
         Raises: as `get`; also WorkerDiedError if a replaceable process has died.
         """
@@ -332,14 +335,14 @@ class Watch:
             raise WorkerDiedError(f"{name or 'a process'} died: {why}") from None
 
     def _called(self, ref: AnyRef) -> str | None:
-        """Name of the process that owes the result `ref`; None if it is not of this run."""
+        """Return the name of the process that was called; None if it is not a process of this run."""
         if not hasattr(ref, "task_id"):
             return None
         called = ref.task_id().actor_id()
         return next((name for name, process in self.processes.items() if process.actor_id == called), None)
 
     def _pending_work(self) -> list[str]:
-        """Lines with the pending collectives of living processes, and with processes that do not answer."""
+        """Return lines about the pending collectives of living processes, and about processes that do not answer."""
         living = {name: process for name, process in self.processes.items() if name not in self._lost}
         calls = {process.pending_collectives(): name for name, process in living.items()}
         if not calls:
@@ -357,7 +360,7 @@ class Watch:
         Raises: WorkerDiedError with the name of the dead process, unless it can be replaced.
         """
         names = {self.name_of(process) for process in processes} or set(self.processes)
-        if not names.isdisjoint(self._lost):  # a known loss is explanation enough
+        if not names.isdisjoint(self._lost):  # a known loss explains the failure
             return
         refs = [ref for ref, name in self.names.items() if name in names]
         ready, _ = ray.wait(refs, num_returns=1, timeout=SECONDS_FOR_A_DEATH_TO_SHOW)
@@ -365,7 +368,8 @@ class Watch:
             self._report_death(ready[0])
 
     def _report_death(self, ref: AnyRef) -> None:
-        """Raises: WorkerDiedError unless the process can be replaced."""
+        """Mark the process of a `watch` call that has ended as lost. Raises: WorkerDiedError unless it can be
+        replaced."""
         name, place = self.names[ref], self._places([self.names[ref]])
         try:
             ray.get(ref, timeout=1)
@@ -385,7 +389,7 @@ class Watch:
 def kill_all(processes: Sequence[ProcessCalls], seconds: float = 10.0) -> None:
     """Kill processes at once and wait, up to `seconds`, until those on this host are gone."""
     calls = [process.where() for process in processes]
-    # Processes that are dead or do not answer are killed below all the same.
+    # Processes that are dead or do not answer are killed below too, but their ids stay unknown.
     answered, _ = ray.wait(calls, num_returns=len(calls), timeout=1) if calls else ([], [])
     pids = []
     for call in answered:

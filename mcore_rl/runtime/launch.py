@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 Starts = dict[AnyRef, Sequence[ProcessCalls]]
-"""Ends of set-ups that have begun, with the processes that take part in each."""
+"""References to the ends of set-ups that have begun, with the processes that take part in each."""
 
 
 @dataclass
 class Processes:
-    """Trainer ranks and, in reinforcement learning, rollout engines. `groups` has the other roles, by configuration
-    section."""
+    """Trainer ranks and, in reinforcement learning, rollout engines. `groups` has the groups of the other roles by
+    configuration section."""
 
     trainers: TrainerGroup
     engines: Fleet | None
@@ -109,8 +109,8 @@ def _set_up(
     started: _Started,
     say: Callable[[str], None],
 ) -> Fleet | None:
-    """Set up all processes concurrently, except where a set-up measures free memory that another one would take.
-    Returns when all are ready."""
+    """Set up all processes, and return when all are ready. Set-ups run concurrently, except where an engine measures
+    the free memory of a device that other processes also use."""
     watch, engines = started.watch, started.engines
     trainers = TrainerCalls(started.ranks, placement.ranks, watch)
     address = watch.get([started.ranks[0].free_address()])[0]
@@ -130,7 +130,7 @@ def _set_up(
     say(f"{_count(len(started.ranks), 'trainer rank')} ready")
     watch.get_started(starting)
     if len(starting) and not (takes_turns and len(starting) == len(engines)):
-        say("engines and models beside them ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
+        say("engines and other models ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
     if config.rollout.max_engine_restarts:
         watch.allow_failure([process for engine in engines for process in engine.processes])
     return fleet
@@ -153,7 +153,7 @@ def _set_up_roles(
         set_ups = role.set_up(context, processes, visible)
         of_role: Starts = {ready: [process] for ready, process in zip(set_ups, processes, strict=True)}
         if (takes_turns or devices) and role.guests.tp is not None:
-            started.watch.get_started(of_role)  # with cluster.placement=disaggregated too, they share the ranks' GPUs
+            started.watch.get_started(of_role)  # these engines share the ranks' GPUs even if rollout engines do not
         starting |= of_role
     return starting
 
@@ -224,16 +224,16 @@ def _started(
 
 
 def _engine_options(config: Config, num_hosts: int, on_gpus: bool) -> ActorOptions:
-    """Ray's options for an engine's process on each of its hosts. Colocated engines and processes of other roles share
-    GPUs that Ray assigns to trainer ranks."""
+    """Return Ray's options for an engine's process on each of its hosts. Colocated engines and processes of other roles
+    share GPUs that Ray assigns to trainer ranks, so they reserve none."""
     size = config.rollout.tp // num_hosts
     owns_gpus = on_gpus and config.cluster.placement == "disaggregated"
     return {"num_cpus": size, "num_gpus": size if owns_gpus else 0}
 
 
 def _journals(config: Config) -> Path | None:
-    """Directory of the engines' journals, from which other engines continue. None: no restarts, or responses whose
-    experts are recorded, which cannot continue elsewhere."""
+    """Return the directory of the engines' journals, from which other engines continue. None without restarts, and if
+    routed experts are recorded: the journal has none, so other engines cannot continue the responses."""
     if not config.rollout.max_engine_restarts or config.actor.moe.router_replay == "engine":
         return None
     return Path(config.run.dir) / "journals"
@@ -250,14 +250,14 @@ def _check_hosts(config: Config, watch: Watch) -> None:
     others = {host.memory: process for host, process in zip(hosts, processes, strict=True) if host != this_host()}
 
     def ask(question: Question) -> list[HostFacts]:
-        """Ask one process on each host except the driver's."""
+        """Query one process on each host except the driver's."""
         return watch.get([process.host_facts(question) for process in others.values()])
 
     check_hosts(config, ask)
 
 
 def _check_users(config: Config, watch: Watch) -> None:
-    """Ask one process per host which other users are logged in there.
+    """Check one process per host for other users who are logged in.
 
     Raises: ConfigError naming the host.
     """
@@ -290,7 +290,7 @@ def _fleet(engines: Sequence[EngineStart], config: Config, watch: Watch) -> Flee
 
 
 def _counted(started: _Started) -> str:
-    """`2 trainer ranks, 1 rollout engine, 1 judge process`."""
+    """Return, for example, `2 trainer ranks, 1 rollout engine, 1 judge process`."""
     parts = [_count(len(started.ranks), "trainer rank"), _count(len(started.engines), "rollout engine")]
     parts += [_count(len(processes), f"{section} process") for section, processes in started.others.items()]
     return ", ".join(part for part in parts if not part.startswith("0 "))

@@ -13,7 +13,7 @@ RAY_LOG = "ray.log"
 
 
 def log_file(directory: Path, name: str) -> Path:
-    """Log file of the process `name`."""
+    """Return the log file of the process `name`."""
     return directory / f"{name.replace(' ', '_')}.log"
 
 
@@ -30,11 +30,11 @@ def write_output_to(directory: Path, name: str) -> None:
 @contextlib.contextmanager
 def own_stderr() -> Iterator[None]:
     """Give sys.stderr a file descriptor of its own for the block, so that descriptor 2, to which C++ code writes, can
-    lead elsewhere. Enter it before anything keeps a reference to sys.stderr."""
+    be redirected. Enter it before anything keeps a reference to sys.stderr."""
     terminal, before = os.dup(2), (sys.stderr, sys.__stderr__)
     sys.stderr.flush()
     with os.fdopen(terminal, "w", buffering=1, encoding="utf-8", errors="backslashreplace") as stream:
-        if sys.stderr is sys.__stderr__:  # and not what a test has put there
+        if sys.stderr is sys.__stderr__:  # a test may have replaced it
             sys.stderr = stream
         sys.__stderr__ = stream  # type: ignore[misc]
         try:
@@ -45,13 +45,13 @@ def own_stderr() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ray_output_to(directory: Path) -> Iterator[None]:
-    """Redirect output of Ray in this process to ray.log in `directory` for the block: stack dumps and log lines of C++
-    code, which it writes to file descriptor 2, and errors of its daemons, which it prints. Does nothing outside of
-    `own_stderr`, where Python's own output would go there too. Ray (2.60) has no option for it."""
+    """Redirect Ray's output in this process to ray.log in `directory` for the block: stack dumps and log lines of C++
+    code, which go to file descriptor 2, and errors of its daemons, which Ray prints. Does nothing outside of
+    `own_stderr`, because Python's own output would be redirected too. Ray (2.60) has no option for it."""
     if sys.__stderr__ is None or sys.__stderr__.fileno() == 2:
         yield
         return
-    from ray._private import worker as ray_worker  # here, since own_stderr is entered before anything heavy is loaded
+    from ray._private import worker as ray_worker  # not at the top: own_stderr is entered before Ray is imported
 
     file, before, print_before = _open(directory / RAY_LOG), os.dup(2), ray_worker.print_to_stdstream
     os.dup2(file, 2)
@@ -66,7 +66,7 @@ def ray_output_to(directory: Path) -> Iterator[None]:
 
 
 def _write_lines(data: dict[str, Any], ignore_prefix: bool) -> None:
-    """Stand-in for Ray's print_to_stdstream: write the lines to file descriptor 2."""
+    """Replace Ray's print_to_stdstream: write the lines to file descriptor 2."""
     os.write(2, "".join(f"({data.get('pid')}) {line}\n" for line in data.get("lines", ())).encode())
 
 

@@ -1,14 +1,15 @@
-"""Phases of a step in which trainer ranks or engines hold a shared device, and the moves between them.
+"""Phases of a step, if trainer ranks and engines share devices, and the memory that moves between them.
 
-    phase      trainer ranks hold            engines hold
-    TRAIN      what the call loads           nothing; their weights lie in host memory or are discarded
-    SYNC       parameters                    weights
-    GENERATE   nothing that is offloaded     weights and KV cache
+    phase            memory of trainer ranks        memory of engines
+    REPLACE, KEEP    state that the call needs      none: weights are discarded (REPLACE) or in host memory (KEEP)
+    SYNC             parameters                     weights
+    GENERATE         state that is not offloaded    weights and KV cache
 
-    generate -> engines sleep -> recompute_logp, update -> gradients and optimizer leave -> weights wake -> sync
-             -> parameters leave -> KV cache wakes -> generate
+    generate -> engines sleep -> recompute_logp, update -> offload gradients and optimizer -> wake up weights -> sync
+             -> offload parameters -> wake up KV cache -> generate
 
-Ranks load the state that a call needs when it arrives (megatron.offload); this module frees memory before that.
+Trainer ranks load the state that a call needs when they receive it (megatron.optim.offload). This module frees the
+memory before.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ NOT_SYNCED = ("grads", "optimizer")
 
 
 class Phase(Enum):
-    """REPLACE is TRAIN before a sync, where engines need not keep their weights; KEEP is TRAIN without a sync, where
-    they must."""
+    """User of the device. Trainer ranks compute in REPLACE and KEEP. A sync follows REPLACE, so engines may discard
+    their weights; after KEEP they continue with the same weights."""
 
     REPLACE = "replace"
     KEEP = "keep"
@@ -39,15 +40,16 @@ class Phase(Enum):
 
 class Trainers(Protocol):
     def offload(self, parts: tuple[str, ...]) -> int:
-        """Move `parts` to host memory if the configuration says so; returns the bytes of all ranks that are there."""
+        """Move `parts` to host memory if the configuration offloads them. Returns the bytes in host memory, of all
+        ranks."""
 
 
 class Engines(Protocol):
     def sleep(self, keep_weights: bool) -> int:
-        """Free memory; returns the bytes freed by all engines."""
+        """Free device memory; returns the bytes freed by all engines."""
 
     def wake_up(self, part: str) -> None:
-        """Take memory for "weights" or "kv_cache"."""
+        """Restore "weights" or "kv_cache" to device memory."""
 
 
 def shares_device(config: Config) -> bool:
@@ -60,9 +62,10 @@ def shares_device(config: Config) -> bool:
 
 @dataclass
 class Phases:
-    """State of the device's memory, and the moves to the next phase.
+    """State of the device's memory, and the changes at the beginning of a phase.
 
-    At first, engines sleep without weights (see `launch`). `record` takes metrics of the moves, `span` times them.
+    At the start of a run, engines sleep without weights (see `launch`). `record` receives metrics of the changes,
+    `span` times them.
     """
 
     trainers: Trainers
@@ -75,21 +78,21 @@ class Phases:
     _phase: Phase | None = field(default=None, init=False)
 
     def enter(self, phase: Phase) -> None:
-        """Make the moves that `phase` needs."""
+        """Free and restore memory for `phase`."""
         if phase is self._phase:
             return
         self._phase = phase
         if phase in (Phase.REPLACE, Phase.KEEP):
             self._put_to_sleep(keep_weights=phase is Phase.KEEP)
             if phase is Phase.REPLACE:
-                self._weights = "discarded"  # or kept in host memory, but stale after the sync
+                self._weights = "discarded"  # engines may still have them in host memory, but the sync replaces them
         elif phase is Phase.SYNC:
             if self._kv_cache_awake:
                 self._put_to_sleep(keep_weights=True)
             self._offload(NOT_SYNCED)
             self._wake_weights()
         else:
-            # Discarded weights come back with undefined values until a sync.
+            # Discarded weights have undefined values until a sync.
             assert self._weights != "discarded", "engines would generate without weights"
             away = self._offload(ALL_STATE)
             self.record({"memory/offloaded_bytes": Total(away)})
@@ -98,8 +101,8 @@ class Phases:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Free the device of all trainer state, for engines that start again in the block. Afterwards the phase is the
-        same as before, whichever phase the block has entered."""
+        """Offload all trainer state, for engines that restart in the block. Afterwards, return to the previous
+        phase."""
         before = self._phase
         self._offload(ALL_STATE)
         yield

@@ -33,8 +33,8 @@ T = TypeVar("T")
 class SlicePublisher:
     """Publishes slices: each engine rank receives the slices that it needs from trainer ranks that have them.
 
-    Trainers and engines follow the plan by themselves: they convert, send and load concurrently, and the driver calls
-    each process once. `plan` includes all engines. `store` is the rendezvous store, which lives as long as the run.
+    Trainer and engine processes follow the plan without the driver, which calls each process once: they convert, send
+    and load concurrently. `plan` includes all engines. `store` is the rendezvous store, which lives as long as the run.
     """
 
     trainers: TrainerGroup
@@ -48,9 +48,9 @@ class SlicePublisher:
     """True if running requests recompute their KV cache after an update."""
     version: int = field(default=0, init=False)
     _generation: int = field(default=0, init=False)
-    """Number of the present transfer group; 0: none."""
+    """Number of the current transfer group; 0: none."""
     _members: list[int] = field(default_factory=list, init=False)
-    """Indices of the engines in the group, which were up at the time."""
+    """Indices of the engines in the group: those that were up when it was created."""
     _member_plan: SyncPlan = field(init=False)
     """The plan for the current members."""
     _broken: bool = field(default=True, init=False)
@@ -72,10 +72,10 @@ class SlicePublisher:
         return publisher
 
     def publish(self, version: int) -> int:
-        """Send every tensor to every engine that is up; returns `version` after they have acknowledged everything. An
-        engine that was lost gets the first version after it is up again, and its weights are compared then.
+        """Send every tensor to every engine that is up; returns `version` after they have acknowledged everything. A
+        restarted engine receives the first version after it is up, and its weights are compared then.
 
-        Raises: WeightSyncError when other bytes arrived than were sent.
+        Raises: WeightSyncError if an engine rank received another number of bytes than was sent.
         """
 
         def publish() -> None:
@@ -93,7 +93,7 @@ class SlicePublisher:
 
     def verify(self) -> int:
         """Compare the tensors of all engine ranks that received the last version with the trainer ranks' tensors;
-        returns the number of tensors compared. An engine with different weights is started again while restarts are
+        returns the number of tensors compared. An engine with different weights is restarted while restarts are
         left.
 
         Raises: WeightSyncError listing the tensors that differ.
@@ -132,8 +132,8 @@ class SlicePublisher:
         return self.engines.retry_on_engine_loss(marked)
 
     def _connect(self, members: Sequence[int]) -> None:
-        """Create staging buffers, map them in all processes, and remove their names at once, so that no crash leaves
-        them behind. Every group has a new name."""
+        """Create a transfer group of trainer ranks and engines: create staging buffers, map them in all processes, and
+        remove their names at once, so that no crash leaves them behind."""
         calls, watch = self.trainers.calls, self.trainers.watch
         self._generation += 1
         self._members, self._member_plan = (
@@ -161,7 +161,7 @@ class SlicePublisher:
 
     def _send(self, version: int) -> None:
         sending, receiving = self.trainers.calls.send_weights(), self._receive(version)
-        # One wait for both sides: a failure on either side ends it.
+        # Wait for both sides together, so that a failure on either side ends the wait.
         results = self.trainers.watch.get([*receiving, *sending.references])
         by_engine, by_trainer = cast("list[list[int]]", results[: len(receiving)]), results[len(receiving) :]
         acknowledged = [num_bytes for of_engine in by_engine for num_bytes in of_engine]

@@ -15,7 +15,7 @@ from pathlib import Path
 PREFIX = "mcore_rl_"
 TEMPORARY_PREFIX = f"{PREFIX}tmp_"
 MAX_PARENT_CHARACTERS = 14
-"""Maximum length of the parent directory: Ray's sockets lie 92 characters deeper, and Linux allows 107."""
+"""Maximum length of the parent directory: the paths of Ray's sockets are 92 characters longer, and Linux allows 107."""
 SECONDS_TO_REMOVE = 5.0
 """Time limit for the removal: Ray's processes write logs for a short time after ray.shutdown."""
 LOOPBACK = "127.0.0.1"
@@ -27,8 +27,8 @@ RAYLET_VARIABLES = {"RAY_worker_niceness": "0"}
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """Make a directory for Ray's sockets and logs that no other user can enter, and remove it after the block. First,
-    remove directories that killed processes of this user left.
+    """Make a directory for Ray's sockets and logs that no other user can enter, and remove it after the block. Before,
+    remove directories that killed processes of this user have left.
 
     Ray (2.60) opens its own directory to all users, regardless of the umask; give it a subdirectory of this one.
     """
@@ -40,8 +40,8 @@ def private_directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def temporary_files() -> Iterator[Path]:
-    """Make a directory for the block that is meant as TMPDIR of a run's processes, and remove it with everything that
-    they left: engines and compilers (vLLM 0.32, torch 2.13) leave files and directories there at every start.
+    """Make a directory for the block, to be TMPDIR of the run's processes, and remove it with everything in it: engines
+    and compilers (vLLM 0.32, torch 2.13) leave files and directories behind at every start.
 
     Other users can neither list nor write it. A root process opens it for traversal, because code in the sandbox runs
     under another user id and works in a directory of its own below.
@@ -91,8 +91,8 @@ def _remove_dead(path: Path) -> None:
 
 @contextlib.contextmanager
 def loopback_session() -> Iterator[Path]:
-    """Restrict a cluster that this process starts in the block to this host, and to processes with a token of its own.
-    Yields the directory for Ray."""
+    """Restrict a cluster that this process starts in the block to connections from this host with a new token. Yields
+    the directory for Ray."""
     with private_directory() as directory, temporary_files() as temporary:
         token = directory / "token"
         with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:

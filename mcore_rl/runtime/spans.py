@@ -1,4 +1,4 @@
-"""Recorder of named pieces of work in any process; the driver drains the recorders into the timeline."""
+"""Recorder of timed spans in each process; the driver drains the recorders into the timeline."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Record the time spent in the block, also if it raises."""
-        # The Unix clock places spans of different processes on one axis; the steady clock measures how long they took,
-        # because the former may be set back.
+        """Record the time spent in the block, even if it raises."""
+        # The Unix clock puts spans of different processes on one axis. Durations come from the monotonic clock, because
+        # the Unix clock may be set back.
         start, steady = time.time(), time.perf_counter()
         try:
             yield

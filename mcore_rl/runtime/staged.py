@@ -1,5 +1,5 @@
 """Wrappers of the parts of a run, one per Protocol. They record a span for each call and, if engines and trainer ranks
-use the device in turns, enter the phase of the call."""
+share devices, enter the phase that the call needs."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ from mcore_rl.types import (
 
 @dataclass(frozen=True)
 class Stages:
-    """`span` times a block. Without `phases`, engines and trainer ranks keep their memory all the time."""
+    """Timing and phases of calls. `span` times a block. Without `phases`, engines and trainer ranks always keep their
+    memory."""
 
     span: Callable[[str], AbstractContextManager[None]]
     phases: Phases | None = None
 
     @contextmanager
     def stage(self, name: str | None = None, phase: Phase | None = None) -> Iterator[None]:
-        """Run the block in `phase`; the span `name` includes the moves to the phase."""
+        """Run the block in `phase`; the span `name` includes entering the phase."""
         with self.span(name) if name is not None else nullcontext():
             if self.phases is not None and phase is not None:
                 self.phases.enter(phase)
@@ -54,7 +55,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class StagedActor:
-    """An Actor."""
+    """Actor with spans and phases."""
 
     actor: Actor
     stages: Stages
@@ -109,7 +110,7 @@ class StagedActor:
 
 @dataclass(frozen=True)
 class StagedCritic:
-    """A Critic."""
+    """Critic with spans and phases."""
 
     critic: Critic
     stages: Stages
@@ -133,7 +134,7 @@ class StagedCritic:
 
 @dataclass(frozen=True)
 class StagedPublisher:
-    """A Publisher."""
+    """Publisher with spans and phases."""
 
     publisher: Publisher
     stages: Stages
@@ -149,7 +150,7 @@ class StagedPublisher:
 
 @dataclass(frozen=True)
 class StagedPool:
-    """A DeferredGradingPool."""
+    """DeferredGradingPool with spans and phases."""
 
     pool: DeferredGradingPool
     stages: Stages
@@ -172,7 +173,7 @@ class StagedPool:
 
 @dataclass(frozen=True)
 class StagedScorer:
-    """A ResponseScorer with the span `name`."""
+    """ResponseScorer with the span `name`, and phases."""
 
     scorer: ResponseScorer
     stages: Stages
@@ -185,7 +186,7 @@ class StagedScorer:
 
 @dataclass(frozen=True)
 class StagedCollector:
-    """A Collector."""
+    """Collector with spans and phases."""
 
     collector: Collector
     stages: Stages
@@ -197,7 +198,7 @@ class StagedCollector:
 
 @dataclass(frozen=True)
 class StagedProbe:
-    """An EngineProbe."""
+    """EngineProbe with spans and phases."""
 
     engines: EngineProbe
     stages: Stages
@@ -209,7 +210,7 @@ class StagedProbe:
 
 @dataclass(frozen=True)
 class StagedValidator:
-    """A Validator."""
+    """Validator with spans and phases."""
 
     validator: Validator
     stages: Stages

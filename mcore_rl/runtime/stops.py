@@ -1,5 +1,6 @@
-"""Signals that stop a run. During a step, the first INT or TERM lets the step finish and be saved; before the first
-step, or a second time, it ends the run at once. USR1 always waits for the end of a step, however often it is sent."""
+"""Signals that stop a run. During a step, the first INT or TERM stops the run after the step has finished and a
+checkpoint is written. Before the first step, or the second time, INT and TERM end the run at once. USR1 always waits
+for the end of a step, however often it is sent."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from types import FrameType
 SECONDS_OF_ONE_STOP = 1.0
 """Signals within this time count as one: `timeout` and `make` send TERM to a process and then to its whole group."""
 SECONDS_TO_LEAVE_A_CALLBACK = 0.2
+"""Delay until an interrupt that was swallowed in a callback is raised again, when the callback has returned."""
 
 
 class Stops:
-    """Stop requests that a run has received, and its state when one arrives."""
+    """Stop requests that a run has received, and the state that decides how to handle the next one."""
 
     _step: int | None
     _requested_by: int | None
@@ -48,7 +50,7 @@ class Stops:
                 signal.signal(number, before)
 
     def begin(self, step: int) -> None:
-        """Let a first signal wait until `step` is finished and saved."""
+        """Begin a step: from now on, a first signal waits until `step` is finished and saved."""
         self._step = step
 
     def requested(self) -> bool:
@@ -68,20 +70,21 @@ class Stops:
             return
         self._last_seconds = now
         if self._interrupted_by is not None:
-            os._exit(128 + number)  # the shutdown itself hangs; Ray's processes end with this one
+            os._exit(128 + number)  # the shutdown hangs; Ray's processes end with this one (PR_SET_PDEATHSIG)
         if self._step is not None and self._requested_by in (None, signal.SIGUSR1):
             self._requested_by = number
-            _print(f"finishing step {self._step}, then saving; once more stops at once")
+            _print(f"finishing step {self._step}, then saving; a second signal stops at once")
             return
         self.interrupt(number)
 
     def request(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler of USR1: the run saves a checkpoint at the end of its (or its first) step, and stops."""
+        """Signal handler of USR1: the run saves a checkpoint at the end of the current (or the first) step, and
+        stops."""
         if self._requested_by is None:
             self._requested_by = number
 
     def interrupt(self, number: int) -> None:
-        """Unwind the run, like Ctrl-C. A callback of Ray may swallow the exception; then the next wait raises it again
+        """Unwind the run, like Ctrl-C. If a callback of Ray swallows the exception, the next wait raises it again
         (raise_swallowed).
 
         Raises: KeyboardInterrupt.
@@ -91,13 +94,14 @@ class Stops:
         raise KeyboardInterrupt(f"signal {number}")
 
     def raise_swallowed(self) -> None:
-        """Raises: KeyboardInterrupt, once after each interrupt."""
+        """Raise the exception of an interrupt that a callback may have swallowed. Raises: KeyboardInterrupt, once
+        each."""
         if self._to_raise:
             self._to_raise = False
             raise KeyboardInterrupt(f"signal {self._interrupted_by}")
 
     def end(self) -> None:
-        """End the run like a second INT or TERM if there was a first, because the step cannot be finished.
+        """Interrupt the run if an INT or TERM waits for the end of the step, because the step cannot be finished.
 
         Raises: KeyboardInterrupt.
         """
@@ -105,8 +109,8 @@ class Stops:
             self.interrupt(self._requested_by)
 
     def give_up(self, reason: str) -> None:
-        """End this process from any thread, because the main thread is stuck: as stopped after an INT or TERM, else as
-        failed with `reason`."""
+        """Exit from any thread because the main thread is stuck: as a stopped run after an INT or TERM, else as a
+        failed run with `reason`."""
         if self._interrupted_by is None and self._requested_by in (None, signal.SIGUSR1):
             _print(f"error: {reason}")
             os._exit(1)
@@ -123,8 +127,8 @@ class Stops:
     ) -> Callable[[sys.UnraisableHookArgs], None]:
         """Return a hook for sys.unraisablehook that raises a swallowed KeyboardInterrupt of `interrupt` again.
 
-        Python runs a signal handler wherever the main thread is. In a callback (a finalizer, a hook of os.fork, C code
-        that calls Python) the exception cannot propagate: Python would print a traceback and continue.
+        Python runs a signal handler between any two instructions of the main thread. In a callback (a finalizer, a hook
+        of os.fork, C code that calls Python) the exception cannot propagate: Python prints a traceback and continues.
         """
 
         def raise_again(unraisable: sys.UnraisableHookArgs) -> None:

@@ -1,4 +1,4 @@
-"""Trajectories in the process that produced them, and requests of the processes that read them."""
+"""Store of trajectories in the process that produced them, and requests of the processes that read them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mcore_rl.types import TrajectoryBuffers
 
 
 class Producer(Protocol):
-    """Calls of a process that keeps trajectories (an EngineCalls)."""
+    """Calls to a process that keeps trajectories (EngineCalls)."""
 
     def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> Ref[TrajectoryBuffers]:
-        """See TrajectoryStore.cut."""
+        """Call TrajectoryStore.cut in the process."""
 
 
 class TrajectoryStore:
@@ -64,8 +64,7 @@ class TrajectoryStore:
 @dataclass(frozen=True)
 class FetchRequest:
     """Rows for a reader: `rows[offsets[i]:offsets[i + 1]]` of the trajectories under `keys[i]` of the producer
-    `producers[producer_of[i]]`. `calls` has
-    the producers that no earlier request to the reader had."""
+    `producers[producer_of[i]]`. `calls` has the producers that are new to the reader."""
 
     producers: list[str]
     producer_of: np.ndarray
@@ -77,8 +76,8 @@ class FetchRequest:
 
 
 def fetch(request: FetchRequest, known: dict[str, Producer]) -> TrajectoryBuffers:
-    """Fetch all rows in their order, with one call per producer. Run by the reader, which keeps the calls of `known`
-    producers.
+    """Fetch all rows in their order, with one call per producer. The reader runs this; it keeps the calls of producers
+    in `known` for later requests.
 
     Raises: PeerLostError naming a producer that does not answer.
     """
@@ -95,5 +94,6 @@ def fetch(request: FetchRequest, known: dict[str, Producer]) -> TrajectoryBuffer
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
         silent = sorted(producer for producer, call in zip(request.producers, calls, strict=True) if call not in ready)
         raise PeerLostError(f"no trajectories came from {', '.join(silent)} in {request.timeout_seconds:g} s") from None
+    # The rows arrive grouped by producer; restore the order of the request.
     order = np.argsort(np.concatenate(places))
     return joined if np.array_equal(order, np.arange(len(order))) else take_rows(joined, order)

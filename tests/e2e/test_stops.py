@@ -62,7 +62,7 @@ def test_a_term_to_every_process_in_a_step_saves_it_and_resume_repeats_nothing(
         for process in [run.process, *run.processes()]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGTERM)
-        said = run.wait_until(lambda: re.search(r"finishing step (\d), then saving; once more stops", run.text()))
+        said = run.wait_until(lambda: re.search(r"finishing step (\d), then saving; a second signal stops", run.text()))
         step = int(said[1])  # 2, or 3 if step 2 had ended
         engine.resume()
         assert_ended(run, 143, f"stopped on request: step {step} is saved; the same command resumes from it")

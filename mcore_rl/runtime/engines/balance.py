@@ -30,7 +30,7 @@ class Piece:
     first: int
     last: int
     engine: EngineKey | None = None
-    """The engine that has the piece and has not finished it."""
+    """Engine that was given the piece and has not finished it."""
 
     @property
     def num_requests(self) -> int:
@@ -38,8 +38,8 @@ class Piece:
 
 
 class Balance:
-    """Queue of pieces and loads of engines. Each operation costs at most the logarithm of the number of engines, except
-    for idle engines.
+    """Queue of pieces and loads of engines. An operation takes at most logarithmic time in the number of engines, plus
+    linear time in the number of idle ones.
 
     With `room`, an engine is given up to `room` requests, and one piece in any case if it has none. It is given more
     only after it reported that it has started everything and has free slots. While other engines may have unstarted
@@ -50,12 +50,12 @@ class Balance:
     def __init__(
         self, room: int | None, *, steals: bool = True, serves: Callable[[EngineKey], bool] = lambda engine: True
     ) -> None:
-        """`serves` returns whether an engine can be given pieces now."""
+        """Create an empty queue without engines. `serves` returns whether an engine can be given pieces now."""
         self._room, self._slots, self._serves = room, max(1, (room or 0) // ROOM), serves
         self._steals = steals and room is not None
         self.pieces: dict[int, Piece] = {}
         self.running_requests = 0
-        """Unfinished requests, with those in the queue."""
+        """Number of unfinished requests, including queued ones."""
         self._num_added = 0
         self._of_task: dict[int, list[int]] = {}
         self._queue: deque[int] = deque()
@@ -64,17 +64,17 @@ class Balance:
         self._loads: dict[EngineKey, int] = {}
         """Unfinished requests of each engine."""
         self._sent: dict[EngineKey, int] = {}
-        """Requests that each engine was given so far."""
+        """Number of requests given to each engine since it joined."""
         self._candidates: set[EngineKey] = set()
         """Engines that may be given pieces."""
         self._heap: list[tuple[int, EngineKey]] = []
-        """(load, candidate), with entries that are out of date."""
+        """Heap of (load, candidate); may contain outdated entries."""
         self._unstarted: dict[EngineKey, int] = {}
         """Upper bound of an engine's unstarted requests."""
         self._victims: list[tuple[int, EngineKey]] = []
-        """Heap of (-unstarted, engine), with entries that are out of date."""
+        """Heap of (-unstarted, engine); may contain outdated entries."""
         self._asked: dict[EngineKey, int] = {}
-        """Engines with a `steal` in progress, and the requests that they were given since it began."""
+        """Engines with a steal in progress, and the number of requests given to them since it began."""
 
     @property
     def engines(self) -> Collection[EngineKey]:
@@ -86,7 +86,7 @@ class Balance:
 
     @property
     def has_more(self) -> bool:
-        """True if an engine that reports later may get something."""
+        """True if an engine that reports later may be given requests."""
         return bool(self._queue) or (len(self._given) > 1 and self._may_steal())
 
     def add(self, task: int, first: int, last: int) -> int:
@@ -96,7 +96,7 @@ class Balance:
         return number
 
     def of_task(self, task: int) -> list[int]:
-        """Numbers of a task's pieces, in the order of its responses."""
+        """Return the numbers of a task's pieces, in the order of its responses."""
         return sorted(self._of_task[task], key=lambda number: self.pieces[number].first)
 
     def num_pieces(self, task: int) -> int:
@@ -123,8 +123,8 @@ class Balance:
         self._make_candidate(engine, self._loads.get(engine, 0))
 
     def report(self, engine: EngineKey, received: int, left: int) -> None:
-        """Take a report: the engine has received so many requests so far and has not finished `left` of them, all of
-        which have started. Requests on their way to the engine count as unfinished."""
+        """Process a report: the engine has `received` requests since it joined and has not finished `left` of them, all
+        of which have started. Requests that are still on the way to the engine count as unfinished."""
         self._make_candidate(engine, self._sent.get(engine, 0) - received + left)
 
     def finished(self, number: int) -> None:
@@ -147,8 +147,11 @@ class Balance:
         return numbers
 
     def assign(self) -> dict[EngineKey, list[int]]:
-        """Pieces for each engine. With `room`, engines with unfinished work that get nothing, since they have no room
-        or nothing is left, are in the result with an empty list; they are no candidates before their next report."""
+        """Assign queued pieces; returns their numbers by engine.
+
+        With `room`, the result has an empty list for an engine with unfinished work that is given nothing, because it
+        has no room or the queue is empty. Such an engine is not a candidate until its next report.
+        """
         given: dict[EngineKey, list[int]] = {}
         while self._queue and (engine := self._least_loaded()) is not None:
             number = self._queue[0]
@@ -168,8 +171,9 @@ class Balance:
         return given
 
     def steal(self) -> list[tuple[EngineKey, int]]:
-        """(engine, free slots of the candidate) of engines that have to give up unstarted requests: those with the most
-        first, at most one per candidate, and each engine once at a time."""
+        """Choose engines that must give up unstarted requests, and mark them. Returns (engine, free slots of the
+        candidate that waits for requests), engines with the most unstarted requests first: at most one per candidate,
+        and none that has a steal in progress."""
         if self._queue or len(self._candidates) <= len(self._asked) or not self._may_steal():
             return []
         steals: list[tuple[EngineKey, int]] = []
@@ -182,17 +186,19 @@ class Balance:
         return steals
 
     def gave_up(self, engine: EngineKey, ends: Sequence[tuple[int, int]], unstarted: int) -> int:
-        """Take an engine's answer to a steal: (piece, response at which it ends now) of each shortened piece, and the
-        number of unstarted requests that it has left. The rest of the pieces is put in front of the queue; returns its
-        number of requests."""
+        """Process an engine's answer to a steal. `ends` has (piece, response at which it ends now) of each shortened
+        piece; `unstarted` is the number of unstarted requests that the engine has left. The cut-off responses become
+        new pieces in front of the queue. Returns their number."""
         rests = [self._split(number, end) for number, end in ends]
         for rest in rests:
             self.requeue([rest], first=True)
+        # Requests given since the steal began are not in the engine's count and may be unstarted too.
         self._set_unstarted(engine, unstarted + self._asked.pop(engine))
         return sum(self.pieces[rest].num_requests for rest in rests)
 
     def _split(self, number: int, end: int) -> int:
-        """End a piece before response `end`, which may leave it empty; returns the number of the new rest."""
+        """End a piece before response `end`, which may leave it empty; returns the number of the new piece with the
+        rest."""
         piece = self.pieces[number]
         assert piece.first <= end < piece.last, f"{piece} has no response {end}"
         rest = self._new(piece.task, end, piece.last)
@@ -223,7 +229,7 @@ class Balance:
             self._heap = sorted((self._loads[each], each) for each in self._candidates)
 
     def _least_loaded(self) -> EngineKey | None:
-        """The candidate with the fewest requests of those that serve."""
+        """Return the serving candidate with the fewest requests, or None."""
         while self._heap:
             load, engine = self._heap[0]
             if engine in self._candidates and self._loads[engine] == load:
@@ -234,7 +240,7 @@ class Balance:
         return None
 
     def _note_given(self, given: dict[EngineKey, list[int]]) -> None:
-        """Remove candidates that got pieces and, if nothing is left to get, those with unfinished work."""
+        """Remove candidates that were given pieces and, if nothing is left to give, those with unfinished work."""
         for engine, numbers in given.items():
             requests = sum(self.pieces[number].num_requests for number in numbers)
             if engine in self._asked:
@@ -250,7 +256,7 @@ class Balance:
         return self._steals and (bool(self._asked) or self._top_victim() is not None)
 
     def _top_victim(self) -> EngineKey | None:
-        """The engine that may have the most unstarted requests, of those without a steal in progress."""
+        """Return the engine that may have the most unstarted requests among engines without a steal in progress."""
         while self._victims:
             unstarted, engine = self._victims[0]
             if self._unstarted.get(engine) == -unstarted and engine not in self._asked:

@@ -1,4 +1,4 @@
-"""Remote calls of a rollout engine's processes (runtime.engines.process)."""
+"""Remote calls to a rollout engine's processes (runtime.engines.process)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class EngineCalls(ProcessCalls):
-    """Calls of an EngineProcess."""
+    """Calls to an EngineProcess."""
 
     def setup(
         self,
@@ -90,7 +90,7 @@ class EngineCalls(ProcessCalls):
 
 
 class FollowerCalls(ProcessCalls):
-    """Calls of a FollowerProcess."""
+    """Calls to a FollowerProcess."""
 
     def follow(self, config: Config, visible_devices: str | None, hosts: EngineHosts) -> Ref[None]:
         return self.handle.follow.remote(config, visible_devices, hosts)

@@ -1,4 +1,5 @@
-"""The rollout engines of a run: which are alive, which start again, and which weights they hold. It knows no tasks."""
+"""The rollout engines of a run: which are alive, which are restarting, and which weights they hold. Tasks are not
+its concern (see scheduler)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 class Start(Protocol):
-    """An EngineStart."""
+    """Start of one engine's processes (EngineStart)."""
 
     @property
     def name(self) -> str: ...
@@ -47,11 +48,11 @@ class FleetEngine:
     number: int
     start: Start
     incarnation: int = 0
-    """Times that it was replaced."""
+    """Number of times that the engine was replaced."""
     starting: Ref[None] | None = None
-    """Result of its set-up while it starts again."""
+    """Result of the set-up while the engine restarts."""
     deadline: float = 0.0
-    """Time limit of that start, by time.monotonic()."""
+    """Time limit of the restart, by time.monotonic()."""
     has_weights: bool = True
     busy_seconds: float = 0.0
     """Busy seconds from the engine's last report."""
@@ -70,18 +71,18 @@ class FleetEngine:
 
     @property
     def producer(self) -> str:
-        """Name of the process as a producer of trajectories."""
+        """Name of the current incarnation as a producer of trajectories."""
         return self.producer_of(self.incarnation)
 
     def producer_of(self, incarnation: int) -> str:
-        """Name of one incarnation; no other process has had it."""
+        """Return the name of one incarnation; no other process ever has this name."""
         return f"{self.start.name} (started {incarnation + 1} times)" if incarnation else self.start.name
 
 
 @dataclass
 class Fleet:
-    """All rollout engines. One that dies or hangs starts again while the others work, and gets weights with the next
-    update after that."""
+    """All rollout engines. An engine that dies or hangs restarts while the others work, and receives weights with the
+    next update after that."""
 
     engines: list[FleetEngine]
     watch: Watch
@@ -106,7 +107,7 @@ class Fleet:
         return [engine for engine in self.engines if engine.serves]
 
     def started(self) -> list[FleetEngine]:
-        """Engines that are not starting; waits if all are."""
+        """Return the engines that are not starting; waits if all are."""
         if all(engine.starting is not None for engine in self.engines):
             self.settle()
         return [engine for engine in self.engines if engine.starting is None]
@@ -115,11 +116,11 @@ class Fleet:
         return self.engines[key.number].producer_of(key.incarnation)
 
     def journal_of(self, producer: str) -> str | None:
-        """The journal that a lost engine left, if there is one."""
+        """Return the journal file that a lost engine left, or None."""
         return self._journals.get(producer)
 
     def lose(self, engine: FleetEngine, why: str) -> None:
-        """Start an engine again; it has no weights then.
+        """Restart an engine; it has no weights then.
 
         Raises: WorkerDiedError after `max_restarts` restarts; KeyboardInterrupt if a stop was requested, because the
         signal may have gone to all processes.
@@ -144,17 +145,17 @@ class Fleet:
         return bool(self._reasons(engine))
 
     def failed(self) -> list[FleetEngine]:
-        """Engines with a process that was lost since the last `reap_failed`."""
+        """Return the engines with a process that was lost since the last `reap_failed`."""
         if not self.watch.any_lost:
             return []
         return [engine for engine in self.engines if self._reasons(engine)]
 
     def _reasons(self, engine: FleetEngine) -> list[str]:
-        """Reasons why processes of the engine are lost."""
+        """Return the reasons why processes of the engine are lost."""
         return [why for process in engine.start.processes if (why := self.watch.lost(process)) is not None]
 
     def reap_failed(self) -> None:
-        """Start failed engines again."""
+        """Restart failed engines."""
         for engine in self.failed():
             self.lose(engine, self._reasons(engine)[0])
 
@@ -171,7 +172,8 @@ class Fleet:
         self.retry_on_engine_loss(wait)
 
     def up(self) -> list[int]:
-        """Indices of engines that can take weights. Engines that start are not waited for, unless all do."""
+        """Return the indices of engines that can receive weights. Waits for starting engines only if all are
+        starting."""
 
         def look() -> None:
             for engine in self.engines:
@@ -185,7 +187,7 @@ class Fleet:
         return [engine.number for engine in self.started()]
 
     def retry_on_engine_loss(self, call: Callable[[], T]) -> T:
-        """Return the result of `call`, which is repeated after every loss of an engine.
+        """Call `call`, again after every loss of an engine, and return its result.
 
         Raises: errors of `call` that no loss explains.
         """
@@ -206,14 +208,14 @@ class Fleet:
         return any(not self.engines[index].has_weights for index in indices)
 
     def mark_supplied(self, indices: Sequence[int]) -> None:
-        """Note that these engines have the present weights."""
+        """Record that these engines have the current weights."""
         for engine in (self.engines[index] for index in indices):
             if not engine.has_weights:
                 self.note(f"{engine.start.name} is up again, with the weights of version {self.version}")
             engine.has_weights = True
 
     def endpoints(self) -> list[Endpoint]:
-        """Weight endpoints of all engine ranks, engine by engine."""
+        """Return the weight endpoints of all engine ranks, engine by engine."""
         calls = [engine.calls.endpoints() for engine in self.engines]
         return [endpoint for of_engine in self.watch.get(calls) for endpoint in of_engine]
 
@@ -223,12 +225,12 @@ class Fleet:
         return sum(self._on_every_engine(lambda calls: calls.sleep(keep_weights)))
 
     def wake_up(self, part: str) -> None:
-        """Give "weights" or "kv_cache" back to every engine."""
+        """Restore "weights" or "kv_cache" on every engine."""
         self._on_every_engine(lambda calls: calls.wake_up(part))
-        self.asleep = part != "kv_cache"  # which comes last
+        self.asleep = part != "kv_cache"  # the KV cache is restored last
 
     def start_asleep(self) -> None:
-        """Start lost engines again and put them to sleep like the others."""
+        """Restart lost engines and put them to sleep like the others."""
         before = [engine.incarnation for engine in self.engines]
 
         def start() -> None:
@@ -239,7 +241,8 @@ class Fleet:
         self.retry_on_engine_loss(start)
 
     def _on_every_engine(self, begin: Callable[[EngineCalls], Ref[T]]) -> list[T]:
-        """Results of a call of every engine. All must be up: one that starts would take memory that others use."""
+        """Call every engine and return the results. Waits until all are up: a starting engine takes memory that others
+        use."""
 
         def call() -> list[T]:
             self.settle()
@@ -254,8 +257,8 @@ class Fleet:
         self._metrics = merge_metrics([self._metrics, {name: metric}])
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Metrics since the last call: idle fraction of the engines, restarts, tokens of lost engines that others
-        continued from, and requests that idle engines took from others."""
+        """Return the metrics since the last call: idle fraction of the engines, restarts, tokens of lost engines from
+        which others continued, and requests that idle engines took from others."""
         metrics, self._metrics = self._metrics, {}
         none = dict.fromkeys(("engine/restarts", "engine/tokens_taken_over", "engine/requests_stolen"), Total(0))
         return {**none, **metrics}

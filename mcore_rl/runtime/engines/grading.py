@@ -32,7 +32,7 @@ def grade(fleet: Fleet, tasks: Sequence[RolloutTask], results: Sequence[RolloutR
 
 
 def amend(fleet: Fleet, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
-    """Put rewards, accuracies and scores into the records of finished tasks, on any engines."""
+    """Write rewards, accuracies and scores into the records of finished tasks. The work is spread over all engines."""
     changed = [(task.records, scalars) for task, (_, scalars) in zip(tasks, results, strict=True) if task.records]
 
     def amend() -> None:
@@ -48,7 +48,7 @@ def amend(fleet: Fleet, tasks: Sequence[RolloutTask], results: Sequence[RolloutR
 
 
 def probe(fleet: Fleet, task: RolloutTask, renew: Callable[[Sequence[Chunk]], bool]) -> dict[str, RolloutResult]:
-    """Run a task on every engine that has weights, each time with other group ids; results by the engine's name."""
+    """Run a task on every engine that has weights, with different group ids on each. Returns {engine name: result}."""
 
     def call() -> dict[str, RolloutResult]:
         fleet.reap_failed()

@@ -45,7 +45,8 @@ from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 
 MAX_REPLAY_THREADS = 1 << 12
-"""Threads in a replay, in which tasks that another engine had may wait here for their weights; started on demand."""
+"""Maximum threads in a replay, started on demand. Tasks that ran on another engine in the recorded run may wait here
+for their weight version, each in a thread."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,15 @@ class Report:
     requests_left: int
     """Requests that have neither ended nor been given up."""
     busy_seconds: float
-    """Seconds since the engine started in which anything ran."""
+    """Seconds since the engine started in which it had running requests."""
     tokens_carried_over: int
     """Tokens of responses that were paused for new weights and continued, since the engine started."""
 
 
 @marks_errors
 class EngineProcess(RunProcess):
-    """One rollout engine with its grading processes. The main thread sets the engine up and then steps it (`serve`).
-    All other operations on the engine also run in that thread, between two steps."""
+    """One rollout engine with its grading processes. The main thread sets up the engine and then steps it (`serve`).
+    All other operations on the engine run in that thread too, between two steps."""
 
     def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
         super().__init__(name, logs, peers)
@@ -112,21 +113,22 @@ class EngineProcess(RunProcess):
             def run(task: RolloutTask, progress: RequestCallbacks) -> tuple[TrajectoryBuffers, RolloutScalars] | None:
                 return (probe if task.prompt_set == PROBE else worker).run(task, progress)
 
-            # One thread per request, the size of the smallest tasks: no task waits for another one's thread.
+            # A task has at least one request, so with one thread per request no task waits for a thread.
             threads = ROOM * low if config.rollout.replay_schedule is None else MAX_REPLAY_THREADS
             self._runner = TaskRunner(run, player.withdraw, num_threads=threads, low=low)
             rewarder.wait_ready()
 
     def serve(self) -> None:
-        """Step the engine for ever. It is called once, right after `setup`, whose error is the one to report."""
+        """Step the engine forever. The driver calls it once, right after `setup`. If `setup` failed, wait: its error is
+        reported."""
         if not hasattr(self, "loop"):
             threading.Event().wait()
         self.loop.serve()
 
     @ray.method(concurrency_group="run")
     def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, released: list[int]) -> Report:
-        """See TaskRunner.exchange. Trajectories, and their requests in the journal, are kept until a later call has
-        their keys in `released`."""
+        """Implement TaskRunner.exchange. Trajectories, and their requests in the journal, are kept until a later call
+        has their keys in `released`."""
         self.loop.release(self._kept.release(released))
         with self.spans.span(f"generate {tasks[0][1].prompt_set}" if tasks else "generate"):
             finished, received, left = self._runner.exchange(tasks, until)
@@ -135,7 +137,7 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="engine")
     def begin(self, tasks: list[tuple[int, RolloutTask]]) -> None:
-        """See TaskRunner.begin; called while `run` waits."""
+        """Start tasks without waiting (TaskRunner.begin); called while `run` waits."""
         self._runner.begin(tasks)
 
     @ray.method(concurrency_group="engine")
@@ -150,13 +152,14 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="engine")
     def give_up(self, free: int) -> GivenUp:
-        """See TaskRunner.give_up."""
+        """Withdraw unstarted requests (TaskRunner.give_up)."""
         with self.spans.span("give up requests"):
             return self._runner.give_up(free)
 
     @ray.method(concurrency_group="engine")
     def num_running(self) -> tuple[int, int]:
-        """Numbers of unfinished tasks, and of their unfinished requests that are not paused until the next weights."""
+        """Return the numbers of unfinished tasks, and of their unfinished requests that do not wait for later
+        weights."""
         tasks, requests = self._runner.num_left
         return tasks, requests - self.loop.num_paused
 
@@ -166,7 +169,7 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="cut")
     def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
-        """See TrajectoryStore.cut; works while the engine generates."""
+        """Select rows (TrajectoryStore.cut); works while the engine generates."""
         return self._kept.cut(keys, offsets, rows)
 
     @ray.method(concurrency_group="cut")
@@ -203,7 +206,7 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="engine", num_returns=2)
     def fetch(self, wanted: FetchRequest) -> tuple[None, TrajectoryBuffers]:
-        """See RunProcess.fetch; runs outside of the main thread, which steps the engine."""
+        """Override RunProcess.fetch to run outside of the main thread, which steps the engine."""
         return self.fetched(wanted)
 
     @ray.method(concurrency_group="engine")
@@ -283,7 +286,7 @@ FollowerActor = ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)(Foll
 
 
 def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[str, float, float], None]) -> Player:
-    """Player of single turns, or of episodes with their tools."""
+    """Create the player of single turns, or of episodes with their tools."""
     if not has_turns(config.rollout):
         return SingleTurnPlayer(loop, tokenizer)
     from mcore_rl.rollout.episodes.load import start_episodes

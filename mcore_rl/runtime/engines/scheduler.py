@@ -3,8 +3,8 @@
     submit -> queue -> engine: run (waits) or begin (while run waits) -> report -> result
                  ^-- unfinished pieces of lost engines, and unstarted requests that idle engines take over
 
-A batch (`run`) is done by engines that take work as they have room and steal from each other at the end. In a streaming
-run (`begin`) engines have work all the time: each task goes to the least loaded engine at once.
+In a batch (`run`), engines receive tasks as they have room, and idle engines take unstarted requests from others at the
+end. In a streaming run (`begin`) engines always have work: each task goes to the least loaded engine at once.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _no_supply() -> None:
 
 @dataclass
 class Scheduler:
-    """Runs tasks on the engines of `fleet`. Is a DeferredGradingPool, ProbedPool, TaskStream, and attends the watch.
+    """Runs tasks on the engines of `fleet`. Implements DeferredGradingPool, ProbedPool, TaskStream and Attendant.
 
-    Ended calls are taken in every wait of the driver. Work of a lost engine is queued again only in `wait`, where
-    nothing else is in progress: code that publishes weights meanwhile notices the death and restarts the engine itself.
-    It continues from the engine's journal or, without one, is generated again. Both give the same responses, because a
-    response depends only on its prompt, its seed and the weights.
+    Results of finished calls are processed in every wait of the driver. Work of a lost engine is queued again only in
+    `wait`, where nothing else is in progress: code that publishes weights handles the loss of an engine itself. The
+    work continues from the engine's journal or, without one, is generated again. Both give the same responses, because
+    a response depends only on its prompt, its seed and the weights.
     """
 
     fleet: Fleet
@@ -60,30 +60,30 @@ class Scheduler:
     """Requests that an engine decodes concurrently."""
     streaming: bool = False
     steals: bool = True
-    """True if engines without unstarted requests take some from others in a batch."""
+    """True if engines without unstarted requests take unstarted requests from others in a batch."""
     supply: Callable[[], None] = _no_supply
-    """Publishes the present weights to engines that started again."""
+    """Publishes the current weights to restarted engines."""
     interrupted: Callable[[], AbstractContextManager[None]] | None = None
     """Phases.interrupted, if engines and trainer ranks share devices."""
     _balance: Balance = field(init=False)
     _submissions: dict[int, Submission] = field(default_factory=dict, init=False)
-    """Unfinished tasks by ticket, and finished ones of `run`, whose results the loss of an engine would lose."""
+    """Unfinished tasks by ticket, and finished tasks of `run`: if an engine is lost, they must be generated again."""
     _num_submitted: int = field(default=0, init=False)
     _unfinished: set[int] = field(default_factory=set, init=False)
     """Tickets of `run` with unfinished pieces."""
     _runs: dict[AnyRef, EngineKey] = field(default_factory=dict, init=False)
-    """Calls that wait for finished tasks; at most one per engine."""
+    """Calls of EngineProcess.run that have not returned; at most one per engine."""
     _begins: dict[AnyRef, EngineKey] = field(default_factory=dict, init=False)
     _steals: dict[AnyRef, EngineKey] = field(default_factory=dict, init=False)
     _idle: set[int] = field(default_factory=set, init=False)
     """Engines without a call in `_runs`."""
     _dead: set[EngineKey] = field(default_factory=set, init=False)
-    """Engines whose death was noticed, also before they are started again."""
+    """Engines that are known to be dead, including those that have not been restarted yet."""
     _carried: dict[EngineKey, int] = field(default_factory=dict, init=False)
-    """Tokens carried over according to the last report."""
+    """Value of Report.tokens_carried_over in the last report of each engine."""
     _gathers: bool = field(default=False, init=False)
     _num_restarts: int = field(default=0, init=False)
-    """Restarts of engines at the last look for their tasks."""
+    """Value of Fleet.num_restarts when lost pieces were last queued again."""
     _turns: int = field(default=0, init=False)
     _looked: float = field(default_factory=time.perf_counter, init=False)
     _busy_before: dict[EngineKey, float] = field(default_factory=dict, init=False)
@@ -105,11 +105,11 @@ class Scheduler:
 
     @property
     def slots(self) -> int:
-        """Requests that all engines with weights decode concurrently."""
+        """Number of requests that all engines with weights decode concurrently."""
         return self.slots_per_engine * max(1, len(self.fleet.serving))
 
     def attend(self, heard: Callable[[], None]) -> None:
-        """Set a callback for ended tasks. It is called in any wait of the driver, and must not wait itself."""
+        """Set a callback for finished tasks. It is called in any wait of the driver, and must not wait itself."""
         self._on_end = heard
 
     def begin(self, task: RolloutTask, results: dict[int, RolloutResult]) -> int:
@@ -117,7 +117,7 @@ class Scheduler:
         return self._submit(task, results)
 
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
-        """Generate all tasks with the present weights; results are in the order of the tasks.
+        """Generate all tasks with the current weights; results are in the order of the tasks.
 
         Raises: WorkerDiedError if an engine is lost after `max_restarts` restarts.
         """
@@ -130,7 +130,7 @@ class Scheduler:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Send tasks that begin in the block at its end, by fewer calls."""
+        """Send all tasks that begin in the block at its end, with fewer calls."""
         outer, self._gathers = self._gathers, True
         try:
             yield
@@ -140,7 +140,8 @@ class Scheduler:
             self._assign()
 
     def wait(self) -> None:
-        """Wait until something has ended, or for a moment. Call it only where the driver does nothing else.
+        """Wait until a call has ended or SECONDS_BETWEEN_LOOKS have passed. Call it only where the driver does nothing
+        else.
 
         Raises: as Watch.wait; WorkerDiedError if an engine is lost after `max_restarts` restarts.
         """
@@ -148,7 +149,7 @@ class Scheduler:
         self.fleet.watch.wait([], 0)
 
     def rest(self) -> None:
-        """Wait until every request has ended or is paused until the next weights."""
+        """Wait until every request has ended or waits for the next weights."""
         while self._balance.has_queue or not self.fleet.retry_on_engine_loss(self._rests):
             self.wait()
 
@@ -175,7 +176,7 @@ class Scheduler:
         def save() -> SavedTasks:
             self._recover()
             self.renew(kept)
-            # A task that ends in a repetition is still on the engine that had it.
+            # In a retry a task may have finished meanwhile; its requests are still in the journal of its engine.
             latest.update({ticket: self._located(ticket) for ticket in tickets if ticket in self._submissions})
             return save_tasks(self.fleet, directory, kept, list(latest.values()))
 
@@ -196,22 +197,22 @@ class Scheduler:
         ]
 
     def renew(self, chunks: Sequence[Chunk]) -> bool:
-        """Generate trajectories again that were lost with their engine; return whether there are any. Sleeping engines
-        are woken for it and sleep again afterwards."""
+        """Regenerate trajectories that were lost with their engine; return whether there were any. Sleeping engines are
+        woken for it and sleep again afterwards."""
         fleet = self.fleet
         if not fleet.asleep:
             return self._renew(chunks)
         if self.interrupted is None or not (fleet.watch.any_lost or lost_parts(self.fleet, chunks)):
             return False
         for engine in fleet.failed():
-            engine.start.kill()  # ranks that fetch from it have to free their devices next
+            engine.start.kill()  # ranks that fetch from it must not wait: they free their devices next
         with self.interrupted():
             fleet.start_asleep()
             self.supply()
             return self._renew(chunks)
 
     def idle_fraction(self) -> Mean:
-        """Share of the engines' time since the last call in which they had nothing to do."""
+        """Return the fraction of the engines' time since the last call in which they had no requests."""
         now = time.perf_counter()
         elapsed, self._looked = now - self._looked, now
         seconds = elapsed * self.num_engines
@@ -221,11 +222,11 @@ class Scheduler:
         return Mean(max(0.0, seconds - max(0.0, worked)), seconds)
 
     def calls(self) -> list[AnyRef]:
-        """See Attendant.calls."""
+        """Implement Attendant.calls."""
         return [*self._runs, *self._begins, *self._steals]
 
     def ended(self, calls: Sequence[AnyRef]) -> None:
-        """See Attendant.ended."""
+        """Implement Attendant.ended."""
         for call in calls:
             if (key := self._runs.pop(call, None)) is not None:
                 self._idle.add(key.number)
@@ -234,7 +235,7 @@ class Scheduler:
                 self._take_given_up(key, self._value(cast("Ref[GivenUp]", call), key))
             elif (key := self._begins.pop(call, None)) is not None:
                 self._value(call, key)
-        with self.together():  # tasks that begin now go with the call that waits for the next end
+        with self.together():  # send tasks that begin now with the next `run` call of an engine
             if self._on_end is not None:
                 self._on_end()
 
@@ -253,7 +254,7 @@ class Scheduler:
             tickets = [self._submit(task, None) for task in tasks]
         while True:
             self._recover()
-            # Answers to steals are awaited too: a later answer would give up requests of the next run.
+            # Wait for answers to steals too: a later answer would give up requests of the next run.
             if not (self._unfinished or self._steals):
                 return [self._result(ticket) for ticket in tickets]
             self.fleet.watch.wait([], 0)
@@ -293,7 +294,7 @@ class Scheduler:
             self.fleet.count("engine/requests_stolen", moved)
 
     def _result(self, ticket: int) -> RolloutResult:
-        """The result of a finished task, which is forgotten."""
+        """Return the result of a finished task and drop the task."""
         pieces = {number: self._balance.pieces[number] for number in self._balance.of_task(ticket)}
         self._balance.drop(ticket)
         return self._submissions.pop(ticket).result(pieces, self.renew)
@@ -303,9 +304,9 @@ class Scheduler:
         return self._submissions[piece.task].task_of(piece)
 
     def _value(self, call: Ref[T], key: EngineKey) -> T | None:
-        """The result of a call; None if its engine is lost."""
+        """Return the result of a call; None if its engine is lost."""
         engine = self.fleet.engines[key.number]
-        if engine.key != key:  # started again already; nothing is left that would explain the failure
+        if engine.key != key:  # the engine was already restarted, which handled the failure
             return None
         try:
             return self.fleet.watch.value(call)
@@ -336,7 +337,8 @@ class Scheduler:
             if key.number in self._idle:
                 self._idle.remove(key.number)
                 released = self.fleet.released.take(engine.producer)
-                # An engine that gets nothing now gets nothing before all that it has has ended.
+                # An engine that gets no task now gets none until its present tasks have ended, so it need not report
+                # before.
                 condition = until if tasks or self.streaming else Until.ALL
                 self._runs[engine.calls.run(tasks, condition, released)] = key
             elif tasks:
@@ -345,7 +347,7 @@ class Scheduler:
             self._steals[engines[key.number].calls.give_up(free)] = key
 
     def _recover(self) -> None:
-        """Start lost engines again and queue their work for others."""
+        """Restart lost engines and queue their work for others."""
         self.fleet.reap_failed()
         if self._num_restarts != self.fleet.num_restarts:
             self._num_restarts = self.fleet.num_restarts

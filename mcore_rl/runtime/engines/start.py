@@ -1,4 +1,4 @@
-"""Start of the processes of one rollout engine, also again in the same places after they are lost."""
+"""Start and restart of the processes of one rollout engine, on the same nodes each time."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class FinishedPiece:
 
 @dataclass
 class Submission:
-    """A task and its finished pieces, by number. `results` takes the result of a task of `Scheduler.begin`; None:
-    `Scheduler.run` waits for it."""
+    """A task and its finished pieces, by number. `results` receives the result of a task of `Scheduler.begin`; it is
+    None for a task of `Scheduler.run`, which returns the result."""
 
     task: RolloutTask
     results: dict[int, RolloutResult] | None
@@ -40,7 +40,7 @@ class Submission:
     since: float = field(default_factory=time.perf_counter)
 
     def task_of(self, piece: Piece) -> RolloutTask:
-        """The part of the task that a piece is, with records of its own."""
+        """Return the piece as a task with a records file of its own."""
         task, responses = self.task, (piece.first, piece.last)
         if responses == task.span:
             return task
@@ -48,7 +48,7 @@ class Submission:
         return replace(task, responses=responses, records=records)
 
     def finish(self, number: int, piece: FinishedPiece) -> None:
-        if self.results is None:  # timed here, since engines do not count the time in the queue
+        if self.results is None:  # include the time in the queue, which engines do not count
             seconds = time.perf_counter() - self.since - piece.scalars.seconds_grading
             piece = replace(piece, scalars=replace(piece.scalars, seconds_generating=seconds))
         self.pieces[number] = piece
@@ -58,7 +58,7 @@ class Submission:
         self.task = with_journal(self.task, journal)
 
     def result(self, pieces: Mapping[int, Piece], renew: Renew) -> RolloutResult:
-        """The joined result of `pieces`, which are in the order of the responses."""
+        """Join the results of `pieces`, which are in the order of the responses."""
         parts, row = [], 0
         for number, piece in pieces.items():
             finished = self.pieces[number]
@@ -78,32 +78,32 @@ def with_journal(task: RolloutTask, journal: str | None) -> RolloutTask:
 
 
 def chunk_of(task: RolloutTask, parts: list[Part], renew: Renew) -> BuffersRef:
-    # No weights come while lost trajectories are generated again: they must not wait for a version.
+    # No weights arrive while lost trajectories are regenerated, so they must not wait for a version.
     again = replace(task, journals=(), tokens_per_version=None, spans=())
     return BuffersRef(Chunk(parts, again, renew))
 
 
 def whole_part(place: Place, task: RolloutTask, scalars: RolloutScalars) -> Part:
-    """All trajectories of a task, in one place."""
+    """Return a part with all trajectories of a task, which are in one place."""
     return Part(place, 0, len(scalars.group_ids), task.span, scalars.digests)
 
 
 def lost_parts(fleet: Fleet, chunks: Sequence[Chunk]) -> list[tuple[Chunk, Part]]:
-    """Parts that no present engine keeps."""
+    """Return the parts whose engine was lost."""
     present = {engine.producer for engine in fleet.engines}
     return [(chunk, part) for chunk in chunks for part in chunk.parts if part.place.producer not in present]
 
 
 def task_again(fleet: Fleet, chunk: Chunk, part: Part) -> RolloutTask:
-    """Task that generates a lost part again; its records are written already."""
+    """Return the task that regenerates a lost part. Its records are already written."""
     task = replace(chunk.task, records=None, responses=part.responses)
     return with_journal(task, fleet.journal_of(part.place.producer))
 
 
 def replace_part(chunk: Chunk, lost: Part, again: BuffersRef) -> None:
-    """Put newly generated parts in the place of a lost one.
+    """Replace a lost part with regenerated parts.
 
-    Raises: WorkerDiedError if they differ, because tools or users answered differently.
+    Raises: WorkerDiedError if they differ, for example because tools answered differently.
     """
     parts = cast(Chunk, again).parts
     _require_same(lost, parts)
@@ -112,18 +112,18 @@ def replace_part(chunk: Chunk, lost: Part, again: BuffersRef) -> None:
 
 
 def _require_same(lost: Part, again: Sequence[Part]) -> None:
-    """Check that responses generated again match the rewards of the lost ones."""
+    """Check that regenerated responses equal the lost ones, to which the rewards belong."""
     digests = [part.digests for part in again if part.digests is not None]
     if lost.digests is not None and not np.array_equal(lost.digests, np.concatenate(digests)):
         raise WorkerDiedError(
-            f"{lost.place.producer} was lost with responses that ranks had not fetched, and they differ after they "
-            "were generated again: answers of tools or environments are not repeatable, or responses began with "
-            "earlier weights and their journal is lost. The run resumes from its last checkpoint"
+            f"{lost.place.producer} was lost before ranks had fetched its responses, and the regenerated ones differ: "
+            "answers of tools or environments are not repeatable, or responses began with earlier weights and their "
+            "journal is lost. The run resumes from its last checkpoint"
         )
 
 
 def _num_responses(scalars: RolloutScalars) -> int:
-    """Number of responses; an episode with several trajectories counts once."""
+    """Count the responses; an episode with several trajectories counts once."""
     if scalars.episodes is None:
         return len(scalars.group_ids)
     return len(np.unique(scalars.episodes))

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 FIRST_UID = 1000
-"""Lowest user id of people; those below belong to services of the system (Debian, Red Hat and SUSE agree)."""
+"""Lowest user id of people; lower ids belong to system services (on Debian, Red Hat and SUSE)."""
 NOBODY = 65534
 PROC = Path("/proc")
 LOGIN_SESSIONS = Path("/run/systemd/users")

@@ -1,4 +1,4 @@
-"""The decision whether a run gets a network of its own, and the restart inside it."""
+"""Decide whether a run gets a private network namespace, and restart it there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMEDY = (
 
 
 def isolate(config: Config, say: Callable[[str], None]) -> None:
-    """Restart this command in a private network namespace if cluster.isolation asks for it; does not return then.
+    """Restart this command in a private network namespace if cluster.isolation requires one; then it does not return.
 
     Call before anything else starts. Does nothing in a process that was restarted, nor for a run that joins a Ray
     cluster, whose hosts check_remote_host checks.
@@ -66,7 +66,7 @@ def check_remote_host(config: Config, host: str, others: Sequence[str]) -> None:
 
 
 def _addresses(config: Config) -> list[str]:
-    """Keys of the configuration that name a server."""
+    """Return `key=value` of each setting that names a server."""
     keys = {"judge.url": config.judge.url, "sandbox.url": config.sandbox.url}
     return [f"{key}={value}" for key, value in keys.items() if value is not None]
 

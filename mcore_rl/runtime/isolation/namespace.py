@@ -1,7 +1,7 @@
-"""A private network namespace: `python -m mcore_rl.runtime.isolation.namespace COMMAND...` becomes the command in one.
+"""Run a command in a private network namespace: `python -m mcore_rl.runtime.isolation.namespace COMMAND...`.
 
-The namespace has its own loopback interface and nothing else. A process of another user cannot enter it, so the ports
-of the run are out of its reach. Root needs CAP_SYS_ADMIN. Other users enter a user namespace first, in which they keep
+The namespace has only a loopback interface of its own. Processes of other users cannot enter it, so they cannot connect
+to ports of the run. Root needs CAP_SYS_ADMIN. Other users enter a user namespace first, in which they keep
 their user id; the kernel allows that to single-threaded processes only, hence this separate program.
 """
 
@@ -25,7 +25,7 @@ _IFREQ = "16sH22x"
 
 
 def main() -> NoReturn:
-    """Enter a new namespace and become the command in sys.argv."""
+    """Enter a new namespace and execute the command in sys.argv."""
     enter()
     os.environ[NAMESPACE_VARIABLE] = current()
     os.execv(sys.argv[1], sys.argv[2:])
@@ -67,7 +67,7 @@ def is_inside() -> bool:
 
 
 def current() -> str:
-    """Identity of the network namespace of this process, such as net:[4026531840]."""
+    """Return the identity of the network namespace of this process, such as net:[4026531840]."""
     return os.readlink("/proc/self/ns/net")
 
 

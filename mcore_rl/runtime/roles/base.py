@@ -1,7 +1,8 @@
 """Base classes of the processes of a run.
 
-Processes are Ray actors. The constructor does nothing that can fail; `setup` does the work, so that its errors arrive
-as typed errors. `watch` runs in a concurrency group of its own and never returns: its failure reveals a death.
+Processes are Ray actors. The constructor does nothing that can fail: Ray reports an error in it as the death of the
+actor, whereas errors of `setup` arrive as typed errors. `watch` has a concurrency group of its own and never returns,
+so it fails exactly when the process dies.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ class RunProcess:
     """Base of all processes."""
 
     def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
-        """Output goes to a file of the process's name in the directory `logs`; None: where Ray puts it. The process
-        computes with one of `peers` equal parts of the host's cores; None: with the threads that the environment sets.
+        """Create the process without setting it up.
+
+        logs: directory of its log file; None: Ray redirects the output.
+        peers: number of processes that share the host's cores equally; None: the environment sets the threads.
         """
         if peers is not None:
             share_cores(peers)
@@ -63,12 +66,13 @@ class RunProcess:
 
     @ray.method(concurrency_group="watch")
     def where(self) -> tuple[Host, int]:
-        """Host and process id."""
+        """Return the host and the process id."""
         return this_host(), os.getpid()
 
     @ray.method(concurrency_group="watch")
     def seconds_stuck(self) -> float:
-        """Seconds since the process's own work last made progress; calls that others wait for do not count."""
+        """Return the seconds since the process's own work last made progress. Remote calls do not count as such
+        work."""
         return 0.0
 
     @ray.method(concurrency_group="watch")
@@ -77,17 +81,17 @@ class RunProcess:
 
     @ray.method(concurrency_group="watch")
     def other_users(self) -> list[str]:
-        """Names of other users who are logged in on this host."""
+        """Return the names of other users who are logged in on this host."""
         return other_users()
 
     @ray.method(concurrency_group="watch")
     def pending_collectives(self) -> list[Collective]:
-        """Collectives in which this process waits for its peers."""
+        """Return the collectives in which this process waits for its peers."""
         return pending_collectives()
 
     @ray.method(concurrency_group="watch")
     def free_address(self) -> str:
-        """tcp://host:port that other hosts can reach; the port was free a moment ago."""
+        """Return tcp://host:port that other hosts can reach. Another process may take the port before it is used."""
         return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
 
     def drain_spans(self) -> list[Span]:
@@ -95,8 +99,7 @@ class RunProcess:
 
     @ray.method(num_returns=2)
     def fetch(self, request: FetchRequest) -> tuple[None, TrajectoryBuffers]:
-        """Fetch trajectories for this process and for ranks that read the same. The first result only marks the
-        arrival."""
+        """Fetch trajectories for this process and its peers. The first result is ready when they have arrived."""
         return self.fetched(request)
 
     def fetched(self, request: FetchRequest) -> tuple[None, TrajectoryBuffers]:
@@ -111,14 +114,14 @@ class RankProcess(RunProcess):
     def pass_on(
         self, method: str, arguments: list[tuple[object, ...]], neighbours: list[ActorHandle] | None
     ) -> list[object]:
-        """Call a method of all ranks of this node, this one included (see fanout). Their handles come with the first
-        call."""
+        """Call a method of all ranks of this node, including this one (see fanout). Only the first call passes their
+        handles."""
         if neighbours is not None:
             self._neighbours = neighbours
         return call_all(self._neighbours, method, arguments)
 
     def visible_devices(self) -> str:
-        """The GPU that Ray assigned to this process, by CUDA's name."""
+        """Return the GPU that Ray assigned to this process, as in CUDA_VISIBLE_DEVICES."""
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
@@ -128,7 +131,7 @@ class TrainedRankProcess(RankProcess):
     role: Trained
 
     def offload(self, parts: tuple[str, ...]) -> int:
-        """Move parts of the state to host memory; returns the bytes of this rank that are there."""
+        """Move parts of the state to host memory; returns the bytes of this rank in host memory."""
         return int(self.role.trained.memory.offload(parts))
 
     def plan_save(self, directory: str, snapshot: bool) -> None:
@@ -158,7 +161,7 @@ class TrainedRankProcess(RankProcess):
 
 
 def joined(columns: Sequence[TokenColumn]) -> dict[int, np.ndarray]:
-    """Arrays of several columns, by sample."""
+    """Merge several columns into one dictionary by sample."""
     return {sample: values for column in columns for sample, values in column.by_sample().items()}
 
 
@@ -166,7 +169,7 @@ T = TypeVar("T")
 
 
 class HeldBatch(Generic[T]):
-    """The one batch that a rank keeps between calls, under the driver's key."""
+    """Batch that a rank keeps between calls, under the driver's key; at most one."""
 
     def __init__(self) -> None:
         self._key: int | None = None
@@ -177,7 +180,7 @@ class HeldBatch(Generic[T]):
         self._key, self._batch = key, batch
 
     def of(self, key: int) -> T:
-        """The held batch.
+        """Return the held batch.
 
         Raises: McoreRLError if it has another key.
         """

@@ -42,8 +42,8 @@ class CriticProcess(TrainedRankProcess):
 
     @ray.method(num_returns=2)
     def values(self, key: int, shares: RankShares, *chunks: TrajectoryBuffers) -> tuple[None, TokenColumn]:
-        """Compute the values of the share, and keep the batch under `key` for its update. The first result only marks
-        the end; the second has values on ranks of the last stage."""
+        """Compute the values of the share, and keep the batch under `key` for its update. The first result is
+        ready at the end; the second has values on ranks of the last stage, and is empty on others."""
         with self.spans.span("values"):
             batch = self.critic.values(shares.by_update(), list(chunks))
         self._held.keep(key, batch)
@@ -77,11 +77,11 @@ class CriticCalls(TrainedRankCalls):
     """Calls to all critic ranks."""
 
     def values(self, key: int, batch: Sequence[RankBatchRefs]) -> list[tuple[Ref[None], Ref[TokenColumn]]]:
-        """References of the end and the values of each rank; the values stay in the object store."""
+        """Return references to the end and to the values of each rank; the values stay in the object store."""
         return [rank.handle.values.remote(key, *own) for rank, own in zip(self.ranks, batch, strict=True)]
 
     def update(self, key: int, returns: Sequence[Sequence[object]]) -> GroupCall[list[dict[str, Metric]]]:
-        """`returns` are references of token columns for each rank."""
+        """Train on the held batch. `returns` are references to token columns, per rank."""
         return self.call_each(CriticProcess.update, [(key, *own) for own in returns])
 
 
@@ -97,7 +97,7 @@ class CriticGroup(RankGroup):
         return CriticCalls(self.processes, self.nodes, self.watch)
 
     def values(self, batch: Batch) -> TokenRefs:
-        """See Critic.values. The batch stays on the ranks for its updates."""
+        """Implement Critic.values. The batch stays on the ranks for its updates."""
         key = next(batch_keys)
         calls = self.calls.values(key, self.batch_refs(self.own_batch(batch)))
         self.watch.get([done for done, _ in calls])
@@ -111,7 +111,7 @@ class CriticGroup(RankGroup):
 
 
 def critic_role(ranks: RankMap, own_batch: Callable[[Batch], Batch]) -> Role:
-    """`own_batch` as in CriticGroup."""
+    """Return the role of the critic. `own_batch`: see CriticGroup."""
     return Role(
         name="critic rank",
         actor=CriticActor,

@@ -1,4 +1,4 @@
-"""Process groups as the driver sees them: calls to all ranks of a model, and batches for them."""
+"""Process groups, from the driver's side: calls to all ranks of a model, and batches for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RankBatchRefs = tuple[RankShares | Ref[RankShares], *tuple["Ref[TrajectoryBuffer
 """A rank's shares of a batch, and its trajectories if it has any."""
 
 batch_keys = itertools.count(1)
-"""Keys of batches on ranks. A key is never reused, so that a handle of an earlier batch is recognised."""
+"""Keys of batches on ranks. A key is never reused, so that ranks detect a handle of an earlier batch."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class TrainedRankCalls(RankCalls):
         return self.call(TrainedRankProcess.plan_save, directory, snapshot)
 
     def write_save(self) -> list[Ref[RankReport]]:
-        """One reference per rank: `finish_save` reads them on rank 0."""
+        """Return one reference per rank; `finish_save` reads the reports on rank 0."""
         return [rank.handle.write_save.remote() for rank in self.ranks]
 
     def finish_save(self, reports: Sequence[Ref[RankReport]]) -> Ref[SavedState]:
-        """Runs on rank 0."""
+        """Complete the checkpoint, on rank 0."""
         return self.ranks[0].handle.finish_save.remote(*reports)
 
     def load(self, directory: str, files: Sequence[SavedFile]) -> GroupCall[None]:
@@ -97,7 +97,7 @@ class RanksSave:
         return bool(ready)
 
     def result(self) -> SavedState:
-        """Raises: the error of any rank, as Watch.get."""
+        """Wait for the checkpoint. Raises: the error of any rank, as Watch.get."""
         return self.watch.get([self.saved])[0]
 
 
@@ -119,23 +119,23 @@ class RankGroup:
         return Delivery([self.processes[rank] for rank in self.ranks.reporting], self.watch)
 
     def batch_refs(self, batch: Batch) -> list[RankBatchRefs]:
-        """Arguments of each rank for a batch: its shares and a reference of their trajectories, which have arrived."""
+        """Deliver a batch. Returns the arguments of each rank: its shares, and a reference to their trajectories."""
         rows, places = rows_by_rank(batch, len(self.ranks.reporting))
         trajectories = self._delivery.deliver(batch.chunks, rows)
         shares = self._shares(batch, places)
         return [(shares[dp], *trajectories[dp]) for dp in self.ranks.dp_rank_of]
 
     def shares_of(self, batch: Batch) -> list[RankShares | Ref[RankShares]]:
-        """The shares of each rank, for a batch whose trajectories the rank has."""
+        """Return the shares of each rank, for a batch whose trajectories the ranks already have."""
         _, places = rows_by_rank(batch, len(self.ranks.reporting))
         shares = self._shares(batch, places)
         return [shares[dp] for dp in self.ranks.dp_rank_of]
 
     def _shares(self, batch: Batch, places: np.ndarray) -> list[RankShares | Ref[RankShares]]:
-        """Shares by data-parallel rank."""
+        """Return the shares by data-parallel rank."""
         shares = batch.shares(len(self.ranks.reporting), places)
-        # On one node they go with the call, once for all tensor and pipeline peers. For several nodes they are put into
-        # the object store once.
+        # Peers (tensor, pipeline) on one node receive their shares once, with the call that one of them forwards. If
+        # the peers are on several nodes, put the shares into the object store once instead.
         return [ray.put(of_rank) if dp in self._spread_ranks else of_rank for dp, of_rank in enumerate(shares)]
 
     @cached_property
@@ -151,12 +151,12 @@ class RankGroup:
         return RanksSave(self.calls.finish_save(self.calls.write_save()), self.watch)
 
     def load(self, directory: str, files: Sequence[SavedFile]) -> None:
-        """Collective over all ranks."""
+        """Load a checkpoint on all ranks."""
         self.calls.load(directory, files).results()
 
     def offload(self, parts: tuple[str, ...]) -> int:
-        """Move those `parts` to host memory that the offload section of the configuration names; returns the bytes of
-        all ranks that are there."""
+        """Move `parts` to host memory if the configuration offloads them. Returns the bytes in host memory, of all
+        ranks."""
         return sum(self.calls.offload(parts).results())
 
     def spans(self) -> list[Span]:
@@ -168,5 +168,5 @@ def with_metrics(handle: BatchHandle, found: Sequence[Mapping[str, Metric]]) -> 
 
 
 def drain_spans(watch: Watch, processes: Sequence[ProcessCalls]) -> list[Span]:
-    """Spans that the processes recorded since the last call."""
+    """Return the spans that the processes recorded since the last call."""
     return [span for spans in watch.get([process.drain_spans() for process in processes]) for span in spans]

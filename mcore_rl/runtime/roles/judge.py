@@ -46,7 +46,7 @@ class JudgeProcess(RunProcess):
         prompts: Mapping[str, Ref[PromptSource]],
         key: str | None,
     ) -> None:
-        """`key` is the API key of the server."""
+        """Build the judge. `key` is the API key of the server."""
         see_only(visible_devices)
 
         with self.spans.span("setup"):
@@ -54,7 +54,7 @@ class JudgeProcess(RunProcess):
             self.worker = build_judge(config, self.name, resolved, key)
 
     def score(self, given: list[Share], trajectories: TrajectoryBuffers) -> tuple[dict[int, float], dict[str, Metric]]:
-        """See JudgeWorker.score."""
+        """Score shares of tasks; see JudgeWorker.score."""
         with self.spans.span("judge"), self.worker.judge.answerer.awake():
             return self.worker.score(given, trajectories)
 
@@ -92,8 +92,8 @@ class JudgeGroup:
         self._delivery = Delivery(self.processes, self.watch)
 
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
-        """See ResponseScorer.score. Engines score parts with about equally many tokens, and put their answers into the
-        tasks' records."""
+        """Implement ResponseScorer.score. Engines score parts with about equally many tokens, and write their answers
+        into the tasks' records."""
         scalars = [of_task for _, of_task in results]
         by_judge = shares(tasks, scalars, len(self.processes))
         rows = [Rows.of(_rows(given, len(tasks))) for given in by_judge]
@@ -111,7 +111,7 @@ class JudgeGroup:
         return join_scores(tasks, scalars, scores)
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Metrics of scoring for training since the last call."""
+        """Return the metrics of scoring training responses since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -120,7 +120,7 @@ class JudgeGroup:
 
 
 def _rows(given: Sequence[Share], num_tasks: int) -> list[np.ndarray]:
-    """Rows of every task for one judge; empty for tasks of which it has no share."""
+    """Return the rows of every task that one judge scores; empty for tasks of which it has no share."""
     rows = [np.empty(0, np.int64)] * num_tasks
     for share in given:
         rows[share.task] = share.part.rows

@@ -1,6 +1,7 @@
-"""Origins of errors: the process of the run that raised one, by role, rank and host, beyond the border of that process.
+"""Origins of errors: role, rank and host of the process that raised an error.
 
-An exception keeps its attributes when it is pickled; the process sets one, and the driver puts it into the message.
+An exception keeps its attributes when it is pickled. The process that raises it sets one, and the driver adds it to the
+message.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Process = TypeVar("Process", bound=type)
 
 
 def marks_errors(process: Process) -> Process:
-    """Class decorator, below `ray.remote`: what a public method raises carries `name` of the process and its host. An
-    error of another process that passes through keeps its own origin."""
+    """Decorate a process class, below `ray.remote`: errors of public methods carry the `name` of the process and its
+    host. An error that comes from another process keeps its own origin."""
     for name, method in inspect.getmembers(process, inspect.isfunction):
         if not name.startswith("_"):
             setattr(process, name, _marking(method))
@@ -43,19 +44,19 @@ def _marking(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def origin_of(error: BaseException) -> str | None:
-    """`trainer rank 1 on node3`; None for an error without an origin."""
+    """Return, for example, `trainer rank 1 on node3`; None for an error without an origin."""
     origin = getattr(error, _ORIGIN, None)
     return origin if isinstance(origin, str) else None
 
 
 def with_origin(error: BaseException, origin: str | None) -> str:
-    """The error's message, with its origin unless the message names that already."""
+    """Return the message of an error, with its origin unless the message already contains it."""
     text = str(error)
     return text if origin is None or origin in text else f"{text} ({origin})"
 
 
 def named(error: McoreRLError, origin: str | None) -> McoreRLError:
-    """The error with its origin in the message."""
+    """Add the origin to the message of an error."""
     error.args = (with_origin(error, origin),)
     return error
 
@@ -66,6 +67,6 @@ def first_line(error: BaseException) -> str:
 
 
 def last_lines(error: RayTaskError) -> str:
-    """The remote traceback's end: the frame that failed and the message."""
+    """Return the end of the remote traceback: the frame that failed and the message."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return "\n".join(lines[-12:])

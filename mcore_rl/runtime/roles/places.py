@@ -23,21 +23,21 @@ _EXIT_CODE = re.compile(r"[Ee]xit code:? (\d+)")
 
 @dataclass
 class Places:
-    """`logs` is the directory of log files; None: unknown."""
+    """Hosts, log files and exit statuses of processes. `logs` is the directory of log files; None: unknown."""
 
     logs: str | None = None
     _calls: dict[Ref[tuple[Host, int]], ProcessCalls] = field(default_factory=dict, init=False)
-    """Calls that ask for a place and have not ended."""
+    """Pending calls of RunProcess.where."""
     _hosts: dict[int, str] = field(default_factory=dict, init=False)
     """Host names by id of the process's calls object."""
     _exits: Exits = field(default_factory=Exits, init=False)
 
     def ask(self, processes: Sequence[ProcessCalls]) -> None:
-        """Ask processes for their places without waiting; `update` takes the answers."""
+        """Request the places of processes without waiting; `update` receives the results."""
         self._calls |= {process.where(): process for process in processes}
 
     def update(self) -> None:
-        """Take the answers that have arrived. It does not wait."""
+        """Receive the results that have arrived, without waiting."""
         if not self._calls:
             return
         ended, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
@@ -55,18 +55,18 @@ class Places:
         self._exits.forget(id(process))
 
     def death(self, process: ProcessCalls, name: str, error: RayError) -> str:
-        """`killed by SIGKILL (host node3, log logs/trainer_rank_1.log)`, for the process `name` whose call failed with
-        `error`."""
+        """Describe the death of the process `name` whose call failed with `error`: `killed by SIGKILL (host node3, log
+        logs/trainer_rank_1.log)`."""
         self.update()
         how = self._exits.status(id(process))
         if how is None:
             how = _from_ray(error)
-        elif isinstance(error, OutOfMemoryError):  # Ray itself has killed it
+        elif isinstance(error, OutOfMemoryError):  # Ray's memory monitor killed it
             how = f"{how}; {first_line(error)}"
         return how + self.described([(name, process)])
 
     def described(self, processes: Sequence[tuple[str, ProcessCalls]]) -> str:
-        """` (host node3, log logs/trainer_rank_1.log)` for processes with their names; "" if nothing is known."""
+        """Describe places of (name, process) pairs: ` (host node3, log logs/trainer_rank_1.log)`; "" if unknown."""
         places = [place for name, process in processes if (place := self._described(name, process))]
         return f" ({'; '.join(places)})" if places else ""
 
@@ -80,6 +80,6 @@ class Places:
 
 
 def _from_ray(error: RayError) -> str:
-    """The exit code if Ray knows it, else the first line of its message."""
+    """Return the exit code if Ray's message contains it, else the first line of the message."""
     found = _EXIT_CODE.search(str(error))
     return f"exit code {found[1]}" if found is not None else first_line(error)

@@ -52,8 +52,8 @@ class RewardModelProcess(RankProcess):
         self.model.memory.span = self.spans.span
 
     def score(self, parts: list[TaskPart], *trajectories: TrajectoryBuffers) -> dict[int, float]:
-        """Scores by number, on ranks of the last stage. `trajectories` is one object with the rows of all parts in
-        order, or nothing if the parts are empty."""
+        """Score the rows of all parts. Returns {number: score} on ranks of the last stage. `trajectories` is one object
+        with the rows of all parts in order, or nothing if the parts are empty."""
         with self.spans.span("score"):
             sequences: dict[int, np.ndarray] = {}
             counts = [len(part.rows) for part in parts]
@@ -110,7 +110,7 @@ class RewardModelGroup:
         return Delivery([self.processes[rank] for rank in self.ranks.reporting], self.watch)
 
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
-        """See ResponseScorer.score. Data-parallel ranks score parts with about equally many tokens."""
+        """Implement ResponseScorer.score. Data-parallel ranks score parts with about equally many tokens."""
         scalars = [of_task for _, of_task in results]
         parts = split_tasks(tasks, scalars, len(self.ranks.reporting))
         rows = [Rows.of([part.rows for part in of_rank]) for of_rank in parts]

@@ -1,4 +1,4 @@
-"""Roles beside trainer ranks and rollout engines: judge, reward model and critic."""
+"""Roles besides trainer ranks and rollout engines: judge, reward model and critic."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class SetUpContext:
     watch: Watch
 
     def rendezvous(self, processes: Sequence[ProcessCalls]) -> str:
-        """Address on the host of the first process at which ranks of a process group meet."""
+        """Return the rendezvous address of a process group, on the host of its first process."""
         return self.watch.get([processes[0].free_address()])[0]
 
 
 class Group(Protocol):
-    """The processes of a role as the driver uses them."""
+    """Processes of a role, from the driver's side."""
 
     def spans(self) -> list[Span]: ...
 
@@ -50,8 +50,8 @@ class Role:
     """Processes of the Ray actor class `actor`; messages name each by `name` and its number.
 
     `set_up` begins the set-up of all processes, each with the GPUs that it may see (`see_only`), and returns references
-    of their ends. By then the processes have freed the device if they share it in turns. `group` returns the group for
-    the driver from the processes, the node of each, and the watch.
+    that are ready when the set-ups have ended. If the processes take turns on a device, they have freed it by then.
+    `group` builds the driver's group from the processes, the node of each, and the watch.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Ranks of the policy: their process, the calls to it, and their group, which is the trainer's Actor."""
+"""Ranks of the policy: their process, the calls to it, and their group, which implements ports.Actor."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class TrainerProcess(TrainedRankProcess):
             self._held.keep(key, self.actor.reference_logp(self._held.of(key)))
 
     def kl_penalties(self, key: int, coefficient: float) -> tuple[dict[str, Metric], dict[int, float]]:
-        """Metrics and, on ranks of the last stage, the KL penalty of each sample of the share."""
+        """Compute KL penalties. Returns metrics and, on ranks of the last stage, the sum of each sample of the
+        share."""
         with self.spans.span("kl penalties"):
             batch, metrics = self.actor.kl_penalties(self._held.of(key), coefficient)
         self._held.keep(key, batch)
@@ -94,13 +95,13 @@ class TrainerProcess(TrainedRankProcess):
 
     def offload(self, parts: tuple[str, ...]) -> int:
         away = super().offload(parts)
-        if self.actor.reference is not None and "params" in parts:  # loading a checkpoint brings it back
+        if self.actor.reference is not None and "params" in parts:  # loading a checkpoint moves it to the device
             self.actor.reference.memory.offload()
         return away
 
     @ray.method(num_returns=2)
     def estimate(self, key: int, *values: TokenColumn) -> tuple[dict[str, Metric], TokenColumn]:
-        """Metrics and, on ranks of the last stage, the returns of the share."""
+        """Compute per-token advantages. Returns metrics and, on ranks of the last stage, the returns of the share."""
         with self.spans.span("estimate"):
             by_sample = joined(values) if self.actor.estimator.needs.values else None
             batch, metrics, returns = self.actor.estimate(self._held.of(key), by_sample)
@@ -108,25 +109,25 @@ class TrainerProcess(TrainedRankProcess):
         return metrics, TokenColumn.of(returns)
 
     def update(self, key: int, shares: RankShares | None = None, *chunks: TrajectoryBuffers) -> list[dict[str, Metric]]:
-        """Train on the held batch and drop it. With `shares`, as `recompute_logp` takes them, the call brings the batch
-        and computes its log-probabilities first. Returns the metrics of each pass."""
+        """Train on the held batch and drop it. With `shares` and `chunks`, the arguments of `recompute_logp`, compute
+        the log-probabilities of that batch first. Returns the metrics of each pass."""
         reports = [self.recompute_logp(key, shares, *chunks)] if shares is not None else []
         batch = self._held.take(key)
         for index in range(len(batch.shares)):
             with self.spans.span("update"):
                 reports.append(self.actor.update(batch, index))
-        self.actor.gather_parameters()  # from here on, ranks read their weights without collectives
+        self.actor.gather_parameters()  # afterwards, ranks read their weights without collectives
         return reports
 
     def endpoint(self) -> Endpoint:
-        """Address from which this rank sends weights."""
+        """Return the location from which this rank sends weights."""
         from mcore_rl.weights.transports.cuda_ipc import device_uuid
         from mcore_rl.weights.transports.topology import Endpoint
 
         return Endpoint(this_host(), ray.util.get_node_ip_address(), device_uuid())
 
     def sync_plan(self, engine: EngineLayout, topology: Topology, bucket_bytes: int, num_slots: int) -> SyncPlan:
-        """The plan of weight syncs, which is the same on every rank."""
+        """Compute the plan of weight syncs, which is the same on every rank."""
         return self.actor.sync_plan(engine, topology, bucket_bytes, num_slots)
 
     def create_buffers(self, plan: SyncPlan) -> dict[int, str]:
@@ -137,7 +138,7 @@ class TrainerProcess(TrainedRankProcess):
         return self._setup.create_buffers()
 
     def connect_weights(self, connection: Connection) -> None:
-        """Collective over all processes of the sync."""
+        """Join the transfer group. Collective: all processes of the sync."""
         with self.spans.span("connect weights"):
             self._sender = self._setup.connect(connection)
 
@@ -151,19 +152,19 @@ class TrainerProcess(TrainedRankProcess):
         return self._sender.send(self.actor.tensors(), self.spans.span)
 
     def send_digests(self) -> None:
-        """Send digests of the tensors, with which engines compare theirs."""
+        """Send digests of the tensors, for engines to compare with their own."""
         with self.spans.span("digest"):
             self._sender.send_digests(self.actor.tensors())
 
     def export_hf(self, directory: str, source: str) -> None:
-        """See ports.Actor.export_hf. Collective over all ranks."""
+        """Implement ports.Actor.export_hf. Collective: all ranks."""
         from mcore_rl.megatron.roles.export import export_hf
 
         with self.spans.span("export"):
             export_hf(self.actor, directory, source)
 
     def export_adapter(self, directory: str, source: str) -> None:
-        """See ports.Actor.export_adapter. Collective over all ranks."""
+        """Implement ports.Actor.export_adapter. Collective: all ranks."""
         from mcore_rl.megatron.roles.export_adapter import export_adapter
 
         with self.spans.span("export"):
@@ -177,7 +178,8 @@ class TrainerCalls(TrainedRankCalls):
     """Calls to all trainer ranks."""
 
     def setup(self, config: Config, address: str) -> list[Ref[None]]:
-        """`address` is where the ranks meet. Each rank is called directly, since a set-up takes long."""
+        """Set up all ranks, which meet at `address`. Each rank is called directly, so that a failed set-up is reported
+        early."""
         size = len(self.ranks)
         return [rank.handle.setup.remote(config, number, size, address) for number, rank in enumerate(self.ranks)]
 
@@ -208,12 +210,12 @@ class TrainerCalls(TrainedRankCalls):
     def estimate(
         self, key: int, values: Sequence[Sequence[object]]
     ) -> list[tuple[Ref[dict[str, Metric]], Ref[TokenColumn]]]:
-        """`values` are references of token columns for each rank. Returns references of each rank's metrics and
-        returns; the returns stay in the object store."""
+        """Compute advantages. `values` are references to token columns, per rank. Returns references to the metrics and
+        the returns of each rank; the returns stay in the object store."""
         return [rank.handle.estimate.remote(key, *own) for rank, own in zip(self.ranks, values, strict=True)]
 
     def update(self, key: int, batch: Sequence[RankBatchRefs] | None) -> GroupCall[list[dict[str, Metric]]]:
-        """`batch` is None if the ranks hold it."""
+        """Train on a batch; None: the batch that the ranks hold."""
         if batch is None:
             return self.call(TrainerProcess.update, key)
         return self.call_each(TrainerProcess.update, [(key, *of_rank) for of_rank in batch])
@@ -222,7 +224,7 @@ class TrainerCalls(TrainedRankCalls):
         return self.call(TrainerProcess.endpoint)
 
     def sync_plan(self, engine: EngineLayout, topology: Topology, bucket_bytes: int, num_slots: int) -> Ref[SyncPlan]:
-        """Runs on rank 0."""
+        """Compute the plan of weight syncs, on rank 0."""
         return self.ranks[0].handle.sync_plan.remote(engine, topology, bucket_bytes, num_slots)
 
     def create_buffers(self, plan: Ref[SyncPlan]) -> GroupCall[dict[int, str]]:
@@ -232,7 +234,8 @@ class TrainerCalls(TrainedRankCalls):
         return self.call(TrainerProcess.connect_weights, connection)
 
     def unlink_buffers(self) -> list[Ref[None]]:
-        """Each rank is called directly: a rank that passes calls on may still wait in `connect_weights`."""
+        """Remove the names of staging buffers. Each rank is called directly: a rank that forwards calls may still wait
+        in `connect_weights`."""
         return [rank.handle.unlink_buffers.remote() for rank in self.ranks]
 
     def send_weights(self) -> GroupCall[npt.NDArray[np.int64]]:
@@ -250,14 +253,14 @@ class TrainerCalls(TrainedRankCalls):
 
 @dataclass
 class TrainerGroup(RankGroup):
-    """All ranks of the policy: a ports.Actor."""
+    """All ranks of the policy; implements ports.Actor."""
 
     @cached_property
     def calls(self) -> TrainerCalls:
         return TrainerCalls(self.processes, self.nodes, self.watch)
 
     def recompute_logp(self, batch: Batch) -> BatchHandle:
-        """See Actor.recompute_logp. A batch with a single update is sent with that update, which computes them."""
+        """Implement Actor.recompute_logp. A batch with a single update is sent with `update`, which computes them."""
         handle = BatchHandle(batch, next(batch_keys))
         return handle if len(batch.updates) == 1 else self._sent(handle)
 
@@ -267,7 +270,7 @@ class TrainerGroup(RankGroup):
         return sent
 
     def compare(self, batch: Batch) -> dict[str, Metric]:
-        """Metrics of the differences between the policy's log-probabilities and the batch's."""
+        """Return metrics of the differences between the policy's log-probabilities and the batch's."""
         return merge_metrics(self.calls.compare(self.batch_refs(batch)).results())
 
     def compare_logp(self, batch: Batch) -> list[LogpGap]:
@@ -300,13 +303,13 @@ class TrainerGroup(RankGroup):
         return with_metrics(sent, metrics), returns
 
     def update(self, handle: BatchHandle) -> dict[str, Metric]:
-        """See Actor.update. A batch that is not on the ranks is sent with the call."""
+        """Implement Actor.update. A batch that is not on the ranks yet is sent with the call."""
         batch = None if handle.is_sent else self.batch_refs(handle.batch)
         by_rank = self.calls.update(handle.key, batch).results()
         return merge_metrics([metrics for of_rank in by_rank for metrics in of_rank])
 
     def _sent(self, handle: BatchHandle) -> BatchHandle:
-        """The batch on the ranks, with the policy's log-probabilities."""
+        """Send the batch unless the ranks hold it, and compute the policy's log-probabilities."""
         if handle.is_sent:
             return handle
         metrics = self.calls.recompute_logp(handle.key, self.batch_refs(handle.batch)).results()
@@ -320,5 +323,5 @@ class TrainerGroup(RankGroup):
 
     @staticmethod
     def store(buffers: TrajectoryBuffers) -> BuffersRef:
-        """Reference for Batch.chunks of trajectories that the driver made."""
+        """Return a reference for Batch.chunks to trajectories that the driver made."""
         return BuffersRef(DriverChunk(buffers))

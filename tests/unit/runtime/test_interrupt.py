@@ -45,7 +45,7 @@ def test_a_first_signal_waits_for_the_step_and_says_how_to_stop_at_once(
     send(number)
     assert STOPS.requested()
     assert Watch().get([]) == []
-    assert capfd.readouterr().err == "finishing step 7, then saving; once more stops at once\n"
+    assert capfd.readouterr().err == "finishing step 7, then saving; a second signal stops at once\n"
     assert STOPS.exit_code() == code
 
 
