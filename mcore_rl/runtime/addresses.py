@@ -15,7 +15,7 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 CANDIDATES = 10_000
 """Number of ports below that range from which ports are tried."""
 TRIED = 100
-"""Number of randomly chosen ports that are tried: two runs that start together then rarely choose the same."""
+"""Number of candidates that are tried, in random order, before the kernel chooses a port."""
 
 
 def free_port() -> int:

@@ -83,7 +83,8 @@ class Watch:
     _answered: set[str] = field(default_factory=set, init=False)
     """Processes that have started or answered a probe. A process that is still starting does not count as silent."""
     _waited: float = field(default=0.0, init=False)
-    """Seconds since the last probes, without the time in which this process itself was stopped."""
+    """Seconds since the last probes. A longer pause between two looks, such as while this process was stopped, counts
+    as 2 * SECONDS_BETWEEN_LOOKS: other processes may have been stopped too."""
 
     @property
     def dependent_seconds(self) -> float:

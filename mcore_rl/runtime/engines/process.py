@@ -127,8 +127,8 @@ class EngineProcess(RunProcess):
 
     @ray.method(concurrency_group="run")
     def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, released: list[int]) -> Report:
-        """Implement TaskRunner.exchange. Trajectories, and their requests in the journal, are kept until a later call
-        has their keys in `released`."""
+        """Start `tasks` and wait (TaskRunner.exchange). Trajectories, and their requests in the journal, are kept until
+        a later call has their keys in `released`."""
         self.loop.release(self._kept.release(released))
         with self.spans.span(f"generate {tasks[0][1].prompt_set}" if tasks else "generate"):
             finished, received, left = self._runner.exchange(tasks, until)
