@@ -178,8 +178,7 @@ class TrainerCalls(TrainedRankCalls):
     """Calls to all trainer ranks."""
 
     def setup(self, config: Config, address: str) -> list[Ref[None]]:
-        """Set up all ranks, which meet at `address`. Each rank is called directly, so that a failed set-up is reported
-        early."""
+        """Set up all ranks, which meet at `address`. Each rank is called directly: a set-up takes much longer."""
         size = len(self.ranks)
         return [rank.handle.setup.remote(config, number, size, address) for number, rank in enumerate(self.ranks)]
 
