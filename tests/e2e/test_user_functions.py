@@ -110,7 +110,7 @@ def test_a_function_that_fails_on_everything_ends_the_run(
         assert run.finish() == 1, run.text()[-6000:]
         text = run.text()
     assert metrics(run_dir)[2]["advantages/abs_max"] == 7
-    assert "failed on 4 of 4 responses of data.val after step 3, and reward.max_error_fraction=1 ends the run" in text
+    assert "failed on 4 of 4 responses of data.val after step 3, which reaches reward.max_error_fraction=1;" in text
     error = next(line for line in text.splitlines() if line.startswith("error:"))
     assert error.startswith(f"error: reward.function={task.parent / 'mine.py'}:reward failed")
     assert text.count("Traceback") == 1
