@@ -46,6 +46,7 @@ def groups_with_variance(values: np.ndarray, group_ids: np.ndarray) -> np.ndarra
     if values.ndim != 1 or values.shape != group_ids.shape:
         raise ValueError(f"values {values.shape} and group_ids {group_ids.shape} must both be [B]")
     _, first, group = np.unique(group_ids, return_index=True, return_inverse=True)
+    # Compare with the first value of the group: a variance of equal floats can differ from 0 by rounding.
     differs = values != values[first][group]
     return (np.bincount(group, weights=differs, minlength=len(first)) > 0)[group]
 
@@ -88,6 +89,7 @@ def user_filter(key: str, spec: str) -> ResponseFilter:
                 clipped=np.asarray(clipped).astype(bool),
             )
         )
+        # numpy would take integers as indices instead of flags.
         if result.dtype != np.bool_ or result.shape != rewards.shape:
             raise ConfigError(
                 f"{setting} returned {result.dtype} {list(result.shape)}; it must be bool {list(rewards.shape)}, "

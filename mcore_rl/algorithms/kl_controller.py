@@ -43,6 +43,7 @@ class KLController:
         """
         if self.target is None:
             return
+        # Infinity is clipped below, but NaN would stay in the coefficient for the rest of the run.
         if kl != kl:
             raise NonFiniteError("the mean KL of the step is NaN: the KL coefficient cannot be updated")
         error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)

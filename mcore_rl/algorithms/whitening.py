@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult
 
+# Keeps the division finite if all advantages are equal, and is negligible otherwise.
 VARIANCE_EPS = 1e-8
 
 
@@ -67,6 +68,7 @@ class Moments:
 
         Shapes: rows [ranks, 3], from all_gather, or from a summing all_reduce in which each rank filled only its row.
         """
+        # In the order of the ranks, so that every rank rounds in the same way.
         return sum((cls(*row) for row in rows.tolist()), cls())
 
 

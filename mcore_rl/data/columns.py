@@ -250,6 +250,7 @@ def check_keys(data_config: DataConfig, paths: Mapping[str, Names]) -> None:
             for _, row in islice(read_rows(path, key), 1):
                 columns |= dict.fromkeys(row)
     for key, column in wanted.items():
+        # If all files are empty, the loader reports that instead.
         if columns and column is not None and column not in columns:
             where = " and ".join(f"{name} ({format_files(files)})" for name, files in found.items())
             raise DataError(f"{key}: there is no column {column!r} in {where}: {_remedy(key, column, columns)}")

@@ -45,6 +45,7 @@ def _read_jsonl(path: Path, key: str) -> Rows:
                 try:
                     row = _parse(line, f"{key}: {place}")
                 except LoneSurrogateError as error:
+                    # Read on, so that one message names all lines with this problem.
                     also = [n for n, other in enumerate(lines, start=number + 1) if _has_lone_surrogate(other)]
                     raise DataError(f"{error}{_further(also)}") from None
                 yield place, row

@@ -64,6 +64,7 @@ class PromptRenderer:
             self._style = ChatStyle.of(tokenizer, tools, data_config.template_kwargs)
             check_template_arguments(data_config.template_kwargs, tokenizer, self._style.source)
             self._presence = PresenceCheck(self._style)
+            # Checked before any row is read.
             if data_config.system_prompt:
                 self._check_system(data_config.system_prompt)
 

@@ -68,6 +68,7 @@ def quantise(
     rows, columns = tensor.shape
     codes = torch.empty(rows, columns, dtype=FP8)
     scales = torch.ones(scale_shape((rows, columns), block))
+    # The tensor no longer has the shape that it has in the release.
     if original_scales is not None and original_scales.shape != scales.shape:
         original_scales = None
     buffer, magnitudes = torch.empty(2, min(block[0], rows), columns)

@@ -134,6 +134,7 @@ class Placement:
 @lru_cache(maxsize=4096)
 def segments_of(row: Row, shard: int, num_shards: int) -> tuple[Segment, ...]:
     """Apply the row's transform to one shard. Cached, because layers and experts share rows."""
+    # A scalar has no dimension to divide; treat it as one index.
     if not row.shapes[0]:
         return (Segment(0, 0, 0, 1),)
     return row.transform.segments(row.shapes, row.dim, shard, num_shards)

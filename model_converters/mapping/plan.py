@@ -80,6 +80,7 @@ def export_plan(bound: Sequence[BoundRow], layout: TrainLayout) -> list[TensorPl
     writers = _Writers()
     plans = []
     for row in bound:
+        # The embedding's row exports this tensor already.
         if row.row.copy_of_embedding:
             continue
         pieces: list[list[Piece]] = [[] for _ in row.hf]

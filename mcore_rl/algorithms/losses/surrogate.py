@@ -98,6 +98,7 @@ def ratio_metrics(
 
 def check_bounds(clip_low: float, clip_high: float) -> None:
     """Check the clip range of a ratio. Raises: ConfigError."""
+    # A ratio is never below 0, so a distance above 1 would have no effect.
     if not 0 <= clip_low <= 1:
         raise ConfigError(f"{SECTION}.clip_low={clip_low} must be between 0 and 1")
     if not 0 <= clip_high < math.inf:
@@ -106,6 +107,7 @@ def check_bounds(clip_low: float, clip_high: float) -> None:
 
 def check_dual_clip(dual_clip: float | None) -> None:
     """Check that dual_clip is greater than 1 or None. Raises: ConfigError."""
+    # A cap of 1 or less would also apply to ratios inside the clip range.
     if dual_clip is not None and not 1 < dual_clip < math.inf:
         raise ConfigError(f"{SECTION}.dual_clip={dual_clip} must be greater than 1, or null to switch it off")
 

@@ -14,6 +14,7 @@ from mcore_rl.data.tokenised.blocks import BlockTokeniser
 
 FORMAT = 3
 """Version of the cached files. Increase it when the same rows would be read, rendered or written differently."""
+# Keys that change the tokenised rows. data.shuffle and data.weights, for example, do not.
 _DATA_KEYS = (
     "prompt_key",
     "answer_key",

@@ -8,7 +8,7 @@ Layouts of saving and loading may differ in tp, pp, vpp, ep, etp, cp, dp and in 
 | `.metadata` | location of each block of each tensor |
 | `metadata.json` | format and version of Megatron's checkpoint |
 | `common.pt` | layout, number of updates, schedule, adapter settings |
-| `hf/` | configuration and tokenizer files, for `python -m model_converters to-hf` |
+| `config_and_tokenizer/` | configuration and tokenizer files, for `python -m model_converters to-hf` |
 
 Megatron's `dist_checkpointing.load` can read the model. Optimizer state is saved and loaded by this package, because
 Megatron's state_dict of optimizers depends on the layout (optimizer_state.py).

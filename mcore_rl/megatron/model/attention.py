@@ -114,6 +114,7 @@ def _group(lengths: tuple[int, ...]) -> list[list[int]]:
     return groups
 
 
+# Cached tensors must not be inference tensors: backward passes use them too.
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBatch], torch.Tensor | None]:

@@ -81,6 +81,7 @@ def context_attention(
     return _ContextAttention.apply(q, torch.stack((k, v)), plan, part, scale)[..., : value.shape[-1]]
 
 
+# Cached tensors must not be inference tensors: backward passes use them too.
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _plan(lengths: tuple[int, ...], rank: int, size: int, device: torch.device) -> tuple[SequenceGroup, ...]:

@@ -83,6 +83,7 @@ class PolicyModel(GPTModel):
         detached = hidden_states.detach().requires_grad_()
         given = {name: inputs.get(name) for name in _MTP_INPUTS}
         all_states = self.mtp(hidden_states=detached, embedding=self.embedding, **given)
+        # Megatron returns its input, followed by the states of all depths.
         return all_states[len(hidden_states) :]
 
     def _gather_sequence(self, hidden_states: torch.Tensor) -> torch.Tensor:

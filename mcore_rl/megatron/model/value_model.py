@@ -98,6 +98,7 @@ def load_value_model(
     try:
         with HFCheckpoint(directory) as checkpoint, torch.no_grad():
             rows, dropped = resolve_value_head(checkpoint, required=seed is None)
+            # A causal model has no head: keep the initialized one.
             if all(row.mcore != VALUE_HEAD for row in rows):
                 tensors.pop(VALUE_HEAD, None)
             bound = bind(rows, value_model_config(checkpoint.config), dtype)

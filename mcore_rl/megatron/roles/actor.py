@@ -324,6 +324,7 @@ class MegatronActor:
         self.memory.load("params")
         rows = [self.routing.row(microbatch, replays=replays) for microbatch in microbatches]
         logp_by_batch = self.model.infer(microbatches, self._logp, rows)
+        # Ranks of other stages have no log-probabilities and take no part in the reductions.
         if not logp_by_batch:
             return {}
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -50,6 +50,7 @@ class MegatronCritic:
             initialize_head(chunks, seed)
         else:
             load_value_model(chunks, role.model.hf_path, self.layout, seed, role.checkpoint)
+        # The schedule counts the critic's own updates.
         num_updates = updates_of_run(config.trainer) * self.update_epochs
         self.trained = TrainedModel(
             role, self.hf_config, self.layout, rank, chunks=chunks, num_updates=num_updates, seed=seed
