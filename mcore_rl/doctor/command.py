@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slow-percent",
         type=int,
         metavar="P",
-        help="figures below this percentage of the others' median are slow; default 80",
+        help="a value below this percentage of the others' median is slow; default 80",
     )
     group.add_argument(
         "--json", action="store_true", default=None, help="print the report as one JSON object on stdout"
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{given[0].replace('_', '-')} belongs to the fabric test: add --node")
         return _check_installation(only_missing=options.missing)
     if options.missing:
-        raise ConfigError("--missing does not go with --node: leave one of them out")
+        raise ConfigError("--missing cannot be combined with --node: remove one of them")
     from mcore_rl.resolved.installed import has_module
 
     if not has_module("torch"):
@@ -94,7 +94,7 @@ def _check_installation(*, only_missing: bool) -> int:
             if installed.cuda and not report.print_trials():
                 complete = []
         except ConfigError as error:
-            print(f"no model can be built from what is here: {error}")
+            print(f"no model can be built with the installed packages: {error}")
             complete = []
         print()
     print("\n".join(report.verdicts(results)))

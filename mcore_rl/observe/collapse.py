@@ -32,6 +32,7 @@ class CollapseSigns:
                 warnings += self._report(sign.figure, f"step {step}: {text}")
         norm = values.get(GRADIENT)
         if norm is not None:
+            # Until WINDOW norms are known, a norm is compared with itself, so nothing is reported.
             usual = statistics.median(self._norms) if len(self._norms) == WINDOW else norm
             if norm > 20 * usual > 0:
                 warnings += self._report(GRADIENT, f"step {step}: {GRADIENT_TEXT.format(now=norm, times=norm / usual)}")

@@ -89,13 +89,16 @@ def _lines(events: list[dict[str, Any]]) -> bytes:
 
 @dataclass
 class _Lane:
+    """One row of a process's track. `open_ends`: ends of the spans that enclose the next one, outermost first. Units:
+    microseconds."""
+
     last_start: int
     open_ends: list[int]
 
     def takes(self, start: int, end: int) -> bool:
         """Add [start, end] if it follows or nests in the spans of this lane; viewers misplace spans that cross.
 
-        A span that starts before the lane's last one is refused, because closed spans are not remembered.
+        A span that starts before the lane's last one is not added, because the lane does not keep closed spans.
         """
         if start < self.last_start:
             return False

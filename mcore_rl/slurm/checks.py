@@ -20,7 +20,7 @@ def check_job(config: Config) -> None:
     check_domains(config)
     slurm, cluster = config.slurm, config.cluster
     if cluster.device == "auto":
-        raise ConfigError("cluster.device must be cuda or cpu for a SLURM job: it decides whether GPUs are asked for")
+        raise ConfigError("cluster.device must be cuda or cpu for a SLURM job: it decides whether GPUs are requested")
     if cluster.address is not None:
         raise ConfigError("cluster.address must be null: a SLURM job starts its own Ray cluster")
     limit = seconds(slurm.time_limit)
@@ -67,10 +67,10 @@ def _check_variables(slurm: SlurmConfig) -> None:
                 raise ConfigError(f"slurm.{key}: {name!r} cannot be the name of a variable")
     for name in slurm.environment:
         if name in slurm.pass_environment:
-            raise ConfigError(f"slurm.environment.{name} is in slurm.pass_environment too; take it out of one of them")
+            raise ConfigError(f"slurm.environment.{name} is in slurm.pass_environment too; remove it from one of them")
         if looks_secret(name):
             raise ConfigError(
-                f"slurm.environment.{name} looks like a secret: its value would stand in the job script; remove it, "
+                f"slurm.environment.{name} looks like a secret, but the job script would contain its value; remove it, "
                 f"set slurm.pass_environment=[{name}], and export {name} in the shell that calls sbatch"
             )
 
@@ -90,4 +90,6 @@ def _check_text(slurm: SlurmConfig, run_dir: str) -> None:
     }
     for key, value in one_line.items():
         if value is not None and re.search(r"[\x00-\x1f]", value):
-            raise ConfigError(f"{key} must be one line: #SBATCH lines and log paths are")
+            raise ConfigError(
+                f"{key} must not contain line breaks or control characters: it is part of an #SBATCH line or a path"
+            )

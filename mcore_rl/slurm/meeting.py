@@ -36,9 +36,8 @@ def address_here() -> str:
         return address_of(interface)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         try:
-            route.connect(
-                ("192.0.2.1", 9)
-            )  # TEST-NET-1: connect() of a datagram socket selects the interface and sends nothing
+            # An address of TEST-NET-1: connect() on a datagram socket selects the interface and sends nothing.
+            route.connect(("192.0.2.1", 9))
             return str(route.getsockname()[0])
         except OSError:
             return socket.gethostbyname(socket.gethostname())

@@ -42,7 +42,8 @@ def put_name(directory: Path) -> None:
 
 
 def packages() -> str | None:
-    """Return a missing package of this interpreter."""
+    """Check that the required packages are installed for this interpreter. Like all checks, returns the problem or
+    None."""
     for name in NEEDED:
         try:
             is_installed = importlib.util.find_spec(name) is not None
@@ -66,13 +67,15 @@ def gpus(expected: int) -> str | None:
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_FOR_GPUS, check=False)
     except FileNotFoundError:
-        return "nvidia-smi is not there: no NVIDIA driver"
+        return "nvidia-smi was not found: no NVIDIA driver"
     except subprocess.TimeoutExpired:
         return f"nvidia-smi has not answered for {SECONDS_FOR_GPUS} s"
     if answer.returncode:
         return f"nvidia-smi failed: {' '.join((answer.stdout + answer.stderr).split())}"
     uuids = [line for line in answer.stdout.splitlines() if line.startswith(("GPU-", "MIG-"))]
-    return None if len(uuids) >= expected else f"{len(uuids)} GPUs answer, cluster.gpus_per_node={expected} are needed"
+    return (
+        None if len(uuids) >= expected else f"nvidia-smi lists {len(uuids)} GPUs, but cluster.gpus_per_node={expected}"
+    )
 
 
 def storage(attempt: Path) -> str | None:

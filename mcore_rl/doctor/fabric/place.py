@@ -44,7 +44,7 @@ def _place_at_rendezvous(options: argparse.Namespace, host: str) -> Place:
     if options.nodes is None or options.node_rank is None:
         raise ConfigError("--rendezvous needs --nodes N and --node-rank I")
     if options.port is not None:
-        raise ConfigError("--port is for a SLURM job step: the port of --rendezvous stands in HOST:PORT")
+        raise ConfigError("--port is for a SLURM job step: --rendezvous HOST:PORT already contains the port")
     if not 0 <= options.node_rank < options.nodes:
         raise ConfigError(f"--node-rank={options.node_rank} must be one of 0 to {options.nodes - 1} (--nodes)")
     name, _, port = options.rendezvous.rpartition(":")
@@ -56,7 +56,7 @@ def _place_at_rendezvous(options: argparse.Namespace, host: str) -> Place:
 def _place_in_step(options: argparse.Namespace, environment: Mapping[str, str], host: str) -> Place:
     hosts = expand_hosts(environment["SLURM_STEP_NODELIST"])
     if int(environment.get("SLURM_STEP_NUM_TASKS", len(hosts))) != len(hosts):
-        raise ConfigError("the fabric test is one task per node: srun --ntasks-per-node=1 mcore-rl doctor --node")
+        raise ConfigError("the fabric test needs one task per node: srun --ntasks-per-node=1 mcore-rl doctor --node")
     port = DEFAULT_PORT if options.port is None else options.port
     if not 0 < port < 65536:
         raise ConfigError(f"--port={port} must be one of 1 to 65535")

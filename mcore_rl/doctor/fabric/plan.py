@@ -41,13 +41,13 @@ class Fabric:
 class Stage:
     """One measurement on all ranks at the same time.
 
-    Stages with the same name are parts of one measurement, whose figures are compared with each other.
+    Stages with the same name are parts of one measurement, whose values are compared with each other.
 
     probe: measurement, in `unit`.
     unit: None if the probe only checks.
     groups: ranks that communicate with each other -> name for the report. Single ranks if the stage does not
     communicate; ranks in no group are idle.
-    link: the groups are links, whose slowness does not tell which of the two nodes causes it.
+    link: the groups are links; a slow link does not show which of its two nodes causes the slowness.
     """
 
     name: str

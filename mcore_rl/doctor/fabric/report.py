@@ -12,7 +12,7 @@ from mcore_rl.doctor.fabric.verdict import Figure, Problem
 
 @dataclass(frozen=True)
 class Report:
-    """Figures and problems of all stages. device: description of rank 0's device."""
+    """Measurements and problems of all stages. device: description of rank 0's device."""
 
     fabric: Fabric
     device: str
@@ -56,7 +56,7 @@ class Report:
             lines.append(f"{name:29}{typical:9.4g} {lowest.unit:8}{beside}")
         lines += map(str, self.problems)
         if self.problems:
-            lines.append(f"to blame: {', '.join(self.blamed()) or 'cannot be told from these figures'}")
+            lines.append(f"to blame: {', '.join(self.blamed()) or 'cannot be determined from these measurements'}")
         else:
             lines.append("fabric: all well")
         return "\n".join(lines)

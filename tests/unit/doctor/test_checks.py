@@ -145,7 +145,7 @@ def test_report_without_implementation_prints_reason(
 ) -> None:
     monkeypatch.setattr("mcore_rl.resolved.installed.here", lambda: Installed(True, (7, 0), "2.11.0"))
     assert main([]) == 1
-    assert "no model can be built from what is here: model.hf_path: no attention" in capsys.readouterr().out
+    assert "no model can be built with the installed packages: model.hf_path: no attention" in capsys.readouterr().out
 
 
 def test_missing_checks_name_feature_and_remedy() -> None:

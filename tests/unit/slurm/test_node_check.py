@@ -43,7 +43,7 @@ def nvidia_smi(directory: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> N
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("echo GPU-1; echo GPU-2", "2 GPUs answer, cluster.gpus_per_node=4"),
+        ("echo GPU-1; echo GPU-2", "nvidia-smi lists 2 GPUs, but cluster.gpus_per_node=4"),
         ("echo Unable to determine the device handle; exit 15", "nvidia-smi failed: Unable to determine"),
     ],
 )
