@@ -73,13 +73,13 @@ class SliceReceiver:
 
         Raises: WeightSyncError if the round is out of order; PeerLostError.
         """
-        self._expect("updating", f"bucket {sync_round}")
+        self._expect("updating", f"round {sync_round}")
         with self._broken_on_error():
             return self._receive(sync_round, load)
 
     def _receive(self, sync_round: int, load: LoadBox) -> int:
         if sync_round != self._next:
-            raise WeightSyncError(f"bucket {sync_round} was requested, but bucket {self._next} is next")
+            raise WeightSyncError(f"round {sync_round} was requested, but round {self._next} is next")
         received = self._messages.receive(sync_round)
         if sync_round not in self._boxes:
             placed = [pair for message, memory in received for pair in views(message, memory)]
@@ -100,7 +100,7 @@ class SliceReceiver:
         self._expect("updating", "finish")
         with self._broken_on_error():
             if self._next != self.num_rounds:
-                raise WeightSyncError(f"the update ended after {self._next} of {self.num_rounds} buckets")
+                raise WeightSyncError(f"the update ended after {self._next} of {self.num_rounds} rounds")
             self._messages.finish()
         self._state = "attached"
 

@@ -41,7 +41,7 @@ def break_update(engine: RemoteEngine, trainer: HFTrainer, received: int) -> Non
         trainer.receive(range(received))
         if received:
             with pytest.raises(
-                WeightSyncError, match=rf"bucket {received + 1} was requested, but bucket {received} is next"
+                WeightSyncError, match=rf"round {received + 1} was requested, but round {received} is next"
             ):
                 engine.call("receiver.receive_bucket", received + 1)
             with pytest.raises(WeightSyncError, match="broken"):

@@ -198,10 +198,10 @@ def test_receive_round_out_of_order_raises(store: dist.TCPStore) -> None:
     plan = sync_plan(*CASES["engine elsewhere"])
     with connected(plan, store, next(_generation)) as processes:
         receiver = processes.receivers[0]
-        with pytest.raises(WeightSyncError, match="bucket 0: the receiver is attached"):
+        with pytest.raises(WeightSyncError, match="round 0: the receiver is attached"):
             receiver.receive(0, ignore)
         receiver.begin()
-        with pytest.raises(WeightSyncError, match="bucket 1 was requested, but bucket 0 is next"):
+        with pytest.raises(WeightSyncError, match="round 1 was requested, but round 0 is next"):
             receiver.receive(1, ignore)
         with pytest.raises(WeightSyncError, match="broken"):
             receiver.finish()
