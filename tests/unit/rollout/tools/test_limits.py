@@ -163,9 +163,9 @@ def test_calls_begin_at_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module.asyncio, "sleep", sleep)
         held = limited(FakeTool(lambda call: done()), rate_per_second=4.0)
         for _ in range(3):
-            await held._turn()
+            await held._wait_for_rate()
         now[0] = 110.0
-        await held._turn()
+        await held._wait_for_rate()
         starts.extend(waits)
 
     async def done() -> ToolResult:
