@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in [options.json, _results_path(machine) if options.save and measured else None]:
         if path is not None:
             write_json(path, machine, outcomes)
-            print(f"\nfigures: {path}")
+            print(f"\nresults: {path}")
     return int(any(outcome.reason and not outcome.skipped for outcome in outcomes))
 
 
@@ -48,7 +48,7 @@ def _run(name: str) -> Outcome:
 
 
 def write_json(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
-    """Write all figures."""
+    """Write all results, with a description of the machine."""
     about = {name: value for name, value in asdict(machine).items() if name in ("device", "driver", "versions")}
     content = {"machine": machine.line, **about, "benchmarks": [_as_json(outcome) for outcome in outcomes]}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,13 +74,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--gpu", action="store_true", help="without names: run the benchmarks that need a GPU")
     parser.add_argument(
-        "--smallest", action="store_true", help="smallest sizes, as a smoke test; the figures have no meaning"
+        "--smallest", action="store_true", help="smallest sizes, as a smoke test; the results have no meaning"
     )
     parser.add_argument(
-        "--save", action="store_true", help="also write the figures to benchmarks/results/<date>-<device>.json"
+        "--save", action="store_true", help="also write the results to benchmarks/results/<date>-<device>.json"
     )
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in BENCHMARKS]

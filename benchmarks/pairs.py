@@ -1,4 +1,4 @@
-"""Two ways to move the same bytes, timed in turn in one process; peak memory is measured in a process of its own."""
+"""Two ways to move the same bytes, timed alternately in one process. Peak memory is measured in a separate process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORTEST_SECONDS = size(0.05, 0.0)
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ways to move the same bytes; `local` is what ours fills, for a look at the result."""
+    """Two ways to move the same bytes. `local` has the tensors that `ours` fills, for checks of the result."""
 
     ours: Callable[[], object]
     limit: Callable[[], object]
@@ -33,7 +33,7 @@ class Pair:
 
 
 def pair_row(name: str, aim: str, make: Callable[..., Pair], *arguments: Any) -> Result:
-    """`make(*arguments)` makes the pair: here, and in a process of its own for the memory of each side."""
+    """Measure the pair that `make(*arguments)` returns: the time here, the memory of each side in its own process."""
     pair = make(*arguments)
     ratio, seconds = alternate(pair)
     rate = pair.num_bytes / seconds / 1e9
@@ -44,8 +44,8 @@ def pair_row(name: str, aim: str, make: Callable[..., Pair], *arguments: Any) ->
 
 
 def alternate(pair: Pair) -> tuple[float, float]:
-    """(median of limit / ours, median seconds of ours). The first round warms both up and tells how often a short
-    action is repeated in each of the others."""
+    """Time both sides alternately. Returns the median of limit / ours, and the median seconds of ours. The first round
+    is a warm-up; its duration determines how often a short action is repeated per timed round."""
     repeats = max(1, round(SHORTEST_SECONDS / max(_timed(pair.limit, 1), _timed(pair.ours, 1))))
     ratios, ours = [], []
     for _ in range(ROUNDS):
@@ -63,7 +63,7 @@ def _timed(action: Callable[[], object], repeats: int) -> float:
 
 
 def peak_bytes(make: Callable[..., Pair], arguments: tuple[Any, ...], side: str) -> int:
-    """Resident memory of one side at its highest, over what its process held before."""
+    """Measure the increase of peak resident memory during one call of a side, in a new process."""
     context = multiprocessing.get_context("spawn")
     child = Child(context, _measure_peak, make, arguments, side)
     try:
@@ -75,7 +75,7 @@ def peak_bytes(make: Callable[..., Pair], arguments: tuple[Any, ...], side: str)
 def _measure_peak(pipe: Connection, make: Callable[..., Pair], arguments: tuple[Any, ...], side: str) -> None:
     torch.set_num_threads(1)
     action = getattr(make(*arguments), side)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of resident memory
     before = _status("VmRSS")
     action()
     pipe.send(max(_status("VmHWM") - before, 0))

@@ -1,4 +1,4 @@
-"""Results of benchmarks: figures, their limits, and notes."""
+"""Results of benchmarks: measured values, their limits, and notes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class SkippedError(Exception):
 class Result:
     """One row of the table.
 
-    `limit` is the peer's figure, or the bound. `aim` is a bound on `ratio`, such as "<= 1.3"; empty: the row only
-    informs. `note` holds lines that are printed below the table: what was compared, where the time goes.
+    `limit` is the peer's value, or a physical bound. `aim` is the target of `ratio`, such as "<= 1.3"; empty: no
+    target. `note` is printed below the table: details of the comparison, and the parts of the time.
 
     Units: ours and limit in `unit`.
-    Raises: ValueError for an aim of another form.
+    Raises: ValueError for an aim in another format.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine that produced the figures.
+    """Machine that produced the results.
 
     device: name of the GPU, or cpu.
     driver: version of NVIDIA's driver; empty without one.
@@ -101,7 +101,7 @@ class Outcome:
 
 
 def shares(parts: Sequence[tuple[str, float]], total: float | None = None, unit: str = "ms") -> str:
-    """'a 12 ms (40 %), b 18 ms (60 %)' of parts in seconds; what they leave of `total` is called the rest."""
+    """Format parts in seconds as `a 12 ms (40 %), b 18 ms (60 %)`. With `total`, the remainder is called the rest."""
     whole = sum(seconds for _, seconds in parts) if total is None else total
     named = list(parts)
     if total is not None:

@@ -1,4 +1,4 @@
-"""Sizes of benchmarks: full ones, or the smallest that still go through everything (`--smallest`)."""
+"""Sizes of benchmarks: full, or the smallest that still run all code (`--smallest`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 SMALLEST = "MCORE_RL_BENCH_SMALLEST"
-"""Environment variable that asks for the smallest sizes; child processes inherit it."""
+"""Environment variable that selects the smallest sizes; child processes inherit it."""
 
 
 def size(full: T, smallest: T) -> T:
-    """The value of a module constant in this process."""
+    """Select the value of a module constant."""
     return smallest if os.environ.get(SMALLEST) == "1" else full

@@ -13,8 +13,9 @@ from benchmarks.result import Result
 from benchmarks.sizes import size
 
 LIMIT_SECONDS = 0.05
-"""CPU seconds per 1,000 responses: 5 % of a core at 1,000 responses per second."""
+"""Limit in CPU seconds per 1,000 responses: 5 % of a core at 1,000 responses per second."""
 LIMIT_GROWTH = 1.3
+"""Maximum growth of the cost per response during a run; a driver that keeps old groups would exceed it."""
 STEPS = size({8: 1000, 64: 150, 512: 30}, {2: 20})
 """Steps of runs that measure CPU time, by number of engines."""
 SHORT_STEPS = size({8: 100, 64: 30, 512: 10}, {2: 10})
@@ -52,7 +53,7 @@ def _cpu(measured: Measured) -> Result:
     note = (
         f"{measured.responses} responses; per 1,000: {measured.per_1000(clock.waits):.0f} waits, "
         f"{measured.per_1000(clock.calls):.0f} calls, and {measured.per_1000(clock.meter.clock_seconds):.4f} CPU s of "
-        f"the clock\nat {measured.pace:.0f} responses per second {measured.pace * seconds / 1000:.2%} of a core"
+        f"the clock\nat {measured.pace:.0f} responses per second, {measured.pace * seconds / 1000:.2%} of a core"
     )
     name = f"driver per 1,000 responses, {_named(measured)}"
     return Result(name, seconds, LIMIT_SECONDS, "CPU s", seconds / LIMIT_SECONDS, "<= 1.0", note)
@@ -79,7 +80,7 @@ def _ray(measured: Measured, costs: RayCosts) -> Result:
 
 def _speed(measured: Measured, synchronous: Measured) -> Result:
     """Compare with the synchronous run, which waits for its longest response before it trains."""
-    note = f"the trainer waits {measured.trainer_waits:.0%} of the time, there {synchronous.trainer_waits:.0%}"
+    note = f"the trainer waits {measured.trainer_waits:.0%} of the time (synchronous: {synchronous.trainer_waits:.0%})"
     ratio = measured.pace / synchronous.pace
     name = f"speed beside a synchronous run, {_named(measured)}"
     return Result(name, measured.pace, synchronous.pace, "responses/s", ratio, "", note)

@@ -81,7 +81,7 @@ class Measured:
         return steps * self.setting.responses_per_step / (self.ended[-1] - self.ended[first])
 
     def cpu_in_tenth(self, number: int) -> float:
-        """Median CPU seconds of the driver per 1,000 responses over the n-th tenth of the steps."""
+        """Return the median CPU seconds of the driver per 1,000 responses, over the n-th tenth of the steps."""
         tenth = len(self.driver_seconds) // 10
         steps = self.driver_seconds[(number - 1) * tenth : number * tenth]
         return 1000 * float(np.median(steps)) / self.setting.responses_per_step

@@ -1,10 +1,10 @@
 """Asynchronous and synchronous runs with the same processes, lengths and updates.
 
-One engine and one trainer rank, each with a core of its own, as `mcore-rl train` starts them; 6 groups of 4 lognormal
-responses a step (mean 128 tokens). Synchronous: a step waits for its longest response, then trains, then publishes.
-Asynchronous: up to 64 requests run all the time, weights swap under them. Epochs over a step's responses make training
-as long as generating a batch synchronously, or half of it. Colocated: two engines and two ranks take turns on both
-cores.
+`mcore-rl train` starts one engine and one trainer rank with a core each. A step has 6 groups of 4 responses with
+lognormal lengths (mean 128 tokens). Synchronous: a step waits for its longest response, then trains, then publishes.
+Asynchronous: up to 64 requests run all the time, also during weight changes. The number of epochs is chosen such that
+training takes as long as the synchronous generation of a batch, or half as long. Colocated: two engines and two ranks
+take turns on both cores.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SHAPE = Shape(
 
 @dataclass(frozen=True)
 class Workload:
-    """Workload.
+    """Ratio of training to generation.
 
-    epochs: over the responses of a step.
-    aim: bound on the speedup over the synchronous run.
+    epochs: epochs over the responses of a step.
+    aim: minimum speed-up over the synchronous run.
     """
 
     name: str
@@ -69,22 +69,22 @@ def _compare(workload: Workload, task: Path, runs: Path) -> list[Result]:
     busy = ours.step * (1 - ours.engine_idle)
     bound = sync_step / (max(busy, training) + ours.publishing)
     note = (
-        f"synchronous: generating {generating:.2f} s, training {training:.2f} s a step; the engine is at work for "
-        f"{busy:.2f} s of a step, so that {bound:.2f} is the bound\n"
+        f"synchronous: generating {generating:.2f} s, training {training:.2f} s per step; the engine is busy for "
+        f"{busy:.2f} s of a step, so the bound is {bound:.2f}\n"
         f"the trainer waits {ours.trainer_idle:.0%} of the time, the engine {ours.engine_idle:.0%}; staleness "
         f"{ours.mean_staleness:.2f} on average, {ours.max_staleness:.0f} at most; synchronous before and after: "
         f"{before.step:.2f}, {after.step:.2f} s"
     )
     name = f"{workload.name}, max_staleness {workload.max_staleness}"
     shared = (
-        f"there generating {colocated.generating:.2f} s, training {colocated.training:.2f} s of a step: each has both "
-        "cores"
+        f"colocated: generating {colocated.generating:.2f} s, training {colocated.training:.2f} s per step, each on "
+        "both cores"
     )
     beside = f"{name}, beside a colocated run"
     swap = f"{name}, the engine's stop per swap"
     megabytes = (task / "model" / "model.safetensors").stat().st_size / 1e6
     synchronous = f"{before.stop * 1e3:.1f} ms in the synchronous run"
-    whole = f"with what it waits for the trainer and the copying of {megabytes:.0f} MB; {synchronous}"
+    whole = f"includes waiting for the trainer and copying {megabytes:.0f} MB; {synchronous}"
     return [
         Result(name, ours.step, sync_step, "s", sync_step / ours.step, workload.aim, note),
         Result(beside, ours.step, colocated.step, "s", colocated.step / ours.step, "", shared),

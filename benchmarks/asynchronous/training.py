@@ -85,7 +85,7 @@ def _settings(shape: Shape, task: Path, run_dir: Path) -> list[str]:
         "rollout.samples_per_prompt": shape.samples,
         "rollout.max_concurrent_requests": shape.slots,
         "rollout.max_concurrent_episodes": shape.slots,
-        "reward.function": ROOT / "benchmarks" / "whole_step_task.py:reward",
+        "reward.function": ROOT / "benchmarks" / "whole_step/task.py:reward",
         "reward.overlong.enable": "false",
         "algorithm.dynamic_sampling.enable": "false",
         "algorithm.policy_loss.name": "decoupled_ppo",

@@ -1,8 +1,8 @@
-"""Conversion of a 400M Qwen3-MoE in bfloat16 between HF files in memory and megatron-core tensors, beside the limits:
-safetensors reading the same bytes into preallocated memory, and one memcpy of them.
+"""Conversion of a 400M Qwen3-MoE in bfloat16 between HF files in memory and megatron-core tensors. Limits: safetensors
+reads the same bytes into preallocated memory, and one memcpy copies them.
 
-Both sides of a row alternate in one process and the row is the median of their ratios. Peak memory is that of a
-process of its own, over what it held before: pages of the mapped files count, as the kernel counts them.
+Both sides of a row alternate in one process; the row is the median of their ratios. The increase of peak memory is
+measured in a separate process. It includes pages of mapped files, as the kernel counts them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Conversion beside mbridge 0.15.1, over the same files and the same kind of memory.
+"""Conversion compared with mbridge 0.15.1, with the same files and the same kind of memory.
 
-Its own load_weights and export_weights run; the model is one that only has names and memory, because mbridge knows the
-names of TransformerEngine's layers, which do not exist on a CPU. Both sides must end with the same bits.
+mbridge's load_weights and export_weights run unchanged. The model object only has names and tensors, because mbridge
+expects the names of TransformerEngine's layers, which do not exist on a CPU. Both sides must produce the same bits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run() -> list[Result]:
 
 
 def load_pair(source: Path) -> Pair:
-    """Both fill preallocated tensors of one rank."""
+    """Compare loading into preallocated tensors of one rank."""
     _initialize_alone()
     ours = convert.load_pair(source, 1)
     local = _allocate()
@@ -50,7 +50,8 @@ def load_pair(source: Path) -> Pair:
 
 
 def bucket_pair(source: Path) -> Pair:
-    """Ours writes to shared-memory buckets; what mbridge yields is copied to memory that is there, as a sync would."""
+    """Compare export. Ours writes to shared-memory buckets; mbridge's tensors are copied to existing memory, as in a
+    sync."""
     _initialize_alone()
     ours = convert.bucket_pair(1)
     peer = Peer(source, _allocate())
@@ -87,7 +88,8 @@ class _Names(torch.nn.Module):
 
 
 def _initialize_alone() -> None:
-    """The groups of a single rank, in whichever process makes a pair: the peak of memory is measured in its own."""
+    """Create the process groups of a single rank. Every process that makes a pair calls it, also the one that measures
+    peak memory."""
     with tempfile.TemporaryDirectory() as store:
         initialize(TrainLayout(1), 0, f"file://{store}/store")
 
@@ -104,13 +106,13 @@ def initialize(layout: TrainLayout, rank: int, init_method: str) -> None:
 
 
 def require_mbridge() -> None:
-    """Raises: SkippedError."""
+    """Check that mbridge is installed. Raises: SkippedError."""
     if not (FOLDER / "mbridge").is_dir():
         raise SkippedError("mbridge is absent; scripts/setup_mbridge.sh installs it")
 
 
 class Peer:
-    """mbridge on one rank, whose groups exist; `local` maps our canonical names to its tensors."""
+    """mbridge on one rank, with existing process groups. `local` has its tensors by our names."""
 
     def __init__(self, source: Path, local: Mapping[str, torch.Tensor]) -> None:
         if str(FOLDER) not in sys.path:
@@ -128,7 +130,7 @@ class Peer:
             self._bridge.load_weights([self._model], str(self._source), memory_efficient=True)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """HF names with tensors of their own."""
+        """Yield (HF name, new tensor)."""
         yield from self._bridge.export_weights([self._model])
 
 

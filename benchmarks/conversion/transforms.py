@@ -1,4 +1,4 @@
-"""Fused attention and expert weights, HF parts to megatron and back in preallocated memory, beside one memcpy."""
+"""Conversion of fused attention and expert weights in preallocated memory, in both directions, compared with memcpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run() -> list[Result]:
 
 
 def fused_row(kind: str, megabytes: int) -> Row:
-    """The row of a whole attention projection, or of an expert's gate and up."""
+    """Return the row of a whole attention projection, or of the gate and up projections of an expert."""
     if kind == "QKV":
         hidden, heads = QKV_SIZES[megabytes]
         lengths = [heads * HEAD_DIM, GROUPS * HEAD_DIM, GROUPS * HEAD_DIM]
@@ -40,8 +40,8 @@ def fused_row(kind: str, megabytes: int) -> Row:
 
 
 def transform_pair(kind: str, direction: str, megabytes: int) -> Pair:
-    """All segments of the row, copied one by one, and one copy of as many bytes. The buffers being there, the views of
-    the segments are made once, as a plan is."""
+    """Compare copying all segments of the row one by one with one copy of as many bytes. The views of the segments are
+    created once, like a sync plan, because the buffers stay the same."""
     row = fused_row(kind, megabytes)
     parts = [torch.ones(shape, dtype=torch.bfloat16) for shape in row.shapes]
     fused = torch.cat(parts)

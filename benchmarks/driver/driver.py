@@ -1,11 +1,11 @@
 """Driver work in a step of 8,192 prompts x 16 samples with 64 engines and 64 data-parallel ranks.
 
-No model: engines and ranks answer at once, everything else is what a run does. `in process` is the driver's own work;
-the rows `through Ray` add the real calls to engines and to 64 or 512 trainer ranks, eight to a node. Those are handles
-of four processes, so that the figures are the driver's and not those of starting hundreds of processes on this machine;
-what these four need to unpack their arguments is in the wall clock, though a cluster would do it elsewhere and at once.
-What a node needs to pass a call on to its ranks is a row of its own, with a process for each of them. Episodes are of 2
-sequences on average, each trained as a response is, and have the figures of turns and tools.
+There is no model: engines and ranks return at once, and everything else runs as in a real run. Rows `in process`
+measure the driver's own work. Rows `through Ray` add the real calls to engines and to 64 or 512 trainer ranks, eight
+per node. The ranks are handles of four processes, so that this machine does not have to start hundreds. The wall-clock
+time includes the time in which these four unpack their arguments; on a cluster, other hosts would do this in parallel.
+A separate row, with one process per rank, measures how long a node takes to forward a call to its ranks. Episodes have
+2 sequences on average, each trained like a response, and metrics of turns and tools.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def run() -> list[Result]:
             results.append(_measure(name, run_dir / "ray_episodes", pool, ranks, "<= 2.0"))
     seconds = seconds_to_pass_on(50)
     name = f"a call passed on to the {RANKS_PER_NODE} ranks of a node"
-    note = "comes to the wall clock of the rows through Ray once per call, whatever the number of nodes"
+    note = "adds to the wall clock of the rows through Ray once per call, for any number of nodes"
     return [*results, Result(name, seconds * 1000, LIMIT_SECONDS * 1000, "ms", seconds / LIMIT_SECONDS, "", note)]
 
 
 def _measure(name: str, run_dir: Path, pool: Any, ranks: Any, aim: str) -> Result:
     """Measure the median wall-clock time of a step, without the simulated engines of this process."""
     driver = Driver(run_dir, pool, ranks)
-    steps = [driver.step(step) for step in range(1, STEPS + 2)][1:]  # the first one imports and compiles
+    steps = [driver.step(step) for step in range(1, STEPS + 2)][1:]  # the first step includes imports and compilation
     driver.journal.close()
     by_total = sorted(steps, key=lambda step: sum(step.phases.values()))
     typical = by_total[len(by_total) // 2]

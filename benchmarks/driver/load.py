@@ -54,7 +54,7 @@ def make_scalars(task: RolloutTask) -> RolloutScalars:
 
 
 MOST_SEQUENCES = 3
-"""Maximum sequences of an episode that rewrites its history between turns; the mean is 2."""
+"""Maximum number of sequences of an episode whose history is rendered again for each turn; the mean is 2."""
 FIGURES = ("turns", "tool_calls", "tool_errors", "failed", "seconds_generating", "seconds_tool_calling")
 PARTS = ("format", "tool_search", "tool_python")
 FAILED_FRACTION = 0.001

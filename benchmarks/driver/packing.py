@@ -1,13 +1,14 @@
-"""Balance and pack 8,192 sequences with lognormal lengths, beside the usual alternatives.
+"""Balancing and packing of 8,192 sequences with lognormal lengths, compared with common alternatives.
 
     python -m benchmarks packing
 
-By tokens, and by a cost in which attention over the longest sequence takes as much work as everything else in it. Of
-512 long-tailed responses the costliest rank counts, beside Karmarkar-Karp by tokens and by cost (limit: 1.02 of the
-mean, or of the costliest response where that is more); of one rank's share its costliest micro-batch.
+Balancing over 64 ranks is compared with the largest differencing method (Karmarkar-Karp), packing with next-fit.
+Limits: 10 ms for both together, and a fill of at least 0.99. The first call has a row of its own; nothing is compiled.
 
-Balance against the largest differencing method (Karmarkar-Karp) over 64 ranks, packing against next-fit; limits: both
-of ours together in 10 ms, fill at least 0.99. The first call counts too, for nothing here is compiled.
+The second half uses a cost per sequence in which attention over the longest sequence is as expensive as all its other
+work. For 512 long-tailed responses, the cost of the most expensive rank is compared with Karmarkar-Karp by tokens and
+by cost. Limit: 1.02 times the mean, or the most expensive response if that is more. For the share of one rank, the most
+expensive micro-batch is compared with packing by tokens.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def run() -> list[Result]:
     seconds, peak = time.perf_counter() - started, used.ru_maxrss * 1024
     sync = json.loads(said)["weight_sync"]
     needed, floor = sync["bytes_per_engine_rank"], sync["floor_bytes_per_engine_rank"]
-    note = f"an engine rank receives {needed / 1e9:.1f} GB, {needed / floor:.3f} x its floor"
+    note = f"an engine rank receives {needed / 1e9:.1f} GB, {needed / floor:.3f} times the lower bound"
     return [
         Result("wall clock, start of Python included", seconds, LIMIT_SECONDS, "s", seconds / LIMIT_SECONDS, "<= 1.0"),
         Result("its memory", peak / 2**20, LIMIT_BYTES / 2**20, "MiB", peak / LIMIT_BYTES, "<= 1.0", note),

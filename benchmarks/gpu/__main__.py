@@ -1,5 +1,5 @@
-"""`python -m benchmarks.gpu`: tries out the code of every benchmark here at a tiny size on the CPU. Its figures mean
-nothing; `python -m benchmarks --gpu` measures."""
+"""`python -m benchmarks.gpu`: smoke test of all GPU benchmarks with a tiny size on the CPU. The results have no
+meaning; `python -m benchmarks --gpu` measures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Raises what a benchmark raises."""
+    """Run all benchmarks and print a table. Errors propagate."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     outcomes = []
     for name, benchmark in BENCHMARKS.items():

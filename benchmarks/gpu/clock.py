@@ -1,4 +1,4 @@
-"""Times of work that a device does on its own while the host goes on."""
+"""Timing of work that a device executes asynchronously."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REPEATS = 5
 
 
 def synchronize(device: str) -> None:
-    """Waits for all that was queued on the device."""
+    """Wait until the device has finished all queued work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -32,7 +32,7 @@ def medians(calls: Sequence[Callable[[], object]], device: str, repeats: int = R
 
 
 def product_flops(device: str, edge: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
-    """FLOP per second of a large matrix product: what this device can do, rather than what its maker states."""
+    """Measure FLOP per second of a large matrix product: the reachable rate, as opposed to the specified one."""
     left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
     out = torch.empty(edge, edge, dtype=dtype, device=device)
     (seconds,) = medians([lambda: torch.mm(left, right, out=out)], device)

@@ -1,7 +1,8 @@
-"""Weights of one process's GPU to another process's tensors on it, through shared memory, beside a copy on the device.
+"""Weights of one process to tensors of another process on the same GPU, through shared memory, compared with a copy on
+the device.
 
-Both sides are the run's own (sync_processes). Pinned: the trainer's process registers the staging buffers with
-CUDA, so that its copies use the full rate of the bus.
+Both sides use the code of a run (benchmarks.sync.processes). Pinned: the trainer's process registers the staging
+buffers with CUDA, so that its copies use the full bandwidth of the bus.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from model_converters.mapping.layout import TrainLayout
 
 LAYERS, BUCKET_MIB, ROUNDS = 12, 64.0, 7
 WAYS = {"staged": BUCKET_MIB, "at once": float(1 << 10)}
-"""MiB of a bucket."""
+"""Bucket size in MiB."""
 
 
 @dataclass(frozen=True)
 class HandOver:
-    """Medians of one way to hand over. `sent` and `arrived` are digests of both sides' tensors by HF name.
+    """Medians of one bucket size. `sent` and `arrived` are digests of both sides' tensors by HF name.
 
     Units: seconds.
     """
@@ -63,7 +64,7 @@ def run(device: str = "cuda", layers: int = LAYERS, rounds: int = ROUNDS) -> lis
 
 
 def measure(device: str, *, layers: int, bucket_mib: float, rounds: int, pinned: bool) -> HandOver:
-    """Hands random weights over, `rounds` times after one that warms up."""
+    """Sync random weights `rounds` times, after a warm-up."""
     plan = sync_plan(TrainLayout(1), EngineLayout(), ("A", "A"), bucket_mib=bucket_mib, layers=layers)
     with processes(plan, device=device, pinned=pinned) as sync:
         seconds = [sync.update()[0] for _ in range(rounds + 1)][1:]

@@ -1,7 +1,7 @@
-"""A step of the optimizer whose state is in host memory, beside the bytes that it must move over the bus.
+"""Optimizer step with the state in host memory, compared with copying the same bytes over the bus.
 
-The limit copies as many bytes both ways at once, on two streams from and to pinned memory: what a step that hides its
-arithmetic and one direction behind the other would take.
+The limit copies as many bytes in both directions at once, on two streams and pinned memory: the duration of a step that
+overlaps both directions and its arithmetic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.result import Result
 from benchmarks.training.actor_task import trajectories
 
 STATE_BYTES = 12
-"""Per parameter and direction: main parameter and two moments."""
+"""Bytes per parameter and direction: main parameter and two moments, in float32."""
 PIECE = 1 << 28
 """Bytes that the limit copies at a time."""
 MIDDLE = replace(DENSE, layers=8)
@@ -39,7 +39,7 @@ def run(device: str = "cuda", size: Size = MIDDLE, piece_bytes: int = PIECE) -> 
 
 
 def _both_ways(num_bytes: int, device: str, piece_bytes: int) -> float:
-    """Seconds of copying so many bytes to the device and so many back."""
+    """Measure the seconds to copy `num_bytes` to the device and `num_bytes` back at the same time."""
     cuda = device == "cuda"
     host = [torch.zeros(piece_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
     there = [torch.zeros(piece_bytes, dtype=torch.uint8, device=device) for _ in range(2)]

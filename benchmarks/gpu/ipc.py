@@ -1,6 +1,6 @@
-"""A tensor of one process's GPU copied by another process that opens its CUDA IPC handle, beside a copy on the device.
+"""Copy of another process's tensor on the same GPU through its CUDA IPC handle, compared with a copy on the device.
 
-The figure is the limit of weights.transport=cuda_ipc.
+The result is an upper bound for weights.transport=cuda_ipc.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run(device: str = "cuda", num_bytes: int = NUM_BYTES) -> list[Result]:
         (alone,) = medians([lambda: target.copy_(source)], device)
         seconds, total = child.recv()
     finally:
-        child.end()  # the source lives until the other process has let go of it
+        child.end()  # the source must exist until the other process has released it
     assert total == int(source.sum(dtype=torch.int64))
     rate, limit = num_bytes / seconds / 1e9, num_bytes / alone / 1e9
     return [Result(f"copy by IPC handle, {num_bytes / 2**20:.0f} MiB", rate, limit, "GB/s", rate / limit)]

@@ -1,4 +1,4 @@
-"""Log-probability and entropy from hidden states, forward alone, beside the matrix product that makes the logits."""
+"""Log-probability and entropy from hidden states, forward pass only, compared with the matrix product of the logits."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def run(device: str = "cuda", tokens: int = TOKENS, hidden: int = HIDDEN, vocabu
             torch.mm(states[first : first + chunk], weight.t(), out=logits[: min(chunk, tokens - first)])
 
     seconds, alone = medians([ours, product], device)
-    note = f"hidden {hidden}, bfloat16; the peer is hidden x weight^T alone, into a buffer that is there"
+    note = f"hidden {hidden}, bfloat16; the peer is only hidden x weight^T, into an existing buffer"
     name = f"logp + entropy, {tokens:,} x {vocabulary:,}"
     return [Result(name, seconds * 1e3, alone * 1e3, "ms", seconds / alone, aim=AIM, note=note)]

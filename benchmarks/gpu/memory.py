@@ -1,6 +1,6 @@
-"""The most memory that an update takes, beside what `plan` says of it for the layers that are built here.
+"""Peak memory of an update, compared with the plan for the layers that this machine builds.
 
-Without a GPU the process's resident memory stands in for the device's, which proves nothing but that this runs.
+Without a GPU, the resident memory of the process replaces the device's memory; this only shows that the code runs.
 """
 
 from __future__ import annotations
@@ -35,34 +35,32 @@ def run(device: str = "cuda", sizes: Sequence[Size] = CONFIGURATIONS) -> list[Re
 
 
 def _measure(size: Size, device: str) -> Result:
-    # Rows that are full, of sequences as long as they may be: what the plan counts.
+    # Full rows of full-length sequences, as in the plan.
     responses = np.full(size.responses, size.longest)
     planned = planned_bytes(size, device)
     with one_actor(size, device) as (actor, fields):
         share, buffers = trajectories(responses)
         _start_anew(device)
-        for _ in range(2):  # the first step makes the optimizer's state
+        for _ in range(2):  # the first step creates the optimizer's state
             batch, _ = actor.recompute_logp([share], [buffers])
             actor.update(batch, 0)
         peak = _peak_bytes(device)
-    # Either way off: a plan that promises too little fails at work, one that asks too much wastes GPUs.
+    # Both errors count: with too low a plan the run fails, with too high a plan GPUs are wasted.
     ratio = max(peak / planned, planned / peak)
-    note = (
-        f"{fields['num_hidden_layers']} layers, rows of {size.budget} tokens; the ratio is the larger over the smaller"
-    )
+    note = f"{fields['num_hidden_layers']} layers, rows of {size.budget} tokens; the ratio is larger / smaller"
     name = f"peak of an update, {size.name}, recompute {size.recompute}"
     return Result(name, peak / GIB, planned / GIB, "GiB", ratio, aim=AIM, note=note)
 
 
 def planned_bytes(size: Size, device: str) -> int:
-    """State and activations of the update, as `plan` counts them, for what this process builds models from."""
+    """Return the planned state and activations of the update, for the packages that are installed here."""
     with tempfile.TemporaryDirectory(prefix="mcore_rl_gpu_") as root:
         config = configure(write_model(Path(root) / "model", **filled(size, device)), size)
         config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = PROMPT, size.longest
         config.plan.mean_response_fraction = 1.0
         config.rollout.samples_per_prompt = 1
         config.trainer.prompts_per_step = config.trainer.prompts_per_update = size.responses
-        config.data.train = [root]  # asked for, never read
+        config.data.train = [root]  # required, but never read
         return _planned(config)
 
 

@@ -1,4 +1,4 @@
-"""Models that fill a device, and actors that train them on responses of some length."""
+"""Models that fill a device, and actors that train them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ STATE_SHARE = 0.6
 
 @dataclass(frozen=True)
 class Size:
-    """A kind of model and its load. `layers` None: as many as fill the device; `fields` change config.json.
+    """Model and its load. `layers`: None: as many as fill the device. `fields`: changes of config.json.
 
-    Units: budget in tokens of a micro-batch, responses and longest in responses and tokens.
+    Units: budget in tokens per micro-batch, longest in tokens.
     """
 
     name: str
@@ -73,16 +73,16 @@ TINY_MOE = Size(
 
 
 def size_of(fields: dict[str, Any]) -> ModelSize:
-    """Parameters of the model with these fields of config.json."""
+    """Count the parameters of the model with these fields of config.json."""
     return model_size(fields, bound_rows(fields, torch.bfloat16))
 
 
 def filled(size: Size, device: str) -> dict[str, Any]:
-    """config.json of `size` on this device."""
+    """Return the fields of config.json of `size` on this device."""
     fields = MODEL | size.fields
     if size.layers is not None:
         return fields | {"num_hidden_layers": size.layers}
-    assert device == "cuda", "a CPU's memory is not to be filled: give a size its layers"
+    assert device == "cuda", "only a GPU is filled with layers: set Size.layers for a CPU"
     room = STATE_SHARE * torch.cuda.get_device_properties(0).total_memory / BYTES_PER_PARAMETER
     one, two = (size_of(fields | {"num_hidden_layers": layers}).total for layers in (1, 2))
     return fields | {"num_hidden_layers": max(int((room - one) // (two - one)) + 1, 1)}
@@ -99,12 +99,12 @@ def configure(directory: Path, size: Size) -> Config:
 
 @contextmanager
 def one_actor(size: Size, device: str, *, cpu_offload: bool = False) -> Iterator[tuple[MegatronActor, dict[str, Any]]]:
-    """The only rank of an actor of `size` with random weights, and its config.json. cpu_offload: its optimizer's state
-    is in host memory."""
+    """Create an actor of one rank with random weights; yields it with the fields of its config.json. cpu_offload: the
+    optimizer state is in host memory."""
     from mcore_rl.megatron.model import parallel
     from mcore_rl.megatron.roles.actor import MegatronActor
 
-    gc.collect()  # of the one before: it may hold most of the device
+    gc.collect()  # the previous actor may still hold most of the device's memory
     if device == "cuda":
         torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory(prefix="mcore_rl_gpu_") as root:

@@ -1,7 +1,8 @@
-"""An update of a dense and of a mixture-of-experts model that fill the device.
+"""Updates of a dense and of a mixture-of-experts model that fill the device.
 
-Model FLOPs (mcore_rl/planner/flops.py: no recomputation, no padding) per second beside a large bfloat16 matrix product
-on the same device; and tokens per second of long-tailed responses, packed as they are and padded to the longest.
+Model FLOPs (mcore_rl/planner/flops.py: without recomputation and padding) per second are compared with a large bfloat16
+matrix product on the same device. For long-tailed responses, tokens per second with packing are compared with padding
+to the longest response.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _measure(size: Size, device: str, product: float) -> list[Result]:
     layers = fields["num_hidden_layers"]
     stated = stated_flops(device)
     note = f"{layers} layers; {int(equal.sum()) + PROMPT * len(equal)} tokens in rows of {size.budget}"
-    note += "" if stated is None else f"; {rate / stated:.1%} of the {stated / 1e12:.0f} TFLOPS that its maker states"
+    note += "" if stated is None else f"; {rate / stated:.1%} of the specified {stated / 1e12:.0f} TFLOPS"
     tokens = int(tailed.sum()) + PROMPT * len(tailed)
     return [
         Result(
@@ -71,13 +72,13 @@ def _measure(size: Size, device: str, product: float) -> list[Result]:
 
 
 def long_tailed(size: Size) -> np.ndarray:
-    """Lognormal lengths, as reasoning models have them, up to the longest of `size`."""
+    """Return lognormal lengths, as of reasoning models, up to the longest of `size`."""
     lengths = np.random.default_rng(0).lognormal(np.log(size.longest / 8), 0.9, size.responses)
     return np.clip(lengths, 8, size.longest).astype(np.int64)
 
 
 def update_flops(fields: dict[str, Any], responses: np.ndarray) -> float:
-    """A forward pass and a backward pass of twice its work; attention over half of each sequence on average."""
+    """Return the FLOP of a forward pass and a backward pass (twice as much), with causal attention."""
     lengths = responses + PROMPT
     attended = float((lengths**2).sum() / lengths.sum())
     predicted = float(responses.sum() / lengths.sum())

@@ -118,7 +118,7 @@ def _serve_ours(pipe: Pipe, model: str) -> None:
         max_concurrent_requests=2 * BATCH,
         kv_cache_gib=0.25,
     )
-    # Without an end token lengths are those that are asked for.
+    # Without an end token, every response has the requested length.
     engine = VllmEngine(model, config, dtype="float32", eos_token_ids=[], seed=1, name="engine", timeout_seconds=600)
 
     def batches(size: int) -> int:

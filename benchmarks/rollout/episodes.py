@@ -1,7 +1,7 @@
-"""Episodes on vLLM: single turns as coroutines compared with the loop's own, and idle time of the engine when a
-thousand conversations wait for slow tools.
+"""Episodes on vLLM: single turns as coroutines compared with single turns of the loop, and idle time of the engine
+while a thousand conversations wait for slow tools.
 
-The unit is CPU seconds of the process with engine, loop and episodes; the variants alternate in it.
+The unit is CPU seconds of the process with engine, loop and episodes, in which the variants alternate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT_TOKENS, VOCABULARY, TURN_TOKENS, CONCURRENT = size((24, 96, 48, 64), (24,
 SINGLE_TURNS, ROUNDS = size((512, 10), (8, 2))
 CONVERSATIONS, TURNS, SLOWEST_TOOL_SECONDS = size((1000, 3, 2.0), (8, 2, 0.1))
 WAITING_SHARE = 0.9
-"""Fraction of conversations up to which requests are always waiting."""
+"""Fraction of conversations after whose end idle time is no longer measured, since too few requests are left."""
 
 
 def run() -> list[Result]:
@@ -51,7 +51,7 @@ def _measure(model: str) -> list[Result]:
 
     os.environ["OMP_NUM_THREADS"] = "1"
     config = RolloutConfig(
-        episode="benchmarks/episodes.py:_conversation",
+        episode="benchmarks/rollout/episodes.py:_conversation",
         max_concurrent_episodes=CONVERSATIONS,
         max_prompt_tokens=PROMPT_TOKENS,
         max_response_tokens=TURNS * TURN_TOKENS + TURNS,

@@ -1,9 +1,9 @@
 """Cost and gain of request routing: 131,072 requests of lognormal lengths on 512 engines with 64 slots.
 
 The router is real; a clock simulates the engines. Each decodes up to 64 requests together in order of arrival, one
-token per request and tick (every eighth engine: two ticks), requests more work when fewer than 64 are left and all have
-started, and returns unstarted requests on demand. Compared with the same without returned requests, and with a static
-equal distribution of groups, which needs no reports of engines.
+token per request and tick (every eighth engine: two ticks), requests more work when fewer than 64 requests are left and
+all have started, and returns unstarted requests on demand. It is compared with a router that never takes requests back,
+and with a static equal distribution of groups, which needs no reports.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def run() -> list[Result]:
     ticks = max(engine.drain() for engine in dealt)
     floor = lengths.sum() / (SLOTS * sum(1 / each for each in TICKS))
     note = (
-        f"{routed.tasks} tasks, {routed.reports} reports of engines ({kept.reports} where nobody gives anything "
-        f"up), {routed.asked} questions to give up, "
-        f"{routed.stolen} requests moved, {routed.pieces} pieces in the end"
+        f"{routed.tasks} tasks, {routed.reports} reports of engines ({kept.reports} without moved requests), "
+        f"{routed.asked} calls to give up requests, "
+        f"{routed.stolen} requests moved, {routed.pieces} pieces at the end"
     )
-    floors = f"{floor:.0f} ticks if every slot were busy to the end; the longest response alone takes {lengths.max()}"
+    floors = f"{floor:.0f} ticks if every slot were always busy; the longest response takes {lengths.max()}"
     return [
         Result(
             "router's time per step",

@@ -1,9 +1,9 @@
-"""Weight hand-over by own slices through shared memory against one memcpy of the same bytes into warm memory.
+"""Weight sync through shared memory, compared with one memcpy of the same bytes into warm memory.
 
-Trainer and engine ranks are processes of their own, as in a run: everything is packed, received and acknowledged. A
-rank copies what it takes twice (parameter -> slot -> its own memory), so half a memcpy is the limit while both sides
-take turns; with two cores the slots let them overlap. Mapped is the hand-over alone: all is in place at once, and
-nothing is taken out.
+Trainer and engine ranks are separate processes, as in a run: slices are packed, received and acknowledged. Each byte is
+copied twice (parameter -> slot -> engine's tensor), so the limit is half the rate of a memcpy if both sides take turns;
+on two cores, several slots let them overlap. In the `mapped` row, one bucket holds all weights and the engine copies
+nothing.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def run() -> list[Result]:
 
 
 def _counted(name: str, train_layout: TrainLayout, engine_layout: EngineLayout, hosts: tuple[str, str]) -> Result:
-    """Compare the bytes received by the fullest engine rank, including alignment, with the bytes that it keeps."""
+    """Compare the bytes received by the fullest engine rank, including alignment, with the bytes of its tensors."""
     plan = sync_plan(train_layout, engine_layout, hosts, bucket_mib=BUCKET_MIB, layers=2)
     with processes(plan, keep=False) as sync:
         _, received = sync.update()

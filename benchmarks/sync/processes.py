@@ -48,8 +48,8 @@ def sync_plan(
     config: dict[str, Any] = CONFIG,
     address: str = "127.0.0.1",
 ) -> SyncPlan:
-    """`hosts`: a letter for each trainer rank, and for each engine rank; processes of one letter share memory. `layers`
-    of the model `config`: all if None."""
+    """Create a plan. `hosts`: one letter per trainer rank, and one per engine rank; processes with the same letter
+    share memory. `layers`: number of layers; None: as in `config`."""
     trainers, engines = (tuple(Endpoint(Host(each, (each, 0)), address) for each in letters) for letters in hosts)
     topology = Topology(trainers, engines, engine_layout.num_ranks)
     config = config if layers is None else config | {"num_hidden_layers": layers}
@@ -90,9 +90,9 @@ class Processes:
 
 @contextmanager
 def processes(plan: SyncPlan, *, device: str = "cpu", keep: bool = True, pinned: bool = False) -> Iterator[Processes]:
-    """keep: engine ranks copy what comes to tensors of their own, on `device`, where the trainers' are too. pinned: the
-    staging buffers are registered with CUDA."""
-    context = multiprocessing.get_context("spawn")  # a process that has a CUDA context must not fork
+    """Start and connect the processes of a sync. keep: engine ranks copy received slices to their own tensors; these
+    and the trainers' tensors are on `device`. pinned: the staging buffers are registered with CUDA."""
+    context = multiprocessing.get_context("spawn")  # a process with a CUDA context must not fork
     store = open_store("127.0.0.1")
     with ExitStack() as stack:
 

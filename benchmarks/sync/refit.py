@@ -1,6 +1,6 @@
-"""Two expert-parallel ranks, on a host each, give their weights to an engine beside each: every engine needs the whole
-model, of which a rank has half of the experts. Beside it, between as many processes: mbridge's export of the same
-model, which gathers the experts tensor by tensor, and nothing but the bytes that a host lacks, point to point."""
+"""Weight sync of two expert-parallel ranks on two hosts with an engine on each host. Every engine needs the whole
+model, but a rank has only half of the experts. Peers, with as many processes: mbridge's export of the same model, which
+gathers the experts tensor by tensor, and a point-to-point exchange of only the missing bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run() -> list[Result]:
     require_mbridge()
     plan = sync_plan(LAYOUT, EngineLayout(), ("AB", "AB"), bucket_mib=64.0, config=convert.CONFIG)
     with tempfile.TemporaryDirectory(prefix="mcore_rl_refit_") as directory:
-        convert.write_source(Path(directory) / "hf")  # mbridge reads there what the model is
+        convert.write_source(Path(directory) / "hf")  # mbridge reads config.json there
         with (
             processes(plan, keep=True) as sync,
             _pair(_export, directory) as export,

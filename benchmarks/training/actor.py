@@ -1,7 +1,7 @@
-"""One actor rank beside plain PyTorch: an update and a log-probability pass of the same 27M-parameter Qwen3, float32.
+"""One actor rank compared with plain PyTorch: an update and a log-probability pass of a 27M-parameter Qwen3 in float32.
 
-The peer of the update is transformers' own model with a padded batch, the same loss and AdamW; equal lengths leave it
-nothing to pad, long-tailed ones do. The peer of the log-probability pass is its matrix products alone.
+The peer of the update is transformers' model with padded batches, the same loss and AdamW; with equal lengths there is
+no padding. The peer of the log-probability pass is its matrix products.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _measure(directory: Path) -> list[Result]:
 
 
 def long_tailed(count: int) -> np.ndarray:
-    """Lognormal lengths, as reasoning models have them."""
+    """Return lognormal lengths, as of reasoning models."""
     return np.clip(np.random.default_rng(0).lognormal(4.5, 0.9, count), 8, 1024).astype(np.int64)
 
 
@@ -67,7 +67,7 @@ def _update_row(name: str, aim: str, actor: Any, peer: Any, responses: np.ndarra
         _plain_update(peer, optimizer, share, buffers)
 
     seconds, alone = _medians([ours, theirs])
-    note = f"{len(responses)} responses, {tokens} tokens; medians of {REPEATS} in turn, one thread each"
+    note = f"{len(responses)} responses, {tokens} tokens; medians of {REPEATS} alternating runs, one thread each"
     return Result(f"update, {name}", tokens / seconds, tokens / alone, "tokens/s", alone / seconds, aim=aim, note=note)
 
 
@@ -79,7 +79,7 @@ def _peer_model() -> Any:
 
 
 def _plain_update(model: Any, optimizer: Any, share: RankShare, buffers: TrajectoryBuffers) -> None:
-    """One padded batch per token budget: what a first implementation of the same update looks like."""
+    """Run the update with padded batches, as a simple implementation would."""
     order = np.argsort(-share.total_tokens, kind="stable")
     optimizer.zero_grad()
     while len(order):
@@ -99,7 +99,7 @@ def _padded_loss(model: Any, share: RankShare, buffers: TrajectoryBuffers, membe
     log_p = torch.log_softmax(logits, -1)
     logp = log_p.gather(-1, targets[..., None])[..., 0]
     with torch.no_grad():
-        (-(log_p.exp() * log_p).sum(-1) * trained).sum()  # the entropy, which every trainer reports
+        (-(log_p.exp() * log_p).sum(-1) * trained).sum()  # the entropy metric, which ours computes too
     advantages = torch.from_numpy(share.advantages[members])[:, None]
     ratio = torch.exp(logp - logp.detach())
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
@@ -120,7 +120,7 @@ def _logp_row(actor: Any) -> Result:
     operands = [(torch.randn(m, k), torch.randn(n, k), torch.empty(m, n).fill_(0)) for m, k, n in products]
 
     def ours() -> None:
-        actor.recompute_logp([nothing, share], [buffers])  # it is of the samples of a second update
+        actor.recompute_logp([nothing, share], [buffers])  # only samples of later updates are computed
 
     def theirs() -> None:
         for left, right, out in operands:

@@ -1,4 +1,4 @@
-"""A policy of some size and equal or long-tailed responses, as the actor takes them; nothing is generated."""
+"""Model, configuration and random responses for benchmarks of an actor; nothing is generated."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ CLIP = 0.2
 
 
 def write_model(directory: Path, **changes: Any) -> Path:
-    """config.json alone, with `changes` of MODEL: weights are random."""
+    """Write config.json with `changes` of MODEL, without weights: they are random."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(MODEL | changes), encoding="utf-8")
     return directory
 
 
 def actor_config(model: Path, *, tokens_per_microbatch: int, **parallel: int) -> Config:
-    """One update of PPO's clipped loss on `model` with random weights."""
+    """Return a configuration that trains `model` from random weights with PPO's clipped loss."""
     config = Config()
     config.model.hf_path = str(model)
     config.model.random_init = True
@@ -52,7 +52,7 @@ def actor_config(model: Path, *, tokens_per_microbatch: int, **parallel: int) ->
 
 
 def trajectories(responses: np.ndarray) -> tuple[RankShare, TrajectoryBuffers]:
-    """One data-parallel rank's share of an update, and its tokens.
+    """Return one data-parallel rank's share of an update, and its tokens.
 
     Shapes: responses integer [B], the tokens of each response.
     """

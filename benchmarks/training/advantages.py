@@ -1,10 +1,11 @@
-"""Advantages of a whole step: GRPO beside the usual scatter form, GAE beside reading its arrays once.
+"""Advantages of a whole step: GRPO compared with the usual scatter form, GAE compared with reading its arrays once.
 
     python -m benchmarks advantages
 
-GRPO on 8,192 prompts x 16 samples, as the driver has them: one reward per response. The limit is 0.05 s; the peer is
-the vectorised form of verl (ids numbered by torch.unique, sums by index_add), in our words. GAE, whitened, on 1,024
-responses of 8,192 tokens; the limit is a sum over each of its five arrays: rewards, values, mask, advantages, returns.
+GRPO runs on 8,192 prompts x 16 samples with one reward per response, as on the driver. The limit is 0.05 s; the peer is
+an implementation of verl's vectorised form (groups numbered by torch.unique, sums by index_add). GAE with whitening
+runs on 1,024 responses of 8,192 tokens; the limit is a sum over each of its five arrays: rewards, values, mask,
+advantages, returns.
 """
 
 from __future__ import annotations
@@ -84,13 +85,13 @@ def _tokens() -> list[Result]:
 
 
 def _alternate(ours: Callable[[], object], limit: Callable[[], object]) -> tuple[float, float]:
-    """(median of limit / ours, median seconds of ours), what is compiled at the first call not counted."""
+    """Like pairs.alternate, after a first call that compiles kernels."""
     ours()
     return alternate(Pair(ours, limit, num_bytes=0))
 
 
 def scatter_form(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    """GRPO in float32 by scattered sums; a group of one keeps its reward."""
+    """Compute GRPO in float32 with scattered sums; a group of one keeps its reward."""
     scores = rewards.sum(-1)
     _, index = torch.unique(group_ids, sorted=True, return_inverse=True)
     num_groups = int(index.max()) + 1

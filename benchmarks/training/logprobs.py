@@ -1,8 +1,8 @@
-"""Log-probability and entropy from hidden states, beside the bare matrix product that makes the logits.
+"""Log-probability and entropy from hidden states, compared with the matrix product of the logits.
 
-Forward over 8,192 tokens x 129,280 entries: at most 1.3 times the product alone (which here gets a buffer that is
-already there) and at most 0.3 GB above the inputs. Forward and backward over fewer tokens: beside the three products
-that any such pass needs (a recomputing one, such as ours, needs four), and beside torch's own cross entropy.
+Forward over 8,192 tokens x 129,280 entries: at most 1.3 times the product (into an existing buffer), and at most 0.3 GB
+above the inputs. Forward and backward over fewer tokens: compared with the three products that any such pass needs
+(with recomputation, as in ours, four), and with torch's cross entropy.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _seconds(calls: list[Callable[[], object]], repeats: int) -> list[float]:
 def _extra_gb(call: Callable[[], object]) -> float:
     """Return the increase of resident memory during a call (Linux)."""
     before = _status_gb("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of resident memory
     call()
     return _status_gb("VmHWM") - before
 

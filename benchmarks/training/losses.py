@@ -1,10 +1,10 @@
-"""Every policy loss forward and backward on 2^20 tokens with one thread, beside ppo_clip.
+"""Forward and backward pass of every policy loss on 2^20 tokens with one thread, compared with ppo_clip.
 
     python -m benchmarks losses
 
-Tokens lie flat, as in a packed micro-batch, or one response of 4,096 per row where a loss needs whole responses. Limit:
-1.5 times ppo_clip, timed in turn with it. A loss that chooses tokens of a whole update finds the choice made, as in
-training; making it is a row of its own.
+Tokens are flat, as in a packed micro-batch, or one response of 4,096 tokens per row if a loss needs whole responses.
+Limit: 1.5 times ppo_clip; both are timed alternately. A loss that chooses tokens of a whole update receives the choice,
+as in training; the choice has a separate row.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def make_inputs() -> PolicyLossInputs:
 
 
 def step_of(loss: PolicyLoss, inputs: PolicyLossInputs) -> Callable[[], object]:
-    """Loss, metrics and gradient."""
+    """Return a function that computes loss, metrics and gradient."""
 
     def step() -> None:
         logp = inputs.logp.detach().requires_grad_()

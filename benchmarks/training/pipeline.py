@@ -1,7 +1,7 @@
-"""The pipeline's bubble beside the formula: two stages on two processes, 1F1B, equal micro-batches.
+"""Pipeline bubble compared with the formula: two stages on two processes, 1F1B, equal micro-batches.
 
-An update of m micro-batches takes (m + p - 1) t on p stages of t each, so (p - 1) / m of the ideal m t is idle. t is
-the cost of one more micro-batch, from the two largest m; the optimizer's step is not part of what is timed.
+An update of m micro-batches takes (m + p - 1) t on p stages that take t each, so the bubble is (p - 1) / m of the ideal
+m t. t is the time of one additional micro-batch, from the two largest m. The optimizer step is not timed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_pipeline_") as directory:
         write_model(Path(directory) / "model")
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(STAGES, mp_context=context) as pool:  # it raises when a process dies
+        with ProcessPoolExecutor(STAGES, mp_context=context) as pool:  # raises if a process dies
             ranks = list(pool.map(_rank, range(STAGES), [directory] * STAGES))
     seconds = {count: max(rank[count] for rank in ranks) for count in COUNTS}
     few, many = COUNTS[-2:]
@@ -45,7 +45,7 @@ def run() -> list[Result]:
 
 
 def _rank(rank: int, directory: str) -> dict[int, float]:
-    """Seconds of forward and backward by number of micro-batches."""
+    """Measure the seconds of forward and backward by number of micro-batches."""
     from mcore_rl.megatron.model import parallel
     from mcore_rl.megatron.roles.actor import MegatronActor
 

@@ -1,4 +1,4 @@
-"""Makes a run's engine end responses where the benchmark wants it."""
+"""Forced response lengths for the engine of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from mcore_rl.types import Completion, GenerationRequest
 
 
 class ForcedLengths:
-    """A Generator whose call k gives response i lengths[k][i] tokens; the end token must be one that the model never
-    draws."""
+    """Generator whose call k gives response i lengths[k][i] tokens. The model must never sample the end token."""
 
     def __init__(self, generator: Generator, lengths: Sequence[np.ndarray]) -> None:
         self._generator = generator
@@ -44,6 +43,6 @@ class ForcedLengths:
 
 
 def force_lengths(process: Any, lengths: Sequence[np.ndarray]) -> None:
-    """Runs inside the engine's process (runtime.roles.engine.EngineProcess)."""
+    """Force the lengths; called in the engine's process (runtime.engines.process.EngineProcess)."""
     player = process._runner._run.__self__._player
     player._generator = ForcedLengths(player._generator, lengths)

@@ -31,8 +31,8 @@ from mcore_rl.types import Metric
 
 
 def step_config(task: Path, run_dir: Path, *, ranks: int, steps: int) -> Config:
-    """One update per batch on `ranks` trainer ranks (data parallel: experts this small are cheaper to repeat than to
-    send tokens to), everything else as the demo has it."""
+    """Return the demo's configuration with one update per batch on `ranks` data-parallel trainer ranks. Expert
+    parallelism would be slower: replicating such small experts costs less than sending tokens."""
     config = Config()
     config.run.dir = str(run_dir)
     config.model.hf_path = str(task / "model")
@@ -46,7 +46,7 @@ def step_config(task: Path, run_dir: Path, *, ranks: int, steps: int) -> Config:
     config.reward.function = "benchmarks.whole_step.task:reward"
     config.algorithm.policy_loss.clip_low = CLIP_LOW
     config.algorithm.policy_loss.clip_high = CLIP_HIGH
-    config.actor.tokens_per_microbatch = 8192  # as few micro-batches as TRL has
+    config.actor.tokens_per_microbatch = 8192  # as few micro-batches as TRL
     config.actor.optimizer.lr = LEARNING_RATE
     config.actor.optimizer.weight_decay = 0.0
     config.weights.bucket_mib = 8.0
@@ -59,7 +59,7 @@ def step_config(task: Path, run_dir: Path, *, ranks: int, steps: int) -> Config:
 
 
 class Pacer:
-    """A journal that measures steps from end to end, and hands over to `between` after each of them."""
+    """Journal that measures the duration of each step, and calls `between` after each step."""
 
     def __init__(self, journal: Any, between: Callable[[], None]) -> None:
         self._journal = journal
@@ -82,7 +82,8 @@ class Pacer:
 
 
 def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None]) -> list[dict[str, float]]:
-    """Seconds by phase of every step of the schedule; `between` runs after each of them, outside the measurement."""
+    """Measure the seconds of every step of the schedule by phase. `between` runs after each step and is not
+    measured."""
     lengths = schedule()
     config = step_config(task, run_dir, ranks=ranks, steps=len(lengths))
     check_run(config)
@@ -109,6 +110,6 @@ def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None
 
 
 def _check_lengths(rows: Sequence[dict[str, Any]], lengths: Sequence[np.ndarray]) -> None:
-    """Both sides must have generated the same number of tokens."""
+    """Check that each step generated as many tokens as the other side."""
     for row, wanted in zip(rows, lengths, strict=True):
         assert round(row["tokens/generated"]) == int(wanted.sum()), f"step {row['step']}: {row['tokens/generated']}"

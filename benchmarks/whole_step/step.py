@@ -1,9 +1,10 @@
-"""A whole step of training beside TRL: 32 prompts x 8 samples, one update, on the demo's model of 1.8 M parameters.
+"""A whole training step compared with TRL: 32 prompts x 8 samples, one update, the demo's model of 1.8 M parameters.
 
-Ours is a run as a user has it: vLLM generates, graders grade, Megatron ranks recompute log-probabilities and update,
-shared memory carries the weights back, with Ray between them. TRL's is GRPOTrainer with Hugging Face generate in its
-own environment (scripts/setup_trl.sh). Both take turns, step by step, on the same responses' lengths. With one trainer
-rank TRL has one thread, with two (data parallel) it has two; our engine has one thread and idles while ranks train.
+Our side is a normal run: vLLM generates, graders grade, Megatron ranks recompute log-probabilities and update, and the
+weights are synced through shared memory, all through Ray. TRL's side is GRPOTrainer with Hugging Face generate in its
+own environment (scripts/setup_trl.sh). Both sides alternate step by step, with the same response lengths. TRL has as
+many threads as we have trainer ranks, one or two (data parallel). Our engine has one thread and is idle while ranks
+train.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ AHEAD = Shape(PROMPTS, SAMPLES, RESPONSES, int(MEDIAN_TOKENS), LONGEST, steps=16
 
 
 def run() -> list[Result]:
-    """Raises: SkippedError where TRL's environment is absent."""
+    """Run the benchmark. Raises: SkippedError if TRL's environment is absent."""
     if not PEER_PYTHON.exists():
-        raise SkippedError("TRL's environment .venv-trl is absent; scripts/setup_trl.sh makes it")
+        raise SkippedError("TRL's environment .venv-trl is absent; scripts/setup_trl.sh creates it")
     with tempfile.TemporaryDirectory(prefix="mcore_rl_whole_step_") as directory:
         task = write_task(Path(directory) / "task")
         results = []
@@ -57,12 +58,12 @@ def run() -> list[Result]:
                 end += workload.steps
                 counted = slice(end - workload.steps + WARM_UP, end)
                 results.append(_compare(workload, ranks, ours[counted], theirs[counted]))
-        # Of the last workload, which has long tails, on both cores.
+        # `counted` is the last workload, which is long-tailed, with two ranks.
         return [*results, _ahead(task, Path(directory) / "ahead", theirs[counted])]
 
 
 def _side_by_side(task: Path, run_dir: Path, ranks: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Seconds by phase of every step, of both sides; after each of our steps TRL does the same one."""
+    """Measure every step of both sides by phase, in seconds. After each of our steps, TRL runs the same step."""
     theirs: list[dict[str, float]] = []
     with ExitStack() as stack:
         peers = [stack.enter_context(trl(task, index, threads=ranks)) for index in range(len(WORKLOADS))]
@@ -74,8 +75,8 @@ def _side_by_side(task: Path, run_dir: Path, ranks: int) -> tuple[list[dict[str,
 def _compare(
     workload: Workload, ranks: int, ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]
 ) -> Result:
-    """The step of median length of each side, and the median of the ratios of neighbouring steps: on a busy machine
-    both slow down together."""
+    """Report the step of median duration of each side. The ratio is the median over pairs of consecutive steps, because
+    on a busy machine both slow down together."""
     our, their = _typical(ours), _typical(theirs)
     ratio = statistics.median(peer["step"] / own["step"] for own, peer in zip(ours, theirs, strict=True))
     scoring = their["generate and score"] - their["generate"]
@@ -94,8 +95,8 @@ def _compare(
 
 
 def _ahead(task: Path, run_dir: Path, theirs: Sequence[dict[str, float]]) -> Result:
-    """Rollouts that run ahead, on a core of their own, on lengths of the same distribution: by themselves, since they
-    do not stop between two steps."""
+    """Measure an asynchronous run with an engine on its own core and lengths of the same distribution. It does not
+    alternate with TRL, because its rollouts do not stop between steps."""
     overrides = [f"rollout.max_staleness={MAX_STALENESS}", "actor.tokens_per_microbatch=8192"]
     ours = measure_ahead(AHEAD, task, run_dir, overrides)
     their = _typical(theirs)["step"]
@@ -113,13 +114,13 @@ def _typical(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def write_task(directory: Path) -> Path:
-    """The demo's model and prompts, with positions for the longest responses, and a tokenizer whose end token the
-    model does not have, so that it is never drawn."""
+    """Write the demo's model and prompts, with positions for the longest responses, and a tokenizer whose end token is
+    not in the model's vocabulary, so that it is never sampled."""
     command = [sys.executable, str(ROOT / "scripts" / "demo_task.py"), "--out", str(directory)]
     run_command(command, ROOT)
     config = directory / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": POSITIONS}))
-    (directory / "model" / "generation_config.json").unlink()  # it would make <eos> end our responses
+    (directory / "model" / "generation_config.json").unlink()  # with it, <eos> would end our responses
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
@@ -140,7 +141,7 @@ class Peer:
         self.threads = int(self._answer()["threads"])
 
     def step(self) -> dict[str, float]:
-        """Does one step; seconds by phase."""
+        """Run one step; returns seconds by phase."""
         self._commands.write("go\n")
         self._commands.flush()
         return self._answer()
@@ -156,7 +157,7 @@ class Peer:
 
 @contextmanager
 def trl(task: Path, workload: int, *, threads: int) -> Iterator[Peer]:
-    """Starts TRL for one workload and waits until it is ready for its first step."""
+    """Start TRL for one workload and wait until it is ready for its first step."""
     inputs = [str(task / "model"), str(task / "train.jsonl")]
     command = [str(PEER_PYTHON), "-m", "benchmarks.whole_step.trl_peer", *inputs, str(workload)]
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

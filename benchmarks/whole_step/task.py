@@ -1,6 +1,6 @@
-"""What both sides of benchmarks.whole_step.step do: the same number of responses, with the same lengths, each step.
+"""Workload of both sides of benchmarks.whole_step.step: number and lengths of the responses of each step.
 
-Imported by the peer too, in its own environment: nothing but numpy here.
+The peer imports it in its own environment, so it needs only numpy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ RESPONSES = PROMPTS * SAMPLES
 EQUAL_TOKENS = 16
 LONGEST = 256
 MEDIAN_TOKENS, SIGMA = 48.0, 0.8
-"""Parameters of the lognormal lengths, cut at LONGEST. Their mean is 64; nearly every step has a longest response."""
+"""Parameters of the lognormal lengths, clipped at LONGEST. The mean is 64; nearly every step has a response of
+LONGEST."""
 WARM_UP = 2
 LEARNING_RATE = 1e-6
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
@@ -22,8 +23,9 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 @dataclass(frozen=True)
 class Workload:
-    """`aim` bounds the peer's seconds over ours. `peer_microbatch`, in responses, is the fastest for TRL of 16 ... 256:
-    it pads, and with long tails large micro-batches are mostly padding. Of `steps` the first WARM_UP do not count."""
+    """Lengths of a benchmark. `aim`: target of the peer's seconds divided by ours. `peer_microbatch`: TRL's fastest
+    micro-batch size of 16 to 256 responses; TRL pads, so with long tails large micro-batches are mostly padding. The
+    first WARM_UP of `steps` do not count."""
 
     name: str
     long_tailed: bool
@@ -39,7 +41,7 @@ WORKLOADS = (
 
 
 def lengths(workload: Workload, step: int) -> np.ndarray:
-    """Response tokens of every row of a step, int64 [RESPONSES]; another draw in every step."""
+    """Return the response lengths of a step, int64 [RESPONSES]; they differ between steps."""
     if not workload.long_tailed:
         return np.full(RESPONSES, EQUAL_TOKENS, np.int64)
     drawn = np.random.default_rng(step).lognormal(np.log(MEDIAN_TOKENS), SIGMA, RESPONSES)
@@ -47,16 +49,16 @@ def lengths(workload: Workload, step: int) -> np.ndarray:
 
 
 def schedule() -> list[np.ndarray]:
-    """Lengths of every step, one workload after the other."""
+    """Return the lengths of every step, one workload after the other."""
     return [lengths(workload, step) for workload in WORKLOADS for step in range(workload.steps)]
 
 
 def digit_share(text: str) -> float:
-    """The reward: varies within every group, whatever the model."""
+    """Return the reward: the fraction of digits, which varies within every group for any model."""
     return sum(character.isdigit() for character in text) / max(len(text), 1)
 
 
 def reward(data_source: str, solution_str: str, ground_truth: object, extra_info: object = None) -> float:
-    """digit_share with the signature that `reward.function` takes."""
+    """Adapt digit_share to the signature of `reward.function`."""
     del data_source, ground_truth, extra_info
     return digit_share(solution_str)

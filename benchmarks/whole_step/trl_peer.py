@@ -2,9 +2,9 @@
 
     python -m benchmarks.whole_step.trl_peer MODEL_DIR PROMPTS.jsonl WORKLOAD_INDEX
 
-Every line on stdin starts one step; every step answers with one JSON object on stdout: seconds by phase.
-Lengths are forced by a logits processor: a row cannot end before its length, and must end there. So the batch decodes
-until its longest row is done and the trainer masks what follows each end, as it would with lengths of the model's own.
+Every line on stdin starts one step; every step prints one JSON object to stdout: seconds by phase.
+A logits processor forces the lengths: a row ends exactly at its length. The batch decodes until its longest row has
+ended, and the trainer masks the tokens after each end, as it would with lengths that the model chooses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.whole_step.task import (
 
 
 class ForcedLengths(LogitsProcessor):
-    """Ends row i after lengths[i] tokens, the end token included, and never before."""
+    """Ends row i after exactly lengths[i] tokens, including the end token."""
 
     def __init__(self, lengths: np.ndarray, eos: int) -> None:
         self._lengths = torch.from_numpy(lengths)
@@ -53,7 +53,7 @@ class ForcedLengths(LogitsProcessor):
 
 
 class Stopwatch:
-    """Seconds of a step by phase; wraps the methods that are the phases."""
+    """Measures the seconds of a step by phase; wraps one method per phase."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -71,7 +71,7 @@ class Stopwatch:
 
 
 class OnCommand(TrainerCallback):
-    """A step begins with a line on stdin and ends with a line on stdout."""
+    """Callback that starts a step for a line on stdin and prints a line to stdout at its end."""
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
@@ -79,7 +79,7 @@ class OnCommand(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not sys.stdin.readline():
-            raise SystemExit("the other side has gone")
+            raise SystemExit("the other side has ended")
         self._stopwatch.seconds.clear()
         self._started = time.perf_counter()
 
@@ -89,7 +89,7 @@ class OnCommand(TrainerCallback):
 
 
 def settings(directory: str, workload: Workload) -> GRPOConfig:
-    """One update per batch, plain fp32, nothing recomputed: the fastest way that TRL has on this machine."""
+    """Return TRL's fastest settings for this machine: one update per batch, plain fp32, no recomputation."""
     return GRPOConfig(
         output_dir=directory,
         max_steps=workload.steps,
