@@ -1,9 +1,9 @@
-"""Runs the demo's task with every algorithm that has a configuration and writes a table of before and after.
+"""Run the demo's task with every algorithm that has a demo configuration, and write a table of results.
 
     make demo                                  # prepares the task and the warm-started model
     python scripts/compare_algorithms.py [--steps N] [--only grpo,ppo]
 
-Results: benchmarks/results/DATE-cpu-algorithms.json. A run that is complete is not repeated.
+Results: benchmarks/results/DATE-cpu-algorithms.json. Complete runs are not repeated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLUMNS = ("accuracy before", "after", "reward before", "after", "explained vari
 
 
 def measure(name: str, steps: int | None) -> dict[str, Any]:
-    """Run one algorithm and return its figures."""
+    """Run one algorithm and return its results."""
     overrides = [f"run.dir=runs/compare/{name}", *([f"trainer.steps={steps}"] if steps is not None else [])]
     config = load_config(str(ROOT / ALGORITHMS[name]), overrides)
     figures = ROOT / config.run.dir / "metrics.jsonl"
@@ -48,7 +48,7 @@ def measure(name: str, steps: int | None) -> dict[str, Any]:
     return {
         "steps": records[-1]["step"],
         "accuracy": [accuracy[0], accuracy[-1]],
-        # A single step's reward is noisy: means of the first and the last five.
+        # The reward of a single step is noisy, so average the first and the last five steps.
         "reward": [mean(reward[:5]), mean(reward[-5:])],
         "explained_variance": mean(explained[-5:]) if explained else None,
     }
@@ -75,15 +75,15 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="steps of every run; default: as configured")
-    parser.add_argument("--only", help=f"comma-separated, of {', '.join(ALGORITHMS)}")
+    parser.add_argument("--steps", type=int, help="number of steps of every run; default: as configured")
+    parser.add_argument("--only", help=f"comma-separated names: {', '.join(ALGORITHMS)}")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(ALGORITHMS)
     unknown = [name for name in names if name not in ALGORITHMS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(ALGORITHMS)}")
     if not (ROOT / DEMOS["work3"].exported).is_dir():
-        parser.error("the demo's warm-started model is not there; run `make demo` first")
+        parser.error("the demo's warm-started model does not exist; run `make demo` first")
     results = {name: measure(name, options.steps) for name in names}
     print(table(results))
     path = ROOT / "benchmarks" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-cpu-algorithms.json"

@@ -1,10 +1,10 @@
-"""Runs a demo synchronously and with rollouts that are ahead, for several seeds, and writes a table.
+"""Run a demo synchronously and asynchronously with several seeds, and write a table of results.
 
     make demo                                  # prepares work3 and its warm-started model
-    python scripts/demo.py --task think2       # the same of think2
+    python scripts/demo.py --task think2       # the same for think2
     python scripts/compare_staleness.py [--task work3|think2] [--seeds N] [--steps N] [--only sync,eta2]
 
-Results: benchmarks/results/DATE-cpu-staleness-TASK.json. A run that is complete is not repeated.
+Results: benchmarks/results/DATE-cpu-staleness-TASK.json. Complete runs are not repeated.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ DECOUPLED = ("algorithm.policy_loss.name=decoupled_ppo",)
 
 
 def ahead(eta: int, *more: str) -> tuple[str, ...]:
-    """Settings of a run that is `eta` versions ahead. Its engine runs everything that may be under way at once: with
-    fewer slots the groups of the demos, whose engine is the slower side, stay younger."""
+    """Return the settings of an asynchronous run with bound `eta`. The engine has a slot for every request that may be
+    in flight. The engine is the slower side in the demos, so with fewer slots the groups would be younger than eta."""
     bounds = (f"rollout.max_staleness={eta}", f"rollout.max_staleness_hard={eta + 2}")
     return (*DISAGGREGATED, *bounds, f"rollout.max_concurrent_requests={(eta + 1) * SAMPLES_PER_STEP}", *more)
 
@@ -53,7 +53,7 @@ COLUMNS = ("before", "after: mean", "deviation", "best: mean", "staleness", "old
 
 
 def measure(task: str, name: str, seed: int, steps: int | None) -> dict[str, Any]:
-    """Run one configuration with one seed and return its figures."""
+    """Run one configuration with one seed and return its results."""
     path = DEMOS[task].config
     overrides = [f"run.dir=runs/staleness/{task}_{name}_{seed}", f"run.seed={seed}", *WAYS[name]]
     overrides += [f"trainer.steps={steps}"] if steps is not None else []
@@ -92,18 +92,18 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default=TASKS[0])
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from 1 on")
-    parser.add_argument("--steps", type=int, help="steps of every run; default: as configured")
-    parser.add_argument("--only", help=f"comma-separated, of {', '.join(WAYS)}")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 1")
+    parser.add_argument("--steps", type=int, help="number of steps of every run; default: as configured")
+    parser.add_argument("--only", help=f"comma-separated names: {', '.join(WAYS)}")
     options = parser.parse_args(arguments)
     names = options.only.split(",") if options.only else list(WAYS)
     unknown = [name for name in names if name not in WAYS]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(WAYS)}")
     if not (ROOT / DEMOS[options.task].exported).is_dir():
-        parser.error(f"the warm-started model is not there; run `python scripts/demo.py --task {options.task}` first")
+        parser.error(f"the warm-started model does not exist; run `python scripts/demo.py --task {options.task}` first")
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for seed in range(1, options.seeds + 1):  # all ways of a seed first: what is there compares when it is stopped
+    for seed in range(1, options.seeds + 1):  # seed by seed, so that an interrupted comparison is fair
         for name in names:
             results[name].append(measure(options.task, name, seed, options.steps))
         print(table({name: runs for name, runs in results.items() if runs}), flush=True)

@@ -1,7 +1,7 @@
-"""`make demo`: prepares a task, warm-starts a tiny model on it, improves the model with DAPO, shows the difference.
+"""`make demo`: prepare a task, warm-start a tiny model on it, improve the model with DAPO, and show the accuracy.
 
-Each stage is skipped when it is complete and resumed when it is not, so running it again is always right. Settings
-given as `key=value` go to the DAPO run.
+A complete stage is skipped and an incomplete one resumed, so the command can always be repeated. Overrides `key=value`
+apply to the DAPO run.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def two_hosts() -> Iterator[None]:
     Raises: SystemExit if they cannot be created.
     """
     os.environ["TWO_HOSTS"] = "demo"
-    subprocess.run([TWO_HOSTS, "down"], check=False)  # of a demo that was killed
+    subprocess.run([TWO_HOSTS, "down"], check=False)  # hosts of a demo that was killed
     try:
         for words in (["up"], ["ray", "4"]):
             code = subprocess.run([TWO_HOSTS, *words], check=False, start_new_session=True).returncode
@@ -102,10 +102,12 @@ def two_hosts() -> Iterator[None]:
 
 
 def train(arguments: Sequence[str], on: Sequence[str] = ()) -> None:
-    """Runs `mcore-rl train` and waits for it, through signals too, which are its own: it saves and takes its processes
-    down. One that its process group has had as well counts there once. `on`: the words that run a command on a host.
+    """Run `mcore-rl train` and wait for it. INT and TERM are forwarded: the run saves and stops its processes. If the
+    run has received the signal already, as a member of the process group, it counts both as one.
 
-    Raises: SystemExit with its exit code, unless that is 0.
+    on: prefix of the command that runs it on a host.
+
+    Raises: SystemExit with the exit code, unless it is 0.
     """
     command = [*on, str(Path(sys.executable).with_name("mcore-rl")), "train", *arguments]
     print(f"$ {shlex.join([*on, 'mcore-rl', 'train', *arguments])}", flush=True)
@@ -120,7 +122,7 @@ def train(arguments: Sequence[str], on: Sequence[str] = ()) -> None:
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         started.append(subprocess.Popen(command, cwd=ROOT))
-        for number in received:  # before it was known here
+        for number in received:  # signals that arrived before the process was in `started`
             started[0].send_signal(number)
         code = started[0].wait()
     finally:
@@ -148,13 +150,13 @@ def is_finished(run: Path) -> bool:
 
 
 def validations(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The validated steps in order; after a resume the later row of a step counts."""
+    """Return the rows of validated steps in order; after a resume, the later row of a step counts."""
     by_step = {row["step"]: row for row in rows if "val/accuracy" in row}
     return [by_step[step] for step in sorted(by_step)]
 
 
 def curve(rows: Sequence[dict[str, Any]]) -> str:
-    """Accuracy at every validated step as text; empty without any."""
+    """Format the accuracy at every validated step; empty without any."""
     lines = [f"{row['step']:>6}  {row['val/accuracy']:.3f}  {'█' * round(40 * row['val/accuracy'])}" for row in rows]
     return "\n".join([f"{'step':>6}  accuracy on {demo_task.NUM_HELD_OUT} validated problems", *lines] if lines else [])
 
@@ -171,11 +173,11 @@ def closing(demo: Demo) -> str:
 
 
 def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str = "vllm", hosts: int = 1) -> None:
-    """Run all stages of a demo. With overrides a finished run continues, since they can increase its steps.
+    """Run all stages of a demo. With overrides, a finished run continues, because they may increase its steps.
 
     hosts: 2 simulates two hosts. Another engine and two hosts use separate run directories.
 
-    Raises: ConfigError for overrides that are wrong, before the warm start.
+    Raises: ConfigError for invalid overrides, before the warm start.
     """
     started = time.monotonic()
     chosen, run = list(overrides), demo.run
@@ -188,15 +190,17 @@ def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str = "vllm",
     if overrides:
         demo = replace(demo, run=load_config(str(ROOT / demo.config), overrides).run.dir)
     if not chosen and is_finished(ROOT / demo.run):
-        print(f"This demo has been run; {demo.run} holds the result.\n")
+        print(f"This demo has already run; the results are in {demo.run}.\n")
         print(summary_table(read_metrics(ROOT / demo.run / "metrics.jsonl")))
     else:
         written = demo_task.prepare(ROOT / demo.data, demo.task)
         if written and (ROOT / demo.warm_start_run).exists():
-            raise ConfigError(f"{demo.warm_start_run} is of another {demo.data}, which was written anew: remove it")
-        print(f"[1/3] problems, tokenizer and a random model: {demo.data} ({'written' if written else 'there'})")
+            raise ConfigError(
+                f"{demo.warm_start_run} was trained on an earlier {demo.data}, which has been replaced: remove it"
+            )
+        print(f"[1/3] problems, tokenizer and a random model: {demo.data} ({'written' if written else 'exists'})")
         if is_exported(ROOT / demo.exported):
-            print(f"[2/3] warm start: {demo.exported} is there")
+            print(f"[2/3] warm start: {demo.exported} exists")
         else:
             print("[2/3] warm start: supervised training of the random model")
             train(demo.warm_start_arguments())
@@ -215,9 +219,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Warm start, then DAPO, on an arithmetic task; a few minutes on 2 cores."
     )
     parser.add_argument("--task", choices=sorted({demo.task for demo in DEMOS.values()}), default="work3")
-    parser.add_argument("--mode", choices=("sync", "async"), default="sync", help="async: of work3")
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help="that generates")
-    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1, help="2: pretended ones, as root on Linux")
+    parser.add_argument("--mode", choices=("sync", "async"), default="sync", help="async: only with --task work3")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help="inference engine")
+    parser.add_argument(
+        "--hosts", type=int, choices=(1, 2), default=1, help="2: two simulated hosts; needs root on Linux"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for the DAPO run, such as trainer.steps=10")
     options = parser.parse_args(arguments)
     name = options.task if options.mode == "sync" else f"{options.task} {options.mode}"
@@ -228,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except FileExistsError as error:  # another thing is where the task goes
+    except FileExistsError as error:  # the task's directory contains something else
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

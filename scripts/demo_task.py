@@ -1,9 +1,9 @@
 """Tasks of the demo: problems, a small tokenizer and a tiny random Qwen3-MoE, generated from one seed.
 
-Two of one turn; episode_tasks has those of several. `work3`: 3-digit addition, digit by digit, then the answer after a
-bar (`347+285=` is continued by `7+5+0=12;4+8+1=13;3+2+1=6#632`). `think2`: 2-digit addition whose warm-start data
-mostly blurts a wrong answer and shows its working (`<7+5+0=12;3+8+1=12>#122`) only now and then, so that learning shows
-as growing length.
+There are two single-turn tasks; episode_tasks has the multi-turn tasks. `work3`: 3-digit addition, digit by digit, then
+the answer after `#` (`347+285=` is continued by `7+5+0=12;4+8+1=13;3+2+1=6#632`). `think2`: 2-digit addition. Most of
+its warm-start targets are a wrong answer without working; a few show the working (`<7+5+0=12;3+8+1=12>#122`). Learning
+is therefore visible as growing length.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Problem:
 
 
 def columns(a: int, b: int) -> str:
-    """The written addition of a and b: one `digit+digit+carry=sum` per column, from the right."""
+    """Return the written addition of a and b: one `digit+digit+carry=sum` per column, from the right."""
     steps, carry = [], 0
     while a or b:
         total = a % 10 + b % 10 + carry
@@ -65,7 +65,7 @@ def think2(a: int, b: int, rng: random.Random, working_fraction: float = 0.2) ->
 
 @dataclass(frozen=True)
 class Addition:
-    """A task of one turn; operands are sampled from [low, high)."""
+    """Single-turn task; operands are sampled from [low, high)."""
 
     make: Callable[[int, int, random.Random], Problem]
     low: int
@@ -90,7 +90,7 @@ class Addition:
 
 @dataclass(frozen=True)
 class Episodes:
-    """A task of several turns."""
+    """Multi-turn task."""
 
     rows: Callable[[int, dict[str, int]], dict[str, list[episode_tasks.Row]]]
     tokenizer: Callable[[], Any]
@@ -120,8 +120,8 @@ TASKS = {
 
 
 def problems(name: str, seed: int = 1) -> dict[str, list[Problem]]:
-    """Draws the splits `warm_start`, `train` and `val`; what is validated is in neither of the others, but for
-    games, which are all asked for in the same words."""
+    """Sample the splits `warm_start`, `train` and `val`. Validation problems are in no other split, except for games,
+    which all have the same prompt."""
     task = TASKS[name]
     sizes = {"val": NUM_HELD_OUT, "train": task.num_train, "warm_start": task.num_warm_start}
     splits = task.kind.draw(name, seed, sizes)
@@ -138,7 +138,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
 
 
 def build_tokenizer() -> Any:
-    """A fast Hugging Face tokenizer with one token per character; ids 0, 1, 2 are pad, end and unknown."""
+    """Build a fast Hugging Face tokenizer with one token per character; ids 0, 1, 2 are pad, end and unknown."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -157,7 +157,7 @@ def build_tokenizer() -> Any:
 
 
 def model_config(vocabulary: int = 3 + len(ALPHABET)) -> Any:
-    """A Qwen3-MoE of 1.8 M parameters whose sizes divide by 2 in every parallel direction."""
+    """Return a Qwen3-MoE configuration of 1.8 M parameters whose sizes are divisible by 2 on every parallel axis."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
@@ -183,7 +183,7 @@ def model_config(vocabulary: int = 3 + len(ALPHABET)) -> Any:
 
 
 def write_model(directory: Path, seed: int = 1, tokenizer: Any = None) -> int:
-    """Writes model and tokenizer as an HF checkpoint; returns the number of parameters."""
+    """Write model and tokenizer as an HF checkpoint; returns the number of parameters."""
     import torch
     from transformers import Qwen3MoeForCausalLM
     from transformers.utils import logging
@@ -208,11 +208,11 @@ def is_prepared(directory: Path, name: str, seed: int) -> bool:
 
 
 def prepare(directory: Path, name: str = "work3", seed: int = 1) -> bool:
-    """Writes model/, warm_start.jsonl, train.jsonl and val.jsonl; returns False if they are there already.
+    """Write model/, warm_start.jsonl, train.jsonl and val.jsonl; returns False if they exist already.
 
-    Everything is built in a directory beside the target and renamed, so a crash leaves nothing half-made.
+    All files are written to a temporary directory, which is then renamed, so a crash leaves nothing incomplete.
 
-    Raises: FileExistsError where the directory holds something else.
+    Raises: FileExistsError if the directory contains something else.
     """
     if is_prepared(directory, name, seed):
         return False
@@ -250,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
     except FileExistsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.out}: {'written' if written else 'there already'}")
+    print(f"{options.out}: {'written' if written else 'exists already'}")
     return 0
 
 

@@ -1,10 +1,10 @@
-"""The demo's tasks of several turns: a calculator to call, and a number to guess. Their problems and tokenizers.
+"""Multi-turn tasks of the demo, a calculator and a guessing game: their problems and tokenizers.
 
-`tool`: 3-digit multiplication, which the tiny model cannot do, with a calculator, which it can call. The warm start
-teaches both to call it and, in most rows, to blurt some number: what pays is for the run to find out.
-`game`: guess a number from 0 to 14, four times; a guess is answered by `>` (it is higher) or `<` (it is lower). The
-warm start mostly teaches to guess blindly, which finds one number in four; a guess after a `!` is the middle of what
-the answers have left, and four of those find any number. Again, what pays is for the run to find out.
+`tool`: 3-digit multiplication, which the tiny model cannot compute, with a calculator that it can call. The warm start
+teaches to call the calculator in some rows, and to answer a random number in most rows. The run has to learn to call
+it. `game`: guess a number from 0 to 14 in four guesses; the answer to a guess is `>` (the number is higher) or `<`
+(lower). The warm start mostly teaches random guesses, which find one number in four. A guess after `!` is the middle of
+the remaining range; four such guesses find every number. The run has to learn to use them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CALL, CALLED, ANSWER = (
     '"}}\n</tool_call>',
     "<answer>",
 )
-"""One token each, so that a call is not much longer than what it asks."""
+"""One token each, so that a call is hardly longer than its expression."""
 TOOL_TEMPLATE = (
     "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
     "{% for m in messages %}{% if m.role == 'tool' %}<answer>{% endif %}{{ m.content }}"
@@ -30,9 +30,10 @@ GAME_TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistan
 CALLING_FRACTION = 0.25
 """Fraction of warm-start rows that call the calculator."""
 HEEDING_FRACTION = 0.15
-"""Fraction of warm-start games in which most guesses follow the hints and start with `!`; in the others few do."""
+"""Fraction of warm-start games in which most guesses follow the hints and start with `!`; in other games few do."""
 MOST, FEW = 0.9, 0.1
-"""Neither is all or none: a run sees games in which both kinds mix, and must know what `!` means in them too."""
+"""Fractions of guesses that follow the hints. Not 1 and 0: the run samples games with both kinds of guesses, so the
+warm start must contain such games too."""
 NUMBERS, RANGE, GUESSES = 15, "0-14?", 4
 """Number of values, prompt of a game, and maximum number of guesses."""
 
@@ -55,7 +56,7 @@ def tool_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Row]]:
 
 
 def _multiplication(a: int, b: int, rng: random.Random) -> Row:
-    """A row of the warm start: a guess, a call, or what follows a call that was answered."""
+    """Return a warm-start row: a random answer, a call, or the turn after an answered call."""
     asked, product = f"[calculator]{a}*{b}=", a * b
     if rng.random() > 2 * CALLING_FRACTION:
         return asked, f"#{rng.randrange(10**4, 10**6)}", str(product)
@@ -80,7 +81,8 @@ def _game(number: int) -> Row:
 
 
 def _shown_game(number: int, rng: random.Random) -> Row:
-    """A row of the warm start: a whole game. What is answered is part of its target: no harm, as a turn ends before."""
+    """Return a warm-start row: a whole game. Its target includes the hints; this is harmless, because turns end before
+    them."""
     played, first, last = "", 0, NUMBERS - 1
     heeding = MOST if rng.random() < HEEDING_FRACTION else FEW
     for turn in range(GUESSES):
@@ -95,19 +97,19 @@ def _shown_game(number: int, rng: random.Random) -> Row:
 
 
 def num_tokens(target: str) -> int:
-    """At most: the parts of a call are one token each."""
+    """Return an upper bound of the tokens of a target; the parts of a call are one token each."""
     for part in (CALL, CALLED, ANSWER, ENDS):
         target = target.replace(part, "*")
     return len(target)
 
 
 def tool_tokenizer() -> Any:
-    """One token per character, and one for each part of a call."""
+    """Build a tokenizer with one token per character, and one for each part of a call."""
     return _tokenizer("0123456789*=#.", (CALL, CALLED, ANSWER, "[calculator]"), r"[\s\S]", TOOL_TEMPLATE)
 
 
 def game_tokenizer() -> Any:
-    """One token per number."""
+    """Build a tokenizer with one token per number."""
     return _tokenizer([*map(str, range(NUMBERS)), *"-?<>!"], (), r"\d+|[\s\S]", GAME_TEMPLATE)
 
 

@@ -1,8 +1,10 @@
-"""Fetches the Python of CUDA packages, without their kernels, for tests/contract/cuda and tests/te: `.venv/bin/python
-scripts/setup_contracts.py` puts each into a folder of .peers/contracts, and leaves those that are there.
+"""Download the Python files of CUDA packages, without their kernels, for tests/contract/cuda and tests/te.
 
-pip finds the wheels (with its own settings) and reads of each only the ranges in which its Python lies; from an index
-that gives no ranges the wheel is downloaded whole.
+`.venv/bin/python scripts/setup_contracts.py` writes each package to a folder of .peers/contracts; existing folders
+stay.
+
+pip finds the wheels, with its own settings. Of each wheel only the byte ranges with Python files are downloaded; if the
+index does not support ranges, the whole wheel.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from pip._vendor.packaging.specifiers import SpecifierSet
 from pip._vendor.requests import Response
 
 LARGEST_GAP = 1 << 18
-"""Bytes between two Python files that are read with them rather than asked for another time."""
+"""Bytes between two Python files up to which they are downloaded in one request."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)] + ["manylinux2014_x86_64", "linux_x86_64"]
 """Platform tags of GPU machines, independent of this machine."""
 
@@ -51,7 +53,9 @@ def fetch(package: Package) -> None:
 
 
 def _from_wheel(wheel: ZipFile, package: Package, target: Path) -> None:
-    python = re.compile(rf"{package.module}/.*\.py|[^/]+\.dist-info/.*")  # packages look themselves up
+    python = re.compile(
+        rf"{package.module}/.*\.py|[^/]+\.dist-info/.*"
+    )  # with metadata: packages read their own version
     names = [name for name in wheel.namelist() if python.fullmatch(name)]
     assert wheel.fp is not None
     for start, stop in spans(wheel, names):
@@ -105,11 +109,11 @@ def _found_by_pip(package: Package, stack: ExitStack) -> tuple[PipSession, Link]
 
 
 def _opened(session: PipSession, link: Link, stack: ExitStack) -> IO[bytes]:
-    """A wheel as a file, read from afar where the index gives ranges."""
+    """Open a wheel as a file, reading remote ranges if the index supports them."""
     try:
         return stack.enter_context(LazyZipOverHTTP(link.url_without_fragment, session))  # type: ignore[arg-type]
     except HTTPRangeRequestUnsupported:
-        print(f"the index gives no ranges: downloading all of {link.filename}", flush=True)
+        print(f"the index does not support ranges: downloading all of {link.filename}", flush=True)
     response = session.get(link.url_without_fragment)
     response.raise_for_status()
     return io.BytesIO(response.content)
@@ -125,7 +129,7 @@ def main() -> int:
         try:
             fetch(package)
             print(f"fetched the Python of {package.distribution} {package.version}", flush=True)
-        except Exception as error:  # pip has many, and each means the same here
+        except Exception as error:  # pip raises many types, which all mean that the package is missing
             missing.append(f"{package.distribution} {package.version}: {type(error).__name__}: {error}")
     for line in missing:
         print(line, file=sys.stderr)

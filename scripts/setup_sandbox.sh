@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what sandbox.kind=bubblewrap starts, and says whether it works here. Installs nothing when it is there.
+# Installs bubblewrap for sandbox.kind=bubblewrap unless it is installed, and checks that it works on this machine.
 set -euo pipefail
 
 fail() { printf 'sandbox: %s\n' "$1" >&2; exit 1; }
@@ -17,5 +17,5 @@ if ! command -v bwrap >/dev/null; then
   install || { "${as_root[@]}" apt-get update >/dev/null && install; }
 fi
 words=$(bwrap --unshare-all --unshare-user --disable-userns --ro-bind / / true 2>&1) ||
-  fail "bubblewrap is installed, but refused here: $words (docs/sandbox.md says what else there is)"
+  fail "bubblewrap is installed, but does not work here: $words (docs/sandbox.md lists alternatives)"
 printf 'sandbox: %s works\n' "$(bwrap --version)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what tests/e2e/test_slurm.py starts: SLURM's daemons and commands, and munge. Does nothing when they are there.
+# Installs SLURM's daemons and commands, and munge, for tests/e2e/test_slurm.py. Does nothing if they are installed.
 set -euo pipefail
 
 PATH=$PATH:/usr/sbin:/sbin

@@ -1,9 +1,9 @@
-"""Writes a tiny random HF checkpoint of any supported family, for tests and for trying a conversion.
+"""Write a tiny random HF checkpoint of any supported family, for tests and to try a conversion.
 
     python scripts/tiny_checkpoint.py deepseek_v3 /tmp/tiny --mtp
     python scripts/tiny_checkpoint.py qwen3 /tmp/tiny --set tie_word_embeddings=true --set vocab_size=97
 
-save_pretrained of transformers writes it, so its names and layout are an independent reference.
+transformers' save_pretrained writes it, so names and layout are an independent reference.
 """
 
 from __future__ import annotations
@@ -91,14 +91,15 @@ def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:
 
 
 def tiny_config(kind: str, **changes: Any) -> Any:
-    """The same as a transformers configuration."""
+    """Return the transformers configuration with the fields of `tiny_fields`."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**tiny_fields(kind, **changes))
 
 
 def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: Any) -> Any:
-    """A float32 model with peaky logits and norms away from 1, so that a weight in the wrong place shows."""
+    """Create a float32 model with peaked logits and norms away from 1, so that a misplaced weight changes the
+    output."""
     from transformers import AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(seed)
@@ -111,21 +112,21 @@ def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: Any) -
             parameter.normal_(mean, deviation, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                # As wide as the scores themselves: many choices are others than without it.
+                # As wide as the scores themselves, so that it changes many choices of experts.
                 buffer.normal_(0.0, 0.3, generator=generator)
     return model
 
 
 def write_tiny_model(directory: Path | str, kind: str, *, seed: int = 0, std: float = 0.12, **changes: Any) -> Path:
-    """Saves tiny_model(...) as an HF directory (config.json, safetensors with one tensor per expert)."""
+    """Save tiny_model(...) as an HF directory (config.json, safetensors with one tensor per expert)."""
     directory = Path(directory)
     tiny_model(kind, seed=seed, std=std, **changes).save_pretrained(directory)
     return directory
 
 
 def add_mtp_layer(directory: Path, *, seed: int = 4, num_layers: int = 1) -> None:
-    """Multi-token-prediction layers beside what transformers saves, which has none: random, with the copies that
-    published checkpoints have."""
+    """Add random multi-token-prediction layers, which transformers does not save, including the copies of embedding and
+    output projection that published checkpoints have."""
     from safetensors.torch import load_file, save_file
 
     config = json.loads((directory / "config.json").read_text()) | {"num_nextn_predict_layers": num_layers}
@@ -143,8 +144,8 @@ def add_mtp_layer(directory: Path, *, seed: int = 4, num_layers: int = 1) -> Non
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 bad input."""
-    parser = argparse.ArgumentParser(description="Writes a tiny random HF checkpoint.")
+    """Run the command. Returns 0, or 2 for invalid input."""
+    parser = argparse.ArgumentParser(description="Write a tiny random HF checkpoint.")
     parser.add_argument("family", choices=sorted(FAMILIES), metavar="FAMILY", help=", ".join(sorted(FAMILIES)))
     parser.add_argument("out", type=Path, metavar="DIR", help="must not exist")
     parser.add_argument("--seed", type=int, default=0)
@@ -161,7 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write(family: str, out: Path, *, changes: dict[str, Any], seed: int, mtp: bool) -> None:
-    """Raises: ConversionError when `out` exists, or the family refuses the changed configuration."""
+    """Write the checkpoint. Raises: ConversionError if `out` exists, or the family rejects the changed
+    configuration."""
     if out.exists():
         raise ConversionError(f"{out} exists already; remove it or choose another directory")
     known_to_transformers = "deepseek_v3" if family == "kimi_k2" else family

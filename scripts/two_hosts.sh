@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Two pretended hosts on this machine (Linux, root): each has a network, a name and a /dev/shm of its own; files are shared.
-#   scripts/two_hosts.sh up            makes them: A is 10.213.7.1, B is 10.213.7.2
-#   scripts/two_hosts.sh ray [CPUS]    starts a Ray cluster over both, with so many CPUs each; runs join 10.213.7.1:6379
-#   scripts/two_hosts.sh A CMD...      runs a command on A (or B)
-#   scripts/two_hosts.sh down          ends everything on them, and removes them
-# TWO_HOSTS=name keeps several pairs apart.
+# Two simulated hosts on this machine (Linux, root): each has its own network, host name and /dev/shm; files are shared.
+#   scripts/two_hosts.sh up            create them: A is 10.213.7.1, B is 10.213.7.2
+#   scripts/two_hosts.sh ray [CPUS]    start a Ray cluster on both, with CPUS each; runs join it at 10.213.7.1:6379
+#   scripts/two_hosts.sh A CMD...      run a command on A (or B)
+#   scripts/two_hosts.sh down          kill all their processes and remove them
+# TWO_HOSTS=name selects one of several pairs.
 set -euo pipefail
 
 name=${TWO_HOSTS:-mcore_rl}
@@ -19,11 +19,11 @@ up() {
   for tool in ip unshare nsenter; do
     command -v $tool >/dev/null || { echo "two_hosts.sh: $tool is not installed (iproute2, util-linux)" >&2; exit 2; }
   done
-  [[ ! -e $state ]] || { echo "two_hosts.sh: $state is there; two_hosts.sh down first" >&2; exit 2; }
+  [[ ! -e $state ]] || { echo "two_hosts.sh: $state exists; run two_hosts.sh down first" >&2; exit 2; }
   mkdir -m 700 "$state"
   (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$token")
   printf '127.0.0.1 localhost\n10.213.7.1 host-a\n10.213.7.2 host-b\n' >"$state/hosts"
-  : >"$state/resolv.conf" # no name server: torch asks for the name of each peer, which takes 10 s where none answers
+  : >"$state/resolv.conf" # no name server: torch resolves the name of each peer, which takes 10 s if no server answers
   for host in A B; do
     ip netns add "${name}_$host"
     ip -n "${name}_$host" link set lo up
@@ -32,7 +32,7 @@ up() {
   for host in A B; do
     ip -n "${name}_$host" addr add "$(address_of $host)/24" dev veth0
     ip -n "${name}_$host" link set veth0 up
-    # One process holds a host's namespaces, so that all commands on it see one /dev/shm.
+    # One process keeps the namespaces of a host alive, so that all its commands share one /dev/shm.
     setsid ip netns exec "${name}_$host" unshare --mount --ipc --uts bash -c "
       mount -t tmpfs -o size=50% shm /dev/shm
       mount --bind '$state/hosts' /etc/hosts
@@ -45,7 +45,7 @@ up() {
     [[ -e $state/A && -e $state/B ]] && return
     sleep 0.1
   done
-  echo "two_hosts.sh: this machine does not let us make namespaces" >&2
+  echo "two_hosts.sh: this machine does not allow namespaces" >&2
   down
   exit 2
 }
@@ -53,8 +53,8 @@ up() {
 on() {
   local host=$1
   shift
-  [[ -e $state/$host ]] || { echo "two_hosts.sh: there are no hosts; two_hosts.sh up" >&2; exit 2; }
-  # Ray asks for a token where its nodes do not share a machine: all have the same.
+  [[ -e $state/$host ]] || { echo "two_hosts.sh: there are no hosts; run two_hosts.sh up" >&2; exit 2; }
+  # Ray requires a token if its nodes are on different machines; all processes use the same one.
   export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$token
   exec nsenter --target "$(<"$state/$host")" --mount --ipc --uts --net --wd="$PWD" "$@"
 }
@@ -65,7 +65,7 @@ start_ray() {
   for host in A B; do
     local role=(--address=10.213.7.1:6379)
     [[ $host == A ]] && role=(--head --port=6379 --include-dashboard=false)
-    mktemp -d "/tmp/ray$host.XXXXX" >"$state/ray_$host" # a short name: sockets lie in it
+    mktemp -d "/tmp/ray$host.XXXXX" >"$state/ray_$host" # a short path: Linux limits the paths of sockets to 107 characters
     (on $host env RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 "$here/../.venv/bin/python" -m ray.scripts.scripts start "${role[@]}" \
       --node-ip-address="$(address_of $host)" --node-name="host-${host,,}" --num-cpus="$cpus" \
       --object-store-memory=200000000 --temp-dir="$(<"$state/ray_$host")" --disable-usage-stats \
