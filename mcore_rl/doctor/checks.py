@@ -71,7 +71,7 @@ PACKAGES = (
     Package("math-verify", ("math-verify",), "math_verify", Need.BOTH, "the built-in math grader", CPU_INSTALL),
     Package("tensorboard", ("tensorboard",), "tensorboard", Need.BOTH, "run_dir/tensorboard", CPU_INSTALL),
     Package("flash-attn", ("flash-attn",), "flash_attn", Need.EXTRA, "packed attention on GPUs older than Hopper",
-            "pip install --no-build-isolation --no-deps flash-attn==2.8.3 (builds for long, needs nvcc)"),
+            "pip install --no-build-isolation --no-deps flash-attn==2.8.3 (long build, needs nvcc)"),
 )  # fmt: skip
 GIB = 1 << 30
 
@@ -144,7 +144,7 @@ def check_vllm() -> list[Check]:
 def check_sglang() -> Check:
     """Check SGLang, which has its own environment because it needs other versions of shared packages."""
     version = sglang_version()
-    state = f"{version} beside {sglang_python()}" if version else "-"
+    state = f"{version}, for {sglang_python()}" if version else "-"
     return Check(
         "sglang",
         version == SGLANG_VERSION,
@@ -163,7 +163,7 @@ def check_transformer_engine() -> Check:
 
 def check_apex() -> Check:
     """Check NVIDIA's apex, of which one kernel is used. An unrelated package of the same name has no `optimizers`."""
-    kernel, feature = "fused_weight_gradient_mlp_cuda", "weight gradients added up within their products on GPUs"
+    kernel, feature = "fused_weight_gradient_mlp_cuda", "weight gradients accumulated by the matrix products on GPUs"
     remedy = "build NVIDIA/apex from source (docs/gpu.md); never `pip install apex`"
     version = version_of(["apex"])
     if has_module(kernel):
@@ -231,7 +231,7 @@ def check_machine() -> list[Check]:
     files = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
     enough_files = soft == resource.RLIM_INFINITY or soft >= 1024
     return [
-        Check("cores", usable_cores() >= 2, str(usable_cores()), Need.BOTH, "two ranks beside an engine",
+        Check("cores", usable_cores() >= 2, str(usable_cores()), Need.BOTH, "two ranks and an engine",
               "2 cores or more"),
         Check("memory", available >= 6, f"{total:.1f} GiB, {available:.1f} available", Need.BOTH,
               "the demo's processes (about 6 GiB)", "free some memory"),

@@ -21,7 +21,7 @@ def implementation(installed: Installed) -> Implementation:
 
 def print_implementation(installed: Installed) -> None:
     """Print each choice and its reason; with TransformerEngine also the usable attention backends."""
-    print("\nWhat a mixture-of-experts model on several nodes is built from here:")
+    print("\nImplementation of a mixture-of-experts model on several nodes with these packages:")
     if installed.cuda and installed.transformer_engine:
         for backend in BACKENDS:
             lacks = backend.lacks(installed, USUAL_HEADS)
@@ -32,7 +32,7 @@ def print_implementation(installed: Installed) -> None:
 
 def print_trials() -> bool:
     """Call each installed kernel once on the first GPU. Returns whether all succeeded."""
-    print("\nTried on this machine's GPU:")
+    print("\nKernels on this machine's GPU:")
     well = True
     for name, error in trials("cuda", present()):
         well = well and not error

@@ -41,7 +41,7 @@ class Sign:
 GRADIENT = "actor/grad_norm"
 GRADIENT_TEXT = (
     "the gradient's norm is {now:.3g}, {times:.0f} times the median of the last steps: look at this step's rollouts; "
-    "if it comes again, lower actor.optimizer.clip_grad"
+    "if this happens again, lower actor.optimizer.clip_grad"
 )
 
 
@@ -82,7 +82,7 @@ def _response_signs(algorithm: AlgorithmConfig, reward: RewardConfig) -> list[Si
 
 
 def _distances(config: Config) -> list[Sign]:
-    """Return distances between the policies of engine, trainer and updates."""
+    """Return signs about the distances between the policies of engine, trainer and updates."""
     slower = ["lower actor.optimizer.lr"]
     if _updates_per_rollout(config.trainer) > 1:
         slower.append("lower the number of updates per rollout")
@@ -92,7 +92,7 @@ def _distances(config: Config) -> list[Sign]:
         Sign(
             "rollout/logp_diff_fresh_mean",
             lambda now, first: now > 0.05,
-            "log-probabilities of engine and trainer differ by {now:.3f} nats on average on tokens of the present "
+            "log-probabilities of engine and trainer differ by {now:.3f} nats on average on tokens of the current "
             f"weights. No correction removes a systematic difference: {_either(_systematic(config))}",
         ),
         Sign(
@@ -103,12 +103,12 @@ def _distances(config: Config) -> list[Sign]:
         Sign(
             "actor/ppo_kl",
             lambda now, first: abs(now) > 0.3,
-            f"the policy is {{now:.2f}} nats per token away from the one that generated: {_either(slower)}",
+            f"the policy is {{now:.2f}} nats per token away from the policy that generated: {_either(slower)}",
         ),
         Sign(
             "correction/effective_sample_fraction",
             lambda now, first: now < 0.3,
-            "the importance weights are worth {now:.0%} of the samples: engine and trainer have drifted apart",
+            "the effective sample size is {now:.0%} of the samples: engine and trainer have drifted apart",
         ),
     ]
 
@@ -132,7 +132,7 @@ def _rewards(config: Config) -> list[Sign]:
         Sign(
             "groups/without_signal",
             lambda now, first: now > 0.95,
-            "in {now:.0%} of the groups all rewards are equal, which teaches nothing: look at groups/solved_all and "
+            "in {now:.0%} of the groups all rewards are equal, so they do not train: look at groups/solved_all and "
             "groups/solved_none, and at the reward",
         ),
         Sign(

@@ -70,6 +70,7 @@ def step_flops(
         passes += forward
     elif actor.recompute == "selective" and "core_attn" in actor.recompute_modules:
         passes += attention
+    # `updates` counts all epochs, so the first update trains update_epochs / updates of the step's samples.
     later = 1 - 1 / batch.updates * update_epochs if batch.updates > 1 else 0.0
     return StepFlops(
         generate=batch.tokens * forward,

@@ -154,9 +154,8 @@ class Job:
         """
         validate(config, run_here=False)
         cuda = config.cluster.device != "cpu"
-        config = replace(
-            config, model=replace(config.model)
-        )  # resolve_dtype must not change the caller's configuration
+        # Copied because resolve_dtype must not change the caller's configuration.
+        config = replace(config, model=replace(config.model))
         resolve_dtype(config.model, cuda=cuda)
         spec = ResolvedModel.policy(config)
         check_engine_model(EngineRole.rollout(config), config.algorithm, spec.hf_config)

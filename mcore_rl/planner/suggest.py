@@ -46,6 +46,7 @@ PEAK_TFLOPS = 989.0
 NODE_BYTES_PER_SECOND, NETWORK_BYTES_PER_SECOND = 200e9, 40e9
 """Bandwidth of one GPU in collectives: NVLink within a node, 400 Gbit/s InfiniBand between nodes."""
 THIN_UNITS = 256
+"""Units of an expert or MLP on one rank with which its matrix products reach half of the rate of wide ones."""
 HOST_BYTES_PER_SECOND = 25e9
 """One GPU's share of the bandwidth of PCIe and host memory."""
 OFFLOADS = (

@@ -53,7 +53,7 @@ def host_bytes_per_node(size: int, phases: Sequence[Phases], sync: WeightSync) -
 
 def _device_errors(config: Config, layout: TrainLayout, phases: Sequence[Phases]) -> Iterator[str]:
     usable = usable_bytes(config.cluster)
-    reserve = f"{RESERVE_BYTES / GIB:g} GiB and {FRAGMENTATION:.0%} are kept back"
+    reserve = f"{RESERVE_BYTES / GIB:g} GiB and {FRAGMENTATION:.0%} are reserved"
     for name in PHASES:
         rank = max(range(len(phases)), key=lambda index: int(getattr(phases[index], name)))
         needed = getattr(phases[rank], name)
@@ -66,7 +66,7 @@ def _device_errors(config: Config, layout: TrainLayout, phases: Sequence[Phases]
     engines, slots = config.rollout.num_engines * config.rollout.tp, _engine_slots(config.cluster, layout)
     if engines > slots:
         yield (
-            f"rollout.num_engines x rollout.tp = {engines} GPUs, but {slots} are there for engines; lower "
+            f"rollout.num_engines x rollout.tp = {engines} GPUs, but {slots} are available for engines; lower "
             "rollout.num_engines"
         )
 

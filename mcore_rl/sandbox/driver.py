@@ -67,9 +67,10 @@ def main() -> None:
     results_descriptor, limit = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(results_descriptor, False)
     requests = os.fdopen(os.dup(0), "rb")
-    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)  # a cell that reads standard input must not read requests
     sys.stdout = sys.__stdout__ = text_stream(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = text_stream(2)  # type: ignore[misc]
+    # Cells run in a new __main__, so they do not see the names of this program.
     module = types.ModuleType("__main__")
     sys.argv, sys.modules["__main__"] = [""], module
     pid = os.getpid()

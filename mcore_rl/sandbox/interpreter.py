@@ -29,6 +29,7 @@ done
 """
 """Writes results to descriptor 3: bash uses descriptors from 10 for its copies of redirected ones."""
 START_SECONDS = 60.0
+"""Time limit of the start, which sandbox.seconds does not include: a busy machine can take longer than a cell may."""
 _RESULT_BYTES = 1 << 12
 _SLACK_BYTES = 1 << 12
 """Allowed excess over the output limit, which the driver enforces for Python output; other output is counted here."""
@@ -117,9 +118,7 @@ class _Session:
                 why = self._follow(request, limit)
                 if why == "exit" and b"\n" in self._results:
                     return self._printed(), bytes(self._results).splitlines()[0], why
-            except (
-                BaseException
-            ):  # the caller's thread is interrupted: nothing would read the rest of the cell's output
+            except BaseException:  # the caller was interrupted and will not read the rest of the cell's output
                 self._end("exit", limit)
                 raise
             return self._printed(), None, self._end("memory" if self._confined.memory_exceeded() else why, limit)

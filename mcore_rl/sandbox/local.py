@@ -41,7 +41,7 @@ class LocalSandbox:
         if not compilation.ok:
             return replace(compilation, stage="compile", files={})
         if language.binary not in compilation.files:
-            raise SandboxError(f"{program.language}: what was compiled is larger than sandbox.tmp_mib allows")
+            raise SandboxError(f"{program.language}: the compiled program is larger than sandbox.tmp_mib allows")
         return self._run(replace(program, files={**program.files, **compilation.files}), language)
 
     def interpreter(self) -> Interpreter:

@@ -134,7 +134,7 @@ def test_hanging_rank_is_named_after_the_timeout_and_killed() -> None:
 def test_absent_node_is_named() -> None:
     place = open_place(0, 2, "n0", Address("127.0.0.1", 0), ("n0", "n1"))
     report = supervise(place, 1, Limits(timeout_seconds=1))
-    assert [str(problem) for problem in report.problems] == ["failing: meeting: n1: has not come within 3 s"]
+    assert [str(problem) for problem in report.problems] == ["failing: meeting: n1: did not join within 3 s"]
 
 
 def start(*words: str) -> subprocess.Popen[str]:

@@ -51,7 +51,7 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if torch.ones(1, device=self.device).item() != 1:
-            raise WrongResultError("a one became something else")
+            raise WrongResultError("the device returned another value than 1")
 
     def matrix_product(self) -> float:
         """Return TFLOP/s of square matrix products. Raises: WrongResultError."""
@@ -98,7 +98,7 @@ class Bench:
         # Integers below 2**24 for up to some thousands of ranks: float32 sums are exact in any order.
         expected = ramp * num_ranks + num_ranks * (num_ranks - 1) // 2
         self._check_equal(values, expected, "the sum over all ranks")
-        values.zero_()
+        values.zero_()  # repeated sums of other values would grow and overflow
         seconds = self._median_seconds(lambda: dist.all_reduce(values))
         self._check_equal(values, torch.zeros_like(values), "the sum of zeros over all ranks")
         return self.sizes.reduce_bytes * 2 * (num_ranks - 1) / num_ranks / seconds / GIB

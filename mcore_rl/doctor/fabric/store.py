@@ -73,7 +73,7 @@ class Exchange:
         self._node, self._nodes = node, range(num_nodes)
         self._unreachable = (
             f"node 0 of the fabric test does not answer at {address} (waited {timeout_seconds:g} s): start "
-            " the test on every node, with an address of node 0 that all of them reach"
+            "the test on every node, with an address of node 0 that all of them reach"
         )
         with self._node_0_errors():
             self._store = connect(address, timeout_seconds, listener)

@@ -58,7 +58,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Limits:
-    """Timeout of a stage, and the percentage of the others' median below which a figure is slow."""
+    """Timeout of a stage, and the percentage of the others' median below which a value is slow."""
 
     timeout_seconds: float = 120
     slow_percent: float = 80

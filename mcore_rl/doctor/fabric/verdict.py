@@ -19,7 +19,7 @@ class Offer(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Outcome of one stage on one rank: a figure or an error; neither in stages that only check.
+    """Outcome of one stage on one rank: a measured value or an error; neither in stages that only check.
 
     device: name of the device and versions of its libraries.
     """
@@ -74,7 +74,7 @@ def plan_fabric(
     for node, host in enumerate(hosts):
         offer = offers.get(node)
         if offer is None:
-            reason = f"has not come within {timeout_seconds:g} s"
+            reason = f"did not join within {timeout_seconds:g} s"
         elif (offer.device, offer.slots) != (device, expected):
             reason = f"has {offer.slots} {offer.device} slots, not {expected} of {device}"
         else:
@@ -84,7 +84,7 @@ def plan_fabric(
 
 
 def figures_of(stage: Stage, results: Mapping[int, Result]) -> list[Figure]:
-    """Return one figure per group, the lowest of its ranks. Incomplete groups have none."""
+    """Return one figure per group: the lowest value of its ranks. Incomplete groups have none."""
     figures = []
     for ranks, subject in stage.groups.items():
         values = [results[rank].value for rank in ranks if rank in results]

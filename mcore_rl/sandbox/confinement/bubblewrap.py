@@ -101,6 +101,7 @@ def may_mount_proc(program: str) -> bool:
 
 
 SEARCHED = ("/etc/alternatives", "/etc/ld.so.cache")
+"""Links to programs, and the dynamic linker's cache of libraries."""
 
 
 def environment(work: str) -> dict[str, str]:

@@ -94,7 +94,7 @@ class ControlGroup:
 
 
 class Watcher:
-    """Sum of resident memory; the caller polls exceeded()."""
+    """Limit on the sum of resident memory, if control groups are not available. The caller polls exceeded()."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.prefix: list[str] = []

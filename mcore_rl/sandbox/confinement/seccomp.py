@@ -1,4 +1,4 @@
-"""Seccomp filter: system calls that the sandbox refuses, as a BPF program.
+"""Seccomp filter: rejects system calls that programs do not need, as a BPF program.
 
 Assembled by hand, without libseccomp: loads (LD), jumps (JEQ, JGE, JSET, each with offsets for true and false), and
 verdicts (RET).

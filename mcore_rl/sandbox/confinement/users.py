@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+# First id and number of ids.
 _FAR = (1 << 30, 1 << 22)
-_NEAR = (20_000, 40_000)  # in a container that has 65,536 users at most
+_NEAR = (20_000, 40_000)  # for containers, which often have only 65,536 user ids
 
 
 def unused_uid(process: int) -> int:

@@ -105,7 +105,7 @@ def test_absent_and_incomplete_nodes_are_named() -> None:
     assert [(problem.subject, problem.reason) for problem in problems] == [
         ("b", "has 7 cuda slots, not 8 of cuda"),
         ("c", "has 1 cpu slots, not 8 of cuda"),
-        ("d", "has not come within 60 s"),
+        ("d", "did not join within 60 s"),
     ]
 
 
