@@ -19,6 +19,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
 WIDTH = 80
+"""Width of the printed texts, in characters."""
 UNITS = {
     "gib_per_second": "GiB/s",
     "bytes": "bytes",

@@ -39,7 +39,7 @@ class Domain:
 
     @property
     def range(self) -> str | None:
-        """The bounds in words."""
+        """Bounds in words, for messages."""
         return " and ".join(words for words, _, _ in self._bounds()) or None
 
     def violation(self, value: Any) -> str | None:

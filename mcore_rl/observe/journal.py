@@ -77,6 +77,7 @@ class RunJournal:
         if training > 0 and "tokens/trained_sequences" in values:
             values["throughput/tokens_per_second"] = values["tokens/trained_sequences"] / training
         self._pending = {}
+        # First: the summary and resumed runs take the metrics from this file.
         self.metrics.append(step, values)
         if self._tensorboard is not None:
             self._tensorboard.append(step, values)

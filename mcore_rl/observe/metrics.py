@@ -79,7 +79,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy scalars to Python numbers, and numbers that are not finite to None."""
+    """Convert numpy scalars to Python numbers, and numbers that are not finite to None: JSON has no NaN."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

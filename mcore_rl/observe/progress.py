@@ -43,6 +43,7 @@ class Progress:
     def note(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
         if self._bar is not None:
+            # rich would interpret [...] as markup and break long lines.
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print(line, file=self._stream, flush=True)

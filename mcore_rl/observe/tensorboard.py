@@ -34,6 +34,7 @@ class TensorBoardLog:
         self._event_class = Event
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
+        # TensorBoard finds files by "tfevents". Time, host and process make the name unique for each start.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (directory / name).open("ab")
         self._records = RecordWriter(self._file)

@@ -63,8 +63,10 @@ def third_party_log() -> Iterator[ThirdPartyLog]:
     handler, stream_handler = _Handler(log), logging.StreamHandler()
     root, loggers = logging.getLogger(), [logging.getLogger(name) for name in OWN_LOGGERS]
     with warnings.catch_warnings():
+        # catch_warnings restores it.
         warnings.showwarning = show
         root.addHandler(handler)
+        # logging prints warnings to stderr only while no handler exists (lastResort), so these loggers need one now.
         for logger in loggers:
             logger.addHandler(stream_handler)
         try:

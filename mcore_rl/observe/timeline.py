@@ -32,11 +32,13 @@ class Timeline:
         self._pids = {event["args"]["name"]: event["pid"] for event in events if event.get("name") == "process_name"}
         self._lanes: dict[int, list[_Lane]] = {}
         self._empty = not events
+        # Also repairs a file whose last write was interrupted: `append` expects _TAIL at the end.
         self._rewrite(events)
 
     def append(self, spans: Iterable[Span]) -> None:
         """Append spans, and metadata of new processes."""
         events: list[dict[str, Any]] = []
+        # An enclosing span comes before the spans that it encloses.
         for span in sorted(spans, key=lambda span: (span.start, -span.end)):
             if span.process not in self._pids:
                 events += self._process_events(span.process)

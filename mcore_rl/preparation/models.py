@@ -65,6 +65,7 @@ def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
     spec = ResolvedModel.value_model(role, num_critic_ranks(config))
     check_implementation(role, config.cluster, spec)
     layout = spec.layout
+    # Ranks of one model fetch only from the ranks of the other whose responses overlap theirs (types.TokenRefs).
     if actor.dp % layout.dp and layout.dp % actor.dp:
         raise ConfigError(
             f"critic.parallel: {layout.dp} data-parallel ranks of the critic beside {actor.dp} of the policy; one "

@@ -90,6 +90,7 @@ def prepare(config: Config) -> Prepared:
 
     Raises: ConfigError, DataError for the first setting or row that cannot work.
     """
+    # First, since later checks need the data type.
     resolve_dtype(config.model, cuda=uses_cuda(config.cluster))
     spec = ResolvedModel.policy(config)
     hf_config, layout = spec.hf_config, spec.layout
@@ -152,7 +153,10 @@ def prepare(config: Config) -> Prepared:
 
 
 def _checkpoint_bytes(dtype: str, trained: int, refreshed: int) -> int:
-    """Return the size of a checkpoint with `trained` parameters and a refreshed reference of `refreshed` parameters."""
+    """Return the size of a checkpoint with `trained` parameters and a refreshed reference of `refreshed` parameters.
+
+    Without refresh, the reference is loaded again instead of saved. Random weights (for tests) count as 0 parameters.
+    """
     return trained * CHECKPOINT_BYTES_PER_PARAMETER[dtype] + refreshed * (2 if dtype == "bfloat16" else 4)
 
 

@@ -84,10 +84,13 @@ class RunLock:
         """
         if self._descriptor is not None:
             return
+        # O_NOFOLLOW: a link placed here by someone else must not let this process truncate its target.
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             has_locks = self._lock(descriptor)
             before = read_holder(self._path)
+            # With the kernel's lock acquired, a recorded holder on this host is dead. One on another host may live if
+            # the file system keeps locks local.
             if before is not None and (before.boot != self._record.boot or not has_locks):
                 self._wait_for_silence(before)
             self._write(descriptor)
@@ -165,7 +168,7 @@ class RunLock:
                     os.utime(descriptor)
                     continue
             except OSError as error:
-                if error.errno != errno.ESTALE:
+                if error.errno != errno.ESTALE:  # NFS reports a deleted file by it
                     continue  # the file server may come back; the next beat tries again
             if not self._released.is_set():
                 self._on_loss(self._loss())

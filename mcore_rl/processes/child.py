@@ -14,6 +14,7 @@ import psutil
 from mcore_rl.processes.tree import descendants_of, kill_tree, marked, new_mark
 
 _POLL_SECONDS = 0.02
+"""Interval of checks: waitid with WNOWAIT has no timeout."""
 
 
 class Child:

@@ -22,6 +22,7 @@ from mcore_rl.parent_death import die_with
 
 OK, REFUSED, FAILED = "ok", "refused", "failed"
 TRACE_LINES = 12
+"""Number of lines of a traceback that are sent: the innermost calls and the error."""
 
 
 def parent_socket() -> socket.socket:

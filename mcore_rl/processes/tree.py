@@ -23,6 +23,7 @@ TERM_SECONDS = 1.0
 KILL_SECONDS = 5.0
 """Maximum time to wait until processes have ended after KILL: one in uninterruptible I/O may never end."""
 _POLL_SECONDS = 0.02
+"""Interval of checks: most of the processes are not children, so their end cannot be waited for."""
 
 
 def new_mark() -> str:

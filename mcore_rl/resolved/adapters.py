@@ -26,7 +26,7 @@ from model_converters.mapping.transforms import Shape
 
 
 def scale_of(lora: LoraConfig) -> float:
-    """Return the factor of B A."""
+    """Return the factor by which B A is multiplied."""
     return lora.alpha / (sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
@@ -82,8 +82,8 @@ def check_adapter(lora: LoraConfig, hf_config: dict[str, Any]) -> LoraAdapter:
         modules = sorted({leaf(update.module) for update in adapter.updates.values()})
         raise ConfigError(
             f"{key} has {len(adapter.updates)} modules, called {', '.join(modules)}; actor.lora.target_modules asks "
-            f"for {len(wanted) // 2}, called {', '.join(targets_of(lora, hf_config))}; set it to what the adapter has "
-            "in every layer"
+            f"for {len(wanted) // 2}, called {', '.join(targets_of(lora, hf_config))}; set it to the modules that "
+            "the adapter has in every layer"
         )
     return adapter
 

@@ -49,6 +49,7 @@ CUDNN_FOR_ROWS = (9, 6)
 
 def _flash(installed: Installed, heads: HeadDims) -> str:
     first, last = FLASH_VERSIONS
+    # Without a GPU here (a plan), assume Hopper.
     capability = installed.capability or (9, 0)
     if capability >= (10, 0):
         first = FLASH_ON_BLACKWELL

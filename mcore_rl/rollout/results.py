@@ -1,4 +1,4 @@
-"""Scalars and records of responses: what the driver and the rollout files contain."""
+"""Scalars of responses for the driver, and their records for the rollout files."""
 
 from __future__ import annotations
 

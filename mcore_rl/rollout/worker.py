@@ -182,7 +182,7 @@ def _read_cached(journal: str) -> dict[str, JournaledResponse]:
 
 
 def _recovered_responses(task: RolloutTask, attempts: Sequence[Attempt]) -> dict[str, JournaledResponse]:
-    """Return what lost engines sampled for these attempts, by request id.
+    """Return the responses that lost engines sampled for these attempts, by request id.
 
     Requests of later turns have the id of the first as prefix, and a seed that depends on the history: the reader
     compares the seed.

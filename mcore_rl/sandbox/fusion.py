@@ -21,7 +21,9 @@ from mcore_rl.sandbox.confinement.start import KILLED
 from mcore_rl.sandbox.interface import Outcome, Program, Why
 
 GATEWAY_TIMEOUT = 504
+"""Status of a proxy whose servers were too slow. A request is repeated only after this status."""
 ATTEMPTS = 3
+"""Maximum number of attempts per program."""
 RETRY_SECONDS = 1.0
 """Delay before the second attempt; it grows by this amount with every further attempt."""
 RESPONSE_BYTES = 1 << 20

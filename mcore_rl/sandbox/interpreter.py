@@ -31,6 +31,7 @@ done
 START_SECONDS = 60.0
 """Time limit of the start, which sandbox.seconds does not include: a busy machine can take longer than a cell may."""
 _RESULT_BYTES = 1 << 12
+"""Maximum size of a result line, which contains only a status; the descriptor is also open to the program."""
 _SLACK_BYTES = 1 << 12
 """Allowed excess over the output limit, which the driver enforces for Python output; other output is counted here."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 NEEDED = ("torch", "ray", "megatron.core")
 SECONDS_FOR_GPUS = 60
+"""Timeout of nvidia-smi. It takes many seconds without persistence mode, and forever with a hung driver."""
 
 
 def main() -> int:

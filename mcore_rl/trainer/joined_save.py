@@ -11,7 +11,8 @@ from mcore_rl.types import SavedFile, SavedState
 
 @dataclass(frozen=True)
 class JoinedSave:
-    """Save that is done when all `parts` are done; keys are their directories, "" for the checkpoint's own."""
+    """Save that is complete when all `parts` are complete. Keys of `parts` are directories of the checkpoint, "" for
+    its top level."""
 
     parts: Mapping[str, PendingSave]
 

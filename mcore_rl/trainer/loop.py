@@ -32,7 +32,7 @@ def train(run: Run) -> bool:
             logp, critic = estimate(run, logp)
             update: dict[str, Metric] = {}
             if step > run.config.trainer.critic_warmup_steps:
-                update = run.actor.update(logp)  # raises before a step with non-finite values
+                update = run.actor.update(logp)  # raises before an optimizer step with non-finite values
             if run.reference is not None:
                 run.reference.refresh(run.actor, step)
             version = run.publisher.publish(version + 1)  # returns after every engine has acknowledged

@@ -47,8 +47,8 @@ def missing_engine(config: Config) -> str | None:
         return None
     found = f"has {f'SGLang {version}' if version else 'no SGLang'}" if python.is_file() else "is not there"
     return (
-        f"{key}=sglang: {python} {found}, and SGLang {SGLANG_VERSION} is needed; run `make sglang`, or name "
-        f"in {SGLANG_PYTHON} the interpreter of an environment with it"
+        f"{key}=sglang: {python} {found}, and SGLang {SGLANG_VERSION} is needed; run `make sglang`, or set "
+        f"{SGLANG_PYTHON} to the interpreter of an environment that has it"
     )
 
 

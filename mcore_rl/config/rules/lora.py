@@ -66,7 +66,7 @@ def reject_suggestions(actor: ActorConfig) -> None:
         raise ConfigError(
             f"--suggest assumes gradients and optimizer state for all weights, but actor.lora.rank="
             f"{actor.lora.rank} trains only adapters; run plan on your own layout without --suggest, or set "
-            "actor.lora.rank to 0 for layouts that fit in any case"
+            "actor.lora.rank to 0 for layouts that fit with and without adapters"
         )
 
 

@@ -32,8 +32,8 @@ def _check_adaptive(kl: KLConfig) -> None:
     chosen = "algorithm.kl.controller=adaptive"
     if kl.in_reward <= 0:
         raise ConfigError(
-            f"{chosen} multiplies algorithm.kl.in_reward={kl.in_reward}; set algorithm.kl.in_reward above 0 to start "
-            "from, or algorithm.kl.controller=fixed"
+            f"{chosen} multiplies algorithm.kl.in_reward={kl.in_reward}; set algorithm.kl.in_reward to an initial "
+            "value above 0, or algorithm.kl.controller=fixed"
         )
     for name in ("target", "horizon"):
         if getattr(kl, name) is None:

@@ -289,7 +289,7 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any]) -> None:
         if experts < tp:
             raise ConfigError(
                 f"{key}=true places whole experts on {role.key('tp')}={tp} ranks, but there are only {experts} "
-                "experts; lower the ranks, or set it to false"
+                "experts; use fewer ranks, or set it to false"
             )
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     for name, limit in (("max_position_embeddings", hf.get("max_position_embeddings")), _yarn_positions(hf)):

@@ -12,6 +12,7 @@ from mcore_rl.doctor.fabric.supervisor import Place
 from mcore_rl.errors import ConfigError
 
 DEFAULT_PORT = 29400
+"""Port of the store on the first node, the default of torchrun's rendezvous."""
 
 
 def place_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Place:

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from mcore_rl.errors import ConfigError, McoreRLError
 
 POLL_SECONDS = 0.1
+"""Interval of checks: TCPStore.wait raises if one key is late, without telling which arrived."""
 
 
 class Address(NamedTuple):

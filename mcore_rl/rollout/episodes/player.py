@@ -29,6 +29,7 @@ from mcore_rl.rollout.loop import Choose, EngineLoop
 from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest
 
 MAX_TRACEBACK_CHARACTERS = 4000
+"""Maximum length of a recorded traceback; its end, with the error, is kept."""
 THREADS = 64
 """Threads for synchronous code of users' environments."""
 T = TypeVar("T")

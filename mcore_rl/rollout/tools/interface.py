@@ -31,7 +31,7 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """Answer to a caller, in any case: `text` is for the model, `error` is counted.
+    """Answer to a caller, also after an error: `text` is for the model, `error` is counted.
 
     Units: `seconds` from the call to the answer, including waiting for the tool's limits.
     """

@@ -21,6 +21,7 @@ JSON_TYPES = (int, float, str, bool, type(None), list, tuple, dict, Any)
 NAME = r"[A-Za-z0-9_.-]{1,128}"
 """Allowed tool names: supported by every call format and chat template."""
 MAX_PROBLEM_CHARACTERS = 300
+"""Maximum length of a problem: jsonschema quotes the whole value, which the model would have to read again."""
 
 
 def name_of(schema: Schema) -> str:

@@ -25,6 +25,7 @@ from mcore_rl.rollout.tools.settings import ToolSettings
 READY, REFUSED, ANSWER, CLOSED, STUCK, BEAT = "ready", "refused", "answer", "closed", "stuck", "beat"
 CALL, CANCEL, CLOSE, SHUTDOWN = "call", "cancel", "close", "shutdown"
 BEAT_SECONDS = 1.0
+"""Interval of BEAT messages. The parent kills a process that is silent for longer than its slowest call allows."""
 CLOSE_SECONDS = 5.0
 """Time limit for releasing a tool's resources and for ending cancelled calls."""
 

@@ -13,6 +13,7 @@ import psutil
 FIRST_UID = 1000
 """Lowest user id of people; lower ids belong to system services (on Debian, Red Hat and SUSE)."""
 NOBODY = 65534
+"""Owner that the kernel reports for users without a mapping in a user namespace; not a person."""
 PROC = Path("/proc")
 LOGIN_SESSIONS = Path("/run/systemd/users")
 """One file per user with a login session, named by user id."""

@@ -22,6 +22,7 @@ from mcore_rl.sandbox.confinement.seccomp import filter_program
 from mcore_rl.sandbox.confinement.users import run_as, unused_uid
 
 INSIDE_UID = 1000
+"""User id inside: programs that refuse to run as root work also in a sandbox that root starts."""
 WORK = "/tmp"
 """Working directory inside: in memory, removed with the run."""
 _ROOT_LINKS = ("bin", "lib", "lib32", "lib64", "sbin")

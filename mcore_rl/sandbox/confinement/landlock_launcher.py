@@ -25,6 +25,7 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 
 SECCOMP_MODE_FILTER = 2
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 ABI_OF_SIGNALS = 6
+"""First Landlock version that can forbid signals to processes outside."""
 FAILED = 125  # exit code if the command could not be confined; a shell uses 126 and above itself
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8

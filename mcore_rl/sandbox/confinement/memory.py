@@ -18,6 +18,7 @@ import psutil
 _MOUNT = Path("/sys/fs/cgroup")
 PREFIX = "mcore_rl_sandbox_"
 _REMOVAL_SECONDS = 5.0
+"""Time to wait for killed processes before the group is left to the next removal."""
 _JOIN = 'echo 0 > "$0" && exec "$@"'
 """The shell joins the group, then executes the command; writing 0 to cgroup.procs moves the writing process."""
 _serial = itertools.count()

@@ -82,6 +82,7 @@ _TYPE_MASK = 0xF
 """Masks SOCK_CLOEXEC and SOCK_NONBLOCK."""
 _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _X32_BIT = 0x40000000
+"""Set in the numbers of x32 system calls, which have the same architecture value as x86-64."""
 
 
 @dataclass(frozen=True)

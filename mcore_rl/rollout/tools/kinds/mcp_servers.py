@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from mcp import ClientSession
 
 CONNECT_SECONDS = 60.0
+"""Time limit for opening a session; a server process may import large packages first."""
 HTTP_SECONDS = 30.0
 """Timeout for connecting and for sending a request."""
 HTTP_ERRORS = 400
+"""Lowest status code of an error."""
 SSE_IDLE_SECONDS = 86400.0
 """Timeout without an event; calls have their own limits."""
 MAX_PAGES = 100
-"""Maximum number of pages of a server's list of tools."""
+"""Maximum number of further pages of a server's list of tools: a faulty server may never send the last one."""
 
 
 def read_servers(origin: str, path: Path) -> dict[str, McpServer]:
@@ -122,6 +124,7 @@ class McpServer:
             self._connected, self._closing = asyncio.get_running_loop().create_future(), asyncio.Event()
             self._runner = asyncio.create_task(self._run(self._connected, self._closing))
         assert self._connected is not None
+        # Several calls wait for the same connection: the timeout of one must not cancel it for the others.
         return await asyncio.wait_for(asyncio.shield(self._connected), CONNECT_SECONDS)
 
     async def _run(self, connected: asyncio.Future[ClientSession], closing: asyncio.Event) -> None:
