@@ -14,13 +14,13 @@ from mcore_rl.config import known_keys
 from mcore_rl.config.catalogue import WIDTH, find_keys
 
 
-def test_every_key_has_a_text() -> None:
+def test_find_keys_every_key_has_a_description() -> None:
     entries = find_keys()
     assert sorted(entry.key for entry in entries) == known_keys()
     assert [entry.key for entry in entries if not entry.text] == []
 
 
-def test_facts_are_those_of_the_field(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_json_contains_the_facts_of_the_field(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "--json"]) == 0
     entries = {entry["key"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert entries["rollout.max_prompt_tokens"] == {
@@ -47,14 +47,14 @@ def test_facts_are_those_of_the_field(capsys: pytest.CaptureFixture[str]) -> Non
     assert units["actor.optimizer.lr"] is None
 
 
-def test_a_word_is_looked_for_in_names_and_where_words_of_texts_begin() -> None:
+def test_find_keys_word_matches_names_and_starts_of_words() -> None:
     assert {entry.key for entry in find_keys("samples_per")} == {"rollout.samples_per_prompt"}
     assert "actor.optimizer.lr" in {entry.key for entry in find_keys("LR")}
     assert "rollout.samples_per_prompt" in {entry.key for entry in find_keys("group")}  # they form a group
     assert {entry.key for entry in find_keys("poch")} == {"trainer.update_epochs", "critic.update_epochs"}  # no "epoch"
 
 
-def test_a_terminal_of_80_columns_holds_it() -> None:
+def test_key_entry_fits_into_80_columns() -> None:
     shown = "\n".join(entry.shown() for entry in find_keys())
     assert [line for line in shown.splitlines() if len(line) > WIDTH] == []
     assert (
@@ -64,18 +64,18 @@ def test_a_terminal_of_80_columns_holds_it() -> None:
     assert "judge.hf_path = null  [str | None]" in shown
 
 
-def test_an_unknown_word_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_unknown_word_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "learning_rte"]) == 2
     assert "no key has 'learning_rte'" in capsys.readouterr().err
 
 
-def test_a_reader_that_stops_early_sees_no_traceback() -> None:
+def test_keys_closed_pipe_prints_no_traceback() -> None:
     command = f"{sys.executable} -m mcore_rl.cli keys | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_flag_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0

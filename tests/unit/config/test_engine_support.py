@@ -42,7 +42,7 @@ def environment(directory: Path, version: str | None) -> Path:
     ("version", "said"),
     [("0.5.20", "has SGLang 0.5.20, and SGLang"), (None, "has no SGLang, and SGLang"), (SGLANG_VERSION, None)],
 )
-def test_another_version_is_refused_before_anything_starts(
+def test_missing_engine_other_sglang_version_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, said: str | None
 ) -> None:
     python = environment(tmp_path, version)
@@ -67,7 +67,7 @@ def sglang_everywhere() -> Config:
     return config
 
 
-def test_a_judges_engines_have_the_limits_of_the_rollouts() -> None:
+def test_cannot_run_judge_engine_has_the_rollout_limits() -> None:
     config = sglang_everywhere()
     assert cannot_run(config) == []
     config.rollout.expert_parallel, config.cluster.device = True, "cuda"
@@ -103,7 +103,7 @@ DIVIDED = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_siz
         (1, {"kv_lora_rank": 512}, r"^rollout\.engine=sglang cannot run latent attention"),
     ],
 )
-def test_a_model_that_sglang_would_silently_make_another_of_is_refused(
+def test_check_sglang_model_silently_changed_model_is_rejected(
     tp: int, changes: dict[str, Any], said: str | None
 ) -> None:
     config = Config()
@@ -114,7 +114,7 @@ def test_a_model_that_sglang_would_silently_make_another_of_is_refused(
     check_sglang_model(EngineRole.rollout(config), DIVIDED | changes)
 
 
-def test_a_judges_engine_that_is_not_here_is_named_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engine_of_the_judge_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SGLANG_PYTHON, "nowhere/python")
     config = sglang_everywhere()
     config.rollout.engine, config.judge.engine = "vllm", "sglang"
@@ -123,5 +123,5 @@ def test_a_judges_engine_that_is_not_here_is_named_by_its_key(monkeypatch: pytes
     assert missing_engine(config) is None
 
 
-def test_what_make_sglang_installs_is_what_is_needed() -> None:
+def test_sglang_version_equals_the_locked_version() -> None:
     assert f" sglang=={SGLANG_VERSION} " in (ROOT / "scripts" / "setup_sglang.sh").read_text()

@@ -19,7 +19,7 @@ from mcore_rl.errors import ConfigError
         ({"tools": "t.py:f", "episode": "s.py:Solver"}, "s.py:Solver"),
     ],
 )
-def test_what_is_brought_chooses_the_episode(keys: dict[str, str], chosen: str) -> None:
+def test_episode_of_default_depends_on_tools_and_environment(keys: dict[str, str], chosen: str) -> None:
     rollout = RolloutConfig(**keys)
     assert episode_of(rollout) == chosen
     assert has_turns(rollout) == (chosen != "single_turn")
@@ -51,12 +51,12 @@ def test_what_is_brought_chooses_the_episode(keys: dict[str, str], chosen: str) 
         ),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(keys: dict[str, object], message: str) -> None:
+def test_check_episodes_contradictions_are_rejected(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_episodes(RolloutConfig(**keys), AlgorithmConfig())  # type: ignore[arg-type]
 
 
-def test_supervised_training_has_no_episodes() -> None:
+def test_check_episodes_supervised_run_passes() -> None:
     config = Config(rollout=RolloutConfig(tools="t.yaml", episode="single_turn"))
     config.algorithm = AlgorithmConfig(policy_loss=PolicyLossConfig(name="sft"))
     check_episodes(config.rollout, config.algorithm)

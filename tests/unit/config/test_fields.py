@@ -53,29 +53,29 @@ def config_with(key: str, value: object) -> Config:
         (Domain(choices=("a",), function=True), "mine.py:f", "c", "one of a, or module_or_file.py:function"),
     ],
 )
-def test_what_a_domain_refuses_and_in_which_words(domain: Domain, allowed: object, refused: object, words: str) -> None:
+def test_domain_violation_names_the_requirement(domain: Domain, allowed: object, refused: object, words: str) -> None:
     assert domain.violation(allowed) is None
     assert domain.violation(refused) == words
     assert domain.violation(None) is None
 
 
-def test_a_range_in_words_has_every_bound() -> None:
+def test_domain_range_names_every_bound() -> None:
     assert Domain(above=0, maximum=1).range == "above 0 and at most 1"
     assert Domain(minimum=0, below=1).range == "0 or more and below 1"
     assert Domain().range is None
 
 
-def test_every_number_has_bounds_but_those_that_may_be_any() -> None:
+def test_schema_numbers_have_bounds_with_exceptions() -> None:
     unbounded = {leaf.key for leaf in leaves(Config()) if leaf.key in NUMBERS and leaf.domain.range is None}
     assert unbounded == ANY_NUMBER
 
 
-def test_defaults_are_allowed() -> None:
+def test_check_domains_defaults_pass() -> None:
     check_domains(Config())
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_no_key_takes_a_number_that_is_none(value: float) -> None:
+def test_check_domains_nan_and_infinity_are_rejected(value: float) -> None:
     for key in NUMBERS:
         with pytest.raises(ConfigError, match=rf"^{key}={value} must be a finite number"):
             check_domains(config_with(key, value))
@@ -96,13 +96,13 @@ def test_no_key_takes_a_number_that_is_none(value: float) -> None:
         ("reward.function", "maths", "reward.function=maths must be one of math, by_data_source, gsm8k, "),
     ],
 )
-def test_a_bad_value_is_refused_by_its_full_key(key: str, value: object, message: str) -> None:
+def test_check_domains_bad_value_names_the_full_key(key: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_domains(config_with(key, value))
     assert str(caught.value).startswith(message)
 
 
-def test_every_path_becomes_absolute_and_nothing_else_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_paths_absolute_changes_paths_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config, untouched = Config(), Config()
     paths = [leaf for leaf in leaves(config) if leaf.domain.path]
@@ -127,7 +127,7 @@ def test_every_path_becomes_absolute_and_nothing_else_changes(tmp_path: Path, mo
     ("given", "absolute"),
     [("sub/tools.yaml", "{}/sub/tools.yaml"), ("mine.py:tools", "{}/mine.py:tools"), ("package.mine:tools", None)],
 )
-def test_a_key_may_be_a_path_or_name_code(
+def test_make_paths_absolute_path_or_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, absolute: str | None
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -137,7 +137,7 @@ def test_a_key_may_be_a_path_or_name_code(
     assert config.rollout.tools == (absolute or given).format(tmp_path)
 
 
-def test_what_is_not_given_stays_so() -> None:
+def test_make_paths_absolute_null_stays_null() -> None:
     config = Config()
     config.data.train = []
     make_paths_absolute(config)
@@ -145,9 +145,7 @@ def test_what_is_not_given_stays_so() -> None:
     assert config.model.tokenizer_path is None
 
 
-def test_each_path_of_a_list_and_each_that_a_mapping_is_about_becomes_absolute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_make_paths_absolute_lists_and_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = Config()
     config.data.train, config.data.weights = ["a.jsonl", "/b/*.jsonl"], {"a.jsonl": 2.0}
@@ -159,7 +157,7 @@ def test_each_path_of_a_list_and_each_that_a_mapping_is_about_becomes_absolute(
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_number_in_a_mapping_has_the_bounds_of_its_key(weight: float) -> None:
+def test_check_domains_mapping_values_have_bounds(weight: float) -> None:
     config = Config()
     config.data.weights = {"a.jsonl": 1.0, "b.jsonl": weight}
     with pytest.raises(ConfigError, match=r"^data\.weights=.* must be (above 0|a finite number)"):

@@ -12,7 +12,7 @@ from mcore_rl.config.functions import absolute_spec, load_function
 from mcore_rl.errors import ConfigError
 
 
-def test_a_file_that_two_keys_name_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_function_two_keys_share_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(
         "count = []\nclass Wrong(Exception): pass\n"
         "def f():\n    count.append(1)\n    return len(count)\n"
@@ -29,7 +29,7 @@ def test_a_file_that_two_keys_name_is_one_module(tmp_path: Path, monkeypatch: py
     assert type(pickle.loads(pickle.dumps(caught.value))) is type(caught.value)
 
 
-def test_only_rewards_may_be_async(tmp_path: Path) -> None:
+def test_load_function_async_is_rejected_unless_allowed(tmp_path: Path) -> None:
     path = tmp_path / "later.py"
     path.write_text("async def f(): ...\nclass G:\n    async def __call__(self): ...\ng = G()\n")
     for name in ("f", "g"):
@@ -40,9 +40,7 @@ def test_only_rewards_may_be_async(tmp_path: Path) -> None:
         assert callable(load_function("reward.function", f"{path}:{name}", may_be_async=True))
 
 
-def test_files_are_named_so_that_any_working_directory_finds_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absolute_spec_file_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert absolute_spec("a/mine.py:f") == f"{os.getcwd()}/a/mine.py:f"
     assert [absolute_spec(spec) for spec in ("package.mine:f", "grpo", "/x/y.py:f")] == [

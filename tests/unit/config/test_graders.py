@@ -45,7 +45,7 @@ def checked(base: str, overrides: list[str]) -> Config:
         ["reward.weighted=[{function: by_data_source}]", "reward.functions={mine: gsm8k}"],
     ],
 )
-def test_what_goes_together(base: str, overrides: list[str]) -> None:
+def test_check_graders_valid_combinations_pass(base: str, overrides: list[str]) -> None:
     checked(base, overrides)
 
 
@@ -92,15 +92,13 @@ def test_what_goes_together(base: str, overrides: list[str]) -> None:
         (["reward.reward_manager=dapo"], r"unknown key reward\.reward_manager; did you mean reward\.manager"),
     ],
 )
-def test_what_is_refused_and_in_which_words(base: str, overrides: list[str], message: str) -> None:
+def test_check_graders_contradictions_name_the_remedy(base: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         checked(base, overrides)
     assert "\n" not in str(caught.value)
 
 
-def test_every_file_is_absolute_for_other_processes_and_stays_so(
-    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_make_paths_absolute_grader_files_once(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     several = load_config(base, [SEVERAL, "reward.functions={a/b: sub/mine.py:f, c: pack.mine:g, d: math}"])
     make_paths_absolute(several)
@@ -110,7 +108,7 @@ def test_every_file_is_absolute_for_other_processes_and_stays_so(
     assert load_config(str(tmp_path / "resolved.yaml")).reward == several.reward
 
 
-def test_dapo_is_the_punishment_of_long_responses_unless_that_is_set(base: str) -> None:
+def test_punishes_overlong_dapo_unless_set(base: str) -> None:
     cases = {"prime": False, "dapo": True}
     assert {m: checked(base, [f"reward.manager={m}"]).reward.punishes_overlong for m in cases} == cases
     assert checked(base, ["reward.overlong.enable=true"]).reward.punishes_overlong

@@ -56,9 +56,7 @@ def judge(base: str) -> str:
         ([GOOD, "judge.hf_path=/nowhere"], r"^judge\.hf_path=/nowhere: no config\.json there"),
     ],
 )
-def test_what_cannot_work_is_refused_by_the_judges_key(
-    base: str, judge: str, overrides: list[str], message: str
-) -> None:
+def test_validate_judge_errors_name_its_keys(base: str, judge: str, overrides: list[str], message: str) -> None:
     config = load_config(base, [judge, *overrides])
     with pytest.raises(ConfigError, match=message):  # noqa: PT012 - as a run does it
         validate(config)
@@ -93,14 +91,14 @@ def test_what_cannot_work_is_refused_by_the_judges_key(
         (["judge.url=http://a/v1", "judge.timeout_seconds=0"], r"^judge\.timeout_seconds=0\.0 must be above 0"),
     ],
 )
-def test_a_judge_is_on_a_server_or_on_engines(base: str, overrides: list[str], message: str) -> None:
+def test_validate_judge_server_and_engines_exclude_each_other(base: str, overrides: list[str], message: str) -> None:
     config = load_config(base, [GOOD, *overrides])
     with pytest.raises(ConfigError, match=message):  # noqa: PT012 - as a run does it
         validate(config)
         validate_judge(config)
 
 
-def test_a_servers_key_is_in_the_environment_and_nowhere_else(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_key_comes_from_the_environment_only(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(base, [GOOD, "judge.url=http://a/v1", "judge.api_key_variable=JUDGE_KEY"])
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     validate_judge(config)  # a plan needs none
@@ -111,14 +109,14 @@ def test_a_servers_key_is_in_the_environment_and_nowhere_else(base: str, monkeyp
     assert "secret" not in str(config)
 
 
-def test_a_judges_engine_is_the_rollouts_unless_it_has_one(base: str, judge: str) -> None:
+def test_judge_role_engine_defaults_to_the_rollout(base: str, judge: str) -> None:
     assert EngineRole.judge(load_config(base, [judge, GOOD, "rollout.engine=sglang"])).section.engine == "sglang"
     of_its_own = [judge, GOOD, "rollout.engine=sglang", "judge.engine=vllm"]
     assert EngineRole.judge(load_config(base, of_its_own)).section.engine == "vllm"
 
 
 @pytest.mark.parametrize("override", ["judge.weight=2", "judge.tp=2", GOOD, "judge.score_pattern='(x)'"])
-def test_without_a_judge_its_keys_have_no_effect(base: str, override: str) -> None:
+def test_validate_judge_keys_without_judge_are_rejected(base: str, override: str) -> None:
     validate_judge(load_config(base))
     key = override.partition("=")[0].replace(".", r"\.")
     with pytest.raises(
@@ -127,7 +125,7 @@ def test_without_a_judge_its_keys_have_no_effect(base: str, override: str) -> No
         validate_judge(load_config(base, [override]))
 
 
-def test_the_template_may_be_a_file(base: str, judge: str, tmp_path: Path) -> None:
+def test_template_text_reads_a_file(base: str, judge: str, tmp_path: Path) -> None:
     (tmp_path / "ask.txt").write_text("Q: {prompt}\nA: {response}\n")
     config = load_config(base, [judge, f"judge.template={tmp_path}/ask.txt"])
     validate_judge(config)

@@ -21,18 +21,18 @@ def minimal(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_overrides_win_over_the_file_and_are_typed(minimal: str) -> None:
+def test_load_config_overrides_take_precedence(minimal: str) -> None:
     config = load_config(minimal, ["trainer.steps=3", "actor.parallel.ep=2", "actor.optimizer.lr=1e-4", "run.seed=7"])
     assert (config.trainer.steps, config.actor.parallel.ep, config.run.seed) == (3, 2, 7)
     assert config.actor.optimizer.lr == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize("text", [r"Score: (\d+)", "- a dash", "{prompt}: {response}"])
-def test_a_text_with_a_colon_or_a_dash_is_a_text(minimal: str, text: str) -> None:
+def test_load_config_override_with_colon_or_dash_is_text(minimal: str, text: str) -> None:
     assert load_config(minimal, [f"judge.score_pattern={text}"]).judge.score_pattern == text
 
 
-def test_keyword_arguments_of_a_function_keep_their_types_and_come_back(minimal: str, tmp_path: Path) -> None:
+def test_load_config_kwargs_keep_their_types(minimal: str, tmp_path: Path) -> None:
     overrides = ["algorithm.advantage_kwargs.scale=1e-3", "algorithm.policy_loss.kwargs={steps: 2, kinds: [a, b]}"]
     config = load_config(minimal, [*overrides, "algorithm.policy_loss.kwargs.on=true"])
     assert config.algorithm.advantage_kwargs == {"scale": pytest.approx(1e-3)}
@@ -41,7 +41,7 @@ def test_keyword_arguments_of_a_function_keep_their_types_and_come_back(minimal:
     assert load_config(str(tmp_path / "resolved.yaml")) == config
 
 
-def test_an_exponent_without_a_point_is_a_number_in_files_too(tmp_path: Path) -> None:
+def test_load_config_exponent_without_point_is_a_number(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(MINIMAL + "actor: {optimizer: {lr: 3e-5}}\n")
     assert load_config(str(path)).actor.optimizer.lr == pytest.approx(3e-5)
@@ -69,17 +69,17 @@ def test_an_exponent_without_a_point_is_a_number_in_files_too(tmp_path: Path) ->
         ("num_generations=8", "rollout.samples_per_prompt"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_known_one(minimal: str, override: str, suggested: str) -> None:
+def test_load_config_unknown_key_suggests_the_nearest(minimal: str, override: str, suggested: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown key .*did you mean {suggested}\?"):
         load_config(minimal, [override])
 
 
-def test_names_of_other_trainers_lead_to_keys_of_ours() -> None:
+def test_load_config_names_of_other_trainers_suggest_keys() -> None:
     assert set(ALIASES.values()) <= set(known_keys())
     assert not set(ALIASES) & set(known_keys())
 
 
-def test_a_key_of_a_file_is_named_whole(tmp_path: Path) -> None:
+def test_load_config_unknown_key_of_a_file_is_named_fully(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(MINIMAL + "actor_rollout_ref: {rollout: {n: 8, name: vllm}}\n")
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.n; did you mean rollout\.samples_per_prompt"):
@@ -96,12 +96,12 @@ def test_a_key_of_a_file_is_named_whole(tmp_path: Path) -> None:
         ["run.seed=1", "trainer.steps", "=", "3", "rollout.tp=1"],
     ],
 )
-def test_blanks_around_the_equals_sign_get_a_hint(minimal: str, words: list[str]) -> None:
+def test_load_config_blanks_around_equals_get_a_hint(minimal: str, words: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"^write trainer\.steps=3 without blanks around =$"):
         load_config(minimal, words)
 
 
-def test_words_that_are_no_overrides_are_told_the_form(minimal: str) -> None:
+def test_load_config_invalid_override_names_the_form(minimal: str) -> None:
     for word in ("trainer.steps", "=3"):
         with pytest.raises(ConfigError, match="must have the form key=value"):
             load_config(minimal, [word])
@@ -109,17 +109,17 @@ def test_words_that_are_no_overrides_are_told_the_form(minimal: str) -> None:
 
 
 @pytest.mark.parametrize("override", ["trainer.steps=many", "actor.parallel.tp=1.5", "rollout.temperature=[1]"])
-def test_a_value_of_the_wrong_type_names_its_key(minimal: str, override: str) -> None:
+def test_load_config_wrong_type_names_the_key(minimal: str, override: str) -> None:
     with pytest.raises(ConfigError, match=override.split("=", maxsplit=1)[0].replace(".", r"\.")):
         load_config(minimal, [override])
 
 
-def test_a_section_given_as_a_value_says_so(minimal: str) -> None:
+def test_load_config_value_for_a_section_is_rejected(minimal: str) -> None:
     with pytest.raises(ConfigError, match="trainer is a section"):
         load_config(minimal, ["trainer=3"])
 
 
-def test_a_missing_required_key_is_named(tmp_path: Path) -> None:
+def test_load_config_missing_required_key_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("run: {dir: runs/x}\ndata: {train: t.jsonl}\n")
     with pytest.raises(ConfigError, match=r"model\.hf_path must be set"):
@@ -127,19 +127,19 @@ def test_a_missing_required_key_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "run: {dir: [\n", "\x00"])
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+def test_load_config_file_without_mapping_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         load_config(str(path))
 
 
-def test_a_file_that_does_not_exist_is_named() -> None:
+def test_load_config_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load_config("nowhere.yaml")
 
 
-def test_the_resolved_configuration_loads_back_equal(minimal: str, tmp_path: Path) -> None:
+def test_write_resolved_loads_back_equal(minimal: str, tmp_path: Path) -> None:
     config = load_config(minimal, ["reward.overlong.enable=true", "actor.optimizer.lr=2.5e-6", "data.val=v.jsonl"])
     write_resolved(config, tmp_path / "resolved.yaml")
     assert load_config(str(tmp_path / "resolved.yaml")) == config
@@ -147,7 +147,7 @@ def test_the_resolved_configuration_loads_back_equal(minimal: str, tmp_path: Pat
     assert stat.S_IMODE((tmp_path / "resolved.yaml").stat().st_mode) == 0o600
 
 
-def test_every_key_that_outside_checks_set_exists() -> None:
+def test_known_keys_contain_the_contract() -> None:
     promised = """run.dir run.seed trainer.steps trainer.prompts_per_step trainer.prompts_per_update
         rollout.samples_per_prompt rollout.engine rollout.tp rollout.temperature rollout.max_prompt_tokens
         rollout.max_response_tokens actor.parallel.tp actor.parallel.pp actor.parallel.vpp actor.parallel.ep
@@ -161,11 +161,11 @@ def test_every_key_that_outside_checks_set_exists() -> None:
 
 
 @pytest.mark.parametrize("limit", ["12:00:00", "04:30:00", "2-12:00:00"])
-def test_a_time_limit_is_no_number(minimal: str, limit: str) -> None:
+def test_load_config_time_limit_stays_text(minimal: str, limit: str) -> None:
     assert load_config(minimal, [f"slurm.time_limit={limit}", "trainer.steps=12"]).slurm.time_limit == limit
 
 
-def test_nesting_without_end_is_refused_as_other_bad_yaml(minimal: str, tmp_path: Path) -> None:
+def test_load_config_endless_nesting_is_rejected(minimal: str, tmp_path: Path) -> None:
     path = tmp_path / "deep.yaml"
     path.write_text("run: " + "[" * 10_000)
     with pytest.raises(ConfigError, match=r"deep\.yaml is not valid YAML"):
@@ -183,12 +183,12 @@ def test_nesting_without_end_is_refused_as_other_bad_yaml(minimal: str, tmp_path
         ("data.val=null", None),
     ],
 )
-def test_a_path_on_its_own_is_a_list_of_one(minimal: str, override: str, names: list[str] | None) -> None:
+def test_load_config_single_path_becomes_a_list(minimal: str, override: str, names: list[str] | None) -> None:
     config = load_config(minimal, [override])
     assert (config.data.train, config.data.val) == (["train.jsonl"], names)
 
 
-def test_weights_are_numbers_by_path(minimal: str, tmp_path: Path) -> None:
+def test_load_config_data_weights_map_paths_to_numbers(minimal: str, tmp_path: Path) -> None:
     config = load_config(minimal, ["data.weights={a/b.c.jsonl: 2, '*.csv': 0.5}"])
     assert config.data.weights == {"a/b.c.jsonl": 2.0, "*.csv": 0.5}
     write_resolved(config, tmp_path / "resolved.yaml")

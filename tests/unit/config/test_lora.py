@@ -53,13 +53,13 @@ def base(tmp_path: Path) -> str:
         (["actor.lora.ranks=1"], r"unknown key actor\.lora\.ranks; did you mean actor\.lora\.rank\?"),
     ],
 )
-def test_what_contradicts_is_refused_by_name(base: str, overrides: list[str], message: str) -> None:
+def test_contradictory_keys_are_rejected_by_name(base: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(load_config(base, overrides))
 
 
 @pytest.mark.parametrize("override", ["rank=8", "alpha=8", "path=/adapter", "target_modules=[q_proj]"])
-def test_a_critic_is_trained_whole(base: str, override: str) -> None:
+def test_validate_critic_lora_keys_are_rejected(base: str, override: str) -> None:
     config = load_config(base, [f"critic.lora.{override}"])
     with pytest.raises(
         ConfigError, match=rf"^critic\.lora\.{override.partition('=')[0]}=.*its value head starts random"
@@ -67,7 +67,7 @@ def test_a_critic_is_trained_whole(base: str, override: str) -> None:
         validate_critic(config)
 
 
-def test_what_goes_together_passes(base: str) -> None:
+def test_check_lora_valid_combinations_pass(base: str) -> None:
     assert not uses_lora(load_config(base, []).actor)
     given = ["actor.lora.target_modules=[q_proj,v_proj]", "actor.lora.rslora=true", "trainer.export_adapter=/out"]
     config = load_config(base, [*ON, *given, "algorithm.kl.in_loss=0.1", "actor.lora.path=/adapter"])

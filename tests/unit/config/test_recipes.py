@@ -136,7 +136,7 @@ def texts(node: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_no_recipe_names_a_file_outside_the_repository(name: str) -> None:
+def test_recipes_name_no_file_outside_the_repository(name: str) -> None:
     named = [Path(text) for text in texts(yaml.safe_load((ROOT / "configs" / name).read_text()))]
     assert [str(path) for path in named if path.is_absolute() or {"..", "~"} & set(path.parts)] == []
 
@@ -161,7 +161,7 @@ def updates_per_step(config: Config) -> int:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_is_valid_and_its_layout_fits_its_model(name: str) -> None:
+def test_recipes_are_valid_and_layouts_fit(name: str) -> None:
     config = recipe(name)
     validate(config)
     layout = train_layout(config.actor.parallel, num_trainer_ranks(config), read_hf_config(config.model))
@@ -172,7 +172,7 @@ def test_every_recipe_is_valid_and_its_layout_fits_its_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_large_recipes_use_every_gpu_in_both_phases_and_hold_their_longest_sequence(name: str) -> None:
+def test_large_recipes_use_all_gpus_and_fit_longest_sequence(name: str) -> None:
     config = recipe(name)
     nodes = config.rollout.nodes or config.cluster.nodes
     assert config.rollout.num_engines * config.rollout.tp == nodes * config.cluster.gpus_per_node
@@ -183,7 +183,7 @@ def test_large_recipes_use_every_gpu_in_both_phases_and_hold_their_longest_seque
 
 
 @pytest.mark.parametrize("model", PUBLISHED_PARAMETERS)
-def test_models_have_their_published_size_and_no_quantisation(model: str) -> None:
+def test_recipe_models_have_published_sizes(model: str) -> None:
     hf_config = json.loads(Path(f"configs/models/{model}/config.json").read_text())
     assert "quantization_config" not in hf_config
     hf_config = without_mtp(hf_config)
@@ -193,7 +193,7 @@ def test_models_have_their_published_size_and_no_quantisation(model: str) -> Non
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_deepseek_layouts_are_those_of_their_sources(name: str) -> None:
+def test_deepseek_recipes_match_their_sources(name: str) -> None:
     ranks, parallel = LAYOUTS[name]
     config = recipe(name)
     assert num_trainer_ranks(config) == ranks
@@ -201,7 +201,7 @@ def test_deepseek_layouts_are_those_of_their_sources(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ASYNC)
-def test_asynchronous_recipes_are_their_siblings_but_for_what_is_asynchronous(name: str) -> None:
+def test_async_recipes_differ_in_async_keys_only(name: str) -> None:
     config, sibling = recipe(name), recipe(ASYNC[name])
     assert 1 <= config.rollout.max_staleness <= config.rollout.hard_staleness == config.rollout.max_staleness_hard
     assert (config.algorithm.policy_loss.name, config.algorithm.policy_loss.prox) == ("decoupled_ppo", None)
@@ -219,19 +219,19 @@ def test_asynchronous_recipes_are_their_siblings_but_for_what_is_asynchronous(na
     }
 
 
-def test_asynchronous_recipes_are_the_large_ones_with_nodes_of_their_own_for_engines() -> None:
+def test_async_recipes_have_separate_engine_nodes() -> None:
     assert sorted(ASYNC) == [name for name in LARGE if recipe(name).rollout.max_staleness]
     assert sorted(ASYNC) == [name for name in RECIPES if name.endswith("_async.yaml")]
 
 
-def test_the_671b_run_is_verls_script() -> None:
+def test_dapo_671b_recipe_matches_verl_script() -> None:
     config = recipe("dapo_deepseek_v3_671b.yaml")
     assert not differences(config, VERL_671B)
     assert not differences(config, {f"actor.parallel.{key}": value for key, value in DEEPSEEK_ON_512.items()})
     assert config.actor.optimizer.warmup_steps == 10 * updates_per_step(config) == 80
 
 
-def test_the_full_671b_run_differs_in_the_two_parts_that_the_script_leaves_out() -> None:
+def test_full_671b_recipe_differs_in_two_parts() -> None:
     full = recipe("dapo_full_deepseek_v3_671b.yaml")
     changed = differences(full, VERL_671B)
     assert set(changed) == {
@@ -243,7 +243,7 @@ def test_the_full_671b_run_differs_in_the_two_parts_that_the_script_leaves_out()
     assert not differences(full, ALL_FOUR_PARTS)
 
 
-def test_the_32b_run_is_the_papers() -> None:
+def test_dapo_32b_recipe_matches_the_paper() -> None:
     config = recipe("dapo_qwen2_5_32b.yaml")
     assert not differences(config, PAPER_32B)
     assert config.trainer.prompts_per_update * config.rollout.samples_per_prompt == 512

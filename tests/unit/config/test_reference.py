@@ -45,12 +45,12 @@ def base(tmp_path: Path) -> str:
         ([f"{KL}.controller=pid"], r"^algorithm\.kl\.controller=pid must be one of fixed, adaptive"),
     ],
 )
-def test_what_contradicts_is_refused_by_name(base: str, overrides: list[str], message: str) -> None:
+def test_contradictory_keys_are_rejected_by_name(base: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(load_config(base, overrides))
 
 
-def test_a_reference_is_there_where_a_coefficient_is(base: str) -> None:
+def test_uses_reference_any_coefficient_needs_one(base: str) -> None:
     assert not uses_reference(load_config(base, []).algorithm.kl)
     used = (["algorithm.kl.in_loss=0.01"], ["algorithm.kl.in_reward=0.01", "algorithm.kl.reward_kind=k2"], ADAPTIVE)
     for overrides in used:

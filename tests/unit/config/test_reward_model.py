@@ -31,7 +31,7 @@ def scorer(base: str) -> str:
     return f"reward_model.hf_path={Path(base).parent}/scorer"
 
 
-def test_a_layout_of_its_own_beside_a_rule_or_alone(base: str) -> None:
+def test_check_rewards_reward_model_with_and_without_rule(base: str) -> None:
     layout = ["parallel.tp=2", "num_ranks=2", "tokens_per_microbatch=2048", "offload.params=true", "weight=-0.5"]
     overrides = [scorer(base), *(f"reward_model.{item}" for item in (*layout, "moe.dispatcher=allgather"))]
     for more in ([], ["reward.function=none"], ["cluster.placement=disaggregated", "actor.num_ranks=3"]):
@@ -51,7 +51,7 @@ def test_a_layout_of_its_own_beside_a_rule_or_alone(base: str) -> None:
         (["reward_model.parallel.tp=2"], r"^reward_model\.parallel\.tp=2 has no effect; set reward_model\.hf_path"),
     ],
 )
-def test_keys_without_a_reward_model_are_refused(base: str, overrides: list[str], message: str) -> None:
+def test_check_rewards_keys_without_reward_model_are_rejected(base: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(load_config(base, overrides))
 
@@ -74,13 +74,13 @@ def test_keys_without_a_reward_model_are_refused(base: str, overrides: list[str]
         "lora.rank=4",
     ],
 )
-def test_keys_of_training_are_refused(base: str, override: str) -> None:
+def test_check_rewards_training_keys_are_rejected(base: str, override: str) -> None:
     key = override.partition("=")[0].replace(".", r"\.")
     with pytest.raises(ConfigError, match=rf"^reward_model\.{key}=\S+ has no effect: a reward model is not trained"):
         validate(load_config(base, [scorer(base), f"reward_model.{override}"]))
 
 
-def test_a_weight_that_is_none_is_refused(base: str) -> None:
+def test_check_rewards_zero_weight_is_rejected(base: str) -> None:
     with pytest.raises(ConfigError, match=r"^reward_model\.weight=\S+ must be a number other than 0"):
         validate(load_config(base, [scorer(base), "reward_model.weight=0"]))
 
@@ -96,7 +96,7 @@ def test_a_weight_that_is_none_is_refused(base: str) -> None:
         (["reward_model.wieght=1"], r"unknown key reward_model\.wieght; did you mean reward_model\.weight\?"),
     ],
 )
-def test_what_cannot_work_is_refused_by_the_reward_models_key(base: str, overrides: list[str], message: str) -> None:
+def test_validate_reward_model_errors_name_its_keys(base: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):  # noqa: PT012 - as a run does it
         validate(config := load_config(base, [scorer(base), *overrides]))
         validate_reward_model(config)

@@ -27,7 +27,7 @@ def base(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_critic_has_the_keys_of_the_actor_and_defaults_of_its_own(base: str) -> None:
+def test_critic_config_actor_keys_with_own_defaults(base: str) -> None:
     config = load_config(base, ["critic.parallel.tp=2", "critic.optimizer.warmup_steps=3", "actor.optimizer.lr=2e-6"])
     validate_critic(config)
     assert (config.critic.parallel.tp, config.actor.parallel.tp) == (2, 1)
@@ -35,7 +35,7 @@ def test_the_critic_has_the_keys_of_the_actor_and_defaults_of_its_own(base: str)
     assert config.actor.optimizer.warmup_steps == 0
 
 
-def test_ranks_of_a_critic_are_those_of_the_policy_also_where_it_leaves_slots_free(base: str) -> None:
+def test_num_critic_ranks_defaults_to_the_policy(base: str) -> None:
     slots = ["cluster.gpus_per_node=3", "actor.num_ranks=2", "critic.parallel.ep=2"]
     validate_critic(load_config(base, slots))
     with pytest.raises(ConfigError, match=r"critic\.parallel\.ep=2 .* does not divide the 3 trainer ranks"):
@@ -69,13 +69,13 @@ def test_critic_role_has_its_own_section_checkpoint_and_keys(base: str) -> None:
         (["critic.clip_rnge=1"], r"unknown key critic\.clip_rnge; did you mean critic\.clip_range\?"),
     ],
 )
-def test_what_cannot_work_is_refused_by_the_critics_key(base: str, overrides: list[str], message: str) -> None:
+def test_validate_critic_errors_name_its_keys(base: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):  # noqa: PT012 - as a run does it
         validate(config := load_config(base, overrides))
         validate_critic(config)
 
 
-def test_no_bound_on_values_is_allowed(base: str) -> None:
+def test_critic_clip_range_may_be_null(base: str) -> None:
     config = load_config(base, ["critic.clip_range=null"])
     validate_critic(config)
     assert config.critic.clip_range is None

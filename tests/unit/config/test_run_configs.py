@@ -30,13 +30,13 @@ def files(run_dir: Path) -> list[str]:
     return sorted(path.name for path in run_dir.iterdir())
 
 
-def test_the_first_start_and_the_same_again_change_nothing(base: Path, run_dir: Path) -> None:
+def test_replace_config_equal_configuration_changes_nothing(base: Path, run_dir: Path) -> None:
     for _ in range(2):
         assert replace_config(load_config(str(base)), run_dir) == []
         assert files(run_dir) == ["config.yaml"]
 
 
-def test_each_other_configuration_is_kept_and_its_keys_are_named(base: Path, run_dir: Path) -> None:
+def test_replace_config_keeps_old_files_and_names_changed_keys(base: Path, run_dir: Path) -> None:
     def start(*overrides: str) -> list[str]:
         return replace_config(load_config(str(base), overrides), run_dir)
 
@@ -56,7 +56,7 @@ def test_each_other_configuration_is_kept_and_its_keys_are_named(base: Path, run
     assert load_config(str(run_dir / "config.yaml")).trainer.steps == 70
 
 
-def test_a_path_that_an_older_version_wrote_on_its_own_is_no_change(base: Path, run_dir: Path) -> None:
+def test_replace_config_old_single_path_is_no_change(base: Path, run_dir: Path) -> None:
     replace_config(load_config(str(base), ["data.val=v.jsonl"]), run_dir)
     written = (run_dir / "config.yaml").read_text()
     assert "train:\n  - a.jsonl\n  val:\n  - v.jsonl\n" in written
@@ -67,7 +67,7 @@ def test_a_path_that_an_older_version_wrote_on_its_own_is_no_change(base: Path, 
     ]
 
 
-def test_where_a_run_is_started_is_kept_but_not_told(base: Path, run_dir: Path) -> None:
+def test_replace_config_place_of_the_run_is_not_reported(base: Path, run_dir: Path) -> None:
     replace_config(load_config(str(base)), run_dir)
     changed = [
         "run.dir=elsewhere",
@@ -79,7 +79,7 @@ def test_where_a_run_is_started_is_kept_but_not_told(base: Path, run_dir: Path) 
     assert files(run_dir) == ["config.1.yaml", "config.yaml"]
 
 
-def test_a_key_that_an_older_version_did_not_have_was_at_its_default(base: Path, run_dir: Path) -> None:
+def test_replace_config_new_key_counts_as_default(base: Path, run_dir: Path) -> None:
     replace_config(load_config(str(base)), run_dir)
     text = (run_dir / "config.yaml").read_text()
     (run_dir / "config.yaml").write_text(text.replace("  keep_best: 1\n", "").replace("  keep_last: 2\n", ""))
@@ -89,7 +89,7 @@ def test_a_key_that_an_older_version_did_not_have_was_at_its_default(base: Path,
     ]
 
 
-def test_a_start_that_ended_before_it_wrote_its_own_keeps_nothing_twice(base: Path, run_dir: Path) -> None:
+def test_replace_config_interrupted_start_keeps_no_duplicate(base: Path, run_dir: Path) -> None:
     replace_config(load_config(str(base)), run_dir)
     (run_dir / "config.1.yaml").write_text((run_dir / "config.yaml").read_text())
     replace_config(load_config(str(base), ["trainer.steps=60"]), run_dir)

@@ -27,7 +27,7 @@ def config_of(rollout: dict[str, Any], **sections: Any) -> Config:
         ({"max_staleness": 2, "max_staleness_hard": 7, "swap": "recompute", "partial_tokens": 1}, 7),
     ],
 )
-def test_the_bound_that_holds(given: dict[str, Any], bound: int) -> None:
+def test_hard_staleness_null_adds_the_default_slack(given: dict[str, Any], bound: int) -> None:
     config = config_of(given)
     check_staleness(config)
     assert config.rollout.hard_staleness == bound
@@ -84,16 +84,16 @@ def test_the_bound_that_holds(given: dict[str, Any], bound: int) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_to_set(config: Config, message: str) -> None:
+def test_check_staleness_contradictions_name_the_remedy(config: Config, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_staleness(config)
 
 
-def test_experts_are_replayed_where_no_response_mixes_weights() -> None:
+def test_check_staleness_router_replay_needs_swap_finish() -> None:
     moe = ActorConfig(moe=MoeConfig(router_replay="engine"))
     check_staleness(config_of({"max_staleness": 1, "swap": "finish"}, actor=moe))
 
 
-def test_supervised_training_generates_nothing() -> None:
+def test_check_staleness_supervised_run_passes() -> None:
     sft = AlgorithmConfig(policy_loss=PolicyLossConfig(name="sft"))
     check_staleness(config_of({"max_staleness": 3}, cluster=ClusterConfig(), algorithm=sft))

@@ -13,20 +13,20 @@ from mcore_rl.config.functions import load_function
 from mcore_rl.config.stand_ins import MODULES, provide_verl_names
 
 
-def test_every_name_is_there() -> None:
+def test_stand_ins_every_name_can_be_imported() -> None:
     provide_verl_names()
     for module, names in MODULES.items():
         for name in names:
             assert callable(getattr(import_module(module), name))
 
 
-def test_what_is_not_named_is_not_there() -> None:
+def test_stand_ins_unknown_name_is_rejected() -> None:
     provide_verl_names()
     with pytest.raises(ModuleNotFoundError, match=r"verl\.trainer"):
         import_module("verl.trainer")
 
 
-def test_a_reward_file_of_verls_documentation_is_called(tmp_path: Path) -> None:
+def test_stand_ins_verl_reward_example_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from verl.utils.reward_score import default_compute_score, math_dapo\n"
         "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -36,7 +36,7 @@ def test_a_reward_file_of_verls_documentation_is_called(tmp_path: Path) -> None:
     assert function("openai/gsm8k", "so #### 42", "42") == (1.0, "verl.utils.reward_score.math_dapo")
 
 
-def test_an_installed_verl_is_used_alone(tmp_path: Path) -> None:
+def test_stand_ins_installed_verl_takes_precedence(tmp_path: Path) -> None:
     """Run in a separate process, since imports persist."""
     (tmp_path / "verl" / "utils").mkdir(parents=True)
     for package in ("verl", "verl/utils"):

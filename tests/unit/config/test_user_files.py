@@ -11,14 +11,14 @@ from mcore_rl.config.functions import load_function
 from mcore_rl.errors import ConfigError
 
 
-def test_a_file_imports_files_beside_it(tmp_path: Path) -> None:
+def test_load_file_imports_files_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "beside_plain.py").write_text("def g(): return 2.0\n")
     (tmp_path / "mine.py").write_text("import beside_plain\ndef f(**_): return beside_plain.g()\n")
     assert load_function("reward.function", f"{tmp_path}/mine.py:f")() == 2.0
 
 
 @pytest.mark.parametrize("init", [(), ("mine_package",), ("mine_package", "mine_package/inner")])
-def test_a_file_with_relative_imports_is_a_module_of_its_package(
+def test_load_file_relative_imports_load_the_package(
     tmp_path: Path, init: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     top = f"top_{len(init)}"
@@ -35,7 +35,7 @@ def test_a_file_with_relative_imports_is_a_module_of_its_package(
     assert pickle.loads(pickle.dumps(function)) is function
 
 
-def test_a_package_whose_name_is_taken_is_refused(tmp_path: Path) -> None:
+def test_load_file_taken_package_name_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "json").mkdir()
     (tmp_path / "json" / "decoder.py").write_text("from . import x\ndef f(**_): return 1.0\n")
     with pytest.raises(ConfigError, match=r"would be the module json\.decoder, but that name belongs to .*rename"):

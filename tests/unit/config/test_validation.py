@@ -91,29 +91,29 @@ def base(tmp_path: Path) -> str:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(base: str, overrides: list[str], key: str) -> None:
+def test_validate_invalid_settings_name_the_key(base: str, overrides: list[str], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(load_config(base, overrides))
     assert key in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_what_works_passes_and_writes_nothing(base: str, tmp_path: Path) -> None:
+def test_validate_valid_configuration_writes_nothing(base: str, tmp_path: Path) -> None:
     validate(load_config(base, ["actor.parallel.tp=2", "actor.parallel.ep=2", "trainer.prompts_per_update=16"]))
     assert not (tmp_path / "run").exists()
 
 
-def test_experts_of_the_engine_can_be_replayed(base: str) -> None:
+def test_validate_engine_router_replay_passes(base: str) -> None:
     validate(load_config(base, [ENGINE_REPLAY]))
 
 
-def test_all_slots_are_trainer_ranks_unless_said_otherwise(base: str) -> None:
+def test_num_trainer_ranks_defaults_to_all_slots(base: str) -> None:
     assert num_trainer_ranks(load_config(base, ["cluster.nodes=2"])) == 8
     assert num_trainer_ranks(load_config(base, ["actor.num_ranks=2"])) == 2
     assert num_trainer_ranks(load_config(base, ["cluster.nodes=3", "rollout.nodes=2"])) == 4
 
 
-def test_a_run_dir_that_is_a_file_is_refused(base: str, tmp_path: Path) -> None:
+def test_validate_run_dir_is_a_file_is_rejected(base: str, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match=r"run\.dir"):
         validate(load_config(base, [f"run.dir={tmp_path}/taken"]))
@@ -123,7 +123,7 @@ def model_of(tmp_path: Path, **changes: object) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(HF | changes))
 
 
-def test_engine_ranks_may_divide_key_value_heads_or_hold_copies_of_them(base: str, tmp_path: Path) -> None:
+def test_check_engine_sizes_tp_divides_or_replicates_kv_heads(base: str, tmp_path: Path) -> None:
     for tp in (1, 2, 4):
         validate(load_config(base, [f"rollout.tp={tp}"]))
     model_of(tmp_path, num_attention_heads=12, num_key_value_heads=4)
@@ -132,7 +132,7 @@ def test_engine_ranks_may_divide_key_value_heads_or_hold_copies_of_them(base: st
 
 
 @pytest.mark.parametrize("key", ["num_experts", "n_routed_experts", "num_local_experts"])
-def test_expert_parallel_engines_need_experts(base: str, tmp_path: Path, key: str) -> None:
+def test_check_engine_sizes_expert_parallel_needs_experts(base: str, tmp_path: Path, key: str) -> None:
     overrides = [*EXPERT_PARALLEL, "cluster.device=cuda"]
     model_of(tmp_path, num_experts=None)
     with pytest.raises(ConfigError, match=r"rollout\.expert_parallel=true, but the model has no experts"):
@@ -158,7 +158,7 @@ def test_expert_parallel_engines_need_experts(base: str, tmp_path: Path, key: st
         ("rollout.validation_top_k=-2", "rollout.validation_top_k=-2 must be at least -1"),
     ],
 )
-def test_sampling_of_an_untrained_distribution_is_refused(base: str, override: str, message: str) -> None:
+def test_check_sampling_untrained_distribution_is_rejected(base: str, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         validate(load_config(base, [override, "algorithm.advantage=reinforce_plus_plus"]))
 
@@ -175,12 +175,12 @@ def test_sampling_of_an_untrained_distribution_is_refused(base: str, override: s
         ("[null]", "rollout.stop"),
     ],
 )
-def test_stop_strings_that_cannot_work_are_refused(base: str, stop: str, message: str) -> None:
+def test_check_sampling_invalid_stop_strings_are_rejected(base: str, stop: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         validate(load_config(base, [f"rollout.stop={stop}"]))
 
 
-def test_a_stop_string_on_its_own_is_a_list_of_one(base: str) -> None:
+def test_load_config_single_stop_string_becomes_a_list(base: str) -> None:
     for given, expected in (
         ("</answer>", ["</answer>"]),
         ('["\\n\\n", "Human:"]', ["\n\n", "Human:"]),
@@ -192,25 +192,25 @@ def test_a_stop_string_on_its_own_is_a_list_of_one(base: str) -> None:
     assert load_config(base).rollout.stop == []
 
 
-def test_supervised_runs_ignore_sampling_for_training(base: str) -> None:
+def test_check_sampling_supervised_run_passes(base: str) -> None:
     sampled = ["rollout.temperature=0", "rollout.top_p=0.5", "rollout.top_k=3"]
     validate(load_config(base, [*sampled, "algorithm.policy_loss.name=sft"]))
 
 
-def test_sampled_validation_passes(base: str) -> None:
+def test_check_sampling_sampled_validation_passes(base: str) -> None:
     sampled = ["rollout.validation_samples=32", "rollout.validation_temperature=1", "rollout.validation_top_p=0.7"]
     validate(load_config(base, [*sampled, "rollout.validation_top_k=40"]))
 
 
 @pytest.mark.parametrize("content", ["{", "[" * 100_000])
-def test_a_model_whose_config_is_no_json_is_refused(base: str, tmp_path: Path, content: str) -> None:
+def test_read_hf_config_invalid_json_is_rejected(base: str, tmp_path: Path, content: str) -> None:
     (tmp_path / "model" / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"model\.hf_path: .*config\.json cannot be read"):
         validate(load_config(base))
 
 
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
-def test_positions_beyond_the_engines_table_of_yarn_are_rejected(base: str, tmp_path: Path, name: str) -> None:
+def test_check_engine_sizes_positions_beyond_yarn_are_rejected(base: str, tmp_path: Path, name: str) -> None:
     """vLLM precomputes factor * original positions and does not check an index into the table."""
     for factor, fits in ((4, False), (8, True)):
         rope = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 256}

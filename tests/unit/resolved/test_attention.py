@@ -28,7 +28,7 @@ AMPERE = Installed(True, (8, 0), "2.11.0", flash_attention="2.8.3")
         (Installed(True, (12, 0), "2.11.0", "2.7.4"), HeadDims(64, 64), "FlashAttention 2"),
     ],
 )
-def test_the_first_that_takes_the_rows_is_picked(installed: Installed, heads: HeadDims, name: str) -> None:
+def test_pick_selects_the_first_supported_backend(installed: Installed, heads: HeadDims, name: str) -> None:
     assert pick(installed, "bfloat16", heads).name == name
 
 
@@ -46,21 +46,19 @@ def test_the_first_that_takes_the_rows_is_picked(installed: Installed, heads: He
         (Installed(True, (7, 0), "2.11.0", "2.8.3"), HeadDims(64, 64), "compute capability 8.0, and this GPU has 7.0"),
     ],
 )
-def test_rows_that_nothing_takes_are_refused_with_every_reason(
-    installed: Installed, heads: HeadDims, reason: str
-) -> None:
+def test_pick_unsupported_rows_list_all_reasons(installed: Installed, heads: HeadDims, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.hf_path: no attention .*{reason}"):
         pick(installed, "bfloat16", heads)
 
 
-def test_float32_is_refused_by_its_key_in_every_role() -> None:
+def test_pick_float32_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"model\.dtype=float32: .*set model\.dtype=bfloat16"):
         pick(HOPPER, "float32", HeadDims(128, 128))
     with pytest.raises(ConfigError, match=r"critic\.hf_path: no atte"):
         pick(HOPPER, "bfloat16", HeadDims(4, 4), "critic.hf_path")
 
 
-def test_a_build_with_a_name_of_its_own_comes_after_its_release() -> None:
+def test_release_local_build_sorts_after_release() -> None:
     """Versions of Python packages are compared this way; TransformerEngine rejects such a build, too."""
     settings: dict[str, Any] = {"cuda": True, "capability": (8, 0), "transformer_engine": "2.11.0"}
     assert pick(Installed(**settings, flash_attention="2.7.4+cu13"), "bfloat16", HeadDims(64, 64)).name

@@ -8,7 +8,7 @@ from mcore_rl.resolved.costs import sequence_cost
 from tests.tiny_models import tiny_model
 
 
-def test_a_dense_model_costs_two_operations_per_weight() -> None:
+def test_sequence_cost_dense_model_is_two_flops_per_weight() -> None:
     model = tiny_model("qwen3")
     met = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name)
     c = model.config
@@ -17,7 +17,7 @@ def test_a_dense_model_costs_two_operations_per_weight() -> None:
     assert cost.per_pair == 2 * c.num_hidden_layers * c.num_attention_heads * 2 * c.head_dim
 
 
-def test_of_routed_experts_only_the_chosen_count() -> None:
+def test_sequence_cost_counts_selected_experts_only() -> None:
     model = tiny_model("qwen3_moe")
     c = model.config
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name}
@@ -27,7 +27,7 @@ def test_of_routed_experts_only_the_chosen_count() -> None:
     assert sequence_cost(c.to_dict()).per_token == pytest.approx(2 * met)
 
 
-def test_latent_attention_multiplies_wider_keys_than_values() -> None:
+def test_attention_flops_latent_attention_has_wider_keys() -> None:
     c = tiny_model("deepseek_v3").config
     widths = c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim
     assert sequence_cost(c.to_dict()).per_pair == 2 * c.num_hidden_layers * c.num_attention_heads * widths

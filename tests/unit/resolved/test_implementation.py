@@ -22,7 +22,7 @@ EVERYTHING = Installed(True, (10, 0), "2.8.0", flash_attention="2.8.3", gradient
 SPREAD = BuildRequest(experts=True, ep=32, expert_ranks=32, gpus_per_node=8)
 
 
-def test_a_laptop_gets_local_layers() -> None:
+def test_choose_without_gpu_selects_local_layers() -> None:
     chosen = choose(NOTHING, SPREAD)
     values = {name: choice.value for name, choice in chosen.choices()}
     assert values == {
@@ -39,7 +39,7 @@ def test_a_laptop_gets_local_layers() -> None:
     assert all(choice.why for _, choice in chosen.choices())
 
 
-def test_a_gpu_with_everything_uses_everything() -> None:
+def test_choose_with_all_packages_selects_all() -> None:
     build = replace(SPREAD, fp8="blockwise")
     assert choose(EVERYTHING, build).arguments() == {
         "apply_rope_fusion": True,
@@ -54,7 +54,7 @@ def test_a_gpu_with_everything_uses_everything() -> None:
     }
 
 
-def test_adapters_are_beside_local_layers_wherever_they_are() -> None:
+def test_choose_adapters_select_local_layers() -> None:
     chosen = choose(EVERYTHING, replace(SPREAD, adapters=True))
     assert chosen.layers.value == "local"
     assert "adapters need a projection's input" in chosen.layers.why
@@ -78,7 +78,7 @@ def test_adapters_are_beside_local_layers_wherever_they_are() -> None:
         ({"cuda": False}, "layers", "local", "CUDA"),
     ],
 )
-def test_what_is_absent_is_done_without_and_named(absent: dict[str, Any], line: str, value: str, why: str) -> None:
+def test_choose_missing_package_selects_fallback(absent: dict[str, Any], line: str, value: str, why: str) -> None:
     choice = dict(choose(replace(EVERYTHING, **absent), SPREAD).choices())[line]
     assert choice.value == value
     assert why in choice.why
@@ -99,11 +99,11 @@ def test_what_is_absent_is_done_without_and_named(absent: dict[str, Any], line: 
         (BuildRequest(ep=1, gpus_per_node=8), "alltoall"),
     ],
 )
-def test_the_dispatcher_follows_the_nodes_unless_it_is_named(build: BuildRequest, value: str) -> None:
+def test_choose_dispatcher_auto_depends_on_nodes(build: BuildRequest, value: str) -> None:
     assert choose(EVERYTHING, build).dispatcher.value == value
 
 
-def test_latent_attention_keeps_its_rope_unfused() -> None:
+def test_choose_latent_attention_selects_unfused_rope() -> None:
     assert choose(EVERYTHING, replace(SPREAD, latent_attention=True)).rope.value == "unfused"
 
 
@@ -132,14 +132,12 @@ def test_latent_attention_keeps_its_rope_unfused() -> None:
         ({}, {"fp8": "int8"}, r"actor\.fp8=int8 must be one of none, delayed"),
     ],
 )
-def test_what_is_asked_for_by_name_and_cannot_be_had_is_refused(
-    absent: dict[str, Any], wishes: dict[str, Any], message: str
-) -> None:
+def test_choose_unavailable_request_is_rejected(absent: dict[str, Any], wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose(replace(EVERYTHING, **absent), replace(SPREAD, **wishes))
 
 
-def test_rows_are_padded_to_what_fp8_products_take() -> None:
+def test_row_multiple_depends_on_the_recipe() -> None:
     assert [row_multiple(name) for name in ("none", *RECIPES)] == [1, 16, 16, 16, 32]
 
 
@@ -165,12 +163,12 @@ def _recompute(model: str, installed: Installed = NOTHING, fp8: str = "none", **
         ("qwen3_moe", ["moe_act"], "grouped GEMM needs TransformerEngine's layers"),
     ],
 )
-def test_a_module_that_the_model_does_not_have_is_refused(model: str, modules: list[str], message: str) -> None:
+def test_recompute_missing_module_is_rejected(model: str, modules: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"actor\.recompute_modules=.*{message}"):
         _recompute(model, recompute="selective", recompute_modules=modules)
 
 
-def test_every_module_that_a_model_has_can_be_recomputed() -> None:
+def test_recompute_existing_modules_are_accepted() -> None:
     for name in MODULES:
         found = _recompute("deepseek_v3", EVERYTHING, recompute="selective", recompute_modules=[name])
         assert found == {"recompute_granularity": "selective", "recompute_modules": [name]}
@@ -191,14 +189,14 @@ def test_every_module_that_a_model_has_can_be_recomputed() -> None:
         ("qwen3", NOTHING, "none", ["core_attn"]),
     ],
 )
-def test_modules_that_nobody_names_are_those_of_the_model(
+def test_recompute_default_modules_depend_on_the_model(
     model: str, installed: Installed, fp8: str, modules: list[str]
 ) -> None:
     found = _recompute(model, installed, fp8, recompute="selective")
     assert found == {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
-def test_layers_of_multi_token_prediction_are_recomputed_one_by_one() -> None:
+def test_recompute_mtp_layers_need_one_layer_blocks() -> None:
     arguments = replace(model_arguments(tiny_fields("deepseek_v3")), mtp_num_layers=1)
     with pytest.raises(ConfigError, match=r"actor\.recompute_layers=2.*one by one"):
         recompute_arguments(
@@ -209,7 +207,7 @@ def test_layers_of_multi_token_prediction_are_recomputed_one_by_one() -> None:
         )
 
 
-def test_recomputed_blocks_of_layers_fill_every_stage() -> None:
+def test_recompute_layers_must_divide_stages() -> None:
     actor, arguments = ActorConfig(recompute="full", recompute_layers=2), model_arguments(tiny_fields("qwen3"))
     chosen, uneven = choose(NOTHING, BuildRequest()), TrainLayout(2, pp=2, pipeline_layout="Ettt|tL")
     assert recompute_arguments(actor, arguments, TrainLayout(2, pp=2), chosen)["recompute_num_layers"] == 2

@@ -37,7 +37,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 @pytest.mark.parametrize("problem", ERRORS)
-def test_one_that_cannot_be_imported_is_refused_with_its_error(installed: Path, problem: str) -> None:
+def test_transformer_engine_failing_import_is_rejected(installed: Path, problem: str) -> None:
     (installed / "pytorch.py").write_text(ERRORS[problem])
     with pytest.raises(
         ConfigError, match=r"transformer-engine 2\.11\.0 is installed, but .* cannot be imported"
@@ -49,6 +49,6 @@ def test_one_that_cannot_be_imported_is_refused_with_its_error(installed: Path, 
     assert look(cuda=False).transformer_engine == "2.11.0"  # a CPU builds nothing from it
 
 
-def test_one_that_imports_is_there(installed: Path) -> None:
+def test_transformer_engine_importable_version_is_returned(installed: Path) -> None:
     (installed / "pytorch.py").write_text("")
     assert look(cuda=True).transformer_engine == "2.11.0"

@@ -51,7 +51,7 @@ DENSE, SPARSE, LATENT = tiny_fields("qwen3"), tiny_fields("qwen3_moe"), tiny_fie
         (DENSE | {"model_type": "gpt2"}, 1, {}, r"model\.hf_path.*gpt2.*qwen3"),
     ],
 )
-def test_what_does_not_fit_names_its_key(
+def test_train_layout_misfit_names_the_key(
     model: dict[str, Any], world_size: int, sizes: dict[str, int], key: str
 ) -> None:
     with pytest.raises(ConfigError, match=key):
@@ -67,18 +67,18 @@ def test_what_does_not_fit_names_its_key(
         (SPARSE, 4, {"ep": 2}, 1),
     ],
 )
-def test_experts_are_tensor_parallel_only_where_they_are_not_spread_over_ranks(
+def test_train_layout_etp_default_depends_on_ep(
     model: dict[str, Any], world_size: int, sizes: dict[str, int], etp: int
 ) -> None:
     assert train_layout(ParallelConfig(**sizes), world_size, model).etp == etp
 
 
-def test_one_chunk_per_stage_is_no_interleaving() -> None:
+def test_train_layout_vpp_of_one_is_none() -> None:
     """Megatron's interleaved schedule requires more than one chunk."""
     assert train_layout(ParallelConfig(pp=2, vpp=1), 2, DENSE).vpp is None
 
 
-def test_an_all_sparse_model_does_not_care_about_the_dense_width() -> None:
+def test_train_layout_all_sparse_model_ignores_dense_width() -> None:
     assert train_layout(ParallelConfig(tp=2), 2, SPARSE | {"intermediate_size": 49}).tp == 2
 
 
@@ -91,13 +91,13 @@ def test_an_all_sparse_model_does_not_care_about_the_dense_width() -> None:
         (SPARSE, {"bias_update_rate": 0.1}, r"actor\.moe\.bias_update_rate=0\.1.*no correction bias"),
     ],
 )
-def test_settings_of_experts_that_the_model_has_no_use_for(
+def test_check_experts_settings_without_effect_are_rejected(
     model: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_experts(MoeConfig(**settings), model_arguments(model).transformer)
 
 
-def test_settings_of_experts_that_the_model_has() -> None:
+def test_check_experts_supported_settings_pass() -> None:
     check_experts(MoeConfig(bias_update_rate=0.1, z_loss_coefficient=0.1), model_arguments(LATENT).transformer)
     check_experts(MoeConfig(router_replay="policy", aux_loss_coefficient=0.1), model_arguments(SPARSE).transformer)

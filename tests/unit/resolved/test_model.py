@@ -32,7 +32,7 @@ def _config(directory: Path, family: str, overrides: tuple[str, ...] = (), **cha
     return load_config(str(path), list(overrides))
 
 
-def test_layers_without_a_loss_are_left_out_and_counted(config: Config) -> None:
+def test_policy_config_mtp_layers_without_loss_are_omitted(config: Config) -> None:
     spec = ResolvedModel.policy(config)
     assert spec.left_out == 1
     assert spec.arguments.mtp_num_layers == 0
@@ -41,20 +41,20 @@ def test_layers_without_a_loss_are_left_out_and_counted(config: Config) -> None:
     assert (spec.left_out, spec.arguments.mtp_num_layers) == (0, 1)
 
 
-def test_layers_that_are_not_there_have_no_loss(tmp_path: Path) -> None:
+def test_policy_config_loss_for_missing_mtp_layers_is_rejected(tmp_path: Path) -> None:
     config = _config(tmp_path, "llama", ("actor.mtp_loss_coefficient=0.1",))
     with pytest.raises(ConfigError, match=r"^actor\.mtp_loss_coefficient=0\.1, but model\.hf_path=.* set .* to 0$"):
         policy_config(ModelRole.policy(config))
 
 
-def test_a_value_model_has_neither_those_layers_nor_tied_embeddings(tmp_path: Path) -> None:
+def test_value_config_has_no_mtp_layers_or_tied_embeddings(tmp_path: Path) -> None:
     config = _config(tmp_path, "deepseek_v3", tie_word_embeddings=True)
     spec = ResolvedModel.value_model(ModelRole.critic(config), 1)
     assert (spec.arguments.mtp_num_layers, spec.arguments.tied_embeddings) == (0, False)
 
 
 @pytest.mark.parametrize("changes", [{"num_nextn_predict_layers": "x"}, {"model_type": "unheard_of"}])
-def test_a_config_json_that_no_family_reads_names_the_roles_key(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_resolved_model_unknown_family_names_the_role_key(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = _config(tmp_path, "deepseek_v3", **changes)
     config.critic.hf_path = config.model.hf_path
     with pytest.raises(ConfigError, match=r"^model\.hf_path=/"):
@@ -63,13 +63,13 @@ def test_a_config_json_that_no_family_reads_names_the_roles_key(tmp_path: Path, 
         ResolvedModel.value_model(ModelRole.critic(config), 1)
 
 
-def test_settings_for_experts_of_a_dense_model_are_refused_wherever_it_is_asked_for(tmp_path: Path) -> None:
+def test_resolved_model_expert_keys_of_dense_model_are_rejected(tmp_path: Path) -> None:
     config = _config(tmp_path, "llama", ("actor.moe.aux_loss_coefficient=0.1",))
     with pytest.raises(ConfigError, match=r"^actor\.moe\.aux_loss_coefficient=0\.1, but the model has no experts"):
         ResolvedModel.policy(config)
 
 
-def test_what_a_machine_lacks_is_refused_and_a_planned_one_has_it(config: Config) -> None:
+def test_implementation_missing_package_is_rejected_unless_planned(config: Config) -> None:
     spec = ResolvedModel.policy(config)
     role, nodes = ModelRole.policy(config), config.cluster.gpus_per_node
     wants = replace(role, section=replace(config.actor, recompute="selective", recompute_modules=["moe_act"]))

@@ -18,13 +18,13 @@ def config(nodes: int, slots: int, *, tp: int = 1, placement: str = "colocated",
     return made
 
 
-def test_consecutive_ranks_fill_a_node_and_every_gpu_is_asked_for_once() -> None:
+def test_place_ranks_fill_nodes_in_order() -> None:
     found = place(config(3, 4), on_gpus=True, num_engines=0)
     assert found.ranks == (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2)
     assert found.bundle == {"CPU": 4.0, "GPU": 4.0}
 
 
-def test_colocated_engines_cover_the_gpus_of_the_ranks_once() -> None:
+def test_place_colocated_engines_cover_the_ranks() -> None:
     found = place(config(2, 8, tp=4), on_gpus=True, num_engines=4)
     assert [(slot.node, slot.places) for (slot,) in found.engines] == [
         (0, (0, 1, 2, 3)),
@@ -35,20 +35,20 @@ def test_colocated_engines_cover_the_gpus_of_the_ranks_once() -> None:
     assert found.bundle == {"CPU": 16.0, "GPU": 8.0}
 
 
-def test_fewer_engines_than_gpus_spread_over_the_nodes() -> None:
+def test_place_few_engines_spread_over_nodes() -> None:
     found = place(config(4, 8, tp=2), on_gpus=True, num_engines=6)
     assert [slot.node for (slot,) in found.engines] == [0, 0, 1, 2, 2, 3]
     assert [slot.places for (slot,) in found.engines] == [(0, 1), (2, 3), (0, 1), (0, 1), (2, 3), (0, 1)]
 
 
-def test_disaggregated_engines_take_the_gpus_after_the_ranks() -> None:
+def test_place_disaggregated_engines_follow_the_ranks() -> None:
     found = place(config(2, 8, tp=2, placement="disaggregated", ranks=9), on_gpus=True, num_engines=3)
     assert [slot.node for (slot,) in found.engines] == [1, 1, 1]
     assert [slot.places for (slot,) in found.engines] == [None] * 3
     assert found.bundle["GPU"] == 8.0
 
 
-def test_who_takes_turns_has_the_cores_of_those_that_wait() -> None:
+def test_peers_alternating_processes_share_cores() -> None:
     guests = [Guests("critic", 3), Guests("judge", 1, tp=2)]
     colocated = place(config(1, 4), on_gpus=False, num_engines=1, guests=guests)
     assert [colocated.peers(section, 0) for section in ("actor", "rollout", "critic", "judge")] == [4, 1, 3, 2]
@@ -71,18 +71,18 @@ def test_who_takes_turns_has_the_cores_of_those_that_wait() -> None:
         (config(1, 8, tp=16, placement="disaggregated", ranks=4), 1, "rollout.tp"),
     ],
 )
-def test_engines_that_fit_nowhere_are_refused(made: Config, num_engines: int, key: str) -> None:
+def test_place_engines_without_room_are_rejected(made: Config, num_engines: int, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         place(made, on_gpus=True, num_engines=num_engines)
 
 
-def test_on_cpu_slots_are_processes_and_no_gpu_is_asked_for() -> None:
+def test_place_on_cpu_requires_no_gpu() -> None:
     found = place(config(2, 1), on_gpus=False, num_engines=1)
     assert [slot.places for (slot,) in found.engines] == [None]
     assert found.bundle == {"CPU": 2.0}
 
 
-def test_guests_share_the_gpus_of_the_trainers_and_bring_their_own_cpus() -> None:
+def test_place_guests_share_gpus_and_add_cpus() -> None:
     guests = [Guests("critic", 5), Guests("reward_model", 2), Guests("judge", 3, tp=2)]
     found = place(config(2, 4, tp=4), on_gpus=True, num_engines=2, guests=guests)
     assert [(slot.node, slot.places) for slot in found.guests["critic"]] == [*((0, (i,)) for i in range(4)), (1, (0,))]
@@ -92,7 +92,7 @@ def test_guests_share_the_gpus_of_the_trainers_and_bring_their_own_cpus() -> Non
     assert found.bundle == {"CPU": 4.0 + 4 + 4 + 2 + 2 * 2, "GPU": 4.0}
 
 
-def test_guests_see_the_gpus_that_ray_gave_the_ranks_beside_them() -> None:
+def test_visible_devices_guests_use_the_devices_of_ranks() -> None:
     """Ray assigns GPUs in any order, and from an inherited CUDA_VISIBLE_DEVICES=4,5,6,7, as on the first node."""
     placed = place(config(2, 4, tp=2), on_gpus=True, num_engines=4)
     of_ranks = ["5", "4", "7", "6", "GPU-a", "GPU-b", "GPU-c", "GPU-d"]
@@ -102,7 +102,7 @@ def test_guests_see_the_gpus_that_ray_gave_the_ranks_beside_them() -> None:
     assert visible_devices(own, own.engines[0][0], ["0", "1"]) is None
 
 
-def test_colocated_engines_stay_on_the_gpus_of_the_ranks() -> None:
+def test_place_colocated_engines_stay_within_the_ranks() -> None:
     """Ray reserves no other GPUs of the node for the run."""
     assert place(config(1, 4, ranks=2), on_gpus=True, num_engines=2).engines[1][0].places == (1,)
     with pytest.raises(ConfigError, match=r"rollout\.num_engines=3 .* GPUs of 2 trainer ranks"):
@@ -116,12 +116,12 @@ def test_colocated_engines_stay_on_the_gpus_of_the_ranks() -> None:
         (Guests("judge", 3, tp=2), r"judge\.num_engines=3 of judge\.tp=2"),
     ],
 )
-def test_guests_that_fit_nowhere_are_refused(guests: Guests, key: str) -> None:
+def test_place_guests_without_room_are_rejected(guests: Guests, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         place(config(1, 4), on_gpus=True, num_engines=0, guests=[guests])
 
 
-def test_engines_wider_than_a_node_fill_whole_ones() -> None:
+def test_place_wide_engines_fill_whole_nodes() -> None:
     found = place(config(4, 8, tp=16), on_gpus=True, num_engines=2)
     assert [[(slot.node, slot.places) for slot in hosts] for hosts in found.engines] == [
         [(0, tuple(range(8))), (1, tuple(range(8)))],
@@ -133,7 +133,7 @@ def test_engines_wider_than_a_node_fill_whole_ones() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "nodes", "first"), [(8, 0, 1), (9, 0, 2), (None, 2, 2)])
-def test_wide_engines_of_their_own_begin_behind_the_ranks(ranks: int | None, nodes: int, first: int) -> None:
+def test_place_wide_disaggregated_engines_follow_the_ranks(ranks: int | None, nodes: int, first: int) -> None:
     made = config(4, 8, tp=16, placement="disaggregated", ranks=ranks)
     made.rollout.nodes = nodes
     found = place(made, on_gpus=True, num_engines=1)
@@ -141,7 +141,7 @@ def test_wide_engines_of_their_own_begin_behind_the_ranks(ranks: int | None, nod
     assert len(found.ranks) == (ranks or 16)
 
 
-def test_nodes_of_the_engines_alone_are_the_last() -> None:
+def test_place_reserved_engine_nodes_are_the_last() -> None:
     made = config(3, 2, placement="disaggregated")
     made.rollout.nodes = 1
     for on_gpus in (False, True):
@@ -150,9 +150,9 @@ def test_nodes_of_the_engines_alone_are_the_last() -> None:
         assert [slot.node for (slot,) in found.engines] == [2, 2]
 
 
-def test_a_port_that_waits_for_its_server_is_none_of_the_kernels() -> None:
+def test_reserved_port_is_outside_the_ephemeral_range() -> None:
     assert 1024 <= free_port() < int(EPHEMERAL.read_text().split()[0])
 
 
-def test_nodes_are_counted_by_the_numbers_in_their_names() -> None:
+def test_nodes_are_sorted_by_numbers_in_their_names() -> None:
     assert sorted(["gpu10-b", "gpu2-b", "gpu2-a", "cpu"], key=natural) == ["cpu", "gpu2-a", "gpu2-b", "gpu10-b"]

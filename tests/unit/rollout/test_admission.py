@@ -58,18 +58,14 @@ def staleness(system: System) -> Counter[int]:
 
 @settings(max_examples=1500, deadline=None)
 @given(shapes(), SCHEDULES)
-def test_every_version_is_reached_whatever_ends_first_is_rejected_fails_dies_or_is_resumed(
-    shape: Shape, schedule: Schedule
-) -> None:
+def test_admission_random_events_reach_every_version(shape: Shape, schedule: Schedule) -> None:
     """No order is fair here: a move may be delayed until nothing else is possible."""
     assert play(System(shape), schedule, VERSIONS).version == VERSIONS
 
 
 @settings(max_examples=1000, deadline=None)
 @given(shapes(), SCHEDULES)
-def test_no_group_is_trained_too_late_or_twice_or_is_lost_and_the_oldest_are_trained_first(
-    shape: Shape, schedule: Schedule
-) -> None:
+def test_admission_trains_groups_once_and_in_time(shape: Shape, schedule: Schedule) -> None:
     def require_in_time(system: System) -> None:  # also of a batch whose training a resume undoes
         assert all(system.version - group.submitted <= shape.max_staleness_hard for group in system.in_training)
 
@@ -90,7 +86,7 @@ def test_no_group_is_trained_too_late_or_twice_or_is_lost_and_the_oldest_are_tra
 
 @settings(max_examples=500, deadline=None)
 @given(shapes(), SCHEDULES)
-def test_no_more_groups_exist_and_no_more_requests_run_than_may(shape: Shape, schedule: Schedule) -> None:
+def test_may_submit_respects_group_and_slot_limits(shape: Shape, schedule: Schedule) -> None:
     def require_bounds(system: System) -> None:
         assert len(system.existing) <= (shape.max_staleness + 1) * shape.groups_per_version
         assert min(system.free) >= 0
@@ -107,9 +103,7 @@ class Prompt(System):
 
 @settings(max_examples=300, deadline=None)
 @given(shapes(), SCHEDULES)
-def test_the_tightest_bound_trains_in_order_of_submission_where_all_that_may_exist_do(
-    shape: Shape, schedule: Schedule
-) -> None:
+def test_take_batch_tightest_bound_trains_in_order(shape: Shape, schedule: Schedule) -> None:
     """With fewer groups, because slots are missing or some were rejected, there is time to let others overtake."""
     places = (shape.max_staleness + 1) * shape.groups_per_version * shape.samples_per_group
     shape = replace(shape, max_staleness_hard=shape.max_staleness, engines=(places,), max_batches=0)
@@ -121,9 +115,7 @@ def test_the_tightest_bound_trains_in_order_of_submission_where_all_that_may_exi
 
 @settings(max_examples=500, deadline=None)
 @given(shapes(), SCHEDULES)
-def test_a_group_may_begin_exactly_where_areals_rule_has_capacity_while_its_counters_are_right(
-    shape: Shape, schedule: Schedule
-) -> None:
+def test_may_submit_equals_areal_rule_with_right_counters(shape: Shape, schedule: Schedule) -> None:
     """Here the counters are right: rejected and failed groups are subtracted, and a resume restores the counters."""
 
     def require_the_same(system: System) -> None:
@@ -134,7 +126,7 @@ def test_a_group_may_begin_exactly_where_areals_rule_has_capacity_while_its_coun
 
 @pytest.mark.parametrize("slots", [20, 1000])
 @pytest.mark.parametrize("eta", [0, 1, 2, 4])
-def test_the_same_groups_begin_at_the_same_versions_and_are_as_stale_as_with_areals_rules(eta: int, slots: int) -> None:
+def test_admission_staleness_equals_areal_rules(eta: int, slots: int) -> None:
     shape = Shape(eta, NO_DEADLINE, groups_per_version=4, samples_per_group=4, engines=(slots,))
 
     def seconds(group: Group) -> list[float]:
@@ -151,9 +143,7 @@ def test_the_same_groups_begin_at_the_same_versions_and_are_as_stale_as_with_are
 
 
 @pytest.mark.parametrize(("eta", "stops_at"), [(0, 0), (2, 3), (8, 12)])
-def test_counting_groups_that_are_rejected_later_stops_for_ever_and_counting_what_exists_does_not(
-    eta: int, stops_at: int
-) -> None:
+def test_admission_historical_counters_would_deadlock(eta: int, stops_at: int) -> None:
     """The trainer rejects two of five groups: of 5 (eta + version + 1) that may ever start, 3 in 5 remain, but 5
     (version + 1) are needed."""
     shape = Shape(eta, NO_DEADLINE, groups_per_version=5, samples_per_group=2, engines=(1000,))
@@ -178,7 +168,7 @@ class Careless(System):
 
 
 @pytest.mark.parametrize(("rules", "oldest"), [(System, 2), (Careless, VERSIONS)])
-def test_a_straggler_is_trained_too_late_by_who_does_not_look_at_what_runs(rules: type[System], oldest: int) -> None:
+def test_take_batch_ignoring_running_groups_is_too_late(rules: type[System], oldest: int) -> None:
     """The first group of version 0 ends when no other move is possible."""
     shape = Shape(1, 2, groups_per_version=1, samples_per_group=1, engines=(4,))
     system = play(rules(shape), Schedule(youngest=True, bias=math.inf), VERSIONS)
@@ -189,9 +179,7 @@ def test_a_straggler_is_trained_too_late_by_who_does_not_look_at_what_runs(rules
 
 @pytest.mark.parametrize("hard", range(5))
 @pytest.mark.parametrize("version", range(3, 12))
-def test_a_batch_waits_for_one_that_runs_exactly_where_the_next_version_would_be_too_late_for_it(
-    version: int, hard: int
-) -> None:
+def test_take_batch_waits_only_for_expiring_groups(version: int, hard: int) -> None:
     def take(finished: list[int], running: list[int]) -> list[int] | None:
         return take_batch(finished, running, version=version, groups_per_version=2, max_staleness_hard=hard)
 
@@ -227,7 +215,7 @@ def reference(finished: list[int], running: list[int], version: int, batch: int,
     batch=st.integers(1, 4),
     hard=st.integers(0, 9),
 )
-def test_a_batch_is_taken_exactly_where_its_definition_allows_it(
+def test_take_batch_equals_its_definition(
     finished: list[int], running: list[int], later: int, batch: int, hard: int
 ) -> None:
     version = max([*finished, *running], default=0) + later
@@ -235,7 +223,7 @@ def test_a_batch_is_taken_exactly_where_its_definition_allows_it(
     assert taken == reference(finished, running, version, batch, hard)
 
 
-def test_indices_are_those_of_what_finished_the_oldest_and_among_equals_the_first() -> None:
+def test_take_batch_returns_the_oldest_in_stable_order() -> None:
     def take(finished: list[int], batch: int) -> list[int] | None:
         return take_batch(finished, (), version=4, groups_per_version=batch, max_staleness_hard=NO_DEADLINE)
 
@@ -254,7 +242,7 @@ def begins(**what_exists: int) -> bool:
     return may_submit(groups_per_version=3, max_staleness=1, samples_per_group=2, **(nothing | what_exists))
 
 
-def test_a_group_begins_only_where_all_its_requests_have_a_slot() -> None:
+def test_may_submit_needs_slots_for_the_whole_group() -> None:
     assert begins(slots=2)
     assert not begins(slots=1)
     assert not begins(slots=0)
@@ -264,7 +252,7 @@ def test_a_group_begins_only_where_all_its_requests_have_a_slot() -> None:
 
 
 @pytest.mark.parametrize("place", ["running", "finished", "in_training"])
-def test_groups_count_wherever_they_are(place: str) -> None:
+def test_may_submit_counts_groups_in_every_state(place: str) -> None:
     assert begins(**{place: 5})
     assert not begins(**{place: 6})
     each = {"running": 1, "finished": 1, "in_training": 1}
@@ -273,7 +261,7 @@ def test_groups_count_wherever_they_are(place: str) -> None:
 
 
 @pytest.mark.parametrize("slots", [3, 1000])
-def test_without_staleness_each_version_begins_its_own_groups_and_trains_them(slots: int) -> None:
+def test_admission_zero_staleness_is_synchronous(slots: int) -> None:
     shape = Shape(0, 0, groups_per_version=4, samples_per_group=3, engines=(slots,))
     system = System(shape)
     timed(system, 5, training=10.0, seconds=lambda group: [1.0, 2.0, 3.0])

@@ -66,7 +66,7 @@ def collect(tmp_path: Path, signal: Any, *, num_engines: int = 1, **dynamic: Any
     return collector.collect(1), pool
 
 
-def test_what_could_not_be_graded_is_looked_at_once_a_step_in_every_response_and_after_they_are_recorded(
+def test_collector_checks_failures_once_after_recording(
     tmp_path: Path,
 ) -> None:
     seen: list[tuple[int, str]] = []
@@ -84,7 +84,7 @@ def test_what_could_not_be_graded_is_looked_at_once_a_step_in_every_response_and
     assert seen == [(groups.groups_sampled * SAMPLES + 8, "step 1")]
 
 
-def test_greedy_responses_go_to_the_kept_groups_only_under_their_ids(tmp_path: Path) -> None:
+def test_collector_greedy_responses_for_kept_groups_only(tmp_path: Path) -> None:
     pool = ScriptedPool(lambda row: row % 2 == 0, num_engines=3)
     collector = RolloutCollector(
         pool, CountingSampler(), RolloutConfig(samples_per_prompt=SAMPLES, top_k=5), DynamicSamplingConfig(enable=True),
@@ -108,33 +108,33 @@ def kept_rows(groups: Groups) -> list[int]:
     return np.concatenate(rows)[::SAMPLES].tolist()
 
 
-def test_groups_without_variance_are_dropped_and_refilled(tmp_path: Path) -> None:
+def test_collector_drops_and_refills_zero_variance_groups(tmp_path: Path) -> None:
     groups, _ = collect(tmp_path, lambda row: row % 2 == 0)
     assert kept_rows(groups) == [0, 2, 4, 6, 8, 10, 12, 14]
     assert groups.groups_dropped == 8
     assert groups.groups_sampled == 16
 
 
-def test_refilling_draws_what_the_share_of_signal_asks_for_and_never_more_than_a_step(tmp_path: Path) -> None:
+def test_collector_refill_size_follows_the_signal_fraction(tmp_path: Path) -> None:
     _, pool = collect(tmp_path, lambda row: row % 8 < 6)  # 6 of 8 have signal: 2 / 0.75 -> 3 more
     assert [sum(len(t.prompt_rows) for t in tasks) for tasks in pool.tasks] == [8, 3]
     _, pool = collect(tmp_path, lambda row: row in (0, 20, 30), max_batches=4)
     assert max(sum(len(t.prompt_rows) for t in tasks) for tasks in pool.tasks) == 8
 
 
-def test_surplus_groups_are_cut_in_order(tmp_path: Path) -> None:
+def test_collector_surplus_groups_are_cut_in_order(tmp_path: Path) -> None:
     groups, _ = collect(tmp_path, lambda row: row != 0)
     assert kept_rows(groups) == [1, 2, 3, 4, 5, 6, 7, 8]  # row 9, if drawn, is one too many
 
 
-def test_after_max_batches_dull_groups_fill_the_step_whole(tmp_path: Path) -> None:
+def test_collector_max_batches_fills_with_zero_variance(tmp_path: Path) -> None:
     groups, pool = collect(tmp_path, lambda row: row == 3, max_batches=2)
     assert len(pool.tasks) == 2
     assert kept_rows(groups) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert groups.groups_dropped == groups.groups_sampled - 1
 
 
-def test_without_dynamic_sampling_everything_is_kept_in_one_batch(tmp_path: Path) -> None:
+def test_collector_without_dynamic_sampling_keeps_all(tmp_path: Path) -> None:
     pool = ScriptedPool(lambda row: False)
     collector = RolloutCollector(
         pool, CountingSampler(), RolloutConfig(samples_per_prompt=SAMPLES), DynamicSamplingConfig(),
@@ -144,21 +144,21 @@ def test_without_dynamic_sampling_everything_is_kept_in_one_batch(tmp_path: Path
     assert len(pool.tasks) == 1
 
 
-def test_engines_share_a_batch_and_group_ids_are_never_reused(tmp_path: Path) -> None:
+def test_collector_group_ids_are_never_reused(tmp_path: Path) -> None:
     groups, pool = collect(tmp_path, lambda row: row % 2 == 0, num_engines=3)
     ids = np.concatenate([task.group_ids for tasks in pool.tasks for task in tasks])
     assert len(set(ids.tolist())) == len(ids) == groups.groups_sampled
     assert [task.prompt_rows.tolist() for task in pool.tasks[0]] == [[0, 1], [2, 3], [4], [5], [6], [7]]
 
 
-def test_records_of_all_engines_and_batches_end_in_one_file(tmp_path: Path) -> None:
+def test_collector_joins_records_into_one_file(tmp_path: Path) -> None:
     groups, _ = collect(tmp_path, lambda row: row % 2 == 0, num_engines=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_1.jsonl"]
     assert (tmp_path / "step_1.jsonl").read_text().split() == [str(row) for row in range(groups.groups_sampled)]
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "reward"])
-def test_the_metric_decides_what_counts_as_variance(tmp_path: Path, metric: str) -> None:
+def test_collector_signal_depends_on_the_metric(tmp_path: Path, metric: str) -> None:
     class Shaped(ScriptedPool):
         def _score(self, task: RolloutTask) -> RolloutScalars:
             result = super()._score(task)
@@ -174,7 +174,7 @@ def test_the_metric_decides_what_counts_as_variance(tmp_path: Path, metric: str)
     assert collector.collect(1).groups_dropped == (16 if metric == "accuracy" else 0)
 
 
-def test_groups_of_unequal_sizes_are_kept_dropped_and_filled_up_whole(tmp_path: Path) -> None:
+def test_collector_handles_groups_of_unequal_sizes(tmp_path: Path) -> None:
     """An episode may have several sequences: here response s of the group of row r has 1 + (r + s) % 3."""
 
     class Several(ScriptedPool):

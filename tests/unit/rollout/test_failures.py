@@ -29,7 +29,7 @@ def watched(**config: float) -> tuple[GradingFailures, list[str]]:
     return GradingFailures(RewardConfig(function="mine.py:f", **config), notes.append), notes
 
 
-def test_the_first_failure_is_shown_once_with_its_place() -> None:
+def test_failures_first_is_shown_once_with_traceback() -> None:
     failures, notes = watched()
     failures.check([graded(4), graded(4)], "step 1", "file")
     assert notes == []
@@ -44,7 +44,7 @@ def test_the_first_failure_is_shown_once_with_its_place() -> None:
     ("fraction", "failed", "ends"),
     [(1.0, 3, False), (1.0, 4, True), (0.5, 1, False), (0.5, 2, True), (0.0, 0, False), (0.0, 1, True)],
 )
-def test_too_many_end_the_run_by_the_key(fraction: float, failed: int, ends: bool) -> None:
+def test_failures_above_the_fraction_end_the_run(fraction: float, failed: int, ends: bool) -> None:
     failures, _ = watched(max_error_fraction=fraction)
     given = [graded(3, *range(min(failed, 3))), graded(1, *range(failed - 3))]
     if not ends:

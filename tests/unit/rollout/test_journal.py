@@ -48,7 +48,7 @@ def write_two(path: Path) -> TokenJournal:
     return journal
 
 
-def test_responses_come_back_with_seed_version_and_reason(path: Path) -> None:
+def test_journal_responses_round_trip(path: Path) -> None:
     write_two(path)
     found = read_journal(path)
     assert {name: drawn.seed for name, drawn in found.items()} == {"a": SEED, "löng name": 7}
@@ -57,7 +57,7 @@ def test_responses_come_back_with_seed_version_and_reason(path: Path) -> None:
     assert found["a"].completion.token_ids.dtype == found["a"].completion.versions.dtype == np.int32
 
 
-def test_a_response_that_had_begun_elsewhere_is_whole(path: Path, tmp_path: Path) -> None:
+def test_journal_begin_includes_the_partial_response(path: Path, tmp_path: Path) -> None:
     write_two(path)
     partial = replace(read_journal(path)["löng name"].completion, finish_reason="abort")
     second = TokenJournal(tmp_path / "second")
@@ -77,7 +77,7 @@ def temperatures_in(path: Path, name: str = "a") -> list[float] | None:
     return None if found is None else found.tolist()
 
 
-def test_tokens_keep_the_temperature_they_were_sampled_with(path: Path, tmp_path: Path) -> None:
+def test_journal_tokens_keep_their_temperatures(path: Path, tmp_path: Path) -> None:
     """Across journals, changed temperatures, a rewritten file and copies."""
     paths = [path, *(tmp_path / f"journal{number}" for number in range(2))]
     partial, expected = None, []
@@ -97,7 +97,7 @@ def test_tokens_keep_the_temperature_they_were_sampled_with(path: Path, tmp_path
     assert temperatures_in(tmp_path / "last") == expected
 
 
-def test_journals_of_earlier_versions_have_no_temperatures(path: Path) -> None:
+def test_read_journal_earlier_version_has_no_temperatures(path: Path) -> None:
     """BEGIN and a STEP of two tokens, as written by versions without temperatures."""
     name = np.frombuffer(b"a\0\0\0", np.int32)
     begin = np.concatenate([np.array([1, 0, 1, 7, 0], np.int32), name])
@@ -108,7 +108,7 @@ def test_journals_of_earlier_versions_have_no_temperatures(path: Path) -> None:
     assert temperatures_in(path) is None
 
 
-def test_wherever_the_last_write_was_cut_what_was_whole_before_is_read(path: Path) -> None:
+def test_read_journal_ignores_a_truncated_write(path: Path) -> None:
     journal = write_two(path)
     before = path.stat().st_size
     journal.add([Delta("a", [12], [-3.0], 4)], [ended("a", "stop")])
@@ -120,7 +120,7 @@ def test_wherever_the_last_write_was_cut_what_was_whole_before_is_read(path: Pat
     assert told(read_journal(path)["a"])[3] == "stop"
 
 
-def test_without_a_journal_nothing_was_drawn(path: Path) -> None:
+def test_read_journal_missing_file_is_empty(path: Path) -> None:
     assert read_journal(path) == {}
     TokenJournal(path).begin([request("a")])
     assert read_journal(path) == {}
@@ -130,7 +130,7 @@ def one_step(journal: TokenJournal, name: str, version: int = 3, reason: str | N
     journal.add([Delta(name, [5], [-1.0], version)], [] if reason is None else [ended(name, reason)])
 
 
-def test_what_has_ended_stays_whatever_runs_and_changes_until_it_is_released(path: Path) -> None:
+def test_journal_keeps_finished_responses_until_release(path: Path) -> None:
     journal = write_two(path)
     one_step(journal, "a", 4, "stop")
     for version, name in enumerate("bc", 5):
@@ -145,7 +145,7 @@ def test_what_has_ended_stays_whatever_runs_and_changes_until_it_is_released(pat
     assert told(read_journal(path)["löng name"]) == whole
 
 
-def test_a_response_is_released_with_all_its_turns_and_no_other_one(path: Path) -> None:
+def test_journal_release_covers_all_turns_of_an_episode(path: Path) -> None:
     journal = TokenJournal(path)
     names = ["t.1.1", "t.1.1/ab.0", "t.1.1/cd.1", "t.1.10", "t.1.10/ab.0", "t.1.1/ef.0"]
     for name in names:
@@ -156,7 +156,7 @@ def test_a_response_is_released_with_all_its_turns_and_no_other_one(path: Path) 
     assert set(read_journal(path)) == {"t.1.10", "t.1.10/ab.0", "t.1.1/ef.0"}, "the last one runs"
 
 
-def test_what_is_aborted_is_released_whether_it_has_ended_or_not(path: Path) -> None:
+def test_journal_discard_releases_running_and_finished(path: Path) -> None:
     journal = write_two(path)
     journal.begin([request("b")])
     one_step(journal, "b")
@@ -164,7 +164,7 @@ def test_what_is_aborted_is_released_whether_it_has_ended_or_not(path: Path) -> 
     assert set(read_journal(path)) == {"b"}
 
 
-def test_an_id_that_begins_again_replaces_what_it_had_before_it_has_a_token(path: Path) -> None:
+def test_journal_begin_releases_earlier_response_of_the_id(path: Path) -> None:
     journal = write_two(path)
     journal.begin([request("löng name", 7)])
     assert set(read_journal(path)) == {"a"}
@@ -175,7 +175,7 @@ def test_an_id_that_begins_again_replaces_what_it_had_before_it_has_a_token(path
     assert set(read_journal(path)) == {"a"}
 
 
-def test_what_was_taken_over_whole_is_kept_as_if_it_had_been_drawn_here(path: Path, tmp_path: Path) -> None:
+def test_journal_take_over_keeps_the_response(path: Path, tmp_path: Path) -> None:
     write_two(tmp_path / "lost")
     drawn = read_journal(tmp_path / "lost")["löng name"]
     journal = TokenJournal(path)
@@ -186,7 +186,7 @@ def test_what_was_taken_over_whole_is_kept_as_if_it_had_been_drawn_here(path: Pa
     assert read_journal(path) == {}
 
 
-def test_validation_that_asks_again_finds_nothing_that_was_released_before(path: Path) -> None:
+def test_journal_repeated_id_finds_no_released_response(path: Path) -> None:
     """This holds even before there is a new token; a long response runs all the time."""
     engine = FakeEngine(slots=8)
     loop = EngineLoop(engine, TokenJournal(path))
@@ -220,7 +220,7 @@ def test_validation_that_asks_again_finds_nothing_that_was_released_before(path:
     assert found[5:8] == [{"long", "val.0.0"}] * 3
 
 
-def test_what_ran_in_an_engine_that_has_died_stays_whoever_gives_it_up(path: Path) -> None:
+def test_loop_dead_engine_keeps_its_journal(path: Path) -> None:
     engine = FakeEngine()
     loop = EngineLoop(engine, TokenJournal(path))
 
@@ -248,9 +248,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:10]))
 
 
-def test_a_full_disk_costs_what_could_be_taken_over_and_nothing_else(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_journal_full_disk_does_not_end_the_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = write_two(path)
     fill_disk(monkeypatch)
     journal.add([Delta("a", [12], [-3.0], 4)], [])
@@ -263,7 +261,7 @@ def test_a_full_disk_costs_what_could_be_taken_over_and_nothing_else(
     assert set(read_journal(path)) == {"a"}
 
 
-def test_what_cannot_be_released_is_not_left_to_be_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_failed_release_empties_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = write_two(path)
     fill_disk(monkeypatch)
     journal.begin([request("löng name", 7)])
@@ -274,7 +272,7 @@ def test_what_cannot_be_released_is_not_left_to_be_found(path: Path, monkeypatch
     assert read_journal(path) == {}
 
 
-def test_the_loop_writes_what_its_engine_draws_as_it_draws_it(path: Path) -> None:
+def test_loop_writes_tokens_to_the_journal_each_step(path: Path) -> None:
     loop = EngineLoop(FakeEngine(), TokenJournal(path))
     completions: list[Completion] = []
 

@@ -159,9 +159,7 @@ def num_words(path: Path) -> int:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_it_says_what_is_there_and_stays_short(
-    seed: int, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_journal_random_events_keep_it_right_and_short(seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 50)
     engine = Engine(path, seed)
     anew, inode = 0, path.stat().st_ino
@@ -175,7 +173,7 @@ def test_whatever_happens_it_says_what_is_there_and_stays_short(
     assert engine.journal._count < SMALL, "numbers begin anew as well"
 
 
-def test_the_more_is_kept_the_less_often_it_is_written_anew(path: Path) -> None:
+def test_journal_rewrites_are_rare_for_large_files(path: Path) -> None:
     journal, anew, inode = TokenJournal(path, small_words=SMALL), 0, path.stat().st_ino
     for number in range(2000):
         journal.begin([request(f"{number}")])
@@ -200,9 +198,7 @@ class Killed(BaseException):
     pass
 
 
-def test_a_process_that_dies_while_it_is_written_anew_leaves_the_old_one(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_journal_crash_during_rewrite_keeps_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, expected = filled(path)
 
     def die(*_: object) -> None:
@@ -217,9 +213,7 @@ def test_a_process_that_dies_while_it_is_written_anew_leaves_the_old_one(
 
 
 @pytest.mark.parametrize("where", ["open", "fdopen", "replace"])
-def test_where_it_cannot_be_written_anew_the_old_one_goes_on(
-    where: str, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_journal_failed_rewrite_keeps_the_old_file(where: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = filled(path)
 
     def fail(*_: object, **__: object) -> None:
@@ -241,7 +235,7 @@ def test_where_it_cannot_be_written_anew_the_old_one_goes_on(
     assert told(read_journal(path)) == engine.expected()
 
 
-def test_it_goes_on_in_the_new_file_with_the_versions_that_tokens_had(path: Path) -> None:
+def test_journal_rewrite_keeps_token_versions(path: Path) -> None:
     engine = Engine(path, 1)
     partial = Response(9, [1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0], [2, 2, 5, 6])
     engine.responses = {"a": partial, "b": Response(2**63 + 5)}
@@ -257,7 +251,7 @@ def test_it_goes_on_in_the_new_file_with_the_versions_that_tokens_had(path: Path
     assert {*read_journal(path)["a"].completion.versions.tolist()} == {2, 5, 6, 7, 8}
 
 
-def test_who_reads_it_meanwhile_finds_what_is_kept_each_time(path: Path) -> None:
+def test_journal_concurrent_reader_finds_all_responses(path: Path) -> None:
     journal = TokenJournal(path, small_words=SMALL)
     journal.begin([request("kept"), request("runs")])
     journal.add([Delta("kept", [1, 2], [-1.0, -2.0], 3), Delta("runs", [1], [-1.0], 3)], [ended("kept", "stop")])
@@ -281,7 +275,7 @@ def test_who_reads_it_meanwhile_finds_what_is_kept_each_time(path: Path) -> None
     assert all(each == kept for each in seen)
 
 
-def test_numbers_of_requests_begin_anew_with_the_file(path: Path) -> None:
+def test_journal_rewrite_renumbers_requests(path: Path) -> None:
     journal = TokenJournal(path, small_words=SMALL)
     for number in range(5000):
         journal.begin([request(f"{number}")])

@@ -54,7 +54,7 @@ class Held:
         time.sleep(0.005)
 
 
-def test_responses_come_as_they_end_and_on_the_callers_thread(loop: EngineLoop) -> None:
+def test_loop_generate_calls_back_on_the_callers_thread(loop: EngineLoop) -> None:
     ended: list[tuple[str, str]] = []
     loop.generate(
         requests_of("a", [5, 2, 9, 2]), lambda done: ended.append((done.request_id, threading.current_thread().name))
@@ -62,7 +62,7 @@ def test_responses_come_as_they_end_and_on_the_callers_thread(loop: EngineLoop) 
     assert ended == [(name, threading.current_thread().name) for name in ("a.1", "a.3", "a.0", "a.2")]
 
 
-def test_a_short_call_does_not_wait_for_a_long_one(loop: EngineLoop) -> None:
+def test_loop_short_call_does_not_wait_for_a_long_one(loop: EngineLoop) -> None:
     order: list[str] = []
     held = Held(fake(loop))
 
@@ -79,7 +79,7 @@ def test_a_short_call_does_not_wait_for_a_long_one(loop: EngineLoop) -> None:
     assert order == ["short.0", "long.0"]
 
 
-def test_what_is_asked_happens_between_two_passes_while_requests_run(loop: EngineLoop) -> None:
+def test_loop_between_steps_runs_while_requests_run(loop: EngineLoop) -> None:
     engine, held = fake(loop), Held(fake(loop))
     found: list[Completion] = []
     with ThreadPoolExecutor(2) as pool:
@@ -95,7 +95,7 @@ def test_what_is_asked_happens_between_two_passes_while_requests_run(loop: Engin
     assert found[0].token_ids.tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def test_an_aborted_response_goes_on_from_where_it_was(loop: EngineLoop) -> None:
+def test_loop_aborted_response_can_be_continued(loop: EngineLoop) -> None:
     engine, held = fake(loop), Held(fake(loop))
     heard: list[Completion | BaseException] = []
     (request,) = requests_of("a", [40])
@@ -113,7 +113,7 @@ def test_an_aborted_response_goes_on_from_where_it_was(loop: EngineLoop) -> None
     assert len(done[0].logp) == len(done[0].versions) == 40
 
 
-def test_a_failing_pass_reaches_all_who_wait_and_the_loop_goes_on(loop: EngineLoop) -> None:
+def test_loop_failing_step_reaches_all_listeners(loop: EngineLoop) -> None:
     engine, held = fake(loop), Held(fake(loop))
 
     def fail() -> None:
@@ -134,7 +134,7 @@ def test_a_failing_pass_reaches_all_who_wait_and_the_loop_goes_on(loop: EngineLo
 
 
 @pytest.mark.parametrize("where", ["in a pass", "between two"])
-def test_the_loop_of_an_engine_that_has_died_ends_and_says_so(where: str) -> None:
+def test_loop_dead_engine_ends_the_loop(where: str) -> None:
     loop = EngineLoop(FakeEngine())
 
     def fail() -> None:
@@ -155,7 +155,7 @@ def test_the_loop_of_an_engine_that_has_died_ends_and_says_so(where: str) -> Non
         loop.between_steps(lambda: None)
 
 
-def test_a_pass_that_does_not_end_is_noticed_and_waiting_is_not(loop: EngineLoop) -> None:
+def test_loop_seconds_stuck_excludes_idle_time(loop: EngineLoop) -> None:
     held = Held(fake(loop))
     time.sleep(0.05)
     assert (loop.seconds_stuck, loop.busy_seconds) == (0.0, 0.0)
@@ -169,7 +169,7 @@ def test_a_pass_that_does_not_end_is_noticed_and_waiting_is_not(loop: EngineLoop
     assert loop.between_steps(lambda: loop.busy_seconds) >= 0.05
 
 
-def test_what_the_caller_raises_ends_its_own_requests_only(loop: EngineLoop) -> None:
+def test_loop_generate_callback_error_aborts_own_requests(loop: EngineLoop) -> None:
     def fail(done: Completion) -> None:
         raise LookupError(done.request_id)
 
@@ -185,14 +185,14 @@ def test_what_the_caller_raises_ends_its_own_requests_only(loop: EngineLoop) -> 
     assert len(fake(loop).cancelled) == 1
 
 
-def test_a_request_that_is_refused_is_its_callers_error(loop: EngineLoop) -> None:
+def test_loop_rejected_request_raises_in_the_caller(loop: EngineLoop) -> None:
     (request,) = requests_of("a", [3])
     with pytest.raises(DataError, match="max_prompt_tokens"):
         loop.generate([replace(request, token_ids=np.zeros(94, np.int32))], lambda done: None)
     loop.generate([request], lambda done: None)
 
 
-def test_a_loop_that_ends_tells_who_waits_and_who_comes_after() -> None:
+def test_loop_stop_fails_waiting_and_later_calls() -> None:
     loop = EngineLoop(FakeEngine())
     held = Held(fake(loop))
     thread = threading.Thread(target=loop.serve, daemon=True)
@@ -209,7 +209,7 @@ def test_a_loop_that_ends_tells_who_waits_and_who_comes_after() -> None:
         loop.between_steps(lambda: None)
 
 
-def test_what_is_asked_soon_waits_for_nothing_and_its_listener_hears_everything(loop: EngineLoop) -> None:
+def test_loop_submit_nowait_reports_to_the_listener(loop: EngineLoop) -> None:
     held = Held(fake(loop))
     heard: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
     good, bad = requests_of("a", [3])[0], replace(requests_of("b", [3])[0], token_ids=np.zeros(94, np.int32))
@@ -227,7 +227,7 @@ def test_what_is_asked_soon_waits_for_nothing_and_its_listener_hears_everything(
     first.join(SECONDS)
 
 
-def test_what_is_aborted_soon_is_heard_of_no_more(loop: EngineLoop) -> None:
+def test_loop_abort_nowait_silences_the_listener(loop: EngineLoop) -> None:
     held = Held(fake(loop))
     heard: list[Completion | BaseException] = []
     (request,) = requests_of("a", [40])
@@ -239,7 +239,7 @@ def test_what_is_aborted_soon_is_heard_of_no_more(loop: EngineLoop) -> None:
     assert heard == []
 
 
-def test_only_what_has_not_begun_is_withdrawn_and_who_waits_hears_of_it(loop: EngineLoop) -> None:
+def test_loop_withdraw_takes_unstarted_requests_only(loop: EngineLoop) -> None:
     """Two of four requests run; of the other two, one is withdrawn."""
     engine = fake(loop)
     engine.slots = 2

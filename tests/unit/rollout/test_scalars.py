@@ -18,7 +18,7 @@ def scalars(groups: list[int]) -> RolloutScalars:
     )
 
 
-def test_errors_keep_their_responses_tokens_add_up_and_seconds_ran_beside_each_other() -> None:
+def test_join_scalars_errors_tokens_and_seconds() -> None:
     first = replace(scalars([1, 1, 2]), errors=((1, "a"),), tokens_taken_over=5, seconds_generating=2.0)
     first = replace(first, version_tokens=((3, 7), (4, 1)))
     second = replace(

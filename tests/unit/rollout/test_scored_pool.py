@@ -68,7 +68,7 @@ class FixedScorer:
 TASKS = [task("a", [0]), task("b", [1, 2])]
 
 
-def test_a_reward_is_the_rules_plus_every_models_by_its_weight() -> None:
+def test_scored_pool_reward_is_the_weighted_sum() -> None:
     pool = RulesPool()
     model, judge = FixedScorer([10, 20], [1, 2, 3, 4]), FixedScorer([4, 8], [0, 0, 4, 4])
     scored = ScoredPool(pool, {"model": WeightedScorer(model, 0.5), "judge": WeightedScorer(judge, -0.25)}, True)
@@ -81,7 +81,7 @@ def test_a_reward_is_the_rules_plus_every_models_by_its_weight() -> None:
     assert scored.num_engines == 3
 
 
-def test_every_model_sees_the_rules_rewards_only_and_they_are_not_changed() -> None:
+def test_scored_pool_models_see_unchanged_rewards() -> None:
     pool = RulesPool()
     judge = FixedScorer([4, 8], [0, 0, 4, 4])
     models = {"model": WeightedScorer(FixedScorer([1, 1], [1, 1, 1, 1]), 1.0), "judge": WeightedScorer(judge, 1.0)}
@@ -91,21 +91,21 @@ def test_every_model_sees_the_rules_rewards_only_and_they_are_not_changed() -> N
 
 
 @pytest.mark.parametrize(("has_rules", "accuracies"), [(True, [1, 0]), (False, [3, 4])])
-def test_accuracy_is_the_rules_where_there_are_any_else_the_reward(has_rules: bool, accuracies: list[float]) -> None:
+def test_scored_pool_accuracy_depends_on_rules(has_rules: bool, accuracies: list[float]) -> None:
     pool = RulesPool()
     pool.results = [("a", scalars([0, 0], [1, 0]))]
     scored = ScoredPool(pool, {"model": WeightedScorer(FixedScorer([3, 4]), 1.0)}, has_rules)
     assert scored.run(TASKS[:1])[0][1].accuracies.tolist() == accuracies
 
 
-def test_records_are_amended_by_what_is_returned_and_scoring_counts_as_grading() -> None:
+def test_scored_pool_amends_records_and_counts_grading_time() -> None:
     pool = RulesPool()
     results = ScoredPool(pool, {"model": WeightedScorer(FixedScorer([1, 2], [1, 2, 3, 4]), 1.0)}, True).run(TASKS)
     assert [(own.records, result) for own, result in pool.amended] == [("a", results[0]), ("b", results[1])]
     assert results[0][1].seconds_grading > 2.0
 
 
-def test_another_number_of_scores_than_of_responses_is_not_broadcast() -> None:
+def test_scored_pool_wrong_number_of_scores_is_rejected() -> None:
     scored = ScoredPool(RulesPool(), {"model": WeightedScorer(FixedScorer([1], [1, 2, 3, 4]), 1.0)}, True)
     with pytest.raises(AssertionError, match=r"model: \(1,\) scores for \(2,\)"):
         scored.run(TASKS)
@@ -121,7 +121,7 @@ class LaterPool(RulesPool):
         return [Grades(first, first / 10), failed]
 
 
-def test_what_is_graded_together_is_in_results_and_records_before_models_score_it() -> None:
+def test_step_grading_precedes_scoring() -> None:
     pool, model = LaterPool(), FixedScorer([10, 20], [1, 2, 3, 4])
     scored = ScoredPool(StepGradingPool(pool), {"model": WeightedScorer(model, 1.0)}, True)
     (_, first), (chunk, second) = scored.run(TASKS)
@@ -138,7 +138,7 @@ def test_what_is_graded_together_is_in_results_and_records_before_models_score_i
     assert together.num_engines == 3
 
 
-def test_a_part_keeps_its_lines_with_final_rewards_and_scores(tmp_path: Path) -> None:
+def test_amend_records_keeps_lines_with_final_rewards(tmp_path: Path) -> None:
     part = tmp_path / ".step_1.0.0.part"
     lines = [{"response": "né\n", "reward": 1.0, "accuracy": 1.0, "tokens": 3}, {"response": "b", "reward": 0.0}]
     part.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")

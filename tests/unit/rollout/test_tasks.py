@@ -120,7 +120,7 @@ def test_share_takes_ends_and_no_more_than_balances(tails: list[tuple[int, int]]
     assert len(splits) <= (len(shared) == 1)
 
 
-def test_it_asks_for_more_when_few_requests_are_left_and_says_what_has_ended(caller: ThreadPoolExecutor) -> None:
+def test_task_runner_exchange_returns_when_few_are_left(caller: ThreadPoolExecutor) -> None:
     engine = Engine()
     runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=3)
     call = caller.submit(runner.exchange, [task(10, 2), task(20, 3)], until=Until.ASKS)
@@ -148,7 +148,7 @@ def test_it_asks_for_more_when_few_requests_are_left_and_says_what_has_ended(cal
     assert (sorted([*finished, *more, *rest]), left) == ([10, 20, 30], 0)
 
 
-def test_it_says_how_many_tasks_and_requests_have_not_ended() -> None:
+def test_task_runner_num_left_counts_tasks_and_requests() -> None:
     engine = Engine()
     runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=1)
     runner.begin([task(10, 3), task(20, 2)])
@@ -163,7 +163,7 @@ def test_it_says_how_many_tasks_and_requests_have_not_ended() -> None:
     assert runner.num_left[0] == 0
 
 
-def test_requests_that_have_ended_are_counted_before_their_tasks_have(caller: ThreadPoolExecutor) -> None:
+def test_task_runner_counts_requests_before_tasks_end(caller: ThreadPoolExecutor) -> None:
     engine = Engine()
     runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=1)
     call = caller.submit(runner.exchange, [task(10, 3), task(20, 3)], until=Until.ANY)
@@ -179,7 +179,7 @@ def test_requests_that_have_ended_are_counted_before_their_tasks_have(caller: Th
     assert numbers(caller.submit(runner.exchange, [], until=Until.ANY)) == ([10], 0)
 
 
-def test_what_a_task_raises_is_raised_at_once(caller: ThreadPoolExecutor) -> None:
+def test_task_runner_exchange_raises_at_once(caller: ThreadPoolExecutor) -> None:
     engine = Engine()
     runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=1)
     call = caller.submit(runner.exchange, [task(13, 1), task(20, 1)], until=Until.ALL)
@@ -189,7 +189,7 @@ def test_what_a_task_raises_is_raised_at_once(caller: ThreadPoolExecutor) -> Non
     engine.end(20)
 
 
-def test_what_has_not_begun_is_given_up_from_the_ends_and_counts_no_more(caller: ThreadPoolExecutor) -> None:
+def test_task_runner_give_up_takes_unstarted_ends(caller: ThreadPoolExecutor) -> None:
     engine = Engine()
     runner = TaskRunner(engine.run, engine.withdraw, num_threads=4, low=2)
     call = caller.submit(runner.exchange, [task(10, 3), task(20, 2)], until=Until.ASKS)
@@ -208,5 +208,5 @@ def test_what_has_not_begun_is_given_up_from_the_ends_and_counts_no_more(caller:
     assert [each.request_ids for each in call.result()[0]] == [["train.10.0"]]
 
 
-def test_without_tasks_nothing_is_waited_for() -> None:
+def test_task_runner_without_tasks_returns_at_once() -> None:
     assert TaskRunner(Engine().run, Engine().withdraw, num_threads=1, low=1).exchange([], until=Until.ALL) == ([], 0, 0)

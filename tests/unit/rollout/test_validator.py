@@ -84,7 +84,7 @@ def validate(
 SAMPLED = {"validation_temperature": 1.0, "validation_top_p": 0.7, "validation_samples": 3}
 
 
-def test_every_sample_is_drawn_as_the_validation_keys_say_not_as_training_does(tmp_path: Path) -> None:
+def test_validator_uses_the_validation_sampling_keys(tmp_path: Path) -> None:
     _, _, pool = validate(tmp_path, temperature=0.5, top_p=0.9, top_k=7, samples_per_prompt=8, **SAMPLED)
     requests = [request for engine in pool.engines for request in engine.requests]
     assert len(requests) == NUM_PROMPTS * 3
@@ -92,13 +92,13 @@ def test_every_sample_is_drawn_as_the_validation_keys_say_not_as_training_does(t
     assert len({request.seed for request in requests}) == len(requests)
 
 
-def test_greedy_and_one_sample_unless_said_otherwise(tmp_path: Path) -> None:
+def test_validator_defaults_to_one_greedy_sample(tmp_path: Path) -> None:
     scalars, _, pool = validate(tmp_path, temperature=1.0, samples_per_prompt=8)
     assert {r.sampling.temperature for engine in pool.engines for r in engine.requests} == {0.0}
     assert len(scalars.accuracies) == NUM_PROMPTS
 
 
-def test_samples_are_groups_in_the_order_of_the_prompts_and_each_is_recorded(tmp_path: Path) -> None:
+def test_validator_orders_and_records_samples_by_prompt(tmp_path: Path) -> None:
     scalars, records, _ = validate(tmp_path, **SAMPLED)
     places = [(row, sample) for row in range(NUM_PROMPTS) for sample in range(3)]
     assert scalars.group_ids.tolist() == scalars.prompt_rows.tolist() == [row for row, _ in places]
@@ -111,14 +111,14 @@ def test_samples_are_groups_in_the_order_of_the_prompts_and_each_is_recorded(tmp
 
 
 @pytest.mark.parametrize("change", [{"num_engines": 3}, {"num_engines": 7}, {"step": 9}])
-def test_the_same_seeds_at_every_step_and_on_any_number_of_engines(tmp_path: Path, change: dict[str, int]) -> None:
+def test_validator_seeds_do_not_depend_on_step_or_engines(tmp_path: Path, change: dict[str, int]) -> None:
     (tmp_path / "other").mkdir()
     _, records, _ = validate(tmp_path, **SAMPLED)
     _, again, _ = validate(tmp_path / "other", **change, **SAMPLED)
     assert [record["response"] for record in records] == [record["response"] for record in again]
 
 
-def test_parts_of_scores_are_joined_where_engines_have_others(tmp_path: Path) -> None:
+def test_validator_joins_differing_score_parts(tmp_path: Path) -> None:
     scalars, records, _ = validate(tmp_path, num_engines=2)
     assert scalars.parts["right"].tolist() == scalars.accuracies.tolist()
     for row in range(NUM_PROMPTS):
@@ -126,7 +126,7 @@ def test_parts_of_scores_are_joined_where_engines_have_others(tmp_path: Path) ->
         assert records[row][f"of_row_{row}"] == scalars.parts[f"of_row_{row}"][row]
 
 
-def test_too_many_failures_end_the_run_and_are_recorded_before(tmp_path: Path) -> None:
+def test_validator_failures_are_recorded_before_the_error(tmp_path: Path) -> None:
     class Failing:
         def check(self, graded: Sequence[RolloutScalars], what: str, records: str) -> None:
             assert sum(len(part.rewards) for part in graded) == NUM_PROMPTS
@@ -139,6 +139,6 @@ def test_too_many_failures_end_the_run_and_are_recorded_before(tmp_path: Path) -
         validator.validate(4)
 
 
-def test_another_run_seed_draws_other_samples(tmp_path: Path) -> None:
+def test_validator_other_run_seed_changes_samples(tmp_path: Path) -> None:
     responses = [[record["response"] for record in validate(tmp_path, seed=seed, **SAMPLED)[1]] for seed in (1, 2)]
     assert not set(responses[0]) & set(responses[1])

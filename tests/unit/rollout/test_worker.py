@@ -100,7 +100,7 @@ def run(
     return worker.run(task)
 
 
-def test_responses_to_one_prompt_are_a_group_and_all_of_them_a_task(tmp_path: Path) -> None:
+def test_worker_submits_keys_of_group_and_task(tmp_path: Path) -> None:
     rewarder = GroupRewarder()
     run(tmp_path, rows=[2, 0, 1], group_ids=[10, 11, 12], samples=3, rewarder=rewarder)
     rows: dict[int, set[int]] = {}
@@ -112,7 +112,7 @@ def test_responses_to_one_prompt_are_a_group_and_all_of_them_a_task(tmp_path: Pa
         assert (set(group), len(group)) == (rows[row], 3), key
 
 
-def test_buffers_and_scalars_follow_the_prompts_whatever_finishes_first(tmp_path: Path) -> None:
+def test_worker_results_are_in_prompt_order(tmp_path: Path) -> None:
     buffers, scalars = run(tmp_path, rows=[2, 0], group_ids=[10, 11])
     assert scalars.group_ids.tolist() == [10, 10, 11, 11]
     assert scalars.prompt_rows.tolist() == [2, 2, 0, 0]
@@ -128,7 +128,7 @@ def test_buffers_and_scalars_follow_the_prompts_whatever_finishes_first(tmp_path
     assert set(buffers.versions.tolist()) == {7}
 
 
-def test_clipped_marks_responses_that_hit_the_limit_and_errors_keep_their_place(tmp_path: Path) -> None:
+def test_worker_clipped_and_errors_match_responses(tmp_path: Path) -> None:
     _, scalars = run(tmp_path, rows=[3, 2], group_ids=[0, 1])
     assert scalars.clipped.tolist() == [1, 1, 0, 0]
     assert scalars.rewards.tolist() == [4, 4, 0, 0]
@@ -136,7 +136,7 @@ def test_clipped_marks_responses_that_hit_the_limit_and_errors_keep_their_place(
     assert scalars.traceback == "at 2"
 
 
-def test_parts_of_a_score_are_recorded_and_those_that_are_numbers_stay_with_the_responses(tmp_path: Path) -> None:
+def test_worker_score_parts_are_recorded(tmp_path: Path) -> None:
     _, scalars = run(tmp_path, rows=[3, 2, 0], group_ids=[0, 1, 2], samples=1)
     assert scalars.parts.keys() == {"half", "long"}
     np.testing.assert_array_equal(scalars.parts["half"], [2, np.nan, 0.5])
@@ -146,13 +146,13 @@ def test_parts_of_a_score_are_recorded_and_those_that_are_numbers_stay_with_the_
     assert records[0]["said"] == records[0]["response"]
 
 
-def test_no_part_of_a_score_can_have_the_name_of_a_field(tmp_path: Path) -> None:
+def test_worker_score_parts_cannot_have_names_of_fields(tmp_path: Path) -> None:
     run(tmp_path, rows=[0], group_ids=[0])
     (record, *_) = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
     assert record.keys() - {"half", "said"} <= TAKEN
 
 
-def test_one_record_per_response_with_the_promised_keys(tmp_path: Path) -> None:
+def test_worker_records_have_the_contract_keys(tmp_path: Path) -> None:
     run(tmp_path, rows=[1, 0], group_ids=[4, 5], samples=3)
     records = [json.loads(line) for line in (tmp_path / "records").read_text().splitlines()]
     assert [(r["group"], r["sample"]) for r in records] == [(4, 0), (4, 1), (4, 2), (5, 0), (5, 1), (5, 2)]
@@ -161,7 +161,7 @@ def test_one_record_per_response_with_the_promised_keys(tmp_path: Path) -> None:
     assert records[0]["version"] == 7
 
 
-def test_half_an_emoji_of_a_grader_comes_back_from_the_records(tmp_path: Path) -> None:
+def test_worker_records_keep_lone_surrogates(tmp_path: Path) -> None:
     run(tmp_path, rows=[1], group_ids=[4], samples=1, rewarder=HalfEmojiRewarder())
     part, ones = str(tmp_path / "records"), np.ones(1, np.float32)
     add_fields(part, [0], [{"judge": "\ude00"}])
@@ -170,12 +170,12 @@ def test_half_an_emoji_of_a_grader_comes_back_from_the_records(tmp_path: Path) -
     assert (record["error"], record["judge"]) == ("not an answer: \ud83d", "\ude00")
 
 
-def test_a_response_has_the_same_seed_whatever_is_drawn_beside_it() -> None:
+def test_worker_seed_does_not_depend_on_other_responses() -> None:
     alone, together = request_seeds(3, np.array([17]), 4), request_seeds(3, np.array([5, 17, 9]), 4)
     assert np.array_equal(alone, together[4:8])
 
 
-def test_requests_have_the_limit_of_their_task_and_their_own_versions() -> None:
+def test_worker_requests_have_limit_and_spans_of_the_task() -> None:
     worker = RolloutWorker(SingleTurnPlayer(BackwardsEngine(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
     spans = tuple(((0, 0, 1), (1, 1, 2 + response)) for response in range(4))
     task = RolloutTask("train", np.array([0, 1]), np.array([4, 5]), 2, SamplingOptions(4), 1, tokens_per_version=3)
@@ -184,7 +184,7 @@ def test_requests_have_the_limit_of_their_task_and_their_own_versions() -> None:
     assert [attempt.request.spans for attempt in worker._attempts(task)] == [spans[1], spans[2]]
 
 
-def test_seeds_differ_between_groups_samples_and_runs_and_fit_engines() -> None:
+def test_request_seeds_differ_and_fit_engines() -> None:
     seeds = np.concatenate([request_seeds(run, np.arange(2000), 16) for run in (0, 1, 2)])
     assert len(np.unique(seeds)) > 0.9999 * len(seeds)  # 96,000 samples of 31 bits: a few random collisions
     assert seeds.min() >= 0
@@ -207,7 +207,7 @@ def of_two_responses(prompts: Sequence[int], responses: Sequence[int]) -> list[T
     ]
 
 
-def test_experts_lie_under_the_tokens_they_were_chosen_for() -> None:
+def test_worker_experts_align_with_tokens() -> None:
     buffers = pack_trajectories(of_two_responses([3, 1], [2, 3]), ["8.0", "8.1"])
     assert buffers.routed_experts is not None
     assert buffers.routed_experts.dtype == np.uint8
@@ -216,18 +216,18 @@ def test_experts_lie_under_the_tokens_they_were_chosen_for() -> None:
     assert buffers.routed_experts[:, 1, 0].tolist() == [100, 101, 102, 103, 0, 110, 111, 112, 0]
 
 
-def test_a_request_without_experts_among_others_is_named() -> None:
+def test_worker_missing_experts_name_the_request() -> None:
     first, second = of_two_responses([3, 1], [2, 3])
     with pytest.raises(McoreRLError, match=r"router_replay=engine: 1 of 2 responses .* experts .*: 8\.1$"):
         pack_trajectories([first, replace(second, routed_experts=None)], ["8.0", "8.1"])
 
 
-def test_an_engine_that_is_not_asked_for_experts_gives_none(tmp_path: Path) -> None:
+def test_worker_without_experts_has_none(tmp_path: Path) -> None:
     buffers, _ = run(tmp_path, rows=[2, 0], group_ids=[10, 11])
     assert buffers.routed_experts is None
 
 
-def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
+def test_worker_continues_responses_of_lost_engines(tmp_path: Path) -> None:
     """Of two samples, one had finished and one had started; the third journal belongs to a request with another
     seed."""
     submitted: list[GenerationRequest] = []
@@ -277,7 +277,7 @@ def test_what_lost_engines_had_drawn_is_not_drawn_again(tmp_path: Path) -> None:
     assert (kept.completion.token_ids.tolist(), kept.completion.versions.tolist()) == ([32, 33], [7, 8])
 
 
-def test_a_greedy_response_to_a_group_is_not_taken_over_for_a_sampled_one(tmp_path: Path) -> None:
+def test_worker_greedy_baseline_is_not_mixed_up(tmp_path: Path) -> None:
     """Both have the same seed; one engine had sampled the greedy ones last."""
     path = tmp_path / "journal"
     sampled = RolloutTask("train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),))
@@ -298,9 +298,7 @@ def test_a_greedy_response_to_a_group_is_not_taken_over_for_a_sampled_one(tmp_pa
 
 
 @pytest.mark.parametrize(("since", "found"), [(7, ["train.5.0", "train.5.1"]), (8, ["train.5.1"])])
-def test_what_was_drawn_before_the_task_was_given_out_is_of_another_one(
-    since: int, found: list[str], tmp_path: Path
-) -> None:
+def test_worker_ignores_responses_of_older_tasks(since: int, found: list[str], tmp_path: Path) -> None:
     """Validation uses the same ids and seeds again, possibly before a lost engine could release the earlier
     responses."""
     path = tmp_path / "journal"
@@ -316,7 +314,7 @@ def test_what_was_drawn_before_the_task_was_given_out_is_of_another_one(
     assert [*_recovered_responses(task, attempts)] == found
 
 
-def test_what_is_withdrawn_at_the_end_is_left_out_and_made_as_part_of_the_task_elsewhere(tmp_path: Path) -> None:
+def test_worker_withdrawn_responses_are_omitted(tmp_path: Path) -> None:
     """The last three responses of three groups of two are withdrawn; together with the rest they equal one worker's
     result."""
 

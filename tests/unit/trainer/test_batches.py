@@ -56,7 +56,7 @@ def config(advantage):
     )
 
 
-def test_trained_tokens_weigh_the_baseline_and_the_batch():
+def test_batch_builder_weighs_by_trained_tokens():
     groups = one_group([1.0, 0.0], [3, 1])
     assert batch_builder(config("opo"), 1)(groups, 1, 0).advantages.tolist() == [0.25, -0.75]
     # Centered rewards per token: three times 0.5 and once -0.5, so the mean is 0.25 and the sample variance 0.25.
@@ -65,13 +65,13 @@ def test_trained_tokens_weigh_the_baseline_and_the_batch():
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
-def test_estimators_that_need_tokens_are_left_to_the_ranks(name):
+def test_batch_builder_per_token_estimator_sets_zero_advantages(name):
     batch = batch_builder(config(name), 1)(one_group([1.0, 0.0], [3, 1]), 1, 0)
     assert batch.advantages.tolist() == [0, 0]
     assert batch.rewards.tolist() == [1, 0]
 
 
-def test_the_greedy_response_of_its_own_group_is_the_baseline():
+def test_greedy_rewards_match_the_group():
     first, second = one_group([1.0, 0.0], [3, 1]).scalars[0], one_group([0.5, 0.25], [2, 2]).scalars[0]
     scalars = (replace(first, group_ids=np.array([9, 9])), replace(second, group_ids=np.array([4, 4])))
     greedy = replace(first, group_ids=np.array([4, 9]), rewards=np.array([0.25, 0.75], np.float32))
@@ -80,7 +80,7 @@ def test_the_greedy_response_of_its_own_group_is_the_baseline():
     assert batch_builder(settings, 1)(groups, 1, 0).advantages.tolist() == [0.25, -0.75, 0.25, 0]
 
 
-def test_no_part_of_a_score_can_have_the_name_of_a_figure():
+def test_score_parts_cannot_have_names_of_metrics():
     groups = replace(one_group([1.0, 0.0], [3, 1]), greedy=one_group([1.0], [3]).scalars)
     counts = {
         "groups_sampled": 1,
@@ -96,12 +96,12 @@ def test_no_part_of_a_score_can_have_the_name_of_a_figure():
     assert ours <= TAKEN
 
 
-def test_rewards_that_are_not_finite_name_their_responses():
+def test_check_rewards_not_finite_names_responses():
     with pytest.raises(NonFiniteError, match=r"sample 1 \(group 0\): nan"):
         batch_builder(config("grpo"), 1)(one_group([1.0, float("nan")], [3, 1]), 1, 0)
 
 
-def test_options_come_from_their_keys_and_those_of_others_are_refused():
+def test_batch_builder_unsupported_options_are_rejected():
     algorithm = AlgorithmConfig(advantage="gae", gamma=0.9, lam=0.8, whiten=False)
     assert estimator("gae", **advantage_options(algorithm)) == GAE(gamma=0.9, lam=0.8, whiten=False)
     assert estimator("gae", **advantage_options(AlgorithmConfig(advantage="gae"))) == GAE()
@@ -109,7 +109,7 @@ def test_options_come_from_their_keys_and_those_of_others_are_refused():
         batch_builder(Config(algorithm=replace(algorithm, advantage="grpo")), 1)
 
 
-def test_a_function_has_options_of_its_own_and_a_name_of_ours_has_none(tmp_path):
+def test_batch_builder_kwargs_need_a_user_function(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def scaled(token_rewards, mask, group_ids, values, baseline_rewards, *, gamma=1.0, scale, centre=True):\n"
         "    return gamma * scale * token_rewards + centre\n"
@@ -131,7 +131,7 @@ def test_a_function_has_options_of_its_own_and_a_name_of_ours_has_none(tmp_path)
         batch_builder(Config(algorithm=AlgorithmConfig(advantage_kwargs={"scale": 4})), 1)
 
 
-def test_filtered_responses_have_no_weight_and_count_in_no_others(tmp_path):
+def test_batch_builder_filtered_responses_have_zero_weight(tmp_path):
     (tmp_path / "keep.py").write_text(
         "def short(*, rewards, accuracies, group_ids, lengths, clipped):\n    return lengths < 5\n"
     )
@@ -154,7 +154,7 @@ def test_filtered_responses_have_no_weight_and_count_in_no_others(tmp_path):
     assert both.loss_weights.tolist() == pytest.approx([1 / 3, 0, 0])
 
 
-def test_a_filter_that_cannot_be_loaded_is_refused_by_its_key():
+def test_response_filter_unloadable_function_names_the_key():
     with pytest.raises(ConfigError, match=r"algorithm\.filter=nowhere\.py:f"):
         batch_builder(Config(algorithm=AlgorithmConfig(filter="nowhere.py:f")), 1)
 
@@ -182,7 +182,7 @@ def several_sequences():
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
-def test_an_episode_counts_once_in_its_group_however_many_sequences_it_left(name):
+def test_response_advantages_count_an_episode_once(name):
     """Oracle: the same episodes as one sequence each, with all their tokens."""
     settings = replace(config(name), trainer=TrainerConfig(prompts_per_step=2, prompts_per_update=2))
     found = batch_builder(settings, 1)(several_sequences(), 1, 0).advantages
@@ -192,7 +192,7 @@ def test_an_episode_counts_once_in_its_group_however_many_sequences_it_left(name
     assert found.tolist() == expected[[0, 0, 1, 2, 2, 2, 3, 4]].tolist()
 
 
-def test_figures_are_of_episodes():
+def test_describe_counts_each_episode_once():
     groups = several_sequences()
     kept = one_row_per_episode(replace(groups.scalars[0], version_tokens=((3, 20), (4, 3))))
     assert kept.version_tokens == ((3, 20), (4, 3))
@@ -207,6 +207,6 @@ def test_figures_are_of_episodes():
     assert described["tokens/generated"].value == 23
 
 
-def test_responses_are_numbered_within_their_groups():
+def test_positions_in_groups_number_responses():
     assert positions_in_groups(np.array([5, 5, 5, 2, 9, 9])).tolist() == [0, 1, 2, 0, 0, 1]
     assert positions_in_groups(np.empty(0, np.int64)).tolist() == []

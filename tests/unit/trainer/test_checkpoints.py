@@ -53,11 +53,11 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
     return Checkpoints(tmp_path / "checkpoints", keep_last=2)
 
 
-def test_nothing_is_found_before_the_first(checkpoints: Checkpoints) -> None:
+def test_latest_without_checkpoint_is_none(checkpoints: Checkpoints) -> None:
     assert checkpoints.latest() is None
 
 
-def test_the_last_k_are_kept_and_the_newest_is_found_by_number(checkpoints: Checkpoints) -> None:
+def test_save_keeps_the_last_k_by_number(checkpoints: Checkpoints) -> None:
     for step in (8, 9, 10):
         checkpoints.save(step, {"step": step}, start)
     assert names(checkpoints) == ["step_10", "step_9"]
@@ -66,7 +66,7 @@ def test_the_last_k_are_kept_and_the_newest_is_found_by_number(checkpoints: Chec
     assert (path / "weights.bin").exists()
 
 
-def test_the_best_are_kept_beside_the_last(tmp_path: Path) -> None:
+def test_save_keeps_the_best_and_the_last(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1, keep_best=2)
     accuracies = {1: 0.5, 2: 0.7, 3: None, 4: 0.5, 5: 0.7, 6: 0.1, 7: 0.6}
     for step in list(accuracies)[:5]:
@@ -80,7 +80,7 @@ def test_the_best_are_kept_beside_the_last(tmp_path: Path) -> None:
     assert names(resumed) == ["step_2", "step_7"]
 
 
-def test_save_beside_a_damaged_older_checkpoint_succeeds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_save_with_damaged_older_checkpoint_succeeds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=2, keep_best=1)
     checkpoints.save(1, {"accuracy": 0.5}, start)
     state = checkpoints.directory / "step_1" / "state.json"
@@ -90,14 +90,14 @@ def test_save_beside_a_damaged_older_checkpoint_succeeds(tmp_path: Path, caplog:
     assert "step_1 is damaged: state.json has another checksum" in caplog.text
 
 
-def test_a_checkpoint_from_before_accuracies_were_kept_is_not_among_the_best(tmp_path: Path) -> None:
+def test_save_checkpoint_without_accuracy_is_not_best(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1, keep_best=1)
     for step, state in ((1, {}), (2, {"accuracy": 0.1}), (3, {"accuracy": 0.0})):
         checkpoints.save(step, state, start)
     assert names(checkpoints) == ["step_2", "step_3"]
 
 
-def test_the_proof_lists_every_file_and_what_the_ranks_say(checkpoints: Checkpoints) -> None:
+def test_write_proof_lists_files_and_description(checkpoints: Checkpoints) -> None:
     checkpoints.save(1, {}, start)
     proof = json.loads((checkpoints.directory / "step_1" / "complete.json").read_text())
     assert proof["files"]["weights.bin"] == {"bytes": 10, "crc32": f"{crc32(WEIGHTS):08x}"}
@@ -105,7 +105,7 @@ def test_the_proof_lists_every_file_and_what_the_ranks_say(checkpoints: Checkpoi
     assert proof["world_size"] == 2
 
 
-def test_a_crash_while_writing_leaves_the_last_good_one(checkpoints: Checkpoints) -> None:
+def test_save_crash_keeps_the_previous_checkpoint(checkpoints: Checkpoints) -> None:
     checkpoints.save(1, {"step": 1}, start)
     with pytest.raises(RuntimeError):
         checkpoints.save(2, {"step": 2}, lambda directory: Ranks(Path(directory), RuntimeError("power cut")))
@@ -114,14 +114,14 @@ def test_a_crash_while_writing_leaves_the_last_good_one(checkpoints: Checkpoints
     assert names(checkpoints) == ["step_1"]
 
 
-def test_a_step_that_is_saved_is_not_saved_again(checkpoints: Checkpoints) -> None:
+def test_save_existing_step_is_skipped(checkpoints: Checkpoints) -> None:
     checkpoints.save(1, {"take": 1}, start)
     checkpoints.save(1, {"take": 2}, start)
     assert checkpoints.read(checkpoints.directory / "step_1")[0] == {"take": 1}
 
 
 @pytest.mark.parametrize("lacking", ["complete.json", "weights.bin"])
-def test_a_step_that_is_not_whole_is_saved_again(checkpoints: Checkpoints, lacking: str) -> None:
+def test_save_incomplete_step_is_saved_again(checkpoints: Checkpoints, lacking: str) -> None:
     checkpoints.save(1, {"take": 1}, start)
     (checkpoints.directory / "step_1" / lacking).unlink()
     checkpoints.save(1, {"take": 2}, start)
@@ -129,7 +129,7 @@ def test_a_step_that_is_not_whole_is_saved_again(checkpoints: Checkpoints, lacki
     assert names(checkpoints) == ["step_1"]
 
 
-def test_a_save_in_the_background_counts_once_its_ranks_are_done(checkpoints: Checkpoints) -> None:
+def test_save_async_is_valid_after_all_ranks(checkpoints: Checkpoints) -> None:
     ranks: list[Ranks] = []
 
     def begin(directory: str) -> Ranks:
@@ -145,7 +145,7 @@ def test_a_save_in_the_background_counts_once_its_ranks_are_done(checkpoints: Ch
     assert names(checkpoints) == ["step_1"]
 
 
-def test_a_second_save_waits_for_the_first_and_raises_what_it_raised(checkpoints: Checkpoints) -> None:
+def test_save_second_waits_and_raises_errors_of_the_first(checkpoints: Checkpoints) -> None:
     begun: list[int] = []
 
     def begin(step: int, fails: Exception | None = None) -> Callable[[str], Ranks]:
@@ -185,7 +185,7 @@ def test_a_second_save_waits_for_the_first_and_raises_what_it_raised(checkpoints
         (lambda path: ((path / "complete.json").unlink(), os.mkfifo(path / "complete.json")), "not a regular file"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_with_what_to_do(
+def test_latest_damaged_checkpoint_names_the_remedy(
     checkpoints: Checkpoints, damage: Callable[[Path], object], message: str
 ) -> None:
     """It is not skipped: resuming from the previous one would silently lose steps."""
@@ -259,9 +259,7 @@ def test_check_newest_reads_both_ends_of_large_files(
         check_newest(checkpoints.directory.parent)
 
 
-def test_a_directory_without_a_proof_is_no_checkpoint(
-    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_latest_directory_without_proof_is_skipped(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints.save(1, {}, start)
     half = checkpoints.directory / "step_2"
     half.mkdir()
@@ -273,7 +271,7 @@ def test_a_directory_without_a_proof_is_no_checkpoint(
         checkpoints.latest()
 
 
-def test_a_state_of_other_bytes_is_refused(checkpoints: Checkpoints) -> None:
+def test_read_state_with_other_bytes_is_rejected(checkpoints: Checkpoints) -> None:
     checkpoints.save(1, {"step": 1}, start)
     path = checkpoints.directory / "step_1"
     (path / "state.json").write_text((path / "state.json").read_text().replace("1", "2"))

@@ -42,7 +42,7 @@ def scalars() -> list[RolloutScalars]:
     return [part(0), part(1)]
 
 
-def test_solve_rates_by_group() -> None:
+def test_describe_groups_computes_solve_rates() -> None:
     found = {name: metric.value for name, metric in describe_groups(scalars()).items()}
     assert found["groups/solved_all"] == 1 / 4
     assert found["groups/solved_none"] == 2 / 4
@@ -51,7 +51,7 @@ def test_solve_rates_by_group() -> None:
     assert found["groups/solve_rate_std"] == pytest.approx(np.std([1, 0.5, 0, 0]))
 
 
-def test_lengths_of_right_and_wrong_answers() -> None:
+def test_describe_lengths_of_right_and_wrong_answers() -> None:
     found = {name: metric.value for name, metric in describe_lengths(scalars()).items()}
     assert found["response_tokens/mean_right"] == 20
     assert found["response_tokens/mean_wrong"] == pytest.approx(640 / 5)
@@ -60,20 +60,20 @@ def test_lengths_of_right_and_wrong_answers() -> None:
     assert found["response_tokens/p50"] == 70
 
 
-def test_a_side_without_answers_has_no_figures() -> None:
+def test_describe_lengths_omits_an_empty_side() -> None:
     wrong = scalars()[1:]
     assert "response_tokens/mean_right" not in describe_lengths(wrong)
     assert describe_groups([]) == describe_lengths([]) == {}
 
 
-def test_parts_of_scores_are_means_over_the_responses_that_have_them() -> None:
+def test_describe_parts_average_over_existing_values() -> None:
     first, second = scalars()
     parts = {"format": np.array([0.5, np.nan, 1, 0]), "none": np.full(4, np.nan), "rare": np.array([np.nan, 8, 2, 2])}
     found = describe_parts("reward", [replace(first, parts=parts), replace(second, parts={"format": np.ones(4)})])
     assert found == {"reward/format": Mean(5.5, 7), "reward/none": Mean(0.0, 0), "reward/rare": Mean(12.0, 3)}
 
 
-def test_advantages() -> None:
+def test_describe_advantages_computes_all_metrics() -> None:
     found = {
         name: metric.value for name, metric in describe_advantages(np.array([1.5, 0, 0, -0.5], np.float32)).items()
     }
@@ -94,12 +94,12 @@ def test_advantages() -> None:
         ([[0, 0, 0, 0], [-0.1, -0.2, -0.9, -0.9]], None, 0.0),
     ],
 )
-def test_equal_scores_over_the_step_are_counted(
+def test_describe_equality_equal_rewards_give_one(
     rewards: list[list[float]], unpunished: int | None, wanted: float
 ) -> None:
     parts = [replace(part, rewards=np.float32(own)) for part, own in zip(scalars(), rewards, strict=True)]
     assert describe_equality(parts, unpunished) == {"groups/all_equal": Max(wanted)}
 
 
-def test_equal_scores_of_one_response_mean_nothing() -> None:
+def test_describe_equality_one_response_gives_nothing() -> None:
     assert describe_equality([], None) == describe_equality(scalars(), 10) == {}

@@ -25,7 +25,7 @@ class Part:
         return SavedState(self.files, {"tensors": len(self.files)})
 
 
-def test_every_file_is_named_from_the_checkpoint_and_goes_back_to_its_model() -> None:
+def test_joined_save_file_names_round_trip() -> None:
     saved = JoinedSave({"": Part(ACTOR), "critic": Part(CRITIC)}).result()
     assert [file.name for file in saved.files][2:] == ["critic/a.distcp", "critic/hf/config.json"]
     assert saved.description == {"tensors": 2, "critic": {"tensors": 2}}
@@ -33,11 +33,11 @@ def test_every_file_is_named_from_the_checkpoint_and_goes_back_to_its_model() ->
     assert (tuple(own), tuple(critics)) == (ACTOR, CRITIC)
 
 
-def test_a_directory_whose_name_only_begins_so_is_not_the_critics() -> None:
+def test_split_files_similar_directory_name_is_not_matched() -> None:
     own, critics = split_files([SavedFile("critics.json", 1, 1)], "critic")
     assert (len(own), critics) == (1, [])
 
 
-def test_it_is_done_when_all_parts_are() -> None:
+def test_joined_save_is_done_when_all_parts_are() -> None:
     assert JoinedSave({"": Part(ACTOR), "critic": Part(CRITIC)}).done()
     assert not JoinedSave({"": Part(ACTOR), "critic": Part(CRITIC, is_done=False)}).done()

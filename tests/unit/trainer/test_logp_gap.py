@@ -69,7 +69,7 @@ def checked(config: Config, *gaps: LogpGap, num_dp_ranks: int = 1) -> tuple[list
     return lines, actor, engines
 
 
-def test_check_equal_engines_logs_figure_and_limit() -> None:
+def test_check_equal_engines_logs_gap_and_limit() -> None:
     [line], _, _ = checked(settled(), gap(1e-6, 3e-6), gap(0.0))
     assert line == (
         "log-probabilities of 2 rollout engines and trainer differ by 2e-06 nats on average (largest 3e-06, 2 tokens); "
@@ -77,7 +77,7 @@ def test_check_equal_engines_logs_figure_and_limit() -> None:
     )
 
 
-def test_check_one_bad_engine_names_it_figure_limit_and_key() -> None:
+def test_check_one_bad_engine_is_named_with_limit_and_key() -> None:
     with pytest.raises(ConfigError) as raised:
         checked(settled(), gap(1e-6), gap(2.0, 4.0), gap(1e-7))
     message = str(raised.value)
@@ -118,7 +118,7 @@ def test_check_own_routing_compares_the_median() -> None:
         ("float32", "none", None, None),
     ],
 )
-def test_limit_follows_dtype_unless_set(dtype: str, fp8: str, limit: Any, wanted: float | None) -> None:
+def test_logp_gap_limit_depends_on_dtype_unless_set(dtype: str, fp8: str, limit: Any, wanted: float | None) -> None:
     config = settled(max_logp_gap=limit)
     config.model.dtype, config.actor.fp8 = dtype, fp8
     assert logp_gap_limit(config) == wanted
@@ -130,7 +130,7 @@ def test_check_null_generates_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_dp_ranks", [1, 3, 6])
-def test_batch_has_an_update_per_engine_and_work_for_each_rank(num_dp_ranks: int) -> None:
+def test_check_batch_has_one_update_per_engine(num_dp_ranks: int) -> None:
     _, actor, engines = checked(settled(), gap(0.0), gap(0.0), num_dp_ranks=num_dp_ranks)
     [batch], [num_prompts] = actor.batches, engines.asked
     assert batch.version == 3
@@ -139,7 +139,7 @@ def test_batch_has_an_update_per_engine_and_work_for_each_rank(num_dp_ranks: int
         assert set(batch.dp_ranks[update]) == set(range(num_dp_ranks))
 
 
-def test_causes_name_only_what_this_configuration_leaves_open() -> None:
+def test_probable_causes_depend_on_the_configuration() -> None:
     config = settled(temperature=0.7)
     config.weights.verify_every = 1
     with pytest.raises(ConfigError) as raised:
@@ -157,7 +157,7 @@ def test_causes_name_only_what_this_configuration_leaves_open() -> None:
         assert present in str(raised.value)
 
 
-def test_gap_of_parts_equals_gap_of_the_whole() -> None:
+def test_logp_gap_sum_of_parts_equals_the_whole() -> None:
     values = [0.1, 0.5, 0.2, 0.9, 0.4]
     whole, parts = gap(*values), gap(*values[:2]) + gap() + gap(*values[2:])
     assert (parts.mean.value, parts.median, parts.largest) == pytest.approx((0.42, whole.median, whole.largest))
@@ -172,7 +172,7 @@ class Check:
         self.part.note(f"check {version}")
 
 
-def test_run_checks_before_its_first_step_and_after_each_resume(tmp_path: Path) -> None:
+def test_train_checks_gap_at_start_and_resume(tmp_path: Path) -> None:
     for steps, before, after in ((2, "publish 0", "validate 0"), (4, "publish 2", "collect 3")):
         part = Recorder()
         run = make(tmp_path, steps, part)

@@ -145,7 +145,7 @@ def make(tmp_path: Path, steps: int, part: Recorder, every: int = 2, *, async_sa
     )
 
 
-def test_a_run_goes_through_its_steps_in_order(tmp_path: Path) -> None:
+def test_train_calls_parts_in_order(tmp_path: Path) -> None:
     part = Recorder()
     train(make(tmp_path, 3, part))
     assert part.calls == [
@@ -158,7 +158,7 @@ def test_a_run_goes_through_its_steps_in_order(tmp_path: Path) -> None:
     assert part.rows[3]["rollout/version"] == 2  # the version that generated, not the one just published
 
 
-def test_a_batch_knows_the_version_that_its_step_starts_from_in_a_resumed_run_too(tmp_path: Path) -> None:
+def test_train_batch_has_the_version_of_its_step(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     for steps in (2, 4):
         run = make(tmp_path, steps, Recorder())
@@ -167,7 +167,7 @@ def test_a_batch_knows_the_version_that_its_step_starts_from_in_a_resumed_run_to
     assert seen == [(1, 0), (2, 1), (3, 2), (4, 3)]
 
 
-def test_the_reference_comes_between_the_policys_pass_and_estimates_and_follows_before_the_sync(tmp_path: Path) -> None:
+def test_train_reference_runs_between_logp_and_estimate(tmp_path: Path) -> None:
     part = Recorder()
     run = make(tmp_path, 1, part)
 
@@ -190,7 +190,7 @@ def test_the_reference_comes_between_the_policys_pass_and_estimates_and_follows_
 
 
 @pytest.mark.parametrize("fail_at", ["collect 3", "logp 3", "update 3", "publish 3", "figures 3", "save"])
-def test_a_resumed_run_repeats_nothing_before_its_checkpoint_and_ends_the_same(tmp_path: Path, fail_at: str) -> None:
+def test_train_resumed_run_ends_the_same(tmp_path: Path, fail_at: str) -> None:
     whole = Recorder()
     train(make(tmp_path / "whole", 4, whole))
     broken = Recorder(fail_at)
@@ -208,7 +208,7 @@ def test_a_resumed_run_repeats_nothing_before_its_checkpoint_and_ends_the_same(t
     assert resumed.position == whole.position
 
 
-def test_a_checkpoint_knows_the_accuracy_of_its_step_where_that_was_validated(tmp_path: Path) -> None:
+def test_save_stores_accuracy_of_validated_steps(tmp_path: Path) -> None:
     run = make(tmp_path, 4, Recorder(), every=1)
     run.checkpoints.keep_last = 4
     train(run)
@@ -216,7 +216,7 @@ def test_a_checkpoint_knows_the_accuracy_of_its_step_where_that_was_validated(tm
     assert [state["accuracy"] for state in states] == [None, 1.0, None, 1.0]
 
 
-def test_each_step_is_under_way_until_the_next_begins(tmp_path: Path) -> None:
+def test_steps_left_marks_the_current_step(tmp_path: Path) -> None:
     part = Recorder()
     seen: list[int] = []
     run = make(tmp_path, 3, part)
@@ -226,7 +226,7 @@ def test_each_step_is_under_way_until_the_next_begins(tmp_path: Path) -> None:
     assert seen == [1, 2, 3]
 
 
-def test_a_finished_run_does_nothing_again(tmp_path: Path) -> None:
+def test_train_finished_run_does_nothing(tmp_path: Path) -> None:
     train(make(tmp_path, 2, Recorder()))
     again = Recorder()
     train(make(tmp_path, 2, again))
@@ -234,7 +234,7 @@ def test_a_finished_run_does_nothing_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop_at", ["collect 1", "figures 1"])
-def test_a_stop_request_saves_after_its_step_and_the_next_start_goes_on_there(tmp_path: Path, stop_at: str) -> None:
+def test_train_stop_request_saves_and_resumes(tmp_path: Path, stop_at: str) -> None:
     whole = Recorder()
     train(make(tmp_path / "whole", 4, whole))
     stopped = Recorder()
@@ -247,14 +247,14 @@ def test_a_stop_request_saves_after_its_step_and_the_next_start_goes_on_there(tm
     assert {step: resumed.rows[step] for step in (2, 3, 4)} == {step: whole.rows[step] for step in (2, 3, 4)}
 
 
-def test_a_stop_request_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
+def test_train_stop_request_in_last_step_finishes(tmp_path: Path) -> None:
     part = Recorder()
     part.stop_at = "collect 2"
     assert train(make(tmp_path, 2, part))
     assert part.calls[-2:] == ["figures 2", "save"]
 
 
-def test_a_failed_update_publishes_and_saves_nothing(tmp_path: Path) -> None:
+def test_train_failed_update_publishes_nothing(tmp_path: Path) -> None:
     part = Recorder("update 1")
     with pytest.raises(NonFiniteError):
         train(make(tmp_path, 2, part, every=1))
@@ -262,7 +262,7 @@ def test_a_failed_update_publishes_and_saves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_and_the_end_wait_for_it(tmp_path: Path) -> None:
+def test_train_async_save_overlaps_steps(tmp_path: Path) -> None:
     part = Recorder()
     part.saves_last = True
     train(make(tmp_path, 5, part, async_save=True))
@@ -275,7 +275,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_and_the_end_
     assert (tmp_path / "checkpoints" / "step_4" / "updates").read_text() == "4"
 
 
-def test_a_checkpoint_that_is_written_is_published_at_the_next_step(tmp_path: Path) -> None:
+def test_train_async_save_is_completed_at_the_next_step(tmp_path: Path) -> None:
     part = Recorder("collect 4")
     with pytest.raises(NonFiniteError):
         train(make(tmp_path, 6, part, async_save=True))
@@ -283,7 +283,7 @@ def test_a_checkpoint_that_is_written_is_published_at_the_next_step(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("fail_at", "complete"), [("update 3", ["step_2"]), ("written", [])])
-def test_a_run_that_fails_first_finishes_what_is_written(tmp_path: Path, fail_at: str, complete: list[str]) -> None:
+def test_train_failure_completes_the_running_save(tmp_path: Path, fail_at: str, complete: list[str]) -> None:
     part = Recorder(fail_at)
     part.saves_last = True
     with pytest.raises(NonFiniteError, match=fail_at):
@@ -292,7 +292,7 @@ def test_a_run_that_fails_first_finishes_what_is_written(tmp_path: Path, fail_at
     assert found == complete
 
 
-def test_saving_between_steps_costs_nothing_where_the_step_is_saved(tmp_path: Path) -> None:
+def test_save_between_steps_skips_a_saved_step(tmp_path: Path) -> None:
     part = Recorder()
     run = make(tmp_path, 2, part)
     train(run)
@@ -304,7 +304,7 @@ def test_saving_between_steps_costs_nothing_where_the_step_is_saved(tmp_path: Pa
     assert part.calls == [*calls, "save"]
 
 
-def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Path) -> None:
+def test_load_latest_other_kind_of_run_is_rejected(tmp_path: Path) -> None:
     train(make(tmp_path, 2, Recorder()))
     run = make(tmp_path, 2, Recorder())
     run.positions["another"] = Recorder()
@@ -313,7 +313,7 @@ def test_a_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "message"), [(True, "has an adaptive .* has none"), (False, "has no .* has one")])
-def test_an_adaptive_kl_is_neither_left_behind_nor_made_up(tmp_path: Path, before: bool, message: str) -> None:
+def test_load_latest_adaptive_kl_mismatch_is_rejected(tmp_path: Path, before: bool, message: str) -> None:
     for steps, adaptive in ((2, before), (4, not before)):
         run = make(tmp_path, steps, Recorder())
         if adaptive:
@@ -327,7 +327,7 @@ def test_an_adaptive_kl_is_neither_left_behind_nor_made_up(tmp_path: Path, befor
 @pytest.mark.parametrize(
     ("before", "message"), [(True, "has a critic, but this run has none"), (False, "has no .* one")]
 )
-def test_a_critic_is_neither_left_behind_nor_made_up(tmp_path: Path, before: bool, message: str) -> None:
+def test_load_latest_critic_mismatch_is_rejected(tmp_path: Path, before: bool, message: str) -> None:
     for steps, criticised in ((2, before), (4, not before)):
         run = make(tmp_path, steps, Recorder())
         if criticised:

@@ -62,7 +62,7 @@ def less_the_mean(groups: Any, rewards: np.ndarray) -> np.ndarray:
     return rewards - rewards.mean()
 
 
-def test_advantages_are_of_the_rewards_less_the_kl_of_the_whole_response() -> None:
+def test_reference_subtracts_kl_of_the_whole_response() -> None:
     actor, given = Actor(), handle()
     found = Reference(KLController(0.5), less_the_mean).apply(actor, "groups", given)  # type: ignore[arg-type]
     rewards = np.array([1 - 0.25, 0 - 0.5, 1 - 1.0, 1])  # 0.5 * 0.25 a token
@@ -74,7 +74,7 @@ def test_advantages_are_of_the_rewards_less_the_kl_of_the_whole_response() -> No
     assert found.metrics["reward/kl_coefficient"].value == 0.5
 
 
-def test_the_step_has_the_coefficient_of_before_and_the_next_one_that_which_its_kl_made() -> None:
+def test_reference_new_coefficient_applies_to_the_next_step() -> None:
     actor, controller = Actor(), KLController(0.5, target=0.2, horizon=8)
     reference = Reference(controller, less_the_mean)
     coefficients = []
@@ -84,7 +84,7 @@ def test_the_step_has_the_coefficient_of_before_and_the_next_one_that_which_its_
     assert coefficients == [0.5, pytest.approx(0.5 * (1 + 0.2 * 4 / 8))]  # 0.25 / 0.2 - 1 is cut at 0.2
 
 
-def test_estimators_of_tokens_leave_the_batch_to_the_ranks() -> None:
+def test_reference_per_token_estimator_keeps_the_batch() -> None:
     actor, given = Actor(), handle()
     found = Reference(KLController(0.5)).apply(actor, "groups", given)  # type: ignore[arg-type]
     assert found.batch is given.batch
@@ -92,7 +92,7 @@ def test_estimators_of_tokens_leave_the_batch_to_the_ranks() -> None:
     assert "reward/kl" in found.metrics
 
 
-def test_kl_in_the_loss_alone_asks_for_log_probabilities_only() -> None:
+def test_reference_loss_kl_needs_log_probabilities_only() -> None:
     actor, given = Actor(), handle()
     found = Reference().apply(actor, "groups", given)  # type: ignore[arg-type]
     assert found.batch is given.batch
@@ -100,7 +100,7 @@ def test_kl_in_the_loss_alone_asks_for_log_probabilities_only() -> None:
     assert actor.calls == ["reference"]
 
 
-def test_it_is_refreshed_after_every_so_many_steps() -> None:
+def test_reference_refresh_follows_the_interval() -> None:
     actor = Actor()
     for every, steps in ((2, [2, 4]), (0, [])):
         refreshed = []

@@ -16,7 +16,7 @@ SetUp = Callable[..., Stage]
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()])
-def test_player_episode_that_cancels_itself_costs_itself(stage: SetUp, error: BaseException) -> None:
+def test_player_self_cancelling_episode_fails_alone(stage: SetUp, error: BaseException) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> float:
         await session.generate(prompt.token_ids)
         if session.id.endswith(".1"):

@@ -58,9 +58,7 @@ def halves(text: str) -> str:
 
 
 @pytest.mark.parametrize("asynchronous", ["", "async "])
-def test_rewards_stand_at_the_ends_of_turns_and_the_game_ends_the_episode(
-    stage: SetUp, tmp_path: Path, asynchronous: str
-) -> None:
+def test_environment_rewards_are_at_turn_ends(stage: SetUp, tmp_path: Path, asynchronous: str) -> None:
     on = stage(halves, EnvironmentEpisode(game(tmp_path, asynchronous), {"top": "64"}))
     (outcome,) = on.play()
     guesses = [32, 48, 40, 44, 42]
@@ -78,14 +76,14 @@ def test_rewards_stand_at_the_ends_of_turns_and_the_game_ends_the_episode(
     assert outcome.reward is None
 
 
-def test_a_first_observation_is_a_message_after_the_prompt(stage: SetUp, tmp_path: Path) -> None:
+def test_environment_reset_observation_follows_the_prompt(stage: SetUp, tmp_path: Path) -> None:
     on = stage(halves, EnvironmentEpisode(game(tmp_path, first="'lower than 64'"), {}))
     (outcome,) = on.play()
     assert "lower than 64<|im_end|>\n<|im_start|>assistant\n" in on.text(outcome)
     assert outcome.messages[1]["content"] == "lower than 64"
 
 
-def test_an_environment_that_raises_costs_its_episode_and_is_closed(stage: SetUp, tmp_path: Path) -> None:
+def test_environment_error_fails_the_episode_and_closes(stage: SetUp, tmp_path: Path) -> None:
     episode = EnvironmentEpisode(game(tmp_path), {})
     on = stage(lambda text: f"2000{END}", episode)
     (outcome,) = on.play()
@@ -93,7 +91,7 @@ def test_an_environment_that_raises_costs_its_episode_and_is_closed(stage: SetUp
     assert episode._make.closed == [42]  # type: ignore[attr-defined]
 
 
-def test_a_step_that_returns_something_else_is_told_what_it_must_return(stage: SetUp, tmp_path: Path) -> None:
+def test_environment_invalid_step_result_names_the_form(stage: SetUp, tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
     path.write_text("class Bad:\n    def __init__(self, prompt): pass\n    def step(self, action): return 'hm'\n")
     (outcome,) = stage(lambda text: f"1{END}", EnvironmentEpisode(f"{path}:Bad", {})).play()
@@ -121,7 +119,7 @@ def plain(session, prompt): ...
 """
 
 
-def test_a_class_or_a_function_of_the_users_is_an_episode(stage: SetUp, tmp_path: Path) -> None:
+def test_load_episode_accepts_class_and_function(stage: SetUp, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(USERS)
     config = RolloutConfig(episode=f"{tmp_path}/mine.py:Whole", episode_kwargs={"tries": "3"})
     (outcome,) = stage(lambda text: f"a{END}", load_episode(config)).play()
@@ -142,7 +140,7 @@ def test_a_class_or_a_function_of_the_users_is_an_episode(stage: SetUp, tmp_path
         ("function", {"turns": "3"}, r"cannot be called as f\(session, prompt, .*turns"),
     ],
 )
-def test_what_is_no_episode_is_refused(tmp_path: Path, name: str, kwargs: dict[str, str], message: str) -> None:
+def test_load_episode_invalid_is_rejected(tmp_path: Path, name: str, kwargs: dict[str, str], message: str) -> None:
     (tmp_path / "mine.py").write_text(USERS)
     with pytest.raises(ConfigError, match=message):
         load_episode(RolloutConfig(episode=f"{tmp_path}/mine.py:{name}", episode_kwargs=kwargs))

@@ -32,7 +32,7 @@ SetUp = Callable[..., Stage]
 @pytest.mark.parametrize(
     ("reason", "key", "value"), [("turns", "max_turns", 2), ("length", "max_response_tokens", 250)]
 )
-def test_the_limit_that_ends_an_episode_is_its_finish_reason(stage: SetUp, reason: str, key: str, value: int) -> None:
+def test_player_limit_becomes_the_finish_reason(stage: SetUp, reason: str, key: str, value: int) -> None:
     on = stage(asks_until_it_has_seen(100), ToolEpisode(), tools=FakeTools(echo), **{key: value})
     (outcome,) = on.play()
     assert outcome.finish_reason == reason
@@ -43,7 +43,7 @@ def test_the_limit_that_ends_an_episode_is_its_finish_reason(stage: SetUp, reaso
     assert trajectory.trained[-1] == 1
 
 
-def test_time_that_is_over_ends_an_episode_and_leaves_nothing_running(stage: SetUp) -> None:
+def test_player_time_limit_ends_the_episode(stage: SetUp) -> None:
     tools = FakeTools(lambda arguments: 30.0)
     on = stage(asks_until_it_has_seen(1), ToolEpisode(), tools=tools, max_episode_seconds=0.3)
     (outcome,) = on.play()
@@ -52,7 +52,7 @@ def test_time_that_is_over_ends_an_episode_and_leaves_nothing_running(stage: Set
     assert tools.closed == ["train.0.0"]
 
 
-def test_a_generation_that_takes_too_long_is_aborted(stage: SetUp) -> None:
+def test_player_time_limit_aborts_the_generation(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> None:
         await session.generate(prompt.token_ids)
 
@@ -71,7 +71,7 @@ async def _later(seconds: float, what: Callable[[], None]) -> None:
     what()
 
 
-def test_an_episode_that_raises_costs_itself(stage: SetUp) -> None:
+def test_player_failing_episode_affects_no_other(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> float:
         await session.generate(prompt.token_ids)
         session.reward(3.0)
@@ -90,7 +90,7 @@ def test_an_episode_that_raises_costs_itself(stage: SetUp) -> None:
     assert on.trained_text(good) == f"hello{END}"
 
 
-def test_an_episode_that_samples_nothing_leaves_one_token_that_is_not_trained(stage: SetUp) -> None:
+def test_player_empty_episode_has_one_untrained_token(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> None:
         return None
 
@@ -103,7 +103,7 @@ def test_an_episode_that_samples_nothing_leaves_one_token_that_is_not_trained(st
     assert (len(trajectory.token_ids), trajectory.trained.tolist(), trajectory.versions.tolist()) == (1, [0], [4])
 
 
-def test_an_engine_that_fails_is_no_failure_of_an_episode(stage: SetUp) -> None:
+def test_player_engine_failure_is_raised(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> float:
         try:
             await session.generate(prompt.token_ids)
@@ -117,7 +117,7 @@ def test_an_engine_that_fails_is_no_failure_of_an_episode(stage: SetUp) -> None:
         on.play(3)
 
 
-def test_a_token_that_the_model_does_not_have_is_the_episodes_mistake(stage: SetUp) -> None:
+def test_player_invalid_token_fails_the_episode_only(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> None:
         await session.generate([10_000])
 
@@ -125,7 +125,7 @@ def test_a_token_that_the_model_does_not_have_is_the_episodes_mistake(stage: Set
     assert "a token id is outside the model's" in str(outcome.error)
 
 
-def test_seeds_hang_on_the_history_and_on_nothing_else(stage: SetUp) -> None:
+def test_session_seeds_depend_on_the_history_only(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> None:
         first = await session.generate(prompt.token_ids)
         await asyncio.sleep(0.01 * (session.seed % 3))  # episodes overtake each other
@@ -141,7 +141,7 @@ def test_seeds_hang_on_the_history_and_on_nothing_else(stage: SetUp) -> None:
     assert len(set(seeds[0])) == 8
 
 
-def test_each_turn_lets_others_go_first_after_as_many_tokens_and_is_the_same(stage: SetUp) -> None:
+def test_player_partial_tokens_apply_to_each_turn(stage: SetUp) -> None:
     on = stage(asks_until_it_has_seen(2), ToolEpisode(), tools=FakeTools(echo))
     (expected,) = on.play()
     limited = [replace(each, request=replace(each.request, tokens_per_version=2)) for each in on.attempts()]
@@ -152,7 +152,7 @@ def test_each_turn_lets_others_go_first_after_as_many_tokens_and_is_the_same(sta
     assert len(parked) == 3, "each of the three turns was parked"
 
 
-def test_what_lost_engines_had_drawn_is_taken_over_turn_by_turn(stage: SetUp, tmp_path: Path) -> None:
+def test_player_continues_turns_of_lost_engines(stage: SetUp, tmp_path: Path) -> None:
     """If this engine is lost as well, the next one finds all tokens in its journal."""
     say = asks_until_it_has_seen(2)
     on = stage(say, ToolEpisode(), tools=FakeTools(echo))
@@ -192,7 +192,7 @@ def _journal_of(on: Stage, outcome: Any, requests: dict[int, list[int]]) -> dict
     return found
 
 
-def test_experts_of_a_tool_loop_cover_the_whole_sequence(stage: SetUp) -> None:
+def test_player_experts_cover_the_whole_sequence(stage: SetUp) -> None:
     on = stage(asks_until_it_has_seen(1), ToolEpisode(), tools=FakeTools(echo), experts=True)
     (outcome,) = on.play()
     (trajectory,) = outcome.trajectories
@@ -205,7 +205,7 @@ def test_experts_of_a_tool_loop_cover_the_whole_sequence(stage: SetUp) -> None:
     assert experts[first_turn + 1 :, 0, 0].tolist() == [1] * (len(experts) - first_turn - 1)
 
 
-def test_single_turn_through_an_episode_is_a_single_turn(stage: SetUp) -> None:
+def test_player_single_turn_episode_equals_single_turn_player(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> None:
         await session.generate(prompt.token_ids)
 
@@ -243,7 +243,7 @@ def withdraw_in_the_first_pass(
         playing.result(30)
 
 
-def test_what_has_not_begun_is_withdrawn_whole_and_what_has_goes_on(stage: SetUp) -> None:
+def test_player_withdraw_takes_unstarted_attempts_only(stage: SetUp) -> None:
     """One request runs at a time: the second episode has not started while the first one is in its first turn or waits
     for its second turn."""
     tools = FakeTools(echo)
@@ -264,7 +264,7 @@ def test_what_has_not_begun_is_withdrawn_whole_and_what_has_goes_on(stage: SetUp
     assert sorted(tools.closed) == ["train.0.0", "train.0.1"]
 
 
-def test_no_more_episodes_are_under_way_than_may_be(stage: SetUp) -> None:
+def test_player_respects_max_concurrent_episodes(stage: SetUp) -> None:
     """Episodes finish before others start, since tools and environments use memory."""
     under_way: list[int] = []
     running = 0
@@ -282,7 +282,7 @@ def test_no_more_episodes_are_under_way_than_may_be(stage: SetUp) -> None:
     assert max(under_way) == 3
 
 
-def test_episodes_that_wait_for_a_slot_are_withdrawn_with_first_turns_that_have_not_begun(stage: SetUp) -> None:
+def test_player_withdraw_includes_waiting_episodes(stage: SetUp) -> None:
     """Another engine could start them at once. Two have slots, and one of them decodes."""
 
     async def run(session: Session, prompt: EpisodePrompt) -> None:
@@ -315,7 +315,7 @@ def test_episodes_that_wait_for_a_slot_are_withdrawn_with_first_turns_that_have_
         (SamplingOptions(9, top_p=0.5), "sampling.top_p is 0.5, which samples from fewer tokens"),
     ],
 )
-def test_calls_that_sample_an_untrained_distribution_fail(stage: SetUp, sampling: Any, message: str) -> None:
+def test_session_generate_untrainable_options_fail(stage: SetUp, sampling: Any, message: str) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> float:
         await session.generate(prompt.token_ids, sampling)
         return 1.0
@@ -325,7 +325,7 @@ def test_calls_that_sample_an_untrained_distribution_fail(stage: SetUp, sampling
     assert outcome.error.startswith(f"the episode failed: session.generate: {message}")
 
 
-def test_calls_of_validation_may_truncate_and_stay_greedy(stage: SetUp) -> None:
+def test_session_generate_validation_may_truncate(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> float:
         await session.generate(prompt.token_ids, {"top_p": 0.9, "top_k": 5, "temperature": 0.7})
         return 1.0
@@ -341,7 +341,7 @@ def test_calls_of_validation_may_truncate_and_stay_greedy(stage: SetUp) -> None:
     assert set(outcomes[0].trajectories[0].temperatures.tolist()) == {0.0}
 
 
-def test_turns_of_an_episode_have_temperatures_of_their_own(stage: SetUp) -> None:
+def test_session_generate_temperature_per_turn(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> float:
         first = await session.generate(prompt.token_ids, {"temperature": 0.5})
         second = await session.generate([*prompt.token_ids, *first.token_ids, *session.encode("?")])
@@ -366,7 +366,7 @@ def played(on: Stage, attempt: Attempt, drawn: dict[str, JournaledResponse] | No
     return outcomes[0]
 
 
-def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(stage: SetUp) -> None:
+def test_session_generate_stop_string_ends_the_turn(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> dict[str, Any]:
         first = await session.generate(prompt.token_ids)
         second = await session.generate(session.next_prompt([{"role": "user", "content": "?"}]), {"stop": "two"})
@@ -383,9 +383,7 @@ def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(stage: SetUp
 
 
 @pytest.mark.parametrize(("stop", "text", "reason"), [("never", "one two", "length"), ("wo", "one t", "stop")])
-def test_the_last_token_that_is_left_may_complete_a_stop_string(
-    stage: SetUp, stop: str, text: str, reason: str
-) -> None:
+def test_session_generate_stop_string_at_the_last_token(stage: SetUp, stop: str, text: str, reason: str) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> None:
         await session.generate(prompt.token_ids, {"max_response_tokens": len("one two")})
 

@@ -20,7 +20,7 @@ END = made.CLOSE
 SetUp = Callable[..., Stage]
 
 
-def test_the_same_prompt_asked_again_draws_another_response(stage: SetUp) -> None:
+def test_session_generate_repeated_prompt_gives_a_new_response(stage: SetUp) -> None:
     async def best_of(session: Session, prompt: EpisodePrompt) -> EpisodeResult:
         tries = [await session.generate(prompt.token_ids) for _ in range(3)]
         return EpisodeResult(reward=1.0, sampled=[tries[1]])
@@ -48,7 +48,7 @@ async def _three_tries(session: Session, prompt: EpisodePrompt) -> float:
         (EpisodeResult(sampled=[]), "EpisodeResult.sampled is empty"),
     ],
 )
-def test_what_no_episode_may_return_is_its_error(stage: SetUp, returned: Any, message: str) -> None:
+def test_outcome_invalid_return_value_is_an_error(stage: SetUp, returned: Any, message: str) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> Any:
         await session.generate(prompt.token_ids)
         return returned
@@ -57,7 +57,7 @@ def test_what_no_episode_may_return_is_its_error(stage: SetUp, returned: Any, me
     assert re.search(message, str(outcome.error))
 
 
-def test_a_returned_mask_may_leave_out_what_was_sampled_but_train_nothing_else(stage: SetUp) -> None:
+def test_outcome_mask_may_only_exclude_sampled_tokens(stage: SetUp) -> None:
     def returning(change: Callable[[list[int]], list[int]]) -> Callable[..., Any]:
         async def run(session: Session, prompt: EpisodePrompt) -> EpisodeResult:
             first = await session.generate(prompt.token_ids)
@@ -77,7 +77,7 @@ def test_a_returned_mask_may_leave_out_what_was_sampled_but_train_nothing_else(s
     assert "a mask of" in str(outcome.error)
 
 
-def test_a_new_sequence_per_turn_is_rendered_as_it_is_served(stage: SetUp) -> None:
+def test_next_prompt_new_sequence_equals_deployment(stage: SetUp) -> None:
     """The template omits earlier reasoning: keep retains it, new_sequence drops it, and each turn is trained where it
     was sampled."""
 
@@ -96,7 +96,7 @@ def test_a_new_sequence_per_turn_is_rendered_as_it_is_served(stage: SetUp) -> No
     assert anew.text(outcome, 1) + "\n" == rendered
 
 
-def test_a_history_that_grows_too_long_ends_or_loses_its_oldest_turns(stage: SetUp) -> None:
+def test_next_prompt_long_history_ends_or_drops_turns(stage: SetUp) -> None:
     sizes = {"max_prompt_tokens": 100, "max_response_tokens": 300, "max_turn_tokens": 90, "max_turns": 6}
     ends = stage(asks_until_it_has_seen(100), ToolEpisode(), tools=FakeTools(echo), **sizes)
     (outcome,) = ends.play()

@@ -23,7 +23,7 @@ def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_turns_of_a_sequence_and_what_was_said_between_them() -> None:
+def test_sequence_book_turns_extend_one_sequence() -> None:
     book = SequenceBook()
     first = book.add(ids(1, 2), sampled(3, 4), 1.0)
     first.reward(0.25)
@@ -41,7 +41,7 @@ def test_turns_of_a_sequence_and_what_was_said_between_them() -> None:
     assert trajectory.rewards.tolist() == [0, 0.25, 0, 0, 0, 0.5]
 
 
-def test_branches_from_one_prompt_are_sequences_of_their_own_and_share_no_trained_token() -> None:
+def test_sequence_book_branches_share_no_trained_token() -> None:
     book = SequenceBook()
     book.add(ids(1, 2), sampled(3, 4), 1.0)
     book.add(ids(1, 2), sampled(3, 5), 1.0)
@@ -52,7 +52,7 @@ def test_branches_from_one_prompt_are_sequences_of_their_own_and_share_no_traine
     assert found == [([1, 2], [3, 4, 8, 6]), ([1, 2], [3, 5, 8, 7]), ([1, 2, 3], [0])]
 
 
-def test_experts_are_those_of_the_turn_that_first_computed_a_token() -> None:
+def test_sequence_experts_stay_from_the_first_computation() -> None:
     """The last token of a turn, and the messages after it, were computed by the next turn."""
     book = SequenceBook()
     book.add(ids(1, 2), sampled(3, 4, experts=7, before=2), 1.0)
@@ -65,7 +65,7 @@ def test_experts_are_those_of_the_turn_that_first_computed_a_token() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=8))
-def test_every_sampled_token_is_trained_once_wherever_an_episode_goes_on(
+def test_sequence_book_trains_each_sampled_token_once(
     calls: list[tuple[int, int, int]],
 ) -> None:
     """Each call continues an earlier sequence, or the prompt, with some additional words. Oracle: the calls
@@ -89,7 +89,7 @@ def test_every_sampled_token_is_trained_once_wherever_an_episode_goes_on(
     assert len(trained) == len(set(trained)) == total
 
 
-def test_every_token_has_the_temperature_of_its_call() -> None:
+def test_sequence_tokens_have_temperatures_of_their_call() -> None:
     book = SequenceBook()
     book.add(ids(1, 2), sampled(3, 4), 0.5)
     resumed = replace(sampled(5, 6), temperatures=np.array([0.25, 2.0], np.float32))

@@ -21,7 +21,7 @@ END = made.CLOSE
 SetUp = Callable[..., Stage]
 
 
-def test_a_tool_loop_trains_what_was_sampled_and_nothing_else(stage: SetUp) -> None:
+def test_tool_episode_trains_sampled_tokens_only(stage: SetUp) -> None:
     tools = FakeTools(echo, rewards={"look": 2.5})
     on = stage(asks_until_it_has_seen(2), ToolEpisode(), tools=tools, extra_info={"tools_kwargs": {"look": {"a": 1}}})
     (outcome,) = on.play()
@@ -44,7 +44,7 @@ def test_a_tool_loop_trains_what_was_sampled_and_nothing_else(stage: SetUp) -> N
     ]
 
 
-def test_the_sequence_is_the_templates_rendering_of_the_conversation(stage: SetUp) -> None:
+def test_tool_episode_sequence_equals_the_rendering(stage: SetUp) -> None:
     """The model writes calls like the template. Oracle: the template."""
 
     def say(text: str) -> str:
@@ -56,7 +56,7 @@ def test_the_sequence_is_the_templates_rendering_of_the_conversation(stage: SetU
     assert on.text(outcome) + "\n" == rendered
 
 
-def test_answers_name_the_calls_as_the_model_did(stage: SetUp) -> None:
+def test_tool_episode_answers_use_the_model_call_ids(stage: SetUp) -> None:
     """Oracle: the template, which shows ids. The second call cannot be executed, but is answered."""
     written = '{}functions.look:{}{}{{"q": "{}"}}{}'
 
@@ -76,7 +76,7 @@ def test_answers_name_the_calls_as_the_model_did(stage: SetUp) -> None:
     assert [each["id"] for each in calls] == ["functions.look:4", "functions.lok:5", "functions.look:6"]
 
 
-def test_behind_a_call_that_cannot_be_read_a_call_and_its_answer_have_one_id(stage: SetUp) -> None:
+def test_tool_episode_ids_match_after_an_unreadable_call(stage: SetUp) -> None:
     """The ids are compared in the conversation, which may be rendered again."""
     bad = "<tool_call>\n{]\n</tool_call>"
     on = stage(
@@ -91,7 +91,7 @@ def test_behind_a_call_that_cannot_be_read_a_call_and_its_answer_have_one_id(sta
     assert called["id"] == answer["tool_call_id"] != refusal["tool_call_id"]
 
 
-def test_several_calls_of_a_turn_run_at_once_and_are_answered_in_their_order(stage: SetUp) -> None:
+def test_tool_episode_calls_run_concurrently_in_order(stage: SetUp) -> None:
     started: list[float] = []
 
     def slow_first(arguments: dict[str, Any]) -> ToolAnswer | float:
@@ -115,7 +115,7 @@ def test_several_calls_of_a_turn_run_at_once_and_are_answered_in_their_order(sta
         ('<tool_call>\n{"name": "look", "arguments": {"q": "a"}\n</tool_call>', "was not executed"),
     ],
 )
-def test_a_call_that_cannot_be_made_is_answered_and_counted(stage: SetUp, text: str, said: str) -> None:
+def test_tool_episode_malformed_call_is_answered_and_counted(stage: SetUp, text: str, said: str) -> None:
     tools = FakeTools(echo)
     on = stage(lambda so_far: f"done{END}" if "Error" in so_far else f"{text}{END}", ToolEpisode(), tools=tools)
     (outcome,) = on.play()
@@ -123,7 +123,7 @@ def test_a_call_that_cannot_be_made_is_answered_and_counted(stage: SetUp, text: 
     assert (tools.calls, outcome.tool_errors, outcome.turns) == ([], 1, 2)
 
 
-def test_a_turn_that_was_cut_executes_no_call(stage: SetUp) -> None:
+def test_tool_episode_truncated_turn_executes_no_call(stage: SetUp) -> None:
     tools = FakeTools(echo)
     whole = call("a")
     tokens = len(made.tokenizer(None)(whole)["input_ids"])
@@ -133,7 +133,7 @@ def test_a_turn_that_was_cut_executes_no_call(stage: SetUp) -> None:
     assert (outcome.finish_reason, tools.calls) == ("length", [])
 
 
-def test_calls_beyond_the_limit_of_a_turn_are_told_so(stage: SetUp) -> None:
+def test_tool_episode_calls_beyond_the_limit_get_an_error(stage: SetUp) -> None:
     def say(text: str) -> str:
         return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{END}"
 
@@ -162,7 +162,7 @@ BROKEN = "<tool_call>\n{]\n</tool_call>"
     ],
     ids=["over the limit", "unknown", "unfit", "unreadable", "unreadable first", "unreadable between", "timed out"],
 )
-def test_history_rendered_anew_shows_every_call_with_its_answer(stage: SetUp, calls: list[str]) -> None:
+def test_new_sequence_history_shows_every_answered_call(stage: SetUp, calls: list[str]) -> None:
     """Oracle: the sampled tokens and answers, which `keep` continues."""
 
     def answer(arguments: dict[str, Any]) -> ToolAnswer:
@@ -181,7 +181,7 @@ def test_history_rendered_anew_shows_every_call_with_its_answer(stage: SetUp, ca
     assert texts["keep"].count("<|im_start|>tool") == len(calls)
 
 
-def test_second_call_is_reported_where_a_template_shows_one(stage: SetUp) -> None:
+def test_tool_episode_single_call_template_reports_others(stage: SetUp) -> None:
     def say(text: str) -> str:
         return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{UNFIT}{END}"
 
@@ -199,7 +199,7 @@ def test_second_call_is_reported_where_a_template_shows_one(stage: SetUp) -> Non
 
 
 @pytest.mark.parametrize("new", [[], [{"role": "user", "content": "go on"}]])
-def test_turn_without_answers_stays_text(stage: SetUp, new: list[dict[str, str]]) -> None:
+def test_turn_message_without_answers_is_text(stage: SetUp, new: list[dict[str, str]]) -> None:
     """A user's episode may leave calls, or a truncated turn, unanswered."""
     found = []
 
@@ -215,7 +215,7 @@ def test_turn_without_answers_stays_text(stage: SetUp, new: list[dict[str, str]]
     assert f"Look. {call('a')}{END}" in on.tokenizer.decode(ids)
 
 
-def test_first_turn_joins_the_beginning_that_the_row_has_made(stage: SetUp) -> None:
+def test_session_first_turn_continues_the_row_message(stage: SetUp) -> None:
     seen = []
 
     async def solve(session: Any, prompt: Any) -> float:

@@ -14,7 +14,7 @@ from tests.unit.rollout.episodes.scripted import asks_until_it_has_seen, echo
 SetUp = Callable[..., Stage]
 
 
-def test_states_follow_each_other_without_a_gap(stage: SetUp) -> None:
+def test_trace_states_have_no_gaps(stage: SetUp) -> None:
     on = stage(asks_until_it_has_seen(1), ToolEpisode(), tools=FakeTools(echo))
     on.play()
     names = [name for name, _, _ in on.spans]
@@ -24,7 +24,7 @@ def test_states_follow_each_other_without_a_gap(stage: SetUp) -> None:
         assert start <= end == after
 
 
-def test_one_that_fails_says_so_and_only_some_are_traced_at_a_time(stage: SetUp) -> None:
+def test_trace_failed_state_and_limit_of_traces(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> None:
         await session.generate(prompt.token_ids)
         raise LookupError("x")

@@ -55,7 +55,7 @@ class Run:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("drain", [False, True])
-def test_a_run_that_dies_after_every_few_steps_trains_every_group_once(seed: int, drain: bool, tmp_path: Path) -> None:
+def test_collector_resumes_train_every_group_once(seed: int, drain: bool, tmp_path: Path) -> None:
     run, of_steps = Run(tmp_path, seed, drain=drain), dict[int, list[int]]()
     dropped: dict[int, list[int]] = {}
     run.collector.published(0)
@@ -91,7 +91,7 @@ def test_a_run_that_dies_after_every_few_steps_trains_every_group_once(seed: int
     assert set(every) | set(every_dropped) >= set(range(max(every)))
 
 
-def test_those_that_ran_begin_again_under_their_old_version_with_what_was_drawn(tmp_path: Path) -> None:
+def test_load_running_groups_keep_version_and_tokens(tmp_path: Path) -> None:
     run = Run(tmp_path, 1)
     run.collector.published(0)
     run.collector.collect(1)
@@ -111,7 +111,7 @@ def test_those_that_ran_begin_again_under_their_old_version_with_what_was_drawn(
         assert after[number].records == task.records
 
 
-def test_what_was_changed_on_disk_is_named(tmp_path: Path) -> None:
+def test_load_changed_file_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, 1)
     run.collector.published(0)
     saved = run.save()
@@ -131,7 +131,7 @@ def test_what_was_changed_on_disk_is_named(tmp_path: Path) -> None:
         ("samples_per_prompt", r"rollout\.samples_per_prompt=4, but this run has 3"),
     ],
 )
-def test_bounds_under_which_groups_could_become_too_old_are_refused(name: str, key: str) -> None:
+def test_load_lowered_bounds_are_rejected(name: str, key: str) -> None:
     saved = Bounds(2, 4, 8, 4)
     with pytest.raises(CheckpointError, match=key):
         replace(saved, **{name: getattr(saved, name) - 1}).require(saved)
@@ -139,7 +139,7 @@ def test_bounds_under_which_groups_could_become_too_old_are_refused(name: str, k
         replace(saved, **{name: getattr(saved, name) + 1}).require(saved)
 
 
-def test_scalars_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_write_groups_scalars_round_trip_exactly(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     floats = generator.normal(size=3).astype(np.float32)
     scalars = RolloutScalars(
@@ -160,7 +160,7 @@ def test_scalars_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("renamed", ["version_tokens", "rewards"])
-def test_groups_that_another_version_has_saved_are_refused(renamed: str, tmp_path: Path) -> None:
+def test_read_groups_of_another_version_is_rejected(renamed: str, tmp_path: Path) -> None:
     numbers, ints = np.zeros(1, np.float32), np.zeros(1, np.int32)
     versions = np.zeros((1, 2), np.int32)
     scalars = RolloutScalars(ints, ints, ints, ints, ints, numbers, numbers, ints.astype(np.uint8), versions)
@@ -185,7 +185,7 @@ def same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("temperature", [None, 0.5, "each"])
 @pytest.mark.parametrize("experts", [False, True])
-def test_trajectories_come_back_part_by_part(experts: bool, temperature: Any, tmp_path: Path) -> None:
+def test_write_trajectories_parts_round_trip(experts: bool, temperature: Any, tmp_path: Path) -> None:
     parts = [buffers(lengths, experts) for lengths in ([3, 2], [4], [1, 1, 5])]
     if temperature is not None:
         drawn = np.random.default_rng(0).uniform(0.1, 2, 7).astype(np.float32)

@@ -43,9 +43,7 @@ def run(collector: StreamingCollector, stream: Stream, steps: int) -> list[Group
 
 @pytest.mark.parametrize(("eta", "hard"), [(1, 1), (1, 3), (2, 2), (2, 4), (4, 6)])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_group_is_trained_once_in_whole_steps_and_none_is_older_than_the_bound(
-    eta: int, hard: int, seed: int, tmp_path: Path
-) -> None:
+def test_collector_trains_every_group_once_within_the_bound(eta: int, hard: int, seed: int, tmp_path: Path) -> None:
     stream = Stream(some(seed), slots=SAMPLES * 6)
     collector = collector_of(stream, tmp_path, rollout={"max_staleness": eta, "max_staleness_hard": hard})
     collected = run(collector, stream, 50)
@@ -99,7 +97,7 @@ class ParkingStream(Stream):
 @pytest.mark.parametrize("waits_for", ["weights", "a checkpoint"])
 @pytest.mark.parametrize(("eta", "hard"), [(1, 1), (1, 3), (2, 4)])
 @pytest.mark.parametrize("seed", range(3))
-def test_parked_responses_keep_no_step_and_no_checkpoint_from_coming(
+def test_collector_paused_responses_block_no_step(
     eta: int, hard: int, seed: int, waits_for: str, tmp_path: Path
 ) -> None:
     stream = ParkingStream(seed, slots=SAMPLES * 6)
@@ -118,7 +116,7 @@ def test_parked_responses_keep_no_step_and_no_checkpoint_from_coming(
     assert max(stream.left.values()) == 0
 
 
-def test_as_many_exist_as_the_mean_staleness_says(tmp_path: Path) -> None:
+def test_collector_number_of_groups_follows_max_staleness(tmp_path: Path) -> None:
     stream = Stream(lambda tickets: tickets[:SIZE])
     collector = collector_of(stream, tmp_path, rollout={"max_staleness": 2})
     collector.published(0)
@@ -131,7 +129,7 @@ def test_as_many_exist_as_the_mean_staleness_says(tmp_path: Path) -> None:
     assert [task.version for task in stream.begun] == [0] * 3 * SIZE + [1] * SIZE
 
 
-def test_one_step_off_no_response_mixes_weights_and_time_changes_nothing(tmp_path: Path) -> None:
+def test_collector_one_step_off_is_independent_of_timing(tmp_path: Path) -> None:
     """With rollout.swap=finish, in any order in which groups end, also with groups without signal."""
     outcomes = []
     for seed in range(6):
@@ -168,7 +166,7 @@ class FakePublisher:
         return 0
 
 
-def test_groups_without_signal_leave_and_others_take_their_places(tmp_path: Path) -> None:
+def test_collector_replaces_groups_without_signal(tmp_path: Path) -> None:
     stream = Stream(all_of_them)
     stream.dull = lambda group: group % 2 == 0
     collector = collector_of(stream, tmp_path, dynamic={"enable": True, "max_batches": 4})
@@ -182,7 +180,7 @@ def test_groups_without_signal_leave_and_others_take_their_places(tmp_path: Path
     assert recorded == [str(group) for group in sorted([1, 3, 5, 7, *dropped])]
 
 
-def test_where_no_group_has_signal_a_step_is_filled_with_the_oldest_of_them(tmp_path: Path) -> None:
+def test_collector_without_signal_fills_with_the_oldest(tmp_path: Path) -> None:
     stream = Stream(some(1))
     stream.dull = lambda group: group != 6
     collector = collector_of(stream, tmp_path, steps=3, dynamic={"enable": True, "max_batches": 2})
@@ -193,7 +191,7 @@ def test_where_no_group_has_signal_a_step_is_filled_with_the_oldest_of_them(tmp_
     assert all(len(trained(groups)) == SIZE for groups in collected)
 
 
-def test_validation_beside_it_takes_slots(tmp_path: Path) -> None:
+def test_collector_validation_requests_count_as_slots(tmp_path: Path) -> None:
     stream = Stream(all_of_them, slots=3 * SAMPLES)
     stream.begin(RolloutTask("val", np.arange(1), np.arange(1), 2 * SAMPLES, Any, 0, str(tmp_path / "v")), {})
     collector = collector_of(stream, tmp_path)
@@ -201,7 +199,7 @@ def test_validation_beside_it_takes_slots(tmp_path: Path) -> None:
     assert len(stream.begun) == 1 + 1
 
 
-def test_scores_of_models_come_before_the_filter_and_never_in_the_waits_of_others(tmp_path: Path) -> None:
+def test_collector_scores_models_before_filtering(tmp_path: Path) -> None:
     stream, scored = Stream(lambda tickets: tickets[:1]), []
     dropped: list[RolloutTask] = []
 
@@ -227,7 +225,7 @@ def test_scores_of_models_come_before_the_filter_and_never_in_the_waits_of_other
     assert len(scored) == len(set(scored))
 
 
-def test_figures_say_how_old_groups_and_tokens_are(tmp_path: Path) -> None:
+def test_collector_metrics_report_staleness(tmp_path: Path) -> None:
     stream = Stream(lambda tickets: tickets[:SIZE])
     collector = collector_of(stream, tmp_path, rollout={"max_staleness": 2})
     first, second, third = run(collector, stream, 3)
@@ -242,7 +240,7 @@ def test_figures_say_how_old_groups_and_tokens_are(tmp_path: Path) -> None:
     assert third.metrics["time/generator_idle"].value == 0.5
 
 
-def test_errors_of_graders_end_the_run_after_they_are_recorded(tmp_path: Path) -> None:
+def test_collector_grading_errors_end_the_run_after_recording(tmp_path: Path) -> None:
     class Failures:
         def check(self, graded: Any, what: str, records: str) -> None:
             assert (tmp_path / Path(records).name).exists()

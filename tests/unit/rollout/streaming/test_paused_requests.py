@@ -87,7 +87,7 @@ def assert_right(completion: Completion, asked: GenerationRequest) -> None:
     assert len(expected) == asked.sampling.max_response_tokens
 
 
-def test_a_response_draws_so_many_tokens_under_each_version_while_others_run() -> None:
+def test_loop_token_limit_per_version_pauses_a_response() -> None:
     engine, heard = VersionedEngine(slots=2, swaps=(10, 30)), Heard()
     asked = [request("long", 10, 4), request("other", 60), request("third", 6)]
     serve(engine).submit(asked, heard.put)
@@ -101,7 +101,7 @@ def test_a_response_draws_so_many_tokens_under_each_version_while_others_run() -
     assert engine.loop.tokens_carried_over == 4 + 8
 
 
-def test_what_runs_when_weights_change_may_draw_as_much_again() -> None:
+def test_loop_new_weights_reset_the_limit() -> None:
     engine, heard = VersionedEngine(swaps=(3, 20)), Heard()
     asked = [request("long", 14, 5), request("other", 40)]
     serve(engine).submit(asked, heard.put)
@@ -110,7 +110,7 @@ def test_what_runs_when_weights_change_may_draw_as_much_again() -> None:
     assert found["long"].versions.tolist() == [0] * 3 + [1] * 5 + [2] * 6, "the last one when it is alone"
 
 
-def test_where_nothing_else_runs_it_goes_on_under_the_same_weights() -> None:
+def test_loop_idle_engine_resumes_paused_responses() -> None:
     engine, heard, begun = VersionedEngine(), Heard(), list[int]()
     asked = [request("a", 11, 2), request("b", 7, 1, seed=5)]
     serve(engine).submit(asked, heard.put, lambda: begun.append(1))
@@ -123,7 +123,7 @@ def test_where_nothing_else_runs_it_goes_on_under_the_same_weights() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_the_limits_and_swaps_tokens_are_those_of_their_versions(seed: int, tmp_path: Path) -> None:
+def test_loop_random_limits_and_swaps_keep_tokens_right(seed: int, tmp_path: Path) -> None:
     """The journal always contains all sampled tokens; no response exceeds its limit while others could run."""
     chance = random.Random(seed)
     engine = VersionedEngine(chance.randint(1, 4), sorted(chance.sample(range(1, 120), 6)))
@@ -202,7 +202,7 @@ def parked(tmp_path: Path) -> Parked:
 FIRST = [token(1, index, 0) for index in range(3)]
 
 
-def test_a_parked_response_that_is_aborted_comes_with_what_there_is_of_it(parked: Parked) -> None:
+def test_loop_abort_returns_the_paused_partial_response(parked: Parked) -> None:
     parked.go.set()
     (partial,) = parked.loop.abort(["long", "nobody"])
     assert (partial.finish_reason, partial.token_ids.tolist()) == ("abort", FIRST)
@@ -213,7 +213,7 @@ def test_a_parked_response_that_is_aborted_comes_with_what_there_is_of_it(parked
     parked.loop.stop()
 
 
-def test_an_engine_that_dies_leaves_a_parked_response_to_others(parked: Parked) -> None:
+def test_loop_dead_engine_keeps_paused_response_in_journal(parked: Parked) -> None:
     assert parked.drawn() == FIRST
     parked.error = WorkerDiedError("rank 1 is gone")
     parked.go.set()
@@ -230,7 +230,7 @@ def test_an_engine_that_dies_leaves_a_parked_response_to_others(parked: Parked) 
     engine.loop.stop()
 
 
-def test_who_waits_for_a_parked_response_hears_that_a_pass_failed_and_that_the_loop_has_ended(parked: Parked) -> None:
+def test_loop_listener_of_paused_response_receives_errors(parked: Parked) -> None:
     parked.error = WeightSyncError("half an update")
     parked.go.set()
     assert [type(parked.heard.get(timeout=SECONDS)) for _ in range(2)] == [WeightSyncError] * 2
@@ -245,7 +245,7 @@ def test_who_waits_for_a_parked_response_hears_that_a_pass_failed_and_that_the_l
     assert all("has ended" in str(parked.heard.get(timeout=SECONDS)) for _ in range(2))
 
 
-def test_an_engine_that_refuses_what_was_parked_tells_who_waits(parked: Parked) -> None:
+def test_loop_rejected_resume_reaches_the_listener(parked: Parked) -> None:
     def refuse() -> None:
         raise WeightSyncError("half an update")
 
@@ -256,14 +256,14 @@ def test_an_engine_that_refuses_what_was_parked_tells_who_waits(parked: Parked) 
     parked.loop.stop()
 
 
-def test_a_parked_response_is_in_the_copy_of_the_journal(parked: Parked, tmp_path: Path) -> None:
+def test_copy_journal_contains_paused_responses(parked: Parked, tmp_path: Path) -> None:
     parked.go.set()
     assert parked.loop.copy_journal(tmp_path / "copy", ["long"])
     assert read_journal(tmp_path / "copy")["long"].completion.token_ids.tolist()[:3] == FIRST
     parked.loop.stop()
 
 
-def test_new_weights_wake_a_parked_response_before_what_comes_after_them(parked: Parked) -> None:
+def test_loop_new_weights_resume_before_later_calls(parked: Parked) -> None:
     parked.loop._post(parked.engine.swap)
     parked.loop.submit_nowait([request("late", 2)], parked.heard.put)
     parked.go.set()

@@ -34,7 +34,7 @@ from tests.unit.rollout.streaming.test_paused_requests import request as request
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_response_draws_its_tokens_under_the_versions_that_drew_them(seed: int, tmp_path: Path) -> None:
+def test_loop_spans_prescribe_versions_of_tokens(seed: int, tmp_path: Path) -> None:
     """Independent of other requests, their order and placement: one engine has the work of two, or two have the work of
     one."""
     chance = random.Random(seed)
@@ -70,7 +70,7 @@ def until_it_rests(engine: VersionedEngine) -> None:
         assert time.monotonic() < until
 
 
-def test_a_response_that_waits_before_its_first_token_can_be_withdrawn_and_aborted() -> None:
+def test_loop_paused_unstarted_response_can_be_withdrawn() -> None:
     engine, heard = VersionedEngine(), Heard()
     late = [replace(request_of(name, 4), spans=((1, 0, 2), (2, 2, 4))) for name in ("a", "b", "c")]
     loop = serve(engine)
@@ -91,7 +91,7 @@ def test_a_response_that_waits_before_its_first_token_can_be_withdrawn_and_abort
     loop.stop()
 
 
-def test_a_loop_whose_responses_all_wait_for_weights_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_with_only_paused_responses_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     go_on = EngineLoop._resume_paused
     monkeypatch.setattr(EngineLoop, "_resume_paused", lambda loop: (looks.append(1), go_on(loop)))
@@ -104,7 +104,7 @@ def test_a_loop_whose_responses_all_wait_for_weights_does_nothing(monkeypatch: p
     loop.stop()
 
 
-def test_weights_that_come_early_leave_what_is_left_up_to_the_next_ones() -> None:
+def test_paused_requests_early_weights_keep_the_span_limit() -> None:
     parking = PausedRequests()
     assert parking.add([replace(request_of("a", 9), spans=((0, 0, 3), (1, 3, 6), (2, 6, 9)))], 0) == []
     assert parking.count([Delta("a", [1], [0.0], 0)]) == []
@@ -158,9 +158,7 @@ def told(collected: list[Groups]) -> list[Any]:
 
 @pytest.mark.parametrize("dull", ["some", "nearly all"])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_same_groups_are_trained_in_the_same_steps_whatever_ends_first(
-    seed: int, dull: str, tmp_path: Path
-) -> None:
+def test_replay_trains_the_recorded_groups_in_any_order(seed: int, dull: str, tmp_path: Path) -> None:
     """After the recorded steps, the run continues with the usual rules."""
 
     def stream_of(seed: int, slots: int) -> Stream:
@@ -182,7 +180,7 @@ def test_the_same_groups_are_trained_in_the_same_steps_whatever_ends_first(
     assert len(every) == len(set(every)) == 20 * SIZE
 
 
-def test_tasks_bring_the_versions_of_their_responses_and_what_comes_of_them_is_compared(tmp_path: Path) -> None:
+def test_replay_tasks_have_spans_and_results_are_compared(tmp_path: Path) -> None:
     right, wrong = (((0, 0, 1),),) * SAMPLES, (((0, 0, 2),),) * SAMPLES
     replay = Replay({1: [0, 1, 2, 3]}, [0] * 4, {0: right, 1: right, 2: wrong})
     stream = Stream(lambda tickets: tickets[:1])
@@ -194,7 +192,7 @@ def test_tasks_bring_the_versions_of_their_responses_and_what_comes_of_them_is_c
         collector.collect(1)
 
 
-def test_groups_that_come_out_otherwise_are_named() -> None:
+def test_replay_diverging_group_is_named() -> None:
     replay = Replay({1: [0]}, [0], {0: (((0, 0, 3),), ((0, 0, 2), (1, 2, 9)))})
     ones, floats = np.ones(2, np.int32), np.zeros(2, np.float32)
     versions = np.array([[0, 0], [0, 1]], np.int32)
@@ -220,7 +218,7 @@ def write_run(directory: Path, swap: str = "recompute", samples: int = 2) -> Non
         (records / f"step_{step}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_what_a_run_directory_says(tmp_path: Path) -> None:
+def test_read_replay_returns_the_recorded_schedule(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     replay = read_replay(tmp_path / "run", 2)
     assert replay.of_step == {1: [0, 1], 2: [2, 4]}, "up to the first step that is missing"
@@ -238,14 +236,14 @@ def test_what_a_run_directory_says(tmp_path: Path) -> None:
         (lambda run: (run / "rollouts" / "step_1.jsonl").unlink(), r"no rollouts/step_1\.jsonl"),
     ],
 )
-def test_what_cannot_be_repeated_is_refused(spoil: Any, message: str, tmp_path: Path) -> None:
+def test_read_replay_unsuitable_run_is_rejected(spoil: Any, message: str, tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     spoil(tmp_path / "run")
     with pytest.raises(ConfigError, match=rf"rollout\.replay_schedule=.*{message}"):
         read_replay(tmp_path / "run", 2)
 
 
-def test_groups_of_another_size_are_refused(tmp_path: Path) -> None:
+def test_read_replay_other_group_size_is_rejected(tmp_path: Path) -> None:
     write_run(tmp_path / "run", samples=3)
     with pytest.raises(ConfigError, match=r"groups do not have rollout\.samples_per_prompt=2"):
         read_replay(tmp_path / "run", 2)

@@ -17,7 +17,7 @@ def scalars(versions: list[list[int]], *drawn: tuple[int, int]) -> RolloutScalar
     )  # fmt: skip
 
 
-def test_every_token_counts_for_the_weights_that_drew_it() -> None:
+def test_describe_staleness_counts_tokens_by_version() -> None:
     parts = [scalars([[3, 5], [3, 3]], (3, 6), (5, 2)), scalars([[5, 5]], (5, 4))]
     metrics = describe_staleness([3, 4], parts, 6)
     assert metrics == {
@@ -36,13 +36,13 @@ def test_every_token_counts_for_the_weights_that_drew_it() -> None:
     }
 
 
-def test_where_nothing_is_trained_no_token_is_old() -> None:
+def test_describe_staleness_without_trained_tokens_is_zero() -> None:
     metrics = describe_staleness([1], [scalars([[1, 1]])], 2)
     assert metrics["staleness/tokens_mean"].value == 0
     assert not [name for name in metrics if name.startswith("staleness/tokens_") and name[-1].isdigit()]
 
 
-def test_queues_are_means_over_time() -> None:
+def test_queue_lengths_are_time_weighted_means() -> None:
     now, there = 10.0, {"running": 4, "finished": 0}
     queues = QueueLengths(lambda: dict(there), lambda: now)
     now = 12.0

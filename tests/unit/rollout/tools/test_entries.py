@@ -33,7 +33,7 @@ def written(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_every_kind_is_read(tmp_path: Path) -> None:
+def test_read_entries_accepts_every_kind(tmp_path: Path) -> None:
     (tmp_path / "mine.py").touch()
     (tmp_path / "servers.json").touch()
     search, servers, add = read_entries(written(tmp_path, VERLS), 30.0)
@@ -69,12 +69,12 @@ def test_every_kind_is_read(tmp_path: Path) -> None:
         ("tools: [{mcp: {mcp_servers_config_path: a, tool_selected_list: b}}]", "tool_selected_list must be a list"),
     ],
 )
-def test_what_is_wrong_is_told_by_file_and_key(tmp_path: Path, text: str, told: str) -> None:
+def test_read_entries_errors_name_file_and_key(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=rf"^rollout.tools={tmp_path}/tools.yaml.*{told}"):
         read_entries(written(tmp_path, text), 30.0)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_read_entries_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.yaml cannot be read: .*; set it to a YAML file of tools, or to"):
         read_entries(str(tmp_path / "none.yaml"), 30.0)
 

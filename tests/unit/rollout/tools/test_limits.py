@@ -53,7 +53,7 @@ async def turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-def test_no_more_run_at_once_than_max_running() -> None:
+def test_limited_tool_respects_max_running() -> None:
     async def behave(call: int) -> ToolResult:
         await turns(call % 3 + 1)
         return ToolResult(str(call))
@@ -69,7 +69,7 @@ def test_no_more_run_at_once_than_max_running() -> None:
 
 
 @pytest.mark.parametrize("error", [RetryableToolError("busy"), ConnectionResetError("gone"), TimeoutError("its own")])
-def test_errors_that_may_pass_are_tried_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_limited_tool_transient_errors_are_retried(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(module, "BACKOFF_SECONDS", 0.0)
 
     async def behave(call: int) -> ToolResult:
@@ -87,7 +87,7 @@ def test_errors_that_may_pass_are_tried_again(monkeypatch: pytest.MonkeyPatch, e
 
 
 @pytest.mark.parametrize(("error", "told"), [(ValueError("bad"), "ValueError: bad"), (ToolError("as told"), "as told")])
-def test_other_errors_are_told_at_once(error: Exception, told: str) -> None:
+def test_limited_tool_other_errors_are_not_retried(error: Exception, told: str) -> None:
     async def behave(call: int) -> ToolResult:
         raise error
 
@@ -96,7 +96,7 @@ def test_other_errors_are_told_at_once(error: Exception, told: str) -> None:
     assert (outcome, tool.calls) == (ToolResult(f"Error: {told}", error=told), 1)
 
 
-def test_arguments_that_do_not_fit_never_reach_it() -> None:
+def test_limited_tool_invalid_arguments_are_not_passed() -> None:
     async def behave(call: int) -> ToolResult:
         return ToolResult("")
 
@@ -105,7 +105,7 @@ def test_arguments_that_do_not_fit_never_reach_it() -> None:
     assert (outcome.error, tool.calls) == ("argument i: 'x' is not of type 'integer'", 0)
 
 
-def test_the_time_limit_does_not_count_waiting_for_others() -> None:
+def test_limited_tool_time_limit_excludes_waiting() -> None:
     async def behave(call: int) -> ToolResult:
         await asyncio.sleep(0.1)
         return ToolResult("done")
@@ -117,7 +117,7 @@ def test_the_time_limit_does_not_count_waiting_for_others() -> None:
     assert {outcome.text for outcome in asyncio.run(run())} == {"done"}
 
 
-def test_a_call_that_does_not_end_keeps_its_place_and_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limited_tool_stuck_call_keeps_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STUCK_SECONDS", 0.01)
     stuck: list[str] = []
 
@@ -147,7 +147,7 @@ def test_a_call_that_does_not_end_keeps_its_place_and_is_told_of(monkeypatch: py
     assert (began, second.text, stuck) == (1, "late", ["1 calls of t did not return"])
 
 
-def test_calls_begin_at_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limited_tool_respects_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses the loop's own clock, which the test advances."""
     starts: list[float] = []
 
@@ -175,7 +175,7 @@ def test_calls_begin_at_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert starts == [0.0, 0.25, 0.5, 0.0]
 
 
-def test_a_cancelled_call_gives_its_place_back() -> None:
+def test_limited_tool_cancelled_call_frees_its_slot() -> None:
     async def behave(call: int) -> ToolResult:
         if call == 1:
             await asyncio.sleep(60)

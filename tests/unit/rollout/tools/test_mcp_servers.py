@@ -69,7 +69,7 @@ def stdio_server(folder: Path) -> dict[str, Any]:
     return {"command": sys.executable, "args": [str(folder / "server.py")], "env": {"COLOUR": "green"}}
 
 
-def test_a_server_on_stdio(tmp_path: Path) -> None:
+def test_mcp_server_on_stdio_answers(tmp_path: Path) -> None:
     async def use(box: ToolBox) -> list[Any]:
         calls = [("add", {"a": 1}), ("add", {"a": "x"}), ("add", {"a": -1}), ("whereabouts", {}), ("whereabouts", {})]
         answers = [await box.call(f"e{i}", name, arguments) for i, (name, arguments) in enumerate(calls)]
@@ -98,7 +98,7 @@ def test_a_server_on_stdio(tmp_path: Path) -> None:
     assert after.text == "6"  # by a server started anew
 
 
-def test_a_server_ends_with_the_tool_process_however_that_ends(tmp_path: Path) -> None:
+def test_mcp_server_ends_with_the_tool_process(tmp_path: Path) -> None:
     """The package starts the server in a new session, and the server ignores the end of its input."""
     server = stdio_server(tmp_path)
     script = tmp_path / "server.py"
@@ -209,7 +209,7 @@ def test_mcp_server_behind_a_failing_proxy_is_reported_with_it(
         (None, ", tool_selected_list: [subtract]", "no server has a tool subtract; they have: add, whereabouts, die"),
     ],
 )
-def test_what_is_wrong_is_found_before_the_run(tmp_path: Path, server: Any, selected: str, told: str) -> None:
+def test_mcp_settings_errors_are_found_before_the_run(tmp_path: Path, server: Any, selected: str, told: str) -> None:
     spec = tools_file(tmp_path, stdio_server(tmp_path) if server is None else server, selected)
     with pytest.raises(ConfigError, match=rf"tools.yaml: tools\[0\].mcp.*{told}"):
         check_tools(RolloutConfig(tools=spec), SandboxConfig())

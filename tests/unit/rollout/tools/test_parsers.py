@@ -89,12 +89,12 @@ def reasons_of(message: ParsedMessage) -> list[str]:
     return [call.reason for call in message.calls if isinstance(call, MalformedCall)]
 
 
-def test_the_keys_choices_are_the_formats() -> None:
+def test_formats_equal_the_choices_of_the_key() -> None:
     assert set(TOOL_FORMATS) == set(FORMATS)
 
 
 @pytest.mark.parametrize("form", [*MESSAGE_FORMATS, "mistral_list"])
-def test_one_and_two_calls_and_text_around_them(form: str) -> None:
+def test_parse_one_and_two_calls_with_text(form: str) -> None:
     read = parser(form).parse
     own_id = "functions.look:0" if form == "kimi" else ""
     assert read(written(form, FIRST)) == ParsedMessage("", "", (ToolCall("look", FIRST, own_id),))
@@ -106,7 +106,7 @@ def test_one_and_two_calls_and_text_around_them(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", [*MESSAGE_FORMATS, "mistral_list"])
-def test_a_call_inside_reasoning_is_none(form: str) -> None:
+def test_parse_call_inside_reasoning_is_ignored(form: str) -> None:
     thought = f"\nmaybe {written(form, FIRST)}\nor\n{written(form, FIRST)}\n"
     opened = parser(form).parse(f"<think>{thought}</think>\n\nNo call.")
     by_prompt = parser(form).parse(f"{thought}</think>\n\nNo call.", prompt="user\nhello\nassistant\n<think>\n")
@@ -120,7 +120,7 @@ def test_a_call_inside_reasoning_is_none(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["hermes", "deepseek", "deepseek_v31", "kimi", "mistral", "mistral_list", "llama3"])
-def test_bad_json_is_a_malformed_call(form: str) -> None:
+def test_parse_bad_json_is_malformed(form: str) -> None:
     message = parser(form).parse(written(form, BAD))
     assert (calls_of(message), message.content) == ([], "")
     assert "not valid JSON" in reasons_of(message)[0]
@@ -129,7 +129,7 @@ def test_bad_json_is_a_malformed_call(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["qwen3_coder", "glm45"])
-def test_bad_xml_is_a_malformed_call(form: str) -> None:
+def test_parse_bad_xml_is_malformed(form: str) -> None:
     whole = written(form, FIRST)
     for tag in ("</parameter>", "</function>", "</arg_key>", "</arg_value>", "<arg_value>", "<parameter=n>"):
         if tag in whole:
@@ -140,7 +140,7 @@ def test_bad_xml_is_a_malformed_call(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", MESSAGE_FORMATS)
-def test_a_good_call_beside_a_bad_one_is_kept_in_order(form: str) -> None:
+def test_parse_good_and_bad_calls_keep_their_order(form: str) -> None:
     bad = {"n": 1} if form in ("qwen3_coder", "glm45") else '{"n": 1}'
     message = parser(form).parse(written(form, FIRST, bad, SECOND))
     assert [type(call) for call in message.calls] == [ToolCall, MalformedCall, ToolCall]
@@ -148,7 +148,7 @@ def test_a_good_call_beside_a_bad_one_is_kept_in_order(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", MESSAGE_FORMATS)
-def test_tools_and_arguments_are_those_of_the_schemas(form: str) -> None:
+def test_parse_unknown_tool_or_argument_is_malformed(form: str) -> None:
     read = parser(form).parse
     unknown = read(written(form, FIRST, name="nope")).calls[0]
     assert isinstance(unknown, MalformedCall)
@@ -160,14 +160,14 @@ def test_tools_and_arguments_are_those_of_the_schemas(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", MESSAGE_FORMATS)
-def test_arguments_come_as_the_schema_types_them(form: str) -> None:
+def test_parse_textual_arguments_get_schema_types(form: str) -> None:
     """In formats with textual arguments, a string that looks like a number stays a string, and code keeps its
     indentation."""
     arguments = {"q": "  007\n\treturn 'ä' \n", "n": -3, "deep": {"x": None}}
     assert calls_of(parser(form).parse(written(form, arguments))) == [arguments]
 
 
-def test_pythons_words_are_read_where_a_template_prints_them() -> None:
+def test_parse_python_literals_are_converted() -> None:
     tool = json.loads(json.dumps(LOOK).replace('"integer"', '"boolean"'))
     text = written("qwen3_coder", {"q": "None", "n": True}).replace("true", "True")
     assert calls_of(ToolCallParser("qwen3_coder", None, [tool]).parse(text)) == [{"q": "None", "n": True}]
@@ -176,7 +176,7 @@ def test_pythons_words_are_read_where_a_template_prints_them() -> None:
 @pytest.mark.parametrize("form", [*MESSAGE_FORMATS, "mistral_list"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_prefix_has_no_call_that_the_whole_has_not(form: str, data: st.DataObject) -> None:
+def test_parse_prefix_has_no_additional_call(form: str, data: st.DataObject) -> None:
     text = st.text(st.characters(codec="utf-8", exclude_characters="<>[]{}｜\r"), max_size=12)
     arguments = st.fixed_dictionaries({"q": text}, optional={"n": st.integers(), "deep": st.fixed_dictionaries({})})
     calls = data.draw(st.lists(arguments, min_size=1, max_size=3))
@@ -190,7 +190,7 @@ def test_a_prefix_has_no_call_that_the_whole_has_not(form: str, data: st.DataObj
 
 
 @pytest.mark.parametrize("form", MESSAGE_FORMATS)
-def test_cut_messages_have_no_call(form: str) -> None:
+def test_parse_truncated_message_has_no_call(form: str) -> None:
     whole = re.sub(r"(<｜tool▁calls▁end｜>|<\|tool_calls_section_end\|>)$", "", written(form, FIRST))
     for end in range(len(whole)):
         assert calls_of(parser(form).parse(whole[:end])) == [], whole[:end]
@@ -212,14 +212,14 @@ ENDS = {
 
 @pytest.mark.parametrize("form", ENDS)
 @pytest.mark.parametrize("around", ["{}", "use {} twice: {}", "<think>{}</think>", "{{}}{}"])
-def test_markers_inside_a_string_argument_are_text(form: str, around: str) -> None:
+def test_parse_end_tag_inside_a_string_is_text(form: str, around: str) -> None:
     arguments = {"q": around.replace("{}", ENDS[form]), "n": 2}
     message = parser(form).parse(f"Well.\n{written(form, arguments, SECOND)}\nDone.")
     assert calls_of(message) == [arguments, SECOND]
     assert (message.content.split(), message.reasoning) == (["Well.", "Done."], "")
 
 
-def test_tags_of_arguments_inside_values_are_text() -> None:
+def test_parse_argument_tags_inside_values_are_text() -> None:
     for form, inner in (("qwen3_coder", "a</parameter> b"), ("glm45", "a</arg_value> b</arg_key>")):
         assert calls_of(parser(form).parse(written(form, {"q": inner, "n": 1}))) == [{"q": inner, "n": 1}]
 
@@ -239,21 +239,21 @@ WRITTEN_OTHERWISE = [
 @pytest.mark.parametrize(
     ("bad", "reason"), [(r'"\ud800"', r"\ud800 is half of a character"), ("1e999", "beyond the range")]
 )
-def test_parse_value_that_no_file_takes_is_malformed(form: str, bad: str, reason: str) -> None:
+def test_parse_lone_surrogate_is_malformed(form: str, bad: str, reason: str) -> None:
     whole = r'{"q": "\ud83d\ude00"}'
     message = parser(form).parse(f'{written(form, whole)}\n{written(form, f"""{{"q": {bad}}}""")}')
     assert calls_of(message) == [{"q": "\U0001f600"}]
     assert [reason in each for each in reasons_of(message)] == [True]
 
 
-def test_parse_llama_call_behind_one_of_another_form_is_kept() -> None:
+def test_parse_llama_call_after_other_json_is_kept() -> None:
     message = parser("llama3").parse(written("llama3", "null", '"x"', '{"q": "a"}'))
     assert (calls_of(message), len(reasons_of(message))) == ([{"q": "a"}], 2)
 
 
 @pytest.mark.parametrize("text", WRITTEN_OTHERWISE)
 @pytest.mark.parametrize("form", ["llama3", "hermes", "mistral_list"])
-def test_other_keys_of_a_call_are_understood(form: str, text: str) -> None:
+def test_parse_alternative_keys_are_accepted(form: str, text: str) -> None:
     body = text.replace("ARGS", json.dumps(FIRST))
     whole = {"llama3": body, "hermes": f"<tool_call>{body}</tool_call>", "mistral_list": f"[TOOL_CALLS][{body}]"}[form]
     assert calls_of(parser(form).parse(f"Well.\n{whole}")) == [FIRST]
@@ -261,7 +261,7 @@ def test_other_keys_of_a_call_are_understood(form: str, text: str) -> None:
         assert calls_of(parser(form).parse(f"<|python_tag|>{body}; {body}")) == [FIRST, FIRST]
 
 
-def test_arguments_as_json_text_and_several_calls_of_a_block_are_read() -> None:
+def test_parse_json_text_arguments_and_several_calls() -> None:
     text = json.dumps(json.dumps(FIRST))
     for form in ("hermes", "deepseek", "deepseek_v31", "kimi", "llama3", "mistral_list"):
         assert calls_of(parser(form).parse(written(form, text))) == [FIRST], form
@@ -270,7 +270,7 @@ def test_arguments_as_json_text_and_several_calls_of_a_block_are_read() -> None:
         assert calls_of(parser("hermes").parse(f"<tool_call>\n{block}\n</tool_call>")) == [FIRST, SECOND]
 
 
-def test_mistrals_ids_of_calls_are_kept() -> None:
+def test_parse_mistral_call_ids_are_kept() -> None:
     for text in (
         f"[TOOL_CALLS]look[CALL_ID]abcdef123[ARGS]{json.dumps(FIRST)}",
         f"[TOOL_CALLS] [{json.dumps({'name': 'look', 'arguments': FIRST, 'id': 'abcdef123'})}]",
@@ -279,7 +279,7 @@ def test_mistrals_ids_of_calls_are_kept() -> None:
 
 
 @pytest.mark.parametrize("form", [*MESSAGE_FORMATS, "mistral_list"])
-def test_call_that_is_not_executed_keeps_its_text_and_arguments(form: str) -> None:
+def test_parse_malformed_call_keeps_text_and_arguments(form: str) -> None:
     whole = re.sub(r"<[｜|]tool.calls.(section.)?(begin|end)[｜|]>", "", written(form, {"q": "a", "z": 1}))
     (call,) = parser(form).parse(whole).calls
     assert isinstance(call, MalformedCall)
@@ -287,7 +287,7 @@ def test_call_that_is_not_executed_keeps_its_text_and_arguments(form: str) -> No
     assert (call.text, call.arguments) == (whole, {"q": "a", "z": z})
 
 
-def test_an_id_without_a_tool_or_with_special_tokens_names_no_call() -> None:
+def test_parse_invalid_kimi_id_is_malformed() -> None:
     one = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
     for wrong in ("look", "functions.look", ":0", "functions.[EOS]look:0", "functions.look:0:x", "look 1:0"):
         message = parser("kimi").parse(one.format(wrong))
@@ -298,14 +298,14 @@ def test_an_id_without_a_tool_or_with_special_tokens_names_no_call() -> None:
         assert (type(call), call.name, call.id) == (MalformedCall, name, f"functions.{name}:3")
 
 
-def test_json_in_prose_is_no_call_of_llama() -> None:
+def test_parse_llama_json_in_prose_is_no_call() -> None:
     for text in ('He is {"name": "Bob", "age": 3}.', '{"name": "Bob", "age": 3}', '{"name": "look"}'):
         assert parser("llama3").parse(text) == ParsedMessage(text, "", ())
     inner = '{"name": "look", "parameters": {"q": "{\\"name\\": \\"look\\", \\"parameters\\": {}}"}}'
     assert calls_of(parser("llama3").parse(f"<|python_tag|>{inner}")) == [{"q": '{"name": "look", "parameters": {}}'}]
 
 
-def test_many_calls_with_text_between_end() -> None:
+def test_parse_many_stretches_reach_the_limit() -> None:
     message = parser("llama3").parse(("x\n" + written("llama3", FIRST) + "\n") * 500)
     assert 0 < len(message.calls) < 500
 
@@ -323,12 +323,12 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("form", TEMPLATES, ids=str)
-def test_auto_is_what_the_chat_template_writes(form: str | None) -> None:
+def test_parser_auto_follows_the_chat_template(form: str | None) -> None:
     assert format_of_template(TEMPLATES[form]) == form
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATES[None]])
-def test_a_template_that_no_format_fits_names_the_key(template: str | None) -> None:
+def test_parser_unknown_template_names_the_key(template: str | None) -> None:
     with pytest.raises(ConfigError, match=r"rollout.tool_parser=auto.*set rollout.tool_parser to one of .*hermes"):
         ToolCallParser("auto", template, [LOOK])
 
@@ -348,7 +348,7 @@ def other(text, tools):
 """
 
 
-def test_a_users_parser_is_held_to_the_schemas_too(tmp_path: Path) -> None:
+def test_parser_user_function_is_checked_against_schemas(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(USERS)
     mine = ToolCallParser(f"{file}:brackets", None, [LOOK])

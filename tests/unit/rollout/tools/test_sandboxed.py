@@ -39,7 +39,7 @@ def with_tools(play: Callable[[ToolBox], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(run())
 
 
-def test_an_episode_has_an_interpreter_and_a_shell_of_its_own() -> None:
+def test_sandboxed_tools_are_separate_per_episode() -> None:
     async def play(box: ToolBox) -> list[str]:
         assert [schema["function"]["name"] for schema in box.schemas] == ["python", "shell"]
         await asyncio.gather(*(box.call(name, "python", {"code": f"x = {len(name)}"}) for name in ("a", "bb")))
@@ -58,7 +58,7 @@ def test_an_episode_has_an_interpreter_and_a_shell_of_its_own() -> None:
     assert "FileNotFoundError" in texts[4] or "PermissionError" in texts[4]
 
 
-def test_code_that_never_ends_costs_its_interpreter_which_says_so_and_begins_anew() -> None:
+def test_sandboxed_endless_code_restarts_the_interpreter() -> None:
     async def play(box: ToolBox) -> list[Any]:
         await box.call("a", "python", {"code": "x = 1"})
         stuck = await box.call("a", "python", {"code": "while True: pass"})
@@ -71,7 +71,7 @@ def test_code_that_never_ends_costs_its_interpreter_which_says_so_and_begins_ane
     assert after.text.strip() == "False"
 
 
-def test_nothing_is_left_of_an_episode_that_is_closed() -> None:
+def test_sandboxed_close_episode_leaves_nothing() -> None:
     async def play(box: ToolBox) -> tuple[int, int]:
         await box.call("a", "python", {"code": "1"})
         during = _confined()
@@ -97,7 +97,7 @@ def _confined() -> int:
     return found
 
 
-def test_an_unknown_builtin_is_refused(tmp_path: Path) -> None:
+def test_sandboxed_unknown_builtin_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "tools.yaml"
     path.write_text("tools: [{builtin: ruby}]")
     with pytest.raises(ConfigError, match=r"tools\[0\]\.builtin=ruby must be one of python, shell"):

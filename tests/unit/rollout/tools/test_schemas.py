@@ -49,7 +49,7 @@ def search(
     return []
 
 
-def test_a_function_becomes_a_schema_with_defaults() -> None:
+def test_schema_of_function_includes_defaults() -> None:
     function = schema_of_function("t", search)["function"]
     properties = function["parameters"]["properties"]
     assert (function["name"], function["description"]) == ("search", "Searches.")
@@ -62,7 +62,7 @@ def test_a_function_becomes_a_schema_with_defaults() -> None:
 @pytest.mark.parametrize(
     "hint", [Point, Colour, Keys, bytes, list[Point], Point | None, dict[str, Colour], object, set[int]], ids=str
 )
-def test_types_of_which_a_model_learns_nothing_are_refused_by_name(hint: Any) -> None:
+def test_schema_of_function_untyped_objects_are_rejected(hint: Any) -> None:
     def tool(x):  # type: ignore[no-untyped-def]
         """Takes.
 
@@ -75,7 +75,7 @@ def test_types_of_which_a_model_learns_nothing_are_refused_by_name(hint: Any) ->
         schema_of_function("here", tool)
 
 
-def test_functions_without_hints_docstrings_or_names_are_refused() -> None:
+def test_schema_of_function_missing_hints_are_rejected() -> None:
     def bare(x: int) -> int:
         return x
 
@@ -119,7 +119,7 @@ def test_functions_without_hints_docstrings_or_names_are_refused() -> None:
         ({"query": "a", "q": 1}, "there is no argument 'q'; the arguments are: query, k, where, weights, tags, near"),
     ],
 )
-def test_arguments_are_held_to_it(arguments: dict[str, Any], problem: str | None) -> None:
+def test_argument_checker_reports_problems(arguments: dict[str, Any], problem: str | None) -> None:
     assert ArgumentChecker(schema_of_function("t", search)).problem(arguments) == problem
 
 
@@ -127,7 +127,7 @@ def made(parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "t", "parameters": parameters}}
 
 
-def test_what_a_schema_leaves_open_is_taken() -> None:
+def test_argument_checker_accepts_what_the_schema_allows() -> None:
     assert ArgumentChecker(made({"type": "object", "additionalProperties": True})).problem({"x": 1}) is None
     checker = ArgumentChecker(
         made({"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"type": "integer"}}})
@@ -137,7 +137,7 @@ def test_what_a_schema_leaves_open_is_taken() -> None:
     assert checker.typed({"p": "12"}) == {"p": 12}
 
 
-def test_a_reference_to_elsewhere_is_never_fetched() -> None:
+def test_argument_checker_fetches_no_external_reference() -> None:
     checker = ArgumentChecker(made({"type": "object", "properties": {"p": {"$ref": "http://127.0.0.1:9/x.json"}}}))
     assert "refers to http://127.0.0.1:9/x.json" in str(checker.problem({"p": 1}))
 
@@ -154,6 +154,6 @@ def test_a_reference_to_elsewhere_is_never_fetched() -> None:
         {"type": "function", "function": {"name": "two words"}},
     ],
 )
-def test_what_is_no_schema_is_refused_where_it_stands(schema: Any) -> None:
+def test_checked_schema_invalid_schema_is_rejected(schema: Any) -> None:
     with pytest.raises(ConfigError, match=r"^tools.yaml: tools\[0\]"):
         checked_schema("tools.yaml: tools[0]", schema)

@@ -23,7 +23,7 @@ TEXTS = [
 ]
 
 
-def test_the_scores_are_those_of_the_formula(tmp_path: Path) -> None:
+def test_search_scores_follow_the_formula(tmp_path: Path) -> None:
     """Okapi BM25 written out for one word of one text: tf 3 in 3 words, 4 words on average, in 3 of 5 texts."""
     index = load_object("example", f"{EXAMPLE}/search.py:Index")(TEXTS)
     mean = (6 + 5 + 8 + 0 + 3) / 5
@@ -35,7 +35,7 @@ def test_the_scores_are_those_of_the_formula(tmp_path: Path) -> None:
     assert index.search("fish", 3) == []
 
 
-def test_it_runs_as_its_file_says(tmp_path: Path) -> None:
+def test_search_example_file_runs(tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     entries = yaml.safe_load((EXAMPLE / "search.yaml").read_text())
     entries["tools"][0]["class_name"] = f"{EXAMPLE}/search.py:SearchTool"

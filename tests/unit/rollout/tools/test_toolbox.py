@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_functions_of_a_list_with_schemas_of_their_own(folder: Path) -> None:
+def test_toolbox_list_of_functions_has_schemas(folder: Path) -> None:
     async def use(box: ToolBox) -> list[Any]:
         names = [schema["function"]["name"] for schema in box.schemas]
         calls = [
@@ -51,7 +51,7 @@ def test_functions_of_a_list_with_schemas_of_their_own(folder: Path) -> None:
     assert quit_.error == "the tool called sys.exit"
 
 
-def test_a_thousand_calls_at_once(folder: Path) -> None:
+def test_toolbox_runs_a_thousand_concurrent_calls(folder: Path) -> None:
     async def use(box: ToolBox) -> list[ToolAnswer]:
         return await asyncio.gather(*(box.call(f"e{i % 100}", "pause", {"seconds": i % 9 / 40}) for i in range(1000)))
 
@@ -60,14 +60,14 @@ def test_a_thousand_calls_at_once(folder: Path) -> None:
     assert max(int(answer.text) for answer in answers) == 100  # never more at once, and as many as may be
 
 
-def test_an_error_that_may_pass_is_tried_again(folder: Path) -> None:
+def test_toolbox_transient_error_is_retried(folder: Path) -> None:
     async def use(box: ToolBox) -> ToolAnswer:
         return await box.call("e", "flaky", {"times": 1})
 
     assert with_tools(tools_file(folder, "flaky", retries=1), use).text == "attempt 2"
 
 
-def test_a_death_is_told_and_the_next_call_begins_anew(folder: Path) -> None:
+def test_toolbox_dead_process_is_reported_and_replaced(folder: Path) -> None:
     async def use(box: ToolBox) -> list[Any]:
         await box.call("other", "add", {"a": 1})
         died, beside = await asyncio.gather(box.call("e", "die", {}), box.call("other", "pause", {"seconds": 60}))
@@ -82,7 +82,7 @@ def test_a_death_is_told_and_the_next_call_begins_anew(folder: Path) -> None:
     assert closed.error == cause
 
 
-def test_episodes_are_spread_and_stay(folder: Path) -> None:
+def test_toolbox_spreads_episodes_over_processes(folder: Path) -> None:
     async def use(box: ToolBox) -> list[str]:
         return [(await box.call(f"e{i % 4}", "whereabouts", {})).text for i in range(8)]
 
@@ -91,7 +91,7 @@ def test_episodes_are_spread_and_stay(folder: Path) -> None:
     assert [pids.count(pid) for pid in set(pids)] == [4, 4]
 
 
-def test_a_function_that_does_not_return_costs_its_call_only(folder: Path) -> None:
+def test_toolbox_hanging_function_fails_its_call_only(folder: Path) -> None:
     """The function runs in a thread, which cannot be stopped; other calls continue."""
 
     async def use(box: ToolBox) -> list[ToolAnswer]:
@@ -102,7 +102,7 @@ def test_a_function_that_does_not_return_costs_its_call_only(folder: Path) -> No
     assert (after.text, after.error) == ("2", None)
 
 
-def test_a_function_that_holds_the_only_place_has_its_process_replaced(folder: Path) -> None:
+def test_toolbox_stuck_slot_replaces_the_process(folder: Path) -> None:
     async def use(box: ToolBox) -> list[ToolAnswer]:
         return [await box.call("e", "hang", {"seconds": seconds}) for seconds in (100.0, 0.0, 0.0)]
 
@@ -113,7 +113,7 @@ def test_a_function_that_holds_the_only_place_has_its_process_replaced(folder: P
     assert (after.error, after.text) == (None, f"{RESTARTED}back")
 
 
-def test_a_process_whose_loop_is_held_up_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toolbox_blocked_loop_replaces_the_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool_process, "SILENT_SECONDS", 2.0)
 
     async def use(box: ToolBox) -> list[Any]:
@@ -138,7 +138,7 @@ def test_a_process_whose_loop_is_held_up_is_replaced(folder: Path, monkeypatch: 
     assert not alive(pid)
 
 
-def test_answers_are_cut_where_the_key_says(folder: Path) -> None:
+def test_toolbox_truncates_answers_as_configured(folder: Path) -> None:
     async def use(box: ToolBox) -> str:
         return (await box.call("e", "letters", {"count": 100})).text
 
@@ -151,7 +151,7 @@ def test_answers_are_cut_where_the_key_says(folder: Path) -> None:
     assert with_tools(spec, use, tool_answer_characters=100) == "abcdefghij" * 10
 
 
-def test_a_function_in_processes_of_its_own(folder: Path) -> None:
+def test_toolbox_function_runs_in_its_own_processes(folder: Path) -> None:
     async def use(box: ToolBox) -> list[Any]:
         here = await box.call("e", "whereabouts", {})
         deaths = await box.call("e", "die", {})
@@ -163,7 +163,7 @@ def test_a_function_in_processes_of_its_own(folder: Path) -> None:
     assert f'"parent": {pid}' in after.text
 
 
-def test_a_cancelled_call_is_ended_and_the_episode_can_be_closed(folder: Path) -> None:
+def test_toolbox_cancelled_call_ends(folder: Path) -> None:
     async def use(box: ToolBox) -> list[Any]:
         call = asyncio.create_task(box.call("e", "pause", {"seconds": 60}))
         await box.call("e", "pause", {"seconds": 0.0})  # the first has begun when this is answered
@@ -176,7 +176,7 @@ def test_a_cancelled_call_is_ended_and_the_episode_can_be_closed(folder: Path) -
     assert (closed.error, closed.rewards, again.error) == (None, {}, None)
 
 
-def test_what_still_runs_when_an_episode_is_closed_is_answered(folder: Path) -> None:
+def test_toolbox_close_episode_answers_running_calls(folder: Path) -> None:
     async def use(box: ToolBox) -> tuple[ToolAnswer, str | None]:
         call = asyncio.create_task(box.call("e", "pause", {"seconds": 60}))
         await box.call("f", "pause", {"seconds": 0.0})
@@ -187,7 +187,7 @@ def test_what_still_runs_when_an_episode_is_closed_is_answered(folder: Path) -> 
     assert (answer.error, error) == ("the episode was closed before the tool answered", None)
 
 
-def test_shutdown_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toolbox_shutdown_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool_process, "CLOSE_SECONDS", 0.2)
 
     async def run() -> tuple[int, list[BaseException | ToolAnswer]]:
@@ -205,7 +205,7 @@ def test_shutdown_leaves_nothing_behind(folder: Path, monkeypatch: pytest.Monkey
     ] * 2
 
 
-def test_processes_end_with_the_one_that_called(folder: Path) -> None:
+def test_toolbox_processes_end_with_their_parent(folder: Path) -> None:
     """The kernel kills them, and the processes that they started, however the parent ends."""
     code = (
         "import asyncio, os\n"
@@ -238,13 +238,13 @@ def test_processes_end_with_the_one_that_called(folder: Path) -> None:
         ("def g():\n    '''G.'''\nf = [g, g]\n", "another tool has the name g; rename one"),
     ],
 )
-def test_code_that_gives_no_tools_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_toolbox_code_without_tools_is_rejected(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match=rf"^rollout.tools={tmp_path}/mine.py:f.*{told}"):
         check_tools(RolloutConfig(tools=f"{tmp_path}/mine.py:f"), SandboxConfig())
 
 
-def test_a_class_of_its_own_form(tmp_path: Path) -> None:
+def test_toolbox_accepts_a_native_tool_class(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from mcore_rl.rollout.tools.interface import ToolResult\n"
         "class Counter:\n"
@@ -276,7 +276,7 @@ def test_a_class_of_its_own_form(tmp_path: Path) -> None:
     assert "the tool's metrics cannot be sent" in str(answer.error)
 
 
-def test_processes_that_never_start_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toolbox_repeated_start_failures_end_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(box: ToolBox) -> list[str | None]:
         monkeypatch.setattr(sys, "executable", "/bin/false")  # no Python starts from here on
         errors = []
@@ -348,7 +348,7 @@ TOOLS = [described(f) for f in (cancels, cancels_its_task, cancels_in_a_thread, 
 """
 
 
-def test_toolbox_tool_that_cancels_itself_is_a_failed_call(tmp_path: Path) -> None:
+def test_toolbox_self_cancelling_tool_fails_its_call(tmp_path: Path) -> None:
     (tmp_path / "raising.py").write_text(RAISING)
     told = {
         "cancels": "the tool cancelled itself",

@@ -98,7 +98,7 @@ def files(folder: Path, more: str = "", class_name: str = "grader.py:Grader") ->
     return str(path)
 
 
-def test_a_class_of_verls_documentation_runs_unchanged(tmp_path: Path) -> None:
+def test_verl_tool_documented_class_runs(tmp_path: Path) -> None:
     async def use(box: ToolBox) -> list[Any]:
         answers = [await box.call("e", "calc_reward", {"answer": text}, KWARGS) for text in ("41", "42")]
         other = await box.call("f", "calc_reward", {"answer": "42"}, {})
@@ -113,7 +113,7 @@ def test_a_class_of_verls_documentation_runs_unchanged(tmp_path: Path) -> None:
     assert closed.rewards == {}
 
 
-def test_an_instance_for_the_episode_is_rewarded_when_it_is_closed(tmp_path: Path) -> None:
+def test_verl_tool_episode_lifecycle_returns_reward(tmp_path: Path) -> None:
     async def use(box: ToolBox) -> list[Any]:
         for text in ("41", "42"):
             last = await box.call("e", "calc_reward", {"answer": text}, KWARGS)
@@ -134,7 +134,7 @@ GSM8K_GRADER = GSM8K_GRADER.replace(
 )
 
 
-def test_a_tool_may_call_verls_scores(tmp_path: Path) -> None:
+def test_verl_tool_can_call_verl_scores(tmp_path: Path) -> None:
     async def use(box: ToolBox) -> list[str]:
         return [
             (await box.call("e", "calc_reward", {"answer": text}, KWARGS)).text for text in ("no", "it is 41", "so 42")
@@ -173,7 +173,7 @@ def helper(): ...
 '''
 
 
-def test_functions_with_verls_decorator_are_found_in_their_file(tmp_path: Path) -> None:
+def test_verl_decorated_functions_are_found(tmp_path: Path) -> None:
     async def use(box: ToolBox) -> list[Any]:
         told = [schema["function"] for schema in box.schemas]
         return [told, await box.call("e", "add", {"a": 2, "b": 3}, {}), await box.call("e", "times", {"x": 4}, {})]
@@ -189,7 +189,7 @@ def test_functions_with_verls_decorator_are_found_in_their_file(tmp_path: Path) 
     ] == ["times"]
 
 
-def test_a_decorated_function_may_run_in_processes(tmp_path: Path) -> None:
+def test_verl_decorated_function_runs_in_processes(tmp_path: Path) -> None:
     async def use(box: ToolBox) -> Any:
         return await box.call("e", "times", {"x": 4}, {})
 
@@ -199,7 +199,7 @@ def test_a_decorated_function_may_run_in_processes(tmp_path: Path) -> None:
     assert (times.text, times.reward, times.metrics) == ("8", 0.5, {"x": 4})
 
 
-def test_a_file_without_a_decorated_function_is_refused(tmp_path: Path) -> None:
+def test_verl_file_without_decorator_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(): ...")
     with pytest.raises(ConfigError, match=r"rollout.tools=.*mine.py has no function with @function_tool"):
         check_tools(RolloutConfig(tools=f"{tmp_path}/mine.py"), SandboxConfig())
@@ -213,13 +213,13 @@ def test_a_file_without_a_decorated_function_is_refused(tmp_path: Path) -> None:
         ("no_such_package.tools.Grader", "no_such_package.tools does not import"),
     ],
 )
-def test_classes_that_cannot_be_used_are_found_before_the_run(tmp_path: Path, class_name: str, told: str) -> None:
+def test_verl_tool_invalid_class_is_rejected_early(tmp_path: Path, class_name: str, told: str) -> None:
     rollout = RolloutConfig(tools=files(tmp_path, class_name=class_name))
     with pytest.raises(ConfigError, match=rf"rollout.tools=.*tools.yaml: tools\[0\].*{told}"):
         check_tools(rollout, SandboxConfig())
 
 
-def test_what_check_tools_gives_are_the_schemas(tmp_path: Path) -> None:
+def test_check_tools_returns_the_schemas(tmp_path: Path) -> None:
     assert check_tools(RolloutConfig(), SandboxConfig()) == []
     names = [
         schema["function"]["name"] for schema in check_tools(RolloutConfig(tools=files(tmp_path)), SandboxConfig())
@@ -271,7 +271,7 @@ class EitherForm(Recorded):
 EPISODE = {"t": {"create_kwargs": {"truth": 7}}}
 
 
-def test_both_forms_of_create_are_called() -> None:
+def test_verl_tool_supports_both_forms_of_create() -> None:
     old, new, either = OldForm(), NewForm(), EitherForm()
     assert asyncio.run(VerlTool(old, SCHEMA).call(EpisodeState.begin("e", EPISODE), {"x": 1})).text == "old {'x': 1}"
     outcome = asyncio.run(VerlTool(new, SCHEMA).call(EpisodeState.begin("e", EPISODE), {}))
@@ -283,7 +283,7 @@ def test_both_forms_of_create_are_called() -> None:
     assert either.seen == [{"truth": 7}, ("release", "either")]
 
 
-def test_what_execute_may_return() -> None:
+def test_verl_tool_execute_return_values() -> None:
     assert result_of("text") == ToolResult("text")
     assert result_of((ToolResponse(text="a"), 1, {"k": 2})) == ToolResult("a", 1.0, {"k": 2})
     assert result_of((ToolResponse(), None, None)) == ToolResult("")
@@ -296,7 +296,7 @@ def test_what_execute_may_return() -> None:
         result_of(("b", float("nan"), {}))
 
 
-def test_the_names_of_verl_have_its_interface() -> None:
+def test_verl_names_have_the_interface_of_verl() -> None:
     nested = {"type": "array", "items": {"type": "integer"}}
     given = {"type": "function", "function": {"name": "t", "parameters": {"properties": {"x": nested}}}}
     shown = OpenAIFunctionToolSchema.model_validate(given).model_dump(exclude_none=True)
