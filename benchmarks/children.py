@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS_TO_END = 20.0
+"""Time for a child to exit by itself; it is then killed."""
 
 
 class ChildError(Exception):

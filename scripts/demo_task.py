@@ -26,6 +26,7 @@ from model_converters.durable_files import durable_write
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ALPHABET = "0123456789+-*/=;|<>()#.,:? \n_"
 NUM_HELD_OUT = 256
+"""Number of validation rows."""
 MAX_TARGET_TOKENS = 32
 """Longest target of any task with its end token; configs/demo_*.yaml must allow as many response tokens."""
 COMPLETE = "complete.json"

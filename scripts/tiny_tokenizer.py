@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "configs" / "models" / "gsm8k_tiny"
 END = "<|endoftext|>"
 VOCABULARY = 1280
+"""Number of tokens, small because the embedding is a large part of a tiny model."""
 NUM_PROBLEMS = 6000
+"""Number of generated problems from which the tokenizer learns its merges."""
 
 WORDS = {
     "name": """Anna Ben Carla David Emma Felix Grace Henry Ida James Kate Liam Maria Noah Olivia Peter Rosa Sam Tina

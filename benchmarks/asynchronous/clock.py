@@ -25,6 +25,7 @@ from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECOND
 from mcore_rl.types import RolloutScalars, RolloutTask
 
 SLOTS = 64
+"""Requests that an engine decodes at a time."""
 FIXED_SECONDS, SECONDS_PER_REQUEST = 0.016, 0.00025
 """Duration of a decode step: 0.016 s in an empty engine, 0.032 s in a full one."""
 PROMPT_TOKENS = 40

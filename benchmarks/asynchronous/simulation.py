@@ -23,6 +23,7 @@ from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import Groups, Mean
 
 SAMPLES = 16
+"""Responses per prompt."""
 MEAN_LOG, SPREAD_LOG, LONGEST, TIMES = np.log(46), 0.8, 256, 16
 """Lognormal lengths: median 46 and mean 63 tokens, multiplied by TIMES."""
 PROMPTS = 100_000

@@ -45,6 +45,7 @@ WORKLOADS = (
     Workload("training half as long", 2, 4, ">= 2.7"),
 )[: size(2, 1)]
 STOP_MS = 20.0
+"""Limit for the pause of generation during a weight sync, in milliseconds."""
 COLOCATED = ("cluster.placement=colocated", "actor.num_ranks=2", "rollout.num_engines=2")
 
 

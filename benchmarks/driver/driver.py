@@ -34,6 +34,7 @@ from mcore_rl.trainer.batches import batch_builder, describe
 PROMPTS_PER_UPDATE = size(512, 16)
 STEPS = size(7, 1)
 LIMIT_SECONDS = 1.0
+"""Limit for the driver's time per step; the aim for episodes is twice as long."""
 
 
 def run() -> list[Result]:

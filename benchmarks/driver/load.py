@@ -26,6 +26,7 @@ from mcore_rl.types import (
 
 PROMPTS, SAMPLES, ENGINES, DP_RANKS = size((8192, 16, 64, 64), (64, 2, 2, 2))
 LONGEST = 20480
+"""Maximum response length in tokens, as in DAPO's recipe."""
 DULL_FRACTION = 0.3
 """Fraction of zero-variance groups, so that a step samples two batches."""
 RECORD_BYTES = 1024
@@ -58,6 +59,7 @@ MOST_SEQUENCES = 3
 FIGURES = ("turns", "tool_calls", "tool_errors", "failed", "seconds_generating", "seconds_tool_calling")
 PARTS = ("format", "tool_search", "tool_python")
 FAILED_FRACTION = 0.001
+"""Fraction of episodes that failed."""
 
 
 def make_episodes(task: RolloutTask) -> RolloutScalars:

@@ -27,14 +27,17 @@ from mcore_rl.data.packing import SequenceCost, balance, pack
 NUM_SEQUENCES = size(8192, 256)
 NUM_RANKS = size(64, 4)
 CAPACITY = 16384
+"""Tokens per packed row."""
 REPEATS = size(9, 1)
 LIMIT_MS = 10.0
 LIMIT_FILL = 0.99
+"""Limit for the tokens in rows, relative to the capacity of the rows."""
 NUM_RESPONSES = size(512, 32)
 LONGEST = 20480
 BUDGET = 2 * LONGEST
 COST = SequenceCost(per_token=1.0, per_pair=2 / LONGEST)
 LIMIT_IMBALANCE = 1.02
+"""Limit for the cost of the most expensive rank, relative to a lower bound."""
 
 
 def run() -> list[Result]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 REPEATS = 5
+"""Timed calls per variant; medians are reported."""
 
 
 def synchronize(device: str) -> None:

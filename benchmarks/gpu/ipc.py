@@ -16,6 +16,7 @@ from benchmarks.gpu.machine import require
 from benchmarks.result import Result
 
 NUM_BYTES = 1 << 30
+"""Size of the transferred buffer."""
 
 
 def run(device: str = "cuda", num_bytes: int = NUM_BYTES) -> list[Result]:

@@ -29,6 +29,7 @@ MEAN_LOG, SPREAD_LOG, LONGEST = size((7.0, 1.0, 16_384), (3.0, 1.0, 64))
 TICKS = [2 if index % 8 == 7 else 1 for index in range(ENGINES)]
 """Ticks per token, by engine."""
 LIMIT_SECONDS = 1.0
+"""Limit for the time that the router takes per step."""
 
 
 def run() -> list[Result]:

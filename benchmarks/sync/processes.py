@@ -27,6 +27,7 @@ from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import local_shapes
 
 TIMEOUT_SECONDS = 120.0
+"""Timeout of the transports, which start under full load of this machine."""
 CONFIG: dict[str, Any] = {
     **convert.CONFIG,
     "vocab_size": 1024,

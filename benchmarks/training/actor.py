@@ -24,6 +24,7 @@ from mcore_rl.types import RankShare, TrajectoryBuffers
 REPEATS = size(3, 1)
 EQUAL = np.full(*size((16, 224), (2, 16)))
 BUDGET = 2048
+"""Tokens per micro-batch, for both sides."""
 
 
 def run() -> list[Result]:

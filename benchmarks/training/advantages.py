@@ -23,6 +23,7 @@ from mcore_rl.algorithms import compute_advantages
 
 PROMPTS, SAMPLES = size((8192, 16), (8, 4))
 LIMIT_SECONDS = 0.05
+"""Limit for the advantages of one step."""
 ROWS, TOKENS = size((1024, 8192), (4, 64))
 NAMES = ("grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 

@@ -18,7 +18,9 @@ from benchmarks.sizes import size
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 
 LIMIT_RATIO = 1.3
+"""Limit for the time relative to the matrix product alone."""
 LIMIT_GB = 0.3
+"""Limit for memory in addition to the inputs."""
 CHUNK_TOKENS = 1024
 HIDDEN = 1024
 

@@ -40,6 +40,7 @@ from benchmarks.whole_step.task import (
 
 PEER_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 POSITIONS = 1024
+"""Maximum length of the model in tokens."""
 MAX_STALENESS = 1
 AHEAD = Shape(PROMPTS, SAMPLES, RESPONSES, int(MEDIAN_TOKENS), LONGEST, steps=16, warm_up=4)
 

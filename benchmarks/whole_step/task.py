@@ -12,11 +12,13 @@ import numpy as np
 PROMPTS, SAMPLES = 32, 8
 RESPONSES = PROMPTS * SAMPLES
 EQUAL_TOKENS = 16
+"""Length of every response in the workload without long tails."""
 LONGEST = 256
 MEDIAN_TOKENS, SIGMA = 48.0, 0.8
 """Parameters of the lognormal lengths, clipped at LONGEST. The mean is 64; nearly every step has a response of
 LONGEST."""
 WARM_UP = 2
+"""Steps that are not measured."""
 LEARNING_RATE = 1e-6
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
