@@ -69,8 +69,8 @@ class DataConfig:
     in every second epoch. Files without an entry have weight 1."""
     prompt_key: str | None = None
     """Column with the prompt, a string or chat messages; null: `prompt`, else `question`. Rows in verl's format
-    (`prompt` beside `reward_model`) that lack this column are read in that format, with a notice. Other rows without it
-    are rejected, and so is a column that no file has."""
+    (with the columns `prompt` and `reward_model`) that lack this column are read in that format, with a notice. Other
+    rows without it are rejected, and so is a column that no file has."""
     answer_key: str | None = None
     """Column with the ground truth and, for supervised warm start, the target text; null: `reward_model.ground_truth`,
     else `answer`, else `ground_truth` (target text: `answer`). Rows in verl's format that lack this column use their

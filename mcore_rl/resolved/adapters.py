@@ -65,7 +65,7 @@ def check_adapter(lora: LoraConfig, hf_config: dict[str, Any]) -> LoraAdapter:
         adapter = LoraAdapter(str(lora.path), shapes)
     except ConversionError as error:
         raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
-    # PEFT allows a different rank and scale per module; the trainer's adapters have one of each.
+    # PEFT allows a different rank and scale per module; the trainer uses the same for all adapters.
     ranks = {update.a.shape[0] for update in adapter.updates.values()}
     if ranks != {lora.rank}:
         raise ConfigError(f"{key} has rank {', '.join(map(str, sorted(ranks)))}; set actor.lora.rank to it (one only)")

@@ -32,7 +32,7 @@ PART_OF_CALLS = 16
 SECONDS_TO_GATHER = 0.05
 # Number of liveness probes within the timeout of a silent process.
 PROBES_PER_TIMEOUT = 10
-# Detection of a silent process takes the timeout, the interval of the probes, and a few looks. Processes that wait for
+# Detection of a silent process takes the timeout, the interval of the probes, and a few checks. Processes that wait for
 # a replaceable process get more time, so that it is replaced before they give up.
 PART_FOR_DEPENDENTS = 1.25
 SECONDS_FOR_DEPENDENTS = 10.0
@@ -83,7 +83,7 @@ class Watch:
     _answered: set[str] = field(default_factory=set, init=False)
     """Processes that have started or answered a probe. A process that is still starting does not count as silent."""
     _waited: float = field(default=0.0, init=False)
-    """Seconds since the last probes. A longer pause between two looks, such as while this process was stopped, counts
+    """Seconds since the last probes. A longer pause between two checks, such as while this process was stopped, counts
     as 2 * SECONDS_BETWEEN_LOOKS: other processes may have been stopped too."""
 
     @property

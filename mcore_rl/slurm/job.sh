@@ -81,7 +81,7 @@ requeue() {
   # A node can only be excluded while the job is pending, so this shell ignores the TERM that ends the job.
   trap '' TERM
   if (($# == 0)); then
-    scontrol requeue "$job" || { say "SLURM does not let it be queued again; submit it again to go on"; exit 75; }
+    scontrol requeue "$job" || { say "SLURM refuses to queue the job again; submit it again to continue"; exit 75; }
   else
     exclude "$@"
   fi
@@ -107,7 +107,7 @@ exclude() {
     say "the job is held: scontrol update JobId=$job ExcNodeList=$nodes, then scontrol release $job"
     exit 1
   fi
-  say "SLURM does not let the job be changed; submit it again with --exclude=$nodes"
+  say "SLURM refuses to change the job; submit it again with --exclude=$nodes"
   exit 1
 }
 

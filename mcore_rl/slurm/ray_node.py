@@ -21,6 +21,7 @@ from mcore_rl.slurm.meeting import address_of, is_first, publish, wait_for
 from mcore_rl.slurm.node_check import node_name, put_name
 
 STOP_SECONDS = 25
+"""Time for Ray to end. SLURM sends KILL 30 s after TERM (KillWait) by default."""
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ def check_graders(reward: RewardConfig, rollout: RolloutConfig) -> None:
     if reward.weighted:
         for key, value, default in changed("reward", reward):
             if key == "reward.function" or key.startswith("reward.kwargs"):
-                raise ConfigError(f"{key}={value} has no effect beside reward.weighted; leave it at {default}")
+                raise ConfigError(f"{key}={value} has no effect with reward.weighted; leave it at {default}")
     else:
         reject_unless_default("reward", reward, "set reward.weighted", ["accuracy_of"])
     _check_kwargs(reward)

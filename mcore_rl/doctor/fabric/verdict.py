@@ -115,7 +115,7 @@ def find_failures(stage: Stage, fabric: Fabric, results: Mapping[int, Result], t
 
 
 def find_slow(stage: Stage, figures: Sequence[Figure], fabric: Fabric, percent: float) -> list[Problem]:
-    """Return the figures of a measurement that are below `percent` of the median of the others.
+    """Return the measured values of a stage that are below `percent` of the median of the others.
 
     A slow link alone does not blame its nodes; a node with two slow links is blamed.
     """

@@ -71,8 +71,8 @@ def test_check_graders_valid_combinations_pass(base: str, overrides: list[str]) 
         (["reward.batch=task"], r"^reward\.batch=task has no effect; set reward\.manager=batch"),
         (["reward.functions={a: math}"], r"^reward\.functions=.* has no effect; set reward\.function=by_data_source"),
         (["reward.accuracy_of=a"], r"^reward\.accuracy_of=a has no effect; set reward\.weighted"),
-        ([SEVERAL, "reward.function=gsm8k"], r"^reward\.function=gsm8k has no effect beside reward\.weighted"),
-        ([SEVERAL, "reward.kwargs.a=1"], r"^reward\.kwargs=.* has no effect beside reward\.weighted"),
+        ([SEVERAL, "reward.function=gsm8k"], r"^reward\.function=gsm8k has no effect with reward\.weighted"),
+        ([SEVERAL, "reward.kwargs.a=1"], r"^reward\.kwargs=.* has no effect with reward\.weighted"),
         (
             ["reward.weighted=[{function: none}]"],
             r"^reward\.weighted\[0\]\.function=none must be one of by_data_source, ",
