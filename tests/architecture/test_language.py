@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("mcore_rl", "model_converters", "scripts", "benchmarks")
 
+MAX_TEST_NAME = 70
+
 PATTERNS = {
     "starts with Of": (r"\A[Oo]f\b", 0.0),
     "starts with As": (r"\AAs\b", 0.0),
@@ -49,3 +51,13 @@ def test_docstrings_match_unclear_pattern_rarely(name: str, texts: dict[str, str
     pattern, limit = PATTERNS[name]
     found = {place: text[:80] for place, text in texts.items() if re.search(pattern, text)}
     assert 100 * len(found) / len(texts) <= limit, found
+
+
+def test_names_of_tests_are_short() -> None:
+    names = [
+        node.name
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert [name for name in names if len(name) > MAX_TEST_NAME] == []

@@ -86,7 +86,7 @@ def records_of(run: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
 
 
-def test_ranks_find_the_log_probabilities_that_every_sampled_token_was_drawn_with(episodes_run: Path) -> None:
+def test_ranks_recompute_the_logp_of_every_sampled_token(episodes_run: Path) -> None:
     """This checks all token positions: a shift by one token changes log-probabilities by nats."""
     for step in (1, 2):
         assert metrics(episodes_run)[step]["rollout/logp_diff_max"] < 1e-4

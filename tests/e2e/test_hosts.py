@@ -123,7 +123,7 @@ def test_a_step_with_sglang_over_two_hosts_is_the_step_with_vllm_on_one(
 
 @WITH_SGLANG
 @pytest.mark.on_demand
-def test_an_sglang_engine_over_both_hosts_starts_again_when_its_far_rank_dies(
+def test_sglang_engine_over_two_hosts_restarts_after_remote_rank_dies(
     hosts: TwoHosts, divided: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"

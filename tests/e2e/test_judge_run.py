@@ -194,7 +194,7 @@ def vllm_server(model: Path) -> Iterator[str]:
 
 
 @pytest.mark.on_demand
-def test_a_judge_on_vllms_server_and_one_on_sglang_write_what_the_runs_own_writes(
+def test_judges_on_vllm_server_and_sglang_write_the_same_answers(
     task: Path, judge: Path, judged_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parser = f"judge.parser={task.parent / 'parser.py'}:last_digit"

@@ -51,7 +51,7 @@ def test_verification_compared_every_tensor_of_the_checkpoint(whole_run: Path) -
         assert metrics(whole_run)[4]["weights/tensors_verified"] == len(exported.keys())
 
 
-def test_greedy_responses_after_the_last_sync_are_those_of_transformers_on_the_exported_weights(
+def test_greedy_responses_after_last_sync_equal_transformers_on_export(
     whole_run: Path,
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -115,9 +115,7 @@ def test_eval_repeats_the_last_validation_by_set_and_changes_no_metrics(
     assert (whole_run / "metrics.jsonl").read_text() == before
 
 
-def test_a_finished_run_goes_on_in_another_layout_when_more_steps_are_asked_for(
-    whole_run: Path, task: Path, tmp_path: Path
-) -> None:
+def test_finished_run_with_more_steps_resumes_in_another_layout(whole_run: Path, task: Path, tmp_path: Path) -> None:
     longer = tmp_path / "longer"
     shutil.copytree(whole_run, longer)
     validation = ("rollout.validation_temperature=1", "rollout.validation_samples=3")

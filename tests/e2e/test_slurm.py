@@ -49,7 +49,7 @@ def write_job(directory: Path, task: Path, run_dir: Path, bad: str, *overrides: 
     return script
 
 
-def test_a_preempted_job_leaves_out_the_bad_node_and_ends_as_if_nothing_had_happened(
+def test_preempted_job_excludes_bad_node_and_ends_with_equal_results(
     slurm: Slurm, task: Path, whole_run: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / "it's here"
@@ -115,9 +115,7 @@ def last_checkpoint(run_dir: Path) -> Path:
     return max((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def test_a_job_whose_every_node_is_bad_ends_with_the_reason_and_excludes_none(
-    slurm: Slurm, task: Path, tmp_path: Path
-) -> None:
+def test_job_with_only_bad_nodes_ends_with_reason_and_excludes_none(slurm: Slurm, task: Path, tmp_path: Path) -> None:
     job = slurm.submit(write_job(tmp_path, task, tmp_path / "run", bad="n*"))
     log = tmp_path / f"preempted.{job}.log"
     slurm.wait(lambda: slurm.state(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the end", log)

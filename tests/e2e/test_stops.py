@@ -47,7 +47,7 @@ def long_step(tmp_path: Path) -> tuple[str, ...]:
     return (f"reward.function={tmp_path / 'slow.py'}:slow", "reward.timeout_seconds=600")
 
 
-def test_a_term_to_every_process_in_a_step_saves_it_and_resume_repeats_nothing(
+def test_term_to_every_process_saves_step_and_resume_repeats_nothing(
     task: Path, whole_run: Path, tmp_path: Path
 ) -> None:
     """The signal also reaches Ray's and the graders' processes, as from a scheduler that signals a cgroup."""

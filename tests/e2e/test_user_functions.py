@@ -125,7 +125,7 @@ def ranks(data_sources, solution_strs, ground_truths, extra_infos):
 """
 
 
-def test_a_function_sees_all_responses_of_a_step_whichever_engine_wrote_them(task: Path, tmp_path: Path) -> None:
+def test_batch_function_sees_all_responses_of_a_step_of_all_engines(task: Path, tmp_path: Path) -> None:
     path = tmp_path / "ranks.py"
     path.write_text(TOGETHER)
     graded = ("reward.manager=batch", f"reward.function={path}:ranks", "reward.batch=step")

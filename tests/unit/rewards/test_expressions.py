@@ -62,7 +62,7 @@ def forever() -> bool:
             return True
 
 
-def test_a_comparison_without_end_is_wrong_and_leaves_the_callers_alarm_as_it_was(monkeypatch):
+def test_endless_comparison_is_wrong_and_keeps_callers_alarm(monkeypatch):
     monkeypatch.setattr("mcore_rl.rewards.expressions.MAX_SECONDS", 0.05)
     outer = Deadline(600.0)
     assert outer.call(within_limits, forever) is False
@@ -74,7 +74,7 @@ def test_the_callers_deadline_is_not_taken_for_a_wrong_answer():
         Deadline(0.05).call(within_limits, forever)
 
 
-def test_a_comparison_that_wants_more_memory_is_wrong_and_the_limit_goes_with_it():
+def test_comparison_above_memory_limit_is_wrong_and_resets_limit():
     before = resource.getrlimit(resource.RLIMIT_AS)
     assert within_limits(lambda: bool(bytearray(MAX_BYTES // 4)))
     assert not within_limits(lambda: bool(bytearray(2 * MAX_BYTES)))

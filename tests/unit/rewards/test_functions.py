@@ -128,7 +128,7 @@ def test_nonsense_is_an_error_of_that_sample(result):
     assert (score.reward, score.accuracy) == (0.0, 0.0)
 
 
-def test_what_else_a_dict_holds_are_parts_under_names_that_nothing_of_ours_has():
+def test_result_dict_other_entries_become_parts_with_free_names():
     score = score_of(
         {
             "score": 1,

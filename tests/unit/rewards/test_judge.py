@@ -108,7 +108,7 @@ def test_an_answer_without_a_score_has_the_score_of_those_and_says_why(tokenizer
     assert found[1].answers[0].error == "judge.score_pattern matches nothing"
 
 
-def test_a_response_too_long_for_the_judge_is_not_asked_about_and_never_cut(tokenizer: Any) -> None:
+def test_judge_too_long_response_is_neither_sent_nor_truncated(tokenizer: Any) -> None:
     judge = judge_of(tokenizer)
     found = judged(judge, ["12345678", "123456789", "1"], [0, 0, 0], [0, 1, 2])  # 12, 13 and 5 tokens
     assert [verdict.score for verdict in found] == [8, -1, 1]

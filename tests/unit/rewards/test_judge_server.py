@@ -244,9 +244,7 @@ def test_an_answer_that_is_cut_or_empty_has_no_score(
     assert error in str(bad.answers[0].error)
 
 
-def test_with_its_tokenizer_long_questions_are_not_sent_and_control_tokens_go(
-    serve: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_judge_tokenizer_skips_long_questions_and_control_tokens(serve: Callable[..., Server], tmp_path: Path) -> None:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})

@@ -129,7 +129,7 @@ def test_extraction_order(response, answer):
     assert extract_answer(response) == answer
 
 
-def test_boxed_in_a_long_response_of_unclosed_boxes_takes_no_time_to_speak_of():
+def test_unclosed_boxes_in_long_response_are_read_in_linear_time():
     assert last_boxed(r"\boxed{" * 200_000) is None
     assert last_formula("1" * 200_000 + "\n" + "x" * 200_000) is not None
     assert not is_correct("(" * 100_000 + "1" * 100_000, "5")

@@ -78,7 +78,7 @@ def test_weight_and_the_punishment_of_long_ones_are_in_the_rewards(tmp_path: Pat
     assert [score.accuracy for score in scores] == [1, 0]
 
 
-def test_what_it_says_besides_and_why_it_failed_stand_in_each_tasks_records(tmp_path: Path) -> None:
+def test_step_grader_writes_parts_and_errors_to_each_tasks_records(tmp_path: Path) -> None:
     parts = [tmp_path / ".step_1.0.0.part", tmp_path / ".step_1.0.1.part"]
     given = [task("train", [0], parts[0]), task("train", [1, 2], parts[1])]
     for part, size in zip(parts, (1, 2), strict=True):
