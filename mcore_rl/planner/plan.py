@@ -230,6 +230,7 @@ def make_plan(config: Config) -> Plan:
         chunks = stage_parameters(job.hf_config, job.layout, stage, lora=config.actor.lora)
         stages.append(planned_activations(job, stage, chunks, batch))
         ranks += planned_stage(job, stage, chunks, stages[-1], engine)
+    # Two independent counts: an error in the built stages or in the weight table must not go into the plan unnoticed.
     _check_counts([planned.state.parameters for planned in ranks], num_parameters)
     size = model_size(job.hf_config, job.rows)
     sync = weight_sync(config, job.rows, job.layout, cuda=job.cuda)

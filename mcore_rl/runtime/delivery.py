@@ -175,6 +175,7 @@ class Delivery:
                 self.watch.get([arrived for arrived, _ in fetched.values()], [] if index is None else index.processes)
                 return [(fetched[number][1],) if number in fetched else () for number in range(len(rows))]
             except WorkerDiedError:
+                # All chunks have the same `renew`, the scheduler's.
                 self.watch.blame_the_dead()
                 if not produced or not produced[0].renew(produced):
                     raise

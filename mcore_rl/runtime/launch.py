@@ -131,6 +131,7 @@ def _set_up(
     watch.get_started(starting)
     if len(starting) and not (takes_turns and len(starting) == len(engines)):
         say("engines and other models ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
+    # Not before: an engine that cannot be set up would only fail again after each restart.
     if config.rollout.max_engine_restarts:
         watch.allow_failure([process for engine in engines for process in engine.processes])
     return fleet

@@ -126,6 +126,7 @@ class SlicePublisher:
             try:
                 return call()
             except WorkerDiedError:
+                # A transfer group cannot continue without one of its members.
                 self._broken = True
                 raise
 

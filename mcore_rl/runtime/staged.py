@@ -180,6 +180,7 @@ class StagedScorer:
     name: str
 
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
+        # Dynamic sampling may generate another batch with the same weights afterwards.
         with self.stages.stage(self.name, Phase.KEEP):
             return self.scorer.score(tasks, results)
 

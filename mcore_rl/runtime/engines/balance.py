@@ -226,6 +226,7 @@ class Balance:
         self._loads[engine] = load
         heapq.heappush(self._heap, (load, engine))
         if len(self._heap) > MAX_ENTRIES_PER_ENGINE * len(self._given):
+            # A sorted list is a heap.
             self._heap = sorted((self._loads[each], each) for each in self._candidates)
 
     def _least_loaded(self) -> EngineKey | None:

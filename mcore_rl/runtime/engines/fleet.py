@@ -132,6 +132,7 @@ class Fleet:
         self.count("engine/restarts", 1)
         first_line = why.splitlines()[0]
         self.note(f"warning: {first_line}; it starts again ({self.num_restarts} of {self.max_restarts} times)")
+        # Before the restart, which changes `producer` and the name of the journal.
         if engine.start.journal is not None:
             self._journals[engine.producer] = engine.start.journal
         engine.incarnation += 1

@@ -280,6 +280,8 @@ class FollowerProcess(RunProcess):
         )
 
 
+# Threads per group. `watch` occupies one of its threads for the whole run, and `run` one until responses end. Readers
+# wait for `cut`, so it has a thread of its own too: operations in "engine" may wait for a step or for other processes.
 ENGINE_GROUPS = {"watch": 2, "cut": 1, "run": 1, "engine": 2}
 EngineActor = ray.remote(concurrency_groups=ENGINE_GROUPS, max_restarts=0)(EngineProcess)
 FollowerActor = ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)(FollowerProcess)

@@ -62,6 +62,7 @@ class RunProcess:
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
+        # Never returns: the driver learns of the death of this process from the failure of the call.
         threading.Event().wait()
 
     @ray.method(concurrency_group="watch")

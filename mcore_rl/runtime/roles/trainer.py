@@ -171,6 +171,8 @@ class TrainerProcess(TrainedRankProcess):
             export_adapter(self.actor, directory, source)
 
 
+# Threads per group: `watch` occupies one for the whole run, `pass_on` waits for this rank's main thread, and a save is
+# written while the main thread trains.
 TrainerActor = ray.remote(concurrency_groups={"watch": 2, "pass_on": 1, "save": 1}, max_restarts=0)(TrainerProcess)
 
 
