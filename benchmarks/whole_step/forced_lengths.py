@@ -44,5 +44,5 @@ class ForcedLengths:
 
 def force_lengths(process: Any, lengths: Sequence[np.ndarray]) -> None:
     """Force the lengths; called in the engine's process (runtime.engines.process.EngineProcess)."""
-    player = process._runner._run.__self__._player
+    player = process._runner._withdraw.__self__  # the task runner withdraws requests through the player of tasks
     player._generator = ForcedLengths(player._generator, lengths)

@@ -90,13 +90,10 @@ def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None
     prepared = prepare(config)
     make_run_dir(config, prepared.checkpoint_bytes, lambda: None)  # a new directory, no other run
     with assemble(config, prepared, lambda line: None) as run:
-        pool = run.collector.collector.pool.pool  # type: ignore[union-attr]
-        pool.watch.get(
-            [
-                handle.__ray_call__.options(concurrency_group="run").remote(force_lengths, lengths)
-                for handle in pool.handles
-            ]
-        )
+        fleet = run.collector.collector.pool.pool.fleet  # type: ignore[union-attr]
+        handles = [engine.calls.handle for engine in fleet.engines]
+        force = [handle.__ray_call__.options(concurrency_group="run") for handle in handles]
+        fleet.watch.get([call.remote(force_lengths, lengths) for call in force])
         pacer = Pacer(run.journal, between)
         run.journal = pacer
         train(run)  # type: ignore[arg-type]
