@@ -154,7 +154,8 @@ class Clone:
 
     def recipe_of(self, command: str, add: str) -> str:
         """Return the commands of a make target without the set-up of .venv, which exists."""
-        listed = self.shell(f"make --no-print-directory -n {command.removeprefix('make ')} ARGS={shlex.quote(add)}")
+        arguments = f" ARGS={shlex.quote(add)}" if add else ""  # an empty ARGS would replace the one of the command
+        listed = self.shell(f"make --no-print-directory -n {command.removeprefix('make ')}{arguments}")
         assert listed.returncode == 0, listed.stdout
         return "\n".join(line for line in listed.stdout.splitlines() if "scripts/setup.sh" not in line)
 
