@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -110,18 +110,28 @@ def results(workers: Sequence[Worker], call: str, seconds: float = math.inf, key
             # A worker may wait in a collective for another one that has ended.
             ended = next((each for each in workers if each.child and each.child.exit_code is not None), None)
             if ended is not None and not worker.connection.poll():  # it may have answered just before
-                _raise_errors(workers, answers, call)  # the cause, if another worker has reported it
-                raise ended.death(call)
+                _raise_loss(ended, workers, answers, call)
             if time.monotonic() > deadline:
                 late = f"{worker.name} did not answer `{call}` within {seconds:g} s ({key})"
                 raise LostWorkerError(f"{late}: it {worker.state()}")
         try:
             answers.append(worker.connection.recv())
         except (EOFError, OSError):
-            _raise_errors(workers, answers, call)
-            raise worker.death(call) from None
+            _raise_loss(worker, workers, answers, call)
     _raise_errors(workers, answers, call)  # not earlier: an unread answer would be taken for the next call's
     return [result for _, result in answers]
+
+
+def _raise_loss(lost: Worker, workers: Sequence[Worker], answers: Sequence[tuple[str, Any]], call: str) -> NoReturn:
+    """Raise the cause of a loss: the error that another worker has reported, or the death itself.
+
+    The death is the cause if a signal ended the worker or if it ran on another host: then errors of others, such as
+    those of a collective, follow from it.
+    """
+    death = lost.death(call)
+    if lost.child is not None and (lost.child.exit_code or 0) >= 0:
+        _raise_errors(workers, answers, call)
+    raise death from None
 
 
 def _raise_errors(workers: Sequence[Worker], answers: Sequence[tuple[str, Any]], call: str) -> None:

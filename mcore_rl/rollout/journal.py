@@ -32,17 +32,12 @@ from model_converters.durable_files import durable_write
 
 BEGIN, STEP, END, RELEASE, TEMPERATURE = 1, 2, 3, 4, 5
 REASONS = ("stop", "length")
-HEAD = 3
-"""Words that begin every entry."""
-WORD = 4
-"""Bytes per word."""
-SMALL_WORDS = 2 * 2**20
-"""Size in words up to which a file is never rewritten."""
+HEAD = 3  # words that begin every entry
+WORD = 4  # bytes per word
+SMALL_WORDS = 2 * 2**20  # size up to which a file is never rewritten
 MAX_GROWTH = 3
-"""Growth factor after which a file is rewritten without released responses. The total cost of rewriting is thus bounded
-by a small multiple of what was sampled."""
-BLOCK = 2**20
-"""Tokens that are copied at a time."""
+"""Growth after which a file is rewritten without released responses; it bounds the total cost of rewriting."""
+BLOCK = 2**20  # tokens that are copied at a time
 # O_APPEND: after ftruncate, the next write must start at the new end, not at the old position.
 CREATE = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND
 

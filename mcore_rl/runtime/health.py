@@ -22,21 +22,17 @@ from mcore_rl.weights.transports.hosts import this_host
 # After a rank dies, its peers fail in their collectives, often before the death itself is reported: an unexplained
 # failure waits this long for a death that explains it.
 SECONDS_FOR_A_DEATH_TO_SHOW = 5.0
-# Time limit for living processes to return their pending collectives, for the message of a failure.
-SECONDS_FOR_PENDING = 2.0
+SECONDS_FOR_PENDING = 2.0  # for living processes to return their pending collectives, for the message of a failure
 # Interval at which a wait checks whether any process has died, including processes whose results it does not need.
 SECONDS_BETWEEN_LOOKS = 0.5
-# With many calls of an attendant, a wait gathers finished ones: it returns after one in PART_OF_CALLS has ended, or
-# after SECONDS_TO_GATHER.
+# With many calls, a wait returns after one in PART_OF_CALLS has ended, or after SECONDS_TO_GATHER.
 PART_OF_CALLS = 16
 SECONDS_TO_GATHER = 0.05
-# Number of liveness probes within the timeout of a silent process.
-PROBES_PER_TIMEOUT = 10
+PROBES_PER_TIMEOUT = 10  # liveness probes within the timeout of a silent process
 # Detection of a silent process takes the timeout, the interval of the probes, and a few checks. Processes that wait for
 # a replaceable process get more time, so that it is replaced before they give up.
 PART_FOR_DEPENDENTS = 1.25
 SECONDS_FOR_DEPENDENTS = 10.0
-
 # Maximum number of processes whose host and log file one message names.
 MAX_PLACES = 4
 

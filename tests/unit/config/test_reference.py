@@ -39,7 +39,7 @@ def base(tmp_path: Path) -> str:
         ([f"{KL}.in_loss=0.1", f"{KL}.reward_kind=k3"], r"^algorithm\.kl\.reward_kind=k3.*algorithm\.kl\.in_reward"),
         ([f"{KL}.in_reward=0.1", f"{KL}.target=0.1"], r"^algorithm\.kl\.target=0\.1 has no.*controller=adaptive"),
         ([f"{KL}.in_reward=0.1", f"{KL}.horizon=9"], r"^algorithm\.kl\.horizon=9 has no.*controller=adaptive"),
-        ([*ADAPTIVE, f"{KL}.in_reward=0"], r"set algorithm\.kl\.in_reward above 0"),
+        ([*ADAPTIVE, f"{KL}.in_reward=0"], r"set algorithm\.kl\.in_reward to an initial value above 0"),
         ([*ADAPTIVE, f"{KL}.target=null"], r"needs algorithm\.kl\.target above 0, not null"),
         ([*ADAPTIVE, f"{KL}.horizon=0"], r"^algorithm\.kl\.horizon=0 must be at least 1, or null"),
         ([f"{KL}.controller=pid"], r"^algorithm\.kl\.controller=pid must be one of fixed, adaptive"),

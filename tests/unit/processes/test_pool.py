@@ -25,6 +25,8 @@ def calculate(message):
         return lambda: 0
     if message == "exit":
         os._exit(3)
+    if message == "kill":
+        os.kill(os.getpid(), 9)
     if message == "sleep":
         time.sleep(1000)
     if message == "daemon":
@@ -72,6 +74,20 @@ def test_results_reports_death_and_time_limit(module: str) -> None:
         # The first worker does not answer; the death of the second ends the wait.
         with pytest.raises(WorkerDiedError, match=r"ended in `calculate` with exit code 3$"):
             results(workers, "calculate")
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "message"),
+    [
+        ("exit", CallFailedError, "ZeroDivisionError"),  # the exit may follow from the error
+        ("kill", WorkerDiedError, r"ended in `calculate` with signal SIGKILL$"),  # collectives of others fail then
+    ],
+)
+def test_results_with_error_and_death_raises_the_cause(
+    end: str, error: type[Exception], message: str, module: str
+) -> None:
+    with started(module, "a worker", 2, {}) as workers, pytest.raises(error, match=message):
+        call(workers, "divide", end)
 
 
 def test_map_in_order_reads_one_message_per_worker_ahead(module: str) -> None:
