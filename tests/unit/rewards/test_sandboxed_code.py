@@ -42,7 +42,7 @@ def test_programs_are_judged_by_what_they_print_and_reach_nothing(tmp_path: Path
         4: Sample("my_humaneval", program("def square(x):\n    return x * x"), HUMAN_EVAL, {}),
     }
     config = RewardConfig(function="by_data_source", timeout_seconds=30.0)
-    pool = GradingPool(config, SandboxConfig(seconds=2.0))
+    pool = GradingPool(config, SandboxConfig(seconds=6.0))  # 2 s were too short on a busy machine
     try:
         for key, sample in samples.items():
             pool.submit({key: sample})
