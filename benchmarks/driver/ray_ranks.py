@@ -179,5 +179,5 @@ def _spread(processes: list[ProcessCalls], count: int, watch: Watch, kind: type[
     """Return `count` watched handles, distributed over the processes."""
     spread = [kind(processes[index % len(processes)].handle) for index in range(count)]
     for index, process in enumerate(spread):
-        watch.add(f"process {index}", process)
+        watch.add(f"{kind.__name__} {index}", process)
     return spread
