@@ -88,8 +88,8 @@ class _Names(torch.nn.Module):
 
 
 def _initialize_alone() -> None:
-    """Create the process groups of a single rank. Every process that makes a pair calls it, also the one that measures
-    peak memory."""
+    """Create the process groups of a single rank. Every process that makes a pair calls it, including the process that
+    measures peak memory."""
     with tempfile.TemporaryDirectory() as store:
         initialize(TrainLayout(1), 0, f"file://{store}/store")
 

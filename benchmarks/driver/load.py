@@ -96,7 +96,7 @@ def write_records(directory: Path, task: RolloutTask) -> None:
 
 
 class ReadyPool:
-    """In-process RolloutPool whose tasks return the results of `make`."""
+    """RolloutPool in this process whose tasks return the results of `make`."""
 
     num_engines = ENGINES
 

@@ -125,8 +125,8 @@ def results(workers: Sequence[Worker], call: str, seconds: float = math.inf, key
 def _raise_loss(lost: Worker, workers: Sequence[Worker], answers: Sequence[tuple[str, Any]], call: str) -> NoReturn:
     """Raise the cause of a loss: the error that another worker has reported, or the death itself.
 
-    The death is the cause if a signal ended the worker or if it ran on another host: then errors of others, such as
-    those of a collective, follow from it.
+    The death is the cause if a signal ended the worker or if it ran on another host: then collectives fail in other
+    workers because of it.
     """
     death = lost.death(call)
     if lost.child is not None and (lost.child.exit_code or 0) >= 0:

@@ -72,7 +72,7 @@ class BlockTokeniser:
 
     @property
     def samples_train(self) -> bool:
-        """Whether the run samples responses to these rows and trains on them."""
+        """True if the run samples responses to these rows and trains on them."""
         return self.key == "data.train" and not self.with_targets
 
     def tokenise(self, block: RawBlock) -> Block:
