@@ -75,14 +75,14 @@ G = TypeVar("G")
 
 
 @contextlib.contextmanager
-def assemble(config: Config, prepared: Prepared, say: Callable[[str], None]) -> Iterator[Run | SupervisedRun]:
-    """Start all processes of the configured run and yield the run; the processes end with the block. `say` prints
+def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) -> Iterator[Run | SupervisedRun]:
+    """Start all processes of the configured run and yield the run; the processes end with the block. `show` prints
     start-up lines."""
     ranks, roles = _rank_map(prepared.layout), _roles(config, prepared)
     checking = model_check(config, prepared.layout.dp, prepared.cost)
-    with groups_removed(), checking as check, launch(config, ranks, prepared.prompts, roles, say=say) as processes:
+    with groups_removed(), checking as check, launch(config, ranks, prepared.prompts, roles, show=show) as processes:
         check(processes.trainers)
-        site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir), say)
+        site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir), show)
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
         try:
             yield run
@@ -121,7 +121,7 @@ class _Site:
     processes: Processes
     recorder: SpanRecorder
     directory: Path
-    say: Callable[[str], None]
+    show: Callable[[str], None]
 
     def reinforcement(self) -> Run:
         config, engines = self.config, self.processes.engines
@@ -175,7 +175,7 @@ class _Site:
         prepared, config = self.prepared, self.config
         prompt_tokens = np.diff(prepared.prompts["train"].offsets)
         probe = PromptProbe(scheduler, prompt_tokens, config.rollout, config.run.seed)
-        return LogpGapCheck(config, actor, StagedProbe(probe, stages), prepared.layout.dp, self.say, prepared.cost)
+        return LogpGapCheck(config, actor, StagedProbe(probe, stages), prepared.layout.dp, self.show, prepared.cost)
 
     def _sampler(self, num_rows: int) -> PromptSampler:
         prepared, config = self.prepared, self.config

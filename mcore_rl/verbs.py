@@ -83,8 +83,8 @@ def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
     from mcore_rl.runtime.isolation.choice import isolate
     from mcore_rl.runtime.stops import STOPS
 
-    isolate(config, start_up.say)
-    with run_lock(config.run.dir, start_up.say, STOPS.give_up) as take_lock:
+    isolate(config, start_up.show)
+    with run_lock(config.run.dir, start_up.show, STOPS.give_up) as take_lock:
         return _train_locked(config, start_up, log, take_lock)
 
 
@@ -102,10 +102,10 @@ def _train_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lo
     check_newest(Path(config.run.dir))
     log.begin(Path(config.run.logs))
     for line in (*(f"changed since the last start: {keys}" for keys in changed), *prepared.reports):
-        start_up.say(str(line))
+        start_up.show(str(line))
     try:
-        with assemble(config, prepared, start_up.say) as run:
-            start_up.say("sending the initial weights to the engines" if isinstance(run, Run) else "training")
+        with assemble(config, prepared, start_up.show) as run:
+            start_up.show("sending the initial weights to the engines" if isinstance(run, Run) else "training")
             finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
             if finished and config.trainer.export_hf is not None:
                 run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
@@ -151,8 +151,8 @@ def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
     from mcore_rl.runtime.isolation.choice import isolate
     from mcore_rl.runtime.stops import STOPS
 
-    isolate(config, start_up.say)
-    with run_lock(config.run.dir, start_up.say, STOPS.give_up) as take_lock:
+    isolate(config, start_up.show)
+    with run_lock(config.run.dir, start_up.show, STOPS.give_up) as take_lock:
         return _evaluate_locked(config, start_up, log, take_lock)
 
 
@@ -174,7 +174,7 @@ def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take
     check_newest(Path(config.run.dir))
     (directory / "rollouts").mkdir(exist_ok=True)
     log.begin(Path(config.run.logs))
-    with assemble(config, prepared, start_up.say) as run:
+    with assemble(config, prepared, start_up.show) as run:
         assert isinstance(run, Run)
         result = evaluate_policy(run)
     accuracy, samples = result.accuracies.mean(), config.rollout.validation_samples

@@ -14,5 +14,5 @@ class StartUp:
         self._stream = stream if stream is not None else sys.stderr
         self._started = time.monotonic()
 
-    def say(self, line: str) -> None:
+    def show(self, line: str) -> None:
         print(f"[{time.monotonic() - self._started:5.1f} s] {line}", file=self._stream, flush=True)

@@ -69,30 +69,30 @@ def launch(
     prompts: Mapping[str, PromptSource],
     roles: Sequence[Role] = (),
     *,
-    say: Callable[[str], None] = lambda line: None,
+    show: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Processes]:
     """Start Ray and all processes, wait until they are set up, and kill them when the block ends.
 
-    `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `say` shows progress
-    to the user.
+    `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `show` prints a
+    line of progress.
     """
     if problem := missing_interface():
         raise ConfigError(problem)
     on_gpus = uses_cuda(config.cluster)
     num_engines = config.rollout.num_engines if prompts else 0
     placement = place(config, on_gpus=on_gpus, num_engines=num_engines, guests=[role.guests for role in roles])
-    say("starting Ray" if config.cluster.address is None else f"joining the Ray cluster at {config.cluster.address}")
+    show("starting Ray" if config.cluster.address is None else f"joining the Ray cluster at {config.cluster.address}")
     with (
         ray_output_to(Path(config.run.logs)),
         ray_cluster(config, placement.bundle) as nodes,
         _started(config, placement, roles, nodes, on_gpus, shares_cores(config)) as started,
     ):
-        say(f"setting up {_counted(started)}")
+        show(f"setting up {_counted(started)}")
         if config.cluster.nodes > 1:
             _check_hosts(config, started.watch)
         if config.cluster.address is not None and config.cluster.isolation != "none":
             _check_users(config, started.watch)
-        fleet = _set_up(config, placement, prompts, roles, started, say)
+        fleet = _set_up(config, placement, prompts, roles, started, show)
         groups = {}
         for role in roles:
             section = role.guests.section
@@ -107,7 +107,7 @@ def _set_up(
     prompts: Mapping[str, PromptSource],
     roles: Sequence[Role],
     started: _Started,
-    say: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> Fleet | None:
     """Set up all processes, and return when all are ready. Set-ups run concurrently, except where an engine measures
     the free memory of a device that other processes also use."""
@@ -123,14 +123,14 @@ def _set_up(
         # An engine measures the free memory when it starts: other engines and ranks start after it sleeps.
         watch.get_started(starting)
         fleet.sleep(keep_weights=False)
-        say(f"{_count(len(engines), 'rollout engine')} ready")
+        show(f"{_count(len(engines), 'rollout engine')} ready")
     context = SetUpContext(config, references, watch)
     starting |= _set_up_roles(roles, context, placement, started, devices, takes_turns=takes_turns)
     watch.get(trainers.setup(config, address))
-    say(f"{_count(len(started.ranks), 'trainer rank')} ready")
+    show(f"{_count(len(started.ranks), 'trainer rank')} ready")
     watch.get_started(starting)
     if len(starting) and not (takes_turns and len(starting) == len(engines)):
-        say("engines and other models ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
+        show("engines and other models ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
     # Not before: an engine that cannot be set up would only fail again after each restart.
     if config.rollout.max_engine_restarts:
         watch.allow_failure([process for engine in engines for process in engine.processes])

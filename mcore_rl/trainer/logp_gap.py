@@ -38,14 +38,14 @@ def logp_gap_limit(config: Config) -> float | None:
 class LogpGapCheck:
     """Compares log-probabilities of a few short responses from every engine. The tokens stay on engines and ranks.
 
-    `say` prints a line of the start-up log.
+    `show` prints a line of the start-up log.
     """
 
     config: Config
     actor: Actor
     engines: EngineProbe
     num_dp_ranks: int
-    say: Callable[[str], None]
+    show: Callable[[str], None]
     cost: SequenceCost = TOKENS
 
     def check(self, version: int) -> None:
@@ -66,7 +66,7 @@ class LogpGapCheck:
                 f"has not started. Probable causes: {causes}. {KEY}=null skips this check"
             )
         engines = worst if len(gaps) == 1 else f"{len(gaps)} rollout engines"
-        self.say(f"log-probabilities of {engines} and trainer differ by {found}; the limit is {limit:g}")
+        self.show(f"log-probabilities of {engines} and trainer differ by {found}; the limit is {limit:g}")
 
     def _gaps(self, version: int) -> dict[str, LogpGap]:
         """Return the gap of each engine by its name."""

@@ -124,7 +124,7 @@ def install() -> None:
     from tests.te.extension import Extension
     from tests.te.kernels import KERNELS
 
-    sys.path.append(str(FOLDER))  # its metadata say the version
+    sys.path.append(str(FOLDER))  # its metadata has the version
     sys.meta_path.insert(0, _Finder())
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # then it looks for no library of its own
     _interpret_triton()

@@ -12,26 +12,25 @@ from mcore_rl.rollout.tools.parsers import MalformedCall, ParsedMessage, ToolCal
 Call = ToolCall | MalformedCall
 
 
-def turn_message(conversation: Conversation, said: ParsedMessage, written: str, after: Sequence[Message]) -> Message:
-    """Return the assistant's message for the parsed turn `said`, whose text is `written`, and which is followed by
-    `after`.
+def turn_message(conversation: Conversation, parsed: ParsedMessage, written: str, after: Sequence[Message]) -> Message:
+    """Return the assistant's message for the turn `parsed`, whose text is `written`, and which is followed by `after`.
 
     Every answered call is included, executed or not, with the model's arguments. Unreadable calls become text: part of
     the content if they come first; otherwise the whole turn becomes text as written. Without any answer the turn is
     text, too, because templates render `tool_calls` as executed calls.
     """
-    reasoning = said.reasoning or None
+    reasoning = parsed.reasoning or None
     answers = [message for message in after if message["role"] == "tool"]
-    if not said.calls:
-        return conversation.turn(said.content, reasoning=reasoning)
-    shown = _answered(said.calls, answers)
+    if not parsed.calls:
+        return conversation.turn(parsed.content, reasoning=reasoning)
+    shown = _answered(parsed.calls, answers)
     # Templates render content before calls, so unreadable calls can only be shown as text if they come first.
     unreadable = list(itertools.takewhile(lambda numbered: _unreadable(numbered[1]), shown))
     readable = shown[len(unreadable) :]
     if not shown or any(_unreadable(call) for _, call in readable):
-        return conversation.turn(_without_reasoning(written, said), reasoning=reasoning)
+        return conversation.turn(_without_reasoning(written, parsed), reasoning=reasoning)
     texts = [call.text for _, call in unreadable if isinstance(call, MalformedCall)]
-    content = "\n".join(filter(None, [said.content, *texts]))
+    content = "\n".join(filter(None, [parsed.content, *texts]))
     calls = [
         {"name": call.name, "arguments": call.arguments, "id": call.id or call_id(number)} for number, call in readable
     ]
@@ -68,10 +67,10 @@ def _described(call: Call) -> str:
     return call.text
 
 
-def _without_reasoning(written: str, said: ParsedMessage) -> str:
-    if not said.reasoning:
+def _without_reasoning(written: str, parsed: ParsedMessage) -> str:
+    if not parsed.reasoning:
         return written.strip()
     for close in ("</think>", "[/THINK]"):
         if close in written:
             return written.rpartition(close)[2].strip()
-    return said.content
+    return parsed.content

@@ -17,7 +17,7 @@ REMEDY = (
 )
 
 
-def isolate(config: Config, say: Callable[[str], None]) -> None:
+def isolate(config: Config, show: Callable[[str], None]) -> None:
     """Restart this command in a private network namespace if cluster.isolation requires one; then it does not return.
 
     Call before anything else starts. Does nothing in a process that was restarted, nor for a run that joins a Ray
@@ -46,7 +46,7 @@ def isolate(config: Config, say: Callable[[str], None]) -> None:
             f"{reason}, but this host does not allow a network namespace (root needs CAP_SYS_ADMIN, other users "
             f"kernel.unprivileged_userns_clone=1 or an AppArmor profile); {REMEDY}"
         )
-    say(f"{reason}: this run gets a network of its own, and its processes cannot reach other machines")
+    show(f"{reason}: this run gets a network of its own, and its processes cannot reach other machines")
     sys.stdout.flush()
     sys.stderr.flush()
     python = sys.executable

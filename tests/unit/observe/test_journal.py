@@ -1,4 +1,4 @@
-"""What a step's figures say of its time."""
+"""Times and metrics that the run journal writes for a step."""
 
 from __future__ import annotations
 

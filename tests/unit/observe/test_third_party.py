@@ -1,4 +1,4 @@
-"""What other packages say goes to the run's logs, what is ours stays on the terminal."""
+"""Output of other packages goes to the run's logs; our own stays on the terminal."""
 
 from __future__ import annotations
 

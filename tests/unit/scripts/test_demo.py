@@ -1,4 +1,4 @@
-"""`make demo` skips what is done, resumes what is not, and reports what the metrics say."""
+"""`make demo` skips complete stages, resumes the others, and reports the metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""locks/gpu.txt, what it was made from, and what is built upon it say the same."""
+"""locks/gpu.txt agrees with its sources and with the image that is built from it."""
 
 from __future__ import annotations
 
