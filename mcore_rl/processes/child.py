@@ -82,6 +82,7 @@ def kill_all(children: Collection[Child]) -> None:
     """Kill several children and their trees. All children receive KILL first, so none reports the loss of a peer."""
     for child in children:
         if child.exit_code is None:
+            child.note_descendants()
             child._process.kill()
     for child in children:
         child.kill()

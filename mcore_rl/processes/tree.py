@@ -41,20 +41,44 @@ def kill_tree(process: subprocess.Popen[bytes], mark: str, known: Iterable[psuti
 
     known: descendants that `descendants_of` found earlier, because the child may have ended since.
 
-    The child receives KILL immediately. Remaining descendants receive TERM, then KILL after TERM_SECONDS. A process
-    that has left its parents and cleared its environment is not found.
+    The child and its process group receive KILL immediately, except multiprocessing's resource trackers. Remaining
+    descendants receive TERM, then KILL after TERM_SECONDS. A process that has left its parents and cleared its
+    environment is not found.
     """
     descendants = list(known)
     if process.returncode is None:  # afterwards the kernel may give the process id to another process
         descendants += descendants_of(process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(process.pid) == process.pid:
-                os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process.pid, descendants)
         process.kill()
     code = process.wait()
     _end(descendants, mark, signal.SIGTERM, TERM_SECONDS)
     _end(descendants, mark, signal.SIGKILL, KILL_SECONDS)
     return code
+
+
+def _kill_group(group: int, descendants: list[psutil.Process]) -> None:
+    """Kill the child's process group, if it leads one.
+
+    Resource trackers stay: they remove shared memory and semaphores once all their users have ended, ignore TERM, and
+    end by themselves.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(group) != group:
+            return
+        if not any(map(_is_resource_tracker, descendants)):
+            os.killpg(group, signal.SIGKILL)
+            return
+    for process in descendants:
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if os.getpgid(process.pid) == group and not _is_resource_tracker(process):
+                process.kill()
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _end(known: list[psutil.Process], mark: str, number: signal.Signals, seconds: float) -> None:

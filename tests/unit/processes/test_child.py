@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -68,6 +68,24 @@ def test_kill_of_a_child_that_has_ended_ends_its_tree(name: str, tag: str) -> No
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert child.kill() == 0
     assert running(tag) == []
+
+
+@pytest.mark.parametrize("kill", [Child.kill, lambda child: kill_all([child])], ids=["kill", "kill_all"])
+def test_kill_removes_the_shared_memory_of_the_tree(kill: Callable[[Child], object], tmp_path: Path) -> None:
+    source = (
+        "import pathlib, sys, time\nfrom multiprocessing.shared_memory import SharedMemory\n"
+        "segment = SharedMemory(create=True, size=8)\npathlib.Path(sys.argv[1]).write_text(segment.name)\n"
+        "time.sleep(1000)"
+    )
+    child = Child([sys.executable, "-c", source, str(tmp_path / "name")], os.environ)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "name").exists() or not (tmp_path / "name").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    segment = Path("/dev/shm") / (tmp_path / "name").read_text()
+    assert segment.exists()
+    kill(child)
+    assert not segment.exists()
 
 
 @pytest.mark.parametrize("program", ["exit 3", "kill -15 $$"])

@@ -23,7 +23,7 @@ try:
             os.write(2, b"*** stack dump\\n")
             worker.print_to_stdstream({"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, False)
             print("from Python", file=sys.stderr)
-            early.say("from an early reference")
+            early.show("from an early reference")
             _print("from a signal handler")
             raise ValueError
 except ValueError:
