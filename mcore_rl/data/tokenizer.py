@@ -6,9 +6,10 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mcore_rl.errors import ConfigError
+from mcore_rl.types.json import JsonObject, JsonValue
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,13 +118,12 @@ def _find_eos(tokenizer: PreTrainedTokenizerBase, directory: Path | None, path: 
     )
 
 
-def _ids(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(item) for item in value] if isinstance(value, list) else [int(value)]
+def _ids(value: JsonValue) -> list[int]:
+    given = value if isinstance(value, list) else [value]
+    return [int(str(token_id)) for token_id in given if value is not None]
 
 
-def _read_json(path: Path, key: str) -> dict[str, Any]:
+def _read_json(path: Path, key: str) -> JsonObject:
     """Read the JSON object in `path`; {} if the file does not exist."""
     if not path.is_file():
         return {}
