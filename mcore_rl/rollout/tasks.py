@@ -108,7 +108,7 @@ class Finished:
     scalars: RolloutScalars
 
 
-class Exchange(NamedTuple):
+class RunnerReport(NamedTuple):
     """Tasks that finished since the last exchange, requests received so far, and received requests that have neither
     ended nor been given up."""
 
@@ -150,7 +150,7 @@ class TaskRunner:
                 self._unstarted += task.num_responses
                 self._pool.submit(self._do, number, task)
 
-    def exchange(self, tasks: Sequence[tuple[int, RolloutTask]], until: Until) -> Exchange:
+    def exchange(self, tasks: Sequence[tuple[int, RolloutTask]], until: Until) -> RunnerReport:
         """Start `tasks` and wait.
 
         Raises: the first error of any task; results of the others are lost.
@@ -166,7 +166,7 @@ class TaskRunner:
             if self._error is not None:
                 raise self._error
             finished, self._finished = self._finished, []
-            return Exchange(finished, self._requests_received, self._requests_left)
+            return RunnerReport(finished, self._requests_received, self._requests_left)
 
     @property
     def num_left(self) -> tuple[int, int]:

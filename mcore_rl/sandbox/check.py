@@ -27,10 +27,15 @@ def check_sandbox(config: SandboxConfig) -> None:
 
     Raises: ConfigError with the sandbox's own message and the remedy.
     """
-    if config.url:
-        _check_server(config)
-    else:
-        check_local(config)
+    if not config.url:
+        return check_local(config)
+    try:
+        outcome = FusionSandbox(config).run(Program(""))
+    except SandboxError as error:
+        raise ConfigError(f"{error}; start the server or set sandbox.url") from error
+    if not outcome.ok:
+        raise ConfigError(f"sandbox.url={config.url}: an empty Python program failed there: {outcome.stderr.strip()}")
+    return None
 
 
 def check_local(config: SandboxConfig) -> None:
@@ -64,12 +69,3 @@ def _remedy(config: SandboxConfig, message: str) -> str:
         return f"`make sandbox` installs it; or set sandbox.kind=landlock, {LANDLOCK_LACKS}, or {_SERVER}"
     others = f"sandbox.kind=landlock, {LANDLOCK_LACKS}, or {_SERVER}"
     return f"allow user namespaces on this machine or in this container, or set {others}"
-
-
-def _check_server(config: SandboxConfig) -> None:
-    try:
-        outcome = FusionSandbox(config).run(Program(""))
-    except SandboxError as error:
-        raise ConfigError(f"{error}; start the server or set sandbox.url") from error
-    if not outcome.ok:
-        raise ConfigError(f"sandbox.url={config.url}: an empty Python program failed there: {outcome.stderr.strip()}")

@@ -12,9 +12,10 @@ from typing import Literal
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
-from mcore_rl.sandbox.confinement.limits import Limits
-from mcore_rl.sandbox.confinement.start import Confined, Confinement
-from mcore_rl.sandbox.exchange import Budget, Exchange
+from mcore_rl.sandbox.confinement.commands import Confinement
+from mcore_rl.sandbox.confinement.limits import SESSION_CPU_FACTOR, RunLimits
+from mcore_rl.sandbox.confinement.start import Confined
+from mcore_rl.sandbox.execution import Budget, PipeLoop
 from mcore_rl.sandbox.interface import Why
 
 Ended = Why | Literal["gone"]
@@ -50,7 +51,7 @@ class CellOutcome:
     why: Ended
 
 
-class _Session:
+class _CellRunner:
     """Sandbox with a process that runs cells one after another. close() interrupts a running cell."""
 
     name = "session"
@@ -59,14 +60,14 @@ class _Session:
         self, config: SandboxConfig, confinement: Confinement, slots: threading.Semaphore, inside: list[str]
     ) -> None:
         """inside: command; the descriptor for results and the output limit in bytes are appended."""
-        limits = Limits.of(config).of_session()
+        limits = RunLimits(**vars(config) | {"cpu_seconds": config.cpu_seconds * SESSION_CPU_FACTOR})
         self._seconds = config.seconds
-        self._output_bytes = limits.output_bytes
+        self._output_bytes = limits.output_kib << 10
         self._slots = slots
         self._lock = threading.Lock()
         self._gone: str | None = None
         self._reader, writer = os.pipe()
-        command = [*inside, str(writer), str(limits.output_bytes)]
+        command = [*inside, str(writer), str(self._output_bytes)]
         try:
             self._confined = Confined(confinement, command, limits, inherited=(writer,), one_output=True)
         except BaseException:
@@ -74,8 +75,8 @@ class _Session:
             raise
         finally:
             os.close(writer)
-        self._exchange = Exchange(self._confined)
-        self._budgets = Budget(limits.output_bytes + _SLACK_BYTES), Budget(_RESULT_BYTES)
+        self._pipes = PipeLoop(self._confined)
+        self._budgets = Budget(self._output_bytes + _SLACK_BYTES), Budget(_RESULT_BYTES)
         self._await_start()
 
     @property
@@ -90,7 +91,7 @@ class _Session:
         with self._lock:
             self._release()
 
-    def __enter__(self) -> _Session:
+    def __enter__(self) -> _CellRunner:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -99,10 +100,10 @@ class _Session:
     def _await_start(self) -> None:
         process = self._confined.process
         assert process.stdout is not None
-        self._output = self._exchange.receive(process.stdout.fileno(), self._budgets[0])
-        self._results = self._exchange.receive(self._reader, self._budgets[1])
+        self._output = self._pipes.receive(process.stdout.fileno(), self._budgets[0])
+        self._results = self._pipes.receive(self._reader, self._budgets[1])
         self._released = False
-        why = self._exchange.until(lambda: b"\n" in self._results, START_SECONDS)
+        why = self._pipes.until(lambda: b"\n" in self._results, START_SECONDS)
         if why != "exit" or b"\n" not in self._results:
             message = self._output.decode("utf-8", "replace").strip()
             self._gone = "it did not start"
@@ -130,9 +131,9 @@ class _Session:
         for buffer, budget in zip((self._output, self._results), self._budgets, strict=True):
             buffer.clear()
             budget.reset()
-        self._exchange.send(stdin, request, close=False)
-        why = self._exchange.until(lambda: b"\n" in self._results, seconds)
-        return self._exchange.drain() if why == "exit" else why
+        self._pipes.send(stdin, request, close=False)
+        why = self._pipes.until(lambda: b"\n" in self._results, seconds)
+        return self._pipes.drain() if why == "exit" else why
 
     def _printed(self) -> str:
         return bytes(self._output[: self._output_bytes]).decode("utf-8", "replace")
@@ -152,12 +153,12 @@ class _Session:
     def _release(self) -> None:
         if not self._released:
             self._released = True
-            self._exchange.close()
+            self._pipes.close()
             os.close(self._reader)
             self._confined.end()
 
 
-class Interpreter(_Session):
+class Interpreter(_CellRunner):
     """Python interpreter whose cells share a namespace."""
 
     name = "interpreter"
@@ -177,7 +178,7 @@ class Interpreter(_Session):
         return CellOutcome(output, ok and not limit, "output" if limit else "exit")
 
 
-class Shell(_Session):
+class Shell(_CellRunner):
     """bash session that keeps its directory, variables and functions."""
 
     name = "shell"

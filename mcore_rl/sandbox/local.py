@@ -3,18 +3,67 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
-from mcore_rl.sandbox.confinement.limits import Limits
-from mcore_rl.sandbox.confinement.start import confinement_of
+from mcore_rl.sandbox.confinement.commands import confinement_of
+from mcore_rl.sandbox.confinement.limits import RunLimits
 from mcore_rl.sandbox.execution import execute
 from mcore_rl.sandbox.interface import Outcome, Program
 from mcore_rl.sandbox.interpreter import Interpreter, Shell
-from mcore_rl.sandbox.languages import Language, find_language, resolve_command
+
+SEARCH_PATH = "/usr/local/bin:/usr/bin"
+"""Directories of programs that bubblewrap shows inside."""
+
+
+@dataclass(frozen=True)
+class Language:
+    """A language. {python} in a command stands for sandbox.python.
+
+    source: file name of the code.
+    compile: command that writes `binary`; empty for interpreted languages.
+    address_space: whether to limit the address space; garbage-collected runtimes reserve gigabytes at start.
+    """
+
+    source: str
+    run: tuple[str, ...]
+    compile: tuple[str, ...] = ()
+    binary: str = "main"
+    address_space: bool = True
+
+
+LANGUAGES = {
+    "bash": Language("main.sh", ("bash", "main.sh")),
+    "cpp": Language("main.cpp", ("./main",), ("g++", "-std=c++17", "-O2", "main.cpp", "-o", "main")),
+    "lua": Language("main.lua", ("lua", "main.lua")),
+    "nodejs": Language("main.js", ("node", "main.js"), address_space=False),
+    "perl": Language("main.pl", ("perl", "main.pl")),
+    "pytest": Language("test_main.py", ("{python}", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_main.py")),
+    "python": Language("main.py", ("{python}", "-u", "main.py")),
+    "ruby": Language("main.rb", ("ruby", "main.rb")),
+}
+
+
+def find_language(name: str) -> Language:
+    """Return an installed language. Raises: SandboxError if it is unknown or not installed."""
+    if name not in LANGUAGES:
+        raise SandboxError(f"language {name} is not known here, only {', '.join(LANGUAGES)}")
+    language = LANGUAGES[name]
+    program = (language.compile or language.run)[0]
+    if program != "{python}" and shutil.which(program, path=SEARCH_PATH) is None:
+        raise SandboxError(f"language {name}: {program} is not installed on this machine")
+    return language
+
+
+def resolve_command(command: tuple[str, ...], config: SandboxConfig) -> list[str]:
+    """Replace the program of a command with its absolute path inside the sandbox."""
+    python = os.path.abspath(config.python)
+    program = python if command[0] == "{python}" else shutil.which(command[0], path=SEARCH_PATH) or command[0]
+    return [program, *command[1:]]
 
 
 class LocalSandbox:
@@ -25,7 +74,7 @@ class LocalSandbox:
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
-        self._limits = Limits.of(config)
+        self._limits = RunLimits(**vars(config))
         self._confinement = confinement_of(config)
         self._slots = threading.Semaphore(config.max_running or len(os.sched_getaffinity(0)))
 
@@ -35,14 +84,19 @@ class LocalSandbox:
         Raises: SandboxError if the program could not be started: unknown language, no memory for files, no namespaces.
         """
         language = find_language(program.language)
-        if not language.compile:
-            return self._run(program, language)
-        compilation = self._compile(program, language)
-        if not compilation.ok:
-            return replace(compilation, stage="compile", files={})
-        if language.binary not in compilation.files:
-            raise SandboxError(f"{program.language}: the compiled program is larger than sandbox.tmp_mib allows")
-        return self._run(replace(program, files={**program.files, **compilation.files}), language)
+        files = {**program.files, language.source: _encoded(program.code)}
+        if language.compile:
+            command = resolve_command(language.compile, self._config)
+            compilation = self.execute(command, files=files, fetch=(language.binary,))
+            if not compilation.ok:
+                return replace(compilation, stage="compile", files={})
+            if language.binary not in compilation.files:
+                raise SandboxError(f"{program.language}: the compiled program is larger than sandbox.tmp_mib allows")
+            files |= compilation.files
+        seconds = self._limits.seconds if program.seconds is None else min(self._limits.seconds, program.seconds)
+        limits = replace(self._limits, seconds=seconds, address_space=language.address_space)
+        command, stdin = resolve_command(language.run, self._config), _encoded(program.stdin)
+        return self.execute(command, limits, stdin=stdin, files=files, fetch=program.fetch)
 
     def interpreter(self) -> Interpreter:
         """Start a Python interpreter for an episode. Raises: SandboxError if it does not start."""
@@ -55,7 +109,7 @@ class LocalSandbox:
     def execute(
         self,
         command: list[str],
-        limits: Limits | None = None,
+        limits: RunLimits | None = None,
         *,
         stdin: bytes = b"",
         files: Mapping[str, bytes] | None = None,
@@ -66,19 +120,6 @@ class LocalSandbox:
             return execute(
                 self._confinement, command, limits or self._limits, stdin=stdin, files=files or {}, fetch=fetch
             )
-
-    def _compile(self, program: Program, language: Language) -> Outcome:
-        files = {**program.files, language.source: _encoded(program.code)}
-        return self.execute(resolve_command(language.compile, self._config), files=files, fetch=(language.binary,))
-
-    def _run(self, program: Program, language: Language) -> Outcome:
-        return self.execute(
-            resolve_command(language.run, self._config),
-            self._limits.within(program.seconds, address_space=language.address_space),
-            stdin=_encoded(program.stdin),
-            files={**program.files, language.source: _encoded(program.code)},
-            fetch=program.fetch,
-        )
 
 
 def _encoded(text: str) -> bytes:

@@ -152,7 +152,9 @@ def end_all(uid: int | None) -> None:
     """Kill all remaining processes. As this process is the subreaper, orphans become its children."""
     while True:
         if uid is None:
-            kill(descendants(os.getpid()))
+            for pid in descendants(os.getpid()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         else:
             kill_user(uid)
         try:
@@ -181,12 +183,6 @@ def descendants(pid: int) -> list[int]:
         with suppress(OSError):  # the process just ended
             children += map(int, path.read_text().split())
     return children + [each for child in children for each in descendants(child)]
-
-
-def kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def check(result: int, what: str) -> int:

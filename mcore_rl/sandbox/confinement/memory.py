@@ -102,22 +102,15 @@ class Watcher:
         self._limit_bytes = limit_bytes
 
     def exceeded(self, pid: int) -> bool:
-        try:
+        total = 0
+        with suppress(psutil.Error):  # the process just ended
             root = psutil.Process(pid)
-            processes = [root, *root.children(recursive=True)]
-        except psutil.Error:  # the process just ended
-            return False
-        return sum(map(_resident_bytes, processes)) > self._limit_bytes
+            for process in [root, *root.children(recursive=True)]:
+                with suppress(psutil.Error):
+                    total += process.memory_info().rss
+        return total > self._limit_bytes
 
-    def close(self) -> None:
-        pass
-
-
-def _resident_bytes(process: psutil.Process) -> int:
-    try:
-        return process.memory_info().rss
-    except psutil.Error:
-        return 0
+    def close(self) -> None: ...
 
 
 @cache

@@ -10,7 +10,6 @@ import errno
 import platform
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from mcore_rl.errors import ConfigError
 
@@ -85,13 +84,8 @@ _X32_BIT = 0x40000000
 """Set in the numbers of x32 system calls, which have the same architecture value as x86-64."""
 
 
-@dataclass(frozen=True)
-class _Architecture:
-    column: int
-    audit: int
-
-
-_ARCHITECTURES = {"x86_64": _Architecture(0, 0xC000003E), "aarch64": _Architecture(1, 0xC00000B7)}
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Column in the tables of system calls, and the kernel's AUDIT_ARCH value."""
 
 
 def filter_program(*, sockets: bool, machine: str | None = None) -> bytes:
@@ -106,33 +100,33 @@ def filter_program(*, sockets: bool, machine: str | None = None) -> bytes:
     if machine not in _ARCHITECTURES:
         known = " and ".join(_ARCHITECTURES)
         raise ConfigError(f"the sandbox knows the system calls of {known}, not of {machine}: set sandbox.url")
-    return b"".join(_instructions(_ARCHITECTURES[machine], sockets))
+    return b"".join(_instructions(*_ARCHITECTURES[machine], sockets=sockets))
 
 
-def _instructions(architecture: _Architecture, sockets: bool) -> Iterator[bytes]:
+def _instructions(column: int, audit: int, *, sockets: bool) -> Iterator[bytes]:
     def refuse(number: int, error: int) -> Iterator[bytes]:
         yield _instruction(_JEQ, 0, 1, number)
         yield _instruction(_RET, 0, 0, _ERRNO | error)
 
     # Other ABIs (32 bits on x86-64, x32) number system calls differently, so the filter would check the wrong calls.
     yield _instruction(_LD, 0, 0, _ARCHITECTURE)
-    yield _instruction(_JEQ, 1, 0, architecture.audit)
+    yield _instruction(_JEQ, 1, 0, audit)
     yield _instruction(_RET, 0, 0, _KILL)
     yield _instruction(_LD, 0, 0, _NUMBER)
     yield _instruction(_JGE, 0, 1, _X32_BIT)
     yield _instruction(_RET, 0, 0, _KILL)
     for numbers in REFUSED.values():
-        yield from refuse(numbers[architecture.column], errno.EPERM)
+        yield from refuse(numbers[column], errno.EPERM)
     yield _instruction(_JGE, 0, 1, LAST_KNOWN + 1)
     yield _instruction(_RET, 0, 0, _ERRNO | errno.ENOSYS)
     if not sockets:
-        yield from refuse(SOCKET[architecture.column], errno.EPERM)
+        yield from refuse(SOCKET[column], errno.EPERM)
     else:
-        yield from _only_for(SOCKET[architecture.column], _SOCKET_RULES)
-    yield from _only_for(SOCKETPAIR[architecture.column], _PAIR_RULES)
+        yield from _only_for(SOCKET[column], _SOCKET_RULES)
+    yield from _only_for(SOCKETPAIR[column], _PAIR_RULES)
     # A filter cannot read the flags of clone3, which are in memory; libc falls back to clone after ENOSYS.
-    yield from refuse(CLONE3[architecture.column], errno.ENOSYS)
-    yield _instruction(_JEQ, 0, 3, CLONE[architecture.column])
+    yield from refuse(CLONE3[column], errno.ENOSYS)
+    yield _instruction(_JEQ, 0, 3, CLONE[column])
     yield _instruction(_LD, 0, 0, _FIRST_ARGUMENT)
     yield _instruction(_JSET, 0, 1, NEW_NAMESPACES)
     yield _instruction(_RET, 0, 0, _ERRNO | errno.EPERM)

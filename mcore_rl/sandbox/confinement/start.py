@@ -9,32 +9,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from typing import Protocol
 
-from mcore_rl.config.sandbox import BUBBLEWRAP, SandboxConfig
 from mcore_rl.errors import SandboxError
-from mcore_rl.sandbox.confinement.bubblewrap import Bubblewrap
-from mcore_rl.sandbox.confinement.landlock import Landlock
-from mcore_rl.sandbox.confinement.limits import Limits
+from mcore_rl.sandbox.confinement.commands import Confinement
+from mcore_rl.sandbox.confinement.limits import MIB, RunLimits
 from mcore_rl.sandbox.confinement.memory import limit_memory
 
 KILLED = 128 + signal.SIGKILL
 """Return code of a run that exceeded a limit."""
 _END_SECONDS = 10.0
 """Time limit until a killed sandbox has ended."""
-
-
-class Confinement(Protocol):
-    """Bubblewrap or Landlock."""
-
-    def command(self, inside: list[str], limits: Limits) -> tuple[list[str], list[int]]: ...
-
-    def stop(self, process: subprocess.Popen[bytes]) -> None: ...
-
-
-def confinement_of(config: SandboxConfig) -> Confinement:
-    """Return the confinement of sandbox.kind. Raises: ConfigError on an unsupported processor architecture."""
-    return Bubblewrap(config) if config.kind == BUBBLEWRAP else Landlock(config)
 
 
 class Confined:
@@ -50,13 +34,13 @@ class Confined:
         self,
         confinement: Confinement,
         inside: list[str],
-        limits: Limits,
+        limits: RunLimits,
         *,
         inherited: Sequence[int] = (),
         one_output: bool = False,
     ) -> None:
         self._confinement = confinement
-        self._memory = limit_memory(limits.memory_bytes)
+        self._memory = limit_memory(limits.memory_mib * MIB)
         try:
             self.process = self._start(inside, limits, inherited, subprocess.STDOUT if one_output else subprocess.PIPE)
         except BaseException:
@@ -64,7 +48,7 @@ class Confined:
             raise
 
     def _start(
-        self, inside: list[str], limits: Limits, inherited: Sequence[int], stderr: int
+        self, inside: list[str], limits: RunLimits, inherited: Sequence[int], stderr: int
     ) -> subprocess.Popen[bytes]:
         command, descriptors = self._confinement.command(inside, limits)
         try:

@@ -13,7 +13,7 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.sandbox.check import check_local
 from mcore_rl.sandbox.confinement import memory
-from mcore_rl.sandbox.confinement.users import unused_uid
+from mcore_rl.sandbox.confinement.commands import unused_uid
 from mcore_rl.sandbox.local import LocalSandbox
 
 LIMITS = {"seconds": 20.0, "cpu_seconds": 5, "memory_mib": 256, "processes": 16, "tmp_mib": 24, "file_mib": 8}

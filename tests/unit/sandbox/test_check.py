@@ -13,7 +13,7 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError, SandboxError
 from mcore_rl.sandbox import check
 from mcore_rl.sandbox.check import check_sandbox, open_sandbox
-from mcore_rl.sandbox.confinement import bubblewrap
+from mcore_rl.sandbox.confinement import commands
 from mcore_rl.sandbox.fusion import FusionSandbox
 from mcore_rl.sandbox.interface import Program
 from mcore_rl.sandbox.local import LocalSandbox
@@ -65,7 +65,7 @@ def test_may_mount_proc_detects_refusal(programs: Path) -> None:
     fake = programs / "bwrap"
     fake.write_text(f'#!/bin/sh\necho "{REFUSALS[2]}" >&2\nexit 1\n')
     fake.chmod(0o755)
-    assert not bubblewrap.may_mount_proc(str(fake))
+    assert not commands.may_mount_proc(str(fake))
 
 
 def test_check_sandbox_of_working_sandbox_passes(sandbox: LocalSandbox) -> None:

@@ -125,7 +125,7 @@ def test_user_outside_is_not_root(sandbox: LocalSandbox) -> None:
 
 def test_user_namespaces_are_refused_without_filter(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     everything = struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
-    monkeypatch.setattr("mcore_rl.sandbox.confinement.bubblewrap.filter_program", lambda sockets: everything)
+    monkeypatch.setattr("mcore_rl.sandbox.confinement.commands.filter_program", lambda sockets: everything)
     results = answers(
         LocalSandbox(limited()),
         "{'filter': attempt(lambda: os.memfd_create('x')), 'unshare': attempt(lambda: libc.unshare(0x10000000) and "

@@ -15,8 +15,7 @@ import pytest
 
 from mcore_rl.errors import SandboxError
 from mcore_rl.sandbox.interface import Program
-from mcore_rl.sandbox.languages import find_language
-from mcore_rl.sandbox.local import LocalSandbox
+from mcore_rl.sandbox.local import LocalSandbox, find_language
 from tests.unit.sandbox.conftest import limited
 
 
