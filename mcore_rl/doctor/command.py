@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,14 @@ from mcore_rl.errors import ConfigError, McoreRLError
 
 FABRIC_OPTIONS = ("slots", "rendezvous", "nodes", "node_rank", "port", "timeout", "slow_percent", "json")
 """Options that require --node."""
+TIMEOUT_SECONDS, SLOW_PERCENT = 120, 80
+RANGES = (
+    ("slots", range(1, sys.maxsize), "at least 1"),
+    ("timeout", range(1, sys.maxsize), "at least 1 second"),
+    ("slow_percent", range(101), "one of 0 to 100"),
+    ("port", range(1, 65536), "one of 1 to 65535"),
+)
+"""Options of the fabric test, their valid values, and a description of these for errors."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--port", type=int, metavar="P", help="port on the first node of a SLURM job step; default 29400"
     )
-    group.add_argument("--timeout", type=int, metavar="SECONDS", help="timeout of a stage; default 120")
+    group.add_argument("--timeout", type=int, metavar="SECONDS", help=f"timeout of a stage; default {TIMEOUT_SECONDS}")
     group.add_argument(
         "--slow-percent",
         type=int,
         metavar="P",
-        help="a value below this percentage of the others' median is slow; default 80",
+        help=f"a value below this percentage of the others' median is slow; default {SLOW_PERCENT}",
     )
     group.add_argument(
         "--json", action="store_true", default=None, help="print the report as one JSON object on stdout"
@@ -61,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.node:
         given = [name for name in FABRIC_OPTIONS if getattr(options, name) is not None]
         if given:
-            raise ConfigError(f"--{given[0].replace('_', '-')} belongs to the fabric test: add --node")
+            raise ConfigError(f"{_flag(given[0])} belongs to the fabric test: add --node")
         return _check_installation(only_missing=options.missing)
     if options.missing:
         raise ConfigError("--missing cannot be combined with --node: remove one of them")
@@ -69,9 +78,31 @@ def run(options: argparse.Namespace) -> int:
 
     if not has_module("torch"):
         raise ConfigError("--node needs torch: make setup")
-    from mcore_rl.doctor.fabric.command import measure_fabric
+    return _test_fabric(options)
 
-    return measure_fabric(options)
+
+def _test_fabric(options: argparse.Namespace) -> int:
+    """Run the fabric test; node 0 prints the report. Returns 1 if anything on any node is slow or failing."""
+    from mcore_rl.doctor.fabric.rendezvous import place_of
+    from mcore_rl.doctor.fabric.supervisor import exit_if_unkillable, supervise
+
+    for name, allowed, description in RANGES:
+        value = getattr(options, name)
+        if value is not None and value not in allowed:
+            raise ConfigError(f"{_flag(name)}={value} must be {description}")
+    place = place_of(options, os.environ)
+    timeout = TIMEOUT_SECONDS if options.timeout is None else options.timeout
+    percent = SLOW_PERCENT if options.slow_percent is None else options.slow_percent
+    report = supervise(place, options.slots, timeout, percent)
+    if place.index == 0:
+        print(report.as_json() if options.json else report.as_text())
+    exit_code = 1 if report.problems else 0
+    exit_if_unkillable(exit_code)
+    return exit_code
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _check_installation(*, only_missing: bool) -> int:

@@ -12,10 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from mcore_rl.doctor.fabric.command import exit_if_unkillable
-from mcore_rl.doctor.fabric.place import open_place
-from mcore_rl.doctor.fabric.store import Address
-from mcore_rl.doctor.fabric.supervisor import START_TIMEOUTS, Limits, Place, supervise
+from mcore_rl.doctor.fabric.rendezvous import Address, NodePlace, open_place
+from mcore_rl.doctor.fabric.supervisor import START_TIMEOUTS, exit_if_unkillable, supervise
 from mcore_rl.errors import McoreRLError
 from mcore_rl.slurm.meeting import address_here, is_first, publish, wait_for
 from mcore_rl.slurm.node_check import node_name, put_name
@@ -31,8 +29,8 @@ def main() -> int:
     parser.add_argument("--slow-percent", type=int, required=True)
     options = parser.parse_args()
     try:
-        place = _place(options)
-        report = supervise(place, options.slots, Limits(options.timeout_seconds, options.slow_percent))
+        place = _place(options.attempt / "fabric_address", options.nodes, START_TIMEOUTS * options.timeout_seconds)
+        report = supervise(place, options.slots, options.timeout_seconds, options.slow_percent)
     except McoreRLError as error:
         print(f"{node_name()}: {error}")
         return 1
@@ -47,15 +45,13 @@ def main() -> int:
     return exit_code
 
 
-def _place(options: argparse.Namespace) -> Place:
-    path: Path = options.attempt / "fabric_address"
+def _place(path: Path, num_nodes: int, seconds: float) -> NodePlace:
     if is_first():
-        place = open_place(0, options.nodes, node_name(), Address(address_here(), 0))
+        place = open_place(0, num_nodes, node_name(), Address(address_here(), 0))
         publish(str(place.address), path)
         return place
-    published = wait_for(path, time.monotonic() + START_TIMEOUTS * options.timeout_seconds) or ""
-    host, _, port = published.rpartition(":")
-    return open_place(int(os.environ["SLURM_NODEID"]), options.nodes, node_name(), Address(host, int(port)))
+    host, _, port = (wait_for(path, time.monotonic() + seconds) or "").rpartition(":")
+    return open_place(int(os.environ["SLURM_NODEID"]), num_nodes, node_name(), Address(host, int(port)))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,21 +19,20 @@ import torch
 from torch import distributed as dist
 
 from mcore_rl.doctor.fabric.bench import Bench
-from mcore_rl.doctor.fabric.place import open_place
-from mcore_rl.doctor.fabric.rank import RankSlot, run_rank
-from mcore_rl.doctor.fabric.report import Report
-from mcore_rl.doctor.fabric.store import Address
-from mcore_rl.doctor.fabric.supervisor import Limits, RankMain, supervise
+from mcore_rl.doctor.fabric.rendezvous import Address, open_place
+from mcore_rl.doctor.fabric.report import FabricReport
+from mcore_rl.doctor.fabric.supervisor import RankMain, run_rank, supervise
 from mcore_rl.runtime.addresses import free_port
 
 ROOT = Path(__file__).parents[2]
 BETWEEN = "all-reduce between two nodes"
 # A tenth: the faults take a hundred times as long as the measured work, more than other processes of the machine cause.
-LIMITS = Limits(timeout_seconds=60, slow_percent=10)
+LIMITS = (60, 10)
+"""Timeout of a stage in seconds, and percentage of the median below which a value is slow."""
 
 
-def slow_product(slot: RankSlot, supervisor: Connection) -> None:
-    if slot.rank == 1:
+def slow_product(rank: int, *others: Any) -> None:
+    if rank == 1:
         product = torch.matmul
 
         def slow_matmul(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
@@ -41,53 +40,53 @@ def slow_product(slot: RankSlot, supervisor: Connection) -> None:
             return product(*args, **kwargs)
 
         torch.matmul = slow_matmul  # type: ignore[assignment]
-    run_rank(slot, supervisor)
+    run_rank(rank, *others)
 
 
-def slow_links(slot: RankSlot, supervisor: Connection) -> None:
+def slow_links(rank: int, *others: Any) -> None:
     reduce = dist.all_reduce
 
     def slow_reduce(values: torch.Tensor) -> None:
         time.sleep(0.3 if dist.get_world_size() == 2 else 0)
         reduce(values)
 
-    if slot.rank == 1:
+    if rank == 1:
         dist.all_reduce = slow_reduce
-    run_rank(slot, supervisor)
+    run_rank(rank, *others)
 
 
-def fail_at_copy(slot: RankSlot, supervisor: Connection) -> None:
+def fail_at_copy(rank: int, *others: Any) -> None:
     def fail(*_: object) -> float:
         raise RuntimeError("uncorrectable ECC error\nand a stack")
 
-    if slot.rank == 0:
+    if rank == 0:
         Bench._copy = fail  # type: ignore[assignment, method-assign]
-    run_rank(slot, supervisor)
+    run_rank(rank, *others)
 
 
-def die_in_collective(slot: RankSlot, supervisor: Connection) -> None:
-    if slot.rank == 1:
+def die_in_collective(rank: int, *others: Any) -> None:
+    if rank == 1:
         dist.all_reduce = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-    run_rank(slot, supervisor)
+    run_rank(rank, *others)
 
 
-def hang_at_product(slot: RankSlot, supervisor: Connection) -> None:
-    if slot.rank == 1:
+def hang_at_product(rank: int, *others: Any) -> None:
+    if rank == 1:
         torch.matmul = lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
-    run_rank(slot, supervisor)
+    run_rank(rank, *others)
 
 
-def run(num_nodes: int, slots: int, rank_main: RankMain, limits: Limits = LIMITS) -> list[Report]:
+def run(num_nodes: int, slots: int, rank_main: RankMain, *limits: float) -> list[FabricReport]:
     """Reports of simulated nodes, whose supervisors are threads of this process."""
     first = open_place(0, num_nodes, "n0", Address("127.0.0.1", 0))
     places = [first, *(open_place(node, num_nodes, f"n{node}", first.address) for node in range(1, num_nodes))]
     with ThreadPoolExecutor(num_nodes) as pool:
-        reports = list(pool.map(lambda place: supervise(place, slots, limits, rank_main), places))
+        reports = list(pool.map(lambda place: supervise(place, slots, *(limits or LIMITS), rank_main), places))
     assert multiprocessing.active_children() == []
     return reports
 
 
-def stages_of(report: Report) -> set[str]:
+def stages_of(report: FabricReport) -> set[str]:
     return {figure.stage for figure in report.figures}
 
 
@@ -125,7 +124,7 @@ def test_failed_or_dead_rank_is_named_and_ends_the_test(rank_main: RankMain, pro
 
 
 def test_hanging_rank_is_named_after_the_timeout_and_killed() -> None:
-    (report,) = run(1, 2, hang_at_product, Limits(timeout_seconds=15, slow_percent=0))
+    (report,) = run(1, 2, hang_at_product, 15, 0)
     (problem,) = report.problems
     assert str(problem) == "failing: matrix product: rank 1 (n0, slot 1): no answer within 15 s"
     assert stages_of(report) == {"matrix product"}
@@ -133,7 +132,7 @@ def test_hanging_rank_is_named_after_the_timeout_and_killed() -> None:
 
 def test_absent_node_is_named() -> None:
     place = open_place(0, 2, "n0", Address("127.0.0.1", 0), ("n0", "n1"))
-    report = supervise(place, 1, Limits(timeout_seconds=1))
+    report = supervise(place, 1, 1, 80)
     assert [str(problem) for problem in report.problems] == ["failing: meeting: n1: did not join within 3 s"]
 
 

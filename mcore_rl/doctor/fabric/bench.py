@@ -123,21 +123,19 @@ class Bench:
     def _median_seconds(self, work: Callable[[], object]) -> float:
         for _ in range(WARM_UPS):
             work()
-        marks = [self._mark()]
-        for _ in range(self.sizes.repeats):
-            work()
-            marks.append(self._mark())
         if self.device.type == "cuda":
+            # Events in the device's stream: the host does not wait between repetitions.
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(self.sizes.repeats + 1)]
+            for event in events:
+                event.record()
+                work()
             torch.cuda.synchronize()
-        return median(_seconds_between(a, b) for a, b in pairwise(marks))
-
-    def _mark(self) -> torch.cuda.Event | float:
-        """Record the current time: an event in the device's stream, or the clock on CPU."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            return median(start.elapsed_time(end) for start, end in pairwise(events)) / 1000
+        times = []
+        for _ in range(self.sizes.repeats + 1):
+            times.append(time.perf_counter())
+            work()
+        return median(end - start for start, end in pairwise(times))
 
 
 def sparse_signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -147,12 +145,6 @@ def sparse_signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Te
     """
     sampled = torch.randint(0, 16, shape, generator=generator, device=generator.device)
     return sampled.eq(1).int() - sampled.eq(0).int()
-
-
-def _seconds_between(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    if isinstance(start, float) or isinstance(end, float):
-        return end - start
-    return start.elapsed_time(end) / 1000
 
 
 def num_slots(requested: int | None) -> tuple[str, int]:

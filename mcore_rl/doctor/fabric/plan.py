@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mcore_rl.doctor.fabric.bench import Bench
 
@@ -23,8 +24,8 @@ class Fabric:
     def num_ranks(self) -> int:
         return len(self.hosts) * self.slots
 
-    def node_of(self, rank: int) -> int:
-        return rank // self.slots
+    def host_of(self, rank: int) -> str:
+        return self.hosts[rank // self.slots]
 
     def ranks_of(self, node: int) -> tuple[int, ...]:
         return tuple(range(node * self.slots, (node + 1) * self.slots))
@@ -34,7 +35,7 @@ class Fabric:
         return f"{'GPU' if self.device == 'cuda' else 'slot'} {rank % self.slots}"
 
     def rank_name(self, rank: int) -> str:
-        return f"rank {rank} ({self.hosts[self.node_of(rank)]}, {self.device_name(rank)})"
+        return f"rank {rank} ({self.host_of(rank)}, {self.device_name(rank)})"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,28 @@ class Stage:
 
     def group_of(self, rank: int) -> tuple[int, ...] | None:
         return next((group for group in self.groups if rank in group), None)
+
+
+class StageResult(NamedTuple):
+    """Outcome of one stage on one rank: a measured value or an error; neither in stages that only check.
+
+    device: name of the device and versions of its libraries.
+    """
+
+    value: float | None = None
+    error: str | None = None
+    died: bool = False
+    device: str = ""
+
+
+def result_key(number: int, rank: int) -> str:
+    """Return the store's key for a rank's result of a stage."""
+    return f"{stage_key(number)} rank {rank}"
+
+
+def stage_key(number: int) -> str:
+    """Return the store's key for the results of all ranks, which node 0 writes when the stage has ended."""
+    return f"stage {number}"
 
 
 TFLOPS, BANDWIDTH = "TFLOP/s", "GiB/s"

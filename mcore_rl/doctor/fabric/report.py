@@ -1,44 +1,71 @@
-"""Report of a fabric test as text and JSON."""
+"""Report of a fabric test: slow and failing devices, nodes and links, and the nodes to blame."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Literal
 
-from mcore_rl.doctor.fabric.plan import Fabric
-from mcore_rl.doctor.fabric.verdict import Figure, Problem
+from mcore_rl.doctor.fabric.plan import Fabric, Stage, StageResult
 
 
 @dataclass(frozen=True)
-class Report:
+class Figure:
+    """Measured speed. subject: name of the device, node or link."""
+
+    stage: str
+    unit: str
+    subject: str
+    ranks: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True)
+class FabricProblem:
+    """Something slow or failing. nodes: names of the nodes to blame; empty if no node can be blamed."""
+
+    kind: Literal["slow", "failing"]
+    stage: str
+    subject: str
+    reason: str
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    value: float | None = None
+    median_of_others: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.stage}: {self.subject}: {self.reason}"
+
+
+@dataclass
+class FabricReport:
     """Measurements and problems of all stages. device: description of rank 0's device."""
 
     fabric: Fabric
     device: str
     figures: list[Figure]
-    problems: list[Problem]
+    problems: list[FabricProblem]
 
-    def blamed(self) -> dict[str, Problem]:
+    def blamed(self) -> dict[str, FabricProblem]:
         """Return the nodes to exclude, each with its first problem; failures precede slowness."""
-        blamed: dict[str, Problem] = {}
+        blamed: dict[str, FabricProblem] = {}
         for problem in sorted(self.problems, key=lambda problem: problem.kind != "failing"):
-            for node in problem.nodes:
-                blamed.setdefault(self.fabric.hosts[node], problem)
+            for host in problem.nodes:
+                blamed.setdefault(host, problem)
         return blamed
 
     def as_json(self) -> str:
         """Return the object described in docs/slurm.md."""
-        hosts = self.fabric.hosts
-        problems = [asdict(problem) | {"nodes": [hosts[node] for node in problem.nodes]} for problem in self.problems]
         return json.dumps(
             {
                 "ok": not self.problems,
                 "device": self.device,
-                "nodes": hosts,
+                "nodes": self.fabric.hosts,
                 "slots": self.fabric.slots,
                 "figures": [asdict(figure) for figure in self.figures],
-                "problems": problems,
+                "problems": [asdict(problem) for problem in self.problems],
                 "blamed": list(self.blamed()),
             }
         )
@@ -60,3 +87,61 @@ class Report:
         else:
             lines.append("fabric: all well")
         return "\n".join(lines)
+
+
+def figures_of(stage: Stage, results: Mapping[int, StageResult]) -> list[Figure]:
+    """Return one figure per group: the lowest value of its ranks. Incomplete groups have none."""
+    figures = []
+    for ranks, subject in stage.groups.items():
+        values = [results[rank].value for rank in ranks if rank in results]
+        measured = [value for value in values if value is not None]
+        if stage.unit and len(measured) == len(ranks):
+            figures.append(Figure(stage.name, stage.unit, subject, ranks, min(measured)))
+    return figures
+
+
+def find_failures(
+    stage: Stage, fabric: Fabric, results: Mapping[int, StageResult], timeout_seconds: float
+) -> list[FabricProblem]:
+    """Return the causes of failed groups.
+
+    A rank that fails in a collective makes its peers fail too. So ranks that died are blamed before ranks that raised,
+    and the whole group is blamed only if some ranks are silent and none failed.
+    """
+    problems = []
+    for group, subject in stage.groups.items():
+        died = {rank: results[rank].error for rank in group if rank in results and results[rank].died}
+        raised = {rank: results[rank].error for rank in group if rank in results and results[rank].error}
+        for rank, error in (died or raised).items():
+            host = fabric.host_of(rank)
+            problems.append(FabricProblem("failing", stage.name, fabric.rank_name(rank), str(error), (rank,), (host,)))
+        if not raised and not results.keys() >= set(group):
+            hosts = tuple(dict.fromkeys(map(fabric.host_of, group)))
+            reason = f"no answer within {timeout_seconds:g} s"
+            problems.append(FabricProblem("failing", stage.name, subject, reason, group, hosts))
+    return problems
+
+
+def find_slow(stage: Stage, figures: Sequence[Figure], fabric: Fabric, percent: float) -> list[FabricProblem]:
+    """Return the measured values of a stage that are below `percent` of the median of the others.
+
+    A slow link alone does not blame its nodes; a node with two slow links is blamed.
+    """
+    figures = [figure for figure in figures if figure.stage == stage.name]
+    if len(figures) < 2:
+        return []
+    problems = []
+    for figure in figures:
+        value, typical = figure.value, median(other.value for other in figures if other is not figure)
+        if value < percent / 100 * typical:
+            reason = f"{value:.4g} {figure.unit}, {100 * value / typical:.0f} % of the others' {typical:.4g}"
+            hosts = () if stage.link else (fabric.host_of(figure.ranks[0]),)
+            problems.append(
+                FabricProblem("slow", stage.name, figure.subject, reason, figure.ranks, hosts, value, typical)
+            )
+    if stage.link:
+        pairs = {frozenset(map(fabric.host_of, problem.ranks)) for problem in problems}
+        for host in fabric.hosts:
+            if sum(host in pair for pair in pairs) == 2:
+                problems.append(FabricProblem("slow", stage.name, host, "slow in both of its pairs", (), (host,)))
+    return problems

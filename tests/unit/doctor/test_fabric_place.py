@@ -9,8 +9,7 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.doctor.command import add_arguments
-from mcore_rl.doctor.fabric.place import expand_hosts, place_of
-from mcore_rl.doctor.fabric.store import Address, listen
+from mcore_rl.doctor.fabric.rendezvous import Address, expand_hosts, listen, place_of
 from mcore_rl.errors import ConfigError
 
 
@@ -75,6 +74,7 @@ def test_expand_hosts_expands_brackets(text: str, names: str) -> None:
         ("--node --slots 0", "--slots"),
         ("--node --timeout 0", "--timeout"),
         ("--node --slow-percent 101", "--slow-percent"),
+        ("--node --port 0", "--port=0 must be one of 1 to 65535"),
         ("--node --nodes 2", "--nodes belongs to --rendezvous"),
         ("--node --port 1", "--port is for a SLURM job step"),
         ("--node --rendezvous a:1", "--rendezvous needs --nodes N and --node-rank I"),

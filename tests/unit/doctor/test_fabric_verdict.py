@@ -6,18 +6,9 @@ import json
 
 import pytest
 
-from mcore_rl.doctor.fabric.plan import Fabric, Stage, stages
-from mcore_rl.doctor.fabric.report import Report
-from mcore_rl.doctor.fabric.verdict import (
-    Figure,
-    Offer,
-    Problem,
-    Result,
-    figures_of,
-    find_failures,
-    find_slow,
-    plan_fabric,
-)
+from mcore_rl.doctor.fabric.plan import Fabric, Stage, StageResult, stages
+from mcore_rl.doctor.fabric.report import FabricProblem, FabricReport, Figure, figures_of, find_failures, find_slow
+from mcore_rl.doctor.fabric.supervisor import Offer, plan_fabric
 
 FOUR = Fabric(("n1", "n2", "n3", "n4"), 1, "cuda")
 TWO_BY_TWO = Fabric(("n1", "n2"), 2, "cuda")
@@ -28,11 +19,11 @@ def stages_of(fabric: Fabric, name: str) -> list[Stage]:
     return [stage for stage in stages(fabric) if stage.name == name]
 
 
-def slow(fabric: Fabric, name: str, values: dict[tuple[int, ...], float]) -> list[Problem]:
+def slow(fabric: Fabric, name: str, values: dict[tuple[int, ...], float]) -> list[FabricProblem]:
     """Verdict on a measurement in which the given groups have these values and all others 100."""
     figures: list[Figure] = []
     for stage in stages_of(fabric, name):
-        results = {rank: Result(values.get(group, 100.0)) for group in stage.groups for rank in group}
+        results = {rank: StageResult(values.get(group, 100.0)) for group in stage.groups for rank in group}
         figures += figures_of(stage, results)
     return find_slow(stage, figures, fabric, 80)
 
@@ -40,7 +31,7 @@ def slow(fabric: Fabric, name: str, values: dict[tuple[int, ...], float]) -> lis
 def test_slow_device_is_named_with_the_median_of_the_others() -> None:
     (problem,) = slow(TWO_BY_TWO, PRODUCT, {(3,): 56.0})
     assert str(problem) == "slow: matrix product: rank 3 (n2, GPU 1): 56 TFLOP/s, 56 % of the others' 100"
-    assert (problem.nodes, problem.value, problem.median_of_others) == ((1,), 56.0, 100.0)
+    assert (problem.nodes, problem.value, problem.median_of_others) == (("n2",), 56.0, 100.0)
 
 
 def test_slow_means_below_the_threshold() -> None:
@@ -51,7 +42,7 @@ def test_slow_means_below_the_threshold() -> None:
 
 def test_slower_one_of_two_nodes_is_named() -> None:
     (problem,) = slow(TWO_BY_TWO, IN_NODE, {(2, 3): 50.0})
-    assert (problem.subject, problem.nodes) == ("n2 (ranks 2-3)", (1,))
+    assert (problem.subject, problem.nodes) == ("n2 (ranks 2-3)", ("n2",))
 
 
 def test_slow_link_blames_neither_of_its_nodes() -> None:
@@ -62,7 +53,7 @@ def test_slow_link_blames_neither_of_its_nodes() -> None:
 def test_node_with_two_slow_links_is_blamed() -> None:
     *links, node = slow(FOUR, LINK, {(1, 2): 10.0, (2, 3): 10.0})
     assert [link.nodes for link in links] == [(), ()]
-    assert (node.subject, node.reason, node.nodes) == ("n3", "slow in both of its pairs", (2,))
+    assert (node.subject, node.reason, node.nodes) == ("n3", "slow in both of its pairs", ("n3",))
 
 
 def test_slow_devices_of_one_pair_count_as_one_link() -> None:
@@ -70,8 +61,8 @@ def test_slow_devices_of_one_pair_count_as_one_link() -> None:
     assert {problem.nodes for problem in slow(three, LINK, {(0, 2): 10.0, (1, 3): 10.0})} == {()}
 
 
-WELL, RAISED = Result(1.0), Result(error="RuntimeError: x")
-DIED = Result(error="its process died of SIGKILL", died=True)
+WELL, RAISED = StageResult(1.0), StageResult(error="RuntimeError: x")
+DIED = StageResult(error="its process died of SIGKILL", died=True)
 
 
 @pytest.mark.parametrize(
@@ -86,15 +77,15 @@ DIED = Result(error="its process died of SIGKILL", died=True)
         (LINK, dict.fromkeys(range(4), WELL), []),
     ],
 )
-def test_failure_names_its_cause(name: str, results: dict[int, Result], named: list[tuple[int, ...]]) -> None:
+def test_failure_names_its_cause(name: str, results: dict[int, StageResult], named: list[tuple[int, ...]]) -> None:
     problems = find_failures(stages_of(TWO_BY_TWO, name)[0], TWO_BY_TWO, results, 60)
     assert [problem.ranks for problem in problems] == named
-    assert all(problem.nodes == tuple(sorted({rank // 2 for rank in problem.ranks})) for problem in problems)
+    assert all(problem.nodes == tuple(dict.fromkeys(map(TWO_BY_TWO.host_of, problem.ranks))) for problem in problems)
 
 
 def test_group_figure_is_the_lowest_of_a_complete_group() -> None:
     (stage,) = stages_of(TWO_BY_TWO, IN_NODE)
-    (figure,) = figures_of(stage, {0: WELL, 2: WELL, 3: Result(0.5)})
+    (figure,) = figures_of(stage, {0: WELL, 2: WELL, 3: StageResult(0.5)})
     assert (figure.ranks, figure.value) == ((2, 3), 0.5)
 
 
@@ -114,9 +105,9 @@ def test_simulated_nodes_of_one_machine_have_unique_names() -> None:
     assert (fabric.hosts, problems) == (("box/0", "box/1"), [])
 
 
-def report(*problems: Problem) -> Report:
+def report(*problems: FabricProblem) -> FabricReport:
     figures = [Figure("copy", "GiB/s", TWO_BY_TWO.rank_name(rank), (rank,), 10.0 + rank) for rank in range(4)]
-    return Report(TWO_BY_TWO, "H100", figures, list(problems))
+    return FabricReport(TWO_BY_TWO, "H100", figures, list(problems))
 
 
 def test_text_has_median_minimum_and_blamed_node() -> None:

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.doctor.fabric.plan import Fabric
-from mcore_rl.doctor.fabric.report import Report
-from mcore_rl.doctor.fabric.store import Address
-from mcore_rl.doctor.fabric.supervisor import Limits, Place
-from mcore_rl.doctor.fabric.verdict import Problem
+from mcore_rl.doctor.fabric.rendezvous import Address, NodePlace
+from mcore_rl.doctor.fabric.report import FabricProblem, FabricReport
 from mcore_rl.errors import McoreRLError
 from mcore_rl.slurm import fabric_node
 
@@ -21,18 +19,18 @@ class Job:
 
     def __init__(self, attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.attempt, self._monkeypatch = attempt, monkeypatch
-        self.places: list[Place] = []
+        self.places: list[NodePlace] = []
         (attempt / "sound").mkdir()
         monkeypatch.setattr(fabric_node, "supervise", self._supervise)
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
-    def _supervise(self, place: Place, slots: int, limits: Limits) -> Report:
-        assert (slots, limits) == (2, Limits(3, 80))
+    def _supervise(self, place: NodePlace, slots: int, timeout_seconds: float, slow_percent: float) -> FabricReport:
+        assert (slots, timeout_seconds, slow_percent) == (2, 3, 80)
         self.places.append(place)
         if place.listener is not None:
             place.listener.close()
-        problem = Problem("slow", "copy", "rank 3 (n2, GPU 1)", "1 GiB/s", (3,), (1,))
-        return Report(Fabric(("n1", "n2"), 2, "cuda"), "H100", [], [problem])
+        problem = FabricProblem("slow", "copy", "rank 3 (n2, GPU 1)", "1 GiB/s", (3,), ("n2",))
+        return FabricReport(Fabric(("n1", "n2"), 2, "cuda"), "H100", [], [problem])
 
     def take_part(self, node: int) -> int:
         self._monkeypatch.setenv("SLURM_NODEID", str(node))
@@ -69,7 +67,7 @@ def test_blamed_node_prints_its_problem_and_leaves_no_file(job: Job, capsys: pyt
 def test_unreachable_node_0_is_printed(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def lost(*_: object) -> Report:
+    def lost(*_: object) -> FabricReport:
         raise McoreRLError("node 0 does not answer")
 
     job.take_part(0)
