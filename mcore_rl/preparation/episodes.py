@@ -10,8 +10,8 @@ from mcore_rl.config.rules.episodes import has_turns
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.tokenizer import eos_token_ids
 from mcore_rl.rollout.episodes.load import conversation_of, load_episode
-from mcore_rl.rollout.tools.check import check_tools
 from mcore_rl.rollout.tools.parsers import ToolCallParser
+from mcore_rl.rollout.tools.toolbox import check_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

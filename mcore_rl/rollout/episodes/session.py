@@ -25,9 +25,8 @@ from mcore_rl.rollout.episodes.history import turn_message
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError, EpisodeLimits
 from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
 from mcore_rl.rollout.episodes.trace import EpisodeTrace
-from mcore_rl.rollout.tools.interface import ToolAnswer
+from mcore_rl.rollout.tools.interface import ClosedEpisode, ToolResult
 from mcore_rl.rollout.tools.parsers import ParsedMessage
-from mcore_rl.rollout.tools.tool_process import ClosedEpisode
 from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions
 
 GENERATING, TOOL_CALLING = "generating", "tool_calling"
@@ -48,7 +47,7 @@ class ToolCaller(Protocol):
 
     async def call(
         self, episode_id: str, name: str, arguments: dict[str, Any], tools_kwargs: Mapping[str, Any]
-    ) -> ToolAnswer: ...
+    ) -> ToolResult: ...
 
     async def close_episode(self, episode_id: str) -> ClosedEpisode: ...
 
@@ -211,7 +210,7 @@ class Session:
         self._texts.append(self._last.text)
         return self._last
 
-    async def call(self, tool_name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+    async def call(self, tool_name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Call a tool. Errors of the tool are returned as text for the model and counted.
 
         Raises: EpisodeLimitError if the turn has reached its number of calls.
@@ -227,7 +226,7 @@ class Session:
         if self._prompt.tools is not None and tool_name not in offered:
             self.num_tool_errors += 1
             reason = f"there is no tool {tool_name}; the tools are: {', '.join(offered) or 'none'}"
-            return ToolAnswer(f"Error: {reason}", error=reason)
+            return ToolResult(f"Error: {reason}", error=reason)
         kwargs = self._prompt.extra_info.get("tools_kwargs") or {}
         with self._spent(TOOL_CALLING), self._traced_call():
             answer = await self._context.tools.call(self.id, tool_name, dict(arguments), kwargs)

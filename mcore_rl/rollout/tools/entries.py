@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -40,8 +39,8 @@ class ToolEntry:
     function: str | None = None
     class_name: str | None = None
     servers: Path | None = None
-    schema: Any = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    schema: object = None
+    config: Mapping[str, object] = field(default_factory=dict)
     lifecycle: str = LIFECYCLES[0]
     processes: int | None = None
     selected: tuple[str, ...] | None = None
@@ -74,7 +73,7 @@ def is_code(spec: str) -> bool:
     return names_function(spec) and not spec.endswith((".yaml", ".yml"))
 
 
-def _entry(origin: str, given: Any, folder: Path, timeout_seconds: float) -> ToolEntry:
+def _entry(origin: str, given: object, folder: Path, timeout_seconds: float) -> ToolEntry:
     if not isinstance(given, dict):
         raise ConfigError(f"{origin} must be a mapping with {FORMS}")
     config = given.get("config") or {}
@@ -89,7 +88,7 @@ def _entry(origin: str, given: Any, folder: Path, timeout_seconds: float) -> Too
         _reject_unknown(origin, given, FUNCTION_KEYS)
         function = _code(f"{origin}.function", given["function"], folder)
         limits = _limits(origin, given, timeout_seconds)
-        processes = _number(origin, given, "processes", 1, whole=True)
+        processes = _count(origin, given, "processes", 1)
         return ToolEntry(origin, limits, function, schema=given.get("tool_schema"), processes=processes)
     if "mcp" in given or config.get("type") == "mcp":
         return _mcp_entry(origin, given, config, folder, timeout_seconds)
@@ -112,7 +111,7 @@ def _entry(origin: str, given: Any, folder: Path, timeout_seconds: float) -> Too
 
 
 def _mcp_entry(
-    origin: str, given: dict[str, Any], config: dict[str, Any], folder: Path, timeout_seconds: float
+    origin: str, given: Mapping[str, object], config: Mapping[str, object], folder: Path, timeout_seconds: float
 ) -> ToolEntry:
     """Read an entry of MCP servers. verl's class_name is ignored, because servers are called directly."""
     _reject_unknown(origin, given, MCP_KEYS)
@@ -133,42 +132,44 @@ def _mcp_entry(
     )
 
 
-def _limits(origin: str, given: Mapping[str, Any], timeout_seconds: float) -> ToolLimits:
-    retries = _number(origin, given, "retries", 0, whole=True)
+def _limits(origin: str, given: Mapping[str, object], timeout_seconds: float) -> ToolLimits:
+    retries = _count(origin, given, "retries", 0)
     return ToolLimits(
-        timeout_seconds=_number(origin, given, "timeout_seconds") or timeout_seconds,
-        max_running=_number(origin, given, "max_running", 1, whole=True),
+        timeout_seconds=_amount(origin, given, "timeout_seconds") or timeout_seconds,
+        max_running=_count(origin, given, "max_running", 1),
         retries=ToolLimits(1).retries if retries is None else retries,
-        rate_per_second=_number(origin, given, "rate_per_second"),
+        rate_per_second=_amount(origin, given, "rate_per_second"),
     )
 
 
-def _number(origin: str, given: Mapping[str, Any], key: str, minimum: int = 0, *, whole: bool = False) -> Any:
-    """Return a number of at least `minimum` if `whole`, else above `minimum`; None if absent."""
+def _count(origin: str, given: Mapping[str, object], key: str, minimum: int) -> int | None:
     value = given.get(key)
-    if value is None:
-        return None
-    right = isinstance(value, int if whole else int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not right or value < minimum or (value == minimum and not whole):
-        form = f"a whole number of at least {minimum}" if whole else f"a number above {minimum}"
-        raise ConfigError(f"{origin}.{key}={value} must be {form}")
-    return value
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= minimum):
+        return value
+    raise ConfigError(f"{origin}.{key}={value} must be a whole number of at least {minimum}")
 
 
-def _reject_unknown(origin: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _amount(origin: str, given: Mapping[str, object], key: str) -> float | None:
+    value = given.get(key)
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf):
+        return value
+    raise ConfigError(f"{origin}.{key}={value} must be a number above 0")
+
+
+def _reject_unknown(origin: str, given: Mapping[str, object], known: tuple[str, ...]) -> None:
     for key in given:
         if key not in known:
             raise ConfigError(f"{origin} has no key {key}; the keys are: {', '.join(known)}")
 
 
-def _code(origin: str, spec: Any, folder: Path) -> str:
+def _code(origin: str, spec: object, folder: Path) -> str:
     if not isinstance(spec, str) or not names_function(spec):
         raise ConfigError(f"{origin}={spec} must be module_or_file.py:name")
     source, _, name = spec.rpartition(":")
     return f"{_beside(origin, folder, source)}:{name}" if source.endswith(".py") else spec
 
 
-def _class(origin: str, spec: Any, folder: Path) -> str:
+def _class(origin: str, spec: object, folder: Path) -> str:
     """Convert verl's `pkg.module.Class` to `pkg.module:Class`."""
     if isinstance(spec, str) and not names_function(spec) and "." in spec:
         module, _, name = spec.rpartition(".")

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 THINK_OPEN, THINK_CLOSE = r"<think>|\[THINK\]", r"</think>|\[/THINK\]"
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -24,7 +23,7 @@ class RawCall:
 
     text: str
     name: str | None = None
-    arguments: Mapping[str, Any] | None = None
+    arguments: Mapping[str, object] | None = None
     typed: bool = True
     reason: str = ""
     id: str = ""
@@ -56,7 +55,7 @@ class Format:
     wrappers: str | None = None
 
 
-def json_value(text: str) -> Any:
+def json_value(text: str) -> object:
     """Parse JSON. Raises: ValueError, also for NaN, infinities, and half of a surrogate pair."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
@@ -78,7 +77,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_characters(text: str, value: Any) -> None:
+def _check_characters(text: str, value: object) -> None:
     """Raise ValueError for half of a surrogate pair, which neither files nor tokenizers accept."""
     if _HALF.search(text):
         try:
@@ -97,7 +96,7 @@ def _behind_blanks(text: str, place: int) -> int:
     return place if match is None else match.end()
 
 
-def _json_at(text: str, start: int, name: str | None = None, call_id: str = "") -> tuple[Any, int]:
+def _json_at(text: str, start: int, name: str | None = None, call_id: str = "") -> tuple[object, int]:
     """Parse a JSON value and return it with its end. Raises: UnreadableError."""
     end = start
     try:
@@ -111,18 +110,18 @@ def _json_at(text: str, start: int, name: str | None = None, call_id: str = "") 
     raise UnreadableError(f"the call is not valid JSON ({problem})", end, name, call_id)
 
 
-def _of_object(value: Any, end: int) -> RawCall:
+def _of_object(value: object, end: int) -> RawCall:
     """Read a call written as an object: `name` and `arguments` or `parameters`, possibly inside `function`; arguments
     may be JSON text. Raises: UnreadableError."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     name = value.get("name", value.get("function")) if isinstance(value, dict) else None
-    if not isinstance(name, str):
+    if not isinstance(value, dict) or not isinstance(name, str):
         raise UnreadableError('the call is not a JSON object with "name"', end)
     return _with_arguments(name, next((value[key] for key in ARGUMENT_KEYS if key in value), None), end)
 
 
-def _with_arguments(name: str, arguments: Any, end: int, call_id: str = "") -> RawCall:
+def _with_arguments(name: str, arguments: object, end: int, call_id: str = "") -> RawCall:
     if isinstance(arguments, str):
         try:
             arguments = json_value(arguments)
@@ -280,12 +279,12 @@ def _mistral(text: str, begin: int, place: int) -> tuple[list[RawCall], int]:
         return [RawCall(text[begin:end], error.name, reason=error.reason, id=error.id)], end
 
 
-def _of_mistral_list(value: Any, text: str, end: int) -> RawCall:
+def _of_mistral_list(value: object, text: str, end: int) -> RawCall:
     try:
         call = _of_object(value, end)
     except UnreadableError as error:
         return RawCall(text, error.name, reason=error.reason)
-    given = value.get("id")
+    given = value.get("id") if isinstance(value, dict) else None
     return replace(call, text=text, id=given if isinstance(given, str) else "")
 
 
@@ -321,7 +320,8 @@ def _llama_call(text: str, place: int) -> RawCall | None:
     meant = _LLAMA_START.match(text, place) is not None
     try:
         value, end = _json_at(text, place)
-        inner = value.get("function") if isinstance(value, dict) else None
+        assert isinstance(value, dict)
+        inner = value.get("function")
         if not meant and not any(key in (inner if isinstance(inner, dict) else value) for key in ARGUMENT_KEYS):
             return None
         return replace(_of_object(value, end), text=text[place:end])

@@ -1,12 +1,15 @@
-"""Interface between tools and their process, and the answers that callers receive."""
+"""Interface between tools and their process, and conversion of users' return values to results."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Protocol
 
+from mcore_rl.data.json_text import as_json_text
 from mcore_rl.errors import McoreRLError
 from mcore_rl.rollout.tools.schemas import Schema
 
@@ -21,34 +24,24 @@ class RetryableToolError(Exception):
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of one call of a tool. `error`: a problem that occurred although there is a text."""
+    """Result of one call: `text` is for the model, `error` is counted; both may be present.
 
-    text: str
-    reward: float | None = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class ToolAnswer:
-    """Answer to a caller, also after an error: `text` is for the model, `error` is counted.
-
-    Units: `seconds` from the call to the answer, including waiting for the tool's limits.
+    Units: `seconds` from the call to the answer, including waiting for the tool's limits; ToolBox sets them.
     """
 
     text: str
     reward: float | None = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, object] = field(default_factory=dict)
     error: str | None = None
     seconds: float = 0.0
 
 
-class AgentData(SimpleNamespace):
-    """Argument `agent_data` of verl's tools: state of one episode across calls. `request_id` identifies the episode;
-    the conversation is not included."""
+@dataclass(frozen=True)
+class ClosedEpisode:
+    """Result of closing an episode: rewards by tool, and the errors of tools that could not close it."""
 
-    def __init__(self, request_id: str, tools_kwargs: Mapping[str, Any]) -> None:
-        super().__init__(request_id=request_id, tools_kwargs=dict(tools_kwargs), extra_fields={}, metrics={})
+    rewards: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
 
 
 @dataclass
@@ -57,15 +50,17 @@ class EpisodeState:
     `tools_kwargs`: extra_info.tools_kwargs of the row."""
 
     id: str
-    tools_kwargs: Mapping[str, Any]
-    agent_data: AgentData
-    state: dict[str, Any] = field(default_factory=dict)
+    tools_kwargs: Mapping[str, object]
+    state: dict[str, object] = field(default_factory=dict)
+    agent_data: SimpleNamespace = field(init=False)
+    """Argument of verl's tools: state of one episode across calls, without the conversation."""
 
-    @classmethod
-    def begin(cls, episode_id: str, tools_kwargs: Mapping[str, Any]) -> EpisodeState:
-        return cls(episode_id, tools_kwargs, AgentData(episode_id, tools_kwargs))
+    def __post_init__(self) -> None:
+        self.agent_data = SimpleNamespace(
+            request_id=self.id, tools_kwargs=dict(self.tools_kwargs), extra_fields={}, metrics={}
+        )
 
-    def kwargs_of(self, tool: str, part: str) -> dict[str, Any]:
+    def kwargs_of(self, tool: str, part: str) -> dict[str, object]:
         """Return `part` (such as create_kwargs) of the row's keyword arguments for a tool."""
         given = self.tools_kwargs.get(tool)
         kwargs = given.get(part) if isinstance(given, Mapping) else None
@@ -80,7 +75,7 @@ class Tool(Protocol):
 
     schema: Schema
 
-    async def call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
+    async def call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
         """Execute a call; `arguments` match the schema. Any exception is reported to the model and counted."""
 
     async def close_episode(self, episode: EpisodeState) -> float | None:
@@ -88,3 +83,45 @@ class Tool(Protocol):
 
     async def close(self) -> None:
         """Release all resources before the process ends."""
+
+
+def as_text(result: object) -> str:
+    """Return text for the model: a string as it is, other values as JSON."""
+    try:
+        return as_json_text(result)
+    except (TypeError, ValueError, RecursionError):
+        pass
+    try:
+        return str(result)
+    except (ValueError, RecursionError):  # an integer with more than 4,300 digits, or deeply nested lists
+        return f"the tool returned a {type(result).__name__} that is too large or too deeply nested to be shown"
+
+
+def result_of(result: object) -> ToolResult:
+    """Convert the return value of execute: a response, optionally with reward and metrics (either may be None).
+
+    Raises: ToolError for images and videos.
+    """
+    parts = result if isinstance(result, tuple) and result else (result,)
+    response, reward, metrics = (*parts, None, None)[:3]
+    for kind in ("image", "video"):
+        if getattr(response, kind, None):
+            raise ToolError(f"the tool returned {kind}s, but only text is supported")
+    text = response.text or "" if hasattr(response, "text") else "" if response is None else as_text(response)
+    return ToolResult(text, number_of(reward), dict(metrics) if isinstance(metrics, Mapping) else {})
+
+
+def result_of_function(result: object) -> ToolResult:
+    """Convert the return value of a function: a ToolResponse, optionally with reward and metrics, or any other
+    value."""
+    response = result[0] if isinstance(result, tuple) and result else result
+    return result_of(result) if hasattr(response, "text") else ToolResult(as_text(result))
+
+
+def number_of(value: object) -> float | None:
+    if value is None:
+        return None
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, Real) or not math.isfinite(number):
+        raise TypeError(f"the reward is {number!r} instead of a finite number or None")
+    return float(number)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mcore_rl.config.functions import describe
 from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, Tool, ToolError, ToolResult
@@ -42,12 +43,12 @@ class LimitedTool:
         self.schema = tool.schema
         self.name = name_of(tool.schema)
         self._checker = ArgumentChecker(tool.schema)
-        self._slots = asyncio.Semaphore(limits.max_running) if limits.max_running else None
+        self._slots = asyncio.Semaphore(limits.max_running or sys.maxsize)
         self._next_start = 0.0
         self._stuck = 0
         self._on_stuck = on_stuck
 
-    async def call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
+    async def call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
         """Execute a call. Raises only CancelledError; other errors become text for the model."""
         if (problem := self._checker.problem(arguments)) is not None:
             return failure(problem)
@@ -65,13 +66,12 @@ class LimitedTool:
             await asyncio.sleep(BACKOFF_SECONDS * 2**attempt)
             attempt += 1
 
-    async def _attempt(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
-        if self._slots is not None:
-            await self._slots.acquire()
+    async def _attempt(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
+        await self._slots.acquire()
         try:
             await self._wait_for_rate()
         except asyncio.CancelledError:
-            self._free_slot()
+            self._slots.release()
             raise
         task = asyncio.create_task(self._call(episode, arguments))
         task.add_done_callback(self._ended)  # the slot is freed when the call ends, not when its caller gives up
@@ -88,7 +88,7 @@ class LimitedTool:
             raise ToolError(CANCELLED_ITSELF)
         return task.result()
 
-    async def _call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
+    async def _call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
         try:
             return await contained(self.tool.call(episode, arguments))
         except TimeoutError as error:  # raised by the tool itself, not by the time limit
@@ -103,12 +103,8 @@ class LimitedTool:
         self._next_start = start + 1 / self.limits.rate_per_second
         await asyncio.sleep(start - now)
 
-    def _free_slot(self) -> None:
-        if self._slots is not None:
-            self._slots.release()
-
     def _ended(self, task: asyncio.Task[ToolResult]) -> None:
-        self._free_slot()
+        self._slots.release()
         if not task.cancelled():
             task.exception()  # mark as retrieved, since the caller may have given up
 
@@ -128,7 +124,7 @@ class LimitedTool:
         self._stuck -= 1
 
 
-async def contained(call: Coroutine[Any, Any, T]) -> T:
+async def contained(call: Coroutine[object, None, T]) -> T:
     """Await a call of a user's tool. Exceptions that would end the event loop become a ToolError; a CancelledError
     cancels the task that runs this.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_rl.config.functions import describe, load_module, load_object
 from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.entries import KEY, ToolEntry, is_code, read_entries
 from mcore_rl.rollout.tools.interface import Tool
@@ -19,10 +20,19 @@ from mcore_rl.rollout.tools.kinds.verl_names import MARK_ATTRIBUTE, FunctionMark
 from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool, is_verl_tool
 from mcore_rl.rollout.tools.limits import LimitedTool, ToolLimits
 from mcore_rl.rollout.tools.schemas import Schema, checked_schema, name_of, schema_of_function
-from mcore_rl.rollout.tools.settings import ToolSettings
 from mcore_rl.sandbox.check import check_local
 
 FORM = "a function with type hints, a class of verl's form or with `schema` and `call`, or a list of them"
+
+
+@dataclass(frozen=True)
+class ToolSettings:
+    """Settings of a tool process. `schemas`: derived by an earlier process; with them, a replacement process need not
+    import transformers."""
+
+    rollout: RolloutConfig
+    sandbox: SandboxConfig
+    schemas: tuple[Schema, ...] = ()
 
 
 async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) -> dict[str, LimitedTool]:
@@ -30,7 +40,8 @@ async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) ->
 
     Raises: ConfigError naming file and key, for a tool that cannot be loaded, has no schema, or has a duplicate name.
     """
-    spec, timeout_seconds = settings.tools, settings.max_tool_seconds
+    spec, timeout_seconds = settings.rollout.tools, settings.rollout.max_tool_seconds
+    assert spec is not None
     derived = {name_of(schema): schema for schema in settings.schemas}
     if spec.endswith(".py") or is_code(spec):
         entries = [(ToolEntry(f"{KEY}={spec}", ToolLimits(timeout_seconds)), each) for each in _objects(spec)]
@@ -48,7 +59,7 @@ async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) ->
     return tools
 
 
-def _objects(spec: str) -> list[Any]:
+def _objects(spec: str) -> list[object]:
     """Return the user's objects: the named object, the elements of a list, or all functions with verl's decorator in a
     file."""
     if not spec.endswith(".py"):
@@ -61,7 +72,7 @@ def _objects(spec: str) -> list[Any]:
 
 
 async def _made(
-    entry: ToolEntry, given: Any, derived: Mapping[str, Schema], sandbox: SandboxConfig
+    entry: ToolEntry, given: object, derived: Mapping[str, Schema], sandbox: SandboxConfig
 ) -> Sequence[tuple[Tool, ToolLimits]]:
     if entry.builtin is not None:
         check_local(sandbox)
@@ -101,7 +112,7 @@ async def _of_servers(entry: ToolEntry) -> list[Tool]:
 
 
 def _of_function(
-    entry: ToolEntry, function: Callable[..., Any], derived: Mapping[str, Schema]
+    entry: ToolEntry, function: Callable[..., object], derived: Mapping[str, Schema]
 ) -> tuple[Tool, ToolLimits]:
     schema = _given_schema(entry) or _schema_of(entry.origin, function, derived)
     if entry.processes is not None:
@@ -117,7 +128,7 @@ def _of_function(
     return FunctionTool(function, schema, limits.max_running or THREADS), limits
 
 
-def _schema_of(origin: str, function: Callable[..., Any], derived: Mapping[str, Schema]) -> Schema:
+def _schema_of(origin: str, function: Callable[..., object], derived: Mapping[str, Schema]) -> Schema:
     """Return the schema given in the decorator, else from `derived`, else derived from the type hints."""
     given: FunctionMark = getattr(function, MARK_ATTRIBUTE, FunctionMark(None, None))
     name = given.name or function.__name__
@@ -128,7 +139,7 @@ def _schema_of(origin: str, function: Callable[..., Any], derived: Mapping[str, 
     return checked_schema(origin, schema | {"function": schema["function"] | {"name": given.name or name_of(schema)}})
 
 
-def _plain(schema: Any) -> Any:
+def _plain(schema: object) -> object:
     """Convert verl's schema object to a dict."""
     return schema.model_dump(exclude_none=True) if hasattr(schema, "model_dump") else schema
 
@@ -142,12 +153,11 @@ def _of_class(entry: ToolEntry, kind: type) -> Tool:
         return _native(entry.origin, made)
     from verl.tools.schemas import OpenAIFunctionToolSchema  # verl's class, or the stand-in
 
-    schema = _given_schema(entry)
+    schema: object = _given_schema(entry)
     try:
         tool = kind(dict(entry.config), OpenAIFunctionToolSchema.model_validate(schema) if schema else None)
         if schema is None:
-            made = getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
-            schema = _plain(made)
+            schema = _plain(getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema())
     except Exception as error:  # any error of a user's class or of verl's schema class
         raise ConfigError(
             f"{entry.origin}: {kind.__name__}(config, tool_schema) raised {describe(error)}; check its tool_schema"

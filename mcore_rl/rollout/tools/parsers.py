@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mcore_rl.config.functions import FORM, describe, load_function, names_function
 from mcore_rl.data.json_text import to_plain
@@ -34,7 +33,7 @@ class ToolCall:
     refers; most formats have none."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, object]
     id: str = ""
 
 
@@ -46,7 +45,7 @@ class MalformedCall:
     text: str
     reason: str
     id: str = ""
-    arguments: dict[str, Any] | None = None
+    arguments: dict[str, object] | None = None
 
     @property
     def answer(self) -> str:

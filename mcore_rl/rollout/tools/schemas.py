@@ -7,12 +7,15 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.functions import describe
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.formats import json_value
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
 
 Schema = dict[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters": a JSON schema}}"""
@@ -28,7 +31,7 @@ def name_of(schema: Schema) -> str:
     return str(schema["function"]["name"])
 
 
-def checked_schema(origin: str, schema: Any) -> Schema:
+def checked_schema(origin: str, schema: object) -> Schema:
     """Check that `schema` is an OpenAI function schema and return it normalized; `origin` (file and key) starts error
     messages.
 
@@ -53,7 +56,7 @@ def checked_schema(origin: str, schema: Any) -> Schema:
     return {"type": "function", "function": {"description": "", **function, "parameters": parameters}}
 
 
-def schema_of_function(origin: str, function: Callable[..., Any]) -> Schema:
+def schema_of_function(origin: str, function: Callable[..., object]) -> Schema:
     """Derive the schema of a function with type hints and a docstring that describes each argument, using transformers,
     and add defaults. Types that transformers would silently turn into an untyped object are rejected.
 
@@ -88,7 +91,7 @@ def schema_of_function(origin: str, function: Callable[..., Any]) -> Schema:
     return checked_schema(origin, schema)
 
 
-def _shapeless(hint: Any) -> Iterator[Any]:
+def _shapeless(hint: object) -> Iterator[object]:
     """Yield the types in a hint that transformers turns into {"type": "object"} or into invalid JSON."""
     if typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
@@ -106,7 +109,7 @@ def _shapeless(hint: Any) -> Iterator[Any]:
             yield from _shapeless(part)
 
 
-def _add_defaults(function: Callable[..., Any], properties: dict[str, Any]) -> None:
+def _add_defaults(function: Callable[..., object], properties: dict[str, dict[str, object]]) -> None:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name in properties and parameter.default not in (parameter.empty, None):
             try:
@@ -123,15 +126,15 @@ class ArgumentChecker:
         from referencing import Registry
 
         parameters = _without_nullable(schema["function"]["parameters"])
-        self._properties: dict[str, Any] = parameters.get("properties") or {}
+        self._properties: dict[str, object] = parameters.get("properties") or {}
         self._root = {key: value for key, value in parameters.items() if key in ("$defs", "definitions")}
-        self._registry: Any = Registry()  # empty, so that external references are never fetched
+        self._registry = Registry()  # empty, so that external references are never fetched
         self._validator = _validator_class()(parameters, registry=self._registry)
         # JSON schema allows unknown properties by default; for tools, an unknown argument is most likely a mistake.
         closed = parameters.get("additionalProperties", False) is False and "patternProperties" not in parameters
         self._known = set(self._properties) if closed and "$ref" not in parameters else None
 
-    def problem(self, arguments: dict[str, Any]) -> str | None:
+    def problem(self, arguments: dict[str, object]) -> str | None:
         """Return the problem of `arguments` in one line, or None. Arguments that the schema does not name are wrong
         unless it allows additional ones."""
         from jsonschema.exceptions import best_match
@@ -149,28 +152,28 @@ class ArgumentChecker:
         text = f"argument {where[1:]}: {error.message}" if where else error.message
         return " ".join(text[:MAX_PROBLEM_CHARACTERS].split())
 
-    def typed(self, texts: dict[str, Any]) -> dict[str, Any]:
+    def typed(self, texts: Mapping[str, object]) -> dict[str, object]:
         """Convert textual arguments: a text is parsed as JSON if the result has the type that the schema requires;
         otherwise it stays a text."""
-        return {key: self._typed(self._properties.get(key), text) for key, text in texts.items()}
+        return {key: self._typed(self._properties.get(key), str(text)) for key, text in texts.items()}
 
-    def _typed(self, wanted: Any, text: str) -> Any:
+    def _typed(self, wanted: object, text: str) -> object:
         if not isinstance(wanted, dict) or wanted.get("type") == "string":
             return text
         stripped = text.strip()
         try:
             # Templates that print a value without tojson write Python literals.
-            value = {"True": True, "False": False, "None": None}[stripped] if stripped in _PYTHON else json_value(text)
+            value = _PYTHON[stripped] if stripped in _PYTHON else json_value(text)
         except ValueError:
             return text
         fits = _validator_class()({**self._root, **wanted}, registry=self._registry).is_valid(value)
         return value if fits else text
 
 
-_PYTHON = ("True", "False", "None")
+_PYTHON = {"True": True, "False": False, "None": None}
 
 
-def _validator_class() -> Any:
+def _validator_class() -> type[Draft202012Validator]:
     from jsonschema import Draft202012Validator
 
     return Draft202012Validator

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.rewards.graders.catalogue import PURE
 from mcore_rl.rewards.graders.programs.comparison import same_output, same_result
 from mcore_rl.rewards.math_grader import is_correct
-from mcore_rl.rollout.tools.kinds.results import as_text
+from mcore_rl.rollout.tools.interface import as_text
 
 DEPTH = 20_000
 SHORT = 300

@@ -8,19 +8,19 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_rl.config.functions import load_function
 from mcore_rl.parent_death import die_with
-from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, ToolResult
-from mcore_rl.rollout.tools.kinds.results import result_of_function
+from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, ToolResult, result_of_function
 from mcore_rl.rollout.tools.schemas import Schema
 
+T = TypeVar("T")
 THREADS = 32
 """Default number of concurrent calls of a synchronous function."""
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
     return inspect.iscoroutinefunction(function)
 
 
@@ -33,7 +33,7 @@ class FunctionTool:
         self._function = function
         self._executor = None if is_async(function) else ThreadPoolExecutor(threads, thread_name_prefix="tool")
 
-    async def call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
+    async def call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
         if self._executor is None:
             return result_of_function(await self._function(**arguments))
         return result_of_function(await _ended(self._executor.submit(_called, self._function, arguments)))
@@ -54,11 +54,11 @@ class PooledFunctionTool:
         self._spec, self._processes = spec, processes
         self._executor: Executor = self._started()
 
-    async def call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
+    async def call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
         # Kept in a local variable: another call may replace a broken executor while this one waits.
         executor = self._executor
         try:
-            return await _ended(executor.submit(_call_by_name, self._spec, arguments))  # type: ignore[no-any-return]
+            return await _ended(executor.submit(_call_by_name, self._spec, arguments))
         except BrokenExecutor:
             if self._executor is executor:  # only the first failing call replaces it
                 executor.shutdown(wait=False)
@@ -78,18 +78,18 @@ class PooledFunctionTool:
         return ProcessPoolExecutor(self._processes, context, initializer=die_with, initargs=(os.getpid(),))
 
 
-def _call_by_name(spec: str, arguments: dict[str, Any]) -> ToolResult:
+def _call_by_name(spec: str, arguments: dict[str, object]) -> ToolResult:
     return result_of_function(_called(load_function("function", spec), arguments))
 
 
-def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _called(function: Callable[..., object], arguments: dict[str, object]) -> object:
     try:
         return function(**arguments)
     except StopIteration as error:  # a future cannot hold it, so the call would only end at its time limit
         raise RuntimeError("the function raised StopIteration") from error
 
 
-async def _ended(job: Future[Any]) -> Any:
+async def _ended(job: Future[T]) -> T:
     """Wait for a job in another thread or process. If the call is cancelled, wait until the job has ended, so that it
     keeps its slot, and a job that never ends is detected."""
     result = asyncio.wrap_future(job)

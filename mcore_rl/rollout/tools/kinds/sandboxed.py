@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.rollout.tools.interface import EpisodeState, ToolResult
@@ -51,17 +50,18 @@ class SandboxedTool:
         self._name = name
         sandbox = LocalSandbox(config)
         self._start: Callable[[], Interpreter | Shell] = sandbox.interpreter if name == PYTHON else sandbox.shell
+        self._sessions: dict[str, Interpreter | Shell] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         """One lock per episode, since its cells run one after another."""
 
-    async def call(self, episode: EpisodeState, arguments: dict[str, Any]) -> ToolResult:
+    async def call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
         (code,) = arguments.values()
         async with self._locks.setdefault(episode.id, asyncio.Lock()):
-            session = episode.state.get(self._name)
+            session = self._sessions.get(episode.id)
             # A session ends, for example, at a time limit; the next call of the episode starts a new one.
             if session is None or not session.alive:
-                session = episode.state[self._name] = await asyncio.to_thread(self._start)
-            found = await asyncio.to_thread(session.cell, code)
+                session = self._sessions[episode.id] = await asyncio.to_thread(self._start)
+            found = await asyncio.to_thread(session.cell, str(code))
         text = found.output or NO_OUTPUT
         if not session.alive:
             text = f"{text}\n{GONE.format(self._name, found.why)}"
@@ -69,7 +69,7 @@ class SandboxedTool:
 
     async def close_episode(self, episode: EpisodeState) -> float | None:
         self._locks.pop(episode.id, None)
-        session = episode.state.pop(self._name, None)
+        session = self._sessions.pop(episode.id, None)
         if session is not None:
             await asyncio.to_thread(session.close)
         return None

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 MARK_ATTRIBUTE = "__function_tool__"
 """Attribute of a decorated function that holds its FunctionMark."""
 
@@ -23,7 +23,7 @@ class FunctionMark:
     """Arguments of the decorator; None: derived from the function."""
 
     name: str | None
-    schema: Any
+    schema: object
 
 
 class _Open(BaseModel):
@@ -37,7 +37,7 @@ class OpenAIFunctionPropertySchema(_Open):
 
     type: str | list[str] | None = None
     description: str | None = None
-    enum: list[Any] | None = None
+    enum: list[object] | None = None
 
 
 class OpenAIFunctionParametersSchema(_Open):
@@ -75,7 +75,7 @@ class OpenAIFunctionCallSchema(BaseModel):
     """Call with parsed arguments."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, object]
 
     @staticmethod
     def from_openai_function_parsed_schema(
@@ -88,8 +88,9 @@ class OpenAIFunctionCallSchema(BaseModel):
             arguments = json_value(parsed_schema.arguments)
         except ValueError:
             arguments = None
-        wrong = not isinstance(arguments, dict)
-        return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments={} if wrong else arguments), wrong
+        if not isinstance(arguments, dict):
+            return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments={}), True
+        return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments=arguments), False
 
 
 class OpenAIFunctionToolCall(BaseModel):
@@ -104,12 +105,12 @@ class ToolResponse(BaseModel):
     """Response of a tool."""
 
     text: str | None = None
-    image: list[Any] | None = None
-    video: list[Any] | None = None
+    image: list[object] | None = None
+    video: list[object] | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _lists(cls, values: Any) -> Any:
+    def _lists(cls, values: object) -> object:
         for key in ("image", "video"):
             if isinstance(values, dict) and not isinstance(values.get(key), list | None):
                 raise ValueError(f"{key} of a ToolResponse must be a list, not {type(values[key]).__name__}")
@@ -125,7 +126,7 @@ class ToolResponse(BaseModel):
 class BaseTool:
     """Base class of verl's tools."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: dict[str, object], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = config
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
         if self.tool_schema is None:
@@ -136,21 +137,21 @@ class BaseTool:
         """Return the schema; a class overrides it if its YAML contains none."""
         return self.tool_schema
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+    async def create(self, instance_id: str | None = None, **kwargs: object) -> tuple[str, ToolResponse]:
         """Create an instance and return its id."""
         return (str(uuid4()) if instance_id is None else instance_id), ToolResponse()
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
+        self, instance_id: str, parameters: dict[str, object], **kwargs: object
+    ) -> tuple[ToolResponse, float | None, dict[str, object] | None]:
         """Return response, reward and metrics of a call."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
         """Return the reward of an instance."""
         return 0.0
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: object) -> None:
         """Release an instance."""
 
 

@@ -19,9 +19,8 @@ from mcore_rl.rollout.episodes.player import EpisodePlayer
 from mcore_rl.rollout.episodes.session import EpisodeContext
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal
-from mcore_rl.rollout.tools.interface import ToolAnswer
+from mcore_rl.rollout.tools.interface import ClosedEpisode, ToolResult
 from mcore_rl.rollout.tools.parsers import ToolCallParser
-from mcore_rl.rollout.tools.tool_process import ClosedEpisode
 from mcore_rl.types import EpisodeOutcome, GenerationRequest, Prompt, SamplingOptions
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.scripted import Say, ScriptedEngine, served
@@ -33,7 +32,7 @@ QUESTION = [{"role": "user", "content": "q"}]
 class FakeTools:
     """Answers `look` with the result of `answers` for the arguments; sleeps if it is a number of seconds."""
 
-    answers: Callable[[dict[str, Any]], ToolAnswer | float]
+    answers: Callable[[dict[str, Any]], ToolResult | float]
     calls: list[tuple[str, str, dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
@@ -41,13 +40,13 @@ class FakeTools:
 
     async def call(
         self, episode_id: str, name: str, arguments: dict[str, Any], tools_kwargs: Mapping[str, Any]
-    ) -> ToolAnswer:
+    ) -> ToolResult:
         self.calls.append((episode_id, name, arguments, tools_kwargs))
         answer = self.answers(arguments)
-        if isinstance(answer, ToolAnswer):
+        if isinstance(answer, ToolResult):
             return answer
         await asyncio.sleep(answer)
-        return ToolAnswer("slept")
+        return ToolResult("slept")
 
     async def close_episode(self, episode_id: str) -> ClosedEpisode:
         self.closed.append(episode_id)

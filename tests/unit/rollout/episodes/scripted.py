@@ -16,7 +16,7 @@ from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput, SteppedEn
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop
-from mcore_rl.rollout.tools.interface import ToolAnswer
+from mcore_rl.rollout.tools.interface import ToolResult
 from tests.unit.data.chat import made
 
 END = made.CLOSE
@@ -132,5 +132,5 @@ def asks_until_it_has_seen(count: int) -> Callable[[str], str]:
     return say
 
 
-def echo(arguments: dict[str, Any]) -> ToolAnswer:
-    return ToolAnswer(f"found {arguments['q']}", reward=0.5, metrics={"depth": 2.0})
+def echo(arguments: dict[str, Any]) -> ToolResult:
+    return ToolResult(f"found {arguments['q']}", reward=0.5, metrics={"depth": 2.0})

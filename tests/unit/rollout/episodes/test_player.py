@@ -19,7 +19,7 @@ from mcore_rl.rollout.episodes.builtin import ToolEpisode
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks, SingleTurnPlayer
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal, read_journal
-from mcore_rl.rollout.tools.interface import ToolAnswer
+from mcore_rl.rollout.tools.interface import ToolResult
 from mcore_rl.types import NOT_SAMPLED, SamplingOptions
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.conftest import FakeTools, Stage
@@ -169,7 +169,7 @@ def test_player_continues_turns_of_lost_engines(stage: SetUp, tmp_path: Path) ->
     for name, found in drawn.items():
         assert (kept[name].seed, kept[name].finish_reason) == (found.seed, "stop")
         assert kept[name].completion.token_ids.tolist() == found.completion.token_ids.tolist()
-    other = stage(say, ToolEpisode(), tools=FakeTools(lambda arguments: ToolAnswer("something else")))
+    other = stage(say, ToolEpisode(), tools=FakeTools(lambda arguments: ToolResult("something else")))
     other.play(drawn=drawn)
     assert len(other.engine.seeds) == 2, "after another answer nothing fits but the first turn"
 

@@ -12,7 +12,7 @@ import pytest
 
 from mcore_rl.rollout.episodes.builtin import ToolEpisode
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
-from mcore_rl.rollout.tools.interface import ToolAnswer
+from mcore_rl.rollout.tools.interface import ToolResult
 from tests.unit.data.chat import made
 from tests.unit.rollout.episodes.conftest import FakeTools, Stage
 from tests.unit.rollout.episodes.scripted import asks_until_it_has_seen, call, echo
@@ -94,9 +94,9 @@ def test_tool_episode_ids_match_after_an_unreadable_call(stage: SetUp) -> None:
 def test_tool_episode_calls_run_concurrently_in_order(stage: SetUp) -> None:
     started: list[float] = []
 
-    def slow_first(arguments: dict[str, Any]) -> ToolAnswer | float:
+    def slow_first(arguments: dict[str, Any]) -> ToolResult | float:
         started.append(time.monotonic())
-        return 0.2 if arguments["q"] == "a" else ToolAnswer("b at once")
+        return 0.2 if arguments["q"] == "a" else ToolResult("b at once")
 
     def say(text: str) -> str:
         return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{END}"
@@ -165,8 +165,8 @@ BROKEN = "<tool_call>\n{]\n</tool_call>"
 def test_new_sequence_history_shows_every_answered_call(stage: SetUp, calls: list[str]) -> None:
     """Oracle: the sampled tokens and answers, which `keep` continues."""
 
-    def answer(arguments: dict[str, Any]) -> ToolAnswer:
-        return ToolAnswer("Error: timed out", error="late") if arguments["q"] == "slow" else echo(arguments)
+    def answer(arguments: dict[str, Any]) -> ToolResult:
+        return ToolResult("Error: timed out", error="late") if arguments["q"] == "slow" else echo(arguments)
 
     def say(text: str) -> str:
         return f"done{END}" if "<|im_start|>tool" in text else f"{''.join(calls)}{END}"

@@ -16,7 +16,7 @@ SCHEMA = {
     "type": "function",
     "function": {"name": "t", "parameters": {"type": "object", "properties": {"i": {"type": "integer"}}}},
 }
-EPISODE = EpisodeState.begin("e", {})
+EPISODE = EpisodeState("e", {})
 
 
 class FakeTool:

@@ -22,8 +22,7 @@ import pytest
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.tools.check import check_tools
-from mcore_rl.rollout.tools.toolbox import ToolBox
+from mcore_rl.rollout.tools.toolbox import ToolBox, check_tools
 from tests.unit.rollout.tools.made import alive, with_tools
 
 SERVER = '''

@@ -16,10 +16,9 @@ import pytest
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
-from mcore_rl.rollout.tools import tool_process
-from mcore_rl.rollout.tools.check import check_tools
-from mcore_rl.rollout.tools.interface import ToolAnswer
-from mcore_rl.rollout.tools.toolbox import RESTARTED, ToolBox
+from mcore_rl.rollout.tools import toolbox
+from mcore_rl.rollout.tools.interface import ToolResult
+from mcore_rl.rollout.tools.toolbox import RESTARTED, ToolBox, check_tools
 from tests.unit.rollout.tools.made import alive, functions_file, tools_file, with_tools
 
 
@@ -52,7 +51,7 @@ def test_toolbox_list_of_functions_has_schemas(folder: Path) -> None:
 
 
 def test_toolbox_runs_a_thousand_concurrent_calls(folder: Path) -> None:
-    async def use(box: ToolBox) -> list[ToolAnswer]:
+    async def use(box: ToolBox) -> list[ToolResult]:
         return await asyncio.gather(*(box.call(f"e{i % 100}", "pause", {"seconds": i % 9 / 40}) for i in range(1000)))
 
     answers = with_tools(tools_file(folder, "pause", max_running=100), use)
@@ -61,7 +60,7 @@ def test_toolbox_runs_a_thousand_concurrent_calls(folder: Path) -> None:
 
 
 def test_toolbox_transient_error_is_retried(folder: Path) -> None:
-    async def use(box: ToolBox) -> ToolAnswer:
+    async def use(box: ToolBox) -> ToolResult:
         return await box.call("e", "flaky", {"times": 1})
 
     assert with_tools(tools_file(folder, "flaky", retries=1), use).text == "attempt 2"
@@ -76,7 +75,7 @@ def test_toolbox_dead_process_is_reported_and_replaced(folder: Path) -> None:
 
     died, beside, first, second, new, closed = with_tools(tools_file(folder, "add", "pause", "die"), use)
     cause = "the tool process was lost: it ended with exit code 7"
-    assert died == ToolAnswer(f"Error: {cause}", error=cause, seconds=died.seconds)
+    assert died == ToolResult(f"Error: {cause}", error=cause, seconds=died.seconds)
     assert beside.error == cause
     assert (first.text, second.text, new.text) == (f"{RESTARTED}2", "2", "2")
     assert closed.error == cause
@@ -94,7 +93,7 @@ def test_toolbox_spreads_episodes_over_processes(folder: Path) -> None:
 def test_toolbox_hanging_function_fails_its_call_only(folder: Path) -> None:
     """The function runs in a thread, which cannot be stopped; other calls continue."""
 
-    async def use(box: ToolBox) -> list[ToolAnswer]:
+    async def use(box: ToolBox) -> list[ToolResult]:
         return [await box.call("e", "hang", {"seconds": 3.0}), await box.call("e", "add", {"a": 1})]
 
     hung, after = with_tools(tools_file(folder, "add", "hang", timeout_seconds=0.2), use)
@@ -103,7 +102,7 @@ def test_toolbox_hanging_function_fails_its_call_only(folder: Path) -> None:
 
 
 def test_toolbox_stuck_slot_replaces_the_process(folder: Path) -> None:
-    async def use(box: ToolBox) -> list[ToolAnswer]:
+    async def use(box: ToolBox) -> list[ToolResult]:
         return [await box.call("e", "hang", {"seconds": seconds}) for seconds in (100.0, 0.0, 0.0)]
 
     spec = tools_file(folder, "hang", timeout_seconds=0.3, max_running=1)
@@ -114,7 +113,7 @@ def test_toolbox_stuck_slot_replaces_the_process(folder: Path) -> None:
 
 
 def test_toolbox_blocked_loop_replaces_the_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool_process, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(toolbox, "SILENT_SECONDS", 2.0)
 
     async def use(box: ToolBox) -> list[Any]:
         pid = box._processes[0].pid
@@ -177,7 +176,7 @@ def test_toolbox_cancelled_call_ends(folder: Path) -> None:
 
 
 def test_toolbox_close_episode_answers_running_calls(folder: Path) -> None:
-    async def use(box: ToolBox) -> tuple[ToolAnswer, str | None]:
+    async def use(box: ToolBox) -> tuple[ToolResult, str | None]:
         call = asyncio.create_task(box.call("e", "pause", {"seconds": 60}))
         await box.call("f", "pause", {"seconds": 0.0})
         closed = await box.close_episode("e")
@@ -188,9 +187,9 @@ def test_toolbox_close_episode_answers_running_calls(folder: Path) -> None:
 
 
 def test_toolbox_shutdown_leaves_no_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool_process, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(toolbox, "CLOSE_SECONDS", 0.2)
 
-    async def run() -> tuple[int, list[BaseException | ToolAnswer]]:
+    async def run() -> tuple[int, list[BaseException | ToolResult]]:
         box = await ToolBox.start(RolloutConfig(tools=tools_file(folder, "hang", "block")))
         calls = [asyncio.create_task(box.call("e", name, {"seconds": 60})) for name in ("hang", "block")]
         await asyncio.sleep(0.2)
@@ -268,7 +267,7 @@ def test_toolbox_accepts_a_native_tool_class(tmp_path: Path) -> None:
     assert with_tools(str(tmp_path / "tools.yaml"), use) == ["3", "6", "3", {"count": 6.0}, "3"]
     (tmp_path / "tools.yaml").write_text("tools: [{class_name: 'mine.py:Counter', config: {by: 7}}]")
 
-    async def once(box: ToolBox) -> ToolAnswer:
+    async def once(box: ToolBox) -> ToolResult:
         return await box.call("e", "count", {})
 
     answer = with_tools(str(tmp_path / "tools.yaml"), once)

@@ -11,13 +11,11 @@ import pytest
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.tools.check import check_tools
-from mcore_rl.rollout.tools.interface import EpisodeState, ToolError, ToolResult
+from mcore_rl.rollout.tools.interface import EpisodeState, ToolError, ToolResult, result_of
 from mcore_rl.rollout.tools.kinds import verl_names
-from mcore_rl.rollout.tools.kinds.results import result_of
 from mcore_rl.rollout.tools.kinds.verl_names import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool
-from mcore_rl.rollout.tools.toolbox import ToolBox
+from mcore_rl.rollout.tools.toolbox import ToolBox, check_tools
 from tests.unit.rollout.tools.made import with_tools
 
 GRADER = """
@@ -273,11 +271,11 @@ EPISODE = {"t": {"create_kwargs": {"truth": 7}}}
 
 def test_verl_tool_supports_both_forms_of_create() -> None:
     old, new, either = OldForm(), NewForm(), EitherForm()
-    assert asyncio.run(VerlTool(old, SCHEMA).call(EpisodeState.begin("e", EPISODE), {"x": 1})).text == "old {'x': 1}"
-    outcome = asyncio.run(VerlTool(new, SCHEMA).call(EpisodeState.begin("e", EPISODE), {}))
+    assert asyncio.run(VerlTool(old, SCHEMA).call(EpisodeState("e", EPISODE), {"x": 1})).text == "old {'x': 1}"
+    outcome = asyncio.run(VerlTool(new, SCHEMA).call(EpisodeState("e", EPISODE), {}))
     assert outcome == ToolResult("['agent_data']", None, {})
     with pytest.raises(ValueError, match="no"):
-        asyncio.run(VerlTool(either, SCHEMA).call(EpisodeState.begin("e", EPISODE), {}))
+        asyncio.run(VerlTool(either, SCHEMA).call(EpisodeState("e", EPISODE), {}))
     assert old.seen == [7, ("release", "old")]
     assert new.seen == [{"truth": 7}, ("release", "new")]
     assert either.seen == [{"truth": 7}, ("release", "either")]
