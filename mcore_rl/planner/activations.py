@@ -43,13 +43,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.schema import PlanConfig
 from mcore_rl.megatron.step.logprobs import TILE_ELEMENTS
 from mcore_rl.resolved.layout import sequence_parallel
-from model_converters.families import ModelArguments
+from model_converters.families.parts.family import ModelArguments, TransformerArguments
 from model_converters.mapping.layout import TrainLayout
 
 
@@ -113,7 +113,7 @@ class Execution:
         return width * wide + 4
 
 
-def attention(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
+def attention(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:
     """Yield the tensors of a layer's attention and its norm."""
     hidden, b = sizes["hidden_size"], run.element_bytes
     yield SavedTensor("norms", run.norm(hidden) / run.scatter)
@@ -121,7 +121,7 @@ def attention(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
     yield from (_latent if sizes.get("multi_latent_attention") else _grouped)(sizes, run)
 
 
-def _grouped(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
+def _grouped(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:
     t, b, head = run.layout.tp, run.element_bytes, sizes["kv_channels"]
     heads = sizes["num_attention_heads"] / t
     groups = max(sizes["num_query_groups"] / t, 1)
@@ -138,7 +138,7 @@ def _grouped(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
     yield from _core(q, heads, run)
 
 
-def _latent(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
+def _latent(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:
     t, s, b = run.layout.tp, run.scatter, run.element_bytes
     heads = sizes["num_attention_heads"] / t
     rope, nope, value = sizes["qk_pos_emb_head_dim"], sizes["qk_head_dim"], sizes["v_head_dim"]
@@ -166,7 +166,7 @@ def _core(output: float, heads: float, run: Execution) -> Iterator[SavedTensor]:
     yield SavedTensor("attention", output * b)
 
 
-def dense_mlp(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
+def dense_mlp(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:
     """Yield the tensors of a dense MLP and its norm."""
     hidden, b, s, t = sizes["hidden_size"], run.element_bytes, run.scatter, run.layout.tp
     yield SavedTensor("norms", run.norm(hidden) / s)
@@ -175,7 +175,7 @@ def dense_mlp(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
     yield SavedTensor("mlp", 3 * sizes["ffn_hidden_size"] * b / t, ("mlp",))
 
 
-def experts(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
+def experts(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTensor]:
     """Yield the tensors of a mixture of experts and its norm."""
     hidden, b, s, layout = sizes["hidden_size"], run.element_bytes, run.scatter, run.layout
     width, topk, number = sizes["moe_ffn_hidden_size"], sizes["moe_router_topk"], sizes["num_moe_experts"]
@@ -192,7 +192,7 @@ def experts(sizes: dict[str, Any], run: Execution) -> Iterator[SavedTensor]:
         yield SavedTensor("moe", 3 * shared / layout.tp * b, ("moe", "shared_experts"))
 
 
-def is_sparse(sizes: dict[str, Any], layer: int) -> bool:
+def is_sparse(sizes: TransformerArguments, layer: int) -> bool:
     """Return True if the layer (global index) has experts."""
     if not sizes.get("num_moe_experts"):
         return False
@@ -200,7 +200,7 @@ def is_sparse(sizes: dict[str, Any], layer: int) -> bool:
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % int(frequency) == 0
 
 
-def layer_table(sizes: dict[str, Any], run: Execution, *, sparse: bool) -> list[SavedTensor]:
+def layer_table(sizes: TransformerArguments, run: Execution, *, sparse: bool) -> list[SavedTensor]:
     """List the tensors that one layer saves without recomputation."""
     return [*attention(sizes, run), *(experts if sparse else dense_mlp)(sizes, run)]
 

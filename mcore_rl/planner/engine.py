@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from mcore_rl.config.schema import ClusterConfig, RolloutConfig
-from model_converters.families import ModelArguments
+from model_converters.families.parts.family import ModelArguments, TransformerArguments
 from model_converters.mapping.placement import local_shape
 from model_converters.mapping.table import BoundRow
 
@@ -86,7 +85,7 @@ def engine_weights(rows: Sequence[BoundRow], tp: int, element_bytes: int) -> int
     return int(total * element_bytes)
 
 
-def kv_bytes_per_token(sizes: dict[str, Any], tp: int, element_bytes: int) -> int:
+def kv_bytes_per_token(sizes: TransformerArguments, tp: int, element_bytes: int) -> int:
     """Compute the KV cache bytes of one token in all layers, on one rank."""
     if sizes.get("multi_latent_attention"):
         width = sizes["kv_lora_rank"] + sizes["qk_pos_emb_head_dim"]

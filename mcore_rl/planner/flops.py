@@ -24,7 +24,7 @@ from mcore_rl.planner.batches import BatchArithmetic
 from mcore_rl.planner.engine import GIB, EngineRank, longest_sequence
 from mcore_rl.planner.model_size import ModelSize
 from mcore_rl.resolved.costs import attention_flops
-from model_converters.families import ModelArguments
+from model_converters.families.parts.family import ModelArguments
 
 
 @dataclass(frozen=True)

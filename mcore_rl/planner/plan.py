@@ -34,7 +34,7 @@ from mcore_rl.resolved.installed import planned_machine
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.recompute import recomputed_modules
 from model_converters.errors import LayoutError
-from model_converters.families import ModelArguments
+from model_converters.families.parts.family import ModelArguments
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import BoundRow
 

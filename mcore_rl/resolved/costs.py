@@ -9,6 +9,7 @@ from typing import Any
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.resolved.layout import model_arguments
 from model_converters.families import family_for
+from model_converters.families.parts.family import TransformerArguments
 
 
 def sequence_cost(hf_config: dict[str, Any]) -> SequenceCost:
@@ -30,7 +31,7 @@ def sequence_cost(hf_config: dict[str, Any]) -> SequenceCost:
     return SequenceCost(per_token=2 * weights, per_pair=attention_flops(sizes))
 
 
-def attention_flops(sizes: dict[str, Any]) -> float:
+def attention_flops(sizes: TransformerArguments) -> float:
     """Compute FLOPs of the forward pass of all layers per pair of query and key token."""
     if sizes.get("multi_latent_attention"):
         width = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"] + sizes["v_head_dim"]

@@ -18,7 +18,7 @@ from mcore_rl.resolved.versions import dotted, release
 if TYPE_CHECKING:
     from mcore_rl.config.models import ActorConfig
     from mcore_rl.config.schema import ModelConfig
-    from model_converters.families import ModelArguments
+    from model_converters.families.parts.family import ModelArguments, TransformerArguments
     from model_converters.mapping.layout import TrainLayout
 
 PERMUTE_FUSION_VERSION = (2, 1)
@@ -131,7 +131,7 @@ def build_request(
     )
 
 
-def _heads(sizes: dict[str, Any]) -> HeadDims:
+def _heads(sizes: TransformerArguments) -> HeadDims:
     if sizes.get("multi_latent_attention"):
         return HeadDims(sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"], sizes["v_head_dim"])
     return HeadDims(sizes["kv_channels"], sizes["kv_channels"])

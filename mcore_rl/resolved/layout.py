@@ -10,7 +10,8 @@ from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.config.rules.validation import check_ranks_divide
 from mcore_rl.errors import ConfigError
 from model_converters.errors import ConversionError, LayoutError
-from model_converters.families import ModelArguments, family_for
+from model_converters.families import family_for
+from model_converters.families.parts.family import ModelArguments, TransformerArguments
 from model_converters.mapping.layout import TrainLayout
 
 
@@ -25,7 +26,7 @@ def model_arguments(hf_config: dict[str, Any], key: str = POLICY.checkpoint) -> 
         raise ConfigError(f"{key}: {error}") from error
 
 
-def check_experts(moe: MoeConfig, sizes: dict[str, Any], names: KeyNames = POLICY) -> None:
+def check_experts(moe: MoeConfig, sizes: TransformerArguments, names: KeyNames = POLICY) -> None:
     """Reject settings of experts that the model does not have. `sizes` is ModelArguments.transformer.
 
     Raises: ConfigError naming the `moe` key.
@@ -95,7 +96,7 @@ def _layout(parallel: ParallelConfig, world_size: int, etp: int) -> TrainLayout:
     )
 
 
-def _check_tensor_axis(parallel: ParallelConfig, sizes: dict[str, Any], names: KeyNames) -> None:
+def _check_tensor_axis(parallel: ParallelConfig, sizes: TransformerArguments, names: KeyNames) -> None:
     divided = {
         "attention heads": sizes["num_attention_heads"],
         "units of the feed-forward layer": sizes["ffn_hidden_size"],
@@ -116,11 +117,11 @@ def _check_tensor_axis(parallel: ParallelConfig, sizes: dict[str, Any], names: K
         )
 
 
-def _all_layers_sparse(sizes: dict[str, Any]) -> bool:
+def _all_layers_sparse(sizes: TransformerArguments) -> bool:
     return bool(sizes.get("num_moe_experts")) and all(sizes.get("moe_layer_freq", [1]))
 
 
-def _check_expert_axes(parallel: ParallelConfig, sizes: dict[str, Any], etp: int, names: KeyNames) -> None:
+def _check_expert_axes(parallel: ParallelConfig, sizes: TransformerArguments, etp: int, names: KeyNames) -> None:
     experts = sizes.get("num_moe_experts")
     if not experts:
         if parallel.ep != 1:
@@ -136,7 +137,7 @@ def _check_expert_axes(parallel: ParallelConfig, sizes: dict[str, Any], etp: int
         )
 
 
-def _check_sequence_parallel(parallel: ParallelConfig, sizes: dict[str, Any], names: KeyNames) -> None:
+def _check_sequence_parallel(parallel: ParallelConfig, sizes: TransformerArguments, names: KeyNames) -> None:
     key = names.key("parallel.sequence_parallel")
     if parallel.sequence_parallel and parallel.tp == 1:
         raise ConfigError(f"{key}=true needs {names.key('parallel.tp')} > 1; leave it unset")

@@ -13,7 +13,8 @@ from mcore_rl.resolved.implementation import Implementation, build_request, choo
 from mcore_rl.resolved.layout import check_experts, model_arguments, train_layout
 from mcore_rl.resolved.recompute import recompute_arguments
 from model_converters.errors import ConversionError
-from model_converters.families import ModelArguments, family_for
+from model_converters.families import family_for
+from model_converters.families.parts.family import ModelArguments
 from model_converters.families.parts.mtp import num_mtp_layers, without_mtp
 from model_converters.hf.value_head import value_model_config
 from model_converters.mapping.layout import TrainLayout

@@ -9,23 +9,23 @@ from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import Implementation
-from model_converters.families import ModelArguments
+from model_converters.families.parts.family import ModelArguments, TransformerArguments
 from model_converters.mapping.layout import TrainLayout
 
-Missing = Callable[[dict[str, Any], Implementation], str]
+Missing = Callable[[TransformerArguments, Implementation], str]
 
 
-def _needs(present: Callable[[dict[str, Any]], Any], what: str) -> Missing:
+def _needs(present: Callable[[TransformerArguments], object], what: str) -> Missing:
     return lambda sizes, _: "" if present(sizes) else f"the model has no {what}"
 
 
-def _lacks_grouped_gemm(sizes: dict[str, Any], implementation: Implementation) -> str:
+def _lacks_grouped_gemm(sizes: TransformerArguments, implementation: Implementation) -> str:
     if not sizes.get("num_moe_experts"):
         return "the model has no experts"
     return "" if implementation.grouped_gemm else f"it needs grouped GEMM, but {implementation.experts.why}"
 
 
-def _lacks_norms(sizes: dict[str, Any], implementation: Implementation) -> str:
+def _lacks_norms(sizes: TransformerArguments, implementation: Implementation) -> str:
     apart = sizes.get("num_moe_experts") or sizes.get("multi_latent_attention")
     if apart or not implementation.transformer_engine:
         return ""

@@ -21,7 +21,7 @@ from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.shards import StoredTensor, as_bytes, layout_shard, read_header, write_exactly
 from model_converters.hf.side_files import HF_FOLDER, side_files_in
 from model_converters.hf.writer import write_json
-from model_converters.inputs.strict_json import read_object
+from model_converters.inputs import read_object
 from model_converters.mapping.table import BoundRow
 
 _ABSENT_FILE, _SCALES_FILE = "source_tensors.json", "source_scales.safetensors"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from model_converters.errors import ConversionError
 from model_converters.families.deepseek_v2 import DEEPSEEK_V2
 from model_converters.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
@@ -11,22 +9,12 @@ from model_converters.families.glm4_moe import GLM4_MOE
 from model_converters.families.llama import LLAMA
 from model_converters.families.mixtral import MIXTRAL
 from model_converters.families.parts.engine_fields import neutral_fields, refuse_for_engine
-from model_converters.families.parts.family import Family, ModelArguments
+from model_converters.families.parts.family import Family
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.qwen2 import QWEN2
 from model_converters.families.qwen3 import QWEN3
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.families.refusals import REFUSED
-
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "ModelArguments",
-    "check_for_engine",
-    "engine_overrides",
-    "family_for",
-    "missing_engine_fields",
-]
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": DEEPSEEK_V2,
@@ -57,7 +45,7 @@ def family_for(hf_config: HFConfig) -> Family:
     return FAMILIES[model_type]
 
 
-def missing_engine_fields(hf_config: HFConfig) -> dict[str, Any]:
+def missing_engine_fields(hf_config: HFConfig) -> dict[str, object]:
     """Return the fields that inference engines need and that transformers omits or writes as null in config.json.
 
     Raises: ConversionError as family_for.
@@ -66,7 +54,7 @@ def missing_engine_fields(hf_config: HFConfig) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if hf_config.get(key) is None}
 
 
-def engine_overrides(hf_config: HFConfig) -> dict[str, Any]:
+def engine_overrides(hf_config: HFConfig) -> dict[str, object]:
     """Return fields of config.json to override for inference engines so that they compute the model of transformers.
 
     Raises: ConversionError as family_for.

@@ -5,43 +5,13 @@ Source: transformers models/deepseek_v2.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from model_converters.errors import ConversionError
+from model_converters.families.parts import experts, mla
 from model_converters.families.parts.description import REFUSED_ROTATIONS, Description
-from model_converters.families.parts.experts import (
-    ExpertSizes,
-    expert_sizes,
-    group_limits,
-    mlp_and_expert_rows,
-    scaling_factor,
-    sparse_arguments,
-    sparse_pattern,
-)
-from model_converters.families.parts.family import (
-    VLLM,
-    Family,
-    ModelArguments,
-    decoder_arguments,
-    embedding_rows,
-    model_arguments,
-)
-from model_converters.families.parts.hf_config import HFConfig, explain_defaults, integer, require, with_defaults
-from model_converters.families.parts.mla import (
-    ABSENT_FOR_ENGINES,
-    LATENT_NORM_EPSILON,
-    OWN_FIELDS,
-    REFUSED_BY_LATENT_ATTENTION,
-    as_attention_sizes,
-    latent_attention_arguments,
-    latent_attention_rows,
-    latent_sizes,
-    rotation_for_engines,
-)
+from model_converters.families.parts.family import VLLM, Family, ModelArguments, TransformerArguments, embedding_rows
+from model_converters.families.parts.hf_config import HFConfig, integer, number, require
 from model_converters.mapping.table import Row
 
-# Defaults of transformers' DeepseekV2Config for absent fields.
 _DEFAULTS = {
     "first_k_dense_replace": 0,
     "n_shared_experts": 2,
@@ -52,38 +22,21 @@ _DEFAULTS = {
 }
 
 
-def _with_defaults(config: HFConfig) -> HFConfig:
-    return with_defaults(config, _DEFAULTS, nullable=("q_lora_rank",))
-
-
-@explain_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
-    config = _with_defaults(config)
-    attention, experts = latent_sizes(config), expert_sizes(config)
     require(config, "mlp_bias", False, reason="the table has no row for MLP biases")
-    layers = range(integer(config, "num_hidden_layers"))
     return [
-        *embedding_rows(config, attention.hidden),
-        *latent_attention_rows(attention, layers),
-        *mlp_and_expert_rows(experts, sparse_pattern(config)),
+        *embedding_rows(config, integer(config, "hidden_size")),
+        *mla.latent_attention_rows(config, range(integer(config, "num_hidden_layers"))),
+        *experts.mlp_and_expert_rows(config, experts.sparse_pattern(config)),
     ]
 
 
-@explain_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = _with_defaults(config)
-    attention, experts = latent_sizes(config), expert_sizes(config)
     require(config, "mlp_bias", False, reason="the table has no row for MLP biases")
-    arguments = model_arguments(config, {}, rope_types=("default", "yarn"))
-    transformer = {
-        **decoder_arguments(config, as_attention_sizes(attention)),
-        **latent_attention_arguments(config, attention, arguments.rotary.base),
-        **sparse_arguments(experts, sparse_pattern(config), _routing(config, experts)),
-    }
-    return replace(arguments, transformer=transformer, latent_norm_epsilon=LATENT_NORM_EPSILON)
+    return mla.latent_model_arguments(config, experts.sparse_arguments(config, _routing(config)))
 
 
-def _routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
+def _routing(config: HFConfig) -> TransformerArguments:
     require(config, "scoring_func", "softmax", None, reason="this family's scores are a softmax")
     # With true, DeepSeek's own code normalises the weights and transformers does not.
     require(config, "norm_topk_prob", False, reason="implementations of this family disagree on it")
@@ -94,31 +47,32 @@ def _routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
         )
     for key in ("n_group", "topk_group"):
         integer(config, key, default=1)
-    limits = group_limits(config, sizes, best_of_group=1) if method == "group_limited_greedy" else {}
     return {
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": True,
-        "moe_router_topk_scaling_factor": scaling_factor(config),
-        **limits,
+        "moe_router_topk_scaling_factor": number(config, "routed_scaling_factor", positive=True),
+        **(experts.group_limits(config, best_of_group=1) if method == "group_limited_greedy" else {}),
     }
 
 
-def _engine_values(config: HFConfig) -> dict[str, Any]:
+def _engine_values(config: HFConfig) -> dict[str, object]:
     """Return overrides that disable expert groups for greedy topk_method: transformers ignores them, vLLM does not."""
     greedy = config.get("topk_method", "greedy") == "greedy"
     groups = {key: 1 for key in ("n_group", "topk_group") if greedy and config.get(key, 1) not in (None, 1)}
-    return groups | rotation_for_engines(config)
+    return groups | mla.rotation_for_engines(config)
 
 
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
-    rows=_rows,
-    model_arguments=_model_arguments,
+    _rows,
+    _model_arguments,
+    defaults=_DEFAULTS,
+    nullable=("q_lora_rank",),
     architecture="DeepseekV2ForCausalLM",
     engine_values=_engine_values,
     unread_by_engines={"tie_word_embeddings": VLLM},
-    own_fields=OWN_FIELDS,
-    absent_for_engines=ABSENT_FOR_ENGINES,
+    own_fields=mla.OWN_FIELDS,
+    absent_for_engines=mla.ABSENT_FOR_ENGINES,
     description=Description(
         models="DeepSeek-V2-Lite",
         covers="latent attention with or without q_lora_rank, yarn with mscale, softmax scores, shared experts, dense "
@@ -128,7 +82,7 @@ DEEPSEEK_V2 = Family(
             "norm_topk_prob": True,
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
-            **REFUSED_BY_LATENT_ATTENTION,
+            **mla.REFUSED_BY_LATENT_ATTENTION,
             **REFUSED_ROTATIONS,
         },
         vllm_cpu="runs",

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from model_converters.errors import ConversionError
+from model_converters.families.parts import family
 from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
-from model_converters.families.parts.family import (
-    AttentionSizes,
-    Family,
-    ModelArguments,
-    attention_rows,
-    attention_sizes,
-    decoder_arguments,
-    embedding_rows,
-    mlp_rows,
-    model_arguments,
-)
+from model_converters.families.parts.family import AttentionSizes, Family, ModelArguments
 from model_converters.families.parts.hf_config import HFConfig, flag, integer
 from model_converters.mapping.table import Row
 
@@ -22,28 +13,28 @@ from model_converters.mapping.table import Row
 def _sizes(config: HFConfig) -> AttentionSizes:
     if flag(config, "mlp_bias"):
         raise ConversionError("config.json: mlp_bias is not supported: the table has no row for MLP biases")
-    return attention_sizes(config)
+    return family.attention_sizes(config)
 
 
 def _rows(config: HFConfig) -> list[Row]:
     sizes = _sizes(config)
     layers = range(integer(config, "num_hidden_layers"))
     return [
-        *embedding_rows(config, sizes.hidden),
-        *attention_rows(sizes, layers),
-        *mlp_rows(sizes.hidden, integer(config, "intermediate_size"), layers),
+        *family.embedding_rows(config, sizes.hidden),
+        *family.attention_rows(sizes, layers),
+        *family.mlp_rows(sizes.hidden, integer(config, "intermediate_size"), layers),
     ]
 
 
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    transformer = dict(decoder_arguments(config, _sizes(config)), add_qkv_bias=False, qk_layernorm=False)
-    return model_arguments(config, transformer, rope_types=("default", "llama3"))
+    transformer = family.decoder_arguments(config, _sizes(config), qkv_bias=False, qk_norm=False)
+    return family.model_arguments(config, transformer, rope_types=("default", "llama3"))
 
 
 LLAMA = Family(
     "llama",
-    rows=_rows,
-    model_arguments=_model_arguments,
+    _rows,
+    _model_arguments,
     architecture="LlamaForCausalLM",
     description=Description(
         models="Llama 2, 3, 3.1 to 3.3",

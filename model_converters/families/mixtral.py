@@ -8,27 +8,13 @@ only, but an update must compute the probabilities that the engine sampled with.
 from __future__ import annotations
 
 from model_converters.errors import ConversionError
+from model_converters.families.parts import family
 from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
-from model_converters.families.parts.family import (
-    SGLANG,
-    AttentionSizes,
-    ExpertNames,
-    Family,
-    ModelArguments,
-    attention_rows,
-    attention_sizes,
-    decoder_arguments,
-    embedding_rows,
-    expert_rows,
-    model_arguments,
-    softmax_routing,
-)
-from model_converters.families.parts.hf_config import HFConfig, explain_defaults, integer, with_defaults
+from model_converters.families.parts.family import SGLANG, AttentionSizes, ExpertNames, Family, ModelArguments
+from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.mapping.table import Row
 
-# Defaults of transformers' MixtralConfig for absent fields.
-_DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
-_NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2", size_key="intermediate_size")
+_NAMES = ExpertNames(block="block_sparse_moe", parts=("w1", "w3", "w2"), size_key="intermediate_size")
 
 
 def _sizes(config: HFConfig) -> AttentionSizes:
@@ -36,7 +22,7 @@ def _sizes(config: HFConfig) -> AttentionSizes:
         raise ConversionError(
             f"config.json: sliding_window {config['sliding_window']} is not supported, only null (full attention)"
         )
-    return attention_sizes(config)
+    return family.attention_sizes(config)
 
 
 def _num_experts(config: HFConfig) -> int:
@@ -44,38 +30,29 @@ def _num_experts(config: HFConfig) -> int:
     return integer(config, "num_local_experts", "num_experts")
 
 
-@explain_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
-    config = with_defaults(config, _DEFAULTS)
     sizes = _sizes(config)
     layers = range(integer(config, "num_hidden_layers"))
     intermediate, num_experts = integer(config, "intermediate_size"), _num_experts(config)
     return [
-        *embedding_rows(config, sizes.hidden),
-        *attention_rows(sizes, layers),
-        *expert_rows(sizes.hidden, intermediate, num_experts, layers, names=_NAMES),
+        *family.embedding_rows(config, sizes.hidden),
+        *family.attention_rows(sizes, layers),
+        *family.expert_rows(sizes.hidden, intermediate, num_experts, layers, names=_NAMES),
     ]
 
 
-@explain_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = with_defaults(config, _DEFAULTS)
-    num_experts = _num_experts(config)
-    transformer = dict(
-        decoder_arguments(config, _sizes(config)),
-        add_qkv_bias=False,
-        qk_layernorm=False,
-        num_moe_experts=num_experts,
-        moe_ffn_hidden_size=integer(config, "intermediate_size"),
-        **softmax_routing(config, num_experts, normalised=True),
-    )
-    return model_arguments(config, transformer)
+    transformer = family.decoder_arguments(config, _sizes(config), qkv_bias=False, qk_norm=False)
+    intermediate = integer(config, "intermediate_size")
+    transformer |= family.softmax_experts(config, _num_experts(config), intermediate, normalised=True)
+    return family.model_arguments(config, transformer)
 
 
 MIXTRAL = Family(
     "mixtral",
-    rows=_rows,
-    model_arguments=_model_arguments,
+    _rows,
+    _model_arguments,
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     architecture="MixtralForCausalLM",
     unread_by_engines={"head_dim": SGLANG, "tie_word_embeddings": SGLANG},
     own_fields=frozenset({"sliding_window"}),

@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
+from model_converters.families.parts import family
 from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
-from model_converters.families.parts.family import (
-    SGLANG,
-    Family,
-    ModelArguments,
-    attention_rows,
-    attention_sizes,
-    embedding_rows,
-    expert_rows,
-    mlp_rows,
-    model_arguments,
-    qk_norm_rows,
-    softmax_routing,
-)
-from model_converters.families.parts.hf_config import (
-    COMPUTED,
-    HFConfig,
-    explain_defaults,
-    flag,
-    integer,
-    whole_numbers,
-    with_defaults,
-)
-from model_converters.families.qwen3 import qwen3_arguments
+from model_converters.families.parts.family import SGLANG, Family, ModelArguments
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, whole_numbers
 from model_converters.mapping.table import Row
-
-# Defaults of transformers' Qwen3MoeConfig for absent fields.
-_DEFAULTS = {"decoder_sparse_step": 1, "head_dim": COMPUTED, "norm_topk_prob": False, "num_key_value_heads": 4}
 
 
 def sparse_layers(config: HFConfig) -> list[int]:
@@ -45,49 +22,39 @@ def _num_experts(config: HFConfig) -> int:
     return integer(config, "num_experts", "num_local_experts")
 
 
-@explain_defaults(_DEFAULTS)
 def _rows(config: HFConfig) -> list[Row]:
-    config = with_defaults(config, _DEFAULTS)
-    sizes = attention_sizes(config)
+    sizes = family.attention_sizes(config)
     layers = range(integer(config, "num_hidden_layers"))
     sparse = sparse_layers(config)
     dense = [layer for layer in layers if layer not in set(sparse)]
     rows = [
-        *embedding_rows(config, sizes.hidden),
-        *attention_rows(sizes, layers),
-        *qk_norm_rows(sizes.head_dim, layers),
+        *family.embedding_rows(config, sizes.hidden),
+        *family.attention_rows(sizes, layers),
+        *family.qk_norm_rows(sizes.head_dim, layers),
     ]
     if dense:
-        rows += mlp_rows(sizes.hidden, integer(config, "intermediate_size"), dense)
+        rows += family.mlp_rows(sizes.hidden, integer(config, "intermediate_size"), dense)
     if sparse:
-        rows += expert_rows(sizes.hidden, integer(config, "moe_intermediate_size"), _num_experts(config), sparse)
+        intermediate = integer(config, "moe_intermediate_size")
+        rows += family.expert_rows(sizes.hidden, intermediate, _num_experts(config), sparse)
     return rows
 
 
-@explain_defaults(_DEFAULTS)
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    config = with_defaults(config, _DEFAULTS)
-    transformer = qwen3_arguments(config, attention_sizes(config))
+    transformer = family.decoder_arguments(config, family.attention_sizes(config), qkv_bias=False, qk_norm=True)
     sparse = set(sparse_layers(config))
     if sparse:
-        transformer |= _expert_arguments(config)
+        intermediate, normalised = integer(config, "moe_intermediate_size"), flag(config, "norm_topk_prob")
+        transformer |= family.softmax_experts(config, _num_experts(config), intermediate, normalised=normalised)
         transformer["moe_layer_freq"] = [int(layer in sparse) for layer in range(transformer["num_layers"])]
-    return model_arguments(config, transformer)
-
-
-def _expert_arguments(config: HFConfig) -> dict[str, object]:
-    num_experts = _num_experts(config)
-    return {
-        "num_moe_experts": num_experts,
-        "moe_ffn_hidden_size": integer(config, "moe_intermediate_size"),
-        **softmax_routing(config, num_experts, normalised=flag(config, "norm_topk_prob")),
-    }
+    return family.model_arguments(config, transformer)
 
 
 QWEN3_MOE = Family(
     "qwen3_moe",
-    rows=_rows,
-    model_arguments=_model_arguments,
+    _rows,
+    _model_arguments,
+    defaults={"decoder_sparse_step": 1, "head_dim": COMPUTED, "norm_topk_prob": False, "num_key_value_heads": 4},
     architecture="Qwen3MoeForCausalLM",
     unread_by_engines={"tie_word_embeddings": SGLANG},
     own_fields=frozenset({"sliding_window"}),

@@ -21,7 +21,7 @@ from model_converters.hf.directory.saved_modules import saved_tensors
 from model_converters.hf.files import TensorFiles
 from model_converters.hf.quant import TILE_COLUMNS, TILE_ROWS
 from model_converters.hf.shards import StoredTensor, read_header
-from model_converters.inputs.strict_json import read_object
+from model_converters.inputs import read_object
 from model_converters.mapping.transforms import Shape
 
 CONFIG_NAME = "adapter_config.json"

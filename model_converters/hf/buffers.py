@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from model_converters.errors import ConversionError
-from model_converters.families import ModelArguments
+from model_converters.families.parts.family import ModelArguments
 from model_converters.families.parts.rotary import inverse_frequencies
 from model_converters.hf.shards import StoredTensor
 

@@ -11,7 +11,8 @@ from typing import Any, Self
 import torch
 
 from model_converters.errors import ConversionError
-from model_converters.families import Family, family_for
+from model_converters.families import family_for
+from model_converters.families.parts.family import Family
 from model_converters.families.parts.hf_config import flag, fp8_block, read_hf_config, weights_dtype
 from model_converters.families.parts.quantization import refuse_tensors
 from model_converters.hf.adapter_reader import LoraAdapter

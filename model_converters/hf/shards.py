@@ -19,8 +19,7 @@ import numpy as np
 import torch
 
 from model_converters.errors import ConversionError
-from model_converters.inputs.regular_files import open_regular
-from model_converters.inputs.strict_json import parse_object
+from model_converters.inputs import open_regular, parse_object
 from model_converters.mapping.transforms import Shape
 
 # Limit of the format; a file of another format usually yields a larger number.

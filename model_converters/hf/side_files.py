@@ -10,7 +10,7 @@ from typing import Any
 
 from model_converters.durable_files import durable_write, sync
 from model_converters.errors import ConversionError
-from model_converters.inputs.regular_files import open_regular, require_inside, special_kind
+from model_converters.inputs import open_regular, require_inside, special_kind
 
 HF_FOLDER = "config_and_tokenizer"
 """Folder of these files in a Megatron checkpoint. The name avoids the impression of a model directory with weights."""

@@ -24,7 +24,7 @@ from mcore_rl.resolved.implementation import Implementation, build_request, choo
 from mcore_rl.resolved.installed import Installed, here
 from mcore_rl.resolved.layout import check_experts, model_arguments, sequence_parallel
 from mcore_rl.resolved.recompute import recompute_arguments
-from model_converters.families import ModelArguments
+from model_converters.families.parts.family import ModelArguments
 from model_converters.mapping.layout import TrainLayout
 
 cpu.install()
@@ -95,9 +95,8 @@ def transformer_config(
 
     Raises: ConfigError.
     """
-    given = dict(arguments.transformer)
-    if isinstance(given.get("activation_func"), str):
-        given["activation_func"] = _ACTIVATIONS[given["activation_func"]]
+    given: dict[str, object] = dict(arguments.transformer)
+    given["activation_func"] = _ACTIVATIONS[arguments.transformer["activation_func"]]
     # With 0 instead of None, Megatron would still look for MTP layers.
     given["mtp_num_layers"] = arguments.mtp_num_layers or None
     kind = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig

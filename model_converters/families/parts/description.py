@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-REFUSED_BY_ALL: dict[str, Any] = {"dual_chunk_attention_config": {"chunk_size": 262144}, "is_causal": False}
+REFUSED_BY_ALL: dict[str, object] = {"dual_chunk_attention_config": {"chunk_size": 262144}, "is_causal": False}
 """Fields that hf_config.refuse_unsupported rejects for every family."""
 
-REFUSED_BY_ATTENTION: dict[str, Any] = {
+REFUSED_BY_ATTENTION: dict[str, object] = {
     **REFUSED_BY_ALL,
     "attention_bias": True,
     "hidden_act": "gelu",
@@ -18,7 +17,7 @@ REFUSED_BY_ATTENTION: dict[str, Any] = {
 }
 """Fields that family.attention_sizes rejects, with an example value."""
 
-REFUSED_ROTATIONS: dict[str, Any] = {
+REFUSED_ROTATIONS: dict[str, object] = {
     "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
     "partial_rotary_factor": 0.5,
 }
@@ -37,5 +36,5 @@ class Description:
 
     models: str
     covers: str
-    refused: Mapping[str, Any]
+    refused: Mapping[str, object]
     vllm_cpu: str = "not tried"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts.family import Family
@@ -22,7 +22,7 @@ from model_converters.families.parts.rotary import rope_section
 class NeutralSize:
     """Neutral value that equals a size of the model: the argument `name` of Megatron's TransformerConfig."""
 
-    name: str
+    name: Literal["num_query_groups", "num_attention_heads"]
 
 
 # Attention to a window or chunk of the tokens.
@@ -88,7 +88,7 @@ _KIND_OF_MODEL = {
     "use_bidirectional_attention": False,
     "is_mm_prefix_lm": False,
 }
-NEUTRAL: Mapping[str, Any] = {**_WINDOWS, **_SCALES, **_PARAMETERS, **_SHAPES, **_ROTATION, **_KIND_OF_MODEL}
+NEUTRAL: HFConfig = {**_WINDOWS, **_SCALES, **_PARAMETERS, **_SHAPES, **_ROTATION, **_KIND_OF_MODEL}
 """Field -> value with which an engine that reads it computes the model of transformers. Does not apply to a family's
 `own_fields`."""
 
@@ -98,7 +98,7 @@ SUBMODELS = (
 )
 """Nested configurations of a submodel. Engines would read the model's fields from them."""
 
-_ASSUMED: Mapping[str, Callable[[HFConfig], Any]] = {
+_ASSUMED: Mapping[str, Callable[[HFConfig], object]] = {
     "head_dim": lambda config: integer(config, "hidden_size") // integer(config, "num_attention_heads"),
     "tie_word_embeddings": lambda config: False,
     "moe_layer_freq": lambda config: 1,
@@ -113,12 +113,12 @@ ROTATION_INSIDE = ("rope_dim", "use_fope", "mrope_section", "xdrope_section", "i
 """Fields of rope_parameters that change the rotation in an engine and that transformers does not use."""
 
 
-def neutral_fields(family: Family, config: HFConfig) -> dict[str, Any]:
+def neutral_fields(family: Family, config: HFConfig) -> dict[str, object]:
     """Return the neutral value of every field of NEUTRAL that has another value in config.json.
 
     Raises: ConversionError for a configuration that the family cannot represent.
     """
-    found = {}
+    found: dict[str, object] = {}
     for key in sorted((NEUTRAL.keys() & config.keys()) - family.own_fields - family.absent_for_engines):
         value = NEUTRAL[key]
         if isinstance(value, NeutralSize):

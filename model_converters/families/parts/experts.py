@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.family import expert_rows, gated_rows, mlp_rows
+from model_converters.families.parts.family import TransformerArguments, expert_rows, gated_rows, mlp_rows
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number, require
 from model_converters.families.parts.mtp import num_mtp_layers
 from model_converters.mapping.table import Row
@@ -82,12 +81,13 @@ def mtp_pattern(config: HFConfig) -> list[bool]:
     return [is_sparse(config, last)]
 
 
-def mlp_and_expert_rows(sizes: ExpertSizes, pattern: Sequence[bool], *, corrected: bool = False) -> list[Row]:
+def mlp_and_expert_rows(config: HFConfig, pattern: Sequence[bool], *, corrected: bool = False) -> list[Row]:
     """Return the rows of dense MLPs, routers, routed and shared experts.
 
     pattern: for every layer whether it has experts.
     corrected: whether routers have an e_score_correction_bias.
     """
+    sizes = expert_sizes(config)
     dense = [layer for layer, has_experts in enumerate(pattern) if not has_experts]
     sparse = [layer for layer, has_experts in enumerate(pattern) if has_experts]
     rows: list[Row] = []
@@ -105,7 +105,7 @@ def shared_expert_rows(hidden: int, intermediate: int, layers: Sequence[int]) ->
     """Return the rows of the experts that process every token: one MLP, divided like a dense MLP."""
     prefixes = ("decoder.layers.{l}.mlp.shared_experts.", "model.layers.{l}.mlp.shared_experts.")
     split_by = "n_shared_experts * moe_intermediate_size"
-    return gated_rows(prefixes, "", hidden, intermediate, axis="tp", split_by=split_by, layers=tuple(layers))
+    return gated_rows(prefixes, hidden, intermediate, layers, split_by=split_by)
 
 
 def correction_bias_row(num_experts: int, layers: Sequence[int]) -> Row:
@@ -123,8 +123,9 @@ def correction_bias_row(num_experts: int, layers: Sequence[int]) -> Row:
     )
 
 
-def sparse_arguments(sizes: ExpertSizes, pattern: Sequence[bool], routing: dict[str, Any]) -> dict[str, Any]:
+def sparse_arguments(config: HFConfig, routing: TransformerArguments) -> TransformerArguments:
     """Return the TransformerConfig arguments of experts and of the family's `routing`; empty without experts."""
+    sizes, pattern = expert_sizes(config), sparse_pattern(config)
     if not any(pattern):
         return {}
     return {
@@ -137,12 +138,7 @@ def sparse_arguments(sizes: ExpertSizes, pattern: Sequence[bool], routing: dict[
     }
 
 
-def scaling_factor(config: HFConfig) -> float:
-    """Read routed_scaling_factor."""
-    return number(config, "routed_scaling_factor", positive=True)
-
-
-def sigmoid_routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
+def sigmoid_routing(config: HFConfig) -> TransformerArguments:
     """Return the arguments of sigmoid routing.
 
     Experts are chosen by score plus correction bias. Their weights are the scores without bias, normalised over the
@@ -152,24 +148,24 @@ def sigmoid_routing(config: HFConfig, sizes: ExpertSizes) -> dict[str, Any]:
     """
     require(config, "scoring_func", "sigmoid", None, reason="this family's scores are sigmoids")
     require(config, "topk_method", "noaux_tc", None, reason="its experts are chosen with a correction bias")
-    normalised = flag(config, "norm_topk_prob")
+    normalised, topk = flag(config, "norm_topk_prob"), expert_sizes(config).topk
     # Megatron has no switch for this normalisation: it depends on the number of chosen experts.
-    if normalised != (sizes.topk > 1):
+    if normalised != (topk > 1):
         raise ConversionError(
-            f"config.json: norm_topk_prob {normalised} with num_experts_per_tok {sizes.topk} is not supported: "
+            f"config.json: norm_topk_prob {normalised} with num_experts_per_tok {topk} is not supported: "
             "megatron always normalises the scores of several experts, and never the score of a single one"
         )
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_pre_softmax": True,
-        "moe_router_topk_scaling_factor": scaling_factor(config),
+        "moe_router_topk_scaling_factor": number(config, "routed_scaling_factor", positive=True),
         # DeepSeek-V3 and GLM-4 rank a group by the sum of its two best scores.
-        **group_limits(config, sizes, best_of_group=2),
+        **group_limits(config, best_of_group=2),
     }
 
 
-def group_limits(config: HFConfig, sizes: ExpertSizes, *, best_of_group: int) -> dict[str, Any]:
+def group_limits(config: HFConfig, *, best_of_group: int) -> TransformerArguments:
     """Return the arguments of group-limited routing.
 
     A token chooses topk_group of n_group groups by the sum of the `best_of_group` best scores of each group, then its
@@ -177,7 +173,7 @@ def group_limits(config: HFConfig, sizes: ExpertSizes, *, best_of_group: int) ->
 
     Raises: ConversionError naming the fields if Megatron would sum another number of scores.
     """
-    groups, chosen = integer(config, "n_group"), integer(config, "topk_group")
+    sizes, groups, chosen = expert_sizes(config), integer(config, "n_group"), integer(config, "topk_group")
     if chosen > groups:
         raise ConversionError(f"config.json: topk_group {chosen} exceeds n_group {groups}")
     if sizes.num_experts % groups:

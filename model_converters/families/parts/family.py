@@ -4,35 +4,87 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TypedDict
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts.description import Description
 from model_converters.families.parts.hf_config import (
     HFConfig,
+    explain_defaults,
     flag,
     integer,
     number,
     refuse_sliding_window,
     refuse_unsupported,
+    with_defaults,
 )
 from model_converters.families.parts.rotary import RotarySettings, rotary
-from model_converters.mapping.table import FINAL_NORM, Row
+from model_converters.mapping.table import FINAL_NORM, Axis, Place, Row
 from model_converters.mapping.transforms import GateUp, GroupedQKV, Same, Vocabulary
+
+
+class TransformerArguments(TypedDict, total=False):
+    """Keyword arguments of Megatron's TransformerConfig as plain values.
+
+    activation_func is a name ("silu"); mcore_rl.megatron replaces it by the function.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    layernorm_epsilon: float
+    normalization: str
+    activation_func: str
+    gated_linear_unit: bool
+    add_bias_linear: bool
+    add_qkv_bias: bool
+    qk_layernorm: bool
+    attention_dropout: float
+    hidden_dropout: float
+    init_method_std: float
+    # Experts.
+    num_moe_experts: int
+    moe_ffn_hidden_size: int
+    moe_shared_expert_intermediate_size: int
+    moe_layer_freq: list[int]
+    moe_router_topk: int
+    moe_router_score_function: str
+    moe_router_pre_softmax: bool
+    moe_router_enable_expert_bias: bool
+    moe_router_topk_scaling_factor: float
+    moe_router_num_groups: int
+    moe_router_group_topk: int
+    # Latent attention (MLATransformerConfig).
+    multi_latent_attention: bool
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+    rotary_base: float
+    rope_type: str
+    rotary_scaling_factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
 
 
 @dataclass(frozen=True)
 class ModelArguments:
     """Arguments of a GPTModel.
 
-    transformer: keyword arguments of Megatron's TransformerConfig as plain values. activation_func is a name ("silu");
-    mcore_rl.megatron replaces it by the function.
     mtp_num_layers: number of multi-token-prediction layers.
     latent_norm_epsilon: epsilon of the two norms inside multi-head latent attention, for which Megatron would use the
     model's epsilon; None without such norms.
     """
 
-    transformer: dict[str, Any]
+    transformer: TransformerArguments
     vocab_size: int
     max_position_embeddings: int
     rotary: RotarySettings
@@ -49,6 +101,9 @@ VLLM, SGLANG = frozenset({"vllm"}), frozenset({"sglang"})
 class Family:
     """One model_type with its weight table (`rows`) and `model_arguments`, both functions of config.json.
 
+    build_rows, build_arguments: the same functions of a config.json that contains the `defaults`.
+    defaults: fields of the family's configuration class in transformers -> default (COMPUTED: from other fields).
+    nullable: keys of `defaults` whose null the two functions handle.
     engine_fields: fields that inference engines need in config.json and that transformers omits or writes as null.
     transformers_type: model_type under which transformers registers the family, if different.
     architecture: class name in transformers, by which inference engines select their implementation.
@@ -57,21 +112,37 @@ class Family:
     absent_for_engines: fields whose mere presence, even as null, changes an engine's model.
     unread_by_engines: field -> engines that ignore it for this family.
     engine_values: function from config.json to the fields that engines must read with another value.
-
-    Raises (rows and model_arguments): ConversionError for a configuration that the family cannot represent.
     """
 
     model_type: str
-    rows: Callable[[HFConfig], list[Row]]
-    model_arguments: Callable[[HFConfig], ModelArguments]
+    build_rows: Callable[[HFConfig], list[Row]]
+    build_arguments: Callable[[HFConfig], ModelArguments]
     description: Description
-    engine_fields: Mapping[str, Any] = field(default_factory=dict)
+    defaults: HFConfig = field(default_factory=dict)
+    nullable: tuple[str, ...] = ()
+    engine_fields: HFConfig = field(default_factory=dict)
     transformers_type: str = ""
     architecture: str = field(kw_only=True)
     own_fields: frozenset[str] = frozenset()
     absent_for_engines: frozenset[str] = frozenset()
     unread_by_engines: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    engine_values: Callable[[HFConfig], dict[str, Any]] = lambda config: {}
+    engine_values: Callable[[HFConfig], dict[str, object]] = lambda config: {}
+
+    def rows(self, config: HFConfig) -> list[Row]:
+        """Return the weight table.
+
+        Raises: ConversionError for a configuration that the family cannot represent.
+        """
+        with explain_defaults(config, self.defaults):
+            return self.build_rows(with_defaults(config, self.defaults, nullable=self.nullable))
+
+    def model_arguments(self, config: HFConfig) -> ModelArguments:
+        """Return the arguments of the model.
+
+        Raises: ConversionError for a configuration that the family cannot represent.
+        """
+        with explain_defaults(config, self.defaults):
+            return self.build_arguments(with_defaults(config, self.defaults, nullable=self.nullable))
 
 
 @dataclass(frozen=True)
@@ -111,35 +182,19 @@ def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
     vocab = integer(config, "vocab_size")
     tied = flag(config, "tie_word_embeddings")
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    vocabulary: dict[str, Any] = {
-        "shapes": ((vocab, hidden),),
-        "transform": Vocabulary(),
-        "axis": "tp",
-        "split_by": "vocab_size",
-    }
+    row = partial(Row, shapes=((vocab, hidden),), transform=Vocabulary(), axis="tp", split_by="vocab_size")
+    # Some tied checkpoints store the head as well; its values must then equal the embedding.
+    redundant = (head,) if tied else ()
     return [
-        Row(
-            mcore="embedding.word_embeddings.weight",
-            hf=(embedding,),
-            place="embedding",
-            # Some tied checkpoints store the head as well; its values must then equal the embedding.
-            redundant=(head,) if tied else (),
-            **vocabulary,
-        ),
+        row(mcore="embedding.word_embeddings.weight", hf=(embedding,), place="embedding", redundant=redundant),
         norm_row(FINAL_NORM, "model.norm.weight", hidden, place="head"),
-        Row(
-            mcore="output_layer.weight",
-            hf=(embedding if tied else head,),
-            place="head",
-            copy_of_embedding=tied,
-            **vocabulary,
-        ),
+        row(mcore="output_layer.weight", hf=(embedding if tied else head,), place="head", copy_of_embedding=tied),
     ]
 
 
-def norm_row(mcore: str, hf: str, size: int, **place: Any) -> Row:
+def norm_row(mcore: str, hf: str, size: int, layers: Sequence[int] = (), *, place: Place = "layer") -> Row:
     """Return the row of a vector that every rank of the stage holds."""
-    return Row(mcore=mcore, hf=(hf,), shapes=((size,),), transform=Same(), **place)
+    return Row(mcore=mcore, hf=(hf,), shapes=((size,),), transform=Same(), layers=tuple(layers), place=place)
 
 
 def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
@@ -147,7 +202,7 @@ def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
     mcore, hf = "decoder.layers.{l}.", "model.layers.{l}."
     q_rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.head_dim
     return [
-        norm_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", sizes.hidden, layers=tuple(layers)),
+        norm_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", sizes.hidden, layers),
         Row(
             mcore=f"{mcore}self_attention.linear_qkv.weight",
             hf=tuple(f"{hf}self_attn.{part}_proj.weight" for part in "qkv"),
@@ -169,12 +224,7 @@ def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
             layers=tuple(layers),
             fp8=True,
         ),
-        norm_row(
-            f"{mcore}pre_mlp_layernorm.weight",
-            f"{hf}post_attention_layernorm.weight",
-            sizes.hidden,
-            layers=tuple(layers),
-        ),
+        norm_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", sizes.hidden, layers),
     ]
 
 
@@ -195,26 +245,24 @@ def qkv_bias_row(sizes: AttentionSizes, layers: Sequence[int]) -> Row:
 def qk_norm_rows(head_dim: int, layers: Sequence[int]) -> list[Row]:
     """Return the rows of the RMS norms of query and key heads."""
     mcore, hf = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
-    return [
-        norm_row(f"{mcore}{part}_layernorm.weight", f"{hf}{part}_norm.weight", head_dim, layers=tuple(layers))
-        for part in "qk"
-    ]
+    return [norm_row(f"{mcore}{part}_layernorm.weight", f"{hf}{part}_norm.weight", head_dim, layers) for part in "qk"]
 
 
 def mlp_rows(hidden: int, intermediate: int, layers: Sequence[int]) -> list[Row]:
     """Return the rows of a dense gated MLP."""
     prefixes = ("decoder.layers.{l}.mlp.", "model.layers.{l}.mlp.")
-    return gated_rows(prefixes, "", hidden, intermediate, axis="tp", split_by="intermediate_size", layers=tuple(layers))
+    return gated_rows(prefixes, hidden, intermediate, layers, split_by="intermediate_size")
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """HF names in a layer with experts, and the key of config.json with the experts' size."""
+    """HF names in a layer with experts, and the key of config.json with the experts' size.
+
+    parts: gate, up and down projection.
+    """
 
     block: str = "mlp"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     size_key: str = "moe_intermediate_size"
 
 
@@ -231,44 +279,39 @@ def expert_rows(
         layers=tuple(layers),
     )
     prefixes = (f"{mcore}experts.", f"{hf}experts.{{e}}.")
-    sharing: dict[str, Any] = {"axis": "etp", "split_by": names.size_key, "num_experts": num_experts}
-    parts = (names.gate, names.up, names.down)
-    return [router, *gated_rows(prefixes, "{e}", hidden, intermediate, parts, layers=tuple(layers), **sharing)]
+    split_by, parts = names.size_key, names.parts
+    return [
+        router,
+        *gated_rows(prefixes, hidden, intermediate, layers, split_by=split_by, parts=parts, num_experts=num_experts),
+    ]
 
 
 def gated_rows(
     prefixes: tuple[str, str],
-    suffix: str,
     hidden: int,
     intermediate: int,
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    **sharing: Any,
+    layers: Sequence[int],
+    *,
+    split_by: str,
+    parts: tuple[str, str, str] = ExpertNames.parts,
+    num_experts: int = 0,
 ) -> list[Row]:
-    """Return the rows of a gated MLP under (mcore, HF) prefixes. `sharing`: further arguments of Row (axis, layers)."""
+    """Return the rows of a gated MLP, or of one per expert, under (mcore, HF) prefixes."""
     mcore, hf = prefixes
-    up, down = (intermediate, hidden), (hidden, intermediate)
+    gate, up, down = (f"{hf}{part}.weight" for part in parts)
+    wide, narrow = (intermediate, hidden), (hidden, intermediate)
+    axis: Axis = "etp" if num_experts else "tp"
+    suffix = "{e}" if num_experts else ""
+    row = partial(Row, axis=axis, split_by=split_by, layers=tuple(layers), num_experts=num_experts, fp8=True)
     return [
-        Row(
-            mcore=f"{mcore}linear_fc1.weight{suffix}",
-            hf=tuple(f"{hf}{part}.weight" for part in parts[:2]),
-            shapes=(up, up),
-            transform=GateUp(),
-            fp8=True,
-            **sharing,
-        ),
-        Row(
-            mcore=f"{mcore}linear_fc2.weight{suffix}",
-            hf=(f"{hf}{parts[2]}.weight",),
-            shapes=(down,),
-            transform=Same(),
-            dim=1,
-            fp8=True,
-            **sharing,
-        ),
+        row(mcore=f"{mcore}linear_fc1.weight{suffix}", hf=(gate, up), shapes=(wide, wide), transform=GateUp()),
+        row(mcore=f"{mcore}linear_fc2.weight{suffix}", hf=(down,), shapes=(narrow,), transform=Same(), dim=1),
     ]
 
 
-def decoder_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]:
+def decoder_arguments(
+    config: HFConfig, sizes: AttentionSizes, *, qkv_bias: bool, qk_norm: bool
+) -> TransformerArguments:
     """Return the TransformerConfig arguments of a pre-norm decoder with RMS norms and gated SiLU."""
     return {
         "num_layers": integer(config, "num_hidden_layers"),
@@ -282,14 +325,16 @@ def decoder_arguments(config: HFConfig, sizes: AttentionSizes) -> dict[str, Any]
         "activation_func": "silu",
         "gated_linear_unit": True,
         "add_bias_linear": False,
+        "add_qkv_bias": qkv_bias,
+        "qk_layernorm": qk_norm,
         "attention_dropout": number(config, "attention_dropout", 0.0),
         "hidden_dropout": 0.0,
         "init_method_std": number(config, "initializer_range", 0.02, positive=True),
     }
 
 
-def softmax_routing(config: HFConfig, num_experts: int, *, normalised: bool) -> dict[str, Any]:
-    """Return the TransformerConfig arguments of a softmax router.
+def softmax_experts(config: HFConfig, num_experts: int, intermediate: int, *, normalised: bool) -> TransformerArguments:
+    """Return the TransformerConfig arguments of experts of size `intermediate` with a softmax router.
 
     normalised: whether the weights of the chosen experts sum to 1.
 
@@ -304,6 +349,8 @@ def softmax_routing(config: HFConfig, num_experts: int, *, normalised: bool) -> 
             "megatron rejects it"
         )
     return {
+        "num_moe_experts": num_experts,
+        "moe_ffn_hidden_size": intermediate,
         "moe_router_topk": topk,
         "moe_router_score_function": "softmax",
         # A softmax over the chosen logits equals the full softmax, renormalised over the chosen experts.
@@ -313,7 +360,7 @@ def softmax_routing(config: HFConfig, num_experts: int, *, normalised: bool) -> 
 
 def model_arguments(
     config: HFConfig,
-    transformer: dict[str, Any],
+    transformer: TransformerArguments,
     *,
     rope_types: tuple[str, ...] = ("default",),
     partial_rotation: bool = False,

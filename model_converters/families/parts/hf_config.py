@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeGuard
 
 import torch
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts.quantization import REMEDY, method_of, refuse_files, refuse_nested
-from model_converters.inputs.strict_json import read_object
+from model_converters.inputs import is_number, read_object
 
-HFConfig = Mapping[str, Any]
-Built = TypeVar("Built")
-Build = Callable[[HFConfig], Built]
+HFConfig = Mapping[str, object]
 _ABSENT = "config.json has no "
 
 
-def read_hf_config(path: Path | str) -> dict[str, Any]:
+def read_hf_config(path: Path | str) -> dict[str, object]:
     """Read config.json; `path` is an HF directory or the file itself.
 
     Raises: ConversionError naming the file if it is missing, not JSON, or has no model_type.
@@ -44,7 +42,7 @@ COMPUTED = "its default"
 """Marker in `defaults` of with_defaults: the default is computed from other fields."""
 
 
-class ConfigWithDefaults(dict[str, Any]):
+class ConfigWithDefaults(dict[str, object]):
     """Configuration in which absent fields have the defaults of transformers.
 
     defaults: field -> default, without COMPUTED ones.
@@ -71,26 +69,19 @@ def with_defaults(config: HFConfig, defaults: HFConfig, *, nullable: Collection[
     return ConfigWithDefaults(config, defaults)
 
 
-def explain_defaults(defaults: HFConfig) -> Callable[[Build[Built]], Build[Built]]:
-    """Decorator for functions of config.json: if an error names an absent field, append transformers' default."""
-
-    def decorate(build: Build[Built]) -> Build[Built]:
-        @functools.wraps(build)
-        def built(config: HFConfig) -> Built:
-            try:
-                return build(config)
-            except ConversionError as error:
-                message, absent = str(error), ConfigWithDefaults(config, defaults).absent
-                named = [key for key in absent if re.search(rf"\b{re.escape(key)}\b", message)]
-                # `require` has already stated the default if its message starts with _ABSENT.
-                if not named or message.startswith(_ABSENT):
-                    raise
-                notes = [f"{key} is absent; transformers' default is {json.dumps(absent[key])}" for key in named]
-                raise ConversionError(f"{message} ({', '.join(notes)})") from error
-
-        return built
-
-    return decorate
+@contextmanager
+def explain_defaults(config: HFConfig, defaults: HFConfig) -> Iterator[None]:
+    """Append transformers' default to an error of the block that names a field that `config` lacks."""
+    try:
+        yield
+    except ConversionError as error:
+        message, absent = str(error), ConfigWithDefaults(config, defaults).absent
+        named = [key for key in absent if re.search(rf"\b{re.escape(key)}\b", message)]
+        # `require` has already stated the default if its message starts with _ABSENT.
+        if not named or message.startswith(_ABSENT):
+            raise
+        notes = [f"{key} is absent; transformers' default is {json.dumps(absent[key])}" for key in named]
+        raise ConversionError(f"{message} ({', '.join(notes)})") from error
 
 
 _COUNT_SUFFIXES, _MAX_COUNT = ("_layers", "_experts"), 100_000
@@ -105,14 +96,16 @@ def integer(config: HFConfig, *keys: str, default: int | None = None, minimum: i
     Raises: ConversionError for another value, for spellings that differ, and for an absent field without default.
     """
     # A null first spelling counts as absent. A null second spelling is an error: transformers would use it.
-    found = {key: config[key] for key in keys if key in config and (config[key] is not None or key != keys[0])}
-    for key, value in found.items():
+    given = {key: config[key] for key in keys if key in config and (config[key] is not None or key != keys[0])}
+    found: dict[str, int] = {}
+    for key, value in given.items():
         if not _is_whole(value, minimum):
             raise ConversionError(
                 f"config.json: {key} is {_shown(value)}; it must be a whole number of at least {minimum}"
             )
         if value > _MAX_COUNT and key.endswith(_COUNT_SUFFIXES):
             raise ConversionError(f"config.json: {key} is {value}; it must be at most {_MAX_COUNT}")
+        found[key] = value
     if len(set(found.values())) > 1:
         both = " and ".join(f"{key} {value}" for key, value in found.items())
         raise ConversionError(f"config.json: {both} are two spellings of one size and differ; remove one of them")
@@ -133,11 +126,11 @@ def number(
     Raises: ConversionError.
     """
     value = config.get(key, default)
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not known or value < 0 or (positive and value == 0):
-        wanted = "above 0" if positive else "that is at least 0"
-        raise ConversionError(f"config.json: {_full(key, inside)} is {_shown(value)}; it must be a number {wanted}")
-    return float(value)
+    if is_number(value) and 0 <= value < math.inf and (value > 0 or not positive):
+        return float(value)
+    wanted = "above 0" if positive else "that is at least 0"
+    name = f"{inside}.{key}" if inside else key
+    raise ConversionError(f"config.json: {name} is {_shown(value)}; it must be a number {wanted}")
 
 
 def flag(config: HFConfig, key: str, default: bool = False) -> bool:
@@ -177,19 +170,15 @@ def section(config: HFConfig, key: str) -> HFConfig:
     return value
 
 
-def _is_whole(value: Any, minimum: int) -> bool:
+def _is_whole(value: object, minimum: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "null" if value is None else repr(value)
 
 
-def _full(key: str, inside: str) -> str:
-    return f"{inside}.{key}" if inside else key
-
-
-def require(config: HFConfig, key: str, *supported: Any, reason: str) -> None:
+def require(config: HFConfig, key: str, *supported: object, reason: str) -> None:
     """Reject a setting that changes the computation, unless it is absent or has one of the `supported` values.
 
     If the field is absent and transformers has a default for it, the default is checked and named in the message.
@@ -225,7 +214,7 @@ def weights_dtype(config: HFConfig) -> torch.dtype:
 
 
 # Accepted values in quantization_config of FP8 weights. The other accepted keys concern activations or list modules.
-_FP8_FIELDS: dict[str, tuple[Any, ...]] = {
+_FP8_FIELDS: dict[str, tuple[object, ...]] = {
     "quant_method": ("fp8",),
     "fmt": ("e4m3", None),
     "activation_scheme": ("dynamic", None),

@@ -7,13 +7,19 @@ tensor-parallel ranks; up projections are divided by heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts.description import REFUSED_BY_ALL
-from model_converters.families.parts.family import AttentionSizes, norm_row
+from model_converters.families.parts.family import (
+    AttentionSizes,
+    ModelArguments,
+    TransformerArguments,
+    decoder_arguments,
+    model_arguments,
+    norm_row,
+)
 from model_converters.families.parts.hf_config import (
     HFConfig,
     integer,
@@ -28,7 +34,7 @@ from model_converters.mapping.transforms import Heads, Same, Shape
 
 # transformers and DeepSeek's own code do not use the model's rms_norm_eps for these norms.
 LATENT_NORM_EPSILON = 1e-6
-REFUSED_BY_LATENT_ATTENTION: dict[str, Any] = {
+REFUSED_BY_LATENT_ATTENTION: HFConfig = {
     **REFUSED_BY_ALL,
     "attention_bias": True,
     "hidden_act": "gelu",
@@ -42,6 +48,7 @@ OWN_FIELDS = frozenset({"v_head_dim"})
 ABSENT_FOR_ENGINES = frozenset({"index_topk", "compress_ratios"})
 """Values of Family.own_fields and Family.absent_for_engines for latent attention. vLLM builds sparse or compressed
 attention if a field of ABSENT_FOR_ENGINES is present, even with null."""
+_MCORE, _HF = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
 _YARN_KEYS = {
     "rope_type",
     "type",
@@ -104,97 +111,75 @@ def latent_sizes(config: HFConfig) -> LatentSizes:
     )
 
 
-def latent_attention_rows(sizes: LatentSizes, layers: Sequence[int]) -> list[Row]:
+def latent_attention_rows(config: HFConfig, layers: Sequence[int]) -> list[Row]:
     """Return the rows of the norms before attention and MLP, and of all projections of latent attention."""
-    where: dict[str, Any] = {"layers": tuple(layers)}
-    mcore, hf = "decoder.layers.{l}.", "model.layers.{l}."
+    sizes, mcore, hf = latent_sizes(config), "decoder.layers.{l}.", "model.layers.{l}."
+    heads = sizes.num_heads
+    kv_heads = (heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank)
     return [
-        norm_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", sizes.hidden, **where),
-        *_query_rows(sizes, where),
+        norm_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", sizes.hidden, layers),
+        *_query_rows(sizes, layers),
         # Output: the latent of keys and values, and the positional part of the key that all heads share.
-        _replicated("linear_kv_down_proj", "kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, sizes.hidden), where),
-        _norm("kv_layernorm", "kv_a_layernorm", sizes.kv_rank, where),
-        _by_heads("linear_kv_up_proj", "kv_b_proj", sizes, (sizes.nope_dim + sizes.value_dim, sizes.kv_rank), where),
-        Row(
-            mcore=f"{mcore}self_attention.linear_proj.weight",
-            hf=(f"{hf}self_attn.o_proj.weight",),
-            shapes=((sizes.hidden, sizes.num_heads * sizes.value_dim),),
-            transform=Heads(num_heads=sizes.num_heads),
-            axis="tp",
-            dim=1,
-            split_by="num_attention_heads",
-            fp8=True,
-            **where,
-        ),
-        norm_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", sizes.hidden, **where),
+        _whole("linear_kv_down_proj", "kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, sizes.hidden), layers),
+        norm_row(f"{_MCORE}kv_layernorm.weight", f"{_HF}kv_a_layernorm.weight", sizes.kv_rank, layers),
+        _by_heads("linear_kv_up_proj", "kv_b_proj", heads, kv_heads, layers),
+        _by_heads("linear_proj", "o_proj", heads, (sizes.hidden, heads * sizes.value_dim), layers, dim=1),
+        norm_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", sizes.hidden, layers),
     ]
 
 
-def _query_rows(sizes: LatentSizes, where: dict[str, Any]) -> list[Row]:
-    head = sizes.nope_dim + sizes.rope_dim
+def _query_rows(sizes: LatentSizes, layers: Sequence[int]) -> list[Row]:
+    rows = sizes.num_heads * (sizes.nope_dim + sizes.rope_dim)
     if sizes.q_rank is None:
-        return [_by_heads("linear_q_proj", "q_proj", sizes, (head, sizes.hidden), where)]
+        return [_by_heads("linear_q_proj", "q_proj", sizes.num_heads, (rows, sizes.hidden), layers)]
     return [
-        _replicated("linear_q_down_proj", "q_a_proj", (sizes.q_rank, sizes.hidden), where),
-        _norm("q_layernorm", "q_a_layernorm", sizes.q_rank, where),
-        _by_heads("linear_q_up_proj", "q_b_proj", sizes, (head, sizes.q_rank), where),
+        _whole("linear_q_down_proj", "q_a_proj", (sizes.q_rank, sizes.hidden), layers),
+        norm_row(f"{_MCORE}q_layernorm.weight", f"{_HF}q_a_layernorm.weight", sizes.q_rank, layers),
+        _by_heads("linear_q_up_proj", "q_b_proj", sizes.num_heads, (rows, sizes.q_rank), layers),
     ]
 
 
-def _names(mcore: str, hf: str) -> dict[str, Any]:
-    return {
-        "mcore": f"decoder.layers.{{l}}.self_attention.{mcore}.weight",
-        "hf": (f"model.layers.{{l}}.self_attn.{hf}.weight",),
-    }
-
-
-def _replicated(mcore: str, hf: str, shape: Shape, where: dict[str, Any]) -> Row:
-    return Row(**_names(mcore, hf), shapes=(shape,), transform=Same(), fp8=True, **where)
-
-
-def _norm(mcore: str, hf: str, size: int, where: dict[str, Any]) -> Row:
-    return Row(**_names(mcore, hf), shapes=((size,),), transform=Same(), **where)
-
-
-def _by_heads(mcore: str, hf: str, sizes: LatentSizes, per_head: Shape, where: dict[str, Any]) -> Row:
+def _whole(mcore: str, hf: str, shape: Shape, layers: Sequence[int]) -> Row:
+    """Return the row of a projection that every tensor-parallel rank holds."""
     return Row(
-        **_names(mcore, hf),
-        shapes=((sizes.num_heads * per_head[0], per_head[1]),),
-        transform=Heads(num_heads=sizes.num_heads),
-        axis="tp",
-        split_by="num_attention_heads",
+        mcore=f"{_MCORE}{mcore}.weight",
+        hf=(f"{_HF}{hf}.weight",),
+        shapes=(shape,),
+        transform=Same(),
         fp8=True,
-        **where,
+        layers=tuple(layers),
     )
 
 
-def as_attention_sizes(sizes: LatentSizes) -> AttentionSizes:
-    """Convert to the argument of decoder_arguments, with as many groups as heads."""
-    return AttentionSizes(
-        hidden=sizes.hidden, num_heads=sizes.num_heads, num_groups=sizes.num_heads, head_dim=sizes.value_dim
-    )
+def _by_heads(mcore: str, hf: str, num_heads: int, shape: Shape, layers: Sequence[int], dim: int = 0) -> Row:
+    row = _whole(mcore, hf, shape, layers)
+    return replace(row, transform=Heads(num_heads=num_heads), axis="tp", dim=dim, split_by="num_attention_heads")
 
 
-def latent_attention_arguments(config: HFConfig, sizes: LatentSizes, rotary_base: float) -> dict[str, Any]:
-    """Return the arguments of Megatron's MLATransformerConfig that decoder_arguments does not contain.
+def latent_model_arguments(config: HFConfig, experts: TransformerArguments) -> ModelArguments:
+    """Return the arguments of a model with latent attention; `experts` are the arguments of its experts.
 
     Raises: ConversionError naming a rope scaling that Megatron does not support.
     """
-    return {
+    sizes = latent_sizes(config)
+    as_grouped = AttentionSizes(sizes.hidden, sizes.num_heads, num_groups=sizes.num_heads, head_dim=sizes.value_dim)
+    transformer: TransformerArguments = {
+        **decoder_arguments(config, as_grouped, qkv_bias=False, qk_norm=True),
         "multi_latent_attention": True,
         "q_lora_rank": sizes.q_rank,
         "kv_lora_rank": sizes.kv_rank,
         "qk_head_dim": sizes.nope_dim,
         "qk_pos_emb_head_dim": sizes.rope_dim,
         "v_head_dim": sizes.value_dim,
-        "qk_layernorm": True,
-        "add_qkv_bias": False,
-        "rotary_base": rotary_base,
-        **_position_arguments(*rope_section(config)),
+        **experts,
     }
+    arguments = model_arguments(config, transformer, rope_types=("default", "yarn"))
+    transformer["rotary_base"] = arguments.rotary.base
+    transformer |= _position_arguments(*rope_section(config))
+    return replace(arguments, latent_norm_epsilon=LATENT_NORM_EPSILON)
 
 
-def _position_arguments(name: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
+def _position_arguments(name: str, scaling: HFConfig) -> TransformerArguments:
     if scaling["rope_type"] != "yarn":
         return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     unknown = sorted(key for key in set(scaling) - _YARN_KEYS if scaling[key] is not None)
@@ -220,7 +205,7 @@ def _position_arguments(name: str, scaling: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def rotation_for_engines(config: HFConfig) -> dict[str, Any]:
+def rotation_for_engines(config: HFConfig) -> dict[str, object]:
     """Return rope_parameters for inference engines without optional yarn fields that are null or 0.
 
     transformers treats these as absent; vLLM computes with 0 and fails for null.
@@ -232,7 +217,7 @@ def rotation_for_engines(config: HFConfig) -> dict[str, Any]:
     return {"rope_parameters": {key: value for key, value in found.items() if key not in unset}}
 
 
-def _mscales(name: str, scaling: Mapping[str, Any]) -> tuple[float, float]:
+def _mscales(name: str, scaling: HFConfig) -> tuple[float, float]:
     """Read mscale and mscale_all_dim. With only one of them transformers and Megatron use different formulas."""
     read = {key: _optional(name, scaling, key) for key in ("mscale", "mscale_all_dim")}
     given = {key: value for key, value in read.items() if value}
@@ -244,6 +229,6 @@ def _mscales(name: str, scaling: Mapping[str, Any]) -> tuple[float, float]:
     return given.get("mscale", 1.0), given.get("mscale_all_dim", 0.0)
 
 
-def _optional(name: str, scaling: Mapping[str, Any], key: str) -> float:
+def _optional(name: str, scaling: HFConfig, key: str) -> float:
     """Read an optional field of yarn. null and 0 mean absent, as in transformers."""
     return 0.0 if scaling.get(key) is None else number(scaling, key, inside=name)

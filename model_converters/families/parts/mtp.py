@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts.family import embedding_rows, norm_row
@@ -39,14 +39,14 @@ def num_mtp_layers(config: HFConfig) -> int:
     return integer(config, _KEY, default=0, minimum=0)
 
 
-def without_mtp(config: HFConfig) -> dict[str, Any]:
+def without_mtp(config: HFConfig) -> dict[str, object]:
     """Return the configuration of the same model without MTP layers."""
     return {**config, _KEY: 0} if num_mtp_layers(config) else dict(config)
 
 
 def resolve_mtp(
     config: HFConfig, hf_names: Iterable[str], *, keep: bool = True
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+) -> tuple[dict[str, object], tuple[str, ...]]:
     """Keep the MTP layers if the checkpoint has their tensors and `keep` is set; otherwise drop them.
 
     Returns: the configuration of the matching table, and the names of the dropped tensors, for check_complete.

@@ -17,10 +17,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from model_converters.errors import ConversionError
-from model_converters.inputs.strict_json import read_object
+from model_converters.inputs import read_object
 
 REMEDY = "only FP8 e4m3 weights in blocks are supported; use the bfloat16 checkpoint"
 
@@ -48,7 +47,7 @@ _TENSORS = (
 )
 
 
-def method_of(quantised: Mapping[str, Any]) -> str:
+def method_of(quantised: Mapping[str, object]) -> str:
     """Return the method that an object in config.json describes, followed by the algorithm if it names one."""
     named = quantised.get("quant_method")
     method = named if isinstance(named, str) and named else _method_by_fields(quantised)
@@ -56,11 +55,11 @@ def method_of(quantised: Mapping[str, Any]) -> str:
     return f"{method}, {detail}" if isinstance(detail, str) else method
 
 
-def _method_by_fields(quantised: Mapping[str, Any]) -> str:
+def _method_by_fields(quantised: Mapping[str, object]) -> str:
     return next((method for field, method in _FIELDS.items() if quantised.get(field)), "unknown")
 
 
-def refuse_nested(config: Mapping[str, Any]) -> None:
+def refuse_nested(config: Mapping[str, object]) -> None:
     """Reject quantisation settings other than the top-level quantization_config: engines read them, fp8_block does not.
 
     Raises: ConversionError.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -46,7 +45,7 @@ _FIELDS = {
 _MOVED, _TYPES_OF_MOVED = "original_max_position_embeddings", ("llama3", "yarn")
 
 
-def rope_section(config: HFConfig) -> tuple[str, dict[str, Any]]:
+def rope_section(config: HFConfig) -> tuple[str, dict[str, object]]:
     """Return the name and contents of the rotation settings: rope_scaling if present, else rope_parameters.
 
     transformers 4 wrote rope_scaling, and transformers 5 then ignores rope_parameters. Top-level `rope_theta` and
@@ -81,31 +80,19 @@ def rotary(config: HFConfig, *, known: tuple[str, ...] = ("default",), partial: 
     name, found = rope_section(config)
     rope_type = found["rope_type"]
     if rope_type not in known:
-        names = " and ".join(repr(known_type) for known_type in known)
-        raise ConversionError(
-            f"config.json: {name}.{_type_key(found)}: rope type {rope_type!r} is not supported, only {names}"
-        )
-    _refuse_unknown_fields(found, name)
+        names = " and ".join(map(repr, known))
+        key = "type" if found.get("type") == rope_type else "rope_type"
+        raise ConversionError(f"config.json: {name}.{key}: rope type {rope_type!r} is not supported, only {names}")
+    # Fields of other rope variants: transformers ignores them, but an engine may read them.
+    for key, value in found.items():
+        if key not in _FIELDS and value is not None:
+            raise ConversionError(f"config.json: {name}.{key} {value!r} is not supported; remove it")
     fraction = number(found, "partial_rotary_factor", 1.0, inside=name, positive=True)
     if fraction > 1 or (fraction != 1 and not partial):
         allowed = "at most 1" if partial else "1"
         raise ConversionError(f"config.json: partial_rotary_factor {fraction} is not supported, only {allowed}")
     theta = number(found, "rope_theta", inside=name, positive=True)
     return RotarySettings(theta, _llama3_factor(found, name) if rope_type == "llama3" else None, fraction)
-
-
-def _type_key(found: Mapping[str, Any]) -> str:
-    return "type" if found.get("type") == found["rope_type"] else "rope_type"
-
-
-def _refuse_unknown_fields(found: Mapping[str, Any], name: str) -> None:
-    """Reject fields of other rope variants: transformers ignores them, but an engine may read them.
-
-    Raises: ConversionError.
-    """
-    for key, value in found.items():
-        if key not in _FIELDS and value is not None:
-            raise ConversionError(f"config.json: {name}.{key} {value!r} is not supported; remove it")
 
 
 def inverse_frequencies(rotary: RotarySettings, head_dim: int) -> torch.Tensor:
@@ -125,7 +112,7 @@ def inverse_frequencies(rotary: RotarySettings, head_dim: int) -> torch.Tensor:
     return kept * frequencies + (1 - kept) * frequencies / rotary.scaling_factor
 
 
-def _llama3_factor(found: Mapping[str, Any], name: str) -> float:
+def _llama3_factor(found: HFConfig, name: str) -> float:
     for key, fixed in _LLAMA3.items():
         if found.get(key) is None or number(found, key, inside=name) != fixed:
             raise ConversionError(
@@ -134,12 +121,13 @@ def _llama3_factor(found: Mapping[str, Any], name: str) -> float:
     return scale_factor(found, name, "factor")
 
 
-def scale_factor(found: Mapping[str, Any], name: str, key: str) -> float:
+def scale_factor(found: HFConfig, name: str, key: str) -> float:
     """Read a required number of at least 1 from the scaling `found`, the object `name` of config.json.
 
     Raises: ConversionError.
     """
-    if found.get(key) is None or number(found, key, inside=name) < 1:
+    factor = 0.0 if found.get(key) is None else number(found, key, inside=name)
+    if factor < 1:
         kind = found["rope_type"]
         raise ConversionError(f"config.json: rope scaling {kind!r} has {key} {found.get(key)!r}; it must be at least 1")
-    return float(found[key])
+    return factor

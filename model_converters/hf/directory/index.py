@@ -8,8 +8,7 @@ from typing import Any
 
 from model_converters.errors import ConversionError, listing
 from model_converters.hf.shards import StoredTensor, read_header
-from model_converters.inputs.regular_files import require_inside
-from model_converters.inputs.strict_json import read_object
+from model_converters.inputs import read_object, require_inside
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -28,7 +28,7 @@ from pathlib import Path
 from model_converters.errors import ConversionError, listing
 from model_converters.hf.directory.index import INDEX_NAME, SINGLE_NAME
 from model_converters.hf.shards import StoredTensor, read_header
-from model_converters.inputs.regular_files import open_regular, special_kind
+from model_converters.inputs import open_regular, special_kind
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _OTHER_FORMATS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")

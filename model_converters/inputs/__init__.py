@@ -1,1 +1,0 @@
-"""Strict reading of untrusted files: regular files only, unambiguous JSON, paths confined to a directory."""
