@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import islice
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.chat.messages import chat_messages
@@ -18,9 +18,12 @@ from mcore_rl.data.json_text import parse_json, to_plain
 from mcore_rl.data.sources.media import check_media, is_empty, is_media
 from mcore_rl.data.sources.overrides import check_sampling, check_turns
 from mcore_rl.data.sources.paths import Names, find_files, format_files
-from mcore_rl.data.sources.row_tools import SELECTION, TOOLS, RowTools, Schema
+from mcore_rl.data.sources.row_tools import SELECTION, TOOLS, RowTools
 from mcore_rl.data.templates import with_system
 from mcore_rl.errors import DataError
+from mcore_rl.types import Prompt
+from mcore_rl.types.chat import ChatMessage, ToolSchema
+from mcore_rl.types.json import JsonValue
 
 PROMPT_COLUMNS = ("prompt", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
@@ -40,20 +43,9 @@ _KNOWN = frozenset(
 # Beginning of a list of chat messages that was written as text, for example in a CSV file.
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 _NAME_CHARACTERS = 40
+_NO_TOKENS = np.empty(0, np.int32)
 
-
-@dataclass(frozen=True)
-class RowFields:
-    """Values of a row. `where` starts error messages about the row."""
-
-    where: str
-    messages: list[dict[str, Any]]
-    data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
-    sampling: dict[str, Any] | None = None
-    max_turns: int | None = None
-    tools: list[Schema] | None = None
+Row = Mapping[str, object]
 
 
 class Columns:
@@ -73,7 +65,7 @@ class Columns:
         rollout_config: RolloutConfig,
         runs_tools: bool = False,
         trained: bool = False,
-        tools: Sequence[Schema] = (),
+        tools: Sequence[ToolSchema] = (),
     ) -> None:
         self._trained = trained
         self._struct_nulls = Path(path).suffix not in (".jsonl", ".csv")
@@ -88,8 +80,8 @@ class Columns:
         """Columns of the current row that are used."""
         self._ignored: dict[str, None] = {}
 
-    def read(self, place: str, row: Mapping[str, Any]) -> RowFields:
-        """Extract the values of a row.
+    def read(self, place: str, row: Row) -> Prompt:
+        """Extract the values of a row; `row`, `token_ids` and `text` of the result are not set yet.
 
         Raises: DataError for a row that lacks a column or requires an unsupported option.
         """
@@ -101,25 +93,27 @@ class Columns:
         extra_info = _object(row, "extra_info", where)
         self._check_tools(row, extra_info, where)
         self._check_template_kwargs(row, where)
-        fields = RowFields(
-            where=where,
+        prompt = Prompt(
+            row=-1,
+            token_ids=_NO_TOKENS,
+            text="",
             messages=self._messages(row, where),
             data_source=_data_source(row, where),
             ground_truth=to_plain(self._ground_truth(row, where)),
             extra_info=extra_info,
             sampling=check_sampling(
-                _column_or_extra_info(row, extra_info, "sampling", where) or {},
+                _object(_source_of("sampling", row, extra_info, where), "sampling", where),
                 where,
                 trained=self._trained,
                 max_response_tokens=self._rollout_config.max_response_tokens,
             ),
-            max_turns=check_turns(_column_or_extra_info(row, extra_info, "max_turns", where), where),
+            max_turns=check_turns(_source_of("max_turns", row, extra_info, where).get("max_turns"), where),
             tools=self._row_tools(row, extra_info, where),
         )
         # Media columns that are not empty have been rejected above.
         unread = (name for name in row if name not in self._read and not is_media(name))
         self._ignored.update((name, None) for name in unread if not is_empty(row[name]))
-        return fields
+        return prompt
 
     def take_ignored(self) -> list[str]:
         """Return and reset the non-empty columns that were not used since the last call."""
@@ -131,7 +125,7 @@ class Columns:
         noted, self._noted = self._noted, Counter()
         return noted
 
-    def _messages(self, row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    def _messages(self, row: Row, where: str) -> list[ChatMessage]:
         prompt, struct_nulls = self._prompt(row, where), self._struct_nulls
         if isinstance(prompt, list):
             prompt = _plain_messages(prompt, where)
@@ -140,7 +134,7 @@ class Columns:
             self._noted["have chat messages as JSON text, which was parsed"] += 1
         return with_system(chat_messages(prompt, where, struct_nulls=struct_nulls), self._system_prompt)
 
-    def _prompt(self, row: Mapping[str, Any], where: str) -> Any:
+    def _prompt(self, row: Row, where: str) -> object:
         wanted = self._prompt_key
         for column in PROMPT_COLUMNS if wanted is None else (wanted,):
             if row.get(column) is not None:
@@ -155,7 +149,7 @@ class Columns:
             return row["prompt"]
         raise DataError(f"{where} has no prompt in column {wanted!r}: {_remedy('data.prompt_key', wanted, row)}")
 
-    def _ground_truth(self, row: Mapping[str, Any], where: str) -> Any:
+    def _ground_truth(self, row: Row, where: str) -> object:
         wanted = self._answer_key
         if wanted is not None and row.get(wanted) is not None:
             self._read.add(wanted)
@@ -179,8 +173,8 @@ class Columns:
             " them"
         )
 
-    def _row_tools(self, row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str) -> list[Schema] | None:
-        given, selection = row.get(TOOLS), _column_or_extra_info(row, extra_info, SELECTION, where)
+    def _row_tools(self, row: Row, extra_info: Row, where: str) -> list[ToolSchema] | None:
+        given, selection = row.get(TOOLS), _source_of(SELECTION, row, extra_info, where).get(SELECTION)
         if not self._tools.are_called:
             if not is_empty(selection) and given is None:
                 self._noted[f"have {SELECTION}, which is ignored: rollout.tools is empty"] += 1
@@ -192,7 +186,7 @@ class Columns:
             self._noted[f"have tools_kwargs of {', '.join(unknown)}, which rollout.tools does not have"] += 1
         return self._tools.of(given, selection, where, struct_nulls=self._struct_nulls)
 
-    def _check_tools(self, row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str) -> None:
+    def _check_tools(self, row: Row, extra_info: Row, where: str) -> None:
         agent = row.get("agent_name")
         if self._runs_tools:
             if agent not in (None, _SINGLE_TURN, _WITH_TOOLS):
@@ -212,7 +206,7 @@ class Columns:
         if unused := [name for name in _TOOL_COLUMNS if extra_info.get(name) or row.get(name)]:
             self._noted[f"have {', '.join(unused)}, which are ignored: responses are single turns without tools"] += 1
 
-    def _check_template_kwargs(self, row: Mapping[str, Any], where: str) -> None:
+    def _check_template_kwargs(self, row: Row, where: str) -> None:
         """Reject template arguments (a column of TRL) that differ from the run's, which render the later turns."""
         given = _object(row, _TEMPLATE_KWARGS, where)
         given = {name: value for name, value in given.items() if not (self._struct_nulls and value is None)}
@@ -256,7 +250,7 @@ def check_keys(data_config: DataConfig, paths: Mapping[str, Names]) -> None:
             raise DataError(f"{key}: there is no column {column!r} in {where}: {_remedy(key, column, columns)}")
 
 
-def listing(columns: Mapping[str, Any], nearest: str | None = None) -> str:
+def listing(columns: Row, nearest: str | None = None) -> str:
     """Join the names of columns, the most similar to `nearest` first."""
     names = list(columns)
     if nearest is not None:
@@ -264,20 +258,20 @@ def listing(columns: Mapping[str, Any], nearest: str | None = None) -> str:
     return ", ".join(n if len(n) <= _NAME_CHARACTERS else f"{n[:_NAME_CHARACTERS]}..." for n in names) or "none"
 
 
-def _remedy(key: str, wanted: str, row: Mapping[str, Any]) -> str:
+def _remedy(key: str, wanted: str, row: Row) -> str:
     return f"the columns are {listing(row, wanted)}; set {key} to one of them, or to null for the default columns"
 
 
-def _is_verl_row(row: Mapping[str, Any]) -> bool:
+def _is_verl_row(row: Row) -> bool:
     return row.get("prompt") is not None and row.get("reward_model") is not None
 
 
-def _plain_messages(prompt: list[Any], where: str) -> Any:
+def _plain_messages(prompt: list[object], where: str) -> JsonValue:
     """Convert messages to JSON types.
 
     Raises: DataError for binary values that are not UTF-8.
     """
-    pending: list[Any] = [prompt]
+    pending: list[object] = [prompt]
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
@@ -292,7 +286,7 @@ def _plain_messages(prompt: list[Any], where: str) -> Any:
     return to_plain(prompt)
 
 
-def _messages_of_text(text: str, where: str) -> Any:
+def _messages_of_text(text: str, where: str) -> JsonValue:
     try:
         return parse_json(text, f"{where}: the prompt")
     except DataError as error:
@@ -302,7 +296,7 @@ def _messages_of_text(text: str, where: str) -> Any:
         ) from None
 
 
-def _object(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
+def _object(row: Row, column: str, where: str) -> dict[str, object]:
     """Return the object in a column, parsed if it is JSON text (CSV); {} if the row has none."""
     value = row.get(column)
     if value is None:
@@ -315,18 +309,17 @@ def _object(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _column_or_extra_info(row: Mapping[str, Any], extra_info: Mapping[str, Any], name: str, where: str) -> Any:
-    """Return an option of a row from its column or from extra_info; `sampling` is an object.
+def _source_of(name: str, row: Row, extra_info: Row, where: str) -> Row:
+    """Return the row or its extra_info, whichever has the option `name`.
 
-    Raises: DataError if the row has both.
+    Raises: DataError if both have it.
     """
     if row.get(name) is not None and extra_info.get(name) is not None:
         raise DataError(f"{where} has {name} both as a column and in extra_info; remove one of them")
-    source = row if row.get(name) is not None else extra_info
-    return _object(source, name, where) if name == "sampling" else source.get(name)
+    return row if row.get(name) is not None else extra_info
 
 
-def _data_source(row: Mapping[str, Any], where: str) -> str:
+def _data_source(row: Row, where: str) -> str:
     source = row.get("data_source")
     if source is not None and not isinstance(source, str):
         raise DataError(f"{where}: data_source is {type(source).__name__}, not a string")

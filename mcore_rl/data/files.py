@@ -6,10 +6,9 @@ import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mcore_rl.data.json_text import LoneSurrogateError, parse_json
-from mcore_rl.data.sources.arrow import Rows, read_parquet, read_saved_dataset
+from mcore_rl.data.sources.arrow import Row, Rows, read_parquet, read_saved_dataset
 from mcore_rl.data.sources.paths import Names, find_files, is_saved_dataset
 from mcore_rl.errors import DataError
 
@@ -53,7 +52,7 @@ def _read_jsonl(path: Path, key: str) -> Rows:
         raise DataError(f"{key}: {path} cannot be read: {error.strerror}") from error
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def _parse(line: bytes, where: str) -> Row:
     row = parse_json(_decode(line, f"{where} is not valid JSON:"), where)
     if not isinstance(row, dict):
         raise DataError(f"{where} is not a JSON object")

@@ -13,9 +13,9 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from numbers import Real
-from typing import Any
 
 from mcore_rl.errors import DataError
+from mcore_rl.types.json import JsonValue
 
 MAX_NESTING = 100
 """Limit of nesting. json, pickle and json.dumps recurse, and their limit depends on the depth of the caller."""
@@ -29,13 +29,13 @@ class LoneSurrogateError(DataError):
     """A string contains an unpaired surrogate, which can be neither tokenised nor written to a file."""
 
 
-def parse_json(text: str, where: str) -> Any:
+def parse_json(text: str, where: str) -> JsonValue:
     """Parse JSON text. `where` starts error messages.
 
     Raises: DataError for invalid JSON or nesting deeper than MAX_NESTING; LoneSurrogateError.
     """
     try:
-        value = json.loads(text)
+        value: JsonValue = json.loads(text)
     except RecursionError:
         raise _too_deep(where) from None
     except ValueError as error:
@@ -46,9 +46,9 @@ def parse_json(text: str, where: str) -> Any:
     return value
 
 
-def _check(value: Any, where: str) -> None:
+def _check(value: object, where: str) -> None:
     # An explicit stack instead of recursion: the value may be nested deeper than Python's stack allows.
-    pending: list[tuple[Any, str, int]] = [(value, "", 0)]
+    pending: list[tuple[object, str, int]] = [(value, "", 0)]
     while pending:
         part, name, depth = pending.pop()
         if depth > MAX_NESTING:
@@ -76,7 +76,7 @@ def _too_deep(where: str) -> DataError:
     return DataError(f"{where} is nested more than {MAX_NESTING} levels deep; flatten it")
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> JsonValue:
     """Convert a value to JSON types at every depth.
 
     NumPy scalars and arrays, tensors and series become numbers and lists. Decimal and Fraction become int or float, or
@@ -84,7 +84,7 @@ def to_plain(value: Any) -> Any:
     base64. Enums become their values, dataclasses and pydantic models mappings, sets lists. NaN and missing values of
     pandas become null, infinities text. Other objects become their `str`.
     """
-    if value is None or isinstance(value, bool) or type(value) in (int, str):
+    if value is None or (isinstance(value, int | str) and type(value) in (bool, int, str)):
         return value
     if isinstance(value, Enum):
         return to_plain(value.value)
@@ -97,7 +97,7 @@ def to_plain(value: Any) -> Any:
     return _plain_object(value)
 
 
-def as_json_text(value: Any) -> str:
+def as_json_text(value: object) -> str:
     """Format a value as text for a model: strings unchanged, a top-level NaN as "NaN", other values as JSON."""
     if isinstance(value, Real) and value != value:  # NaN, also of NumPy
         return "NaN"
@@ -105,7 +105,7 @@ def as_json_text(value: Any) -> str:
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
 
-def _plain_object(value: Any) -> Any:
+def _plain_object(value: object) -> JsonValue:
     if isinstance(value, int | str):  # subclasses of int and str
         return int(value) if isinstance(value, int) else str(value)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -137,7 +137,7 @@ def _plain_number(value: Decimal | Fraction) -> int | float | str | None:
     return float(value) if Decimal(repr(float(value))) == value else str(value)
 
 
-def _plain_key(key: Any) -> str:
+def _plain_key(key: object) -> str:
     """Convert a mapping key to a string, like json.dumps."""
     plain = to_plain(key)
     return plain if isinstance(plain, str) else json.dumps(plain)
@@ -154,7 +154,7 @@ def _infinity(value: float) -> str:
     return "Infinity" if value > 0 else "-Infinity"
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> object:
     """Remove nulls at every depth. Arrow adds them for struct fields that only other rows use."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.columns import format_notes
-from mcore_rl.data.prompts import (
-    LoadReport,
-    PromptSet,
-    prompt_set,
-    prompts_from_entry,
-    report_from_entry,
-    to_cache_entry,
-    with_notes,
-)
-from mcore_rl.data.sources.paths import Names, find_files, format_files
-from mcore_rl.data.tokenised.blocks import BlockTokeniser
-from mcore_rl.data.tokenised.cache import open_cache
-from mcore_rl.data.tokenised.reader import tokenised_blocks
+from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.trajectories import offsets_of
-from mcore_rl.errors import ConfigError, DataError
-from mcore_rl.types import Prompt, RolloutScalars, TrajectoryBuffers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-TARGETS = "targets"
-"""Name of the targets' token ids in the cache."""
+from mcore_rl.types import RolloutScalars, TrajectoryBuffers
 
 
 @dataclass(frozen=True)
@@ -49,41 +24,6 @@ class SupervisedSet:
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-
-def load_supervised(
-    names: Names,
-    tokenizer: PreTrainedTokenizerBase,
-    data_config: DataConfig,
-    rollout_config: RolloutConfig,
-    key: str = "data.train",
-) -> tuple[SupervisedSet, LoadReport]:
-    """Read prompts and targets (column data.answer_key) of all files in `names`.
-
-    Rows whose prompt exceeds rollout.max_prompt_tokens, or whose target with its end-of-sequence token exceeds
-    rollout.max_response_tokens, are dropped and counted.
-
-    Raises: DataError naming file and row for a malformed row, or `key` for files without a usable row; ConfigError
-    if data.long_prompts requests truncation.
-    """
-    if data_config.long_prompts != "drop":
-        raise ConfigError(
-            f"data.long_prompts={data_config.long_prompts}: the target of a row does not fit its truncated prompt; "
-            "set data.long_prompts=drop for supervised training"
-        )
-    files = find_files(names, key)
-    tokeniser = BlockTokeniser(tokenizer, data_config, rollout_config, key, with_targets=True)
-    cache = open_cache(files, tokeniser)
-    if cache is not None and (entry := cache.load()) is not None:
-        return SupervisedSet(prompts_from_entry(entry), *entry.ragged[TARGETS]), report_from_entry(
-            entry, key, files, cache.notes
-        )
-    supervised, report = _read_supervised(files, tokeniser)
-    if cache is not None:
-        entry = to_cache_entry(supervised.prompts, report)
-        targets = {TARGETS: (supervised.target_tokens, supervised.target_offsets)}
-        cache.save(replace(entry, ragged={**entry.ragged, **targets}))
-    return supervised, with_notes(report, files, [] if cache is None else cache.notes)
 
 
 def supervised_chunk(
@@ -125,61 +65,6 @@ def supervised_chunk(
     return buffers, scalars
 
 
-def _read_supervised(files: Sequence[Path], tokeniser: BlockTokeniser) -> tuple[SupervisedSet, LoadReport]:
-    rollout_config, key = tokeniser.rollout_config, tokeniser.key
-    kept: list[tuple[Prompt, np.ndarray]] = []
-    longest_prompt = longest_target = long_prompts = long_targets = 0
-    noted: Counter[str] = Counter()
-    ignored: dict[str, None] = {}
-    of_files = [0] * len(files)
-    for block in tokenised_blocks(files, tokeniser):
-        noted += block.notes
-        ignored |= dict.fromkeys(block.ignored)
-        for prompt, target in zip(block.prompts, block.targets, strict=True):
-            longest_prompt = max(longest_prompt, len(prompt.token_ids))
-            longest_target = max(longest_target, len(target))
-            if len(prompt.token_ids) > rollout_config.max_prompt_tokens:
-                long_prompts += 1
-            elif len(target) > rollout_config.max_response_tokens:
-                long_targets += 1
-            else:
-                kept.append((prompt, target))
-                of_files[block.file] += 1
-    dropped = long_prompts + long_targets
-    limits = (
-        f"{long_prompts} prompts longer than rollout.max_prompt_tokens={rollout_config.max_prompt_tokens},"
-        f" {long_targets} targets longer than rollout.max_response_tokens={rollout_config.max_response_tokens}"
-    )
-    if not kept:
-        raise DataError(_nothing_left(format_files(files), key, dropped, limits, longest_prompt, longest_target))
-    targets = [target for _, target in kept]
-    supervised = SupervisedSet(
-        prompts=prompt_set([prompt for prompt, _ in kept]),
-        target_tokens=np.concatenate(targets),
-        target_offsets=offsets_of([len(target) for target in targets]),
-    )
-    report = LoadReport(
-        key,
-        format_files(files),
-        len(kept),
-        dropped,
-        longest_prompt,
-        limits,
-        notes=format_notes(noted, ignored),
-        of_files=tuple(of_files),
-    )
-    return supervised, report
-
-
 def _bounds(offsets: np.ndarray, rows: np.ndarray) -> list[tuple[int, int]]:
     rows = np.asarray(rows, np.int64)
     return list(zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True))
-
-
-def _nothing_left(path: str, key: str, dropped: int, limits: str, longest_prompt: int, longest_target: int) -> str:
-    if not dropped:
-        return f"{key}: {path} has no rows; set {key} to a file with prompts"
-    return (
-        f"{key}: all {dropped} rows of {path} are too long ({limits}; the longest prompt has {longest_prompt} tokens,"
-        f" the longest target {longest_target}); raise the limits"
-    )

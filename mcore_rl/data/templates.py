@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,16 +17,16 @@ from mcore_rl.data.chat.messages import text_of
 from mcore_rl.data.chat.presence import REASONING_NOTE, PresenceCheck
 from mcore_rl.data.chat.style import ChatStyle
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PLACEHOLDER = "{prompt}"
-_DEVELOPER_NOTE = "have a developer message, rendered as a system message: the chat template has no developer role"
+_DEVELOPER_NOTE = "have a developer message, rendered as a system message: the chat template has no developer"
 _SYSTEM_ROLES = ("system", "developer")
 
-Messages = Sequence[Mapping[str, Any]]
-Row = tuple[Messages, str] | tuple[Messages, str, Sequence[Mapping[str, Any]] | None]
+RowPrompt = tuple[Sequence[ChatMessage], str] | tuple[Sequence[ChatMessage], str, Sequence[ToolSchema] | None]
 """(canonical messages, start of error messages, tools of the row); without tools, or None: the tools of the run."""
 
 
@@ -42,7 +42,7 @@ class PromptRenderer:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig, tools: Sequence[Mapping[str, Any]] = ()
+        self, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig, tools: Sequence[ToolSchema] = ()
     ) -> None:
         has_chat_template = tokenizer.chat_template is not None
         if data_config.template not in ("auto", "chat", "plain"):
@@ -68,7 +68,7 @@ class PromptRenderer:
             if data_config.system_prompt:
                 self._check_system(data_config.system_prompt)
 
-    def canonical(self, messages: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
+    def canonical(self, messages: Sequence[ChatMessage], where: str) -> list[ChatMessage]:
         """Convert normalized messages to the form that the template needs; contents become strings.
 
         Raises: DataError for a tool message that answers no call.
@@ -76,14 +76,10 @@ class PromptRenderer:
         if not self._chat:
             return [{**message, "content": text_of(message)} for message in messages]
         if self._style.developer == "system" and any(message["role"] == "developer" for message in messages):
-            self._noted[
-                "have a developer message, rendered as a system message: the chat template has no developer"
-            ] += 1
+            self._noted[_DEVELOPER_NOTE] += 1
         return self._style.canonical(messages, where)
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], where: str, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> str:
+    def render(self, messages: Sequence[ChatMessage], where: str, tools: Sequence[ToolSchema] | None = None) -> str:
         """Render canonical messages with `tools`, by default the tools of the run. `where` starts error messages.
 
         Raises: DataError if the chat template rejects the prompt, drops messages or tools, or cannot leave the last
@@ -93,7 +89,7 @@ class PromptRenderer:
             style = self._style if tools is None else replace(self._style, tools=tuple(tools))
             text = style.render(messages, where, opens_turn=True)
             # Templates without support for tools ignore them silently.
-            hidden = [name for tool in tools or () if (name := str(tool["function"]["name"])) not in text]
+            hidden = [name for name in map(tool_name, tools or ()) if name not in text]
             if hidden:
                 raise DataError(
                     f"{where}: the tokenizer's chat template does not show the tools of the row ({', '.join(hidden)} "
@@ -108,11 +104,11 @@ class PromptRenderer:
         begun = ""
         if len(messages) > 1 and messages[-1]["role"] == "assistant":
             *messages, last = messages
-            begun = last["content"]
-        joined = "\n\n".join(message["content"] for message in messages)
+            begun = text_of(last)
+        joined = "\n\n".join(map(text_of, messages))
         return self._plain_template.replace(_PLACEHOLDER, joined) + begun
 
-    def render_all(self, rows: Sequence[Row]) -> Iterator[str]:
+    def render_all(self, rows: Sequence[RowPrompt]) -> Iterator[str]:
         """Yield the text of every row.
 
         Chat templates run in a child process under the limits of `chat.limits` and must show every message.
@@ -130,7 +126,7 @@ class PromptRenderer:
             raise DataError(f"{rows[error.job][1]}: the tokenizer's chat template {error}") from None
 
     def _checked(
-        self, messages: Sequence[Mapping[str, Any]], where: str, tools: Sequence[Mapping[str, Any]] | None = None
+        self, messages: Sequence[ChatMessage], where: str, tools: Sequence[ToolSchema] | None = None
     ) -> tuple[str, bool]:
         text = self.render(messages, where, tools)
         return text, self._presence.check(messages, text, where)
@@ -171,7 +167,7 @@ def encode(
     return [np.array(lead + ids if lead else ids, np.int32) for ids in encoded["input_ids"]]
 
 
-def with_system(messages: list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
+def with_system(messages: list[ChatMessage], system_prompt: str | None) -> list[ChatMessage]:
     """Prepend a system message, unless system_prompt is None or the messages have one."""
     if system_prompt is None or any(message["role"] in _SYSTEM_ROLES for message in messages):
         return messages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class PromptSource(Protocol):
 
 
 class TextDecoder(Protocol):
-    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
+    def decode(self, token_ids: Sequence[int], **options: bool) -> str: ...
 
 
 def transcripts(

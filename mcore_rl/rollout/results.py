@@ -117,7 +117,7 @@ def write_records(path: Path, task: RolloutTask, responses: Sequence[Response]) 
 
 def _record(response: Response, trajectory: Trajectory, group: int, sample: int, submitted: int) -> dict[str, Any]:
     prompt, outcome, score = response.attempt.prompt, response.outcome, response.score
-    record = {
+    record: dict[str, object] = {
         **score.parts,
         "prompt": prompt.text,
         "response": outcome.text,

@@ -17,9 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NewType
+from typing import NewType, TypedDict
 
 import numpy as np
+
+from mcore_rl.types.chat import ChatMessage, ToolSchema
+from mcore_rl.types.json import JsonObject, JsonValue
+
+
+class SamplingOverrides(TypedDict, total=False):
+    """Values of SamplingOptions that a row or a call of session.generate sets."""
+
+    max_response_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop: list[str]
 
 
 @dataclass(frozen=True)
@@ -37,12 +50,12 @@ class Prompt:
     token_ids: np.ndarray
     text: str
     data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    sampling: Mapping[str, Any] | None = None
+    ground_truth: JsonValue
+    extra_info: dict[str, object] = field(default_factory=dict)
+    messages: list[ChatMessage] = field(default_factory=list)
+    sampling: SamplingOverrides | None = None
     max_turns: int | None = None
-    tools: list[Mapping[str, Any]] | None = None
+    tools: list[ToolSchema] | None = None
 
 
 @dataclass(frozen=True)
@@ -360,7 +373,7 @@ class SavedState:
     """Result of a save: the files of all ranks; `description` (layout, versions, tensors) is written as JSON."""
 
     files: tuple[SavedFile, ...]
-    description: dict[str, Any]
+    description: JsonObject
 
 
 @dataclass(frozen=True)

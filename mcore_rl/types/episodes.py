@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+
+from mcore_rl.types.chat import ChatMessage
 
 NOT_SAMPLED = -1
 """Version of a token that was not sampled: a token of a tool or user message."""
@@ -34,7 +35,7 @@ class Trajectory:
     temperatures: np.ndarray | None = None
 
 
-def extra_of_turns(num_turns: int = 1, tool_rewards: Sequence[float] = ()) -> dict[str, Any]:
+def extra_of_turns(num_turns: int = 1, tool_rewards: Sequence[float] = ()) -> dict[str, object]:
     """Return the fields that every response adds to the graders' extra_info: number of turns and rewards of tools."""
     return {"num_turns": num_turns, "tool_rewards": list(tool_rewards)}
 
@@ -61,8 +62,8 @@ class EpisodeOutcome:
     tool_calls: int = 0
     tool_errors: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    messages: Sequence[Mapping[str, Any]] = ()
+    extra: Mapping[str, object] = field(default_factory=dict)
+    messages: Sequence[ChatMessage] = ()
     taken_over: int = 0
     """Number of tokens sampled by engines that were lost."""
 

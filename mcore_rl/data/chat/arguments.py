@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mcore_rl.errors import ConfigError
 
@@ -22,7 +22,7 @@ _OWN = frozenset(
 _FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 
 
-def check_template_arguments(kwargs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+def check_template_arguments(kwargs: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Check that the chat template `source` reads every argument.
 
     Raises: ConfigError naming the argument and the variables that the template reads.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from mcore_rl.errors import DataError
+from mcore_rl.types.chat import ChatCall, ChatMessage
 
-Message = Mapping[str, Any]
 NewId = Callable[[str, str, int], str]
 """Function from (id of a call, name of the tool, number of the call in the conversation) to a new id."""
 
@@ -18,21 +17,26 @@ def call_id(number: int) -> str:
     return f"call{number:05d}"
 
 
-def with_call_ids(messages: Sequence[Message], where: str, *, strict: bool) -> list[dict[str, Any]]:
+def chat_call(name: str, arguments: Mapping[str, object], given_id: str) -> ChatCall:
+    """Return a call as part of a message."""
+    return {"id": given_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def with_call_ids(messages: Sequence[ChatMessage], where: str, *, strict: bool) -> list[ChatMessage]:
     """Add missing ids. A tool message without id answers the first open call with its `name`, else the first open call.
 
     Unless `strict`, a tool message may have the id of no call.
 
     Raises: DataError for a tool message that answers no call of the preceding turn.
     """
-    completed: list[dict[str, Any]] = []
+    completed: list[ChatMessage] = []
     # Open calls of the latest assistant turn that has any; None before the first such turn.
-    calls: list[dict[str, Any]] | None = None
+    calls: list[ChatCall] | None = None
     number = 0
     for place, message in enumerate(messages):
-        made = dict(message)
-        if made.get("tool_calls"):
-            calls = _with_ids(made["tool_calls"], _given_ids(messages[place + 1 :]), number)
+        made = message.copy()
+        if given := message.get("tool_calls"):
+            calls = _with_ids(given, _given_ids(messages[place + 1 :]), number)
             number += len(calls)
             made["tool_calls"] = list(calls)
         elif made["role"] == "tool" and calls is not None:
@@ -50,13 +54,13 @@ def with_call_ids(messages: Sequence[Message], where: str, *, strict: bool) -> l
     return completed
 
 
-def with_new_ids(messages: Sequence[Message], new_id: NewId) -> list[dict[str, Any]]:
+def with_new_ids(messages: Sequence[ChatMessage], new_id: NewId) -> list[ChatMessage]:
     """Replace the ids of calls and of the tool messages that answer them."""
-    made: list[dict[str, Any]] = []
+    made: list[ChatMessage] = []
     names: dict[str, str] = {}
     number = 0
     for message in messages:
-        message = dict(message)
+        message = message.copy()
         if calls := message.get("tool_calls"):
             # Conversations may reuse an id: a tool message refers to the latest call with it.
             names |= {
@@ -65,7 +69,7 @@ def with_new_ids(messages: Sequence[Message], new_id: NewId) -> list[dict[str, A
             }
             number += len(calls)
             message["tool_calls"] = [{**call, "id": names[call["id"]]} for call in calls]
-        if (given := message.get("tool_call_id")) in names:
+        if (given := message.get("tool_call_id", "")) in names:
             message["tool_call_id"] = names[given]
         made.append(message)
     return made
@@ -81,7 +85,7 @@ def nine_characters(given: str, name: str, number: int) -> str:
     return given if re.fullmatch(r"[a-zA-Z0-9]{9}", given) else call_id(number)
 
 
-def _given_ids(after: Sequence[Message]) -> list[str]:
+def _given_ids(after: Sequence[ChatMessage]) -> list[str]:
     """Return the ids of the immediately following tool messages."""
     ids: list[str] = []
     for message in after:
@@ -91,14 +95,14 @@ def _given_ids(after: Sequence[Message]) -> list[str]:
     return ids
 
 
-def _with_ids(calls: Sequence[Message], answered: Sequence[str], number: int) -> list[dict[str, Any]]:
+def _with_ids(calls: Sequence[ChatCall], answered: Sequence[str], number: int) -> list[ChatCall]:
     """Add ids to calls without one: unused ids of the answers in their order, then new ids."""
     own = {call.get("id") for call in calls}
     free = iter([each for each in answered if each not in own])
     return [{**call, "id": call.get("id") or next(free, call_id(number + place))} for place, call in enumerate(calls)]
 
 
-def _answered_call(message: Message, calls: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def _answered_call(message: ChatMessage, calls: Sequence[ChatCall]) -> ChatCall | None:
     given, name = message.get("tool_call_id"), message.get("name")
     if given is not None:
         return next((call for call in calls if call["id"] == given), None)

@@ -17,19 +17,26 @@ import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
-from mcore_rl.data.chat.call_ids import call_id
-from mcore_rl.data.chat.messages import normalized
+from mcore_rl.data.chat.call_ids import call_id, chat_call
+from mcore_rl.data.chat.messages import normalized, text_of
 from mcore_rl.data.chat.style import ChatStyle
 from mcore_rl.errors import DataError
+from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
-ToolSchema = Mapping[str, Any]
-QUESTION: Message = {"role": "user", "content": "?"}
+QUESTION: ChatMessage = {"role": "user", "content": "?"}
+
+
+class SampledCall(TypedDict):
+    """Call of a tool that the model wrote."""
+
+    name: str
+    arguments: Mapping[str, object]
+    id: NotRequired[str]
 
 
 class Conversation:
@@ -45,7 +52,7 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         tools: Sequence[ToolSchema] = (),
         stop_ids: Collection[int] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.tools = list(tools)
@@ -62,7 +69,7 @@ class Conversation:
             other._style = replace(self._style, tools=tuple(tools))
         return other
 
-    def render(self, messages: Sequence[Message], *, prompts: bool = True, continues: bool = True) -> str:
+    def render(self, messages: Sequence[ChatMessage], *, prompts: bool = True, continues: bool = True) -> str:
         """Render a whole conversation.
 
         With `prompts` the text ends with the beginning of the model's turn; a last message of the assistant is then
@@ -71,22 +78,22 @@ class Conversation:
         Raises: DataError if the template rejects the messages.
         """
         if self._style is None:
-            return "".join(str(message["content"]) for message in messages)
+            return "".join(map(text_of, messages))
         shown = self._style.canonical(normalized(messages, "messages"), "messages", strict=False)
         return self._style.render(shown, "messages", opens_turn=prompts, continues=continues)
 
-    def prompt_ids(self, messages: Sequence[Message], *, continues: bool = True) -> list[int]:
+    def prompt_ids(self, messages: Sequence[ChatMessage], *, continues: bool = True) -> list[int]:
         """Return the token ids of a conversation whose next turn is the model's (or `continues` its last message)."""
         return self._encode(self.render(messages, continues=continues))
 
-    def ids_after_turn(self, messages: Sequence[Message], last_id: int) -> list[int]:
+    def ids_after_turn(self, messages: Sequence[ChatMessage], last_id: int) -> list[int]:
         """Return the token ids to append after a sampled turn: the new `messages` and the start of the next model turn.
 
         `last_id` is the last sampled token. Answers of tools come first in `messages`, one per call of the turn.
 
         Raises: DataError if the template rejects or drops the messages.
         """
-        texts = [str(message["content"]) for message in messages]
+        texts = [text_of(message) for message in messages]
         if not self.has_template:
             return self._encode_with("".join(texts), texts)
         tail = self.text_after_turn([QUESTION], messages)
@@ -96,7 +103,7 @@ class Conversation:
         return begun + self._encode_with(tail[place + len(stop) :], texts)
 
     def text_after_turn(
-        self, before: Sequence[Message], messages: Sequence[Message], *, reasoning: str | None = None
+        self, before: Sequence[ChatMessage], messages: Sequence[ChatMessage], *, reasoning: str | None = None
     ) -> str:
         """Render [*before, a dummy model turn, *messages] and return the text after the turn's content.
 
@@ -112,38 +119,35 @@ class Conversation:
             raise DataError(f"the chat template shows {what} {text.count(mark)} times instead of once")
         return text[text.index(mark) + len(mark) :]
 
-    def turn(self, content: str, *, reasoning: str | None = None, calls: Sequence[Message] = ()) -> dict[str, Any]:
-        """Return a model turn as a message. `calls` have a name, arguments, and an id if the model wrote one."""
-        message: dict[str, Any] = {"role": "assistant", "content": content}
+    def turn(self, content: str, *, reasoning: str | None = None, calls: Sequence[SampledCall] = ()) -> ChatMessage:
+        """Return a model turn as a message."""
+        message: ChatMessage = {"role": "assistant", "content": content}
         if reasoning is not None:
             # Templates read the reasoning from different fields.
-            message |= dict.fromkeys(("reasoning_content", "thinking", "reasoning"), reasoning)
+            message["reasoning_content"] = message["thinking"] = message["reasoning"] = reasoning
         if calls:
             message["tool_calls"] = [
-                {
-                    "id": call.get("id") or call_id(number),
-                    "type": "function",
-                    "function": {"name": call["name"], "arguments": call["arguments"]},
-                }
+                chat_call(call["name"], call["arguments"], call.get("id") or call_id(number))
                 for number, call in enumerate(calls)
             ]
         return message
 
-    def _marked_calls(self, messages: Sequence[Message], mark: str) -> list[dict[str, Any]]:
+    def some_tool(self) -> str:
+        """Return the name of a tool for a dummy call."""
+        return tool_name(self.tools[0]) if self.tools else "tool"
+
+    def _marked_calls(self, messages: Sequence[ChatMessage], mark: str) -> list[SampledCall]:
         """Return one call per answer; the last call contains the mark."""
         answers = [message for message in with_answer_ids(messages) if message["role"] == "tool"]
         values = ["?"] * (len(answers) - 1) + [mark]
         return [
             {
-                "name": answer.get("name") or self._some_tool(),
+                "name": answer.get("name") or self.some_tool(),
                 "arguments": {"value": value},
                 "id": answer["tool_call_id"],
             }
             for answer, value in zip(answers, values, strict=False)
         ]
-
-    def _some_tool(self) -> str:
-        return str(self.tools[0]["function"]["name"]) if self.tools else "tool"
 
     def _first_stop(self, tail: str) -> tuple[str, int]:
         """Return the first stop token in `tail`, which ends the turn, and its position."""
@@ -194,7 +198,7 @@ class Conversation:
         return ids + (self._encode(text) if text else [])
 
 
-def with_answer_ids(messages: Sequence[Message]) -> list[Message]:
+def with_answer_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Add call ids to the tool messages, which come first, unless they have ids that the model wrote."""
     return [
         {**message, "tool_call_id": message.get("tool_call_id") or call_id(number)}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 from mcore_rl.data.json_text import parse_json, without_nulls
 from mcore_rl.errors import DataError
+from mcore_rl.types.chat import ChatCall, ChatMessage, TextPart
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -15,7 +16,7 @@ _MAX_JSON_LAYERS = 2
 """Limit of JSON decoding of arguments; some exporters encode them twice."""
 
 
-def chat_messages(prompt: Any, where: str, *, struct_nulls: bool = False) -> list[dict[str, Any]]:
+def chat_messages(prompt: object, where: str, *, struct_nulls: bool = False) -> list[ChatMessage]:
     """Normalize a string (one user message) or a list of chat messages.
 
     The content is a string, or a list of two or more `{"type": "text", "text": ...}` parts. A tool call is
@@ -35,7 +36,7 @@ def chat_messages(prompt: Any, where: str, *, struct_nulls: bool = False) -> lis
     return messages
 
 
-def normalized(messages: Sequence[Any], where: str, *, struct_nulls: bool = False) -> list[dict[str, Any]]:
+def normalized(messages: Sequence[object], where: str, *, struct_nulls: bool = False) -> list[ChatMessage]:
     """Normalize a list of messages like chat_messages; all of them may be empty.
 
     Raises: DataError.
@@ -43,32 +44,29 @@ def normalized(messages: Sequence[Any], where: str, *, struct_nulls: bool = Fals
     return [_message(each, f"{where}: message {number}", struct_nulls) for number, each in enumerate(messages, start=1)]
 
 
-def with_answer(messages: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+def with_answer(messages: Sequence[ChatMessage], answer: ChatMessage) -> list[ChatMessage]:
     """Append the assistant's `answer`, or join it to a last assistant message that begins the answer."""
-    made = [dict(message) for message in messages]
-    if made and made[-1]["role"] == "assistant" and not made[-1].get("tool_calls"):
-        begun = made.pop()
-        answer = {**begun, **answer, "content": begun["content"] + answer["content"]}
-    return [*made, dict(answer)]
+    if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        *messages, begun = messages
+        answer = {**begun, **answer, "content": text_of(begun) + text_of(answer)}
+    return [*messages, answer]
 
 
-def text_of(message: Mapping[str, Any], separator: str = "\n") -> str:
+def text_of(message: ChatMessage, separator: str = "\n") -> str:
     """Return the content of a normalized message as one string."""
     content = message["content"]
     return content if isinstance(content, str) else separator.join(part["text"] for part in content)
 
 
-def _message(message: Any, where: str, struct_nulls: bool) -> dict[str, Any]:
+def _message(message: object, where: str, struct_nulls: bool) -> ChatMessage:
     if not isinstance(message, dict):
         raise DataError(f"{where} is of type {type(message).__name__}: a chat message needs `role` and `content`")
     role = message.get("role")
     if not isinstance(role, str) or not role.strip():
         found = "no `role`" if not role or isinstance(role, str) else f"a role of type {type(role).__name__}"
         raise DataError(f"{where} has {found}: a chat message needs `role` and `content`")
-    if struct_nulls:
-        message = without_nulls(message)
     where = f"{where} ({role})"
-    made = {key: value for key, value in message.items() if value is not None}
+    made = {key: without_nulls(value) if struct_nulls else value for key, value in message.items() if value is not None}
     if role == "function":
         made["role"] = "tool"  # OpenAI's former role for the answer to a `function_call`
     _check_reasoning(made, where)
@@ -80,17 +78,17 @@ def _message(message: Any, where: str, struct_nulls: bool) -> dict[str, Any]:
         made["tool_calls"] = calls
     else:
         made.pop("tool_calls", None)
-    made["content"] = _content(message.get("content"), where, optional=bool(calls) or "reasoning_content" in made)
-    return made
+    made["content"] = _content(made.get("content"), where, optional=bool(calls) or "reasoning_content" in made)
+    return cast(ChatMessage, made)
 
 
-def _check_reasoning(message: Mapping[str, Any], where: str) -> None:
+def _check_reasoning(message: Mapping[str, object], where: str) -> None:
     for name in REASONING_FIELDS:
         if name in message and not isinstance(message[name], str):
             raise DataError(f"{where}: {name} is of type {type(message[name]).__name__}, not a string")
 
 
-def _content(content: Any, where: str, *, optional: bool) -> str | list[dict[str, str]]:
+def _content(content: object, where: str, *, optional: bool) -> str | list[TextPart]:
     if isinstance(content, str):
         return content
     if content is None and optional:
@@ -104,7 +102,7 @@ def _content(content: Any, where: str, *, optional: bool) -> str | list[dict[str
     return [{"type": "text", "text": text} for text in texts]
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: object, where: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -113,7 +111,7 @@ def _part(part: Any, where: str) -> str:
     raise DataError(f"{where} has a part of type {kind!r}, but prompts are text only; remove such rows")
 
 
-def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def _tool_calls(message: Mapping[str, object], where: str) -> list[ChatCall]:
     calls, single = (_parsed(message.get(name), f"{where}: {name}") for name in ("tool_calls", "function_call"))
     if single:  # OpenAI's former format of a single call
         if calls:
@@ -126,24 +124,26 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     return [_tool_call(call, f"{where}: tool call {number}") for number, call in enumerate(calls, start=1)]
 
 
-def _parsed(value: Any, where: str) -> Any:
+def _parsed(value: object, where: str) -> object:
     """Decode JSON text; return other values and blank texts unchanged."""
     return parse_json(value, where) if isinstance(value, str) and value.strip() else value
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") or call if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+def _tool_call(call: object, where: str) -> ChatCall:
+    call = call if isinstance(call, dict) else {}
+    function = call.get("function") or call
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
         raise DataError(f"{where} has no `function` with `name` and `arguments`")
     if call.get("type") not in (None, "function"):
         raise DataError(f"{where} is of type {call['type']!r}; only calls of type 'function' are supported")
     given = function.get("arguments", function.get("parameters"))
-    arguments = _arguments(given, f"{where}: arguments of {function['name']}")
-    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    arguments = _arguments(given, f"{where}: arguments of {name}")
+    made: ChatCall = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": str(call["id"]), **made} if call.get("id") else made
 
 
-def _arguments(given: Any, where: str) -> dict[str, Any]:
+def _arguments(given: object, where: str) -> Mapping[str, object]:
     for _ in range(_MAX_JSON_LAYERS):
         if isinstance(given, str) and given.strip():
             given = parse_json(given, where)
@@ -156,5 +156,5 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
     return given
 
 
-def _is_pair(value: Any) -> bool:
+def _is_pair(value: object) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[0], str)

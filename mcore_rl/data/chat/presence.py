@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from mcore_rl.data.chat.messages import REASONING_FIELDS
-from mcore_rl.data.chat.style import ChatStyle, Message, is_empty
+from mcore_rl.data.chat.messages import REASONING_FIELDS, text_of
+from mcore_rl.data.chat.style import ChatStyle, is_empty
 from mcore_rl.errors import DataError
+from mcore_rl.types.chat import ChatMessage
 
 REASONING_NOTE = "have reasoning in earlier assistant messages, which the chat template drops"
 _SWITCHES = re.compile(r"/(?:no_?think|think)\b")
@@ -29,14 +29,14 @@ class PresenceCheck:
         self._dropped: dict[tuple[tuple[str, int, int], ...], int | None] = {}
         """Shape of a conversation -> index of the message that the template drops; None: it shows all messages."""
 
-    def check(self, messages: Sequence[Message], text: str, where: str) -> bool:
+    def check(self, messages: Sequence[ChatMessage], text: str, where: str) -> bool:
         """Check a rendering `text`. Returns False if only reasoning of earlier turns is missing, else True.
 
         Raises: DataError naming the message that the template drops or changes.
         """
         whole = True
         for number, message in enumerate(messages, start=1):
-            content = message["content"]
+            content = text_of(message)
             # Templates may drop the reasoning of earlier turns; only the text after it must be present.
             if message["role"] == "assistant" and not _shows(text, content):
                 whole = whole and "</think>" not in content
@@ -44,22 +44,22 @@ class PresenceCheck:
             lost = next((part for part in _texts(message, content) if not _shows(text, part)), None)
             if lost is not None:
                 self._refuse(messages, number - 1, where, f"{_short(lost)} is not in the prompt")
-            whole = whole and all(_shows(text, message.get(name) or "") for name in REASONING_FIELDS)
+            whole = whole and all(_shows(text, str(message.get(name) or "")) for name in REASONING_FIELDS)
         dropped = self._dropped_message(messages)
         if dropped is not None:
             self._refuse(messages, dropped, where, "its content is not in the prompt")
         return whole
 
-    def _refuse(self, messages: Sequence[Message], index: int, where: str, problem: str) -> None:
+    def _refuse(self, messages: Sequence[ChatMessage], index: int, where: str, problem: str) -> None:
         raise DataError(
             f"{where}: the tokenizer's chat template drops or changes message {index + 1} (role "
             f"{messages[index]['role']!r}): {problem}; rewrite or remove the row, or use a tokenizer whose chat "
             "template shows such messages"
         )
 
-    def _dropped_message(self, messages: Sequence[Message]) -> int | None:
+    def _dropped_message(self, messages: Sequence[ChatMessage]) -> int | None:
         numbers: dict[str, int] = {"": 0}
-        contents = [numbers.setdefault(message["content"].strip(), len(numbers)) for message in messages]
+        contents = [numbers.setdefault(text_of(message).strip(), len(numbers)) for message in messages]
         shape = tuple(
             (message["role"], content, len(message.get("tool_calls", ())))
             for message, content in zip(messages, contents, strict=True)
@@ -68,9 +68,11 @@ class PresenceCheck:
             self._dropped[shape] = self._find_dropped(messages, contents)
         return self._dropped[shape]
 
-    def _find_dropped(self, messages: Sequence[Message], contents: Sequence[int]) -> int | None:
+    def _find_dropped(self, messages: Sequence[ChatMessage], contents: Sequence[int]) -> int | None:
         marks = [f"mark{number:05d}z" if number else "" for number in contents]
-        marked = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
+        marked: list[ChatMessage] = [
+            {**message, "content": mark} for message, mark in zip(messages, marks, strict=True)
+        ]
         try:
             text = self._style.render(marked, "probe", opens_turn=True)
         except DataError:
@@ -80,7 +82,7 @@ class PresenceCheck:
         return next((number for number in reversed(range(len(marks))) if marks[number] in lacking), None)
 
 
-def _texts(message: Message, content: str) -> Iterator[str]:
+def _texts(message: ChatMessage, content: str) -> Iterator[str]:
     """Yield the texts of a message that must be in the prompt: content, names and arguments of calls."""
     if not is_empty(message) or message["role"] != "assistant":
         yield content
@@ -89,7 +91,7 @@ def _texts(message: Message, content: str) -> Iterator[str]:
         yield from _leaves(call["function"]["arguments"])
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
     if isinstance(value, dict):
         for key, each in value.items():
             yield key

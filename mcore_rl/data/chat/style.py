@@ -6,16 +6,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mcore_rl.data.chat.call_ids import kimi_id, nine_characters, with_call_ids, with_new_ids
+from mcore_rl.data.chat.call_ids import chat_call, kimi_id, nine_characters, with_call_ids, with_new_ids
 from mcore_rl.data.chat.messages import text_of
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.types.chat import ChatCall, ChatMessage, TextPart, ToolSchema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
 _MARKS = ("mark0here", "mark1here")
 _NAME, _KEY, _VALUE = "markedname", "markedkey", "markedvalue"
 _LONG_ID, _NINE = "call_0123456789abcdef", "call00000"
@@ -37,8 +37,8 @@ class ChatStyle:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    tools: tuple[Mapping[str, Any], ...] = ()
-    kwargs: Mapping[str, Any] | None = None
+    tools: tuple[ToolSchema, ...] = ()
+    kwargs: Mapping[str, object] | None = None
     parts: bool = False
     separator: str = "\n"
     developer: str = "developer"
@@ -50,8 +50,8 @@ class ChatStyle:
     def of(
         cls,
         tokenizer: PreTrainedTokenizerBase,
-        tools: Sequence[Mapping[str, Any]] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[ToolSchema] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> ChatStyle:
         """Detect the style of the tokenizer's chat template.
 
@@ -64,12 +64,12 @@ class ChatStyle:
         """Source text of the chat template."""
         return str(self.tokenizer.get_chat_template(tools=[dict(tool) for tool in self.tools] or None))
 
-    def canonical(self, messages: Sequence[Message], where: str, *, strict: bool = True) -> list[dict[str, Any]]:
+    def canonical(self, messages: Sequence[ChatMessage], where: str, *, strict: bool = True) -> list[ChatMessage]:
         """Adapt normalized messages to this template: contents are strings, calls have ids, developer roles are mapped.
 
         Raises: DataError, if `strict`, for a tool message that answers no call.
         """
-        made: list[dict[str, Any]] = [{**message, "content": text_of(message, self.separator)} for message in messages]
+        made: list[ChatMessage] = [{**message, "content": text_of(message, self.separator)} for message in messages]
         for message in made:
             if message["role"] == "developer":
                 message["role"] = self.developer
@@ -78,7 +78,7 @@ class ChatStyle:
             return with_new_ids(made, kimi_id)
         return with_new_ids(made, nine_characters) if self.short_ids else made
 
-    def render(self, messages: Sequence[Message], where: str, *, opens_turn: bool, continues: bool = True) -> str:
+    def render(self, messages: Sequence[ChatMessage], where: str, *, opens_turn: bool, continues: bool = True) -> str:
         """Render canonical messages.
 
         With `opens_turn` the text ends with the beginning of the model's turn. If the last message is the assistant's
@@ -92,19 +92,19 @@ class ChatStyle:
             messages = messages[:-1]
         return self._apply(messages, where, add_generation_prompt=opens_turn)
 
-    def _continued(self, messages: Sequence[Message], where: str) -> str:
+    def _continued(self, messages: Sequence[ChatMessage], where: str) -> str:
         last = messages[-1]
         if last.get("tool_calls"):
             raise DataError(
                 f"{where}: the last message is an assistant's tool call without an answer; add the tool's message, or "
                 "remove the call"
             )
-        thought = _OPEN_THOUGHT.match(last["content"]) if last["content"] else None
-        field, begun = "content", last["content"]
+        field, begun = "content", text_of(last)
+        thought = _OPEN_THOUGHT.match(begun)
         if "reasoning_content" in self.source and (thought is not None or not begun):
             field = "reasoning_content"
-            begun = thought["thought"].strip("\n") if thought is not None else str(last[field])
-            last = {**last, "content": "", field: begun}
+            begun = thought["thought"].strip("\n") if thought is not None else last["reasoning_content"]
+            last = {**last, "content": "", "reasoning_content": begun}
         if "prefix" in self.source:
             last = {**last, "prefix": True}  # DeepSeek-V3.1 opens or closes the reasoning depending on it
         text = self._apply([*messages[:-1], last], where, continue_final_message=field)
@@ -114,7 +114,7 @@ class ChatStyle:
             )
         return text
 
-    def _apply(self, messages: Sequence[Message], where: str, **options: Any) -> str:
+    def _apply(self, messages: Sequence[ChatMessage], where: str, **options: object) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 [self._shown(message) for message in messages],
@@ -130,7 +130,7 @@ class ChatStyle:
             raise DataError(f"{where}: the tokenizer's chat template rejects the prompt: {problem}") from error
         return str(text)
 
-    def _shown(self, message: Message) -> dict[str, Any]:
+    def _shown(self, message: ChatMessage) -> dict[str, object]:
         shown = dict(message)
         if calls := message.get("tool_calls"):
             shown["tool_calls"] = [self._shown_call(call) for call in calls]
@@ -140,11 +140,11 @@ class ChatStyle:
             shown["content"] = [{"type": "text", "text": shown["content"]}]
         return shown
 
-    def _shown_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = call["function"]
+    def _shown_call(self, call: ChatCall) -> dict[str, object]:
+        function: dict[str, object] = {**call["function"]}
         if self.text_arguments:
-            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-        return {**call, "function": dict(function)}
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "function": function}
 
 
 def opens_thought(content: str) -> bool:
@@ -152,12 +152,12 @@ def opens_thought(content: str) -> bool:
     return _OPEN_THOUGHT.match(content) is not None
 
 
-def is_empty(message: Message) -> bool:
+def is_empty(message: ChatMessage) -> bool:
     """Return whether an assistant message has no content, reasoning or call."""
     return not any(message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
 
 
-def _try_render(style: ChatStyle, *messages: Message) -> str:
+def _try_render(style: ChatStyle, *messages: ChatMessage) -> str:
     """Render messages; return "" if the template rejects them."""
     try:
         return style._apply(messages, "probe", add_generation_prompt=True)
@@ -172,13 +172,13 @@ def _try_render(style: ChatStyle, *messages: Message) -> str:
         return ""
 
 
-def _user(content: Any) -> Message:
+def _user(content: str | list[TextPart]) -> ChatMessage:
     return {"role": "user", "content": content}
 
 
 def _with_parts(style: ChatStyle) -> ChatStyle:
     first, second = _MARKS
-    as_parts = [{"type": "text", "text": mark} for mark in _MARKS]
+    as_parts: list[TextPart] = [{"type": "text", "text": mark} for mark in _MARKS]
     one_part = _try_render(style, _user(as_parts[:1]))
     printed = any(key in one_part for key in ("'type'", '"type"'))  # the template prints the list as Python or JSON
     parts = first in one_part and not printed and first not in _try_render(style, _user(first))
@@ -212,10 +212,9 @@ def _with_calls(style: ChatStyle) -> ChatStyle:
 
 
 def _shows_calls(style: ChatStyle, call_id: str) -> bool:
-    function = {"name": _NAME, "arguments": {_KEY: _VALUE}}
-    calls = [{"id": call_id, "type": "function", "function": function}]
-    messages = [_user("?"), {"role": "assistant", "content": "", "tool_calls": calls}]
-    answer = {"role": "tool", "name": _NAME, "tool_call_id": call_id, "content": "!"}
+    calls = [chat_call(_NAME, {_KEY: _VALUE}, call_id)]
+    messages: list[ChatMessage] = [_user("?"), {"role": "assistant", "content": "", "tool_calls": calls}]
+    answer: ChatMessage = {"role": "tool", "name": _NAME, "tool_call_id": call_id, "content": "!"}
     before = _try_render(style, *messages[:1])
     text = _try_render(style, *messages, answer) or _try_render(style, *messages)
     quoted_wrongly = f"'{_KEY}'" in text or f'\\"{_KEY}' in text  # repr() of a dict, or JSON encoded twice

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl.data.chat.call_ids import call_id
-from mcore_rl.data.chat.conversation import QUESTION, Conversation, Message
+from mcore_rl.data.chat.conversation import QUESTION, Conversation, SampledCall
 from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.types.chat import ChatMessage, tool_name
 
 TEMPLATE = "the chat template of model.tokenizer_path (or model.hf_path)"
-SYSTEM: Message = {"role": "system", "content": "Answer."}
-HISTORIES: tuple[tuple[Message, ...], ...] = (
+SYSTEM: ChatMessage = {"role": "system", "content": "Answer."}
+HISTORIES: tuple[tuple[ChatMessage, ...], ...] = (
     (QUESTION,),
     (SYSTEM, QUESTION),
     (SYSTEM, QUESTION, {"role": "assistant", "content": "Indeed."}, QUESTION),
@@ -57,16 +58,15 @@ def examine(conversation: Conversation, *, tools: bool, users: bool) -> Template
         rewrites += _rewritten(conversation, [_user("answer0")], "a further message of the user")
     if tools and users:
         answer = _answer(conversation, 0)
-        call = conversation.turn("", calls=[{"name": answer["name"], "arguments": {"value": "?"}}])
+        call = conversation.turn("", calls=[_call(conversation)])
         rewrites += _rewritten(conversation, [_user("answer0")], "after tools, a message of the user", [call, answer])
     return TemplateFacts(parallel, tuple(rewrites), "strftime_now" in str(conversation.tokenizer.chat_template))
 
 
 def _examine_tools(conversation: Conversation) -> bool:
     """Check calls of tools. Returns whether a turn may have two calls."""
-    names = [str(tool["function"]["name"]) for tool in conversation.tools]
     prompt = conversation.render([QUESTION])
-    hidden = [name for name in names if name not in prompt]
+    hidden = [name for name in map(tool_name, conversation.tools) if name not in prompt]
     if hidden:
         raise ConfigError(
             f"rollout.tools: {TEMPLATE} does not show tools to the model ({', '.join(hidden)} not in the prompt); use "
@@ -81,7 +81,7 @@ def _examine_tools(conversation: Conversation) -> bool:
     return True
 
 
-def _examine_tail(conversation: Conversation, new: Sequence[Message], texts: Sequence[str], what: str) -> None:
+def _examine_tail(conversation: Conversation, new: Sequence[ChatMessage], texts: Sequence[str], what: str) -> None:
     tails = set()
     try:
         for before in _possible(conversation):
@@ -103,7 +103,7 @@ def _examine_tail(conversation: Conversation, new: Sequence[Message], texts: Seq
         )
 
 
-def _possible(conversation: Conversation) -> list[tuple[Message, ...]]:
+def _possible(conversation: Conversation) -> list[tuple[ChatMessage, ...]]:
     """Return the histories that the template accepts: some templates reject system messages."""
     try:
         conversation.render([SYSTEM, QUESTION])
@@ -113,11 +113,11 @@ def _possible(conversation: Conversation) -> list[tuple[Message, ...]]:
 
 
 def _rewritten(
-    conversation: Conversation, new: Sequence[Message], what: str, between: Sequence[Message] = ()
+    conversation: Conversation, new: Sequence[ChatMessage], what: str, between: Sequence[ChatMessage] = ()
 ) -> list[str]:
     """Describe the text of a model turn (after `between`) that changes when the messages `new` follow it."""
     found = {}
-    calls = [{"name": m["name"], "arguments": {"value": "?"}} for m in new if m["role"] == "tool"]
+    calls = [_call(conversation) for message in new if message["role"] == "tool"]
     for reasoning, having in ((None, ""), (THOUGHT, " with reasoning")):
         turn = conversation.turn("" if calls else "said0", reasoning=reasoning, calls=calls)
         try:
@@ -134,10 +134,14 @@ def _rewritten(
     return list(found.values())
 
 
-def _user(text: str) -> Message:
+def _user(text: str) -> ChatMessage:
     return {"role": "user", "content": text}
 
 
-def _answer(conversation: Conversation, number: int) -> Message:
-    name = conversation.tools[0]["function"]["name"] if conversation.tools else "tool"
-    return {"role": "tool", "name": name, "tool_call_id": call_id(number), "content": f"answer{number}"}
+def _call(conversation: Conversation) -> SampledCall:
+    return {"name": conversation.some_tool(), "arguments": {"value": "?"}}
+
+
+def _answer(conversation: Conversation, number: int) -> ChatMessage:
+    name, content = conversation.some_tool(), f"answer{number}"
+    return {"role": "tool", "name": name, "tool_call_id": call_id(number), "content": content}

@@ -13,7 +13,8 @@ from mcore_rl.errors import DataError
 if TYPE_CHECKING:
     import pyarrow
 
-Rows = Iterator[tuple[str, dict[str, Any]]]
+Row = dict[str, object]
+Rows = Iterator[tuple[str, Row]]
 _PARQUET_BATCH_ROWS = 1024
 
 
@@ -67,7 +68,7 @@ def _described(path: Path, key: str) -> tuple[list[str], list[str] | None]:
     """Return the files of a saved set in order, and its selected columns; None: all."""
     file = path / STATE_FILE
     try:
-        state = parse_json(file.read_text(encoding="utf-8"), f"{key}: {file}")
+        state: Any = parse_json(file.read_text(encoding="utf-8"), f"{key}: {file}")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{key}: {file} cannot be read: {error}") from error
     try:
@@ -81,7 +82,7 @@ def _described(path: Path, key: str) -> tuple[list[str], list[str] | None]:
     return names, None if columns is None else [str(column) for column in columns]
 
 
-def _to_rows(batch: pyarrow.RecordBatch, path: Path, key: str, before: int) -> list[dict[str, Any]]:
+def _to_rows(batch: pyarrow.RecordBatch, path: Path, key: str, before: int) -> list[Row]:
     try:
         return batch.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError:

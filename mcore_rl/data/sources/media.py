@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from mcore_rl.errors import DataError
 
@@ -18,7 +17,7 @@ def is_media(column: str) -> bool:
     return _COLUMN.fullmatch(column.lower()) is not None
 
 
-def check_media(row: Mapping[str, Any], key: str, where: str) -> None:
+def check_media(row: Mapping[str, object], key: str, where: str) -> None:
     """Reject a row with a non-empty media column.
 
     Raises: DataError naming row and column.
@@ -31,7 +30,7 @@ def check_media(row: Mapping[str, Any], key: str, where: str) -> None:
             )
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: object) -> bool:
     """Return whether a value is empty: null, NaN, an empty text or list, or a struct of empty fields."""
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import fields
+from typing import cast
 
 from mcore_rl.config.fields import DOMAIN
 from mcore_rl.config.rules.changed_keys import written
 from mcore_rl.config.rules.sampling import stop_fault, untrainable
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import DataError
-from mcore_rl.types import SamplingOptions
+from mcore_rl.types import SamplingOptions, SamplingOverrides
 
 SAMPLING = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
 """Keys of `rollout` that a row or a call of session.generate may override."""
@@ -29,8 +29,8 @@ _DOMAINS = {field.name: field.metadata[DOMAIN] for field in fields(RolloutConfig
 
 
 def check_sampling(
-    given: Mapping[str, Any], where: str, *, trained: bool, max_response_tokens: int | None = None
-) -> dict[str, Any] | None:
+    given: Mapping[str, object], where: str, *, trained: bool, max_response_tokens: int | None = None
+) -> SamplingOverrides | None:
     """Check the sampling options of a row or call. Returns them (whole numbers as int, stop strings as a list) or None.
 
     A null counts as absent, because Arrow structs have all fields in every row.
@@ -41,29 +41,33 @@ def check_sampling(
 
     Raises: DataError for an unknown name, a value that the run's key does not allow, or a value above the run's limit.
     """
-    checked = {name: _checked(name, value, where) for name, value in given.items() if value is not None}
+    values = {name: _checked(name, value, where) for name, value in given.items() if value is not None}
+    checked = cast(SamplingOverrides, values)
     if max_response_tokens is not None and checked.get("max_response_tokens", 0) > max_response_tokens:
         raise DataError(
             f"{where}: sampling.max_response_tokens is {given['max_response_tokens']}, above "
             f"rollout.max_response_tokens={max_response_tokens}, which sizes engines and batches; raise "
             "rollout.max_response_tokens, or lower the row's value"
         )
-    shape = {name: checked[name] for name in ("temperature", "top_p", "top_k") if name in checked}
-    if trained and (found := untrainable(**shape)) is not None:
+    temperature, top_p, top_k = checked.get("temperature", 1.0), checked.get("top_p", 1.0), checked.get("top_k", -1)
+    if trained and (found := untrainable(temperature=temperature, top_p=top_p, top_k=top_k)) is not None:
         name, reason = found
         raise DataError(f"{where}: sampling.{name} is {given[name]}, which {reason}, or remove it")
     return checked or None
 
 
-def with_overrides(options: SamplingOptions, wanted: Mapping[str, Any]) -> SamplingOptions:
+def with_overrides(options: SamplingOptions, wanted: SamplingOverrides) -> SamplingOptions:
     """Apply checked options of a row or call. Greedy sampling (validation, baselines) stays greedy."""
-    changed = {name: value for name, value in wanted.items() if name != "temperature" or options.temperature > 0}
-    if "stop" in changed:
-        changed["stop"] = tuple(changed["stop"])
-    return replace(options, **changed)
+    return SamplingOptions(
+        max_response_tokens=wanted.get("max_response_tokens", options.max_response_tokens),
+        temperature=wanted.get("temperature", options.temperature) if options.temperature > 0 else 0.0,
+        top_p=wanted.get("top_p", options.top_p),
+        top_k=wanted.get("top_k", options.top_k),
+        stop=tuple(wanted.get("stop", options.stop)),
+    )
 
 
-def _checked(name: str, value: Any, where: str) -> Any:
+def _checked(name: str, value: object, where: str) -> float | list[str]:
     context = f"{where}: sampling.{name}"
     if name in CHANGES_DISTRIBUTION:
         raise DataError(f"{context} changes the sampling distribution, which the trainer does not model; remove it")
@@ -79,14 +83,14 @@ def _checked(name: str, value: Any, where: str) -> Any:
     return number
 
 
-def _stops(value: Any, context: str) -> list[str]:
+def _stops(value: object, context: str) -> list[str]:
     stops = [value] if isinstance(value, str) else value
-    if (fault := stop_fault(stops)) is not None:
+    if (fault := stop_fault(stops)) is not None or not isinstance(stops, list | tuple):
         raise DataError(f"{context} is {written(value)}, which {fault}")
     return list(stops)
 
 
-def check_turns(value: Any, where: str) -> int | None:
+def check_turns(value: object, where: str) -> int | None:
     """Read the maximum number of turns of a row's episodes; None if the row does not set it.
 
     Raises: DataError unless it is a whole number above 0.
@@ -99,7 +103,7 @@ def check_turns(value: Any, where: str) -> int | None:
     return turns
 
 
-def _number(name: str, value: Any, context: str) -> float:
+def _number(name: str, value: object, context: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"{context} is {value!r}, not a number")
     if not math.isfinite(value):
@@ -112,7 +116,7 @@ def _number(name: str, value: Any, context: str) -> float:
     return number
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: object) -> int | None:
     """Parse a whole number; CSV files have text, and columns with nulls often have floats. None if it is not whole."""
     if isinstance(value, str):
         text = value.strip()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mcore_rl.data.json_text import parse_json, without_nulls
 from mcore_rl.errors import DataError
+from mcore_rl.types.chat import ToolSchema, tool_function, tool_name
 
-Schema = Mapping[str, Any]
 TOOLS, SELECTION = "tools", "tool_selection"
 
 
@@ -21,10 +20,10 @@ class RowTools:
     executes: whether calls execute these tools; a row may then offer only these.
     """
 
-    def __init__(self, tools: Sequence[Schema], *, executes: bool) -> None:
-        self._tools = {_name(schema): schema for schema in tools}
+    def __init__(self, tools: Sequence[ToolSchema], *, executes: bool) -> None:
+        self._tools = {tool_name(schema): schema for schema in tools}
         self._executes = executes and bool(tools)
-        self._checked: dict[str, list[Schema]] = {}
+        self._checked: dict[str, list[ToolSchema]] = {}
         """JSON text -> checked list of schemas, shared by rows with equal tools."""
 
     @property
@@ -32,12 +31,12 @@ class RowTools:
         """True if calls are executed."""
         return self._executes
 
-    def unknown(self, tools_kwargs: Any) -> list[str]:
+    def unknown(self, tools_kwargs: object) -> list[str]:
         """Return the names in a row's tools_kwargs that are not tools of the run."""
         given = tools_kwargs if isinstance(tools_kwargs, Mapping) else {}
         return [str(name) for name, kwargs in given.items() if kwargs is not None and name not in self._tools]
 
-    def of(self, given: Any, selection: Any, where: str, *, struct_nulls: bool) -> list[Schema] | None:
+    def of(self, given: object, selection: object, where: str, *, struct_nulls: bool) -> list[ToolSchema] | None:
         """Return the schemas that a row offers: its own, or a selection of the run's; None: all tools of the run.
 
         `given` is the column `tools`; `selection` is `tool_selection`, which has no effect if it is empty.
@@ -49,10 +48,10 @@ class RowTools:
         names = _names(selection, f"{where}: {SELECTION}")
         if not names:
             return offered
-        there = self._tools if offered is None else {_name(schema): schema for schema in offered}
+        there = self._tools if offered is None else {tool_name(schema): schema for schema in offered}
         return self._interned([self._named(name, there, f"{where}: {SELECTION}") for name in names])
 
-    def _own(self, given: Any, where: str, struct_nulls: bool) -> list[Schema] | None:
+    def _own(self, given: object, where: str, struct_nulls: bool) -> list[ToolSchema] | None:
         context = f"{where}: {TOOLS}"
         if isinstance(given, str):
             given = parse_json(given, context) if given.strip() else None
@@ -64,21 +63,22 @@ class RowTools:
                 f"{context} is {type(given).__name__}, not a list of schemas of functions; rename the column"
             )
         schemas = [self._schema(each, f"{context}[{place}]", struct_nulls) for place, each in enumerate(listed)]
-        names = [_name(schema) for schema in schemas]
+        names = [tool_name(schema) for schema in schemas]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise DataError(f"{context} has two tools {twice!r}; remove one")
         return self._interned(schemas)
 
-    def _schema(self, given: Any, context: str, struct_nulls: bool) -> Schema:
+    def _schema(self, given: object, context: str, struct_nulls: bool) -> ToolSchema:
         if isinstance(given, str):
             if not given.lstrip().startswith("{"):
                 return self._named(given, self._tools, context)
             given = parse_json(given, context)
         if struct_nulls:
             given = without_nulls(given)
-        function = given.get("function", given) if isinstance(given, dict) else None
+        given = given if isinstance(given, dict) else {}
+        function = given.get("function", given)
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(function, dict) or not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name:
             raise DataError(f"{context} must be {{type: function, function: {{name, description, parameters}}}}")
         if given.get("type", "function") != "function":
             raise DataError(f"{context} is of type {given['type']!r}; only functions are supported")
@@ -91,24 +91,25 @@ class RowTools:
             self._check_implemented(name, parameters or {}, context)
         return {"type": "function", "function": function}
 
-    def _check_implemented(self, name: str, parameters: Any, context: str) -> None:
+    def _check_implemented(self, name: str, parameters: Mapping[str, object], context: str) -> None:
         """Check that the run's tool accepts the arguments of a row's schema."""
         from jsonschema import Draft202012Validator
         from jsonschema.exceptions import SchemaError
 
-        own = self._named(name, self._tools, context)["function"].get("parameters") or {}
+        own = tool_function(self._named(name, self._tools, context)).get("parameters")
+        own = own if isinstance(own, Mapping) else {}
         try:
             Draft202012Validator.check_schema(parameters)
         except SchemaError as error:
             raise DataError(f"{context}: parameters of {name} are not a JSON schema: {error.message}") from None
-        shown, taken = set(parameters.get("properties") or {}), set(own.get("properties") or {})
+        shown, taken = _names_in(parameters, "properties"), _names_in(own, "properties")
         # The row may offer fewer arguments than the tool has, but all required ones.
         if not own.get("additionalProperties") and (extra := sorted(shown - taken)):
             raise DataError(f"{context}: {name} has the argument {extra[0]!r}, which its implementation lacks")
-        if lacking := sorted(set(own.get("required") or ()) - shown):
+        if lacking := sorted(_names_in(own, "required") - shown):
             raise DataError(f"{context}: {name} lacks the argument {lacking[0]!r}, which its implementation requires")
 
-    def _named(self, name: str, there: Mapping[str, Schema], context: str) -> Schema:
+    def _named(self, name: str, there: Mapping[str, ToolSchema], context: str) -> ToolSchema:
         if name in there:
             return there[name]
         near = difflib.get_close_matches(name, there, n=1)
@@ -119,11 +120,17 @@ class RowTools:
             "Add it to rollout.tools, or remove it from the row"
         )
 
-    def _interned(self, schemas: list[Schema]) -> list[Schema]:
+    def _interned(self, schemas: list[ToolSchema]) -> list[ToolSchema]:
         return self._checked.setdefault(json.dumps(schemas, sort_keys=True, default=str), schemas)
 
 
-def _names(given: Any, context: str) -> list[str]:
+def _names_in(parameters: Mapping[str, object], key: str) -> set[str]:
+    """Return the names of arguments in `properties` or `required` of a JSON schema."""
+    names = parameters.get(key)
+    return set(names) if isinstance(names, dict | list) else set()
+
+
+def _names(given: object, context: str) -> list[str]:
     if isinstance(given, str):
         given = parse_json(given, context) if given.lstrip().startswith("[") else given or None
     if given is None:
@@ -131,7 +138,3 @@ def _names(given: Any, context: str) -> list[str]:
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise DataError(f"{context} is {given!r}, not a list of names of tools")
     return list(dict.fromkeys(given))
-
-
-def _name(schema: Schema) -> str:
-    return str(schema["function"]["name"])

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.columns import ANSWER_COLUMNS, Columns, listing
+from mcore_rl.data.sources.arrow import Row
 from mcore_rl.data.templates import PromptRenderer, encode
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
+from mcore_rl.types.chat import ToolSchema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ class RawBlock:
 
     file: int
     path: Path
-    rows: list[tuple[str, dict[str, Any]]]
+    rows: list[tuple[str, Row]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class BlockTokeniser:
     rollout_config: RolloutConfig
     key: str
     runs_tools: bool = False
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[ToolSchema, ...] = ()
     with_targets: bool = False
     _renderer: PromptRenderer = field(init=False)
 
@@ -89,24 +90,14 @@ class BlockTokeniser:
             trained=self.samples_train,
             tools=self.tools,
         )
-        rows = [columns.read(place, row) for place, row in block.rows]
-        rows = [replace(row, messages=self._renderer.canonical(row.messages, row.where)) for row in rows]
-        texts = list(self._renderer.render_all([(row.messages, row.where, row.tools) for row in rows]))
+        rows = [(f"{self.key}: {place}", columns.read(place, row)) for place, row in block.rows]
+        messages = [self._renderer.canonical(row.messages, where) for where, row in rows]
+        shown = [(each, where, row.tools) for each, (where, row) in zip(messages, rows, strict=True)]
+        texts = list(self._renderer.render_all(shown))
         ids = encode(self.tokenizer, texts, self._renderer.leading_ids)
         prompts = [
-            Prompt(
-                row=-1,
-                token_ids=token_ids,
-                text=text,
-                data_source=row.data_source,
-                ground_truth=row.ground_truth,
-                extra_info=row.extra_info,
-                messages=row.messages,
-                sampling=row.sampling,
-                max_turns=row.max_turns,
-                tools=row.tools,
-            )
-            for row, text, token_ids in zip(rows, texts, ids, strict=True)
+            replace(row, messages=row_messages, text=text, token_ids=token_ids)
+            for (_, row), row_messages, text, token_ids in zip(rows, messages, texts, ids, strict=True)
         ]
         targets = self._targets(block.rows) if self.with_targets else []
         notes, ignored = columns.take_notes() + self._renderer.take_notes(), columns.take_ignored()
@@ -117,7 +108,7 @@ class BlockTokeniser:
     def _target_column(self) -> str | None:
         return (self.data_config.answer_key or ANSWER_COLUMNS[0]) if self.with_targets else None
 
-    def _targets(self, rows: list[tuple[str, dict[str, Any]]]) -> list[np.ndarray]:
+    def _targets(self, rows: list[tuple[str, Row]]) -> list[np.ndarray]:
         texts, column = [], str(self._target_column)
         for place, row in rows:
             text = row.get(column)

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mcore_rl.data.checksum import file_crc32
+from mcore_rl.data.prompts import LoadReport, PromptSet
+from mcore_rl.data.supervised import SupervisedSet
 from mcore_rl.data.tokenised.blocks import BlockTokeniser
 from mcore_rl.data.tokenised.digest import Stamp, digest, stamp
 from mcore_rl.errors import ConfigError
@@ -29,20 +31,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 _REPORT = b"mcore_rl.report"
-_TEXTS, _ROWS = "texts", "rows"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A cached set of N rows.
-
-    Shapes: ragged, by name: values int32 [sum], offsets int64 [N + 1].
-    """
-
-    ragged: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    texts: list[str]
-    rows: list[dict[str, Any]]
-    report: dict[str, Any]
+_TOKENS, _TARGETS, _TEXTS, _ROWS = "tokens", "targets", "texts", "rows"
+_ROW_COLUMNS = ("data_sources", "ground_truths", "extra_infos", "messages", "samplings", "max_turns", "tools")
+"""Fields of PromptSet that are stored as one JSON object per row."""
 
 
 @dataclass
@@ -55,7 +46,7 @@ class TokenCache:
     stamp: Stamp
     notes: list[str]
 
-    def load(self) -> Entry | None:
+    def load(self) -> tuple[SupervisedSet, LoadReport] | None:
         """Return the entry, or None if there is none. A damaged one is removed and noted."""
         for path in sorted(self.directory.glob(f"{self.name}-*.arrow")):
             if f"{file_crc32(path).value:08x}" == path.stem.rpartition("-")[2]:
@@ -65,14 +56,14 @@ class TokenCache:
             self.notes.append(f"{path} was damaged and is built again")
         return None
 
-    def save(self, entry: Entry) -> None:
+    def save(self, rows: SupervisedSet, report: LoadReport) -> None:
         """Write the entry, unless JSON cannot hold a value or a file has changed since it was read; notes the reason.
 
         Raises: ConfigError if the directory is not writable.
         """
-        texts = _json_lines(entry.rows)
-        if isinstance(texts, str):
-            self.notes.append(f"not kept in data.cache_dir: {texts}")
+        lines = _json_lines(rows.prompts)
+        if isinstance(lines, str):
+            self.notes.append(f"not kept in data.cache_dir: {lines}")
             return
         if stamp(self.files) != self.stamp:
             self.notes.append("not kept in data.cache_dir: a file changed while it was read")
@@ -80,7 +71,7 @@ class TokenCache:
         # Several runs may build the same entry at once; the last rename wins, with equal contents.
         temporary = self.directory / f".{self.name}.{os.getpid()}.partial"
         try:
-            _write(temporary, entry, texts)
+            _write(temporary, rows, lines, report)
             sync(temporary)
             os.replace(temporary, self.directory / f"{self.name}-{file_crc32(temporary).value:08x}.arrow")
             sync(self.directory)
@@ -111,10 +102,12 @@ def open_cache(files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: in
         raise _cannot_write(directory, error) from error
 
 
-def _json_lines(rows: list[dict[str, Any]]) -> list[str] | str:
+def _json_lines(prompts: PromptSet) -> list[str] | str:
     """Return a line per row; if a value would change in JSON, return the reason instead."""
     lines = []
-    for number, row in enumerate(rows, start=1):
+    columns = [getattr(prompts, name) for name in _ROW_COLUMNS]
+    for number, values in enumerate(zip(*columns, strict=True), start=1):
+        row = dict(zip(_ROW_COLUMNS, values, strict=True))
         for name, value in row.items():
             try:
                 same = json.loads(json.dumps(value)) == value
@@ -126,37 +119,44 @@ def _json_lines(rows: list[dict[str, Any]]) -> list[str] | str:
     return lines
 
 
-def _write(path: Path, entry: Entry, lines: list[str]) -> None:
+def _write(path: Path, rows: SupervisedSet, lines: list[str], report: LoadReport) -> None:
     import pyarrow
 
-    columns: dict[str, pyarrow.Array] = {
-        name: pyarrow.LargeListArray.from_arrays(
-            pyarrow.array(offsets, pyarrow.int64()), pyarrow.array(values, pyarrow.int32())
-        )
-        for name, (values, offsets) in entry.ragged.items()
+    prompts = rows.prompts
+    columns = {
+        _TOKENS: _ragged_column(prompts.tokens, prompts.offsets),
+        _TARGETS: _ragged_column(rows.target_tokens, rows.target_offsets),
+        _TEXTS: pyarrow.array(prompts.texts, pyarrow.large_string()),
+        _ROWS: pyarrow.array(lines, pyarrow.large_string()),
     }
-    columns[_TEXTS] = pyarrow.array(entry.texts, pyarrow.large_string())
-    columns[_ROWS] = pyarrow.array(lines, pyarrow.large_string())
-    schema = pyarrow.schema(
-        [(name, column.type) for name, column in columns.items()], metadata={_REPORT: json.dumps(entry.report).encode()}
-    )
+    types = [(name, column.type) for name, column in columns.items()]
+    schema = pyarrow.schema(types, metadata={_REPORT: json.dumps(asdict(report)).encode()})
     batch = pyarrow.RecordBatch.from_arrays(list(columns.values()), schema=schema)
     with path.open("wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
         writer.write_batch(batch)
 
 
-def _read(path: Path) -> Entry:
+def _ragged_column(values: np.ndarray, offsets: np.ndarray) -> pyarrow.Array:
+    import pyarrow
+
+    return pyarrow.LargeListArray.from_arrays(
+        pyarrow.array(offsets, pyarrow.int64()), pyarrow.array(values, pyarrow.int32())
+    )
+
+
+def _read(path: Path) -> tuple[SupervisedSet, LoadReport]:
     import pyarrow
 
     with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_file(source) as file:
         batch, report = file.get_batch(0), json.loads(file.schema.metadata[_REPORT])
-    ragged = {
-        name: (batch.column(name).values.to_numpy(), batch.column(name).offsets.to_numpy())
-        for name in batch.schema.names
-        if name not in (_TEXTS, _ROWS)
-    }
+    tokens, targets = batch.column(_TOKENS), batch.column(_TARGETS)
     rows = [json.loads(line) for line in batch.column(_ROWS).to_pylist()]
-    return Entry(ragged, batch.column(_TEXTS).to_pylist(), rows, report)
+    columns = {name: [row[name] for row in rows] for name in _ROW_COLUMNS}
+    prompts = PromptSet(
+        tokens.values.to_numpy(), tokens.offsets.to_numpy(), texts=batch.column(_TEXTS).to_pylist(), **columns
+    )
+    report |= {name: tuple(report[name]) for name in ("notes", "of_files")}
+    return SupervisedSet(prompts, targets.values.to_numpy(), targets.offsets.to_numpy()), LoadReport(**report)
 
 
 def _cannot_write(directory: Path, error: OSError) -> ConfigError:

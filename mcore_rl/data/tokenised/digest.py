@@ -12,7 +12,7 @@ from pathlib import Path
 from mcore_rl.data.sources.paths import is_saved_dataset
 from mcore_rl.data.tokenised.blocks import BlockTokeniser
 
-FORMAT = 3
+FORMAT = 4
 """Version of the cached files. Increase it when the same rows would be read, rendered or written differently."""
 # Keys that change the tokenised rows. data.shuffle and data.weights, for example, do not.
 _DATA_KEYS = (

@@ -10,6 +10,7 @@ import numpy as np
 
 from mcore_rl.config.rules.judge import PLACEHOLDERS
 from mcore_rl.config.schema import DataConfig
+from mcore_rl.data.chat.messages import text_of
 from mcore_rl.data.json_text import as_json_text
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.templates import PromptRenderer, encode
@@ -32,7 +33,7 @@ class Template:
 
     def filled(self, prompt: Prompt, response: str) -> str:
         """Return the text of the question about a response."""
-        question = "\n\n".join(message["content"] for message in prompt.messages)
+        question = "\n\n".join(map(text_of, prompt.messages))
         values = {"prompt": question, "response": response, "ground_truth": as_json_text(prompt.ground_truth)}
         # One pass, so that placeholders in the inserted texts stay as they are.
         return PLACEHOLDERS.sub(lambda match: self._without_controls(values[match[1]]), self._text)

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mcore_rl.config.functions import load_function
+from mcore_rl.data.chat.messages import text_of
 from mcore_rl.data.json_text import as_json_text
 from mcore_rl.rollout.episodes.history import report_of
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.tools.parsers import MalformedCall, ToolCall
+from mcore_rl.types.chat import ChatMessage
 
 STEP = "step(action) -> (observation, reward, done)"
 
@@ -42,11 +44,11 @@ class ToolEpisode:
                 calls, rest = calls[:1], calls[1:]
             answers = await asyncio.gather(*(self._answer(session, call, n) for n, call in enumerate(calls)))
             if rest:
-                answers[0]["content"] += f"\n\n{report_of(rest)}"
+                answers[0]["content"] = f"{text_of(answers[0])}\n\n{report_of(rest)}"
             ids = session.next_prompt(answers)
 
     @staticmethod
-    async def _answer(session: Session, call: ToolCall | MalformedCall, number: int) -> dict[str, Any]:
+    async def _answer(session: Session, call: ToolCall | MalformedCall, number: int) -> ChatMessage:
         limit = session.limits.tool_calls_per_turn
         if isinstance(call, MalformedCall):
             session.count_malformed_call()
@@ -55,8 +57,10 @@ class ToolEpisode:
             text = f"Error: a turn may call {limit} tools, and this call was not executed."
         else:
             text = (await session.call(call.name, call.arguments)).text
-        answer = {"role": "tool", "name": call.name or "unknown", "content": text}
-        return answer | {"tool_call_id": call.id} if call.id else answer
+        answer: ChatMessage = {"role": "tool", "name": call.name or "unknown", "content": text}
+        if call.id:
+            answer["tool_call_id"] = call.id
+        return answer
 
 
 class EnvironmentEpisode:

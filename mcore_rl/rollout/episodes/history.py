@@ -6,13 +6,16 @@ import itertools
 from collections.abc import Sequence
 
 from mcore_rl.data.chat.call_ids import call_id
-from mcore_rl.data.chat.conversation import Conversation, Message
+from mcore_rl.data.chat.conversation import Conversation, SampledCall
 from mcore_rl.rollout.tools.parsers import MalformedCall, ParsedMessage, ToolCall
+from mcore_rl.types.chat import ChatMessage
 
 Call = ToolCall | MalformedCall
 
 
-def turn_message(conversation: Conversation, parsed: ParsedMessage, written: str, after: Sequence[Message]) -> Message:
+def turn_message(
+    conversation: Conversation, parsed: ParsedMessage, written: str, after: Sequence[ChatMessage]
+) -> ChatMessage:
     """Return the assistant's message for the turn `parsed`, whose text is `written`, and which is followed by `after`.
 
     Every answered call is included, executed or not, with the model's arguments. Unreadable calls become text: part of
@@ -31,8 +34,9 @@ def turn_message(conversation: Conversation, parsed: ParsedMessage, written: str
         return conversation.turn(_without_reasoning(written, parsed), reasoning=reasoning)
     texts = [call.text for _, call in unreadable if isinstance(call, MalformedCall)]
     content = "\n".join(filter(None, [parsed.content, *texts]))
-    calls = [
-        {"name": call.name, "arguments": call.arguments, "id": call.id or call_id(number)} for number, call in readable
+    calls: list[SampledCall] = [
+        {"name": call.name or "", "arguments": call.arguments or {}, "id": call.id or call_id(number)}
+        for number, call in readable
     ]
     return conversation.turn(content, reasoning=reasoning, calls=calls)
 
@@ -47,7 +51,7 @@ def report_of(calls: Sequence[Call], limit: int = 500) -> str:
     )
 
 
-def _answered(calls: Sequence[Call], answers: Sequence[Message]) -> list[tuple[int, Call]]:
+def _answered(calls: Sequence[Call], answers: Sequence[ChatMessage]) -> list[tuple[int, Call]]:
     """Return the numbered calls that have an answer: matched by id, or by order if the answers have no ids of calls."""
     numbered = list(enumerate(calls))
     ids = {call.id or call_id(number): (number, call) for number, call in numbered}

@@ -12,7 +12,7 @@ from mcore_rl.config.episodes import WITH_ENVIRONMENT, WITH_TOOLS
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.config.rules.episodes import episode_of
 from mcore_rl.config.schema import Config, RolloutConfig
-from mcore_rl.data.chat.conversation import Conversation, ToolSchema
+from mcore_rl.data.chat.conversation import Conversation
 from mcore_rl.data.chat.template import TemplateFacts, examine
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes.builtin import EnvironmentEpisode, Episode, ToolEpisode
@@ -22,6 +22,7 @@ from mcore_rl.rollout.episodes.trace import Record
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.rollout.tools.parsers import ToolCallParser
 from mcore_rl.rollout.tools.toolbox import ToolBox
+from mcore_rl.types.chat import ToolSchema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mcore_rl.data.chat.conversation import Conversation, Message, ToolSchema, with_answer_ids
-from mcore_rl.data.chat.messages import with_answer
+from mcore_rl.data.chat.conversation import Conversation, with_answer_ids
+from mcore_rl.data.chat.messages import text_of, with_answer
 from mcore_rl.data.chat.style import opens_thought
 from mcore_rl.data.seeds import turn_seed
 from mcore_rl.data.sources.overrides import check_sampling, with_overrides
@@ -28,6 +28,7 @@ from mcore_rl.rollout.episodes.trace import EpisodeTrace
 from mcore_rl.rollout.tools.interface import ClosedEpisode, ToolResult
 from mcore_rl.rollout.tools.parsers import ParsedMessage
 from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions
+from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_function
 
 GENERATING, TOOL_CALLING = "generating", "tool_calling"
 THOUGHT = "<think>"
@@ -64,7 +65,7 @@ class EpisodePrompt:
 
     token_ids: list[int]
     text: str
-    messages: list[dict[str, Any]]
+    messages: list[ChatMessage]
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
@@ -142,7 +143,7 @@ class Session:
         self.id = request.request_id
         self.limits = limits
         self.book = SequenceBook()
-        self.messages: list[Message] = list(prompt.messages)
+        self.messages: list[ChatMessage] = list(prompt.messages)
         """Conversation so far, as rendered or parsed."""
         self.num_turns = self.num_tool_calls = self.num_tool_errors = 0
         self.tool_rewards: list[float] = []
@@ -157,12 +158,12 @@ class Session:
         self._tool_calls_under_way = 0
         self._last: Sampled | None = None
         self._texts: list[str] = []
-        self._turn_messages: list[list[Message]] = []
+        self._turn_messages: list[list[ChatMessage]] = []
         """Messages of each turn: the model's, followed by the answers."""
         self._calls_of_turn = 0
         self._requests: Counter[bytes] = Counter()
-        last = prompt.messages[-1] if prompt.messages else {"role": "user"}
-        self._begins_in_thought = last["role"] == "assistant" and opens_thought(last["content"])
+        last = prompt.messages[-1] if prompt.messages else None
+        self._begins_in_thought = last is not None and last["role"] == "assistant" and opens_thought(text_of(last))
         """True if the row opens the reasoning of the first turn."""
 
     @property
@@ -222,12 +223,13 @@ class Session:
         self._calls_of_turn += 1
         self.num_tool_calls += 1
         # A row may offer only some of the run's tools; others must fail as if they did not exist.
-        offered = [str(tool["function"]["name"]) for tool in self._prompt.tools or ()]
+        offered = [str(tool_function(tool)["name"]) for tool in self._prompt.tools or ()]
         if self._prompt.tools is not None and tool_name not in offered:
             self.num_tool_errors += 1
             reason = f"there is no tool {tool_name}; the tools are: {', '.join(offered) or 'none'}"
             return ToolResult(f"Error: {reason}", error=reason)
-        kwargs = self._prompt.extra_info.get("tools_kwargs") or {}
+        kwargs = self._prompt.extra_info.get("tools_kwargs")
+        kwargs = kwargs if isinstance(kwargs, Mapping) else {}
         with self._spent(TOOL_CALLING), self._traced_call():
             answer = await self._context.tools.call(self.id, tool_name, dict(arguments), kwargs)
         self.num_tool_errors += answer.error is not None
@@ -259,7 +261,7 @@ class Session:
             prompt = THOUGHT
         return self._context.parser.parse(decode(self._without_stop(sampled), skip_special_tokens=False), prompt)
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return the token ids of new messages: of a whole conversation before the first turn, later of the messages
         after the last turn. The caller appends them to the sequence.
 
@@ -277,7 +279,7 @@ class Session:
         self._note(messages)
         return self._context.conversation.ids_after_turn(with_answer_ids(messages), self._last.token_ids[-1])
 
-    def next_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def next_prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return all tokens for the next turn after `messages`, following rollout.history and rollout.long_history."""
         assert self._last is not None, "nothing was sampled yet"
         self._note(messages)
@@ -305,18 +307,18 @@ class Session:
         """Tokens of the row's prompt, int32 [P]."""
         return self._prompt.token_ids
 
-    def transcript(self) -> list[Message]:
+    def transcript(self) -> list[ChatMessage]:
         """Return the conversation including the last sampled turn."""
         if self._last is None or self._turn_messages[-1]:
             return list(self.messages)
         return [*with_answer(self.messages, {"role": "assistant", "content": self._last.text})]
 
-    def _first(self, messages: Sequence[Message]) -> list[int]:
+    def _first(self, messages: Sequence[ChatMessage]) -> list[int]:
         if list(messages) == list(self._prompt.messages):
             return [int(i) for i in self._prompt.token_ids]
         return self._context.conversation.prompt_ids(messages)
 
-    def _note(self, messages: Sequence[Message]) -> None:
+    def _note(self, messages: Sequence[ChatMessage]) -> None:
         """Append the last sampled turn and `messages` to the conversation."""
         assert self._last is not None
         said, context = self.parse(self._last), self._context

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from mcore_rl.config.functions import FORM, describe, load_function, names_function
 from mcore_rl.data.json_text import to_plain
@@ -92,7 +93,7 @@ class ToolCallParser:
         calls = (
             call
             if isinstance(call, MalformedCall)
-            else self._accepted(replace(call, arguments=to_plain(call.arguments)), repr(call))
+            else self._accepted(replace(call, arguments=cast(dict[str, object], to_plain(call.arguments))), repr(call))
             for call in message.calls
         )
         return ParsedMessage(message.content, message.reasoning, tuple(calls))

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.prompts import LoadReport, PromptSet, load_prompts
-from mcore_rl.data.supervised import load_supervised
+from mcore_rl.data.loading import load_prompts, load_supervised
+from mcore_rl.data.prompts import LoadReport, PromptSet
 from mcore_rl.data.tokenised import cache as cache_module
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError

@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.columns import Columns, RowFields, check_keys, format_notes
-from mcore_rl.data.prompts import load_prompts
+from mcore_rl.data.columns import Columns, check_keys, format_notes
+from mcore_rl.data.loading import load_prompts
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError
+from mcore_rl.types import Prompt
 
 PLAIN = {"question": "1+1?", "answer": "2"}
 MESSAGES = [{"role": "user", "content": "1+1?"}]
@@ -23,7 +24,7 @@ VERL = {"data_source": "gsm8k", "prompt": MESSAGES, "reward_model": {"ground_tru
 
 def read(
     row: dict[str, Any], *, tools: bool = False, trained: bool = False, **data: Any
-) -> tuple[RowFields, tuple[str, ...]]:
+) -> tuple[Prompt, tuple[str, ...]]:
     columns = Columns(
         DataConfig(**data),
         "data.val",

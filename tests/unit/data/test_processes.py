@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.prompts import PromptSet, load_prompts
+from mcore_rl.data.loading import load_prompts
+from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenised.blocks import Block, BlockTokeniser, RawBlock
 from mcore_rl.data.tokenised.progress import with_progress
 from mcore_rl.data.tokenised.reader import tokenise_in_processes

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.prompts import load_prompts
+from mcore_rl.data.loading import load_prompts
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
 

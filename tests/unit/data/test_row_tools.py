@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.prompts import PromptSet, load_prompts
-from mcore_rl.data.supervised import load_supervised
+from mcore_rl.data.loading import load_prompts, load_supervised
+from mcore_rl.data.prompts import PromptSet
 from mcore_rl.errors import DataError
 from tests.unit.data.chat import made
 

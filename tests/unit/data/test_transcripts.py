@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.prompts import PromptSet, load_prompts
+from mcore_rl.data.loading import load_prompts
+from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.transcripts import transcripts
 from mcore_rl.types import Trajectory, TrajectoryBuffers

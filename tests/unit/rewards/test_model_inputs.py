@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from mcore_rl.config.schema import Config
-from mcore_rl.data.prompts import PromptSet, load_prompts
+from mcore_rl.data.loading import load_prompts
+from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.trajectories import take_rows
 from mcore_rl.errors import ConfigError, DataError

@@ -1,0 +1,172 @@
+"""Loading of prompt sets: rows in verl's or a plain format, rendered, tokenised and filtered by length."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.data.columns import format_notes
+from mcore_rl.data.prompts import LoadReport, PromptSet, prompt_set
+from mcore_rl.data.sources.paths import Names, find_files, format_files
+from mcore_rl.data.supervised import SupervisedSet
+from mcore_rl.data.tokenised.blocks import BlockTokeniser
+from mcore_rl.data.tokenised.cache import open_cache
+from mcore_rl.data.tokenised.reader import tokenised_blocks
+from mcore_rl.data.trajectories import offsets_of
+from mcore_rl.errors import ConfigError, DataError
+from mcore_rl.types import Prompt
+from mcore_rl.types.chat import ToolSchema
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_prompts(
+    names: Names,
+    tokenizer: PreTrainedTokenizerBase,
+    data_config: DataConfig,
+    rollout_config: RolloutConfig,
+    key: str = "data.train",
+    *,
+    max_prompts: int | None = None,
+    runs_tools: bool = False,
+    tools: Sequence[ToolSchema] = (),
+) -> tuple[PromptSet, LoadReport]:
+    """Read, render and tokenise the prompts of all files in `names`, in order.
+
+    Prompts above rollout.max_prompt_tokens are dropped or truncated (data.long_prompts) and counted.
+
+    max_prompts: stop reading after this number of kept prompts.
+    runs_tools: whether rows may require episodes with tools.
+    tools: OpenAI schemas that the chat template shows.
+
+    Raises: DataError naming file and row for a malformed row, or `key` for files without a usable prompt;
+    ConfigError for a template that the tokenizer cannot apply.
+    """
+    tokeniser = BlockTokeniser(tokenizer, data_config, rollout_config, key, runs_tools, tuple(tools))
+    rows, report = _load(names, tokeniser, max_prompts)
+    return rows.prompts, report
+
+
+def load_supervised(
+    names: Names,
+    tokenizer: PreTrainedTokenizerBase,
+    data_config: DataConfig,
+    rollout_config: RolloutConfig,
+    key: str = "data.train",
+) -> tuple[SupervisedSet, LoadReport]:
+    """Read prompts and targets (column data.answer_key) of all files in `names`.
+
+    Rows whose prompt exceeds rollout.max_prompt_tokens, or whose target with its end-of-sequence token exceeds
+    rollout.max_response_tokens, are dropped and counted.
+
+    Raises: DataError naming file and row for a malformed row, or `key` for files without a usable row; ConfigError
+    if data.long_prompts requests truncation.
+    """
+    if data_config.long_prompts != "drop":
+        raise ConfigError(
+            f"data.long_prompts={data_config.long_prompts}: the target of a row does not fit its truncated prompt; "
+            "set data.long_prompts=drop for supervised training"
+        )
+    return _load(names, BlockTokeniser(tokenizer, data_config, rollout_config, key, with_targets=True))
+
+
+def _load(names: Names, tokeniser: BlockTokeniser, max_prompts: int | None = None) -> tuple[SupervisedSet, LoadReport]:
+    """Load a set from the cache or from its files. Without targets, their arrays are empty."""
+    files = find_files(names, tokeniser.key)
+    cache = open_cache(files, tokeniser, max_prompts)
+    cached = None if cache is None else cache.load()
+    rows, report = _read(files, tokeniser, max_prompts) if cached is None else cached
+    if cache is not None and cached is None:
+        cache.save(rows, report)
+    notes = [*report.notes, *([] if cache is None else cache.notes)]
+    if unused := [path for path, kept in zip(files, report.of_files, strict=True) if not kept]:
+        notes.insert(len(report.notes), f"no row kept of {format_files(unused)}")
+    # The files of a cache entry may have had other names.
+    return rows, replace(report, key=tokeniser.key, path=format_files(files), notes=tuple(notes))
+
+
+def _read(
+    files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: int | None
+) -> tuple[SupervisedSet, LoadReport]:
+    rollout_config, how = tokeniser.rollout_config, tokeniser.data_config.long_prompts
+    limit = rollout_config.max_prompt_tokens
+    kept: list[Prompt] = []
+    kept_targets: list[np.ndarray] = []
+    lengths: list[int] = []
+    target_lengths: list[int] = []
+    noted: Counter[str] = Counter()
+    ignored: dict[str, None] = {}
+    of_files = [0] * len(files)
+    for block in tokenised_blocks(files, tokeniser):
+        noted += block.notes
+        ignored |= dict.fromkeys(block.ignored)
+        lengths += [len(prompt.token_ids) for prompt in block.prompts]
+        target_lengths += map(len, block.targets)
+        prompts = [_truncated(prompt, limit, how, tokeniser.tokenizer) for prompt in block.prompts]
+        fitting = [row for row, prompt in enumerate(prompts) if len(prompt.token_ids) <= limit]
+        if tokeniser.with_targets:
+            fitting = [row for row in fitting if len(block.targets[row]) <= rollout_config.max_response_tokens]
+        if max_prompts is not None:
+            fitting = fitting[: max_prompts - len(kept)]
+        kept += [prompts[row] for row in fitting]
+        kept_targets += [block.targets[row] for row in fitting if tokeniser.with_targets]
+        of_files[block.file] += len(fitting)
+        if len(kept) == max_prompts:
+            break
+    # With truncation every row is kept, so only the first max_prompts rows count; dropped rows count wherever they are.
+    exceeding = sum(length > limit for length in (lengths if how == "drop" else lengths[:max_prompts]))
+    dropped, limits = (exceeding if how == "drop" else 0), f"longer than rollout.max_prompt_tokens={limit}"
+    if tokeniser.with_targets:
+        dropped = len(lengths) - len(kept)
+        limits = (
+            f"{exceeding} prompts {limits}, {dropped - exceeding} targets longer than"
+            f" rollout.max_response_tokens={rollout_config.max_response_tokens}"
+        )
+    if not kept:
+        raise _nothing_kept(tokeniser, format_files(files), limits, lengths, target_lengths)
+    targets = np.concatenate([np.empty(0, np.int32), *kept_targets])
+    target_offsets = offsets_of([len(target) for target in kept_targets] or [0] * len(kept))
+    report = LoadReport(
+        tokeniser.key,
+        format_files(files),
+        kept=len(kept),
+        dropped=dropped,
+        truncated=0 if how == "drop" else exceeding,
+        longest_tokens=max(lengths),
+        limits=limits,
+        notes=format_notes(noted, ignored),
+        of_files=tuple(of_files),
+    )
+    return SupervisedSet(prompt_set(kept), targets, target_offsets), report
+
+
+def _nothing_kept(
+    tokeniser: BlockTokeniser, path: str, limits: str, lengths: Sequence[int], target_lengths: Sequence[int]
+) -> DataError:
+    key = tokeniser.key
+    if not lengths:
+        return DataError(f"{key}: {path} has no rows; set {key} to a file with prompts")
+    if tokeniser.with_targets:
+        return DataError(
+            f"{key}: all {len(lengths)} rows of {path} are too long ({limits}; the longest prompt has {max(lengths)}"
+            f" tokens, the longest target {max(target_lengths)}); raise the limits"
+        )
+    return DataError(
+        f"{key}: all {len(lengths)} prompts of {path} are {limits} ({min(lengths)} to {max(lengths)} tokens); raise "
+        "rollout.max_prompt_tokens"
+    )
+
+
+def _truncated(prompt: Prompt, limit: int, how: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Truncate a prompt to `limit` tokens on the side `how`; its text becomes the text of the remaining tokens."""
+    if how == "drop" or len(prompt.token_ids) <= limit:
+        return prompt
+    ids = prompt.token_ids[-limit:] if how == "truncate_left" else prompt.token_ids[:limit]
+    return replace(prompt, token_ids=ids, text=str(tokenizer.decode(ids.tolist())))

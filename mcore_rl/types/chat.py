@@ -1,0 +1,57 @@
+"""Chat messages, tool calls and tool schemas in OpenAI's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NotRequired, TypedDict
+
+ToolSchema = Mapping[str, object]
+"""Schema of a tool: {type: function, function: {name, description, parameters}}."""
+
+
+class TextPart(TypedDict):
+    """Part of a message's content."""
+
+    type: str
+    text: str
+
+
+class CalledFunction(TypedDict):
+    """Name and arguments of a tool call."""
+
+    name: str
+    arguments: Mapping[str, object]
+
+
+class ChatCall(TypedDict):
+    """Tool call in a message of the assistant."""
+
+    type: str
+    function: CalledFunction
+    id: NotRequired[str]
+
+
+class ChatMessage(TypedDict):
+    """Message of a conversation. Rows may have further fields, which templates may read."""
+
+    role: str
+    content: str | list[TextPart]
+    name: NotRequired[str]
+    tool_calls: NotRequired[list[ChatCall]]
+    tool_call_id: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    thinking: NotRequired[str]
+    prefix: NotRequired[bool]
+
+
+def tool_function(schema: ToolSchema) -> Mapping[str, object]:
+    """Return the object `function` of a tool's schema."""
+    function = schema["function"]
+    assert isinstance(function, Mapping)
+    return function
+
+
+def tool_name(schema: ToolSchema) -> str:
+    """Return the name of a tool."""
+    return str(tool_function(schema)["name"])
