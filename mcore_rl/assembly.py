@@ -40,8 +40,8 @@ from mcore_rl.rollout.streaming.swaps import SwappingPublisher
 from mcore_rl.rollout.validator import RolloutValidator
 from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.scheduler import Scheduler
-from mcore_rl.runtime.launch import Processes, launch
-from mcore_rl.runtime.phases import Phase, Phases, shares_device
+from mcore_rl.runtime.launch import RunProcesses, launch
+from mcore_rl.runtime.phases import DevicePhases, Phase, shares_device
 from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.runtime.roles.critic import CriticGroup, critic_role
 from mcore_rl.runtime.roles.groups import RankMap
@@ -118,7 +118,7 @@ class _Site:
 
     config: Config
     prepared: Prepared
-    processes: Processes
+    processes: RunProcesses
     recorder: SpanRecorder
     directory: Path
     show: Callable[[str], None]
@@ -288,11 +288,11 @@ class _Site:
     def _stages(self, journal: RunJournal) -> Stages:
         """Create the wrapper of remote calls: it records timeline spans and, on a shared device, switches between
         engines and trainer."""
-        if not shares_device(self.config):
+        if not shares_device(self.config.cluster, self.config.actor.offload):
             return Stages(self.recorder.span)
         engines = self.processes.engines
         assert engines is not None
-        phases = Phases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
+        phases = DevicePhases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
         return Stages(self.recorder.span, phases)
 
     def _batch_of(self, journal: RunJournal) -> Callable[[Groups, int, int], Batch]:

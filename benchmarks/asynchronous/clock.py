@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from mcore_rl.rollout.tasks import Until
-from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER, Attendant
 from mcore_rl.types import RolloutScalars, RolloutTask
 
@@ -70,7 +70,7 @@ class Meter:
 class Call:
     """Call of an engine or the trainer, with its result."""
 
-    report: Report | None = None
+    report: EngineReport | None = None
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Clock:
         if len(self._ready) < enough:
             self.now = latest
 
-    def value(self, call: Call) -> Report | None:
+    def value(self, call: Call) -> EngineReport | None:
         return call.report
 
     def lost(self, handle: Any) -> None:
@@ -254,7 +254,7 @@ class Engine:
     def _tell(self) -> None:
         if self._poll is not None and self._ended:
             left = len(self._running) + len(self._waiting)
-            self._poll.report = Report(self._ended, self._received, left, self.busy_seconds, 0)
+            self._poll.report = EngineReport(self._ended, self._received, left, self.busy_seconds, 0)
             self.clock.end(self._poll)
             self._poll, self._ended = None, []
 

@@ -17,8 +17,9 @@ from benchmarks.sizes import size
 from mcore_rl.config.schema import Config
 from mcore_rl.data.records import part_path
 from mcore_rl.rollout.tasks import Until
+from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.cluster import ray_cluster
-from mcore_rl.runtime.engines.calls import EngineCalls
+from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.health import PART_OF_CALLS, kill_all
 from mcore_rl.types import RolloutTask, SamplingOptions
 
@@ -46,7 +47,7 @@ def ray_costs(engines: list[int], samples: int) -> RayCosts:
     config.cluster.device = "cpu"
     with (
         tempfile.TemporaryDirectory(prefix="mcore_rl_async_") as directory,
-        ray_cluster(config, {"CPU": 1.0}) as [node],
+        ray_cluster(config.cluster, {"CPU": 1.0}) as [node],
     ):
         engine = start(ReadyEngine, node, "engine", make_scalars)
         try:
@@ -54,8 +55,8 @@ def ray_costs(engines: list[int], samples: int) -> RayCosts:
             records.mkdir()
             tasks = [(number, _task(number, samples, records)) for number in range(TIMES * CALLS)]
             parts = iter([tasks[first : first + CALLS] for first in range(0, len(tasks), CALLS)])
-            call = _cpu_seconds(lambda: _round_trips(EngineCalls(engine.handle), next(parts))) / CALLS
-            pending = [engine.watch() for _ in range(max(engines))]
+            call = _cpu_seconds(lambda: _round_trips(engine, next(parts))) / CALLS
+            pending = [engine.call(EngineProcess.watch) for _ in range(max(engines))]
             return RayCosts(call, {count: _look(pending[:count]) for count in engines})
         finally:
             kill_all([engine])
@@ -67,10 +68,11 @@ def _task(number: int, samples: int, records: Path) -> RolloutTask:
     return RolloutTask("train", ids, ids, samples, options, 1, part_path(records, "group", 0, number), version=3)
 
 
-def _round_trips(engine: EngineCalls, tasks: list[tuple[int, RolloutTask]]) -> None:
+def _round_trips(engine: ProcessHandle[EngineProcess], tasks: list[tuple[int, RolloutTask]]) -> None:
     """Call the engine once per task, AT_ONCE calls at a time."""
     for first in range(0, len(tasks), AT_ONCE):
-        calls = [engine.run([task], Until.ANY, [task[0]]) for task in tasks[first : first + AT_ONCE]]
+        parts = [[task] for task in tasks[first : first + AT_ONCE]]
+        calls = [engine.call(EngineProcess.run, part, Until.ANY, [part[0][0]]) for part in parts]
         ray.wait(calls, num_returns=len(calls), fetch_local=False)
         for call in calls:
             ray.get(call)

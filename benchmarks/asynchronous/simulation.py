@@ -17,7 +17,7 @@ from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.rollout.streaming.collector import StreamingCollector
-from mcore_rl.runtime.engines.calls import EngineCalls
+from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import Groups, Mean
@@ -117,8 +117,9 @@ class _Run:
         self._directory = directory
         self._seconds_per_token = step_seconds(SLOTS) / (SLOTS * setting.engines)
         records = write_ready_records(directory, SAMPLES)
-        calls = [EngineCalls(cast(Any, Engine(self.clock, records))) for _ in range(setting.engines)]
-        engines = [FleetEngine(number, Up(f"engine {number}", own)) for number, own in enumerate(calls)]
+        names = [f"engine {number}" for number in range(setting.engines)]
+        leaders = [ProcessHandle[Any](name, cast(Any, Engine(self.clock, records))) for name in names]
+        engines = [FleetEngine(number, Up(leader.name, leader)) for number, leader in enumerate(leaders)]
         scheduler = Scheduler(Fleet(engines, cast(Any, self.clock)), SLOTS, streaming=True)
         self._collector = _collector(scheduler, setting, directory)
         with self.clock.meter.driver():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import ray
@@ -17,20 +17,18 @@ from benchmarks.driver.load import DP_RANKS, ENGINES, Make, make_scalars, write_
 from benchmarks.sizes import size
 from mcore_rl.config.schema import Config
 from mcore_rl.rollout.tasks import GivenUp, Until
-from mcore_rl.runtime.calls import ProcessCalls
+from mcore_rl.runtime.calls import FanOut, ProcessHandle, remote_method
 from mcore_rl.runtime.cluster import ray_cluster
-from mcore_rl.runtime.engines.calls import EngineCalls
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
-from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.health import Watch, kill_all
-from mcore_rl.runtime.roles.base import RankProcess, RunProcess
-from mcore_rl.runtime.roles.groups import RankCalls, RankMap
+from mcore_rl.runtime.roles.base import RankProcess, RunProcess, SetUpContext
+from mcore_rl.runtime.roles.groups import RankMap
 from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import Mean, Metric, RankShares, RolloutScalars, RolloutTask
 
-C = TypeVar("C", bound=ProcessCalls)
 PROCESSES = 2
 RANKS_PER_NODE = size(8, 2)
 
@@ -52,11 +50,11 @@ class ReadyEngine(RunProcess):
         """Give up nothing: all tasks have ended."""
         return GivenUp([], 0)
 
-    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> Report:
+    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, forget: list[int]) -> EngineReport:
         for _, task in tasks:
             write_records(Path(str(task.records)).parents[1], task)
         self._received += sum(task.num_responses for _, task in tasks)
-        return Report([(number, 0, self._scalars(task)) for number, task in tasks], self._received, 0, 0.0, 0)
+        return EngineReport([(number, 0, self._scalars(task)) for number, task in tasks], self._received, 0, 0.0, 0)
 
     def _scalars(self, task: RolloutTask) -> RolloutScalars:
         count = len(task.group_ids)
@@ -72,12 +70,15 @@ class Up:
     """Engine that is always running."""
 
     name: str
-    leader: EngineCalls
+    leader: ProcessHandle[Any]
     journal: str | None = None
 
     @property
-    def processes(self) -> list[ProcessCalls]:
+    def processes(self) -> list[ProcessHandle[Any]]:
         return [self.leader]
+
+    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> Any:
+        raise AssertionError(f"{self.name} needs no set-up")
 
     def kill(self) -> None:
         raise AssertionError(f"{self.name} was lost")
@@ -97,7 +98,7 @@ class SilentTrainer(RankProcess):
         super().__init__(name)
         self.peers = peers
 
-    @ray.method(concurrency_group="pass_on")
+    @remote_method(concurrency_group="pass_on")
     def pass_on(self, method: str, arguments: list[tuple[Any, ...]], neighbours: list[Any] | None) -> list[Any]:
         """Run the calls of a node. On a cluster, nodes work in parallel; `seconds_to_pass_on` measures one."""
         named = list({a for given in arguments for a in given if isinstance(a, ray.ObjectRef)})
@@ -106,7 +107,7 @@ class SilentTrainer(RankProcess):
         found = [getattr(self, method)(*given) for given in read]
         return [metrics if rank % self.peers == 0 else type(metrics)() for rank, metrics in enumerate(found)]
 
-    @ray.method(num_returns=2)
+    @remote_method(num_returns=2)
     def fetch(self, wanted: FetchRequest) -> Any:
         return None, len(wanted.rows)
 
@@ -132,13 +133,13 @@ def seconds_to_pass_on(calls: int) -> float:
     """Return the median time of a call that the first of RANKS_PER_NODE real ranks forwards to the others."""
     config = Config()
     config.cluster.device = "cpu"
-    with ray_cluster(config, {"CPU": 1.0 * RANKS_PER_NODE}) as [node]:
+    with ray_cluster(config.cluster, {"CPU": 1.0 * RANKS_PER_NODE}) as [node]:
         watch = Watch()
-        ranks = [start(IdleActor, node, "rank") for _ in range(RANKS_PER_NODE)]
-        for index, handle in enumerate(ranks):
-            watch.add(f"rank {index}", handle)
+        ranks = [start(IdleActor, node, f"rank {rank}") for rank in range(RANKS_PER_NODE)]
+        for handle in ranks:
+            watch.add(handle)
         try:
-            calls_of, seconds = RankCalls(ranks, [0] * RANKS_PER_NODE, watch), []
+            calls_of, seconds = FanOut(ranks, [0] * RANKS_PER_NODE, watch), []
             for _ in range(calls + 1):
                 started = time.perf_counter()
                 calls_of.call(IdleRank.nothing).results()
@@ -153,31 +154,32 @@ def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[Schedule
     """Create ENGINES engines and DP_RANKS x peers trainer ranks as handles of a few processes."""
     config = Config()
     config.cluster.device = "cpu"
-    with ray_cluster(config, {"CPU": 2.0 * PROCESSES}) as [node]:
+    with ray_cluster(config.cluster, {"CPU": 2.0 * PROCESSES}) as [node]:
         watch = Watch()
         engines = [start(ReadyEngine, node, "engine", make) for _ in range(PROCESSES)]
         trainers = [start(SilentTrainer, node, "trainer", peers) for _ in range(PROCESSES)]
         try:
-            engine_calls = _spread(engines, ENGINES, watch, EngineCalls)
-            ranks_of_trainer = _spread(trainers, DP_RANKS * peers, watch, ProcessCalls)
-            watch.get([process.drain_spans() for process in [*engines, *trainers]])
+            leaders = _spread(engines, ENGINES, watch)
+            ranks_of_trainer = _spread(trainers, DP_RANKS * peers, watch)
+            watch.get([process.call(RunProcess.drain_spans) for process in [*engines, *trainers]])
             dp_rank_of = tuple(rank // peers for rank in range(DP_RANKS * peers))
             ranks = RankMap(dp_rank_of, reporting=tuple(range(0, DP_RANKS * peers, peers)))
             nodes = [rank // RANKS_PER_NODE for rank in range(DP_RANKS * peers)]
-            fleet = Fleet([FleetEngine(n, Up(f"engine {n}", calls)) for n, calls in enumerate(engine_calls)], watch)
+            fleet = Fleet([FleetEngine(n, Up(f"engine {n}", leader)) for n, leader in enumerate(leaders)], watch)
             scheduler = Scheduler(fleet, Config().rollout.max_concurrent_requests)
-            yield scheduler, TrainerGroup(ranks_of_trainer, nodes, ranks, watch)
+            yield scheduler, TrainerGroup(ranks_of_trainer, nodes, watch, ranks)
         finally:
             kill_all([*engines, *trainers])
 
 
-def start(actor: Any, node: Any, *arguments: Any) -> ProcessCalls:
-    return ProcessCalls(actor.options(num_cpus=1, scheduling_strategy=node).remote(*arguments))
+def start(actor: Any, node: Any, name: str, *arguments: Any) -> ProcessHandle[Any]:
+    return ProcessHandle(name, actor.options(num_cpus=1, scheduling_strategy=node).remote(name, *arguments))
 
 
-def _spread(processes: list[ProcessCalls], count: int, watch: Watch, kind: type[C]) -> list[C]:
+def _spread(processes: list[ProcessHandle[Any]], count: int, watch: Watch) -> list[ProcessHandle[Any]]:
     """Return `count` watched handles, distributed over the processes."""
-    spread = [kind(processes[index % len(processes)].handle) for index in range(count)]
-    for index, process in enumerate(spread):
-        watch.add(f"{kind.__name__} {index}", process)
+    shared = [processes[index % len(processes)] for index in range(count)]
+    spread = [ProcessHandle[Any](f"{process.name} {index}", process.actor) for index, process in enumerate(shared)]
+    for process in spread:
+        watch.add(process)
     return spread

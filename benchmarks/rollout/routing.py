@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.result import Result
 from benchmarks.sizes import size
 from mcore_rl.rollout.tasks import ROOM, Tail, cut, share
-from mcore_rl.runtime.engines.balance import Balance, EngineKey
+from mcore_rl.runtime.engines.balance import EngineKey, LoadBalancer
 
 ENGINES, SLOTS = size((512, 64), (8, 8))
 GROUPS, SAMPLES = size((8_192, 16), (64, 4))
@@ -159,7 +159,7 @@ class Routed:
         self._more = [True] * ENGINES
         with self._timed():
             groups = cut(len(lengths), lengths.shape[1], ENGINES, SLOTS)
-            self._balance = Balance(ROOM * SLOTS)
+            self._balance = LoadBalancer(ROOM * SLOTS)
             for task, part in enumerate(groups):
                 self._balance.add(task, 0, len(part) * lengths.shape[1])
             for index in range(ENGINES):

@@ -54,14 +54,14 @@ class HostFacts:
 
 
 @dataclass(frozen=True)
-class Question:
-    """Question to a host: `paths` by key; `mark` is a file in run.dir that the driver has just created."""
+class FactsRequest:
+    """Request for the facts of a host: `paths` by key; `mark` is a file in run.dir that the driver has just created."""
 
     paths: Mapping[str, str]
     mark: str
 
 
-def answer(question: Question) -> HostFacts:
+def answer(request: FactsRequest) -> HostFacts:
     """Collect the facts of this process's host."""
     versions = {"Python": platform.python_version()}
     for package in PACKAGES:
@@ -69,24 +69,24 @@ def answer(question: Question) -> HostFacts:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "none"
-    files = {key: digest(Path(path)) for key, path in question.paths.items()}
-    seen = Path(question.mark).exists()
+    files = {key: digest(Path(path)) for key, path in request.paths.items()}
+    seen = Path(request.mark).exists()
     return HostFacts(socket.gethostname(), versions, files, seen, time.time(), missing_interface())
 
 
-def check_hosts(config: Config, ask: Callable[[Question], list[HostFacts]]) -> None:
-    """Compare all hosts with this one. `ask` returns the answers of the others.
+def check_hosts(run_dir: str, paths: Mapping[str, str], ask: Callable[[FactsRequest], list[HostFacts]]) -> None:
+    """Compare all hosts with this one. `paths` are those of `named_paths`; `ask` returns the facts of the other hosts.
 
     Raises: ConfigError with the host and the remedy.
     """
-    mark = Path(config.run.dir) / f".hosts-{secrets.token_hex(8)}"
+    mark = Path(run_dir) / f".hosts-{secrets.token_hex(8)}"
     mark.touch()  # a host that does not share run.dir does not see this new file
     try:
-        question = Question(named_paths(config), str(mark))
+        request = FactsRequest(paths, str(mark))
         started = time.time()
-        answers = ask(question)
+        answers = ask(request)
         ended = time.time()
-        here = answer(question)
+        here = answer(request)
     finally:
         mark.unlink()
     for there in answers:
@@ -94,10 +94,10 @@ def check_hosts(config: Config, ask: Callable[[Question], list[HostFacts]]) -> N
             raise ConfigError(there.missing_interface)
         if not there.sees_mark:
             raise ConfigError(
-                f"run.dir={config.run.dir}: {there.name} does not see the files of {here.name} there; set run.dir to "
+                f"run.dir={run_dir}: {there.name} does not see the files of {here.name} there; set run.dir to "
                 "storage that all hosts share"
             )
-        for key, path in question.paths.items():
+        for key, path in request.paths.items():
             _check_file(f"{key}={path}", here, there, key)
         for package, version in here.versions.items():
             if there.versions[package] != version:

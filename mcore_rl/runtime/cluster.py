@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.rules.defaults import uses_cuda
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.daemons import Daemons, Guard, services_kept_from_ray, signals_kept_from_ray
 from mcore_rl.runtime.session import loopback_session
@@ -52,7 +52,9 @@ def process_environment(*, on_gpus: bool) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[PlacementGroupSchedulingStrategy]]:
+def ray_cluster(
+    cluster: ClusterConfig, bundle: Mapping[str, float]
+) -> Iterator[list[PlacementGroupSchedulingStrategy]]:
     """Join the Ray cluster at cluster.address, or start one on this host for the block. `bundle` has the resources that
     the run needs on each node. Yields, per node, the scheduling strategy that places a process there.
 
@@ -65,14 +67,14 @@ def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[Pl
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Errors of abandoned calls come from processes whose failure the run has already reported.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    for name, value in process_environment(on_gpus=uses_cuda(config.cluster)).items():
+    for name, value in process_environment(on_gpus=uses_cuda(cluster)).items():
         os.environ.setdefault(name, value)  # processes of a local cluster inherit it, without a runtime-env agent
     session, guard = contextlib.ExitStack(), Guard(STOPS.give_up)
     try:
         with signals_kept_from_ray():
-            _connect(config, bundle, session)
+            _connect(cluster, bundle, session)
         guard.watch(Daemons.started())
-        with _reserved(config, bundle) as nodes:
+        with _reserved(cluster, bundle) as nodes:
             yield nodes
     finally:
         guard.let_end()
@@ -81,26 +83,26 @@ def ray_cluster(config: Config, bundle: Mapping[str, float]) -> Iterator[list[Pl
         session.close()
 
 
-def _connect(config: Config, bundle: Mapping[str, float], session: contextlib.ExitStack) -> None:
-    if config.cluster.address is None:
-        _start_local(config, int(bundle["CPU"]) + 1, session.enter_context(loopback_session()))
+def _connect(cluster: ClusterConfig, bundle: Mapping[str, float], session: contextlib.ExitStack) -> None:
+    if cluster.address is None:
+        _start_local(cluster, int(bundle["CPU"]) + 1, session.enter_context(loopback_session()))
         return
     try:
         ray.init(
-            address=config.cluster.address,
+            address=cluster.address,
             log_to_driver=False,
             logging_level="ERROR",
             runtime_env={
-                "env_vars": {name: os.environ[name] for name in process_environment(on_gpus=uses_cuda(config.cluster))}
+                "env_vars": {name: os.environ[name] for name in process_environment(on_gpus=uses_cuda(cluster))}
             },
         )
     except ConnectionError as error:
         raise ConfigError(
-            f"cluster.address={config.cluster.address}: no Ray cluster answers there ({str(error).splitlines()[0]})"
+            f"cluster.address={cluster.address}: no Ray cluster answers there ({str(error).splitlines()[0]})"
         ) from None
 
 
-def _start_local(config: Config, num_cpus: int, directory: Path) -> None:
+def _start_local(cluster: ClusterConfig, num_cpus: int, directory: Path) -> None:
     for attempt in range(ATTEMPTS_TO_START):
         try:
             with services_kept_from_ray():
@@ -108,7 +110,7 @@ def _start_local(config: Config, num_cpus: int, directory: Path) -> None:
                     address="local",
                     num_cpus=num_cpus,
                     include_dashboard=False,
-                    object_store_memory=int(config.cluster.object_store_gib * 2**30),
+                    object_store_memory=int(cluster.object_store_gib * 2**30),
                     log_to_driver=False,
                     logging_level="ERROR",
                     _temp_dir=str(directory),
@@ -121,19 +123,19 @@ def _start_local(config: Config, num_cpus: int, directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def _reserved(config: Config, bundle: Mapping[str, float]) -> Iterator[list[PlacementGroupSchedulingStrategy]]:
+def _reserved(cluster: ClusterConfig, bundle: Mapping[str, float]) -> Iterator[list[PlacementGroupSchedulingStrategy]]:
     """Reserve the bundle on all nodes at once, or on none."""
-    group = placement_group([dict(bundle)] * config.cluster.nodes, strategy="STRICT_SPREAD")
+    group = placement_group([dict(bundle)] * cluster.nodes, strategy="STRICT_SPREAD")
     try:
         if not group.wait(SECONDS_TO_RESERVE):
             raise ConfigError(
-                f"cluster.nodes={config.cluster.nodes}: the run needs as many nodes with {_text(bundle)} free; the "
-                f"Ray cluster at {config.cluster.address or 'this machine'} did not have them within "
+                f"cluster.nodes={cluster.nodes}: the run needs as many nodes with {_text(bundle)} free; the "
+                f"Ray cluster at {cluster.address or 'this machine'} did not have them within "
                 f"{SECONDS_TO_RESERVE:.0f} s. Its nodes: {_offers(bundle)}"
             )
         yield [PlacementGroupSchedulingStrategy(group, index) for index in _in_order(group)]
     finally:
-        if config.cluster.address is not None:  # a local cluster ends as a whole, and may be gone already
+        if cluster.address is not None:  # a local cluster ends as a whole, and may be gone already
             remove_placement_group(group)
 
 

@@ -19,21 +19,22 @@ import ray
 
 from mcore_rl.data.trajectories import join_rows, take_rows
 from mcore_rl.errors import WorkerDiedError
-from mcore_rl.runtime.calls import ProcessCalls, Ref
+from mcore_rl.runtime.calls import ProcessHandle, Ref
 from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.roles.base import RunProcess
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import Batch, BuffersRef, RolloutTask, TrajectoryBuffers
 
 if TYPE_CHECKING:
-    from mcore_rl.runtime.engines.calls import EngineCalls
+    from mcore_rl.runtime.engines.process import EngineProcess
 
 
 @dataclass(frozen=True)
-class Place:
+class TrajectoryPlace:
     """Trajectories under `key` in the process named `producer`, which keeps them as long as this object exists."""
 
     producer: str
-    calls: EngineCalls
+    process: ProcessHandle[EngineProcess]
     key: int
 
 
@@ -42,7 +43,7 @@ class Part:
     """Rows from `first` up to `last` (exclusive) of a chunk: the trajectories of the range `responses` of the task. A
     response may have several trajectories. `digests` as in RolloutScalars."""
 
-    place: Place
+    place: TrajectoryPlace
     first: int
     last: int
     responses: tuple[int, int]
@@ -72,9 +73,9 @@ class ReleasedKeys:
 
     _keys: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
 
-    def refer(self, producer: str, calls: EngineCalls, key: int) -> Place:
+    def refer(self, producer: str, process: ProcessHandle[EngineProcess], key: int) -> TrajectoryPlace:
         """Return a reference to trajectories. Their key is released when the reference is garbage-collected."""
-        place = Place(producer, calls, key)
+        place = TrajectoryPlace(producer, process, key)
         weakref.finalize(place, self._keys[producer].append, key).atexit = False
         return place
 
@@ -108,9 +109,9 @@ class TrajectoryIndex:
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         parts = [part for chunk in chunks for part in chunk.parts]
-        self._calls = {part.place.producer: part.place.calls for part in parts}
-        numbers = {producer: number for number, producer in enumerate(self._calls)}
-        self._producers = list(self._calls)
+        self._handles = {part.place.producer: part.place.process for part in parts}
+        numbers = {producer: number for number, producer in enumerate(self._handles)}
+        self._producers = list(self._handles)
         self._producer_of = np.array([numbers[part.place.producer] for part in parts], np.int64)
         self._keys = np.array([part.place.key for part in parts], np.int64)
         self._first = np.array([part.first for part in parts], np.int64)
@@ -121,12 +122,12 @@ class TrajectoryIndex:
         self._ends = begins + np.array([part.last for part in parts], np.int64)
 
     @property
-    def processes(self) -> list[EngineCalls]:
+    def processes(self) -> list[ProcessHandle[EngineProcess]]:
         """All producers."""
-        return list(self._calls.values())
+        return list(self._handles.values())
 
     def request(self, rows: Rows, known: set[str], timeout_seconds: float) -> FetchRequest:
-        """Build the request of a reader that already has the calls of the producers `known`."""
+        """Build the request of a reader that already has the handles of the producers `known`."""
         begins = np.repeat(self._begins[rows.chunks], np.diff(rows.offsets))
         # Consecutive rows of one part are one piece of the request; `edges` are the first rows of the pieces.
         part_of = np.searchsorted(self._ends, begins + rows.rows, side="right")
@@ -139,7 +140,7 @@ class TrajectoryIndex:
             self._keys[part_of[edges]],
             np.append(edges, len(part_of)),
             rows.rows - self._first[part_of],
-            {name: self._calls[name] for name in names if name not in known},
+            {name: self._handles[name] for name in names if name not in known},
             timeout_seconds,
         )
 
@@ -148,10 +149,10 @@ class TrajectoryIndex:
 class Delivery:
     """Delivery to a group of readers, from the driver's side."""
 
-    readers: Sequence[ProcessCalls]
+    readers: Sequence[ProcessHandle[RunProcess]]
     watch: Watch
     _known: list[set[str]] = field(init=False)
-    """Producers whose calls each reader has; each producer costs the reader a connection."""
+    """Producers whose handles each reader has; each producer costs the reader a connection."""
 
     def __post_init__(self) -> None:
         self._known = [set() for _ in self.readers]
@@ -184,7 +185,7 @@ class Delivery:
         """Start to fetch rows. Returns two references: to None, ready when all rows have arrived, and to the rows."""
         known = self._known[reader]
         request = index.request(rows, known, self.watch.dependent_seconds)
-        arrived, trajectories = self.readers[reader].fetch(request)
+        arrived, trajectories = self.readers[reader].call_for_two(RunProcess.fetch, request)
         known.update(request.producers)
         return arrived, trajectories
 

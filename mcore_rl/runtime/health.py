@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -12,8 +12,9 @@ import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from mcore_rl.errors import ClusterDiedError, McoreRLError, PeerLostError, WorkerDiedError, storage_error
-from mcore_rl.runtime.calls import ProcessCalls, Ref
+from mcore_rl.runtime.calls import ProcessHandle, Ref
 from mcore_rl.runtime.daemons import Daemons, pid_is_alive
+from mcore_rl.runtime.roles.base import RunProcess
 from mcore_rl.runtime.roles.origins import first_line, last_lines, named, origin_of
 from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.stops import STOPS
@@ -38,6 +39,7 @@ MAX_PLACES = 4
 
 T = TypeVar("T")
 AnyRef = Ref[object]
+AnyProcess = ProcessHandle[RunProcess]
 
 
 class Attendant(Protocol):
@@ -57,26 +59,27 @@ class Attendant(Protocol):
 class Watch:
     """The processes of a run, each with a call that ends only with the process, and the Ray daemons under them."""
 
-    names: dict[AnyRef, str] = field(default_factory=dict)
-    """Names of the processes by calls that end only with them."""
     daemons: Daemons = field(default_factory=Daemons)
     timeout_seconds: float = 600.0
     """Time after which a process without an answer counts as lost."""
     start_seconds: float = 1800.0
     """Time limit of a process's start."""
-    processes: dict[str, ProcessCalls] = field(default_factory=dict)
     places: Places = field(default_factory=Places)
     attendant: Attendant | None = None
     """Receives its ended calls in every wait of this process."""
-    _replaceable: set[str] = field(default_factory=set, init=False)
+    processes: dict[object, AnyProcess] = field(default_factory=dict, init=False)
+    """All processes by Ray's id."""
+    _ends: dict[AnyRef, AnyProcess] = field(default_factory=dict, init=False)
+    """Calls that end only with their process."""
+    _replaceable: set[AnyProcess] = field(default_factory=set, init=False)
     """Processes whose death does not end the run."""
-    _lost: dict[str, str] = field(default_factory=dict, init=False)
-    """Reason of the loss of each lost process, by name."""
+    _lost: dict[AnyProcess, str] = field(default_factory=dict, init=False)
+    """Reason of the loss of each lost process."""
     _looked: float = field(default_factory=time.monotonic, init=False)
     """Time of the last look at all processes."""
-    _probes: dict[Ref[float], str] = field(default_factory=dict, init=False)
+    _probes: dict[Ref[float], AnyProcess] = field(default_factory=dict, init=False)
     """Liveness probes that have not ended."""
-    _answered: set[str] = field(default_factory=set, init=False)
+    _answered: set[AnyProcess] = field(default_factory=set, init=False)
     """Processes that have started or answered a probe. A process that is still starting does not count as silent."""
     _waited: float = field(default=0.0, init=False)
     """Seconds since the last probes. A longer pause between two checks, such as while this process was stopped, counts
@@ -87,49 +90,38 @@ class Watch:
         """Timeout of processes that wait for a replaceable process: longer than the detection of its silence."""
         return PART_FOR_DEPENDENTS * self.timeout_seconds + SECONDS_FOR_DEPENDENTS
 
-    def add(self, name: str, process: ProcessCalls) -> None:
-        """Watch a process under its name: role and rank."""
-        self.names[process.watch()] = name
-        self.processes[name] = process
+    def add(self, process: AnyProcess) -> None:
+        """Watch a process."""
+        self.add_call(process, process.call(RunProcess.watch))
+        self.processes[process.actor_id] = process
 
-    def allow_failure(self, processes: Sequence[ProcessCalls]) -> None:
+    def allow_failure(self, processes: Iterable[AnyProcess]) -> None:
         """Do not end the run when one of these processes dies: `lost` returns the reason, and `replace` replaces it."""
-        self._replaceable |= {self.name_of(process) for process in processes}
+        self._replaceable.update(processes)
 
-    def lost(self, process: ProcessCalls) -> str | None:
+    def lost(self, process: AnyProcess) -> str | None:
         """Return the reason why a replaceable process is lost; None if it is not lost."""
-        return self._lost.get(self.name_of(process))
+        return self._lost.get(process)
 
     @property
     def any_lost(self) -> bool:
         return bool(self._lost)
 
-    def replace(self, process: ProcessCalls, other: ProcessCalls) -> None:
+    def replace(self, process: AnyProcess, other: AnyProcess) -> None:
         """Watch `other` under the name of `process`, a replaceable process that is dead or being killed."""
-        name = self.name_of(process)
-        self._lose(name, "")
-        del self._lost[name]
+        self._lose(process, "")
+        del self._lost[process], self.processes[process.actor_id]
+        self._replaceable.discard(process)
         self.places.forget(process)
-        self.add(name, other)
+        other.name = process.name
+        self.allow_failure([other])
+        self.add(other)
 
-    def name_hosts(self, hosts: Sequence[str]) -> None:
-        """Add the host to the name of each process, for messages. `hosts` are in the order of `add`."""
-        renamed = {name: f"{name} on {host}" for name, host in zip(self.processes, hosts, strict=True)}
-        self.names = {ref: renamed[name] for ref, name in self.names.items()}
-        self.processes = {renamed[name]: process for name, process in self.processes.items()}
-        self._replaceable = {renamed[name] for name in self._replaceable}
-        self._answered = {renamed[name] for name in self._answered}
-        self._probes = {call: renamed[name] for call, name in self._probes.items()}
+    def add_call(self, process: AnyProcess, call: AnyRef) -> None:
+        """Watch a call that ends only when the process can do no more work for the run."""
+        self._ends[call] = process
 
-    def add_call(self, process: ProcessCalls, call: AnyRef) -> None:
-        """Watch a call that ends only when the process can do no more work for the run. The process was added
-        before."""
-        self.names[call] = self.name_of(process)
-
-    def name_of(self, process: ProcessCalls) -> str:
-        return next(name for name, known in self.processes.items() if known is process)
-
-    def get(self, refs: Sequence[Ref[T]], needs: Sequence[ProcessCalls] = ()) -> list[T]:
+    def get(self, refs: Sequence[Ref[T]], needs: Sequence[AnyProcess] = ()) -> list[T]:
         """Wait for the results of `refs` and return them in order. `needs` are other processes on which the results
         depend.
 
@@ -141,7 +133,7 @@ class Watch:
         with self._explained():
             return self._results(refs, needs)
 
-    def get_started(self, starts: Mapping[AnyRef, Sequence[ProcessCalls]]) -> None:
+    def get_started(self, starts: Mapping[AnyRef, Sequence[AnyProcess]]) -> None:
         """Wait until set-ups have ended, each with the processes that take part in it.
 
         Raises: as `get`, also for replaceable processes; WorkerDiedError with the names of processes that are not ready
@@ -150,20 +142,20 @@ class Watch:
         with self._explained():
             self._require_started(starts)
 
-    def _require_started(self, starts: Mapping[AnyRef, Sequence[ProcessCalls]]) -> None:
+    def _require_started(self, starts: Mapping[AnyRef, Sequence[AnyProcess]]) -> None:
         pending, deadline = list(starts), self.start_deadline()
         while pending:
             ready, pending = self.wait(pending, len(pending))
             for ref in ready:
                 self.value(ref)
-                self._answered |= {self.name_of(process) for process in starts[ref]}
+                self._answered.update(starts[ref])
             self._require_in_time([process for ref in pending for process in starts[ref]], deadline)
 
     def start_deadline(self) -> float:
         """Return the time limit, by time.monotonic(), of a process that starts now."""
         return time.monotonic() + self.start_seconds
 
-    def has_started(self, start: AnyRef, processes: Sequence[ProcessCalls], deadline: float) -> bool:
+    def has_started(self, start: AnyRef, processes: Sequence[AnyProcess], deadline: float) -> bool:
         """Return whether a set-up has ended, without waiting for it.
 
         Raises: as `get_started`, after the deadline.
@@ -172,22 +164,24 @@ class Watch:
         with self._explained():
             if ended:
                 self.value(start)
-                self._answered |= {self.name_of(process) for process in processes}
+                self._answered.update(processes)
             else:
                 self._require_in_time(processes, deadline)
         return bool(ended)
 
-    def _require_in_time(self, processes: Sequence[ProcessCalls], deadline: float) -> None:
-        names = [self.name_of(process) for process in processes]
-        if names and time.monotonic() > deadline:
+    def _require_in_time(self, processes: Sequence[AnyProcess], deadline: float) -> None:
+        if processes and time.monotonic() > deadline:
             self._give_up(
-                names,
+                processes,
                 f"did not start within {self.start_seconds:g} s (cluster.start_timeout_seconds): see the end "
                 "of its log, or raise that key",
             )
-        for name in names:  # other processes of the engine may wait forever for a lost one
-            if name in self._lost:
-                raise WorkerDiedError(self._lost[name])
+        self._require_alive(processes)  # other processes of the engine may wait forever for a lost one
+
+    def _require_alive(self, processes: Iterable[AnyProcess]) -> None:
+        for process in processes:
+            if process in self._lost:
+                raise WorkerDiedError(self._lost[process])
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -201,7 +195,7 @@ class Watch:
             STOPS.end()
             raise WorkerDiedError("\n".join([str(error), *self._pending_work()])) from None
 
-    def _results(self, refs: Sequence[Ref[T]], needs: Sequence[ProcessCalls]) -> list[T]:
+    def _results(self, refs: Sequence[Ref[T]], needs: Sequence[AnyProcess]) -> list[T]:
         pending, results = list(dict.fromkeys(refs)), dict[Ref[T], T]()
         while pending:
             # Wait for all together: waiting for one at a time would pass every reference to Ray once per result.
@@ -212,19 +206,16 @@ class Watch:
                 self._require_present(pending, needs)
         return [results[ref] for ref in refs]
 
-    def _require_present(self, pending: Sequence[AnyRef], needs: Sequence[ProcessCalls]) -> None:
+    def _require_present(self, pending: Sequence[AnyRef], needs: Sequence[AnyProcess]) -> None:
         """Check the processes whose results are pending: the calls of a stopped process never end.
 
         Raises: WorkerDiedError if one of them, or of `needs`, is lost.
         """
-        names = {id(process): name for name, process in self.processes.items()} if needs or self._lost else {}
-        if any(id(process) not in names for process in needs):
+        if any(process.actor_id not in self.processes for process in needs):
             raise WorkerDiedError("a process that was needed has been replaced")
-        needed = [names[id(process)] for process in needs]
-        owing = [self._called(ref) for ref in pending] if self._lost else []
-        for name in (*needed, *owing):
-            if name in self._lost:
-                raise WorkerDiedError(self._lost[name])
+        if self._lost:
+            owing = [process for ref in pending if (process := self._called(ref)) is not None]
+            self._require_alive([*needs, *owing])
 
     def wait(self, refs: Sequence[Ref[T]], num_returns: int) -> tuple[list[Ref[T]], list[Ref[T]]]:
         """Wait until `num_returns` of `refs` have ended, at most SECONDS_BETWEEN_LOOKS. Returns the ended ones and the
@@ -236,10 +227,10 @@ class Watch:
         if (name := self.daemons.dead()) is not None:
             raise ClusterDiedError(f"Ray's {name} died, and with it every process of the run")
         ready, pending = self._ended(refs, num_returns)
-        if self.names and (pending or not refs) and time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
+        if self._ends and (pending or not refs) and time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
             elapsed, self._looked = time.monotonic() - self._looked, time.monotonic()
             self.places.update()
-            dead, _ = ray.wait(list(self.names), num_returns=1, timeout=0)
+            dead, _ = ray.wait(list(self._ends), num_returns=1, timeout=0)
             if dead:
                 self._report_death(dead[0])
             self._probe(min(elapsed, 2 * SECONDS_BETWEEN_LOOKS))
@@ -276,35 +267,33 @@ class Watch:
             ray.wait(list(self._probes), num_returns=len(self._probes), timeout=0) if self._probes else ([], [])
         )
         self._answered |= {self._probes[call] for call in answered}
-        names = [self._probes[call] for call in silent if self._probes[call] in self._answered]
+        silent_processes = [self._probes[call] for call in silent if self._probes[call] in self._answered]
         self._require_moving({self._probes.pop(call): call for call in answered})
-        if names and self._waited > self.timeout_seconds:
-            self._give_up(names, f"did not answer for {self.timeout_seconds:g} s")
-        if not names and self._waited > self.timeout_seconds / PROBES_PER_TIMEOUT:
-            self._probes = {process.seconds_stuck(): name for name, process in self.processes.items()}
+        if silent_processes and self._waited > self.timeout_seconds:
+            self._give_up(silent_processes, f"did not answer for {self.timeout_seconds:g} s")
+        if not silent_processes and self._waited > self.timeout_seconds / PROBES_PER_TIMEOUT:
+            self._probes = {process.call(RunProcess.seconds_stuck): process for process in self.processes.values()}
             self._waited = 0.0
 
-    def _require_moving(self, answers: dict[str, Ref[float]]) -> None:
-        for name, call in answers.items():
+    def _require_moving(self, answers: dict[AnyProcess, Ref[float]]) -> None:
+        for process, call in answers.items():
             with contextlib.suppress(RayError):  # the process is dead
                 if (seconds := ray.get(call)) > self.timeout_seconds:
-                    self._give_up([name], f"has hung for {seconds:.0f} s in one call")
+                    self._give_up([process], f"has hung for {seconds:.0f} s in one call")
 
-    def _give_up(self, names: Sequence[str], why: str) -> None:
+    def _give_up(self, processes: Sequence[AnyProcess], why: str) -> None:
         """Mark processes as lost. Raises: WorkerDiedError unless all of them can be replaced."""
-        if not self._replaceable.issuperset(names):
-            raise WorkerDiedError(f"{', '.join(names)} {why}{self._places(names)}")
-        for name in names:
-            self._lose(name, f"{name} {why}{self._places([name])}")
+        if not self._replaceable.issuperset(processes):
+            names = ", ".join(process.name for process in processes)
+            raise WorkerDiedError(f"{names} {why}{self.places.described(processes[:MAX_PLACES])}")
+        for process in processes:
+            self._lose(process, f"{process.name} {why}{self.places.described([process])}")
 
-    def _places(self, names: Sequence[str]) -> str:
-        return self.places.described([(name, self.processes[name]) for name in names[:MAX_PLACES]])
-
-    def _lose(self, name: str, why: str) -> None:
-        self.names = {ref: other for ref, other in self.names.items() if other != name}
-        self._probes = {call: other for call, other in self._probes.items() if other != name}
-        self._answered.discard(name)
-        self._lost[name] = why
+    def _lose(self, process: AnyProcess, why: str) -> None:
+        self._ends = {ref: other for ref, other in self._ends.items() if other is not process}
+        self._probes = {call: other for call, other in self._probes.items() if other is not process}
+        self._answered.discard(process)
+        self._lost[process] = why
 
     def value(self, ref: Ref[T]) -> T:
         """Return the result of a call that has ended.
@@ -320,28 +309,29 @@ class Watch:
                 self.blame_the_dead()
             if isinstance(cause, OSError):
                 cause = storage_error(cause) or cause
-            origin = origin_of(error.cause) or self._called(ref)
+            process = self._called(ref)
+            origin = origin_of(error.cause) or (None if process is None else process.name)
             if isinstance(cause, McoreRLError):
                 raise named(cause, origin) from None
             self.blame_the_dead()
             raise WorkerDiedError(f"{origin or 'a process'} failed: {last_lines(error)}") from None
         except RayError as error:
             self.blame_the_dead()
-            name = self._called(ref)
-            why = first_line(error) if name is None else self.places.death(self.processes[name], name, error)
-            raise WorkerDiedError(f"{name or 'a process'} died: {why}") from None
+            process = self._called(ref)
+            if process is None:
+                raise WorkerDiedError(f"a process died: {first_line(error)}") from None
+            raise WorkerDiedError(f"{process.name} died: {self.places.death(process, error)}") from None
 
-    def _called(self, ref: AnyRef) -> str | None:
-        """Return the name of the process that was called; None if it is not a process of this run."""
+    def _called(self, ref: AnyRef) -> AnyProcess | None:
+        """Return the process that was called; None if it is not a process of this run."""
         if not hasattr(ref, "task_id"):
             return None
-        called = ref.task_id().actor_id()
-        return next((name for name, process in self.processes.items() if process.actor_id == called), None)
+        return self.processes.get(ref.task_id().actor_id())
 
     def _pending_work(self) -> list[str]:
         """Return lines about the pending collectives of living processes, and about processes that do not answer."""
-        living = {name: process for name, process in self.processes.items() if name not in self._lost}
-        calls = {process.pending_collectives(): name for name, process in living.items()}
+        living = [process for process in self.processes.values() if process not in self._lost]
+        calls = {process.call(RunProcess.pending_collectives): process.name for process in living}
         if not calls:
             return []
         answered, silent = ray.wait(list(calls), num_returns=len(calls), timeout=SECONDS_FOR_PENDING)
@@ -351,15 +341,15 @@ class Watch:
                 lines += [f"{calls[call]} waits in {collective}" for collective in ray.get(call)]
         return lines + [f"{calls[call]} does not answer" for call in silent]
 
-    def blame_the_dead(self, processes: Sequence[ProcessCalls] = ()) -> None:
+    def blame_the_dead(self, processes: Sequence[AnyProcess] = ()) -> None:
         """Wait a few seconds for a death that explains a failure: of any process, or only of `processes`.
 
         Raises: WorkerDiedError with the name of the dead process, unless it can be replaced.
         """
-        names = {self.name_of(process) for process in processes} or set(self.processes)
-        if not names.isdisjoint(self._lost):  # a known loss explains the failure
+        suspects = set(processes or self.processes.values())
+        if not suspects.isdisjoint(self._lost):  # a known loss explains the failure
             return
-        refs = [ref for ref, name in self.names.items() if name in names]
+        refs = [ref for ref, process in self._ends.items() if process in suspects]
         ready, _ = ray.wait(refs, num_returns=1, timeout=SECONDS_FOR_A_DEATH_TO_SHOW)
         if ready:
             self._report_death(ready[0])
@@ -367,25 +357,26 @@ class Watch:
     def _report_death(self, ref: AnyRef) -> None:
         """Mark the process of a `watch` call that has ended as lost. Raises: WorkerDiedError unless it can be
         replaced."""
-        name, place = self.names[ref], self._places([self.names[ref]])
+        process = self._ends[ref]
+        place = self.places.described([process])
         try:
             ray.get(ref, timeout=1)
         except (RayActorError, OutOfMemoryError) as error:
-            why = f"died: {self.places.death(self.processes[name], name, error)}"
+            why = f"died: {self.places.death(process, error)}"
         except RayTaskError as error:
             why = f"stopped: {error.cause if isinstance(error.cause, McoreRLError) else first_line(error)}{place}"
         except (RayError, GetTimeoutError) as error:
             why = f"stopped: {first_line(error)}{place}"
         else:
             why = f"ended: see its log in run.logs{place}"
-        if name not in self._replaceable:
-            raise WorkerDiedError(f"{name} {why}")
-        self._lose(name, f"{name} {why}")
+        if process not in self._replaceable:
+            raise WorkerDiedError(f"{process.name} {why}")
+        self._lose(process, f"{process.name} {why}")
 
 
-def kill_all(processes: Sequence[ProcessCalls], seconds: float = 10.0) -> None:
+def kill_all(processes: Sequence[AnyProcess], seconds: float = 10.0) -> None:
     """Kill processes at once and wait, up to `seconds`, until those on this host are gone."""
-    calls = [process.where() for process in processes]
+    calls = [process.call(RunProcess.where) for process in processes]
     # Processes that are dead or do not answer are killed below too, but their ids stay unknown.
     answered, _ = ray.wait(calls, num_returns=len(calls), timeout=1) if calls else ([], [])
     pids = []
@@ -394,7 +385,7 @@ def kill_all(processes: Sequence[ProcessCalls], seconds: float = 10.0) -> None:
             host, pid = ray.get(call)
             pids += [pid] if host == this_host() else []
     for process in processes:
-        ray.kill(process.handle, no_restart=True)
+        ray.kill(process.actor, no_restart=True)
     deadline = time.monotonic() + seconds
     while any(pid_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -5,61 +5,52 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from mcore_rl.config.rules.defaults import uses_cuda
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.placement import RunPlacement, place, visible_devices
 from mcore_rl.runtime.addresses import missing_interface
-from mcore_rl.runtime.agreement import HostFacts, Question, check_hosts
-from mcore_rl.runtime.calls import ProcessCalls, Ref
+from mcore_rl.runtime.agreement import FactsRequest, HostFacts, check_hosts, named_paths
+from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.cores import shares_cores
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.start import EngineStart
-from mcore_rl.runtime.health import AnyRef, Watch, kill_all
+from mcore_rl.runtime.health import AnyProcess, AnyRef, Watch, kill_all
 from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.output import ray_output_to
 from mcore_rl.runtime.phases import shares_device
+from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import RankMap
 from mcore_rl.runtime.roles.places import Places
-from mcore_rl.runtime.roles.role import ActorOptions, Group, Role, SetUpContext
-from mcore_rl.runtime.roles.trainer import TrainerActor, TrainerCalls, TrainerGroup
-from mcore_rl.weights.transports.hosts import this_host
+from mcore_rl.runtime.roles.role import ActorOptions, Role, RoleGroup
+from mcore_rl.runtime.roles.trainer import TrainerActor, TrainerGroup, TrainerProcess
+from mcore_rl.weights.transports.hosts import Host, this_host
 
 if TYPE_CHECKING:
     from ray.actor import ActorClass
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-Starts = dict[AnyRef, Sequence[ProcessCalls]]
+Starts = dict[AnyRef, Sequence[AnyProcess]]
 """References to the ends of set-ups that have begun, with the processes that take part in each."""
 
 
-@dataclass
-class Processes:
+@dataclass(frozen=True)
+class RunProcesses:
     """Trainer ranks and, in reinforcement learning, rollout engines. `groups` has the groups of the other roles by
     configuration section."""
 
     trainers: TrainerGroup
     engines: Fleet | None
-    groups: dict[str, Group] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Started:
-    """All processes before their set-up. `others` has the other roles, by configuration section."""
-
-    watch: Watch
-    ranks: list[ProcessCalls]
-    engines: list[EngineStart]
-    others: dict[str, list[ProcessCalls]]
+    groups: dict[str, RoleGroup]
 
 
 @contextlib.contextmanager
@@ -70,7 +61,7 @@ def launch(
     roles: Sequence[Role] = (),
     *,
     show: Callable[[str], None] = lambda line: None,
-) -> Iterator[Processes]:
+) -> Iterator[RunProcesses]:
     """Start Ray and all processes, wait until they are set up, and kill them when the block ends.
 
     `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `show` prints a
@@ -78,27 +69,30 @@ def launch(
     """
     if problem := missing_interface():
         raise ConfigError(problem)
-    on_gpus = uses_cuda(config.cluster)
-    num_engines = config.rollout.num_engines if prompts else 0
+    cluster, rollout, on_gpus = config.cluster, config.rollout, uses_cuda(config.cluster)
+    num_engines = rollout.num_engines if prompts else 0
     placement = place(config, on_gpus=on_gpus, num_engines=num_engines, guests=[role.guests for role in roles])
-    show("starting Ray" if config.cluster.address is None else f"joining the Ray cluster at {config.cluster.address}")
+    show("starting Ray" if cluster.address is None else f"joining the Ray cluster at {cluster.address}")
+    several_threads = shares_cores(config)  # before Ray starts
     with (
         ray_output_to(Path(config.run.logs)),
-        ray_cluster(config, placement.bundle) as nodes,
-        _started(config, placement, roles, nodes, on_gpus, shares_cores(config)) as started,
+        ray_cluster(cluster, placement.bundle) as nodes,
+        _journals(Path(config.run.dir), rollout, config.actor.moe.router_replay) as journals,
+        _killed_at_the_end(cluster, config.run.logs) as watch,
     ):
-        show(f"setting up {_counted(started)}")
-        if config.cluster.nodes > 1:
-            _check_hosts(config, started.watch)
-        if config.cluster.address is not None and config.cluster.isolation != "none":
-            _check_users(config, started.watch)
-        fleet = _set_up(config, placement, prompts, roles, started, show)
-        groups = {}
-        for role in roles:
-            section = role.guests.section
-            nodes_of_role = [slot.node for slot in placement.guests[section]]
-            groups[section] = role.group(started.others[section], nodes_of_role, started.watch)
-        yield Processes(TrainerGroup(started.ranks, placement.ranks, trainers, started.watch), fleet, groups)
+        starter = _Starter(placement, nodes, watch, config.run.logs, several_threads)
+        ranks = starter.ranks(on_gpus)
+        groups = {role.guests.section: starter.role(role) for role in roles}
+        fleet = starter.fleet(rollout, on_gpus and cluster.placement == "disaggregated", journals)
+        processes = RunProcesses(TrainerGroup(ranks, placement.ranks, watch, trainers), fleet, groups)
+        watch.places.ask(list(watch.processes.values()))
+        show(f"setting up {_counted(processes)}")
+        if cluster.nodes > 1:
+            _check_hosts(config.run.dir, named_paths(config), watch)
+        if cluster.address is not None and cluster.isolation != "none":
+            _check_users(cluster.isolation, watch)
+        _set_up(config, placement, prompts, roles, processes, show)
+        yield processes
 
 
 def _set_up(
@@ -106,42 +100,41 @@ def _set_up(
     placement: RunPlacement,
     prompts: Mapping[str, PromptSource],
     roles: Sequence[Role],
-    started: _Started,
+    processes: RunProcesses,
     show: Callable[[str], None],
-) -> Fleet | None:
+) -> None:
     """Set up all processes, and return when all are ready. Set-ups run concurrently, except where an engine measures
     the free memory of a device that other processes also use."""
-    watch, engines = started.watch, started.engines
-    trainers = TrainerCalls(started.ranks, placement.ranks, watch)
-    address = watch.get([started.ranks[0].free_address()])[0]
-    devices = trainers.visible_devices().results() if uses_cuda(config.cluster) else []
-    references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
-    starting = _set_up_engines(engines, config, placement, references, devices)
-    fleet = _fleet(engines, config, watch) if engines else None
-    takes_turns = fleet is not None and shares_device(config)
+    trainers, fleet, watch = processes.trainers, processes.engines, processes.trainers.watch
+    num_ranks, num_engines = len(trainers.processes), 0 if fleet is None else fleet.num_engines
+    devices = trainers.call(TrainerProcess.visible_devices).results() if uses_cuda(config.cluster) else []
+    context = SetUpContext(config, {name: ray.put(prompt_set) for name, prompt_set in prompts.items()})
+    starting: Starts = {}
+    for engine, slots in zip([] if fleet is None else fleet.engines, placement.engines, strict=True):
+        visible = [visible_devices(placement, slot, devices) for slot in slots]
+        starting[engine.start.set_up(context, visible)] = engine.start.processes
+    takes_turns = fleet is not None and shares_device(config.cluster, config.actor.offload)
     if fleet is not None and takes_turns:
         # An engine measures the free memory when it starts: other engines and ranks start after it sleeps.
         watch.get_started(starting)
         fleet.sleep(keep_weights=False)
-        show(f"{_count(len(engines), 'rollout engine')} ready")
-    context = SetUpContext(config, references, watch)
-    starting |= _set_up_roles(roles, context, placement, started, devices, takes_turns=takes_turns)
-    watch.get(trainers.setup(config, address))
-    show(f"{_count(len(started.ranks), 'trainer rank')} ready")
+        show(f"{_count(num_engines, 'rollout engine')} ready")
+    starting |= _set_up_roles(roles, context, placement, processes, devices, takes_turns=takes_turns)
+    watch.get(trainers.set_up(context, [None] * num_ranks))
+    show(f"{_count(num_ranks, 'trainer rank')} ready")
     watch.get_started(starting)
-    if len(starting) and not (takes_turns and len(starting) == len(engines)):
-        show("engines and other models ready" if roles else f"{_count(len(engines), 'rollout engine')} ready")
+    if len(starting) and not (takes_turns and len(starting) == num_engines):
+        show("engines and other models ready" if roles else f"{_count(num_engines, 'rollout engine')} ready")
     # Not before: an engine that cannot be set up would only fail again after each restart.
-    if config.rollout.max_engine_restarts:
-        watch.allow_failure([process for engine in engines for process in engine.processes])
-    return fleet
+    if fleet is not None and fleet.max_restarts:
+        watch.allow_failure(process for engine in fleet.engines for process in engine.start.processes)
 
 
 def _set_up_roles(
     roles: Sequence[Role],
     context: SetUpContext,
     placement: RunPlacement,
-    started: _Started,
+    processes: RunProcesses,
     devices: list[str],
     *,
     takes_turns: bool,
@@ -149,152 +142,144 @@ def _set_up_roles(
     """Begin the set-ups of all roles. `devices`: the GPUs of trainer ranks."""
     starting: Starts = {}
     for role in sorted(roles, key=lambda role: role.guests.tp is None):  # engines first
-        visible = [visible_devices(placement, slot, devices) for slot in placement.guests[role.guests.section]]
-        processes = started.others[role.guests.section]
-        set_ups = role.set_up(context, processes, visible)
-        of_role: Starts = {ready: [process] for ready, process in zip(set_ups, processes, strict=True)}
+        section = role.guests.section
+        visible = [visible_devices(placement, slot, devices) for slot in placement.guests[section]]
+        group = processes.groups[section]
+        set_ups = group.set_up(context, visible)
+        of_role: Starts = {ready: [process] for ready, process in zip(set_ups, group.processes, strict=True)}
         if (takes_turns or devices) and role.guests.tp is not None:
-            started.watch.get_started(of_role)  # these engines share the ranks' GPUs even if rollout engines do not
+            processes.trainers.watch.get_started(
+                of_role
+            )  # these engines share the ranks' GPUs even if rollout engines do not
         starting |= of_role
     return starting
 
 
 @contextlib.contextmanager
-def _started(
-    config: Config,
-    placement: RunPlacement,
-    roles: Sequence[Role],
-    nodes: list[PlacementGroupSchedulingStrategy],
-    on_gpus: bool,
-    several_threads: bool,
-) -> Iterator[_Started]:
-    """Create the processes, each on its node, without any set-up."""
-    cluster = config.cluster
+def _killed_at_the_end(cluster: ClusterConfig, logs: str) -> Iterator[Watch]:
+    """Yield a watch without processes, and kill its processes when the block ends."""
     watch = Watch(
         daemons=Daemons.started(),
         timeout_seconds=cluster.collective_timeout_seconds,
         start_seconds=cluster.start_timeout_seconds,
-        places=Places(config.run.logs),
+        places=Places(logs),
     )
-    processes: list[ProcessCalls] = []
-    logs, journals = config.run.logs, _journals(config)
+    try:
+        yield watch
+    finally:
+        kill_all(list(watch.processes.values()))
 
-    def peers(section: str, node: int) -> int | None:
-        return placement.peers(section, node) if several_threads else None
 
-    def start(actor: ActorClass, name: str, section: str, node: int, options: ActorOptions) -> ProcessCalls:
-        options = {**options, "scheduling_strategy": nodes[node]}
-        process = ProcessCalls(actor.options(**options).remote(name, logs, peers(section, node)))
-        processes.append(process)
-        watch.add(name, process)
+@dataclass(frozen=True)
+class _Starter:
+    """Creates processes, each on its node, without setting them up. `nodes` are the scheduling strategies per node. If
+    `several_threads`, the processes share the cores of their node."""
+
+    placement: RunPlacement
+    nodes: Sequence[PlacementGroupSchedulingStrategy]
+    watch: Watch
+    logs: str
+    several_threads: bool
+
+    def ranks(self, on_gpus: bool) -> list[ProcessHandle[TrainerProcess]]:
+        options: ActorOptions = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
+        nodes = enumerate(self.placement.ranks)
+        return [self._start(TrainerActor, f"trainer rank {rank}", "actor", node, options) for rank, node in nodes]
+
+    def role(self, role: Role) -> RoleGroup:
+        section, options = role.guests.section, ActorOptions(num_cpus=role.guests.num_cpus)
+        nodes = [slot.node for slot in self.placement.guests[section]]
+        processes = [
+            self._start(role.actor, f"{role.name} {index}", section, node, options) for index, node in enumerate(nodes)
+        ]
+        return role.group(processes, nodes, self.watch)
+
+    def fleet(self, rollout: RolloutConfig, own_gpus: bool, journals: Path | None) -> Fleet | None:
+        """Create all engines. Colocated engines and processes of other roles share GPUs that Ray assigns to trainer
+        ranks, so they reserve none."""
+        engines = []
+        for number, slots in enumerate(self.placement.engines):
+            size = rollout.tp // len(slots)
+            num_gpus = size if own_gpus else 0
+            options = [
+                ActorOptions(num_cpus=size, num_gpus=num_gpus, scheduling_strategy=self.nodes[slot.node])
+                for slot in slots
+            ]
+            peers = [self._peers("rollout", slot.node) for slot in slots]
+            start = EngineStart(f"rollout engine {number}", options, peers, self.watch, self.logs, journals)
+            engines.append(FleetEngine(number, start))
+        return Fleet(engines, self.watch, rollout.max_engine_restarts) if engines else None
+
+    def _start(
+        self, actor: ActorClass, name: str, section: str, node: int, options: ActorOptions
+    ) -> ProcessHandle[Any]:
+        placed = actor.options(**options, scheduling_strategy=self.nodes[node])
+        process = ProcessHandle[Any](name, placed.remote(name, self.logs, self._peers(section, node)))
+        self.watch.add(process)
         return process
 
+    def _peers(self, section: str, node: int) -> int | None:
+        return self.placement.peers(section, node) if self.several_threads else None
+
+
+@contextlib.contextmanager
+def _journals(run_dir: Path, rollout: RolloutConfig, router_replay: str) -> Iterator[Path | None]:
+    """Yield the directory of the engines' journals, from which other engines continue, and remove it after the block.
+    None without restarts, and if routed experts are recorded: the journal has none, so other engines cannot continue
+    the responses."""
+    if not rollout.max_engine_restarts or router_replay == "engine":
+        yield None
+        return
+    directory = run_dir / "journals"
     try:
-        rank_options: ActorOptions = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
-        ranks = [
-            start(TrainerActor, f"trainer rank {rank}", "actor", node, rank_options)
-            for rank, node in enumerate(placement.ranks)
-        ]
-        others = {
-            role.guests.section: [
-                start(
-                    role.actor,
-                    f"{role.name} {index}",
-                    role.guests.section,
-                    slot.node,
-                    {"num_cpus": role.guests.num_cpus},
-                )
-                for index, slot in enumerate(placement.guests[role.guests.section])
-            ]
-            for role in roles
-        }
-        engines = []
-        for index, slots in enumerate(placement.engines):
-            options = _engine_options(config, len(slots), on_gpus)
-            of_hosts: list[ActorOptions] = [{**options, "scheduling_strategy": nodes[slot.node]} for slot in slots]
-            sharing = [peers("rollout", slot.node) for slot in slots]
-            engine = EngineStart(f"rollout engine {index}", of_hosts, sharing, watch, processes, logs, journals)
-            engine.create()
-            engines.append(engine)
-        watch.places.ask(processes)
-        yield _Started(watch, ranks, engines, others)
+        yield directory
     finally:
-        kill_all(processes)
-        if journals is not None:
-            shutil.rmtree(journals, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def _engine_options(config: Config, num_hosts: int, on_gpus: bool) -> ActorOptions:
-    """Return Ray's options for an engine's process on each of its hosts. Colocated engines and processes of other roles
-    share GPUs that Ray assigns to trainer ranks, so they reserve none."""
-    size = config.rollout.tp // num_hosts
-    owns_gpus = on_gpus and config.cluster.placement == "disaggregated"
-    return {"num_cpus": size, "num_gpus": size if owns_gpus else 0}
+def _hosts_of(watch: Watch) -> dict[AnyProcess, Host]:
+    """Return the host of each process."""
+    processes = list(watch.processes.values())
+    places = watch.get([process.call(RunProcess.where) for process in processes])
+    return {process: host for process, (host, _) in zip(processes, places, strict=True)}
 
 
-def _journals(config: Config) -> Path | None:
-    """Return the directory of the engines' journals, from which other engines continue. None without restarts, and if
-    routed experts are recorded: the journal has none, so other engines cannot continue the responses."""
-    if not config.rollout.max_engine_restarts or config.actor.moe.router_replay == "engine":
-        return None
-    return Path(config.run.dir) / "journals"
-
-
-def _check_hosts(config: Config, watch: Watch) -> None:
+def _check_hosts(run_dir: str, paths: Mapping[str, str], watch: Watch) -> None:
     """Compare the hosts, and add the host to the names of processes.
 
     Raises: ConfigError if hosts differ.
     """
-    processes = list(watch.processes.values())
-    hosts = [host for host, _ in watch.get([process.where() for process in processes])]
-    watch.name_hosts([host.name for host in hosts])
-    others = {host.memory: process for host, process in zip(hosts, processes, strict=True) if host != this_host()}
+    others: dict[object, AnyProcess] = {}
+    for process, host in _hosts_of(watch).items():
+        process.name = f"{process.name} on {host.name}"
+        if host != this_host():
+            others[host.memory] = process
 
-    def ask(question: Question) -> list[HostFacts]:
+    def ask(request: FactsRequest) -> list[HostFacts]:
         """Query one process on each host except the driver's."""
-        return watch.get([process.host_facts(question) for process in others.values()])
+        return watch.get([process.call(RunProcess.host_facts, request) for process in others.values()])
 
-    check_hosts(config, ask)
+    check_hosts(run_dir, paths, ask)
 
 
-def _check_users(config: Config, watch: Watch) -> None:
+def _check_users(isolation: str, watch: Watch) -> None:
     """Check one process per host for other users who are logged in.
 
     Raises: ConfigError naming the host.
     """
-    processes = list(watch.processes.values())
-    hosts = [host for host, _ in watch.get([process.where() for process in processes])]
-    asked = {host.memory: (host.name, process) for host, process in zip(hosts, processes, strict=True)}
-    users = watch.get([process.other_users() for _, process in asked.values()])
-    for (name, _), others in zip(asked.values(), users, strict=True):
-        check_remote_host(config, name, others)
+    one_per_host = {host.memory: (host.name, process) for process, host in _hosts_of(watch).items()}
+    users = watch.get([process.call(RunProcess.other_users) for _, process in one_per_host.values()])
+    for (name, _), others in zip(one_per_host.values(), users, strict=True):
+        check_remote_host(isolation, name, others)
 
 
-def _set_up_engines(
-    engines: Sequence[EngineStart],
-    config: Config,
-    placement: RunPlacement,
-    prompts: Mapping[str, Ref[PromptSource]],
-    devices: list[str],
-) -> Starts:
-    """Begin the set-ups of all engines. `devices`: the GPUs of trainer ranks."""
-    starting: Starts = {}
-    for engine, slots in zip(engines, placement.engines, strict=True):
-        visible = [visible_devices(placement, slot, devices) for slot in slots]
-        starting[engine.set_up(config, prompts, visible)] = engine.processes
-    return starting
-
-
-def _fleet(engines: Sequence[EngineStart], config: Config, watch: Watch) -> Fleet:
-    fleet_engines = [FleetEngine(number, engine) for number, engine in enumerate(engines)]
-    return Fleet(fleet_engines, watch, config.rollout.max_engine_restarts)
-
-
-def _counted(started: _Started) -> str:
+def _counted(processes: RunProcesses) -> str:
     """Return, for example, `2 trainer ranks, 1 rollout engine, 1 judge process`."""
-    parts = [_count(len(started.ranks), "trainer rank"), _count(len(started.engines), "rollout engine")]
-    parts += [_count(len(processes), f"{section} process") for section, processes in started.others.items()]
-    return ", ".join(part for part in parts if not part.startswith("0 "))
+    parts = [_count(len(processes.trainers.processes), "trainer rank")]
+    if processes.engines is not None:
+        parts.append(_count(processes.engines.num_engines, "rollout engine"))
+    parts += [_count(len(group.processes), f"{section} process") for section, group in processes.groups.items()]
+    return ", ".join(parts)
 
 
 def _count(number: int, noun: str) -> str:

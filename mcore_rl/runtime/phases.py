@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.rules.defaults import uses_cuda
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.types import Metric, Total
 
 ALL_STATE = ("params", "grads", "optimizer")
@@ -52,16 +53,15 @@ class Engines(Protocol):
         """Restore "weights" or "kv_cache" to device memory."""
 
 
-def shares_device(config: Config) -> bool:
+def shares_device(cluster: ClusterConfig, offload: OffloadConfig) -> bool:
     """Return whether engines and trainer ranks use the device in turns: colocated on GPUs, or with offloading."""
-    offload = config.actor.offload
-    if config.cluster.placement != "colocated":
+    if cluster.placement != "colocated":
         return False
-    return uses_cuda(config.cluster) or offload.params or offload.grads or offload.optimizer
+    return uses_cuda(cluster) or offload.params or offload.grads or offload.optimizer
 
 
 @dataclass
-class Phases:
+class DevicePhases:
     """State of the device's memory, and the changes at the beginning of a phase.
 
     At the start of a run, engines sleep without weights (see `launch`). `record` receives metrics of the changes,

@@ -14,10 +14,9 @@ from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import RECOMPUTE
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.ports import Publisher
-from mcore_rl.runtime.calls import Ref
-from mcore_rl.runtime.engines.calls import EngineCalls
-from mcore_rl.runtime.engines.fleet import Fleet
-from mcore_rl.runtime.roles.trainer import TrainerGroup
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.process import EngineProcess
+from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
 from mcore_rl.weights.connection import Connection, check_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
@@ -62,11 +61,16 @@ class SlicePublisher:
 
         Raises: ConfigError.
         """
-        plan = _plan(trainers, engines, config)
+        rollout, weights, watch = config.rollout, config.weights, trainers.watch
+        layout = EngineLayout(rollout.tp, expert_parallel=rollout.expert_parallel)
+        of_trainers, of_engines = trainers.call(TrainerProcess.endpoint).results(), engines.endpoints()
+        topology = Topology(tuple(of_trainers), tuple(of_engines), layout.num_ranks, weights.transport)
+        sizes = int(weights.bucket_mib * MIB), weights.num_buckets
+        [plan] = watch.get([trainers.processes[0].call(TrainerProcess.sync_plan, layout, topology, *sizes)])
         check_plan(plan)
         address = ray.util.get_node_ip_address()
-        seconds = trainers.watch.dependent_seconds
-        recompute = config.rollout.swap == RECOMPUTE
+        seconds = watch.dependent_seconds
+        recompute = rollout.swap == RECOMPUTE
         publisher = SlicePublisher(trainers, engines, plan, open_store(address), address, seconds, recompute)
         publisher._connect(range(engines.num_engines))
         return publisher
@@ -102,12 +106,12 @@ class SlicePublisher:
         def compare() -> WeightSyncError | None:
             if self._broken:  # an engine was lost in the previous comparison
                 self.publish(self.version)
-            sending = self.trainers.calls.send_digests()
-            comparing = [calls.compare_weights() for calls in self._member_calls]
+            members = self._member_engines
+            sending = self.trainers.call(TrainerProcess.send_digests)
+            comparing = [engine.process.call(EngineProcess.compare_weights) for engine in members]
             results = self.trainers.watch.get([*comparing, *sending.references])
-            engines = [self.engines.engines[member] for member in self._members]
-            by_engine = cast("list[list[Comparison]]", results[: len(engines)])
-            for engine, ranks in zip(engines, by_engine, strict=True):
+            by_engine = cast("list[list[Comparison]]", results[: len(members)])
+            for engine, ranks in zip(members, by_engine, strict=True):
                 try:
                     require_equal(ranks, engine.start.name)
                 except WeightSyncError as error:
@@ -135,33 +139,36 @@ class SlicePublisher:
     def _connect(self, members: Sequence[int]) -> None:
         """Create a transfer group of trainer ranks and engines: create staging buffers, map them in all processes, and
         remove their names at once, so that no crash leaves them behind."""
-        calls, watch = self.trainers.calls, self.trainers.watch
+        trainers, watch = self.trainers, self.trainers.watch
         self._generation += 1
-        self._members, self._member_plan = (
-            list(members),
-            replace(self.plan, topology=self.plan.topology.for_engines(members)),
-        )
+        self._members = list(members)
+        self._member_plan = replace(self.plan, topology=self.plan.topology.for_engines(members))
         try:
-            made = calls.create_buffers(ray.put(self._member_plan)).results()
+            made = trainers.call(TrainerProcess.create_buffers, ray.put(self._member_plan)).results()
             segments = {number: name for of_rank in made for number, name in of_rank.items()}
             rendezvous = Rendezvous(self.address, self.store.port, self._generation)
             connection = ray.put(Connection(self._member_plan, rendezvous, segments, self.timeout_seconds))
-            ranks = calls.connect_weights(connection)
-            engines = [engine.connect(connection, place) for place, engine in enumerate(self._member_calls)]
+            ranks = trainers.call(TrainerProcess.connect_weights, connection)
+            engines = [
+                engine.process.call(EngineProcess.connect, connection, place)
+                for place, engine in enumerate(self._member_engines)
+            ]
             watch.get([*ranks.references, *engines])
         finally:
-            watch.get(calls.unlink_buffers())
+            # Each rank is called directly: a rank that forwards calls may still wait in `connect_weights`.
+            watch.get([rank.call(TrainerProcess.unlink_buffers) for rank in trainers.processes])
         self._broken = False
 
     @property
-    def _member_calls(self) -> list[EngineCalls]:
-        return [self.engines.engines[member].calls for member in self._members]
-
-    def _receive(self, version: int) -> list[Ref[list[int]]]:
-        return [calls.receive_update(version, self.recompute) for calls in self._member_calls]
+    def _member_engines(self) -> list[FleetEngine]:
+        return [self.engines.engines[member] for member in self._members]
 
     def _send(self, version: int) -> None:
-        sending, receiving = self.trainers.calls.send_weights(), self._receive(version)
+        sending = self.trainers.call(TrainerProcess.send_weights)
+        receiving = [
+            engine.process.call(EngineProcess.receive_update, version, self.recompute)
+            for engine in self._member_engines
+        ]
         # Wait for both sides together, so that a failure on either side ends the wait.
         results = self.trainers.watch.get([*receiving, *sending.references])
         by_engine, by_trainer = cast("list[list[int]]", results[: len(receiving)]), results[len(receiving) :]
@@ -173,15 +180,6 @@ class SlicePublisher:
                 if acknowledged[reader] != sent[number]:
                     name = topology.name(topology.member(reader))
                     raise WeightSyncError(f"{name} acknowledged {acknowledged[reader]} of {sent[number]} bytes")
-
-
-def _plan(trainers: TrainerGroup, engines: Fleet, config: Config) -> SyncPlan:
-    watch, layout = trainers.watch, EngineLayout(config.rollout.tp, expert_parallel=config.rollout.expert_parallel)
-    of_trainers = trainers.calls.endpoint().results()
-    of_engines = engines.endpoints()
-    topology = Topology(tuple(of_trainers), tuple(of_engines), layout.num_ranks, config.weights.transport)
-    bucket_bytes = int(config.weights.bucket_mib * MIB)
-    return watch.get([trainers.calls.sync_plan(layout, topology, bucket_bytes, config.weights.num_buckets)])[0]
 
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from mcore_rl.ports import (
     Validator,
 )
 from mcore_rl.rollout.scored_pool import DeferredGradingPool
-from mcore_rl.runtime.phases import Phase, Phases
+from mcore_rl.runtime.phases import DevicePhases, Phase
 from mcore_rl.types import (
     Batch,
     BatchHandle,
@@ -42,7 +42,7 @@ class Stages:
     memory."""
 
     span: Callable[[str], AbstractContextManager[None]]
-    phases: Phases | None = None
+    phases: DevicePhases | None = None
 
     @contextmanager
     def stage(self, name: str | None = None, phase: Phase | None = None) -> Iterator[None]:

@@ -13,15 +13,15 @@ from ray.exceptions import GetTimeoutError
 
 from mcore_rl.data.trajectories import join_rows, ragged, take_rows
 from mcore_rl.errors import McoreRLError, PeerLostError
-from mcore_rl.runtime.calls import Ref
+from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.types import TrajectoryBuffers
 
 
 class Producer(Protocol):
-    """Calls to a process that keeps trajectories (EngineCalls)."""
+    """Process that keeps trajectories (EngineProcess)."""
 
-    def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> Ref[TrajectoryBuffers]:
-        """Call TrajectoryStore.cut in the process."""
+    def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
+        """Select rows (TrajectoryStore.cut)."""
 
 
 class TrajectoryStore:
@@ -64,29 +64,30 @@ class TrajectoryStore:
 @dataclass(frozen=True)
 class FetchRequest:
     """Rows for a reader: `rows[offsets[i]:offsets[i + 1]]` of the trajectories under `keys[i]` of the producer
-    `producers[producer_of[i]]`. `calls` has the producers that are new to the reader."""
+    `producers[producer_of[i]]`. `handles` has the producers that are new to the reader."""
 
     producers: list[str]
     producer_of: np.ndarray
     keys: np.ndarray
     offsets: np.ndarray
     rows: np.ndarray
-    calls: dict[str, Producer]
+    handles: dict[str, ProcessHandle[Producer]]
     timeout_seconds: float
 
 
-def fetch(request: FetchRequest, known: dict[str, Producer]) -> TrajectoryBuffers:
-    """Fetch all rows in their order, with one call per producer. The reader runs this; it keeps the calls of producers
-    in `known` for later requests.
+def fetch(request: FetchRequest, known: dict[str, ProcessHandle[Producer]]) -> TrajectoryBuffers:
+    """Fetch all rows in their order, with one call per producer. The reader runs this; it keeps the handles of
+    producers in `known` for later requests.
 
     Raises: PeerLostError naming a producer that does not answer.
     """
-    known |= request.calls
+    known |= request.handles
     calls, places = [], []
     for number, producer in enumerate(request.producers):
         pieces = np.flatnonzero(request.producer_of == number)
         of_producer, offsets = ragged(request.offsets, pieces)
-        calls.append(known[producer].cut(request.keys[pieces], offsets, request.rows[of_producer]))
+        cut = request.keys[pieces], offsets, request.rows[of_producer]
+        calls.append(known[producer].call(Producer.cut, *cut))
         places.append(of_producer)
     try:
         joined = join_rows(ray.get(calls, timeout=request.timeout_seconds))

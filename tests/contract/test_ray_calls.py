@@ -18,11 +18,10 @@ import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, McoreRLError, NonFiniteError, WorkerDiedError
-from mcore_rl.runtime.calls import ProcessCalls
+from mcore_rl.runtime.calls import FanOut, ProcessHandle
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.roles.base import RankProcess
-from mcore_rl.runtime.roles.groups import RankCalls
 from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.roles.trainer import TrainerActor
@@ -69,19 +68,19 @@ RankActor = ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max_restar
 class Group:
     """Ranks, and calls to one or all of them."""
 
-    ranks: list[ProcessCalls]
+    ranks: list[ProcessHandle[Any]]
     watch: Watch
 
     def __post_init__(self) -> None:
-        self.handles = [rank.handle for rank in self.ranks]
-        self.calls = RankCalls(self.ranks, NODES, self.watch)
+        self.handles = [rank.actor for rank in self.ranks]
+        self.calls = FanOut(self.ranks, NODES, self.watch)
 
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Any]:
     config = Config()
     config.cluster.device = "cpu"
-    with ray_cluster(config, {"CPU": 5.0}) as [node]:
+    with ray_cluster(config.cluster, {"CPU": 5.0}) as [node]:
         daemons = psutil.Process().children(recursive=True)
         yield node
     psutil.wait_procs(daemons, timeout=60)  # they end with the driver process, which is this process
@@ -91,16 +90,16 @@ def node() -> Iterator[Any]:
 def group(node: Any) -> Iterator[Group]:
     ranks = [start(RankActor, node, 1, f"rank {rank}") for rank in range(5)]
     watch = Watch(timeout_seconds=4.0)
-    for number, rank in enumerate(ranks):
-        watch.add(f"rank {number}", rank)
+    for rank in ranks:
+        watch.add(rank)
     try:
         yield Group(ranks, watch)
     finally:
         kill_all(ranks)
 
 
-def start(actor: Any, node: Any, num_cpus: int, *arguments: str) -> ProcessCalls:
-    return ProcessCalls(actor.options(num_cpus=num_cpus, scheduling_strategy=node).remote(*arguments))
+def start(actor: Any, node: Any, num_cpus: int, name: str, *arguments: str) -> ProcessHandle[Any]:
+    return ProcessHandle(name, actor.options(num_cpus=num_cpus, scheduling_strategy=node).remote(name, *arguments))
 
 
 def test_ranks_have_niceness_of_driver(group: Group) -> None:
@@ -141,10 +140,10 @@ def test_watch_error_of_any_type_names_rank(group: Group, kind: str, error: type
 def test_trainer_rank_error_names_role_rank_and_host(node: Any) -> None:
     rank = start(TrainerActor, node, 0, "trainer rank 3")
     watch = Watch()
-    watch.add("trainer rank 3", rank)
+    watch.add(rank)
     try:
         with pytest.raises(McoreRLError, match=rf"holds none \(trainer rank 3 on {this_host().name}\)$"):
-            watch.get([rank.handle.update.remote(7)])
+            watch.get([rank.actor.update.remote(7)])
     finally:
         kill_all([rank])
 
@@ -168,10 +167,10 @@ def test_get_started_dead_replaceable_process_raises_at_once(group: Group) -> No
     """Example: the first host of an engine waits for a rank on another host that has died."""
     watch, (leader, follower, *_) = group.watch, group.ranks
     watch.allow_failure([leader, follower])
-    _, pid = watch.get([follower.where()])[0]
+    _, pid = watch.get([follower.actor.where.remote()])[0]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="rank 1 died"):
-        watch.get_started({leader.handle.meet.remote(False): [leader, follower]})
+        watch.get_started({leader.actor.meet.remote(False): [leader, follower]})
     assert "died" in (watch.lost(follower) or "")
     assert watch.lost(leader) is None
 
@@ -225,13 +224,13 @@ def test_watch_death_names_status_host_and_log(node: Any, tmp_path: Path) -> Non
     for how, status in DEATHS.items():
         name = f"trainer rank {how}"
         rank = start(RankActor, node, 0, name, str(tmp_path))
-        watch.add(name, rank)
+        watch.add(rank)
         watch.allow_failure([rank])
         watch.places.ask([rank])
-        watch.get([rank.where()])
+        watch.get([rank.actor.where.remote()])
         watch.places.update()  # any later wait does the same
         with pytest.raises(WorkerDiedError) as raised:
-            watch.get([rank.handle.die.remote(how)])
+            watch.get([rank.actor.die.remote(how)])
         expected = f"{name} died: {status} (host {this_host().name}, log {tmp_path}/trainer_rank_{how}.log)"
         assert watch.lost(rank) == expected or expected in str(raised.value), (watch.lost(rank), raised.value)
 
@@ -241,7 +240,7 @@ def test_watch_stopped_rank_without_calls_is_named_in_time(group: Group) -> None
     watch = group.watch
     watch.timeout_seconds, seconds = 1000.0, watch.timeout_seconds  # no liveness checks
     pids = [pid for _, pid in watch.get([handle.where.remote() for handle in group.handles])]
-    watch.get_started({rank.handle.add.remote(0, 0): [rank] for rank in group.ranks})
+    watch.get_started({rank.actor.add.remote(0, 0): [rank] for rank in group.ranks})
     watch.timeout_seconds = seconds
     os.kill(pids[0], signal.SIGSTOP)
     with pytest.raises(WorkerDiedError, match="rank 0 did not answer for 4 s"):

@@ -23,7 +23,7 @@ class EngineKey(NamedTuple):
 
 
 @dataclass
-class Piece:
+class TaskPiece:
     """Responses of a task, from `first` up to `last` (exclusive), that one engine generates."""
 
     task: int
@@ -37,7 +37,7 @@ class Piece:
         return self.last - self.first
 
 
-class Balance:
+class LoadBalancer:
     """Queue of pieces and loads of engines. An operation takes at most logarithmic time in the number of engines, plus
     linear time in the number of idle ones.
 
@@ -53,7 +53,7 @@ class Balance:
         """Create an empty queue without engines. `serves` returns whether an engine can be given pieces now."""
         self._room, self._slots, self._serves = room, max(1, (room or 0) // ROOM), serves
         self._steals = steals and room is not None
-        self.pieces: dict[int, Piece] = {}
+        self.pieces: dict[int, TaskPiece] = {}
         self.running_requests = 0
         """Number of unfinished requests, including queued ones."""
         self._num_added = 0
@@ -211,7 +211,7 @@ class Balance:
 
     def _new(self, task: int, first: int, last: int) -> int:
         number, self._num_added = self._num_added, self._num_added + 1
-        self.pieces[number] = Piece(task, first, last)
+        self.pieces[number] = TaskPiece(task, first, last)
         self._of_task.setdefault(task, []).append(number)
         return number
 

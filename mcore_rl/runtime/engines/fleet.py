@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from mcore_rl.errors import ClusterDiedError, WorkerDiedError
-from mcore_rl.runtime.calls import ProcessCalls, Ref
+from mcore_rl.runtime.calls import ProcessHandle, Ref
 from mcore_rl.runtime.delivery import ReleasedKeys
 from mcore_rl.runtime.engines.balance import EngineKey
-from mcore_rl.runtime.engines.calls import EngineCalls
+from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import drain_spans
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.types import Metric, Span, Total, merge_metrics
@@ -28,13 +29,15 @@ class Start(Protocol):
     def name(self) -> str: ...
 
     @property
-    def leader(self) -> EngineCalls: ...
+    def leader(self) -> ProcessHandle[EngineProcess]: ...
 
     @property
-    def processes(self) -> Sequence[ProcessCalls]: ...
+    def processes(self) -> Sequence[ProcessHandle[RunProcess]]: ...
 
     @property
     def journal(self) -> str | None: ...
+
+    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> Ref[None]: ...
 
     def kill(self) -> None: ...
 
@@ -58,7 +61,8 @@ class FleetEngine:
     """Busy seconds from the engine's last report."""
 
     @property
-    def calls(self) -> EngineCalls:
+    def process(self) -> ProcessHandle[EngineProcess]:
+        """The process that is called; processes on other hosts follow it."""
         return self.start.leader
 
     @property
@@ -217,17 +221,17 @@ class Fleet:
 
     def endpoints(self) -> list[Endpoint]:
         """Return the weight endpoints of all engine ranks, engine by engine."""
-        calls = [engine.calls.endpoints() for engine in self.engines]
+        calls = [engine.process.call(EngineProcess.endpoints) for engine in self.engines]
         return [endpoint for of_engine in self.watch.get(calls) for endpoint in of_engine]
 
     def sleep(self, keep_weights: bool) -> int:
         """Free the memory of every engine; returns the bytes freed by all of them."""
         self.asleep = True
-        return sum(self._on_every_engine(lambda calls: calls.sleep(keep_weights)))
+        return sum(self._on_every_engine(lambda process: process.call(EngineProcess.sleep, keep_weights)))
 
     def wake_up(self, part: str) -> None:
         """Restore "weights" or "kv_cache" on every engine."""
-        self._on_every_engine(lambda calls: calls.wake_up(part))
+        self._on_every_engine(lambda process: process.call(EngineProcess.wake_up, part))
         self.asleep = part != "kv_cache"  # the KV cache is restored last
 
     def start_asleep(self) -> None:
@@ -237,17 +241,17 @@ class Fleet:
         def start() -> None:
             self.settle()
             started = [engine for engine in self.engines if engine.incarnation != before[engine.number]]
-            self.watch.get([engine.calls.sleep(False) for engine in started])
+            self.watch.get([engine.process.call(EngineProcess.sleep, False) for engine in started])
 
         self.retry_on_engine_loss(start)
 
-    def _on_every_engine(self, begin: Callable[[EngineCalls], Ref[T]]) -> list[T]:
+    def _on_every_engine(self, begin: Callable[[ProcessHandle[EngineProcess]], Ref[T]]) -> list[T]:
         """Call every engine and return the results. Waits until all are up: a starting engine takes memory that others
         use."""
 
         def call() -> list[T]:
             self.settle()
-            return self.watch.get([begin(engine.calls) for engine in self.engines])
+            return self.watch.get([begin(engine.process) for engine in self.engines])
 
         return self.retry_on_engine_loss(call)
 
@@ -267,5 +271,5 @@ class Fleet:
     def spans(self) -> list[Span]:
         self.reap_failed()
         return self.retry_on_engine_loss(
-            lambda: drain_spans(self.watch, [engine.calls for engine in self.engines if engine.starting is None])
+            lambda: drain_spans(self.watch, [engine.process for engine in self.engines if engine.starting is None])
         )

@@ -9,8 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from mcore_rl.rewards.step_grading import TaskToGrade
+from mcore_rl.runtime.calls import passed
 from mcore_rl.runtime.delivery import Chunk, Delivery, Part, Rows
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.types import BuffersRef, Grades, RolloutResult, RolloutScalars, RolloutTask
 
 
@@ -23,24 +25,27 @@ def grade(fleet: Fleet, tasks: Sequence[RolloutTask], results: Sequence[RolloutR
     rows = Rows.of([np.arange(len(task.prompt_rows)) for task in given])
 
     def grade() -> list[Grades]:
-        grader = fleet.started()[0].calls
+        grader = fleet.started()[0].process
         [trajectories] = Delivery([grader], fleet.watch).deliver([chunk for chunk, _ in results], [rows])
-        grades: list[Grades] = fleet.watch.get([grader.grade(given, *trajectories)])[0]
-        return grades
+        return fleet.watch.get([grader.call(EngineProcess.grade, given, *map(passed, trajectories))])[0]
 
     return fleet.retry_on_engine_loss(grade)
 
 
 def amend(fleet: Fleet, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
     """Write rewards, accuracies and scores into the records of finished tasks. The work is spread over all engines."""
-    changed = [(task.records, scalars) for task, (_, scalars) in zip(tasks, results, strict=True) if task.records]
+    changed = [
+        (task.records, scalars.rewards, scalars.accuracies, dict(scalars.scores))
+        for task, (_, scalars) in zip(tasks, results, strict=True)
+        if task.records
+    ]
 
     def amend() -> None:
         engines = itertools.cycle(fleet.started())
         fleet.watch.get(
             [
-                engine.calls.amend_records(records, scalars.rewards, scalars.accuracies, dict(scalars.scores))
-                for engine, (records, scalars) in zip(engines, changed, strict=False)
+                engine.process.call(EngineProcess.amend_records, *columns)
+                for engine, columns in zip(engines, changed, strict=False)
             ]
         )
 
@@ -57,7 +62,9 @@ def probe(fleet: Fleet, task: RolloutTask, renew: Callable[[Sequence[Chunk]], bo
             replace(task, version=fleet.version, group_ids=task.group_ids + number * shift)
             for number in range(len(engines))
         ]
-        made = fleet.watch.get([engine.calls.probe(own) for engine, own in zip(engines, tasks, strict=True)])
+        made = fleet.watch.get(
+            [engine.process.call(EngineProcess.probe, own) for engine, own in zip(engines, tasks, strict=True)]
+        )
         return {
             engine.start.name: result(engine, own, *found)
             for engine, own, found in zip(engines, tasks, made, strict=True)
@@ -67,7 +74,7 @@ def probe(fleet: Fleet, task: RolloutTask, renew: Callable[[Sequence[Chunk]], bo
         engine: FleetEngine, task: RolloutTask, key: int, scalars: RolloutScalars, busy_seconds: float
     ) -> RolloutResult:
         engine.busy_seconds = busy_seconds
-        place = fleet.released.refer(engine.producer, engine.calls, key)
+        place = fleet.released.refer(engine.producer, engine.process, key)
         part = Part(place, 0, len(scalars.group_ids), task.span, scalars.digests)
         return BuffersRef(Chunk([part], task, renew)), scalars
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from mcore_rl.config.reward import NO_RULE, STEP
 from mcore_rl.config.rules.episodes import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
-from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follow
 from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader, TaskToGrade
@@ -27,19 +26,12 @@ from mcore_rl.rollout.results import grades_of
 from mcore_rl.rollout.streaming.interface import JOURNAL, TRAJECTORIES
 from mcore_rl.rollout.tasks import ROOM, GivenUp, RequestCallbacks, TaskRunner, Until
 from mcore_rl.rollout.worker import RolloutWorker
-from mcore_rl.runtime.calls import Ref
-from mcore_rl.runtime.roles.base import RunProcess, see_only
+from mcore_rl.runtime.calls import remote_method
+from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.trajectory_store import FetchRequest, TrajectoryStore
-from mcore_rl.types import (
-    Grades,
-    RolloutScalars,
-    RolloutTask,
-    SavedFile,
-    Span,
-    TrajectoryBuffers,
-)
+from mcore_rl.types import Grades, RolloutScalars, RolloutTask, SavedFile, Span, TrajectoryBuffers
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
@@ -50,7 +42,7 @@ for their weight version, each in a thread."""
 
 
 @dataclass(frozen=True)
-class Report:
+class EngineReport:
     """Report of an engine to the scheduler."""
 
     ended: list[tuple[int, int, RolloutScalars]]
@@ -75,22 +67,16 @@ class EngineProcess(RunProcess):
         self._kept = TrajectoryStore(name)
         self._episodes = SpanRecorder(f"{name}, episodes")
 
-    def setup(
-        self,
-        config: Config,
-        visible_devices: str | None,
-        prompts: Mapping[str, Ref[PromptSource]],
-        hosts: EngineHosts = ONE_HOST,
-        journal: str | None = None,
-    ) -> None:
-        see_only(visible_devices)
+    def setup(self, context: SetUpContext, hosts: EngineHosts = ONE_HOST, journal: str | None = None) -> None:
+        context.hide_devices()
         from mcore_rl.rewards.manager import RewardManager
 
+        config = context.config
         with self.spans.span("setup"):
             # Grading processes start in parallel with the engine.
             longest = config.rollout.max_response_tokens
             rewarder = RewardManager(config.reward, max_response_tokens=longest, sandbox=config.sandbox)
-            resolved = {name: ray.get(reference) for name, reference in prompts.items()}
+            resolved = {name: ray.get(reference) for name, reference in context.prompts.items()}
             tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
             self._step_grader = StepGrader(rewarder, resolved, tokenizer, config.rollout.stop)
             engine = build_engine(config, self.name, tokenizer, hosts)
@@ -125,22 +111,22 @@ class EngineProcess(RunProcess):
             threading.Event().wait()
         self.loop.serve()
 
-    @ray.method(concurrency_group="run")
-    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, released: list[int]) -> Report:
+    @remote_method(concurrency_group="run")
+    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, released: list[int]) -> EngineReport:
         """Start `tasks` and wait (TaskRunner.exchange). Trajectories, and their requests in the journal, are kept until
         a later call has their keys in `released`."""
         self.loop.release(self._kept.release(released))
         with self.spans.span(f"generate {tasks[0][1].prompt_set}" if tasks else "generate"):
             finished, received, left = self._runner.exchange(tasks, until)
         ended = [(task.number, self._kept.keep(task.buffers, task.request_ids), task.scalars) for task in finished]
-        return Report(ended, received, left, self.loop.busy_seconds, self.loop.tokens_carried_over)
+        return EngineReport(ended, received, left, self.loop.busy_seconds, self.loop.tokens_carried_over)
 
-    @ray.method(concurrency_group="engine")
+    @remote_method(concurrency_group="engine")
     def begin(self, tasks: list[tuple[int, RolloutTask]]) -> None:
         """Start tasks without waiting (TaskRunner.begin); called while `run` waits."""
         self._runner.begin(tasks)
 
-    @ray.method(concurrency_group="engine")
+    @remote_method(concurrency_group="engine")
     def probe(self, task: RolloutTask) -> tuple[int, RolloutScalars, float]:
         """Run a task of rollout.probe concurrently with other tasks. Returns the key of its trajectories, its scalars,
         and the engine's busy seconds."""
@@ -150,29 +136,29 @@ class EngineProcess(RunProcess):
         buffers, scalars = made
         return self._kept.keep(buffers, task.request_ids), scalars, self.loop.busy_seconds
 
-    @ray.method(concurrency_group="engine")
+    @remote_method(concurrency_group="engine")
     def give_up(self, free: int) -> GivenUp:
         """Withdraw unstarted requests (TaskRunner.give_up)."""
         with self.spans.span("give up requests"):
             return self._runner.give_up(free)
 
-    @ray.method(concurrency_group="engine")
+    @remote_method(concurrency_group="engine")
     def num_running(self) -> tuple[int, int]:
         """Return the numbers of unfinished tasks, and of their unfinished requests that do not wait for later
         weights."""
         tasks, requests = self._runner.num_left
         return tasks, requests - self.loop.num_paused
 
-    @ray.method(concurrency_group="watch")
+    @remote_method(concurrency_group="watch")
     def seconds_stuck(self) -> float:
         return self.loop.seconds_stuck if hasattr(self, "loop") else 0.0
 
-    @ray.method(concurrency_group="cut")
+    @remote_method(concurrency_group="cut")
     def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
         """Select rows (TrajectoryStore.cut); works while the engine generates."""
         return self._kept.cut(keys, offsets, rows)
 
-    @ray.method(concurrency_group="cut")
+    @remote_method(concurrency_group="cut")
     def save_tasks(self, path: str, keys: list[int], request_ids: list[str]) -> list[SavedFile]:
         """Write the trajectories under `keys` and the sampled tokens of running requests to files whose names begin
         with `path`. Returns the files written."""
@@ -186,7 +172,7 @@ class EngineProcess(RunProcess):
                 files.append(saved_file(journal))
             return files
 
-    @ray.method(concurrency_group="cut")
+    @remote_method(concurrency_group="cut")
     def restore_tasks(self, path: str, request_ids: list[list[str]]) -> list[int]:
         """Keep the trajectories of a file, one entry of `request_ids` per task. Returns their keys."""
         from mcore_rl.rollout.streaming.trajectory_files import read_trajectories
@@ -195,7 +181,7 @@ class EngineProcess(RunProcess):
             parts = read_trajectories(Path(path))
             return [self._kept.keep(part, ids) for part, ids in zip(parts, request_ids, strict=True)]
 
-    @ray.method(concurrency_group="cut")
+    @remote_method(concurrency_group="cut")
     def amend_records(
         self, part: str, rewards: np.ndarray, accuracies: np.ndarray, scores: dict[str, np.ndarray]
     ) -> None:
@@ -204,38 +190,38 @@ class EngineProcess(RunProcess):
         with self.spans.span("amend records"):
             amend_part(part, rewards, accuracies, scores)
 
-    @ray.method(concurrency_group="engine", num_returns=2)
+    @remote_method(concurrency_group="engine", num_returns=2)
     def fetch(self, wanted: FetchRequest) -> tuple[None, TrajectoryBuffers]:
         """Override RunProcess.fetch to run outside of the main thread, which steps the engine."""
         return self.fetched(wanted)
 
-    @ray.method(concurrency_group="engine")
+    @remote_method(concurrency_group="engine")
     def grade(self, given: list[TaskToGrade], trajectories: TrajectoryBuffers) -> list[Grades]:
         """Grade fetched trajectories; see StepGrader.grade."""
         with self.spans.span("grade step"):
             return [grades_of(scores) for scores in self._step_grader.grade(given, trajectories)]
 
-    @ray.method(concurrency_group="engine")
+    @remote_method(concurrency_group="engine")
     def sleep(self, keep_weights: bool) -> int:
         with self.spans.span("sleep"):
             return self.loop.between_steps(lambda: self.loop.engine.sleep(keep_weights=keep_weights))
 
-    @ray.method(concurrency_group="engine")
+    @remote_method(concurrency_group="engine")
     def wake_up(self, part: str) -> None:
         with self.spans.span(f"wake up {part}"):
             self.loop.between_steps(lambda: self.loop.engine.wake_up(part))
 
-    @ray.method(concurrency_group="engine")
+    @remote_method(concurrency_group="engine")
     def endpoints(self) -> list[Endpoint]:
         return self.loop.between_steps(self.receiver.endpoints)
 
-    @ray.method(concurrency_group="engine")
+    @remote_method(concurrency_group="engine")
     def connect(self, connection: Connection, engine: int) -> None:
         with self.spans.span("connect weights"):
             self.loop.between_steps(lambda: self.receiver.connect(connection, engine))
         self._num_rounds = connection.plan.num_rounds
 
-    @ray.method(concurrency_group="engine")
+    @remote_method(concurrency_group="engine")
     def receive_update(self, version: int, recompute: bool) -> list[int]:
         """Receive a whole update and make it visible. Returns the received bytes of each rank. Running requests
         continue as described in WeightReceiver.finish_update."""
@@ -252,12 +238,12 @@ class EngineProcess(RunProcess):
             self.receiver.finish_update(version, recompute=recompute)
         return totals
 
-    @ray.method(concurrency_group="engine")
+    @remote_method(concurrency_group="engine")
     def compare_weights(self) -> list[Comparison]:
         with self.spans.span("compare weights"):
             return self.loop.between_steps(self.receiver.compare)
 
-    @ray.method(concurrency_group="engine")
+    @remote_method(concurrency_group="engine")
     def drain_spans(self) -> list[Span]:
         return self.spans.drain() + self._episodes.drain()
 
@@ -266,9 +252,10 @@ class EngineProcess(RunProcess):
 class FollowerProcess(RunProcess):
     """Ranks of a rollout engine on another host than its EngineProcess."""
 
-    def follow(self, config: Config, visible_devices: str | None, hosts: EngineHosts) -> None:
+    def follow(self, context: SetUpContext, hosts: EngineHosts) -> None:
         """Run the ranks; returns when they end."""
-        see_only(visible_devices)
+        context.hide_devices()
+        config = context.config
         follow(
             config.rollout.engine,
             config.model.hf_path,

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.rollout.streaming.interface import TRAJECTORIES, SavedTasks
-from mcore_rl.runtime.delivery import Chunk, Place
+from mcore_rl.runtime.delivery import Chunk, TrajectoryPlace
 from mcore_rl.runtime.engines.balance import EngineKey
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.types import RolloutTask
 
 
@@ -32,8 +33,11 @@ def save_tasks(
         if key is not None and key == engines[key.number].key:
             request_ids[key.number] += task.request_ids
     calls = [
-        engine.calls.save_tasks(
-            str(directory / f"engine_{engine.number}"), keys[engine.number], request_ids[engine.number]
+        engine.process.call(
+            EngineProcess.save_tasks,
+            str(directory / f"engine_{engine.number}"),
+            keys[engine.number],
+            request_ids[engine.number],
         )
         for engine in engines
         if keys[engine.number] or request_ids[engine.number]
@@ -42,7 +46,7 @@ def save_tasks(
     return SavedTasks(places, files)
 
 
-def restore_tasks(fleet: Fleet, engine: FleetEngine, path: Path, request_ids: list[list[str]]) -> list[Place]:
+def restore_tasks(fleet: Fleet, engine: FleetEngine, path: Path, request_ids: list[list[str]]) -> list[TrajectoryPlace]:
     """Let an engine keep the trajectories of a file, one entry of `request_ids` per task."""
-    (keys,) = fleet.watch.get([engine.calls.restore_tasks(str(path), request_ids)])
-    return [fleet.released.refer(engine.producer, engine.calls, key) for key in keys]
+    (keys,) = fleet.watch.get([engine.process.call(EngineProcess.restore_tasks, str(path), request_ids)])
+    return [fleet.released.refer(engine.producer, engine.process, key) for key in keys]

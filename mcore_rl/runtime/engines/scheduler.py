@@ -20,11 +20,11 @@ from mcore_rl.errors import McoreRLError, WorkerDiedError
 from mcore_rl.rollout.streaming.interface import SavedTasks
 from mcore_rl.rollout.tasks import ROOM, GivenUp, Until
 from mcore_rl.runtime.calls import Ref
-from mcore_rl.runtime.delivery import Chunk, Place
-from mcore_rl.runtime.engines.balance import Balance, EngineKey
+from mcore_rl.runtime.delivery import Chunk, TrajectoryPlace
+from mcore_rl.runtime.engines.balance import EngineKey, LoadBalancer
 from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.grading import amend, grade, probe
-from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.process import EngineProcess, EngineReport
 from mcore_rl.runtime.engines.saved_tasks import restore_tasks, save_tasks
 from mcore_rl.runtime.engines.submissions import (
     FinishedPiece,
@@ -65,7 +65,7 @@ class Scheduler:
     """Publishes the current weights to restarted engines."""
     interrupted: Callable[[], AbstractContextManager[None]] | None = None
     """Phases.interrupted, if engines and trainer ranks share devices."""
-    _balance: Balance = field(init=False)
+    _balance: LoadBalancer = field(init=False)
     _submissions: dict[int, Submission] = field(default_factory=dict, init=False)
     """Unfinished tasks by ticket, and finished tasks of `run`: if an engine is lost, they must be generated again."""
     _num_submitted: int = field(default=0, init=False)
@@ -80,7 +80,7 @@ class Scheduler:
     _dead: set[EngineKey] = field(default_factory=set, init=False)
     """Engines that are known to be dead, including those that have not been restarted yet."""
     _carried: dict[EngineKey, int] = field(default_factory=dict, init=False)
-    """Value of Report.tokens_carried_over in the last report of each engine."""
+    """Value of EngineReport.tokens_carried_over in the last report of each engine."""
     _gathers: bool = field(default=False, init=False)
     _num_restarts: int = field(default=0, init=False)
     """Value of Fleet.num_restarts when lost pieces were last queued again."""
@@ -91,7 +91,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         room = None if self.streaming else ROOM * self.slots_per_engine
-        self._balance = Balance(room, steals=self.steals, serves=self._serves)
+        self._balance = LoadBalancer(room, steals=self.steals, serves=self._serves)
         self._idle = set(range(self.fleet.num_engines))
         self.fleet.watch.attendant = self
 
@@ -154,7 +154,9 @@ class Scheduler:
             self.wait()
 
     def _rests(self) -> bool:
-        calls = [engine.calls.num_running() for engine in self.fleet.engines if self._serves(engine.key)]
+        calls = [
+            engine.process.call(EngineProcess.num_running) for engine in self.fleet.engines if self._serves(engine.key)
+        ]
         counts = self.fleet.watch.get(calls)
         num_tasks, num_running = sum(tasks for tasks, _ in counts), sum(running for _, running in counts)
         return num_tasks == len(self._submissions) and not num_running
@@ -185,7 +187,7 @@ class Scheduler:
     def restore(self, path: Path, made: Sequence[tuple[RolloutTask, RolloutScalars]]) -> list[BuffersRef]:
         """Read trajectories (see TaskStream.restore); engines take files in turn."""
 
-        def restore() -> list[Place]:
+        def restore() -> list[TrajectoryPlace]:
             engine = self.fleet.engines[self._turns % self.num_engines]
             self._turns += 1
             return restore_tasks(self.fleet, engine, path, [task.request_ids for task, _ in made])
@@ -230,7 +232,7 @@ class Scheduler:
         for call in calls:
             if (key := self._runs.pop(call, None)) is not None:
                 self._idle.add(key.number)
-                self._take_report(key, self._value(cast("Ref[Report]", call), key))
+                self._take_report(key, self._value(cast("Ref[EngineReport]", call), key))
             elif (key := self._steals.pop(call, None)) is not None:
                 self._take_given_up(key, self._value(cast("Ref[GivenUp]", call), key))
             elif (key := self._begins.pop(call, None)) is not None:
@@ -259,7 +261,7 @@ class Scheduler:
                 return [self._result(ticket) for ticket in tickets]
             self.fleet.watch.wait([], 0)
 
-    def _take_report(self, key: EngineKey, report: Report | None) -> None:
+    def _take_report(self, key: EngineKey, report: EngineReport | None) -> None:
         if report is None:
             return
         engine, fleet = self.fleet.engines[key.number], self.fleet
@@ -269,7 +271,7 @@ class Scheduler:
             self._carried[key] = report.tokens_carried_over
         for number, kept_key, scalars in report.ended:
             fleet.count("engine/tokens_taken_over", scalars.tokens_taken_over)
-            place = fleet.released.refer(engine.producer, engine.calls, kept_key)
+            place = fleet.released.refer(engine.producer, engine.process, kept_key)
             self._finish(number, FinishedPiece(key, place, scalars))
         self._balance.report(key, report.requests_received, report.requests_left)
 
@@ -340,11 +342,11 @@ class Scheduler:
                 # An engine that gets no task now gets none until its present tasks have ended, so it need not report
                 # before.
                 condition = until if tasks or self.streaming else Until.ALL
-                self._runs[engine.calls.run(tasks, condition, released)] = key
+                self._runs[engine.process.call(EngineProcess.run, tasks, condition, released)] = key
             elif tasks:
-                self._begins[engine.calls.begin(tasks)] = key
+                self._begins[engine.process.call(EngineProcess.begin, tasks)] = key
         for key, free in self._balance.steal():
-            self._steals[engines[key.number].calls.give_up(free)] = key
+            self._steals[engines[key.number].process.call(EngineProcess.give_up, free)] = key
 
     def _recover(self) -> None:
         """Restart lost engines and queue their work for others."""

@@ -12,8 +12,8 @@ import numpy as np
 from mcore_rl.data.records import join_pieces, piece_path
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.scalars import join_scalars
-from mcore_rl.runtime.delivery import Chunk, Part, Place
-from mcore_rl.runtime.engines.balance import EngineKey, Piece
+from mcore_rl.runtime.delivery import Chunk, Part, TrajectoryPlace
+from mcore_rl.runtime.engines.balance import EngineKey, TaskPiece
 from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.types import BuffersRef, RolloutResult, RolloutScalars, RolloutTask
 
@@ -25,7 +25,7 @@ class FinishedPiece:
     """Trajectories and scalars of a piece, and the engine that keeps them."""
 
     engine: EngineKey
-    place: Place
+    place: TrajectoryPlace
     scalars: RolloutScalars
 
 
@@ -39,7 +39,7 @@ class Submission:
     pieces: dict[int, FinishedPiece] = field(default_factory=dict)
     since: float = field(default_factory=time.perf_counter)
 
-    def task_of(self, piece: Piece) -> RolloutTask:
+    def task_of(self, piece: TaskPiece) -> RolloutTask:
         """Return the piece as a task with a records file of its own."""
         task, responses = self.task, (piece.first, piece.last)
         if responses == task.span:
@@ -57,7 +57,7 @@ class Submission:
         """Add the journal of a lost engine to the task."""
         self.task = with_journal(self.task, journal)
 
-    def result(self, pieces: Mapping[int, Piece], renew: Renew) -> RolloutResult:
+    def result(self, pieces: Mapping[int, TaskPiece], renew: Renew) -> RolloutResult:
         """Join the results of `pieces`, which are in the order of the responses."""
         parts, row = [], 0
         for number, piece in pieces.items():
@@ -83,7 +83,7 @@ def chunk_of(task: RolloutTask, parts: list[Part], renew: Renew) -> BuffersRef:
     return BuffersRef(Chunk(parts, again, renew))
 
 
-def whole_part(place: Place, task: RolloutTask, scalars: RolloutScalars) -> Part:
+def whole_part(place: TrajectoryPlace, task: RolloutTask, scalars: RolloutScalars) -> Part:
     """Return a part with all trajectories of a task, which are in one place."""
     return Part(place, 0, len(scalars.group_ids), task.span, scalars.digests)
 

@@ -37,7 +37,8 @@ def isolate(config: Config, show: Callable[[str], None]) -> None:
     if wanted == "auto" and not others:
         return
     reason = f"cluster.isolation={wanted}" + (f": {_names(others)} logged in on this host" if others else "")
-    if addresses := _addresses(config):
+    servers = {"judge.url": config.judge.url, "sandbox.url": config.sandbox.url}
+    if addresses := [f"{key}={value}" for key, value in servers.items() if value is not None]:
         raise ConfigError(
             f"{reason}, and a run with a network of its own cannot reach {' and '.join(addresses)}; {REMEDY}"
         )
@@ -53,22 +54,16 @@ def isolate(config: Config, show: Callable[[str], None]) -> None:
     os.execv(python, [python, "-m", namespace.__name__, python, *sys.orig_argv])
 
 
-def check_remote_host(config: Config, host: str, others: Sequence[str]) -> None:
-    """Check a host of a Ray cluster that the run has joined.
+def check_remote_host(isolation: str, host: str, others: Sequence[str]) -> None:
+    """Check a host of a Ray cluster that the run has joined. `isolation`: cluster.isolation.
 
     Raises: ConfigError if other users are logged in there.
     """
-    if others and config.cluster.isolation != "none":
+    if others and isolation != "none":
         raise ConfigError(
-            f"cluster.isolation={config.cluster.isolation}: {_names(others)} logged in on {host}, and processes of a "
+            f"cluster.isolation={isolation}: {_names(others)} logged in on {host}, and processes of a "
             f"Ray cluster that the run joins cannot be isolated from them; reserve the hosts, or {REMEDY}"
         )
-
-
-def _addresses(config: Config) -> list[str]:
-    """Return `key=value` of each setting that names a server."""
-    keys = {"judge.url": config.judge.url, "sandbox.url": config.sandbox.url}
-    return [f"{key}={value}" for key, value in keys.items() if value is not None]
 
 
 def _names(users: Sequence[str]) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -17,10 +18,10 @@ import ray
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.runtime.addresses import free_port, meet_at
-from mcore_rl.runtime.agreement import HostFacts, Question, answer
+from mcore_rl.runtime.agreement import FactsRequest, HostFacts, answer
+from mcore_rl.runtime.calls import ProcessHandle, Ref, call_all, remote_method
 from mcore_rl.runtime.collectives import Collective, pending_collectives
 from mcore_rl.runtime.cores import share_cores
-from mcore_rl.runtime.fanout import call_all
 from mcore_rl.runtime.isolation.accounts import other_users
 from mcore_rl.runtime.output import write_output_to
 from mcore_rl.runtime.spans import SpanRecorder
@@ -32,14 +33,24 @@ if TYPE_CHECKING:
     import numpy as np
     from ray.actor import ActorHandle
 
+    from mcore_rl.config.schema import Config
+    from mcore_rl.data.transcripts import PromptSource
     from mcore_rl.megatron.checkpoint.writer import RankReport
     from mcore_rl.megatron.roles.trained_model import Trained
 
 
-def see_only(devices: str | None) -> None:
-    """Hide the node's other GPUs from this process, before torch is imported in it; None: Ray has done so."""
-    if devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+@dataclass(frozen=True)
+class SetUpContext:
+    """Common arguments of set-ups. `visible_devices` are the GPUs that the process may see; None: Ray has set them."""
+
+    config: Config
+    prompts: Mapping[str, Ref[PromptSource]]
+    visible_devices: str | None = None
+
+    def hide_devices(self) -> None:
+        """Hide the node's other GPUs from this process, before torch is imported in it."""
+        if self.visible_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.visible_devices
 
 
 class RunProcess:
@@ -57,40 +68,40 @@ class RunProcess:
             write_output_to(Path(logs), name)
         self.name = name
         self.spans = SpanRecorder(name)
-        self._producers: dict[str, Producer] = {}
+        self._producers: dict[str, ProcessHandle[Producer]] = {}
         meet_at(ray.util.get_node_ip_address())
 
-    @ray.method(concurrency_group="watch")
+    @remote_method(concurrency_group="watch")
     def watch(self) -> None:
         # Never returns: the driver learns of the death of this process from the failure of the call.
         threading.Event().wait()
 
-    @ray.method(concurrency_group="watch")
+    @remote_method(concurrency_group="watch")
     def where(self) -> tuple[Host, int]:
         """Return the host and the process id."""
         return this_host(), os.getpid()
 
-    @ray.method(concurrency_group="watch")
+    @remote_method(concurrency_group="watch")
     def seconds_stuck(self) -> float:
         """Return the seconds since the process's own work last made progress. Remote calls do not count as such
         work."""
         return 0.0
 
-    @ray.method(concurrency_group="watch")
-    def host_facts(self, question: Question) -> HostFacts:
-        return answer(question)
+    @remote_method(concurrency_group="watch")
+    def host_facts(self, request: FactsRequest) -> HostFacts:
+        return answer(request)
 
-    @ray.method(concurrency_group="watch")
+    @remote_method(concurrency_group="watch")
     def other_users(self) -> list[str]:
         """Return the names of other users who are logged in on this host."""
         return other_users()
 
-    @ray.method(concurrency_group="watch")
+    @remote_method(concurrency_group="watch")
     def pending_collectives(self) -> list[Collective]:
         """Return the collectives in which this process waits for its peers."""
         return pending_collectives()
 
-    @ray.method(concurrency_group="watch")
+    @remote_method(concurrency_group="watch")
     def free_address(self) -> str:
         """Return tcp://host:port that other hosts can reach. Another process may take the port before it is used."""
         return f"tcp://{ray.util.get_node_ip_address()}:{free_port()}"
@@ -98,7 +109,7 @@ class RunProcess:
     def drain_spans(self) -> list[Span]:
         return self.spans.drain()
 
-    @ray.method(num_returns=2)
+    @remote_method(num_returns=2)
     def fetch(self, request: FetchRequest) -> tuple[None, TrajectoryBuffers]:
         """Fetch trajectories for this process and its peers. The first result is ready when they have arrived."""
         return self.fetched(request)
@@ -111,7 +122,16 @@ class RunProcess:
 class RankProcess(RunProcess):
     """One rank of a process group."""
 
-    @ray.method(concurrency_group="pass_on")
+    def setup(self, context: SetUpContext, rank: int, world_size: int, address: str) -> None:
+        """Build the rank's model. The ranks meet at `address`."""
+        context.hide_devices()
+        with self.spans.span("setup"):
+            self._build(context, rank, world_size, address)
+
+    def _build(self, context: SetUpContext, rank: int, world_size: int, address: str) -> None:
+        raise NotImplementedError
+
+    @remote_method(concurrency_group="pass_on")
     def pass_on(
         self, method: str, arguments: list[tuple[object, ...]], neighbours: list[ActorHandle] | None
     ) -> list[object]:
@@ -142,13 +162,13 @@ class TrainedRankProcess(RankProcess):
         with self.spans.span("plan save"):
             self._save = CheckpointWriter(directory, self.role, snapshot=snapshot)
 
-    @ray.method(concurrency_group="save")
+    @remote_method(concurrency_group="save")
     def write_save(self) -> RankReport:
         """Write this rank's files, in a thread of its own while the main thread trains."""
         with self.spans.span("write save"):
             return self._save.write()
 
-    @ray.method(concurrency_group="save")
+    @remote_method(concurrency_group="save")
     def finish_save(self, *reports: RankReport) -> SavedState:
         """Complete the checkpoint from the reports of all ranks; rank 0 only. Fails if write_save of a rank failed."""
         with self.spans.span("finish save"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import ray
 
-from mcore_rl.runtime.calls import ProcessCalls, Ref
+from mcore_rl.runtime.calls import FanOut, ProcessHandle, Rank_co, Ref, passed
 from mcore_rl.runtime.delivery import Delivery, rows_by_rank
-from mcore_rl.runtime.fanout import FanOut, GroupCall
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.roles.base import RunProcess, TrainedRankProcess
+from mcore_rl.runtime.roles.base import RankProcess, RunProcess, SetUpContext, TrainedRankProcess
 from mcore_rl.types import Batch, BatchHandle, Metric, RankShares, SavedFile, SavedState, Span, merge_metrics
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.checkpoint.writer import RankReport
     from mcore_rl.types import TrajectoryBuffers
 
-T = TypeVar("T")
+TrainedRank_co = TypeVar("TrainedRank_co", bound=TrainedRankProcess, covariant=True)
 RankBatchRefs = tuple[RankShares | Ref[RankShares], *tuple["Ref[TrajectoryBuffers]", ...]]
 """A rank's shares of a batch, and its trajectories if it has any."""
 
@@ -38,51 +36,6 @@ class RankMap:
 
     dp_rank_of: tuple[int, ...]
     reporting: tuple[int, ...]
-
-
-@dataclass
-class RankCalls:
-    """Calls to all ranks of a process group; `nodes[rank]` is the node of a rank."""
-
-    ranks: Sequence[ProcessCalls]
-    nodes: Sequence[int]
-    watch: Watch
-
-    @cached_property
-    def _fan_out(self) -> FanOut:
-        return FanOut(self.ranks, self.nodes, self.watch)
-
-    def call(self, method: Callable[..., T], *arguments: object) -> GroupCall[T]:
-        """Call a method of the process class on all ranks."""
-        return self._fan_out.begin(method, *arguments)
-
-    def call_each(self, method: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> GroupCall[T]:
-        """Call a method of the process class on all ranks, each with its own arguments."""
-        return self._fan_out.begin_each(method, arguments)
-
-    def drain_spans(self) -> GroupCall[list[Span]]:
-        return self.call(RunProcess.drain_spans)
-
-
-class TrainedRankCalls(RankCalls):
-    """Calls to all ranks of a model that is trained."""
-
-    def offload(self, parts: tuple[str, ...]) -> GroupCall[int]:
-        return self.call(TrainedRankProcess.offload, parts)
-
-    def plan_save(self, directory: str, snapshot: bool) -> GroupCall[None]:
-        return self.call(TrainedRankProcess.plan_save, directory, snapshot)
-
-    def write_save(self) -> list[Ref[RankReport]]:
-        """Return one reference per rank; `finish_save` reads the reports on rank 0."""
-        return [rank.handle.write_save.remote() for rank in self.ranks]
-
-    def finish_save(self, reports: Sequence[Ref[RankReport]]) -> Ref[SavedState]:
-        """Complete the checkpoint, on rank 0."""
-        return self.ranks[0].handle.finish_save.remote(*reports)
-
-    def load(self, directory: str, files: Sequence[SavedFile]) -> GroupCall[None]:
-        return self.call(TrainedRankProcess.load, directory, files)
 
 
 @dataclass(frozen=True)
@@ -102,21 +55,31 @@ class RanksSave:
 
 
 @dataclass
-class RankGroup:
-    """All ranks of a model that is trained."""
+class RankGroup(FanOut[Rank_co]):
+    """All ranks of a model."""
 
-    processes: Sequence[ProcessCalls]
-    nodes: Sequence[int]
     ranks: RankMap
-    watch: Watch
-
-    @cached_property
-    def calls(self) -> TrainedRankCalls:
-        return TrainedRankCalls(self.processes, self.nodes, self.watch)
 
     @cached_property
     def _delivery(self) -> Delivery:
         return Delivery([self.processes[rank] for rank in self.ranks.reporting], self.watch)
+
+    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> list[Ref[None]]:
+        """Begin the set-up of all ranks, each with the GPUs that it may see. Each rank is called directly, because a
+        set-up takes much longer than a call."""
+        address = self.watch.get([self.processes[0].call(RankProcess.free_address)])[0]
+        return [
+            process.call(RankProcess.setup, replace(context, visible_devices=devices), rank, len(visible), address)
+            for rank, (process, devices) in enumerate(zip(self.processes, visible, strict=True))
+        ]
+
+    def spans(self) -> list[Span]:
+        return [span for spans in self.call(RankProcess.drain_spans).results() for span in spans]
+
+
+@dataclass
+class TrainedRankGroup(RankGroup[TrainedRank_co]):
+    """All ranks of a model that is trained."""
 
     def batch_refs(self, batch: Batch) -> list[RankBatchRefs]:
         """Deliver a batch. Returns the arguments of each rank: its shares, and a reference to their trajectories."""
@@ -147,26 +110,26 @@ class RankGroup:
     def start_save(self, directory: str, *, snapshot: bool) -> RanksSave:
         """Begin a checkpoint: every rank plans its files and, with `snapshot`, copies their contents. Then all ranks
         write and rank 0 completes the checkpoint, while the driver continues."""
-        self.calls.plan_save(directory, snapshot).results()
-        return RanksSave(self.calls.finish_save(self.calls.write_save()), self.watch)
+        self.call(TrainedRankProcess.plan_save, directory, snapshot).results()
+        reports = [rank.call(TrainedRankProcess.write_save) for rank in self.processes]
+        saved = self.processes[0].call(TrainedRankProcess.finish_save, *map(passed, reports))
+        return RanksSave(saved, self.watch)
 
     def load(self, directory: str, files: Sequence[SavedFile]) -> None:
         """Load a checkpoint on all ranks."""
-        self.calls.load(directory, files).results()
+        self.call(TrainedRankProcess.load, directory, files).results()
 
     def offload(self, parts: tuple[str, ...]) -> int:
         """Move `parts` to host memory if the configuration offloads them. Returns the bytes in host memory, of all
         ranks."""
-        return sum(self.calls.offload(parts).results())
-
-    def spans(self) -> list[Span]:
-        return [span for spans in self.calls.drain_spans().results() for span in spans]
+        return sum(self.call(TrainedRankProcess.offload, parts).results())
 
 
 def with_metrics(handle: BatchHandle, found: Sequence[Mapping[str, Metric]]) -> BatchHandle:
     return replace(handle, metrics=merge_metrics([handle.metrics, *found]))
 
 
-def drain_spans(watch: Watch, processes: Sequence[ProcessCalls]) -> list[Span]:
+def drain_spans(watch: Watch, processes: Sequence[ProcessHandle[RunProcess]]) -> list[Span]:
     """Return the spans that the processes recorded since the last call."""
-    return [span for spans in watch.get([process.drain_spans() for process in processes]) for span in spans]
+    calls = [process.call(RunProcess.drain_spans) for process in processes]
+    return [span for spans in watch.get(calls) for span in spans]

@@ -1,9 +1,9 @@
-"""Judge engines: their process, the calls to it, and their group, which scores tasks of the rollout."""
+"""Judge engines: their process, and their group, which scores tasks of the rollout."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,13 +25,13 @@ from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import ServerAnswerer, served_model
 from mcore_rl.rewards.judge.worker import JudgeWorker, Share, shares
 from mcore_rl.rewards.task_parts import join_scores
-from mcore_rl.runtime.calls import ProcessCalls, Ref
+from mcore_rl.runtime.calls import ProcessHandle, Ref, passed
 from mcore_rl.runtime.delivery import Delivery, Rows
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.roles.base import RunProcess, see_only
+from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import drain_spans
 from mcore_rl.runtime.roles.origins import marks_errors
-from mcore_rl.runtime.roles.role import Role, SetUpContext
+from mcore_rl.runtime.roles.role import Role
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
 
@@ -39,19 +39,12 @@ from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryB
 class JudgeProcess(RunProcess):
     """One judge engine, or a client of a judge server."""
 
-    def setup(
-        self,
-        config: Config,
-        visible_devices: str | None,
-        prompts: Mapping[str, Ref[PromptSource]],
-        key: str | None,
-    ) -> None:
+    def setup(self, context: SetUpContext, key: str | None) -> None:
         """Build the judge. `key` is the API key of the server."""
-        see_only(visible_devices)
-
+        context.hide_devices()
         with self.spans.span("setup"):
-            resolved = {name: ray.get(reference) for name, reference in prompts.items()}
-            self.worker = build_judge(config, self.name, resolved, key)
+            prompts = {name: ray.get(reference) for name, reference in context.prompts.items()}
+            self.worker = build_judge(context.config, self.name, prompts, key)
 
     def score(self, given: list[Share], trajectories: TrajectoryBuffers) -> tuple[dict[int, float], dict[str, Metric]]:
         """Score shares of tasks; see JudgeWorker.score."""
@@ -62,34 +55,24 @@ class JudgeProcess(RunProcess):
 JudgeActor = ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)(JudgeProcess)
 
 
-class JudgeCalls(ProcessCalls):
-    """Calls to one judge process."""
-
-    def setup(
-        self,
-        config: Config,
-        visible_devices: str | None,
-        prompts: Mapping[str, Ref[PromptSource]],
-        key: str | None,
-    ) -> Ref[None]:
-        return self.handle.setup.remote(config, visible_devices, prompts, key)
-
-    def score(
-        self, given: list[Share], *trajectories: Ref[TrajectoryBuffers]
-    ) -> Ref[tuple[dict[int, float], dict[str, Metric]]]:
-        return self.handle.score.remote(given, *trajectories)
-
-
 @dataclass
 class JudgeGroup:
     """All judge engines: a ports.ResponseScorer."""
 
-    processes: Sequence[JudgeCalls]
+    processes: Sequence[ProcessHandle[JudgeProcess]]
     watch: Watch
     _metrics: dict[str, Metric] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._delivery = Delivery(self.processes, self.watch)
+
+    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> list[Ref[None]]:
+        """Begin the set-up of all processes, each with the GPUs that it may see."""
+        key = server_key(context.config.judge)
+        return [
+            process.call(JudgeProcess.setup, replace(context, visible_devices=devices), key)
+            for process, devices in zip(self.processes, visible, strict=True)
+        ]
 
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
         """Implement ResponseScorer.score. Engines score parts with about equally many tokens, and write their answers
@@ -99,7 +82,7 @@ class JudgeGroup:
         rows = [Rows.of(_rows(given, len(tasks))) for given in by_judge]
         trajectories = self._delivery.deliver([chunk for chunk, _ in results], rows)
         calls = [
-            process.score(given, *fetched)
+            process.call(JudgeProcess.score, given, *map(passed, fetched))
             for process, given, fetched in zip(self.processes, by_judge, trajectories, strict=True)
             if given
         ]
@@ -132,20 +115,8 @@ def judge_role(config: JudgeConfig) -> Role:
         name="judge engine",
         actor=JudgeActor,
         guests=Guests("judge", config.num_engines, config.tp) if config.url is None else Guests("judge", 1),
-        set_up=_set_up,
-        group=lambda processes, nodes, watch: JudgeGroup(_calls(processes), watch),
+        group=lambda processes, nodes, watch: JudgeGroup(processes, watch),
     )
-
-
-def _set_up(context: SetUpContext, processes: Sequence[ProcessCalls], visible: Sequence[str | None]) -> list[Ref[None]]:
-    return [
-        process.setup(context.config, devices, context.prompts, server_key(context.config.judge))
-        for process, devices in zip(_calls(processes), visible, strict=True)
-    ]
-
-
-def _calls(processes: Sequence[ProcessCalls]) -> list[JudgeCalls]:
-    return [JudgeCalls(process.handle) for process in processes]
 
 
 def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource], key: str | None) -> JudgeWorker:

@@ -12,8 +12,9 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayError
 
 from mcore_rl.processes.exits import Exits
-from mcore_rl.runtime.calls import ProcessCalls, Ref
+from mcore_rl.runtime.calls import ProcessHandle, Ref
 from mcore_rl.runtime.output import log_file
+from mcore_rl.runtime.roles.base import RunProcess
 from mcore_rl.runtime.roles.origins import first_line
 from mcore_rl.weights.transports.hosts import Host, this_host
 
@@ -26,15 +27,15 @@ class Places:
     """Hosts, log files and exit statuses of processes. `logs` is the directory of log files; None: unknown."""
 
     logs: str | None = None
-    _calls: dict[Ref[tuple[Host, int]], ProcessCalls] = field(default_factory=dict, init=False)
+    _calls: dict[Ref[tuple[Host, int]], ProcessHandle[RunProcess]] = field(default_factory=dict, init=False)
     """Pending calls of RunProcess.where."""
-    _hosts: dict[int, str] = field(default_factory=dict, init=False)
-    """Host names by id of the process's calls object."""
+    _hosts: dict[ProcessHandle[RunProcess], str] = field(default_factory=dict, init=False)
+    """Host names."""
     _exits: Exits = field(default_factory=Exits, init=False)
 
-    def ask(self, processes: Sequence[ProcessCalls]) -> None:
+    def ask(self, processes: Sequence[ProcessHandle[RunProcess]]) -> None:
         """Request the places of processes without waiting; `update` receives the results."""
-        self._calls |= {process.where(): process for process in processes}
+        self._calls |= {process.call(RunProcess.where): process for process in processes}
 
     def update(self) -> None:
         """Receive the results that have arrived, without waiting."""
@@ -45,41 +46,36 @@ class Places:
             process = self._calls.pop(call)
             with contextlib.suppress(RayError):  # the process is dead
                 host, pid = ray.get(call)
-                self._hosts[id(process)] = host.name
+                self._hosts[process] = host.name
                 if host == this_host():
                     self._exits.follow(id(process), pid)
 
-    def forget(self, process: ProcessCalls) -> None:
+    def forget(self, process: ProcessHandle[RunProcess]) -> None:
         """Drop a process that was replaced."""
-        self._hosts.pop(id(process), None)
+        self._hosts.pop(process, None)
         self._exits.forget(id(process))
 
-    def death(self, process: ProcessCalls, name: str, error: RayError) -> str:
-        """Describe the death of the process `name` whose call failed with `error`: `killed by SIGKILL (host node3, log
+    def death(self, process: ProcessHandle[RunProcess], error: RayError) -> str:
+        """Describe the death of a process whose call failed with `error`: `killed by SIGKILL (host node3, log
         logs/trainer_rank_1.log)`."""
         self.update()
         how = self._exits.status(id(process))
         if how is None:
-            how = _from_ray(error)
+            found = _EXIT_CODE.search(str(error))
+            how = first_line(error) if found is None else f"exit code {found[1]}"
         elif isinstance(error, OutOfMemoryError):  # Ray's memory monitor killed it
             how = f"{how}; {first_line(error)}"
-        return how + self.described([(name, process)])
+        return how + self.described([process])
 
-    def described(self, processes: Sequence[tuple[str, ProcessCalls]]) -> str:
-        """Describe places of (name, process) pairs: ` (host node3, log logs/trainer_rank_1.log)`; "" if unknown."""
-        places = [place for name, process in processes if (place := self._described(name, process))]
+    def described(self, processes: Sequence[ProcessHandle[RunProcess]]) -> str:
+        """Describe the places of processes: ` (host node3, log logs/trainer_rank_1.log)`; "" if unknown."""
+        places = [place for process in processes if (place := self._described(process))]
         return f" ({'; '.join(places)})" if places else ""
 
-    def _described(self, name: str, process: ProcessCalls) -> str:
-        host = self._hosts.get(id(process))
+    def _described(self, process: ProcessHandle[RunProcess]) -> str:
+        host = self._hosts.get(process)
         # In a run with several hosts, the name contains the host.
-        where = [] if host is None or name.endswith(f" on {host}") else [f"host {host}"]
+        where = [] if host is None or process.name.endswith(f" on {host}") else [f"host {host}"]
         if self.logs is not None:
-            where.append(f"log {log_file(Path(self.logs), name.partition(' on ')[0])}")
+            where.append(f"log {log_file(Path(self.logs), process.name.partition(' on ')[0])}")
         return ", ".join(where)
-
-
-def _from_ray(error: RayError) -> str:
-    """Return the exit code if Ray's message contains it, else the first line of the message."""
-    found = _EXIT_CODE.search(str(error))
-    return f"exit code {found[1]}" if found is not None else first_line(error)

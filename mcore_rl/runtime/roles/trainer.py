@@ -1,24 +1,20 @@
-"""Ranks of the policy: their process, the calls to it, and their group, which implements ports.Actor."""
+"""Ranks of the policy: their process, and their group, which implements ports.Actor."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import ray
 
-from mcore_rl.config.schema import Config
-from mcore_rl.runtime.calls import Ref
+from mcore_rl.runtime.calls import remote_method
 from mcore_rl.runtime.delivery import DriverChunk
-from mcore_rl.runtime.fanout import GroupCall
-from mcore_rl.runtime.roles.base import HeldBatch, TrainedRankProcess, joined
-from mcore_rl.runtime.roles.groups import RankBatchRefs, RankGroup, TrainedRankCalls, batch_keys, with_metrics
+from mcore_rl.runtime.roles.base import HeldBatch, SetUpContext, TrainedRankProcess, joined
+from mcore_rl.runtime.roles.groups import TrainedRankGroup, batch_keys, with_metrics
 from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.types import (
     Batch,
@@ -50,11 +46,10 @@ class TrainerProcess(TrainedRankProcess):
         super().__init__(name, logs, peers)
         self._held: HeldBatch[RankBatch] = HeldBatch()
 
-    def setup(self, config: Config, rank: int, world_size: int, init_method: str) -> None:
+    def _build(self, context: SetUpContext, rank: int, world_size: int, address: str) -> None:
         from mcore_rl.megatron.roles.actor import MegatronActor
 
-        with self.spans.span("setup"):
-            self.actor = self.role = MegatronActor(config, rank, world_size, init_method)
+        self.actor = self.role = MegatronActor(context.config, rank, world_size, address)
         self.actor.memory.span = self.spans.span
 
     def compare(self, shares: RankShares, *chunks: TrajectoryBuffers) -> dict[str, Metric]:
@@ -99,7 +94,7 @@ class TrainerProcess(TrainedRankProcess):
             self.actor.reference.memory.offload()
         return away
 
-    @ray.method(num_returns=2)
+    @remote_method(num_returns=2)
     def estimate(self, key: int, *values: TokenColumn) -> tuple[dict[str, Metric], TokenColumn]:
         """Compute per-token advantages. Returns metrics and, on ranks of the last stage, the returns of the share."""
         with self.spans.span("estimate"):
@@ -142,7 +137,7 @@ class TrainerProcess(TrainedRankProcess):
         with self.spans.span("connect weights"):
             self._sender = self._setup.connect(connection)
 
-    @ray.method(concurrency_group="watch")
+    @remote_method(concurrency_group="watch")
     def unlink_buffers(self) -> None:
         """Remove the names of the staging buffers, even while this rank waits in `connect_weights`."""
         self._setup.unlink()
@@ -176,89 +171,9 @@ class TrainerProcess(TrainedRankProcess):
 TrainerActor = ray.remote(concurrency_groups={"watch": 2, "pass_on": 1, "save": 1}, max_restarts=0)(TrainerProcess)
 
 
-class TrainerCalls(TrainedRankCalls):
-    """Calls to all trainer ranks."""
-
-    def setup(self, config: Config, address: str) -> list[Ref[None]]:
-        """Set up all ranks, which meet at `address`. Each rank is called directly: a set-up takes much longer."""
-        size = len(self.ranks)
-        return [rank.handle.setup.remote(config, number, size, address) for number, rank in enumerate(self.ranks)]
-
-    def visible_devices(self) -> GroupCall[str]:
-        return self.call(TrainerProcess.visible_devices)
-
-    def compare(self, batch: Sequence[RankBatchRefs]) -> GroupCall[dict[str, Metric]]:
-        return self.call_each(TrainerProcess.compare, batch)
-
-    def compare_logp(self, batch: Sequence[RankBatchRefs]) -> GroupCall[list[LogpGap]]:
-        return self.call_each(TrainerProcess.compare_logp, batch)
-
-    def recompute_logp(self, key: int, batch: Sequence[RankBatchRefs]) -> GroupCall[dict[str, Metric]]:
-        return self.call_each(TrainerProcess.recompute_logp, [(key, *of_rank) for of_rank in batch])
-
-    def replace_shares(self, key: int, shares: Sequence[RankShares | Ref[RankShares]]) -> GroupCall[None]:
-        return self.call_each(TrainerProcess.replace_shares, [(key, of_rank) for of_rank in shares])
-
-    def reference_logp(self, key: int) -> GroupCall[None]:
-        return self.call(TrainerProcess.reference_logp, key)
-
-    def kl_penalties(self, key: int, coefficient: float) -> GroupCall[tuple[dict[str, Metric], dict[int, float]]]:
-        return self.call(TrainerProcess.kl_penalties, key, coefficient)
-
-    def refresh_reference(self) -> GroupCall[None]:
-        return self.call(TrainerProcess.refresh_reference)
-
-    def estimate(
-        self, key: int, values: Sequence[Sequence[object]]
-    ) -> list[tuple[Ref[dict[str, Metric]], Ref[TokenColumn]]]:
-        """Compute advantages. `values` are references to token columns, per rank. Returns references to the metrics and
-        the returns of each rank; the returns stay in the object store."""
-        return [rank.handle.estimate.remote(key, *own) for rank, own in zip(self.ranks, values, strict=True)]
-
-    def update(self, key: int, batch: Sequence[RankBatchRefs] | None) -> GroupCall[list[dict[str, Metric]]]:
-        """Train on a batch; None: the batch that the ranks hold."""
-        if batch is None:
-            return self.call(TrainerProcess.update, key)
-        return self.call_each(TrainerProcess.update, [(key, *of_rank) for of_rank in batch])
-
-    def endpoint(self) -> GroupCall[Endpoint]:
-        return self.call(TrainerProcess.endpoint)
-
-    def sync_plan(self, engine: EngineLayout, topology: Topology, bucket_bytes: int, num_slots: int) -> Ref[SyncPlan]:
-        """Compute the plan of weight syncs, on rank 0."""
-        return self.ranks[0].handle.sync_plan.remote(engine, topology, bucket_bytes, num_slots)
-
-    def create_buffers(self, plan: Ref[SyncPlan]) -> GroupCall[dict[int, str]]:
-        return self.call(TrainerProcess.create_buffers, plan)
-
-    def connect_weights(self, connection: Ref[Connection]) -> GroupCall[None]:
-        return self.call(TrainerProcess.connect_weights, connection)
-
-    def unlink_buffers(self) -> list[Ref[None]]:
-        """Remove the names of staging buffers. Each rank is called directly: a rank that forwards calls may still wait
-        in `connect_weights`."""
-        return [rank.handle.unlink_buffers.remote() for rank in self.ranks]
-
-    def send_weights(self) -> GroupCall[npt.NDArray[np.int64]]:
-        return self.call(TrainerProcess.send_weights)
-
-    def send_digests(self) -> GroupCall[None]:
-        return self.call(TrainerProcess.send_digests)
-
-    def export_hf(self, directory: str, source: str) -> GroupCall[None]:
-        return self.call(TrainerProcess.export_hf, directory, source)
-
-    def export_adapter(self, directory: str, source: str) -> GroupCall[None]:
-        return self.call(TrainerProcess.export_adapter, directory, source)
-
-
 @dataclass
-class TrainerGroup(RankGroup):
+class TrainerGroup(TrainedRankGroup[TrainerProcess]):
     """All ranks of the policy; implements ports.Actor."""
-
-    @cached_property
-    def calls(self) -> TrainerCalls:
-        return TrainerCalls(self.processes, self.nodes, self.watch)
 
     def recompute_logp(self, batch: Batch) -> BatchHandle:
         """Implement Actor.recompute_logp. A batch with a single update is sent with `update`, which computes them."""
@@ -267,19 +182,19 @@ class TrainerGroup(RankGroup):
 
     def reference_logp(self, handle: BatchHandle) -> BatchHandle:
         sent = self._sent(handle)
-        self.calls.reference_logp(sent.key).results()
+        self.call(TrainerProcess.reference_logp, sent.key).results()
         return sent
 
     def compare(self, batch: Batch) -> dict[str, Metric]:
         """Return metrics of the differences between the policy's log-probabilities and the batch's."""
-        return merge_metrics(self.calls.compare(self.batch_refs(batch)).results())
+        return merge_metrics(self.call_each(TrainerProcess.compare, self.batch_refs(batch)).results())
 
     def compare_logp(self, batch: Batch) -> list[LogpGap]:
-        by_rank = self.calls.compare_logp(self.batch_refs(batch)).results()
+        by_rank = self.call_each(TrainerProcess.compare_logp, self.batch_refs(batch)).results()
         return [functools.reduce(operator.add, parts) for parts in zip(*by_rank, strict=True)]
 
     def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
-        results = self.calls.kl_penalties(handle.key, coefficient).results()
+        results = self.call(TrainerProcess.kl_penalties, handle.key, coefficient).results()
         sums = np.zeros(len(handle.batch), np.float32)
         for rank in self.ranks.reporting:
             for sample, total in results[rank][1].items():
@@ -289,38 +204,40 @@ class TrainerGroup(RankGroup):
     def with_advantages(self, handle: BatchHandle, advantages: np.ndarray) -> BatchHandle:
         other = replace(handle, batch=replace(handle.batch, advantages=np.asarray(advantages, np.float32)))
         if other.is_sent:
-            self.calls.replace_shares(other.key, self.shares_of(other.batch)).results()
+            shares = [(other.key, of_rank) for of_rank in self.shares_of(other.batch)]
+            self.call_each(TrainerProcess.replace_shares, shares).results()
         return other
 
     def refresh_reference(self) -> None:
-        self.calls.refresh_reference().results()
+        self.call(TrainerProcess.refresh_reference).results()
 
     def estimate(self, handle: BatchHandle, values: TokenRefs | None) -> tuple[BatchHandle, TokenRefs]:
         sent, size = self._sent(handle), len(self.ranks.reporting)
         columns = [values.overlapping(dp, size) if values else () for dp in self.ranks.dp_rank_of]
-        results = self.calls.estimate(sent.key, columns)
+        results = self.call_each_for_two(TrainerProcess.estimate, [(sent.key, *own) for own in columns])
         metrics = self.watch.get([of_rank for of_rank, _ in results])
         returns = TokenRefs(tuple(results[rank][1] for rank in self.ranks.reporting), sent.key)
         return with_metrics(sent, metrics), returns
 
     def update(self, handle: BatchHandle) -> dict[str, Metric]:
         """Implement Actor.update. A batch that is not on the ranks yet is sent with the call."""
-        batch = None if handle.is_sent else self.batch_refs(handle.batch)
-        by_rank = self.calls.update(handle.key, batch).results()
+        batch = [()] * len(self.processes) if handle.is_sent else self.batch_refs(handle.batch)
+        by_rank = self.call_each(TrainerProcess.update, [(handle.key, *own) for own in batch]).results()
         return merge_metrics([metrics for of_rank in by_rank for metrics in of_rank])
 
     def _sent(self, handle: BatchHandle) -> BatchHandle:
         """Send the batch unless the ranks hold it, and compute the policy's log-probabilities."""
         if handle.is_sent:
             return handle
-        metrics = self.calls.recompute_logp(handle.key, self.batch_refs(handle.batch)).results()
+        arguments = [(handle.key, *own) for own in self.batch_refs(handle.batch)]
+        metrics = self.call_each(TrainerProcess.recompute_logp, arguments).results()
         return with_metrics(replace(handle, is_sent=True), metrics)
 
     def export_hf(self, directory: str, source: str) -> None:
-        self.calls.export_hf(directory, source).results()
+        self.call(TrainerProcess.export_hf, directory, source).results()
 
     def export_adapter(self, directory: str, source: str) -> None:
-        self.calls.export_adapter(directory, source).results()
+        self.call(TrainerProcess.export_adapter, directory, source).results()
 
     @staticmethod
     def store(buffers: TrajectoryBuffers) -> BuffersRef:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from mcore_rl.rollout.tasks import GivenUp, Tail, Until, share
-from mcore_rl.runtime.engines.calls import EngineCalls
+from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
@@ -40,17 +40,20 @@ class GiveUp(Call):
     free: int
 
 
-class Process(EngineCalls):
-    """Process of a fake engine. It notes its calls; they end when the test's Watch says so. The oldest of its tasks has
-    started, and all that it had at its last report."""
+class Process(ProcessHandle[Any]):
+    """Handle of a fake engine's process. It notes its calls; they end when the test's Watch says so. The oldest of its
+    tasks has started, and all that it had at its last report."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(cast(Any, None))
-        self.name, self.released = name, list[int]()
+        super().__init__(name, cast(Any, None))
+        self.released = list[int]()
         self.runs = self.received = self.begun = self.asked = self.answers = self.begins = self.sleeps = 0
         self.given: list[RolloutTask] = []
         self.left: list[tuple[int, int]] = []
         """Number and key of unfinished tasks."""
+
+    def call(self, method: Any, *arguments: Any, **options: Any) -> Any:
+        return getattr(self, method.__name__)(*arguments)
 
     def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, released: list[int]) -> Any:
         self.take(tasks)

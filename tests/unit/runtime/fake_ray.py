@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
-from mcore_rl.runtime.calls import ProcessCalls
+from mcore_rl.runtime.calls import ProcessHandle
 
 
 class Call:
@@ -80,17 +80,20 @@ class Ray:
         return call.answer
 
 
-class Process(ProcessCalls):
+class Process(ProcessHandle[Any]):
     """A fake process that answers at once, or as a subclass does; its unanswered calls fail when it dies."""
 
-    def __init__(self, ray: Ray) -> None:
-        super().__init__(cast(Any, None))
+    def __init__(self, ray: Ray, name: str = "process") -> None:
+        super().__init__(name, cast(Any, None))
         self.ray, self.dead, self.open = ray, False, list[Call]()
         self.is_stopped = False
 
     @property
     def actor_id(self) -> int:
         return id(self)
+
+    def call(self, method: Any, *arguments: Any, **options: Any) -> Any:
+        return getattr(self, method.__name__)(*arguments)
 
     def watch(self) -> Any:
         return self.open_call()

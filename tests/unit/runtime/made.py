@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.runtime.delivery import Chunk, Part, Place
+from mcore_rl.runtime.delivery import Chunk, Part, TrajectoryPlace
 from mcore_rl.types import BuffersRef, RolloutTask, SamplingOptions
 
 ROWS = 10
@@ -16,6 +16,6 @@ TASK = RolloutTask("train", NONE, NONE, 1, SamplingOptions(4), 1)
 
 
 def chunk(
-    producer: str, calls: Any, key: int, renew: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
+    producer: str, process: Any, key: int, renew: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
 ) -> BuffersRef:
-    return BuffersRef(Chunk([Part(Place(producer, calls, key), 0, ROWS, (0, ROWS))], TASK, renew))
+    return BuffersRef(Chunk([Part(TrajectoryPlace(producer, process, key), 0, ROWS, (0, ROWS))], TASK, renew))

@@ -10,7 +10,7 @@ import numpy as np
 
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.runtime.delivery import Chunk
-from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutResult, RolloutTask, SamplingOptions
 from tests.unit.runtime.engines import Begin, Process, Watch, scalars_of, scheduler_over
@@ -33,7 +33,7 @@ class StreamWatch(Watch):
         """Requests of tasks that have not ended, of whatever engine reports next."""
         self.killed: dict[int, str] = {}
         """Processes that are dead, whether or not anybody has noticed it (`dead`), by id."""
-        self.answers: dict[Any, Report] = {}
+        self.answers: dict[Any, EngineReport] = {}
         """Of waiting calls that have ended, and have not been looked at."""
 
     def kill(self, name: str, *, noticed: bool = True) -> None:
@@ -60,10 +60,10 @@ class StreamWatch(Watch):
         process.left = [task for task in process.left if task not in ended]
         requests = sum(process.given[key].num_responses for _, key in process.left)
         of_tasks = [(number, key, self.scalars_of(process.given[key])) for number, key in ended]
-        self.answers[call] = Report(of_tasks, process.received, requests - self.ended_early, self.busy_seconds, 0)
+        self.answers[call] = EngineReport(of_tasks, process.received, requests - self.ended_early, self.busy_seconds, 0)
         return call
 
-    def value(self, call: Any) -> Report | None:
+    def value(self, call: Any) -> EngineReport | None:
         """Of a call that has ended."""
         if call in self.answers:
             return self.answers.pop(call)
@@ -120,7 +120,7 @@ def begin(stream: Scheduler, sizes: Sequence[int], results: dict[int, RolloutRes
 
 def finish_all(stream: Scheduler, watch: StreamWatch) -> None:
     """All tasks that engines have end at once."""
-    processes = [engine.calls for engine in stream.fleet.engines if engine.calls.left]
+    processes = [engine.process for engine in stream.fleet.engines if engine.process.left]
     calls = [watch.finish(process.name, *range(len(process.left))) for process in processes]
     stream.ended(calls)
 

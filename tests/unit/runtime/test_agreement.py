@@ -18,7 +18,7 @@ from mcore_rl.config import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime import addresses
 from mcore_rl.runtime.addresses import free_port, meet_at, missing_interface
-from mcore_rl.runtime.agreement import HostFacts, Question, answer, check_hosts, digest, named_paths
+from mcore_rl.runtime.agreement import FactsRequest, HostFacts, answer, check_hosts, digest, named_paths
 
 
 @pytest.fixture
@@ -34,13 +34,13 @@ def config(tmp_path: Path) -> Config:
     return made
 
 
-def other(question: Question, **changes: Any) -> list[HostFacts]:
+def other(request: FactsRequest, **changes: Any) -> list[HostFacts]:
     """What a host of another name answers, if it has all that this one has but for `changes`."""
-    return [replace(answer(question), **({"name": "node7"} | changes))]
+    return [replace(answer(request), **({"name": "node7"} | changes))]
 
 
 def test_hosts_that_have_the_same_pass_and_leave_nothing(config: Config) -> None:
-    check_hosts(config, other)
+    check_hosts(config.run.dir, named_paths(config), other)
     assert list(Path(config.run.dir).iterdir()) == []
     assert named_paths(config).keys() == {"model.hf_path", "reward.function"}
 
@@ -60,9 +60,9 @@ def test_hosts_that_have_the_same_pass_and_leave_nothing(config: Config) -> None
         (lambda q: {"files": answer(q).files | {"reward.function": "x"}}, r"reward\.function=.* differs between node7"),
     ],
 )
-def test_what_differs_is_named(config: Config, changes: Callable[[Question], dict[str, Any]], message: str) -> None:
+def test_what_differs_is_named(config: Config, changes: Callable[[FactsRequest], dict[str, Any]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_hosts(config, lambda question: other(question, **changes(question)))
+        check_hosts(config.run.dir, named_paths(config), lambda request: other(request, **changes(request)))
     assert list(Path(config.run.dir).iterdir()) == []
 
 

@@ -13,9 +13,8 @@ import pytest
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.tasks import Until
 from mcore_rl.runtime import health
-from mcore_rl.runtime.engines.calls import EngineCalls
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
-from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER, Watch
 from mcore_rl.types import RolloutResult, RolloutScalars
@@ -55,9 +54,9 @@ class Clerk:
 
 
 def watch_of(ray: Ray, names: Sequence[str] = (), **options: Any) -> tuple[Watch, dict[str, Process]]:
-    watch, processes = Watch(**options), {name: Process(ray) for name in names}
-    for name, process in processes.items():
-        watch.add(name, process)
+    watch, processes = Watch(**options), {name: Process(ray, name) for name in names}
+    for process in processes.values():
+        watch.add(process)
     return watch, processes
 
 
@@ -173,11 +172,11 @@ def test_wait_without_attendant_calls_returns_num_returns(ray: Ray) -> None:
     assert watch.wait(calls, 2) == (calls[:2], calls[2:])
 
 
-class Engine(Process, EngineCalls):
+class Engine(Process):
     """An engine whose tasks take a second each, concurrently."""
 
-    def __init__(self, ray: Ray) -> None:
-        super().__init__(ray)
+    def __init__(self, ray: Ray, name: str) -> None:
+        super().__init__(ray, name)
         self.runs, self._done, self._waiting = 0, [], None
         self._requests_received = self._requests_ended = 0
 
@@ -204,7 +203,7 @@ class Engine(Process, EngineCalls):
         if self._waiting is not None and not self._waiting.ended and self._done:
             self._requests_ended += sum(len(scalars.group_ids) for _, _, scalars in self._done)
             left = self._requests_received - self._requests_ended
-            self.ray.end(self._waiting, Report(self._done, self._requests_received, left, 0.0, 0))
+            self.ray.end(self._waiting, EngineReport(self._done, self._requests_received, left, 0.0, 0))
             self._done = []
 
 
@@ -220,8 +219,8 @@ class Start:
     lost: list[Engine] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.leader = Engine(self.ray)
-        self.watch.add(self.name, self.leader)
+        self.leader = Engine(self.ray, self.name)
+        self.watch.add(self.leader)
 
     @property
     def processes(self) -> list[Engine]:
@@ -234,7 +233,7 @@ class Start:
         before = self.leader
         self.kill()
         self.lost.append(before)
-        self.leader = Engine(self.ray)
+        self.leader = Engine(self.ray, self.name)
         self.watch.replace(before, self.leader)
         return self.ray.call(3.0)
 

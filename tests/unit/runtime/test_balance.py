@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mcore_rl.runtime.engines.balance import Balance, EngineKey
+from mcore_rl.runtime.engines.balance import EngineKey, LoadBalancer
 
 ENGINES = [EngineKey(number) for number in range(3)]
 FIRST, SECOND, THIRD = ENGINES
 
 
-def balance(num_engines: int, room: int | None, sizes: list[int]) -> Balance:
+def balance(num_engines: int, room: int | None, sizes: list[int]) -> LoadBalancer:
     """One task per size; all engines are candidates without work."""
-    made = Balance(room)
+    made = LoadBalancer(room)
     for task, size in enumerate(sizes):
         made.add(task, 0, size)
     for engine in ENGINES[:num_engines]:
@@ -24,7 +24,7 @@ def balance(num_engines: int, room: int | None, sizes: list[int]) -> Balance:
 class Reports:
     """Received requests of engines, as their reports count them."""
 
-    def __init__(self, balance: Balance) -> None:
+    def __init__(self, balance: LoadBalancer) -> None:
         self.balance, self.received = balance, dict.fromkeys(ENGINES, 0)
 
     def assign(self) -> dict[EngineKey, list[int]]:
@@ -94,7 +94,7 @@ def test_lost_candidate_gets_nothing() -> None:
 
 
 def test_engine_that_does_not_serve_gets_nothing() -> None:
-    made = Balance(None, serves=lambda engine: engine != FIRST)
+    made = LoadBalancer(None, serves=lambda engine: engine != FIRST)
     for engine in ENGINES:
         made.join(engine)
     for task in range(4):
@@ -189,7 +189,7 @@ def test_one_engine_steals_from_nobody() -> None:
 
 
 def test_pieces_of_a_task_stay_in_order_when_split() -> None:
-    made = Balance(100)
+    made = LoadBalancer(100)
     made.join(FIRST)
     for task, span in enumerate([(0, 8), (4, 9)]):
         made.add(task, *span)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.rollout.tasks import ROOM, Tail, cut, share
-from mcore_rl.runtime.engines.balance import Balance, EngineKey
+from mcore_rl.runtime.engines.balance import EngineKey, LoadBalancer
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Model:
         self.engines = [Engine(speed, slots) for speed in speeds]
         parts = cut(len(lengths), self.samples, len(speeds), slots)
         self.starts = [int(groups[0]) * self.samples for groups in parts]
-        self.balance = Balance(ROOM * slots, steals=steals)
+        self.balance = LoadBalancer(ROOM * slots, steals=steals)
         self.pieces = self.balance.pieces
         for task, groups in enumerate(parts):
             self.balance.add(task, 0, len(groups) * self.samples)

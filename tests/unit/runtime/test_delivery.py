@@ -17,9 +17,9 @@ from mcore_rl.runtime.delivery import (
     Chunk,
     Delivery,
     Part,
-    Place,
     ReleasedKeys,
     Rows,
+    TrajectoryPlace,
     rows_by_rank,
 )
 from mcore_rl.runtime.trajectory_store import FetchRequest, TrajectoryStore, fetch
@@ -84,7 +84,7 @@ class Reader:
 
     calls: list[FetchRequest] = field(default_factory=list)
 
-    def fetch(self, wanted: FetchRequest) -> tuple[FetchRequest, str]:
+    def call_for_two(self, method: Any, wanted: FetchRequest) -> tuple[FetchRequest, str]:
         self.calls.append(wanted)
         return wanted, f"call {len(self.calls)}"
 
@@ -99,7 +99,7 @@ class Come:
     def blame_the_dead(self) -> None: ...
 
     def get(self, references: Sequence[FetchRequest], needs: Sequence[Any]) -> None:
-        assert {*needs} >= {handle for wanted in references for handle in wanted.calls.values()}
+        assert {*needs} >= {handle for wanted in references for handle in wanted.handles.values()}
         for wanted in references:
             if gone := self.lost & {*wanted.producers}:
                 raise WorkerDiedError(f"{gone} died")
@@ -123,9 +123,9 @@ def test_a_reader_is_told_its_rows_of_every_chunk_in_one_call() -> None:
 
 def test_rows_of_a_chunk_that_several_made_come_in_its_order() -> None:
     parts = [
-        Part(Place("a", None, 5), 0, 4, (0, 4)),
-        Part(Place("b", None, 6), 4, 6, (4, 6)),
-        Part(Place("a", None, 7), 6, 9, (6, 9)),
+        Part(TrajectoryPlace("a", None, 5), 0, 4, (0, 4)),
+        Part(TrajectoryPlace("b", None, 6), 4, 6, (4, 6)),
+        Part(TrajectoryPlace("a", None, 7), 6, 9, (6, 9)),
     ]
     whole = BuffersRef(Chunk(parts, TASK, lambda chunks: False))
     reader = Reader()
@@ -142,7 +142,7 @@ def test_a_reader_hears_of_a_maker_once() -> None:
     for producers in ("a", "ab", "b"):
         chunks = [chunk(producer, f"handle of {producer}", 1) for producer in producers]
         group.deliver(chunks, [rows_of(*[[0]] * len(chunks))])
-    assert [call.calls for call in reader.calls] == [{"a": "handle of a"}, {"b": "handle of b"}, {}]
+    assert [call.handles for call in reader.calls] == [{"a": "handle of a"}, {"b": "handle of b"}, {}]
 
 
 def test_what_a_lost_maker_kept_is_made_anew_and_fetched_from_there() -> None:
@@ -152,7 +152,7 @@ def test_what_a_lost_maker_kept_is_made_anew_and_fetched_from_there() -> None:
         asked.append([each.parts[0].place.producer for each in chunks])
         for each in chunks:
             if each.parts[0].place.producer == "b":
-                each.parts = [Part(Place("c", "handle of c", 9), 0, 5, (0, 5))]
+                each.parts = [Part(TrajectoryPlace("c", "handle of c", 9), 0, 5, (0, 5))]
         return True
 
     readers = [Reader(), Reader()]
@@ -161,7 +161,7 @@ def test_what_a_lost_maker_kept_is_made_anew_and_fetched_from_there() -> None:
     assert group.deliver(chunks, [rows_of([0], [1]), rows_of([2], [])]) == [("call 2",), ("call 2",)]
     assert asked == [["a", "b"]]
     again = readers[0].calls[1]
-    assert (again.producers, again.keys.tolist(), again.calls) == (["a", "c"], [5, 9], {"c": "handle of c"})
+    assert (again.producers, again.keys.tolist(), again.handles) == (["a", "c"], [5, 9], {"c": "handle of c"})
 
 
 def test_a_failure_that_renewing_does_not_explain_is_raised() -> None:
@@ -196,7 +196,7 @@ def test_rows_of_many_makers_come_in_the_order_of_the_chunks(monkeypatch: pytest
     class Cut:
         producer: str
 
-        def cut(self, *arguments: Any) -> Any:
+        def call(self, method: Any, *arguments: Any) -> Any:
             calls.append(self.producer)
             return kept[self.producer].cut(*arguments)
 

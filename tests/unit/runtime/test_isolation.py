@@ -107,9 +107,9 @@ def test_isolate_namespace_with_a_joined_cluster_is_rejected(alone: None) -> Non
 
 def test_check_remote_host_with_other_users_names_the_host() -> None:
     with pytest.raises(ConfigError, match="a, b, c and 1 more are logged in on n3"):
-        choice.check_remote_host(config_of("auto"), "n3", ["a", "b", "c", "d"])
-    choice.check_remote_host(config_of("none"), "n3", ["a"])
-    choice.check_remote_host(config_of("auto"), "n3", [])
+        choice.check_remote_host("auto", "n3", ["a", "b", "c", "d"])
+    choice.check_remote_host("none", "n3", ["a"])
+    choice.check_remote_host("auto", "n3", [])
 
 
 def test_other_users_counts_people_with_processes_or_sessions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

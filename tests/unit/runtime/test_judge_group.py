@@ -17,9 +17,14 @@ from tests.unit.runtime.made import chunk
 
 @dataclass
 class Judge:
-    """Calls of a fake judge process. It fetches the rows of each chunk in words."""
+    """Handle of a fake judge process. It fetches the rows of each chunk in words."""
 
     scored: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def call(self, method: Any, *arguments: Any) -> Any:
+        return getattr(self, method.__name__)(*arguments)
+
+    call_for_two = call
 
     def score(self, given: Sequence[Share], fetched: Any) -> tuple[dict[int, float], dict[str, Metric]]:
         self.scored.append((given, fetched))

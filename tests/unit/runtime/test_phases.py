@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.schema import Config
-from mcore_rl.runtime.phases import Phase, Phases, shares_device
+from mcore_rl.runtime.phases import DevicePhases, Phase, shares_device
 from mcore_rl.runtime.staged import StagedActor, StagedPool, StagedPublisher, Stages
 from mcore_rl.types import BatchHandle, Total
 
@@ -73,7 +73,7 @@ class Turns:
     """The calls of a run, each in its turn."""
 
     def __init__(self, device: Any) -> None:
-        stages = Stages(device.span, Phases(device, device, record=device.metrics.update, span=device.span))
+        stages = Stages(device.span, DevicePhases(device, device, record=device.metrics.update, span=device.span))
         self.pool, self.actor = StagedPool(device, stages), StagedActor(device, stages)
         self.publisher = StagedPublisher(device, stages)
 
@@ -174,11 +174,11 @@ def test_interrupted_phase_frees_the_device_and_is_entered_again(phase: Phase) -
 def test_who_shares_a_device(part: str) -> None:
     config = Config()
     config.cluster.device = "cpu"
-    assert not shares_device(config)
+    assert not shares_device(config.cluster, config.actor.offload)
     setattr(config.actor.offload, part, True)
-    assert shares_device(config)
+    assert shares_device(config.cluster, config.actor.offload)
     config = Config()
     config.cluster.device = "cuda"
-    assert shares_device(config)
+    assert shares_device(config.cluster, config.actor.offload)
     config.cluster.placement = "disaggregated"
-    assert not shares_device(config)
+    assert not shares_device(config.cluster, config.actor.offload)

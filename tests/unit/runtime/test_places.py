@@ -31,14 +31,15 @@ def test_death_on_another_host_has_the_status_that_ray_knows(
 ) -> None:
     ray = Ray()
     monkeypatch.setattr(places, "ray", SimpleNamespace(wait=ray.wait, get=ray.get))
-    process = Process(ray)
+    process = Process(ray, "trainer rank 1")
     process.where = lambda: process.ended((Host("node7", ("another boot", 1)), 12))  # type: ignore[method-assign]
     found = Places("run/logs")
-    assert found.death(process, "trainer rank 1", error).endswith(" (log run/logs/trainer_rank_1.log)")
+    assert found.death(process, error).endswith(" (log run/logs/trainer_rank_1.log)")
     found.ask([process])
     found.update()
-    death = found.death(process, "trainer rank 1", error)
+    death = found.death(process, error)
     assert death.startswith(how)
     assert death.endswith(" (host node7, log run/logs/trainer_rank_1.log)")
-    assert found.death(process, "trainer rank 1 on node7", error).endswith(" (log run/logs/trainer_rank_1.log)")
-    assert "(" not in Places().death(process, "trainer rank 1", RayActorError(error_msg="died"))
+    process.name = "trainer rank 1 on node7"
+    assert found.death(process, error).endswith(" (log run/logs/trainer_rank_1.log)")
+    assert "(" not in Places().death(process, RayActorError(error_msg="died"))

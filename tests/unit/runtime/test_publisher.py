@@ -73,14 +73,10 @@ class _Trainers:
     """A TrainerGroup whose calls note their arguments."""
 
     def __init__(self, processes: Processes) -> None:
-        self.watch = SimpleNamespace(get=list)
-        self.calls = SimpleNamespace(
-            create_buffers=lambda plan: _Call({}),
-            connect_weights=lambda connection: _Call(),
-            unlink_buffers=list,
-            send_weights=lambda: _Call(),
-            send_digests=lambda: _Call(),
-        )
+        self.watch, self.processes = SimpleNamespace(get=list), ()
+
+    def call(self, method: Any, *arguments: Any) -> _Call:
+        return _Call({} if method.__name__ == "create_buffers" else None)
 
 
 class _Engine:
@@ -88,13 +84,18 @@ class _Engine:
 
     def __init__(self, processes: Processes, number: int) -> None:
         self.start, self._processes, self._number = SimpleNamespace(name=f"rollout engine {number}"), processes, number
-        self.calls = SimpleNamespace(
-            connect=self._connect,
-            receive_update=lambda *_: self._answer("receive_update", [0]),
-            compare_weights=lambda: self._answer("compare_weights", [Comparison()]),
-        )
+        self.process = self
 
-    def _connect(self, connection: Connection, place: int) -> None:
+    def call(self, method: Any, *arguments: Any) -> Any:
+        return getattr(self, method.__name__)(*arguments)
+
+    def receive_update(self, version: int, recompute: bool) -> list[Any]:
+        return self._answer("receive_update", [0])
+
+    def compare_weights(self) -> list[Any]:
+        return self._answer("compare_weights", [Comparison()])
+
+    def connect(self, connection: Connection, place: int) -> None:
         topology = connection.plan.topology
         assert topology.name(topology.member(place)) == f"{self.start.name} on here"
         self._processes.events.append(f"meet {self._number}")

@@ -17,7 +17,7 @@ import pytest
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.tasks import GivenUp
 from mcore_rl.runtime.delivery import Chunk
-from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutTask, SamplingOptions, Total
 from tests.unit.runtime.engines import SAMPLES, GiveUp, Watch, groups, scalars_of, scheduler_over, tasks_of
@@ -46,7 +46,7 @@ class DyingWatch(Watch):
         self.attendant.ended(own[:1] if self.random is None else self.random.sample(own, count))
         return list(calls), []
 
-    def value(self, call: Any) -> Report | GivenUp:
+    def value(self, call: Any) -> EngineReport | GivenUp:
         if call.process_id in self.dead:
             raise WorkerDiedError("a process died")
         process = self.process(call.process_id)
@@ -58,7 +58,7 @@ class DyingWatch(Watch):
         for _, key in ended:
             record(process.given[key])
         requests = sum(process.given[key].num_responses for _, key in process.left)
-        return Report(report, process.received, requests, float(call.number), 0)
+        return EngineReport(report, process.received, requests, float(call.number), 0)
 
 
 def record(task: RolloutTask) -> None:
@@ -196,7 +196,7 @@ def test_run_with_steals_and_deaths_joins_pieces_in_order(seed: int, tmp_path: P
         parts = cast(Chunk, chunk).parts
         assert [0, *(part.last for part in parts)] == [*(part.first for part in parts), 12]
         for part in parts:  # what is kept there are these responses
-            process = next(p for start in watch.starts for p in start.all if p is part.place.calls)
+            process = next(p for start in watch.starts for p in start.all if p is part.place.process)
             assert process.given[part.place.key].span == (part.first, part.last)
     living = {engine.producer for engine in pool.fleet.engines}
     assert {part.place.producer for chunk, _ in results for part in cast(Chunk, chunk).parts} <= living
@@ -230,7 +230,7 @@ def test_stolen_requests_are_counted_and_renewed_part_by_part(tmp_path: Path) ->
         assert all(one.last == other.first for one, other in pairwise(chunk.parts))
         for part in chunk.parts:
             assert part.place.producer != lost
-            assert part in before or part.place.calls.given[part.place.key].records is None
+            assert part in before or part.place.process.given[part.place.key].records is None
 
 
 class Turns:

@@ -15,7 +15,7 @@ from mcore_rl.runtime.delivery import Chunk
 from mcore_rl.runtime.engines import scheduler
 from mcore_rl.runtime.engines.balance import EngineKey
 from mcore_rl.runtime.engines.fleet import FleetEngine
-from mcore_rl.runtime.engines.process import Report
+from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.types import RolloutResult, Total
 from tests.unit.runtime.engines import Begin, groups, scalars_of
 from tests.unit.runtime.streams import Once, begin, finish_all, stream_of, supply, task_of, tickets
@@ -47,7 +47,7 @@ def test_begin_never_chooses_a_more_loaded_engine(seed: int) -> None:
         if chance.random() < 0.4:
             watch.wait([], 0)
         for chunk, scalars in results.values():
-            loads[cast(Chunk, chunk).parts[0].place.calls] -= len(scalars.group_ids)
+            loads[cast(Chunk, chunk).parts[0].place.process] -= len(scalars.group_ids)
         results.clear()
         assert stream.running_requests == sum(loads.values())
 
@@ -115,7 +115,7 @@ def test_run_while_streaming_returns_its_own_results() -> None:
     for result in (*came, *mine.values()):
         [part] = cast(Chunk, result[0]).parts
         assert (part.first, part.last) == part.responses == (0, len(result[1].group_ids))
-        assert part.place.calls.given[part.place.key].group_ids[0] == result[1].group_ids[0]
+        assert part.place.process.given[part.place.key].group_ids[0] == result[1].group_ids[0]
     assert stream.running_requests == 0
 
 
@@ -288,7 +288,7 @@ def test_tokens_carried_over_are_counted_once() -> None:
     stream, _ = stream_of(1)
     begin(stream, [1], {})
     for total in (5, 5, 12):
-        stream._take_report(EngineKey(0), Report([], 1, 0, 0.0, total))
+        stream._take_report(EngineKey(0), EngineReport([], 1, 0, 0.0, total))
     assert stream.fleet.take_metrics()["engine/tokens_carried_over"] == Total(12)
 
 

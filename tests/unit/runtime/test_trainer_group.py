@@ -13,7 +13,7 @@ import torch
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.step.rank_batch import RankBatch, ValuedBatch
-from mcore_rl.runtime.calls import ProcessCalls
+from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.roles.critic import CriticGroup, CriticProcess
 from mcore_rl.runtime.roles.groups import RankMap
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
@@ -67,11 +67,11 @@ class RecordedActor:
         self.calls.append(("gather",))
 
 
-class Rank(ProcessCalls):
+class Rank(ProcessHandle[Any]):
     """A rank in this process: a call runs at once, and its result is its own reference."""
 
     def __init__(self, rounds: list[str], process: Any = TrainerProcess) -> None:
-        super().__init__(cast(Any, self))
+        super().__init__("rank", cast(Any, self))
         self.process = process("rank")
         self.process.actor = RecordedActor()
         self.rounds = rounds
@@ -85,7 +85,7 @@ class Rank(ProcessCalls):
 
         return SimpleNamespace(remote=call)
 
-    def fetch(self, request: FetchRequest) -> Any:
+    def call_for_two(self, method: Any, request: FetchRequest) -> Any:  # RunProcess.fetch
         (producer,), (key,) = request.producers, request.keys
         return None, f"{producer} {key} {request.rows.tolist()}"
 
@@ -105,7 +105,7 @@ def make() -> tuple[TrainerGroup, list[str], list[list[tuple[Any, ...]]]]:
     """A group of two data-parallel ranks, the rounds of calls to them (one entry per rank), and what ran on each."""
     rounds: list[str] = []
     handles = [Rank(rounds), Rank(rounds)]
-    group = TrainerGroup(handles, (0, 1), RankMap((0, 1), (0, 1)), Ready())  # type: ignore[arg-type]
+    group = TrainerGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)))  # type: ignore[arg-type]
     return group, rounds, [handle.process.actor.calls for handle in handles]
 
 
@@ -203,7 +203,7 @@ def test_the_critics_updates_are_of_the_batch_that_its_values_are_of() -> None:
     handles = [Rank(rounds, CriticProcess), Rank(rounds, CriticProcess)]
     for handle in handles:
         handle.process.critic = RecordedCritic()
-    critic = CriticGroup(handles, (0, 1), RankMap((0, 1), (0, 1)), Ready(), lambda batch: batch)  # type: ignore[arg-type]
+    critic = CriticGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)), lambda batch: batch)  # type: ignore[arg-type]
     first, second = critic.values(batch(2)), critic.values(batch(1))
     assert critic.update(second, TokenRefs(second.columns, 0)) == {"updated": Mean(2.0, 2)}
     assert handles[0].process.critic.calls == [[[0], [3]], [[0, 3]], ([0, 3], [0, 3])]
