@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_rl.config.schema import Config
 from mcore_rl.observe.metrics import read_metrics
-from mcore_rl.observe.startup import StartUp
+from mcore_rl.observe.progress import StartUp
 from mcore_rl.observe.summary import summary_table
 from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
 

@@ -13,7 +13,7 @@ from benchmarks.children import run_command
 from benchmarks.isolation import ROOT
 from mcore_rl.observe.earlier import TIMELINE
 from mcore_rl.observe.metrics import read_metrics
-from mcore_rl.observe.timeline import read_timeline
+from mcore_rl.observe.timeline import TraceEvent, read_timeline
 
 SWAP_ENDS = "finish weight update"
 
@@ -105,7 +105,7 @@ def _settings(shape: Shape, task: Path, run_dir: Path) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def _stop(events: Sequence[dict[str, Any]]) -> float:
+def _stop(events: Sequence[TraceEvent]) -> float:
     """Return the mean duration of a weight update in the engine, without the first one."""
     swaps: list[float] = []
     receiving = 0.0
@@ -117,5 +117,5 @@ def _stop(events: Sequence[dict[str, Any]]) -> float:
     return sum(swaps[1:]) / len(swaps[1:])
 
 
-def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
+def _mean(rows: Sequence[dict[str, float]], name: str) -> float:
     return sum(row.get(name, 0.0) for row in rows) / len(rows)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mcore_rl.observe.collapse import CollapseSigns
 from mcore_rl.observe.earlier import TENSORBOARD, TIMELINE, set_aside
 from mcore_rl.observe.metrics import MetricsLog
 from mcore_rl.observe.progress import Progress
-from mcore_rl.observe.signs import Sign
+from mcore_rl.observe.signs import CollapseSigns, Sign
 from mcore_rl.observe.tensorboard import TensorBoardLog
 from mcore_rl.observe.timeline import Timeline
 from mcore_rl.types import Metric, Span
@@ -40,8 +40,6 @@ class RunJournal:
         self._own_spans, self._sources = own_spans, sources
         self._pending: dict[str, Metric] = {}
         self.metrics = MetricsLog(run_dir)
-        self._timeline: Timeline | None = None
-        self._tensorboard: TensorBoardLog | None = None
         self._progress: Progress | None = None
         self._signs = CollapseSigns(signs)
 
@@ -68,8 +66,9 @@ class RunJournal:
 
     def finish_step(self, step: int) -> None:
         """Write the step. A recorded metric overrides a phase of the same name."""
-        spans = self._own_spans()
-        seconds = seconds_by_name(spans)
+        spans, seconds = self._own_spans(), defaultdict[str, float](float)
+        for span in spans:
+            seconds[span.name] += span.end - span.start
         values = {f"time/{name}": took for name, took in seconds.items()}
         values["time/step"] = sum(seconds.get(phase, 0.0) for phase in STEP_PHASES)
         training = sum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
@@ -79,26 +78,15 @@ class RunJournal:
         self._pending = {}
         # First: the summary and resumed runs take the metrics from this file.
         self.metrics.append(step, values)
-        if self._tensorboard is not None:
-            self._tensorboard.append(step, values)
-        if self._timeline is not None:
-            self._timeline.append([*spans, *(span for source in self._sources for span in source())])
-        if self._progress is not None:
-            self._progress.update(step, values)
+        self._tensorboard.append(step, values)
+        self._timeline.append([*spans, *(span for source in self._sources for span in source())])
+        assert self._progress is not None, "resume_after was not called"
+        self._progress.update(step, values)
         for warning in self._signs.check(step, values):
             self.note(f"warning: {warning}")
 
     def close(self) -> None:
-        """Close the progress display and TensorBoard."""
+        """Close the progress display and TensorBoard, if the run has begun."""
         if self._progress is not None:
             self._progress.close()
-        if self._tensorboard is not None:
             self._tensorboard.close()
-
-
-def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:
-    """Sum the seconds of spans by name."""
-    seconds: dict[str, float] = {}
-    for span in spans:
-        seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
-    return seconds

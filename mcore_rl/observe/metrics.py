@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from mcore_rl.errors import DataError
 from model_converters.durable_files import durable_write
@@ -23,7 +24,7 @@ class MetricsLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _remove_incomplete_line(self.path)
 
-    def append(self, step: int, values: Mapping[str, Any]) -> None:
+    def append(self, step: int, values: Mapping[str, float]) -> None:
         """Append {"step": step, **values} durably; values that are not finite become null."""
         line = json.dumps({"step": int(step), **{key: _plain(value) for key, value in values.items()}}, allow_nan=False)
         with self.path.open("a", encoding="utf-8") as file:
@@ -40,23 +41,20 @@ class MetricsLog:
 
         They are durable in `target` before they are removed here.
         """
-        records = self.read()
-        kept = [record for record in records if record["step"] <= step]
-        if len(kept) < len(records):
-            _write(target, [record for record in records if record["step"] > step])
-            _write(self.path, kept)
+        if not self.holds_after(step):
+            return
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        is_later = [record["step"] > step for record in self.read()]
+        for path, chosen in ((target, True), (self.path, False)):
+            with durable_write(path) as file:
+                file.writelines(line for line, later in zip(lines, is_later, strict=True) if later is chosen)
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[dict[str, float]]:
         return read_metrics(self.path)
 
 
-def _write(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    with durable_write(path) as file:
-        file.writelines(json.dumps(record).encode() + b"\n" for record in records)
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read the complete records of a metrics.jsonl in order; [] if the file does not exist.
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """Read the complete records of a metrics.jsonl in order, without null values; [] if the file does not exist.
 
     A last line without a newline is ignored: it is being written, or a crash interrupted it.
 
@@ -74,14 +72,14 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             raise DataError(f"{path}, line {number} is not valid JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise DataError(f"{path}, line {number} is not an object with a `step`")
-        records.append(record)
+        records.append({key: value for key, value in record.items() if value is not None})
     return records
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: float | np.generic) -> float | None:
     """Convert numpy scalars to Python numbers, and numbers that are not finite to None: JSON has no NaN."""
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    number: float = value.item() if isinstance(value, np.generic) else value
+    return number if math.isfinite(number) else None
 
 
 def _remove_incomplete_line(path: Path) -> None:

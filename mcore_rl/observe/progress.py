@@ -1,12 +1,14 @@
-"""Progress of a run: a progress bar on a terminal, and one line per step everywhere."""
+"""Progress of a run: start-up lines, then one line per step and, on a terminal, a progress bar."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
 
 _SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -18,6 +20,17 @@ _SHOWN = (
 _PHASES = ("generate", "reward", "logp", "update", "weight_sync", "validate", "checkpoint")
 
 
+class StartUp:
+    """Prints lines with the seconds since this object was created."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._started = time.monotonic()
+
+    def show(self, line: str) -> None:
+        print(f"[{time.monotonic() - self._started:5.1f} s] {line}", file=self._stream, flush=True)
+
+
 class Progress:
     """Prints one line per finished step to `stream`, by default stderr; on a terminal also a bar with the time left."""
 
@@ -25,15 +38,13 @@ class Progress:
         self._total_steps, self._first_step = total_steps, first_step
         self._started = time.monotonic()
         self._stream = stream if stream is not None else sys.stderr
-        self._bar: Any = None
-        if self._stream.isatty():
-            self._bar, self._task = _start_bar(self._stream, total_steps, first_step)
+        self._bar = _start_bar(self._stream, total_steps, first_step) if self._stream.isatty() else None
 
-    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` has ended. metrics: keys of metrics.jsonl."""
         self.note(step_line(step, self._total_steps, metrics, seconds_left=self._seconds_left(step)))
         if self._bar is not None:
-            self._bar.update(self._task, completed=step)
+            self._bar.update(self._bar.task_ids[0], completed=step)
 
     def _seconds_left(self, step: int) -> float | None:
         """Estimate from the wall-clock time per step since this process started."""
@@ -53,16 +64,8 @@ class Progress:
             self._bar.stop()
             self._bar = None
 
-    def __enter__(self) -> Progress:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def step_line(step: int, total_steps: int, metrics: Mapping[str, Any], *, seconds_left: float | None = None) -> str:
+def step_line(step: int, total_steps: int, metrics: Mapping[str, float], *, seconds_left: float | None = None) -> str:
     """Format as `step 3/60  reward 0.412  entropy 0.311  1.90 s (generate 0.80, update 0.91, ...)  left 1:48`."""
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     parts += [f"{name} {form.format(metrics[key])}" for name, key, form in _SHOWN if metrics.get(key) is not None]
@@ -87,20 +90,19 @@ def clock(seconds: float) -> str:
     return f"{days} d {shown}" if days else shown
 
 
-def _start_bar(stream: TextIO, total_steps: int, first_step: int) -> tuple[Any, Any]:
+def _start_bar(stream: TextIO, total_steps: int, first_step: int) -> RichProgress:
+    from rich import progress
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as RichProgress
 
-    bar = RichProgress(
-        TextColumn("step"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+    bar = progress.Progress(
+        progress.TextColumn("step"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
         console=Console(file=stream, force_terminal=True),
     )
-    task = bar.add_task("step", total=total_steps, completed=first_step)
+    bar.add_task("step", total=total_steps, completed=first_step)
     bar.start()
-    return bar, task
+    return bar

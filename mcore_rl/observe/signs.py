@@ -1,18 +1,21 @@
-"""Signs of collapse or missing learning signal, with remedies for the run's configuration.
+"""Warnings about signs of collapse or missing learning signal, with remedies for the run's configuration.
 
 Thresholds are heuristics and never stop a run. Remedies never name an option that is already set or has no effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mcore_rl.config.algorithm import AlgorithmConfig
-from mcore_rl.config.reward import NO_RULE, RewardConfig
+from mcore_rl.config.models import ActorConfig, RewardModelConfig
+from mcore_rl.config.reward import NO_RULE, JudgeConfig, RewardConfig
 from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.reward_model import uses_reward_model
-from mcore_rl.config.schema import Config, TrainerConfig
+from mcore_rl.config.schema import Config, RolloutConfig, TrainerConfig
 
 WINDOW = 20
 """Number of steps for the median of the gradient norm, and before a critic is judged."""
@@ -45,12 +48,44 @@ GRADIENT_TEXT = (
 )
 
 
+@dataclass
+class CollapseSigns:
+    """Checks the metrics of every step for `signs`, and the gradient norm for outliers. Reports each sign once per
+    run."""
+
+    signs: Sequence[Sign]
+    _first: dict[str, float] = field(default_factory=dict)
+    _norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _reported: set[str] = field(default_factory=set)
+
+    def check(self, step: int, values: Mapping[str, float | None]) -> list[str]:
+        """Return warnings for signs that appear for the first time."""
+        found = {}
+        for sign in self.signs:
+            now = values.get(sign.figure)
+            if now is None:
+                continue
+            first = self._first.setdefault(sign.figure, now)
+            if step > sign.after_step and sign.holds(now, first):
+                found[sign.figure] = sign.text.format(now=now, first=first, reward=values.get("reward/mean") or 0.0)
+        norm = values.get(GRADIENT)
+        if norm is not None:
+            # Until WINDOW norms are known, a norm is compared with itself, so nothing is reported.
+            usual = statistics.median(self._norms) if len(self._norms) == WINDOW else norm
+            if norm > 20 * usual > 0:
+                found[GRADIENT] = GRADIENT_TEXT.format(now=norm, times=norm / usual)
+            self._norms.append(norm)
+        warnings = [f"step {step}: {text}" for figure, text in found.items() if figure not in self._reported]
+        self._reported.update(found)
+        return warnings
+
+
 def signs_for(config: Config) -> list[Sign]:
     """Return all signs, with remedies that apply to `config`."""
     return [
         *_response_signs(config.algorithm, config.reward),
-        *_distances(config),
-        *_rewards(config),
+        *_distances(config.rollout, config.trainer, config.actor, config.weights.verify_every),
+        *_rewards(_graders(config.reward, config.judge, config.reward_model)),
         *_idleness(config.rollout.num_engines),
     ]
 
@@ -81,19 +116,29 @@ def _response_signs(algorithm: AlgorithmConfig, reward: RewardConfig) -> list[Si
     ]
 
 
-def _distances(config: Config) -> list[Sign]:
+def _distances(rollout: RolloutConfig, trainer: TrainerConfig, actor: ActorConfig, verify_every: int) -> list[Sign]:
     """Return signs about the distances between the policies of engine, trainer and updates."""
     slower = ["lower actor.optimizer.lr"]
-    if _updates_per_rollout(config.trainer) > 1:
+    if trainer.prompts_per_step // trainer.prompts_per_update * trainer.update_epochs > 1:
         slower.append("lower the number of updates per rollout")
-    if config.rollout.max_staleness > 0:
+    if rollout.max_staleness > 0:
         slower.append("lower rollout.max_staleness")
+    # Ways to find a systematic difference between engine and trainer.
+    ways = ["look at rollout/logp_diff_max, and at config.json for a field that only one of them reads"]
+    if verify_every != 1:
+        ways.append("set weights.verify_every=1, which compares their weights")
+    if rollout.max_logp_gap is None:
+        ways.append("set rollout.max_logp_gap=auto, which compares them before the first step")
+    if actor.fp8 != "none":
+        ways.append(f"set actor.fp8=none instead of {actor.fp8}")
+    if actor.moe.router_replay != "engine":
+        ways.append("for a model with experts, set actor.moe.router_replay=engine")
     return [
         Sign(
             "rollout/logp_diff_fresh_mean",
             lambda now, first: now > 0.05,
             "log-probabilities of engine and trainer differ by {now:.3f} nats on average on tokens of the current "
-            f"weights. No correction removes a systematic difference: {_either(_systematic(config))}",
+            f"weights. No correction removes a systematic difference: {_either(ways)}",
         ),
         Sign(
             "actor/clip_fraction",
@@ -113,21 +158,7 @@ def _distances(config: Config) -> list[Sign]:
     ]
 
 
-def _systematic(config: Config) -> list[str]:
-    """Return ways to find a systematic difference between engine and trainer."""
-    ways = ["look at rollout/logp_diff_max, and at config.json for a field that only one of them reads"]
-    if config.weights.verify_every != 1:
-        ways.append("set weights.verify_every=1, which compares their weights")
-    if config.rollout.max_logp_gap is None:
-        ways.append("set rollout.max_logp_gap=auto, which compares them before the first step")
-    if config.actor.fp8 != "none":
-        ways.append(f"set actor.fp8=none instead of {config.actor.fp8}")
-    if config.actor.moe.router_replay != "engine":
-        ways.append("for a model with experts, set actor.moe.router_replay=engine")
-    return ways
-
-
-def _rewards(config: Config) -> list[Sign]:
+def _rewards(graders: str) -> list[Sign]:
     return [
         Sign(
             "groups/without_signal",
@@ -138,7 +169,7 @@ def _rewards(config: Config) -> list[Sign]:
         Sign(
             "groups/all_equal",
             lambda now, first: now == 1,
-            f"all scores of the step are equal (mean reward {{reward:g}}): {_graders(config)} cannot tell responses "
+            f"all scores of the step are equal (mean reward {{reward:g}}): {graders} cannot tell responses "
             "apart. Probable causes: it catches its own errors and returns a constant, it looks for a form of answer "
             "that the prompts do not ask for, or data.answer_key names another column than it compares with. Grade a "
             "line of rollouts/ by hand",
@@ -175,18 +206,14 @@ def _idleness(num_engines: int) -> list[Sign]:
     ]
 
 
-def _graders(config: Config) -> str:
+def _graders(reward: RewardConfig, judge: JudgeConfig, model: RewardModelConfig) -> str:
     """Return the keys of all graders."""
-    named = [] if config.reward.function == NO_RULE and not config.reward.weighted else [config.reward.chosen]
-    if uses_judge(config.judge):
+    named = [] if reward.function == NO_RULE and not reward.weighted else [reward.chosen]
+    if uses_judge(judge):
         named.append("judge")
-    if uses_reward_model(config.reward_model):
+    if uses_reward_model(model):
         named.append("reward_model")
-    return " and ".join(named) or config.reward.chosen
-
-
-def _updates_per_rollout(trainer: TrainerConfig) -> int:
-    return trainer.prompts_per_step // trainer.prompts_per_update * trainer.update_epochs
+    return " and ".join(named) or reward.chosen
 
 
 def _either(remedies: Sequence[str]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 _ROWS = (
     ("validation accuracy", "val/accuracy", "{:.3f}", "{:+.3f}"),
@@ -17,7 +16,7 @@ _HAS_BEST = "val/accuracy"
 _HEAD = ("", "before", "best", "after", "change")
 
 
-def summary_table(records: Sequence[dict[str, Any]]) -> str:
+def summary_table(records: Sequence[Mapping[str, float]]) -> str:
     """Return first and last value of the main metrics, and the best validation accuracy, each with its step.
 
     Ties go to the earlier step. A metric with a single value has only the last column.
@@ -43,7 +42,7 @@ def summary_table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:]])
 
 
-def _parts(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+def _parts(records: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str, str]]:
     """Return rows for the accuracy of each set and source, if there are several."""
     keys = dict.fromkeys(key for record in records for key in record if key.startswith(f"{_HAS_BEST}/"))
     if len(keys) < 2:
@@ -51,7 +50,7 @@ def _parts(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, str]]
     return [(f"  {key.removeprefix(f'{_HAS_BEST}/')}", key, *_ROWS[0][2:]) for key in keys]
 
 
-def _best(seen: Sequence[tuple[int, float]]) -> tuple[int, float]:
+def _best(seen: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return max(seen, key=lambda one: one[1])
 
 

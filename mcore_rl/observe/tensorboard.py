@@ -8,8 +8,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -45,16 +44,14 @@ class TensorBoardLog:
             self._write(Event(step=purge_step, wall_time=time.time(), session_log=start))
         self._file.flush()
 
-    def append(self, step: int, values: Mapping[str, Any]) -> None:
+    def append(self, step: int, values: Mapping[str, float]) -> None:
         """Write one event with every finite number of `values`, and flush the file."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        scalars = [
-            Summary.Value(tag=key, simple_value=float(value)) for key, value in values.items() if _is_finite(value)
-        ]
+        finite = {key: float(value) for key, value in values.items() if math.isfinite(value)}
+        scalars = [Summary.Value(tag=key, simple_value=value) for key, value in finite.items()]
         if scalars:
-            event = self._event_class(step=step, wall_time=time.time(), summary=Summary(value=scalars))
-            self._write(event)
+            self._write(self._event_class(step=step, wall_time=time.time(), summary=Summary(value=scalars)))
         self._file.flush()
 
     def close(self) -> None:
@@ -62,16 +59,3 @@ class TensorBoardLog:
 
     def _write(self, event: Event) -> None:
         self._records.write(event.SerializeToString())
-
-    def __enter__(self) -> TensorBoardLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _is_finite(value: Any) -> bool:
-    value = value.item() if hasattr(value, "item") else value
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

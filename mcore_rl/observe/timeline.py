@@ -13,13 +13,25 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from mcore_rl.types import Span
 from model_converters.durable_files import durable_write
 
 _HEAD = b"[\n"
 _TAIL = b"\n]\n"
+
+
+class TraceEvent(TypedDict, total=False):
+    """Event of the format; `args` of metadata."""
+
+    name: str
+    ph: str
+    ts: int
+    dur: int
+    pid: int
+    tid: int
+    args: dict[str, str | int]
 
 
 class Timeline:
@@ -29,15 +41,18 @@ class Timeline:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         events = read_timeline(self.path)
-        self._pids = {event["args"]["name"]: event["pid"] for event in events if event.get("name") == "process_name"}
+        self._pids = {
+            str(event["args"]["name"]): event["pid"] for event in events if event.get("name") == "process_name"
+        }
         self._lanes: dict[int, list[_Lane]] = {}
         self._empty = not events
         # Also repairs a file whose last write was interrupted: `append` expects _TAIL at the end.
-        self._rewrite(events)
+        with durable_write(self.path) as file:
+            file.write(_HEAD + _lines(events) + _TAIL)
 
     def append(self, spans: Iterable[Span]) -> None:
         """Append spans, and metadata of new processes."""
-        events: list[dict[str, Any]] = []
+        events: list[TraceEvent] = []
         # An enclosing span comes before the spans that it encloses.
         for span in sorted(spans, key=lambda span: (span.start, -span.end)):
             if span.process not in self._pids:
@@ -51,25 +66,21 @@ class Timeline:
             file.seek(-len(_TAIL), os.SEEK_END)
             file.write(body + _TAIL)
 
-    def _process_events(self, process: str) -> list[dict[str, Any]]:
+    def _process_events(self, process: str) -> list[TraceEvent]:
         pid = self._pids[process] = max(self._pids.values(), default=0) + 1
         return [
             {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": process}},
             {"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}},
         ]
 
-    def _complete_event(self, span: Span) -> dict[str, Any]:
+    def _complete_event(self, span: Span) -> TraceEvent:
         pid = self._pids[span.process]
         start, end = round(span.start * 1e6), round(span.end * 1e6)
         lane = _lane_of(self._lanes.setdefault(pid, []), start, end)
         return {"name": span.name, "ph": "X", "ts": start, "dur": end - start, "pid": pid, "tid": lane}
 
-    def _rewrite(self, events: list[dict[str, Any]]) -> None:
-        with durable_write(self.path) as file:
-            file.write(_HEAD + _lines(events) + _TAIL)
 
-
-def read_timeline(path: str | Path) -> list[dict[str, Any]]:
+def read_timeline(path: str | Path) -> list[TraceEvent]:
     """Read the complete events of a timeline, also of an incomplete file; [] if the file does not exist."""
     path = Path(path)
     if not path.is_file():
@@ -77,7 +88,7 @@ def read_timeline(path: str | Path) -> list[dict[str, Any]]:
     events = []
     for line in path.read_bytes().splitlines():
         try:
-            event = json.loads(line.rstrip(b","))
+            event: TraceEvent = json.loads(line.rstrip(b","))
         except ValueError:  # a bracket, or an incomplete line
             continue
         if isinstance(event, dict):
@@ -85,7 +96,7 @@ def read_timeline(path: str | Path) -> list[dict[str, Any]]:
     return events
 
 
-def _lines(events: list[dict[str, Any]]) -> bytes:
+def _lines(events: list[TraceEvent]) -> bytes:
     return b",\n".join(json.dumps(event).encode() for event in events)
 
 

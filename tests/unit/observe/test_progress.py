@@ -1,4 +1,5 @@
 import io
+from contextlib import closing
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_step_line_without_metrics_shows_step(metrics):
 
 def test_progress_without_terminal_prints_one_line_per_step():
     stream = io.StringIO()
-    with Progress(2, stream=stream) as progress:
+    with closing(Progress(2, stream=stream)) as progress:
         progress.update(1, METRICS)
         progress.update(2, {"val/accuracy": 0.5})
     assert stream.getvalue() == step_line(1, 2, METRICS, seconds_left=0) + "\nstep 2/2  accuracy 0.500\n"
@@ -59,7 +60,7 @@ def test_clock_formats_seconds(seconds, shown):
 def test_progress_on_terminal_prints_lines_and_bar(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")  # lines longer than the terminal must not be cut or wrapped by us
     stream = Terminal()
-    with Progress(2, first_step=1, stream=stream) as progress:
+    with closing(Progress(2, first_step=1, stream=stream)) as progress:
         progress.update(2, METRICS)
         progress.note("[bold] is text here")
     shown = stream.getvalue()

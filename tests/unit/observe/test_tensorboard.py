@@ -1,6 +1,7 @@
 import shutil
 import sys
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -20,18 +21,18 @@ def read(directory):
 
 
 def test_tensorboard_reads_written_scalars(tmp_path):
-    with TensorBoardLog(tmp_path) as log:
-        log.append(0, {"reward/mean": np.float32(0.25), "step": 0, "note": "text", "bad": float("nan")})
+    with closing(TensorBoardLog(tmp_path)) as log:
+        log.append(0, {"reward/mean": np.float32(0.25), "step": 0, "bad": float("nan")})
         log.append(1, {"reward/mean": 0.5})
         assert read(tmp_path)["reward/mean"] == [(0, 0.25), (1, 0.5)]  # on disk before close
     assert set(read(tmp_path)) == {"reward/mean", "step"}
 
 
 def test_tensorboard_resume_replaces_repeated_steps(tmp_path, monkeypatch):
-    with TensorBoardLog(tmp_path) as log:
+    with closing(TensorBoardLog(tmp_path)) as log:
         for step in range(5):
             log.append(step, {"loss": step})
-    with TensorBoardLog(tmp_path, purge_step=3) as log:
+    with closing(TensorBoardLog(tmp_path, purge_step=3)) as log:
         log.append(3, {"loss": 30})
         log.append(4, {"loss": 40})
     assert read(tmp_path)["loss"] == [(0, 0), (1, 1), (2, 2), (3, 30), (4, 40)]
@@ -44,7 +45,7 @@ def test_tensorboard_log_needs_no_tensorflow(tmp_path):
 
 def test_tensorboard_log_deleted_directory_raises_nothing(tmp_path, capfd):
     threads = threading.active_count()
-    with TensorBoardLog(tmp_path / "log") as log:
+    with closing(TensorBoardLog(tmp_path / "log")) as log:
         assert threading.active_count() == threads  # a thread of the writer would print a traceback
         shutil.rmtree(tmp_path / "log")
         log.append(1, {"loss": 1.0})

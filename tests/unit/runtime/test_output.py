@@ -10,7 +10,7 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from ray._private import worker
-from mcore_rl.observe.startup import StartUp
+from mcore_rl.observe.progress import StartUp
 from mcore_rl.runtime.output import own_stderr, ray_output_to
 from mcore_rl.runtime.stops import _print
 before = sys.stderr
