@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -63,7 +63,7 @@ from mcore_rl.runtime.staged import (
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.sandbox.confinement.memory import groups_removed
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
-from mcore_rl.trainer.checkpoints import Checkpoints
+from mcore_rl.trainer.checkpoints import Checkpoints, CheckpointState
 from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.logp_gap import LogpGapCheck
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
@@ -210,7 +210,7 @@ class _Site:
 
         return supply
 
-    def _reference(self, journal: RunJournal) -> tuple[Reference | None, dict[str, Any]]:
+    def _reference(self, journal: RunJournal) -> tuple[Reference | None, dict[str, KLController]]:
         """Return the reference policy's part of the loop, and its state for checkpoints."""
         if not uses_reference(self.config.algorithm.kl):
             return None, {}
@@ -224,7 +224,7 @@ class _Site:
 
         refresh = self.config.reference.refresh_every_steps
         reference = Reference(controller, recorded if controller and per_response else None, refresh)
-        return reference, {KL_CONTROLLER: controller} if kl.controller == "adaptive" else {}
+        return reference, {KL_CONTROLLER: controller} if controller and kl.controller == "adaptive" else {}
 
     def _scorers(self, stages: Stages) -> dict[str, WeightedScorer]:
         """Return the reward models by their name in metrics and records."""
@@ -365,7 +365,9 @@ class TimedCheckpoints(Checkpoints):
 
     span: Callable[[str], AbstractContextManager[None]] = field(kw_only=True)
 
-    def save(self, step: int, state: dict[str, Any], start: Callable[[str], PendingSave], *, wait: bool = True) -> None:
+    def save(
+        self, step: int, state: CheckpointState, start: Callable[[str], PendingSave], *, wait: bool = True
+    ) -> None:
         with self.span("checkpoint"):
             super().save(step, state, start, wait=wait)
 

@@ -162,7 +162,7 @@ def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import open_run_dir
     from mcore_rl.trainer.checkpoints import check_newest
-    from mcore_rl.trainer.evaluation import evaluate as evaluate_policy
+    from mcore_rl.trainer.loop import evaluate as evaluate_policy
     from mcore_rl.trainer.run import Run
     from mcore_rl.trainer.validation import part_accuracies
 

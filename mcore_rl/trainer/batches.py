@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import KeptSamples, UpdateSchedule, build_batch, gather, one_row_per_episode
 from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.errors import NonFiniteError
-from mcore_rl.trainer.diagnostics import describe_equality, describe_groups, describe_lengths, describe_parts
+from mcore_rl.trainer.diagnostics import column, describe_equality, describe_groups, describe_lengths, describe_parts
 from mcore_rl.types import Batch, Groups, Max, Mean, Metric, RolloutScalars, Total
 
 
@@ -123,7 +122,7 @@ def greedy_rewards(greedy: Sequence[RolloutScalars], group_ids: np.ndarray) -> n
 
     Shapes: group_ids int64 [B] -> float32 [B].
     """
-    ids, rewards = _every(greedy, "group_ids"), _every(greedy, "rewards")
+    ids, rewards = column(greedy, "group_ids"), column(greedy, "rewards")
     order = np.argsort(ids)
     place = np.searchsorted(ids[order], group_ids)
     assert np.array_equal(ids[order][place], group_ids), "a group has no greedy response"
@@ -134,15 +133,16 @@ def response_weights(algorithm: AlgorithmConfig, longest: int) -> Callable[[np.n
     """Return the function that computes loss_weights for the configured aggregation; seq-mean-token-sum-norm divides by
     `longest`, which is rollout.max_response_tokens."""
     mode = algorithm.loss_aggregation
-    options: dict[str, Any] = {"norm_tokens": longest} if "norm_tokens" in MODE_OPTIONS.get(mode, ()) else {}
-    return partial(loss_weights, mode, **options)
+    if "norm_tokens" in MODE_OPTIONS.get(mode, ()):
+        return partial(loss_weights, mode, norm_tokens=longest)
+    return partial(loss_weights, mode)
 
 
 def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[str, Metric]:
     """Compute the metrics of all generated responses, trained or not. Rewards and similar metrics count each episode
     once."""
     responses = sum(len(s.rewards) for s in groups.scalars)
-    tokens = _every(groups.scalars, "response_tokens")
+    tokens = column(groups.scalars, "response_tokens")
     episodes = [one_row_per_episode(s) for s in groups.scalars]
     return {
         "reward/mean": _mean(episodes, "rewards"),
@@ -184,10 +184,6 @@ def _describe_episodes(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     return {name: Mean(float(numbers.sum()), len(numbers)) for name, numbers in values.items()}
 
 
-def _every(scalars: Sequence[RolloutScalars], name: str) -> np.ndarray:
-    return np.concatenate([getattr(s, name) for s in scalars])
-
-
 def _mean(scalars: Sequence[RolloutScalars], name: str) -> Mean:
-    values = _every(scalars, name)
+    values = column(scalars, name)
     return Mean(float(values.sum(dtype=np.float64)), len(values))

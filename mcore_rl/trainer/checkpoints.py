@@ -7,29 +7,31 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.ports import PendingSave
-from mcore_rl.trainer.proof import (
-    PROOF_FILE,
-    STATE_FILE,
-    Proof,
-    check_content,
-    check_file,
-    read_proof,
-    write_proof,
-)
+from mcore_rl.trainer.proof import PROOF_FILE, STATE_FILE, Proof, check_content, check_file, read_proof, write_proof
+from mcore_rl.types import SavedFile, SavedState
+from mcore_rl.types.json import JsonObject
 from model_converters.durable_files import sync
 
-ACCURACY = "accuracy"
-"""Key in state.json: val/accuracy at the step, None without a validation."""
 _NAME = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
+
+
+class CheckpointState(TypedDict):
+    """Content of state.json. `accuracy` is val/accuracy at the step, None without a validation; `positions` are the
+    states of the parts of the run by name."""
+
+    step: int
+    version: int
+    accuracy: float | None
+    positions: dict[str, JsonObject]
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ class Checkpoints:
         aim = "resume from it" if older else "start over"
         return DamagedCheckpointError(f"{error}; {start}: remove step_{step} to {aim}")
 
-    def save(self, step: int, state: dict[str, Any], start: Callable[[str], PendingSave], *, wait: bool = True) -> None:
+    def save(
+        self, step: int, state: CheckpointState, start: Callable[[str], PendingSave], *, wait: bool = True
+    ) -> None:
         """Save a checkpoint: the ranks write into a temporary directory, whose path is passed to `start`.
 
         When all ranks have written, state.json and the proof are added and the directory is renamed. Old checkpoints
@@ -138,7 +142,7 @@ class Checkpoints:
                 self._discard(old)
 
     @staticmethod
-    def read(path: Path) -> tuple[dict[str, Any], Proof]:
+    def read(path: Path) -> tuple[CheckpointState, Proof]:
         """Read the state and the proof of a checkpoint.
 
         Raises: DamagedCheckpointError.
@@ -155,10 +159,8 @@ class Checkpoints:
     def _named(self) -> list[tuple[int, Path]]:
         if not self.directory.is_dir():
             return []
-        steps_and_paths = [
-            (int(match[1]), path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))
-        ]
-        return sorted(steps_and_paths)
+        paths = self.directory.iterdir()
+        return sorted((int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name)))
 
     def _complete(self) -> list[tuple[int, Path]]:
         return [(step, path) for step, path in self._named() if self._is_complete(path)]
@@ -172,11 +174,10 @@ class Checkpoints:
     def _accuracy(self, path: Path) -> float | None:
         """Return None for a damaged checkpoint: it must not end the run that saves another one."""
         try:
-            accuracy: float | None = self.read(path)[0].get(ACCURACY)
+            return self.read(path)[0].get("accuracy")
         except DamagedCheckpointError as error:
             logger.warning("%s; ignored by checkpoint.keep_best", error)
             return None
-        return accuracy
 
     @staticmethod
     def _is_complete(path: Path) -> bool:
@@ -216,3 +217,37 @@ def check_newest(run_dir: Path) -> None:
         check_content(path, read_proof(path))
     except DamagedCheckpointError as error:
         raise checkpoints.with_remedy(error, step) from None
+
+
+@dataclass(frozen=True)
+class JoinedSave:
+    """Save of several models that is complete when all `parts` are complete; one proof covers all. Keys of `parts` are
+    directories of the checkpoint, "" for its top level."""
+
+    parts: Mapping[str, PendingSave]
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts.values())
+
+    def result(self) -> SavedState:
+        """Wait for all parts.
+
+        Raises: the error of the first part that failed.
+        """
+        saved = {name: part.result() for name, part in self.parts.items()}
+        files = [
+            replace(file, name=f"{name}/{file.name}" if name else file.name)
+            for name, state in saved.items()
+            for file in state.files
+        ]
+        # The description of the checkpoint's own model is at the top level, the others below their directory's name.
+        unnamed = saved.pop("")
+        others = {name: state.description for name, state in saved.items()}
+        return SavedState(tuple(files), unnamed.description | others)
+
+
+def split_files(files: Sequence[SavedFile], directory: str) -> tuple[list[SavedFile], list[SavedFile]]:
+    """Split into (files outside `directory`, files in it with names relative to it)."""
+    prefix = f"{directory}/"
+    inside = [replace(file, name=file.name.removeprefix(prefix)) for file in files if file.name.startswith(prefix)]
+    return [file for file in files if not file.name.startswith(prefix)], inside

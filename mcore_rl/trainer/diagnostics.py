@@ -20,37 +20,37 @@ def describe_groups(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     groups/solve_rate_std is the spread over groups. If it is near 0.5 and solved_all + solved_none is near 1, prompts
     are either too easy or too hard, and few groups have a training signal.
     """
-    ids = _every(scalars, "group_ids")
+    ids = column(scalars, "group_ids")
     if not len(ids):
         return {}
     _, group = np.unique(ids, return_inverse=True)
     sizes = np.bincount(group)
-    right = np.bincount(group, _every(scalars, "accuracies") > SOLVED) / sizes
+    right = np.bincount(group, column(scalars, "accuracies") > SOLVED) / sizes
     # The distance to the first reward is exactly 0 for equal rewards; a variance would have rounding errors.
-    spread = np.bincount(group, np.abs(_every(scalars, "rewards") - _first_of_group(scalars, group)))
+    spread = np.bincount(group, np.abs(column(scalars, "rewards") - _first_of_group(scalars, group)))
     return {
-        "groups/solved_all": _share(right == 1),
-        "groups/solved_none": _share(right == 0),
+        "groups/solved_all": fraction(right == 1),
+        "groups/solved_none": fraction(right == 0),
         "groups/solve_rate_std": Mean(float(right.std()), 1),
-        "groups/without_signal": _share(spread == 0),
-        "reward/std": Mean(float(_every(scalars, "rewards").std(dtype=np.float64)), 1),
+        "groups/without_signal": fraction(spread == 0),
+        "reward/std": Mean(float(column(scalars, "rewards").std(dtype=np.float64)), 1),
     }
 
 
 def describe_equality(scalars: Sequence[RolloutScalars], unpunished_tokens: int | None) -> dict[str, Metric]:
     """Return 1 if all responses of the step have the same reward, else 0; empty for fewer than two responses. Responses
     longer than `unpunished_tokens` are ignored, since their length changes their rewards; None: all count."""
-    rewards = _every(scalars, "rewards")
+    rewards = column(scalars, "rewards")
     if unpunished_tokens is not None and len(rewards):
-        rewards = rewards[_every(scalars, "response_tokens") <= unpunished_tokens]
+        rewards = rewards[column(scalars, "response_tokens") <= unpunished_tokens]
     return {"groups/all_equal": Max(float((rewards == rewards[0]).all()))} if len(rewards) > 1 else {}
 
 
 def describe_lengths(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     """Compute quantiles of response lengths, and mean lengths of right and of wrong answers (omitted if there are
     none)."""
-    tokens, right = _every(scalars, "response_tokens"), _every(scalars, "accuracies") > SOLVED
-    clipped = _every(scalars, "clipped") > 0
+    tokens, right = column(scalars, "response_tokens"), column(scalars, "accuracies") > SOLVED
+    clipped = column(scalars, "clipped") > 0
     if not len(tokens):
         return {}
     metrics: dict[str, Metric] = {
@@ -59,7 +59,7 @@ def describe_lengths(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     for side, chosen in (("right", right), ("wrong", ~right)):
         if chosen.any():
             metrics[f"response_tokens/mean_{side}"] = Mean(float(tokens[chosen].sum()), int(chosen.sum()))
-            metrics[f"response_tokens/clipped_fraction_{side}"] = _share(clipped[chosen])
+            metrics[f"response_tokens/clipped_fraction_{side}"] = fraction(clipped[chosen])
     return metrics
 
 
@@ -83,21 +83,21 @@ def describe_advantages(advantages: np.ndarray) -> dict[str, Metric]:
         "advantages/std": Mean(float(values.std()), 1),
         "advantages/max": Max(float(values.max())),
         "advantages/min": Mean(float(values.min()), 1),
-        "advantages/positive_fraction": _share(values > 0),
-        "advantages/zero_fraction": _share(values == 0),
+        "advantages/positive_fraction": fraction(values > 0),
+        "advantages/zero_fraction": fraction(values == 0),
     }
 
 
 def _first_of_group(scalars: Sequence[RolloutScalars], group: np.ndarray) -> np.ndarray:
     """Return the first reward of each response's group."""
     _, first = np.unique(group, return_index=True)
-    return _every(scalars, "rewards")[first][group]
+    return column(scalars, "rewards")[first][group]
 
 
-def _share(chosen: np.ndarray) -> Mean:
+def fraction(chosen: np.ndarray) -> Mean:
     return Mean(float(chosen.sum()), len(chosen))
 
 
-def _every(scalars: Sequence[RolloutScalars], name: str) -> np.ndarray:
+def column(scalars: Sequence[RolloutScalars], name: str) -> np.ndarray:
     parts = [np.asarray(getattr(part, name)) for part in scalars]
     return np.concatenate(parts) if parts else np.empty(0)

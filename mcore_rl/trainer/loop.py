@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mcore_rl.trainer.run import Run, resume, save, saves_settled, steps_left
+from mcore_rl.trainer.run import Run, load_latest, resume, save, saves_settled, steps_left
 from mcore_rl.trainer.validation import describe_validation
-from mcore_rl.types import BatchHandle, Metric, Total, merge_metrics
+from mcore_rl.types import BatchHandle, Metric, RolloutScalars, Total, merge_metrics
 
 
 def train(run: Run) -> bool:
@@ -78,6 +78,15 @@ def validate(run: Run) -> float | None:
     result = run.validator.validate(run.state.step)
     run.journal.record(describe_validation(result, run.validation_parts))
     return float(result.accuracies.mean())
+
+
+def evaluate(run: Run) -> RolloutScalars:
+    """Generate and grade responses to every validation prompt with the newest checkpoint, or with the initial model if
+    there is none; no metrics are recorded."""
+    load_latest(run)
+    run.publisher.publish(run.state.version)
+    assert run.validator is not None
+    return run.validator.validate(run.state.step)
 
 
 def _due(step: int, every: int) -> bool:

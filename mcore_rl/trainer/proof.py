@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TypedDict
 from zlib import crc32
 
 from mcore_rl.data.checksum import file_crc32
 from mcore_rl.errors import DamagedCheckpointError
 from mcore_rl.types import SavedFile, SavedState
+from mcore_rl.types.json import JsonObject
 
 PROOF_FILE, STATE_FILE = "complete.json", "state.json"
 CHECKED_BYTES = 8 * 2**30
@@ -34,12 +35,17 @@ _BLOCKS, _FIRST_BYTES, _LAST_BYTES = ".distcp", b"PK\x03\x04", b"PK\x05\x06"
 _LAST_RECORD_BYTES = 22
 
 
+class _ListedFile(TypedDict):
+    bytes: int
+    crc32: str
+
+
 @dataclass(frozen=True)
 class Proof:
     """Content of complete.json; `files` lists all files of the checkpoint except the proof."""
 
     files: tuple[SavedFile, ...]
-    description: dict[str, Any]
+    description: JsonObject
 
 
 def write_proof(directory: Path, saved: SavedState, others: Sequence[str]) -> None:
@@ -50,8 +56,8 @@ def write_proof(directory: Path, saved: SavedState, others: Sequence[str]) -> No
     files = [*saved.files, *(_saved(directory, name) for name in others)]
     listed = {file.name: {"bytes": file.num_bytes, "crc32": f"{file.crc32:08x}"} for file in files}
     proof = {"files": listed, **saved.description}
-    proof[_OWN_CHECKSUM] = _own_checksum(proof)
-    (directory / PROOF_FILE).write_text(json.dumps(proof, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps({**proof, _OWN_CHECKSUM: _own_checksum(proof)}, indent=1)
+    (directory / PROOF_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_proof(directory: Path) -> Proof:
@@ -60,33 +66,38 @@ def read_proof(directory: Path) -> Proof:
     Raises: DamagedCheckpointError naming missing or truncated files.
     """
     try:
-        written = _read(directory / PROOF_FILE)
-        listed = written.pop("files")
+        listed, written = _read(directory / PROOF_FILE)
         files = tuple(SavedFile(name, int(of["bytes"]), int(of["crc32"], 16)) for name, of in listed.items())
         outside = [file.name for file in files if not _is_inside(file.name)]
         if outside or STATE_FILE not in listed:
             raise ValueError(f"it lists {outside[0]}" if outside else f"it does not list {STATE_FILE}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise DamagedCheckpointError(f"{directory} is damaged: {PROOF_FILE} cannot be read ({error})") from None
-    problems = [problem for file in files if (problem := _size_problem(directory, file))]
-    if problems:
-        more = f" and {len(problems) - 3} more files" if len(problems) > 3 else ""
-        raise DamagedCheckpointError(f"{directory} is damaged: {'; '.join(problems[:3])}{more}")
+    _require_sound(directory, [_size_problem(directory, file) for file in files])
     return Proof(files, written)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read the file. Raises: ValueError if its own checksum does not match; OSError."""
+def _require_sound(directory: Path, found: Sequence[str | None]) -> None:
+    """Raise DamagedCheckpointError if a file has a problem; the message has up to three of them."""
+    problems = [problem for problem in found if problem is not None]
+    if problems:
+        more = f" and {len(problems) - 3} more files" if len(problems) > 3 else ""
+        raise DamagedCheckpointError(f"{directory} is damaged: {'; '.join(problems[:3])}{more}")
+
+
+def _read(path: Path) -> tuple[dict[str, _ListedFile], JsonObject]:
+    """Read the listed files and the description. Raises: ValueError if the checksum of the file does not match;
+    OSError; KeyError."""
     if not path.is_file():
         raise ValueError("it is not a regular file")
-    written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    written = json.loads(path.read_text(encoding="utf-8"))
     checksum = written.pop(_OWN_CHECKSUM, None)
     if checksum is not None and checksum != _own_checksum(written):
         raise ValueError("it has another checksum than was saved")
-    return written
+    return written.pop("files"), written
 
 
-def _own_checksum(proof: dict[str, Any]) -> str:
+def _own_checksum(proof: Mapping[str, object]) -> str:
     """Return a checksum that does not depend on the order of keys or on white space."""
     return f"{crc32(json.dumps(proof, sort_keys=True).encode()):08x}"
 
@@ -104,11 +115,7 @@ def check_content(directory: Path, proof: Proof) -> None:
     # Reading a checkpoint of many GiB in one process would delay the start; its ranks read it in parallel anyway.
     whole = sum(file.num_bytes for file in proof.files) <= CHECKED_BYTES
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        problems = list(pool.map(lambda file: _damage(directory, file, whole=whole), proof.files))
-    found = [problem for problem in problems if problem is not None]
-    if found:
-        more = f" and {len(found) - 3} more files" if len(found) > 3 else ""
-        raise DamagedCheckpointError(f"{directory} is damaged: {'; '.join(found[:3])}{more}")
+        _require_sound(directory, list(pool.map(lambda file: _damage(directory, file, whole=whole), proof.files)))
 
 
 def _damage(directory: Path, file: SavedFile, *, whole: bool) -> str | None:
@@ -129,9 +136,7 @@ def _damage(directory: Path, file: SavedFile, *, whole: bool) -> str | None:
 def check_file(directory: Path, proof: Proof, name: str) -> None:
     """Raise DamagedCheckpointError if the file does not have the saved checksum."""
     (expected,) = (file for file in proof.files if file.name == name)
-    problem = _damage(directory, expected, whole=True)
-    if problem is not None:
-        raise DamagedCheckpointError(f"{directory} is damaged: {problem}")
+    _require_sound(directory, [_damage(directory, expected, whole=True)])
 
 
 def _size_problem(directory: Path, file: SavedFile) -> str | None:

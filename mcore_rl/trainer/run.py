@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
 from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Validator
-from mcore_rl.trainer.checkpoints import ACCURACY, Checkpoints
-from mcore_rl.trainer.joined_save import JoinedSave, split_files
+from mcore_rl.trainer.checkpoints import Checkpoints, CheckpointState, JoinedSave, split_files
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.validation import ValidationParts
 from mcore_rl.types import Batch, Groups, Metric, SavedFile
+from mcore_rl.types.json import JsonObject
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,9 @@ class RunState:
 class Stateful(Protocol):
     """Part of the run whose position is stored in checkpoints, such as a sampler."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> JsonObject: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: JsonObject) -> None: ...
 
 
 class InFlightGroups(Protocol):
@@ -73,68 +72,65 @@ class StartCheck(Protocol):
         """Compare them at weight `version`. Raises: ConfigError."""
 
 
-@dataclass
-class Run:
+@dataclass(kw_only=True)
+class TrainingRun:
+    """Parts that every run has."""
+
+    config: Config
+    actor: Actor
+    journal: MetricsJournal
+    checkpoints: Checkpoints
+    remove_unfinished: Callable[[], None]
+    """Removes files of a step that a crash interrupted."""
+    positions: dict[str, Stateful]
+    stops: StopRequests
+    """Checked once at the end of each step; on a request the run saves and stops."""
+    critic: Critic | None = None
+    in_flight: InFlightGroups | None = None
+    """Groups submitted ahead of the step that trains them; None in synchronous runs."""
+    state: RunState = field(default_factory=RunState)
+
+
+@dataclass(kw_only=True)
+class SupervisedRun(TrainingRun):
+    """Supervised training run (warm start): batches come from data, nothing is generated."""
+
+    next_batch: Callable[[], Batch]
+
+
+@dataclass(kw_only=True)
+class Run(TrainingRun):
     """Reinforcement learning run.
 
     `batch_of` builds a Batch (advantages, loss weights, updates) from collected groups, the step and the weight version
     at the start of the step. `describe` computes metrics of groups.
     """
 
-    config: Config
-    actor: Actor
     collector: Collector
     publisher: Publisher
     validator: Validator | None
-    journal: MetricsJournal
-    checkpoints: Checkpoints
-    remove_unfinished: Callable[[], None]
-    """Removes files of a step that a crash interrupted."""
-    positions: dict[str, Stateful]
     batch_of: Callable[[Groups, int, int], Batch]
     describe: Callable[[Groups], dict[str, Metric]]
-    stops: StopRequests
-    """Checked once at the end of each step; on a request the run saves and stops."""
     estimates_tokens: bool = False
     """True if the ranks compute per-token advantages; otherwise batch_of computes one per response."""
-    critic: Critic | None = None
     reference: Reference | None = None
-    in_flight: InFlightGroups | None = None
-    """Groups submitted ahead of the step that trains them; None in synchronous runs."""
     logp_gap: StartCheck | None = None
     """Called once after the engines have received the initial weights, also in a resumed run."""
     validation_parts: ValidationParts = field(default_factory=ValidationParts)
     """Subsets of the validation prompts with separate metrics."""
-    state: RunState = field(default_factory=RunState)
 
 
-@dataclass
-class SupervisedRun:
-    """Supervised training run (warm start): batches come from data, nothing is generated."""
-
-    config: Config
-    actor: Actor
-    next_batch: Callable[[], Batch]
-    journal: MetricsJournal
-    checkpoints: Checkpoints
-    remove_unfinished: Callable[[], None]
-    positions: dict[str, Stateful]
-    stops: StopRequests
-    state: RunState = field(default_factory=RunState)
-
-
-def resume(run: Run | SupervisedRun) -> bool:
+def resume(run: TrainingRun) -> bool:
     """Restore the newest checkpoint of the run directory, if any. Records of later steps by earlier processes are set
     aside."""
     run.checkpoints.clean()
     run.remove_unfinished()
     resumed = load_latest(run)
-    last_known = run.state.step if resumed else -1
-    run.journal.resume_after(last_known)
+    run.journal.resume_after(run.state.step if resumed else -1)
     return resumed
 
 
-def load_latest(run: Run | SupervisedRun) -> bool:
+def load_latest(run: TrainingRun) -> bool:
     """Restore the newest checkpoint, if there is one.
 
     Raises: CheckpointError if it does not fit this configuration; DamagedCheckpointError naming what to remove.
@@ -159,28 +155,26 @@ CRITIC, GROUPS = "critic", "rollouts"
 """Subdirectories of a checkpoint: the critic's files, and groups that no step has trained."""
 
 
-def _load_models(run: Run | SupervisedRun, path: Path, files: Sequence[SavedFile]) -> None:
+def _load_models(run: TrainingRun, path: Path, files: Sequence[SavedFile]) -> None:
     """Verify and load the files of actor, critic and in-flight groups."""
     others, critics = split_files(files, CRITIC)
     actor_files, groups = split_files(others, GROUPS)
-    in_flight = run.in_flight if isinstance(run, Run) else None
-    if groups and in_flight is None:
+    if groups and run.in_flight is None:
         raise CheckpointError(
             f"{path} has groups that no step has trained, but this run is synchronous; restore rollout.max_staleness, "
             "or set run.dir to a new directory"
         )
-    critic = run.critic if isinstance(run, Run) else None
-    if (critic is None) != (not critics):
+    if (run.critic is None) != (not critics):
         there, wanted = ("a", "none") if critics else ("no", "one")
         raise CheckpointError(f"{path} has {there} critic, but this run has {wanted}; set run.dir to a new directory")
     run.actor.load(str(path), actor_files)
-    if critic is not None:
-        critic.load(str(path / CRITIC), critics)
-    if groups and in_flight is not None:
-        in_flight.load(str(path / GROUPS), groups)
+    if run.critic is not None:
+        run.critic.load(str(path / CRITIC), critics)
+    if groups and run.in_flight is not None:
+        run.in_flight.load(str(path / GROUPS), groups)
 
 
-def _check_kind(run: Run | SupervisedRun, state: dict[str, Any], path: Path) -> None:
+def _check_kind(run: TrainingRun, state: CheckpointState, path: Path) -> None:
     saved, wanted = set(state["positions"]), set(run.positions)
     if saved ^ wanted == {KL_CONTROLLER}:
         there, here = ("an", "none") if KL_CONTROLLER in saved else ("no", "one")
@@ -192,47 +186,46 @@ def _check_kind(run: Run | SupervisedRun, state: dict[str, Any], path: Path) -> 
         raise CheckpointError(f"{path} belongs to a different kind of run; set run.dir to a new directory")
 
 
-def steps_left(run: Run | SupervisedRun) -> Iterator[int]:
+def steps_left(run: TrainingRun) -> Iterator[int]:
     """Yield the remaining steps up to trainer.steps. A step is in progress until the next one is requested."""
     for step in range(run.state.step + 1, run.config.trainer.steps + 1):
         run.stops.begin(step)
         yield step
 
 
-def save(run: Run | SupervisedRun, accuracy: float | None = None) -> None:
+def save(run: TrainingRun, accuracy: float | None = None) -> None:
     """Save everything that the next step depends on; with checkpoint.async_save, only start saving. May be called
     between any two steps; does nothing if this step is already saved. `accuracy` of a validation at this step is used
     by checkpoint.keep_best."""
-    state = {
+    state: CheckpointState = {
         "step": run.state.step,
         "version": run.state.version,
-        ACCURACY: accuracy,
+        "accuracy": accuracy,
         "positions": {name: part.state_dict() for name, part in run.positions.items()},
     }
     # The positions above are read before the ranks start to write: a step may continue while they write.
     in_background = run.config.checkpoint.async_save
-    start = functools.partial(_start_save, run, snapshot=in_background)
+
+    def start(directory: str) -> PendingSave:
+        return _start_save(run, Path(directory), snapshot=in_background)
+
     run.checkpoints.save(run.state.step, state, start, wait=not in_background)
 
 
-def _start_save(run: Run | SupervisedRun, directory: str, *, snapshot: bool) -> PendingSave:
+def _start_save(run: TrainingRun, directory: Path, *, snapshot: bool) -> PendingSave:
     saves: dict[str, PendingSave] = {}
-    if isinstance(run, Run) and run.in_flight is not None:
-        saves[GROUPS] = run.in_flight.start_save(_subdirectory(directory, GROUPS))
-    saves[""] = run.actor.start_save(directory, snapshot=snapshot)
-    if isinstance(run, Run) and run.critic is not None:
-        saves[CRITIC] = run.critic.start_save(_subdirectory(directory, CRITIC), snapshot=snapshot)
+    if run.in_flight is not None:
+        (directory / GROUPS).mkdir()
+        saves[GROUPS] = run.in_flight.start_save(str(directory / GROUPS))
+    saves[""] = run.actor.start_save(str(directory), snapshot=snapshot)
+    if run.critic is not None:
+        (directory / CRITIC).mkdir()
+        saves[CRITIC] = run.critic.start_save(str(directory / CRITIC), snapshot=snapshot)
     return saves[""] if len(saves) == 1 else JoinedSave(saves)
 
 
-def _subdirectory(directory: str, name: str) -> str:
-    path = Path(directory, name)
-    path.mkdir()
-    return str(path)
-
-
 @contextlib.contextmanager
-def saves_settled(run: Run | SupervisedRun) -> Iterator[None]:
+def saves_settled(run: TrainingRun) -> Iterator[None]:
     """Complete a running save before the run ends, also if the block raises one of this project's errors. Ctrl-C does
     not wait; the previous checkpoint stays the newest then."""
     try:

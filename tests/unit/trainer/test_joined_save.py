@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.trainer.joined_save import JoinedSave, split_files
+from mcore_rl.trainer.checkpoints import JoinedSave, split_files
 from mcore_rl.types import SavedFile, SavedState
 
 ACTOR = (SavedFile("a.distcp", 3, 1), SavedFile("hf/config.json", 2, 5))
