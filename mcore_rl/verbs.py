@@ -189,6 +189,7 @@ def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
     """Print the resources that the configuration needs, or layouts that fit. Exit code: 0 fits, 1 does not, 3 cannot be
     run."""
     import json
+    from dataclasses import asdict
 
     from rich.console import Console
 
@@ -201,7 +202,7 @@ def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
     if suggest:
         suggested = suggest_layouts(config)
         if as_json:
-            print(json.dumps(suggested.to_json()))
+            print(json.dumps(asdict(suggested)))
         else:
             print_suggestions(suggested, console)
         return 0 if suggested.suggestions else 1

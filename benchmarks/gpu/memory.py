@@ -66,18 +66,15 @@ def planned_bytes(size: Size, device: str) -> int:
 
 def _planned(config: Config) -> int:
     from mcore_rl.config.roles import ModelRole
-    from mcore_rl.planner.batches import batch_arithmetic
-    from mcore_rl.planner.plan import Job, planned_activations
-    from mcore_rl.planner.stages import stage_parameters
-    from mcore_rl.planner.state import stage_state
+    from mcore_rl.planner.plan import Job
+    from mcore_rl.planner.stages import planned_stages
     from mcore_rl.resolved.installed import here
 
     job = Job.of(config)
-    implementation = job.spec.implementation(ModelRole.policy(config), config.cluster.gpus_per_node, here())
-    job = replace(job, implementation=implementation, cuda=torch.cuda.is_available())
-    chunks = stage_parameters(job.hf_config, job.layout, 0)
-    activations = planned_activations(job, 0, chunks, batch_arithmetic(config, job.layout))
-    (state,) = stage_state(chunks, job.layout, 0, job.numerics)
+    role = ModelRole.policy(config.actor, config.model)
+    implementation = job.spec.implementation(role, config.cluster.gpus_per_node, here())
+    run = replace(job.run, fused=implementation.transformer_engine, cuda=torch.cuda.is_available())
+    ((activations, (state,)),) = planned_stages(job.spec, run, job.batch(job.spec.layout).most_microbatches)
     return state.total_bytes + max(int(activations.total_bytes), state.piece_bytes)
 
 

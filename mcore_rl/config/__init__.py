@@ -2,9 +2,6 @@
 
 from mcore_rl.config.load import known_keys, load_config, write_resolved
 from mcore_rl.config.rules.validation import (
-    num_critic_ranks,
-    num_reward_model_ranks,
-    num_trainer_ranks,
     read_hf_config,
     validate,
     validate_critic,
@@ -16,9 +13,6 @@ __all__ = [
     "Config",
     "known_keys",
     "load_config",
-    "num_critic_ranks",
-    "num_reward_model_ranks",
-    "num_trainer_ranks",
     "read_hf_config",
     "validate",
     "validate_critic",

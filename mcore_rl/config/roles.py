@@ -7,11 +7,11 @@ take `names` alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-from mcore_rl.config.models import ActorConfig, CriticConfig, RewardModelConfig
+from mcore_rl.config.models import ActorConfig, CriticConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.reward import JudgeConfig
-from mcore_rl.config.schema import Config, ModelConfig, RolloutConfig
+from mcore_rl.config.schema import ModelConfig, RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -41,37 +41,34 @@ class ModelRole(KeyNames):
     model: ModelConfig
 
     @classmethod
-    def policy(cls, config: Config) -> ModelRole:
-        return cls("actor", section=config.actor, model=config.model)
+    def policy(cls, actor: ActorConfig, model: ModelConfig) -> ModelRole:
+        return cls("actor", section=actor, model=model)
 
     @classmethod
-    def critic(cls, config: Config) -> ModelRole:
-        return cls._value_model("critic", config.critic, config.model)
+    def critic(cls, critic: CriticConfig, model: ModelConfig) -> ModelRole:
+        return cls._value_model("critic", critic, model)
 
     @classmethod
-    def reward_model(cls, config: Config) -> ModelRole:
-        return cls._value_model("reward_model", config.reward_model, config.model)
+    def reward_model(cls, reward_model: RewardModelConfig, model: ModelConfig) -> ModelRole:
+        return cls._value_model("reward_model", reward_model, model)
 
     @classmethod
-    def reference(cls, config: Config) -> ModelRole:
+    def reference(cls, reference: ReferenceConfig, actor: ActorConfig, model: ModelConfig) -> ModelRole:
         """Return the frozen policy of algorithm.kl at reference.hf_path, in the actor's layout."""
-        path = config.reference.hf_path
-        assert path is not None
-        own = replace(config.model, hf_path=path, random_init=False)
-        return cls("actor", "reference.hf_path", section=config.actor, model=own)
+        assert reference.hf_path is not None
+        own = replace(model, hf_path=reference.hf_path, random_init=False)
+        return cls("actor", "reference.hf_path", section=actor, model=own)
 
     @classmethod
-    def judge(cls, config: Config) -> ModelRole:
+    def judge(cls, engines: EngineRole) -> ModelRole:
         """Return the judge's weights, as its engines load them: without multi-token prediction."""
-        role = EngineRole.judge(config)
-        return cls(role.prefix, role.checkpoint, section=ActorConfig(), model=role.model)
+        return cls(engines.prefix, engines.checkpoint, section=ActorConfig(), model=engines.model)
 
     @classmethod
     def _value_model(cls, prefix: str, section: CriticConfig | RewardModelConfig, model: ModelConfig) -> ModelRole:
         if section.hf_path is None:  # starts from the policy's checkpoint, so errors name the policy's key
             return cls(prefix, section=section, model=model)
-        own = replace(model, hf_path=section.hf_path)
-        return cls(prefix, f"{prefix}.hf_path", section=section, model=own)
+        return cls(prefix, f"{prefix}.hf_path", section=section, model=replace(model, hf_path=section.hf_path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,27 +81,26 @@ class EngineRole(KeyNames):
     """Key of the tokenizer."""
 
     @classmethod
-    def rollout(cls, config: Config) -> EngineRole:
-        return cls("rollout", section=config.rollout, model=config.model)
+    def rollout(cls, rollout: RolloutConfig, model: ModelConfig) -> EngineRole:
+        return cls("rollout", section=rollout, model=model)
 
     @classmethod
-    def judge(cls, config: Config) -> EngineRole:
+    def judge(cls, judge: JudgeConfig, rollout: RolloutConfig, model: ModelConfig) -> EngineRole:
         """Return the judge on engines of the run. Its section has the values that judge shares with rollout."""
-        judge, names = config.judge, {field.name for field in fields(RolloutConfig)}
         assert judge.hf_path is not None
-        shared = {field.name: getattr(judge, field.name) for field in fields(JudgeConfig) if field.name in names}
-        shared["engine"] = judge.engine or config.rollout.engine
-        model = replace(
-            config.model,
+        shared = vars(judge).keys() & vars(RolloutConfig()).keys()
+        section = RolloutConfig(**{name: getattr(judge, name) for name in shared})
+        own = replace(
+            model,
             hf_path=judge.hf_path,
             tokenizer_path=judge.tokenizer_path,
-            dtype=judge.dtype or config.model.dtype,
+            dtype=judge.dtype or model.dtype,
             random_init=False,
         )
         return cls(
             "judge",
             "judge.hf_path",
-            section=RolloutConfig(**shared),
-            model=model,
+            section=replace(section, engine=judge.engine or rollout.engine),
+            model=own,
             tokenizer="judge.tokenizer_path",
         )

@@ -351,3 +351,9 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+    @property
+    def num_trainer_ranks(self) -> int:
+        """Number of trainer ranks: actor.num_ranks, or all slots of the nodes that are not reserved for engines."""
+        free_nodes = self.cluster.nodes - self.rollout.nodes
+        return self.actor.num_ranks or free_nodes * self.cluster.gpus_per_node

@@ -41,12 +41,11 @@ accounting. tests/distributed/test_planned_activations.py compares the table wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mcore_rl.config.models import ActorConfig
-from mcore_rl.config.schema import PlanConfig
 from mcore_rl.megatron.step.logprobs import TILE_ELEMENTS
 from mcore_rl.resolved.layout import sequence_parallel
 from model_converters.families.parts.family import ModelArguments, TransformerArguments
@@ -63,49 +62,35 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Execution:
-    """Settings that decide which tensors a layer saves.
+    """Settings that decide which tensors a model saves, and which training state it has.
 
-    `fused`: the layers are TransformerEngine's. `square_length`: mean square over mean length of sequences, in tokens.
+    `section`: the model's configuration, with resolved recompute_modules. `fused`: the layers are TransformerEngine's.
+    `imbalance`: plan.moe_imbalance. `square_length`: mean square over mean length of sequences, in tokens.
     """
 
+    section: ActorConfig
     layout: TrainLayout
     element_bytes: int
     fused: bool
-    sequence_parallel: bool
-    recompute: str
-    modules: tuple[str, ...]
-    recompute_layers: int
+    cuda: bool
     imbalance: float
     square_length: float
-
-    @classmethod
-    def of(
-        cls,
-        section: ActorConfig,
-        plan: PlanConfig,
-        layout: TrainLayout,
-        *,
-        longest: int,
-        element_bytes: int,
-        fused: bool,
-    ) -> Execution:
-        """Describe a model of configuration `section` that trains on sequences of up to `longest` tokens."""
-        return cls(
-            layout,
-            element_bytes,
-            fused,
-            sequence_parallel=sequence_parallel(section.parallel, layout.tp),
-            recompute=section.recompute,
-            modules=tuple(section.recompute_modules),
-            recompute_layers=section.recompute_layers,
-            imbalance=plan.moe_imbalance,
-            square_length=longest,
-        )
 
     @property
     def scatter(self) -> int:
         """Number of ranks over which tokens are split between tensor-parallel regions."""
-        return self.layout.tp if self.sequence_parallel else 1
+        split = sequence_parallel(self.section.parallel, self.layout.tp)
+        return self.layout.tp if split else 1
+
+    @property
+    def row_tokens(self) -> float:
+        """Tokens of a packed row on one context-parallel rank."""
+        return self.section.tokens_per_microbatch / self.layout.cp
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Optimizer state per owned element: two moments, and a float32 copy of a weight in a shorter dtype."""
+        return 8 + (4 if self.element_bytes < 4 else 0)
 
     def norm(self, width: float) -> float:
         """Return the bytes that a norm of `width` elements saves."""
@@ -207,12 +192,8 @@ def layer_table(sizes: TransformerArguments, run: Execution, *, sparse: bool) ->
 
 def saved_bytes(table: Sequence[SavedTensor], run: Execution) -> dict[str, float]:
     """Sum the saved bytes per token of a layer by component, with selective recomputation."""
-    freed = set(run.modules) if run.recompute == "selective" else set()
-    totals: dict[str, float] = {}
-    for line in table:
-        if not freed & set(line.freed_by):
-            totals[line.component] = totals.get(line.component, 0.0) + line.bytes_per_token
-    return totals
+    freed = set(run.section.recompute_modules) if run.section.recompute == "selective" else set()
+    return _by_component(line for line in table if not freed & set(line.freed_by))
 
 
 @dataclass(frozen=True)
@@ -244,11 +225,12 @@ def chunk_activations(
     tables = [layer_table(sizes, run, sparse=is_sparse(sizes, layer)) for layer in layers]
     saved: dict[str, float] = {"tokens": 8.0}
     recomputed = 0.0
-    if run.recompute == "full":
-        groups = -(-len(tables) // run.recompute_layers)
+    if run.section.recompute == "full":
+        interval = run.section.recompute_layers
+        groups = -(-len(tables) // interval)
         saved["layer inputs"] = groups * hidden * run.element_bytes / run.scatter
         widths = [sum(line.bytes_per_token for line in table) for table in tables]
-        recomputed = max((sum(widths[i : i + run.recompute_layers]) for i in range(len(widths))), default=0.0)
+        recomputed = max((sum(widths[i : i + interval]) for i in range(len(widths))), default=0.0)
     else:
         for table in tables:
             _add(saved, saved_bytes(table, run))
@@ -258,7 +240,7 @@ def chunk_activations(
         _add(saved, {"norms": run.norm(hidden) / run.scatter})
         if arguments.mtp_num_layers:
             _add(saved, _multi_token(arguments, run))
-    gradients = max((_widest(table) for table in tables), default=0.0)
+    gradients = max((max(_by_component(table).values()) for table in tables), default=0.0)
     return ChunkActivations(saved, recomputed, gradients)
 
 
@@ -270,11 +252,11 @@ def _multi_token(arguments: ModelArguments, run: Execution) -> dict[str, float]:
     return {"multi-token prediction": arguments.mtp_num_layers * (before_layer + sum(saved_bytes(table, run).values()))}
 
 
-def _widest(table: Sequence[SavedTensor]) -> float:
+def _by_component(table: Iterable[SavedTensor]) -> dict[str, float]:
     totals: dict[str, float] = {}
     for line in table:
         _add(totals, {line.component: line.bytes_per_token})
-    return max(totals.values())
+    return totals
 
 
 def _add(totals: dict[str, float], more: dict[str, float]) -> None:
@@ -315,7 +297,6 @@ def stage_activations(
     stage: int,
     run: Execution,
     *,
-    section: ActorConfig,
     microbatches: int,
     largest_weight_elements: int,
     predicts_tokens: bool = True,
@@ -326,7 +307,7 @@ def stage_activations(
     and rank.
     """
     layout, hidden, b = run.layout, arguments.transformer["hidden_size"], run.element_bytes
-    row = section.tokens_per_microbatch / layout.cp
+    row = run.row_tokens
     chunks = layout.stage_layers(arguments.transformer["num_layers"])[stage]
     last = stage == layout.pp - 1
     by_chunk = [
@@ -344,7 +325,7 @@ def stage_activations(
     components["gradients in flight"] = max(chunk.gradients for chunk in by_chunk) * row
     components["weight gradient"] = float(largest_weight_elements * b)
     if last and predicts_tokens:
-        components["logits"] = output_projection_bytes(arguments, run, section)
+        components["logits"] = _output_projection_bytes(arguments, run)
     elif last:
         components["values"] = 4 * hidden / run.scatter * row  # hidden states in float32
     # Without gradients only one layer's tensors exist at a time, plus the hidden states that it reads and writes.
@@ -352,15 +333,15 @@ def stage_activations(
     return StageActivations(components, forward + (components.get("logits", 0.0) / 2))
 
 
-def output_projection_bytes(arguments: ModelArguments, run: Execution, section: ActorConfig) -> float:
+def _output_projection_bytes(arguments: ModelArguments, run: Execution) -> float:
     """Compute the bytes of the deferred output projection of one micro-batch, backward pass included.
 
     All tokens of the row count as trained. This is an upper bound, which is tight for long responses.
     """
     hidden, b = arguments.transformer["hidden_size"], run.element_bytes
-    tokens = section.tokens_per_microbatch / run.layout.cp
+    tokens = run.row_tokens
     vocabulary = -(-arguments.vocab_size // run.layout.tp)
-    chunk = min(section.logprob_chunk_tokens, tokens)
+    chunk = min(run.section.logprob_chunk_tokens, tokens)
     tile = min(chunk * vocabulary, max(TILE_ELEMENTS["cuda" if run.fused else "cpu"], chunk))
     row = tokens * hidden * b * 2 + tokens * 4 * 6  # gathered and selected hidden states, statistics
     gradients = tokens * hidden * 4 + vocabulary * hidden * (4 + (b if b < 4 else 0))

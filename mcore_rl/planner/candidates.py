@@ -17,7 +17,7 @@ SHORTEST_PART = 4096
 
 def candidate_layouts(job: Job) -> Iterator[TrainLayout]:
     """Yield all layouts that divide the ranks and the model."""
-    sizes, world, node = job.arguments.transformer, job.layout.world_size, job.config.cluster.gpus_per_node
+    sizes, world, node = job.spec.arguments.transformer, job.spec.layout.world_size, job.config.cluster.gpus_per_node
     experts = sizes.get("num_moe_experts") or 1
     tensor = [tp for tp in _divisors(node) if sizes["num_attention_heads"] % tp == 0]
     pipelines = [pp for pp in _divisors(world) if pp <= sizes["num_layers"]]
@@ -40,10 +40,13 @@ def _with_stages(job: Job, layout: TrainLayout) -> Iterator[TrainLayout]:
     batch = job.config.trainer.prompts_per_update * job.config.rollout.samples_per_prompt
     if batch < layout.dp:
         return  # an update would leave data-parallel ranks without a response
-    for ends in _ends(job.arguments.transformer["num_layers"], layout.pp):
-        candidate = replace(layout, first_stage_layers=ends[0], last_stage_layers=ends[1])
-        if _buildable(job, candidate):
-            yield candidate
+    for first, last in _ends(job.spec.arguments.transformer["num_layers"], layout.pp):
+        candidate = replace(layout, first_stage_layers=first, last_stage_layers=last)
+        try:
+            train_layout(parallel_of(candidate, job.config.actor.parallel), candidate.world_size, job.spec.hf_config)
+        except ConfigError:
+            continue  # a run would reject the layout
+        yield candidate
 
 
 def _ends(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
@@ -58,15 +61,6 @@ def _ends(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
         rest = layers - length * (pp - 2)
         if 2 <= rest <= 2 * length:
             yield -(-rest // 2), rest // 2
-
-
-def _buildable(job: Job, layout: TrainLayout) -> bool:
-    """Return True if the layout passes the checks of a run."""
-    try:
-        train_layout(parallel_of(layout, job.config.actor.parallel), layout.world_size, job.hf_config)
-    except ConfigError:
-        return False
-    return True
 
 
 def parallel_of(layout: TrainLayout, base: ParallelConfig) -> ParallelConfig:

@@ -15,29 +15,30 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mcore_rl.algorithms import advantage_options, estimator
-from mcore_rl.config import Config, num_critic_ranks, num_reward_model_ranks, validate_critic, validate_reward_model
 from mcore_rl.config.algorithm import is_supervised
-from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.judge import has_judge_engines, validate_judge
 from mcore_rl.config.rules.lora import base_is_reference
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.config.rules.validation import (
+    validate_critic,
+    validate_reward_model,
+)
+from mcore_rl.config.schema import ClusterConfig, Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.megatron.model.value_model import ValueModel
-from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
 from mcore_rl.planner.batches import num_microbatches
 from mcore_rl.planner.engine import ASLEEP_BYTES, engine_rank, longest_sequence
 from mcore_rl.planner.model_size import bound_rows
-from mcore_rl.planner.stages import stage_parameters
-from mcore_rl.planner.state import Numerics, RankState, stage_state
+from mcore_rl.planner.stages import execution_of, planned_stages
+from mcore_rl.planner.state import RankState
 from mcore_rl.planner.sync import staging_bytes
 from mcore_rl.resolved.engine_model import check_engine_model
 from mcore_rl.resolved.installed import planned_machine
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import ResolvedModel, policy_config
-from mcore_rl.resolved.recompute import recomputed_modules
 
 
 @dataclass(frozen=True)
@@ -116,103 +117,67 @@ def colocated_ranks(config: Config, *, cuda: bool) -> ColocatedRanks:
     """
     critic: tuple[ColocatedRank, ...] = ()
     model: tuple[ColocatedRank, ...] = ()
+    judge = None
     if estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).needs.critic:
         validate_critic(config)
-        critic = value_model_ranks(config, ModelRole.critic(config), num_critic_ranks(config), trained=True, cuda=cuda)
+        role = ModelRole.critic(config.critic, config.model)
+        critic = value_model_ranks(config, role, trained=True, cuda=cuda)
     if uses_reward_model(config.reward_model):
         validate_reward_model(config)
-        role, ranks = ModelRole.reward_model(config), num_reward_model_ranks(config)
-        model = value_model_ranks(config, role, ranks, trained=False, cuda=cuda)
-    judge = judge_rank(config, cuda=cuda) if has_judge_engines(config.judge) else None
+        role = ModelRole.reward_model(config.reward_model, config.model)
+        model = value_model_ranks(config, role, trained=False, cuda=cuda)
+    if has_judge_engines(config.judge):
+        validate_judge(config)
+        engines = EngineRole.judge(config.judge, config.rollout, config.model)
+        hf_config, _ = policy_config(ModelRole.judge(engines))
+        check_engine_model(engines, config.algorithm, hf_config)
+        judge = _judge_rank(engines, hf_config, config.cluster, cuda=cuda)
     reference = uses_reference(config.algorithm.kl) and not base_is_reference(config.actor, config.reference)
-    staging = 0 if is_supervised(config.algorithm) else staging_bytes(config, cuda=cuda)
+    staging = 0
+    if not is_supervised(config.algorithm):
+        staging = staging_bytes(config.weights, config.cluster, config.num_trainer_ranks, cuda=cuda)
     everywhere = ColocatedModels(None, None, judge if cuda else None, reference, config.reference.offload, staging)
     return ColocatedRanks(critic, model, everywhere) if cuda else ColocatedRanks(everywhere=everywhere)
 
 
-def judge_rank(config: Config, *, cuda: bool) -> ColocatedRank:
+def _judge_rank(role: EngineRole, hf_config: dict[str, object], cluster: ClusterConfig, *, cuda: bool) -> ColocatedRank:
     """Compute the memory of a judge's engine rank, asleep and at work.
 
-    Raises: ConfigError for a judge that cannot run, or without memory for one question.
+    Raises: ConfigError for a judge without memory for one question.
     """
-    validate_judge(config)
-    role = EngineRole.judge(config)
-    hf_config, _ = policy_config(ModelRole.judge(config))
-    check_engine_model(role, config.algorithm, hf_config)
     dtype, key = DTYPES[role.model.dtype], role.checkpoint
-    engine = engine_rank(
-        role.section,
-        config.cluster,
-        bound_rows(hf_config, dtype, key),
-        model_arguments(hf_config, key),
-        element_bytes=dtype.itemsize,
-        cuda=cuda,
-    )
+    rows, arguments = bound_rows(hf_config, dtype, key), model_arguments(hf_config, key)
+    engine = engine_rank(role.section, cluster, rows, arguments, element_bytes=dtype.itemsize, cuda=cuda)
     if engine.sequences < 1:
         raise ConfigError(
-            f"judge.gpu_memory_fraction={config.judge.gpu_memory_fraction:g} (judge.kv_cache_gib on CPU) leaves no "
+            f"judge.gpu_memory_fraction={role.section.gpu_memory_fraction:g} (judge.kv_cache_gib on CPU) leaves no "
             "room for one question and its answer; raise it, or judge.tp"
         )
     return ColocatedRank(resident=ASLEEP_BYTES, working=engine.total_bytes, host_bytes=engine.weights_bytes)
 
 
-def value_model_ranks(
-    config: Config, role: ModelRole, num_ranks: int, *, trained: bool, cuda: bool
-) -> tuple[ColocatedRank, ...]:
+def value_model_ranks(config: Config, role: ModelRole, *, trained: bool, cuda: bool) -> tuple[ColocatedRank, ...]:
     """Compute the memory of every rank of a critic (`trained`) or a reward model.
 
     Raises: ConfigError.
     """
-    spec = ResolvedModel.value_model(role, num_ranks)
+    spec = ResolvedModel.value_model(role, role.section.num_ranks or config.num_trainer_ranks)
     implementation = spec.implementation(role, config.cluster.gpus_per_node, planned_machine(cuda=cuda))
-    modules = recomputed_modules(role.section, spec.arguments, implementation)
-    section = replace(role.section, recompute_modules=modules)
-    layout, dtype = spec.layout, DTYPES[config.model.dtype]
-    numerics = Numerics.of(section, dtype, fused_optimizer=cuda)
     longest = longest_sequence(config.rollout)
-    run = Execution.of(
-        section,
-        config.plan,
-        layout,
-        longest=longest,
-        element_bytes=dtype.itemsize,
-        fused=implementation.transformer_engine,
-    )
+    run = execution_of(role, spec, implementation, config.plan, longest=longest, cuda=cuda)
     responses = config.trainer.prompts_per_update * config.rollout.samples_per_prompt
-    microbatches = num_microbatches(responses, section.tokens_per_microbatch, layout, longest)
+    microbatches = num_microbatches(responses, run.section.tokens_per_microbatch, spec.layout, longest)
     ranks: list[ColocatedRank] = []
-    for stage in range(layout.pp):
-        chunks = stage_parameters(spec.hf_config, layout, stage, kind=ValueModel, names=role)
-        activations = stage_activations(
-            spec.arguments,
-            stage,
-            run,
-            section=section,
-            microbatches=microbatches,
-            largest_weight_elements=max(parameter.elements for chunk in chunks for parameter in chunk),
-            predicts_tokens=False,
-        )
-        states, offload = stage_state(chunks, layout, stage, numerics), section.offload
-        if trained:
-            ranks += [_trained(offload, state, activations) for state in states]
-        else:
-            ranks += [_frozen(offload, state.parameters * dtype.itemsize, activations) for state in states]
+    for activations, states in planned_stages(spec, run, microbatches, ValueModel, role):
+        for state in states:
+            # The weights of a model without gradients are outside Megatron's buffers and have no padding.
+            held = state if trained else RankState(state.parameters, state.parameters * run.element_bytes, 0, 0)
+            activation = activations.total_bytes if trained else activations.forward_only_bytes
+            ranks.append(
+                ColocatedRank(
+                    resident=held.resident_bytes(run.section.offload),
+                    working=held.total_bytes + max(int(activation), held.piece_bytes),
+                    host_bytes=held.offloaded_bytes(run.section.offload),
+                )
+            )
     return tuple(ranks)
-
-
-def _trained(offload: OffloadConfig, state: RankState, activations: StageActivations) -> ColocatedRank:
-    return ColocatedRank(
-        resident=state.resident_bytes(offload),
-        working=state.total_bytes + max(int(activations.total_bytes), state.piece_bytes),
-        host_bytes=state.offloaded_bytes(offload),
-    )
-
-
-def _frozen(offload: OffloadConfig, weights_bytes: int, activations: StageActivations) -> ColocatedRank:
-    """Compute the memory of a model without gradients. Its weights are outside Megatron's buffers and have no
-    padding."""
-    return ColocatedRank(
-        resident=0 if offload.params else weights_bytes,
-        working=weights_bytes + int(activations.forward_only_bytes),
-        host_bytes=weights_bytes if offload.params else 0,
-    )

@@ -8,13 +8,16 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from mcore_rl.planner.asynchronous.overlap import if_asynchronous
-from mcore_rl.planner.asynchronous.rows import UNKNOWN, gain_row, overlap_rows
 from mcore_rl.planner.engine import GIB
+from mcore_rl.planner.overlap import Overlap, if_asynchronous
 from mcore_rl.planner.phases import PHASES
-from mcore_rl.planner.plan import Plan, PlannedRank
+from mcore_rl.planner.plan import Plan
+from mcore_rl.planner.state import RankState
 from mcore_rl.planner.suggest import Suggestions
 from mcore_rl.planner.sync import WeightSync
+from mcore_rl.planner.times import StepSeconds
+
+UNKNOWN = "set plan.peak_tflops and plan.memory_bandwidth_gib_per_second"
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -23,19 +26,16 @@ def print_plan(plan: Plan, console: Console) -> None:
     for table in _stages(plan):
         console.print(table)
     console.print(_fullest(plan))
-    for warning in plan.verdict.warnings:
-        console.print(f"[yellow]warning[/]: {_plain(warning)}", highlight=False)
-    for error in plan.verdict.errors:
-        console.print(f"[red]error[/]: {_plain(error)}", highlight=False)
-    for missing in plan.cannot_run:
-        console.print(f"[yellow]cannot run yet[/]: {_plain(missing)}", highlight=False)
-    console.print(_conclusion(plan))
-
-
-def _conclusion(plan: Plan) -> str:
-    if not plan.fits:
-        return "[red]does not fit[/]"
-    return "[yellow]fits, cannot run yet[/]" if plan.cannot_run else "[green]fits[/]"
+    kinds = {
+        "[yellow]warning[/]": plan.verdict.warnings,
+        "[red]error[/]": plan.verdict.errors,
+        "[yellow]cannot run yet[/]": plan.cannot_run,
+    }
+    for kind, messages in kinds.items():
+        for message in messages:
+            console.print(f"{kind}: {_plain(message)}", highlight=False)
+    conclusion = "[yellow]fits, cannot run yet[/]" if plan.cannot_run else "[green]fits[/]"
+    console.print(conclusion if plan.fits else "[red]does not fit[/]")
 
 
 def print_suggestions(found: Suggestions, console: Console) -> None:
@@ -43,7 +43,7 @@ def print_suggestions(found: Suggestions, console: Console) -> None:
     for place, suggestion in enumerate(found.suggestions, 1):
         checked = "confirmed by an exact plan" if suggestion.exact else "estimated"
         console.print(
-            f"{place}. about {suggestion.seconds:.0f} s of updates per step, fullest rank "
+            f"{place}. about {suggestion.estimated_step_seconds:.0f} s of updates per step, fullest rank "
             f"{_gib(suggestion.peak_bytes)} ({checked})",
             highlight=False,
         )
@@ -53,7 +53,7 @@ def print_suggestions(found: Suggestions, console: Console) -> None:
 
 
 def _summary(plan: Plan) -> Table:
-    layout, batch, engine, sync = plan.layout, plan.batch, plan.engine, plan.sync
+    layout, sync, batch, engine, flops = plan.layout, plan.sync, plan.times.batch, plan.times.engine, plan.times.flops
     sizes = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "edp")}
     shown = " ".join(f"{name} {size}" for name, size in sizes.items() if size and (size > 1 or name in {"tp", "pp"}))
     responses = (
@@ -75,7 +75,7 @@ def _summary(plan: Plan) -> Table:
         ("engine rank", cache),
         ("weight sync", moved),
         ("host memory", f"{_gib(plan.verdict.host_bytes_per_node)} per node: offloaded state and weight buckets"),
-        ("FLOP per step", _flops(plan)),
+        ("FLOP per step", f"generate {flops.generate:.2e}, logp {flops.logp:.2e}, update {flops.update:.2e}"),
         *_time(plan),
     ]
     return _rows("Plan", rows)
@@ -89,24 +89,60 @@ def _across(sync: WeightSync) -> str:
     return f", {across} across hosts, {busiest} from the busiest sender{seconds}"
 
 
-def _flops(plan: Plan) -> str:
-    flops = plan.flops
-    return f"generate {flops.generate:.2e}, logp {flops.logp:.2e}, update {flops.update:.2e}"
-
-
 def _time(plan: Plan) -> list[tuple[str, str]]:
     overlap = plan.overlap
     if overlap is not None:
         return overlap_rows(overlap)
-    ahead = if_asynchronous(plan.step_times, plan.layout, plan.sync)
-    return [("time per step", _seconds(plan)), *(gain_row(ahead, plan.seconds) if ahead is not None else [])]
-
-
-def _seconds(plan: Plan) -> str:
+    ahead = if_asynchronous(plan.times, plan.layout, plan.sync)
     known = {name: getattr(plan.seconds, name) for name in ("generate", "logp", "update")}
-    if all(value is None for value in known.values()):
+    shown = (f"{name} {'unknown' if value is None else f'{value:.1f} s'}" for name, value in known.items())
+    seconds = UNKNOWN if all(value is None for value in known.values()) else ", ".join(shown)
+    return [("time per step", seconds), *(gain_row(ahead, plan.seconds) if ahead is not None else [])]
+
+
+def gain_row(overlap: Overlap, seconds: StepSeconds) -> list[tuple[str, str]]:
+    """Format the possible gain of a synchronous run that takes `seconds`; no row if the times are unknown."""
+    ahead, alone = overlap.step_seconds, (seconds.generate, seconds.logp, seconds.update, overlap.swap_seconds or 0.0)
+    known = [value for value in alone if value is not None]
+    if ahead is None or len(known) < len(alone):
+        return []
+    return [("asynchronous", f"rollout.max_staleness=1 takes {ahead:.1f} s per step instead of {sum(known):.1f} s")]
+
+
+def overlap_rows(overlap: Overlap) -> list[tuple[str, str]]:
+    """Format the rows of an asynchronous run."""
+    bound = f"at most {overlap.max_staleness} versions"
+    staleness = bound if overlap.mean_staleness is None else f"{overlap.mean_staleness:.1f} on average, {bound}"
+    return [("time per step", _overlapped(overlap)), ("slots", _slots(overlap)), ("staleness", staleness)]
+
+
+def _overlapped(overlap: Overlap) -> str:
+    if overlap.step_seconds is None:
         return UNKNOWN
-    return ", ".join(f"{name} {'unknown' if value is None else f'{value:.1f} s'}" for name, value in known.items())
+    swap = "unknown, set plan.network_gib_per_second"
+    if overlap.swap_seconds is not None:
+        swap = f"{overlap.swap_seconds:.1f} s"
+    waiting = "neither side waits"
+    if overlap.trainer_idle_fraction:
+        waiting = f"the trainer waits {overlap.trainer_idle_fraction:.0%} of it"
+    elif overlap.generator_idle_fraction:
+        waiting = f"engines wait {overlap.generator_idle_fraction:.0%} of it"
+    return (
+        f"{overlap.step_seconds:.1f} s: generate {overlap.generate_seconds:.1f} s while logp and update take "
+        f"{overlap.train_seconds:.1f} s, weight swap {swap}; {waiting}"
+    )
+
+
+def _slots(overlap: Overlap) -> str:
+    present = f"{overlap.engine_gpus} generate, {overlap.trainer_gpus} train"
+    if overlap.balanced_overrides is None:
+        return present
+    if not overlap.balanced_overrides:
+        return f"{present}: no other split is faster"
+    return (
+        f"{present}; {overlap.balanced_engine_gpus} and {overlap.balanced_trainer_gpus} would take "
+        f"{overlap.balanced_step_seconds:.1f} s: {' '.join(overlap.balanced_overrides)}"
+    )
 
 
 def _stages(plan: Plan) -> list[Table]:
@@ -120,8 +156,11 @@ def _stages(plan: Plan) -> list[Table]:
         for stage in range(plan.layout.pp)
     ]
     names = [name for name in PHASES if any(name in planned.phases.by_name for planned in plan.ranks)]
-    contents = [(f"{planned.state.parameters / 1e9:.3f}", *map(_tenths, _parts(planned))) for planned in fullest]
-    phases = [tuple(_tenths(getattr(planned.phases, name)) for name in names) for planned in fullest]
+    contents = [
+        (f"{planned.state.parameters / 1e9:.3f}", *_tenths([*_parts(planned.state).values(), planned.activation_bytes]))
+        for planned in fullest
+    ]
+    phases = [_tenths(getattr(planned.phases, name) for name in names) for planned in fullest]
     columns = ("10⁹ params", "weights", "grads", "optimizer", "activations")
     return [
         _by_stage("Held by the fullest rank of each stage, GiB", columns, contents),
@@ -140,26 +179,24 @@ def _by_stage(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]
     return table
 
 
-def _parts(planned: PlannedRank) -> list[int]:
-    state = planned.state
-    return [state.weights_bytes, state.gradients_bytes, state.optimizer_bytes, planned.activation_bytes]
+def _parts(state: RankState) -> dict[str, float]:
+    return {
+        "weights": state.weights_bytes,
+        "gradients": state.gradients_bytes,
+        "optimizer": state.optimizer_bytes,
+    }
 
 
-def _tenths(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f}"
+def _tenths(sizes: Iterable[float]) -> tuple[str, ...]:
+    return tuple(f"{num_bytes / GIB:.1f}" for num_bytes in sizes)
 
 
 def _fullest(plan: Plan) -> Table:
     planned = plan.fullest
-    state = planned.state
-    parts = [
-        ("weights", state.weights_bytes),
-        ("gradients", state.gradients_bytes),
-        ("optimizer", state.optimizer_bytes),
-        *((f"activations: {name}", value) for name, value in plan.stages[planned.stage].components.items()),
-    ]
+    activations = plan.stages[planned.stage].components
+    parts = _parts(planned.state) | {f"activations: {name}": size for name, size in activations.items()}
     title = f"Fullest rank: {planned.rank} (stage {planned.stage}), {_gib(planned.phases.peak_bytes)} in phase "
-    return _rows(title + planned.phases.widest, [(name, _gib(value)) for name, value in parts])
+    return _rows(title + planned.phases.widest, [(name, _gib(value)) for name, value in parts.items()])
 
 
 def _rows(title: str, rows: Iterable[tuple[str, str]]) -> Table:

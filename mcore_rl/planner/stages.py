@@ -1,21 +1,27 @@
-"""Parameters of a pipeline stage, from Megatron's model on the meta device."""
+"""Pipeline stages: parameters, from Megatron's model on the meta device, with activations and training state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from mcore_rl.config.models import LoraConfig
-from mcore_rl.config.roles import POLICY, KeyNames
+from mcore_rl.config.roles import POLICY, KeyNames, ModelRole
+from mcore_rl.config.schema import PlanConfig
 from mcore_rl.megatron.lora.weights import attach_adapters
+from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.sharded import meta_model
-from mcore_rl.planner.state import StageParameter
+from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
+from mcore_rl.planner.state import RankState, StageParameter, stage_state
+from mcore_rl.resolved.implementation import Implementation
+from mcore_rl.resolved.model import ResolvedModel
+from mcore_rl.resolved.recompute import recomputed_modules
 from model_converters.mapping.layout import TrainLayout
 
 
 def stage_parameters(
-    hf_config: dict[str, Any],
+    hf_config: dict[str, object],
     layout: TrainLayout,
     stage: int,
     kind: type[PolicyModel] = PolicyModel,
@@ -45,3 +51,44 @@ def stage_parameters(
             ]
             for chunk in chunks
         ]
+
+
+def execution_of(
+    role: ModelRole, spec: ResolvedModel, implementation: Implementation, plan: PlanConfig, *, longest: int, cuda: bool
+) -> Execution:
+    """Describe a model that trains on sequences of up to `longest` tokens."""
+    modules = recomputed_modules(role.section, spec.arguments, implementation)
+    return Execution(
+        replace(role.section, recompute_modules=modules),
+        spec.layout,
+        DTYPES[role.model.dtype].itemsize,
+        fused=implementation.transformer_engine,
+        cuda=cuda,
+        imbalance=plan.moe_imbalance,
+        square_length=longest,
+    )
+
+
+def planned_stages(
+    spec: ResolvedModel,
+    run: Execution,
+    microbatches: int,
+    kind: type[PolicyModel] = PolicyModel,
+    names: KeyNames = POLICY,
+) -> Iterator[tuple[StageActivations, list[RankState]]]:
+    """Yield, for each stage, the peak activations of an update and the state of its ranks.
+
+    `microbatches` is per update and rank.
+    """
+    for stage in range(spec.layout.pp):
+        chunks = stage_parameters(spec.hf_config, spec.layout, stage, kind, lora=run.section.lora, names=names)
+        largest = max((parameter.elements for chunk in chunks for parameter in chunk if parameter.trained), default=0)
+        activations = stage_activations(
+            spec.arguments,
+            stage,
+            run,
+            microbatches=microbatches,
+            largest_weight_elements=largest,
+            predicts_tokens=kind is PolicyModel,
+        )
+        yield activations, stage_state(chunks, stage, run)

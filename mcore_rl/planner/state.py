@@ -25,14 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import lcm
 
 import numpy as np
-import torch
 
-from mcore_rl.config.models import ActorConfig, OffloadConfig
+from mcore_rl.config.models import OffloadConfig
 from mcore_rl.megatron.optim.host_optimizer import PIECE_ELEMENTS
-from model_converters.mapping.layout import TrainLayout
+from mcore_rl.planner.activations import Execution
 
 ALIGNED_PARAMETER, ALIGNED_BUCKET = 64, 128
 """Megatron's alignment of a parameter's start and of a bucket's end, in elements."""
@@ -57,35 +57,6 @@ class StageParameter:
 
 
 @dataclass(frozen=True)
-class Numerics:
-    """Bytes per element of the training state, and where it is.
-
-    `counts_steps`: the optimizer is torch's own. `on_host`: optimizer state is in host memory.
-    """
-
-    weight_bytes: int
-    distributed_optimizer: bool
-    overlap_grad_reduce: bool
-    counts_steps: bool
-    on_host: bool = False
-
-    @classmethod
-    def of(cls, actor: ActorConfig, dtype: torch.dtype, *, fused_optimizer: bool) -> Numerics:
-        return cls(
-            dtype.itemsize,
-            actor.distributed_optimizer,
-            actor.overlap_grad_reduce,
-            counts_steps=not fused_optimizer,
-            on_host=actor.optimizer.cpu_offload,
-        )
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Optimizer state per owned element: two moments, and a float32 copy of a weight in a shorter dtype."""
-        return 8 + (4 if self.weight_bytes < 4 else 0)
-
-
-@dataclass(frozen=True)
 class RankState:
     """Training state of one rank. Units: elements, bytes."""
 
@@ -102,7 +73,7 @@ class RankState:
     @classmethod
     def of(
         cls,
-        numerics: Numerics,
+        run: Execution,
         parameters: int,
         trained: int,
         owned: int,
@@ -116,17 +87,18 @@ class RankState:
         `trained` are elements with a gradient, padding included, and `frozen` elements without. `owned` are elements
         whose optimizer state this rank has: `steps` parameters in part or whole, of at most `largest` elements each.
         """
-        state = owned * numerics.optimizer_bytes
-        counters = steps * STEP_BYTES if numerics.counts_steps else 0
+        state, on_host = owned * run.optimizer_bytes, run.section.optimizer.cpu_offload
+        # On GPUs the optimizer is not torch's own, which counts the steps of each parameter.
+        counters = 0 if run.cuda else steps * STEP_BYTES
         # A step moves whole parameters, so a piece is at least the state of the largest one.
-        piece = numerics.optimizer_bytes * max(PIECE_ELEMENTS, largest)
+        piece = run.optimizer_bytes * max(PIECE_ELEMENTS, largest)
         return cls(
             parameters,
-            (trained + frozen) * numerics.weight_bytes,
+            (trained + frozen) * run.element_bytes,
             trained * GRADIENT_BYTES,
-            counters + (0 if numerics.on_host else state),
-            host_bytes=state if numerics.on_host else 0,
-            piece_bytes=piece if numerics.on_host else 0,
+            counters + (0 if on_host else state),
+            host_bytes=state if on_host else 0,
+            piece_bytes=piece if on_host else 0,
         )
 
     @property
@@ -179,47 +151,36 @@ class BufferLayout:
         return elements, parameters, largest
 
 
-def stage_state(
-    chunks: Sequence[Sequence[StageParameter]], layout: TrainLayout, stage: int, numerics: Numerics
-) -> list[RankState]:
+def stage_state(chunks: Sequence[Sequence[StageParameter]], stage: int, run: Execution) -> list[RankState]:
     """Compute the state of every rank of a stage from the parameters of its chunks (`stage_parameters`)."""
-    size, dense_ranks = layout.stage_size, layout.dp * layout.cp
-    elements = frozen = 0
-    owned, steps, largest = (np.zeros(size, np.int64) for _ in range(3))
-    inner = np.arange(size)
+    layout, section, inner = run.layout, run.section, np.arange(run.layout.stage_size)
+    dense_ranks, elements = layout.dp * layout.cp, 0
+    owned, steps, largest = (np.zeros(len(inner), np.int64) for _ in range(3))
     # Index of a rank in the group that shares its gradients. TrainLayout documents the order of ranks.
     groups = ((False, dense_ranks, inner // layout.tp), (True, layout.edp, inner // (layout.etp * layout.ep)))
     for index, chunk in enumerate(chunks):
         bucket = None
         # Megatron splits buffers into buckets only on the first stage, and there only for the first chunk.
-        if numerics.overlap_grad_reduce and stage == 0 and index == 0:
+        if section.overlap_grad_reduce and stage == 0 and index == 0:
             bucket = max(SMALLEST_BUCKET, BUCKET_PER_RANK * dense_ranks)
-        frozen += sum(parameter.elements for parameter in chunk if not parameter.trained)
         for expert, ranks, place in groups:
             # Dense parameters and experts are reduced over different groups, so each kind has a buffer of its own.
             trained = [parameter for parameter in chunk if parameter.trained and parameter.expert == expert]
             if not trained:
                 continue
-            buffer = lay_out(trained, ranks, bucket, aligned=numerics.distributed_optimizer)
+            buffer = lay_out(trained, ranks, bucket, aligned=section.distributed_optimizer)
             elements += buffer.elements
-            if numerics.distributed_optimizer:
+            if section.distributed_optimizer:
                 rank_elements, parts, most = buffer.owned(ranks)
                 owned, steps = owned + rank_elements[place], steps + parts[place]
                 largest = np.maximum(largest, most[place])
             else:
                 owned, steps = owned + buffer.elements, steps + len(trained)
     parameters = sum(parameter.elements for chunk in chunks for parameter in chunk)
+    frozen = sum(parameter.elements for chunk in chunks for parameter in chunk if not parameter.trained)
     return [
-        RankState.of(
-            numerics,
-            parameters,
-            elements,
-            int(owned[rank]),
-            frozen=frozen,
-            steps=int(steps[rank]),
-            largest=int(largest[rank]),
-        )
-        for rank in range(size)
+        RankState.of(run, parameters, elements, own, frozen=frozen, steps=counters, largest=most)
+        for own, counters, most in zip(owned.tolist(), steps.tolist(), largest.tolist(), strict=True)
     ]
 
 
@@ -228,26 +189,23 @@ def lay_out(
 ) -> BufferLayout:
     """Lay out Megatron's buffer, last parameter first. `aligned` adds the padding of the distributed optimizer."""
     to_parameter, to_bucket = (ALIGNED_PARAMETER, lcm(ranks, ALIGNED_BUCKET)) if aligned else (1, 1)
-    starts, ends, buckets = [], [], []
-    bucket_start = position = 0
+    starts, ends, edges, position = [], [], [0], 0
     for parameter in reversed(parameters):
         # Only the distributed optimizer gives a tied embedding a bucket of its own.
         alone = parameter.own_bucket and aligned
         position = _round_up(position, to_parameter)
-        if alone and position > bucket_start:
+        if alone and position > edges[-1]:
             position = _round_up(position, to_bucket)
-            buckets.append((bucket_start, position))
-            bucket_start = position
+            edges.append(position)
         starts.append(position)
         position += parameter.elements
         ends.append(position)
-        if alone or (bucket_elements is not None and position - bucket_start >= bucket_elements):
+        if alone or (bucket_elements is not None and position - edges[-1] >= bucket_elements):
             position = _round_up(position, to_bucket)
-            buckets.append((bucket_start, position))
-            bucket_start = position
-    if position > bucket_start:
-        buckets.append((bucket_start, _round_up(position, to_bucket)))
-    return BufferLayout(np.array(starts, np.int64), np.array(ends, np.int64), tuple(buckets))
+            edges.append(position)
+    if position > edges[-1]:
+        edges.append(_round_up(position, to_bucket))
+    return BufferLayout(np.array(starts, np.int64), np.array(ends, np.int64), tuple(pairwise(edges)))
 
 
 def _round_up(number: int, multiple: int) -> int:

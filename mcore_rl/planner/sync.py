@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from mcore_rl.config import num_trainer_ranks
-from mcore_rl.config.schema import ClusterConfig, Config, WeightsConfig
+from mcore_rl.config.schema import ClusterConfig, RolloutConfig, WeightsConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.planner.engine import GIB, MIB
-from mcore_rl.resolved.placement import Slot, place
+from mcore_rl.resolved.placement import RunPlacement, Slot, place
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.routes import RankLocations
 from mcore_rl.weights.slices.shard_map import ShardMap
@@ -42,44 +41,50 @@ class WeightSync:
     seconds: float | None
 
 
-def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *, cuda: bool) -> WeightSync:
+def weight_sync(
+    weights: WeightsConfig,
+    rollout: RolloutConfig,
+    cluster: ClusterConfig,
+    rows: Sequence[BoundRow],
+    layout: TrainLayout,
+    *,
+    network_gib_per_second: float | None,
+    cuda: bool,
+) -> WeightSync:
     """Count the bytes of one weight sync from the plan that a run would make.
 
-    Raises: ConfigError if a bucket is too small for a row or the engine's ranks do not divide the model; LayoutError.
+    Raises: ConfigError if the ranks do not fit into the cluster, a bucket is too small for a row or the engine's ranks
+    do not divide the model; LayoutError.
     """
-    engine = EngineLayout(tp=config.rollout.tp, expert_parallel=config.rollout.expert_parallel)
-    bucket_bytes = int(config.weights.bucket_mib * MIB)
+    engine = EngineLayout(tp=rollout.tp, expert_parallel=rollout.expert_parallel)
+    bucket_bytes = int(weights.bucket_mib * MIB)
     placement = Placement(rows, layout)  # outside the try: its errors are about the trainer's layout
-    places = places_of(config, cuda=cuda)
+    places = place(cluster, rollout, layout.world_size, on_gpus=cuda, num_engines=rollout.num_engines)
+    locations = _locations(places, cluster.gpus_per_node, rollout.tp, cuda=cuda)
     try:
-        totals = count_totals(placement, ShardMap(rows, engine), places, bucket_bytes)
+        totals = count_totals(placement, ShardMap(rows, engine), locations, bucket_bytes)
     except LayoutError as error:
-        raise ConfigError(f"rollout.tp={config.rollout.tp}, weights.bucket_mib: {error}") from error
-    bandwidth = config.plan.network_gib_per_second
+        raise ConfigError(f"rollout.tp={rollout.tp}, weights.bucket_mib: {error}") from error
+    bandwidth = network_gib_per_second
     busiest = max(int(totals.sent_across.max()), int(totals.received_across.max()))
-    kind = transport(config.weights, config.cluster, cuda=cuda)
+    kind = transport(weights, cluster, cuda=cuda)
     on_host = not cuda or kind == "shared_memory"
-    num_buffers = min(config.cluster.gpus_per_node if cuda else config.rollout.tp, len(totals.received))
+    num_buffers = min(cluster.gpus_per_node if cuda else rollout.tp, len(totals.received))
     return WeightSync(
         bytes_per_engine_rank=int(totals.received.max()),
         floor_bytes_per_engine_rank=int(totals.needed.max()),
         buckets=totals.buckets,
         transport=kind,
         total_bytes=int(totals.received.sum()),
-        slots_bytes=min(config.weights.num_buckets, totals.buckets) * bucket_bytes * num_buffers if on_host else 0,
+        slots_bytes=min(weights.num_buckets, totals.buckets) * bucket_bytes * num_buffers if on_host else 0,
         bytes_crossing_hosts=int(totals.sent_across.sum()),
         busiest_sender_bytes=int(totals.sent.max()),
         seconds=busiest / (bandwidth * GIB) if bandwidth is not None and busiest else None,
     )
 
 
-def places_of(config: Config, *, cuda: bool) -> RankLocations:
-    """Place trainer and engine ranks like a run does.
-
-    Raises: ConfigError if they do not fit into the cluster.
-    """
-    slots = config.cluster.gpus_per_node
-    placement = place(config, on_gpus=cuda, num_engines=config.rollout.num_engines)
+def _locations(placement: RunPlacement, slots: int, tp: int, *, cuda: bool) -> RankLocations:
+    """Number the hosts and devices of a run with `slots` devices per node."""
     trainers = [(node, rank if cuda else -1) for rank, node in enumerate(placement.ranks)]
     others = count(len(trainers))  # numbers of devices without a trainer rank
 
@@ -92,22 +97,23 @@ def places_of(config: Config, *, cuda: bool) -> RankLocations:
         (slot.node, device(slot, rank))
         for hosts in placement.engines
         for slot in hosts
-        for rank in range(config.rollout.tp // len(hosts))
+        for rank in range(tp // len(hosts))
     ]
     return RankLocations.of(trainers, engines)
 
 
-def staging_bytes(config: Config, *, cuda: bool) -> int:
-    """Return an upper bound of the staging buffers that weight syncs keep on a trainer rank's GPU.
+def staging_bytes(weights: WeightsConfig, cluster: ClusterConfig, num_ranks: int, *, cuda: bool) -> int:
+    """Return an upper bound of the staging buffers that weight syncs keep on the GPU of each of `num_ranks` trainer
+    ranks.
 
     A rank has slots for the weights that arrive and as many for the slices that it sends to other ranks.
     """
-    kind = transport(config.weights, config.cluster, cuda=cuda)
+    kind = transport(weights, cluster, cuda=cuda)
     if not cuda or kind == "shared_memory":
         return 0
     # A single trainer rank has its engine rank on the same GPU and sends nothing to other ranks.
-    sends = kind == "network" or num_trainer_ranks(config) > 1
-    slots = config.weights.num_buckets * int(config.weights.bucket_mib * MIB)
+    sends = kind == "network" or num_ranks > 1
+    slots = weights.num_buckets * int(weights.bucket_mib * MIB)
     return slots * ((kind == "cuda_ipc") + sends)
 
 

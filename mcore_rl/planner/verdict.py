@@ -63,17 +63,14 @@ def _device_errors(config: Config, layout: TrainLayout, phases: Sequence[Phases]
                 f"rank {rank} needs {needed / GIB:.1f} GiB of {usable / GIB:.1f} usable ({reserve}); "
                 f"{_remedy(config, layout, name, phases[rank])}"
             )
-    engines, slots = config.rollout.num_engines * config.rollout.tp, _engine_slots(config.cluster, layout)
+    offered = config.cluster.nodes * config.cluster.gpus_per_node
+    slots = offered if config.cluster.placement == "colocated" else offered - layout.world_size
+    engines = config.rollout.num_engines * config.rollout.tp
     if engines > slots:
         yield (
             f"rollout.num_engines x rollout.tp = {engines} GPUs, but {slots} are available for engines; lower "
             "rollout.num_engines"
         )
-
-
-def _engine_slots(cluster: ClusterConfig, layout: TrainLayout) -> int:
-    offered = cluster.nodes * cluster.gpus_per_node
-    return offered if cluster.placement == "colocated" else offered - layout.world_size
 
 
 def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> str:

@@ -16,8 +16,6 @@ import torch
 from mcore_rl.algorithms import Needs
 from mcore_rl.config import (
     Config,
-    num_critic_ranks,
-    num_reward_model_ranks,
     validate_critic,
 )
 from mcore_rl.config.models import LoraConfig
@@ -61,8 +59,8 @@ def check_implementation(role: ModelRole, cluster: ClusterConfig, spec: Resolved
 def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
     """Check the critic and return its layout. `actor` is the layout of the policy."""
     validate_critic(config)
-    role = ModelRole.critic(config)
-    spec = ResolvedModel.value_model(role, num_critic_ranks(config))
+    role = ModelRole.critic(config.critic, config.model)
+    spec = ResolvedModel.value_model(role, config.critic.num_ranks or config.num_trainer_ranks)
     check_implementation(role, config.cluster, spec)
     layout = spec.layout
     # Ranks of one model fetch only from the ranks of the other whose responses overlap theirs (types.TokenRefs).
@@ -82,8 +80,8 @@ def reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
             f"reward_model.hf_path={section.hf_path} has no effect: algorithm.policy_loss.name="
             f"{config.algorithm.policy_loss.name} is supervised; set it to null"
         )
-    role = ModelRole.reward_model(config)
-    spec = ResolvedModel.value_model(role, num_reward_model_ranks(config))
+    role = ModelRole.reward_model(config.reward_model, config.model)
+    spec = ResolvedModel.value_model(role, config.reward_model.num_ranks or config.num_trainer_ranks)
     check_implementation(role, config.cluster, spec)
     try:
         with HFCheckpoint(role.model.hf_path) as checkpoint:
@@ -152,7 +150,7 @@ def check_reference(config: Config, hf_config: dict[str, Any], needs: Needs) -> 
     path = config.reference.hf_path
     if path is None:
         return
-    role = ModelRole.reference(config)
+    role = ModelRole.reference(config.reference, config.actor, config.model)
     if model_arguments(policy_config(role)[0], role.checkpoint) != model_arguments(hf_config):
         raise ConfigError(
             f"reference.hf_path={path} has another architecture than model.hf_path={config.model.hf_path}; set it to "
@@ -173,9 +171,10 @@ def check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> 
         )
     score_reader(judge)
     if has_judge_engines(judge):
-        hf_config, _ = policy_config(ModelRole.judge(config))
-        check_engine_model(EngineRole.judge(config), config.algorithm, hf_config)
-        check_weights(ModelRole.judge(config))
+        engines = EngineRole.judge(judge, config.rollout, config.model)
+        hf_config, _ = policy_config(ModelRole.judge(engines))
+        check_engine_model(engines, config.algorithm, hf_config)
+        check_weights(ModelRole.judge(engines))
     if (path := judge.tokenizer_path or judge.hf_path) is not None:
         key = "judge.tokenizer_path"
         tokenizer = load_tokenizer(path, key)

@@ -44,7 +44,9 @@ def check_run(config: Config) -> None:
     _check_cluster(config.cluster)
     _check_device(config.cluster)
     place(
-        config,
+        config.cluster,
+        config.rollout,
+        config.num_trainer_ranks,
         on_gpus=config.cluster.device == "cuda",
         num_engines=0 if is_supervised(config.algorithm) else config.rollout.num_engines,
     )

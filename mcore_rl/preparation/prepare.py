@@ -93,11 +93,12 @@ def prepare(config: Config) -> Prepared:
     """
     # First, since later checks need the data type.
     resolve_dtype(config.model, cuda=uses_cuda(config.cluster))
-    spec = ResolvedModel.policy(config)
+    role = ModelRole.policy(config.actor, config.model)
+    spec = ResolvedModel.policy(role, config.num_trainer_ranks)
     hf_config, layout = spec.hf_config, spec.layout
-    check_engine_model(EngineRole.rollout(config), config.algorithm, hf_config)
-    check_implementation(ModelRole.policy(config), config.cluster, spec)
-    parameters = check_weights(ModelRole.policy(config))
+    check_engine_model(EngineRole.rollout(config.rollout, config.model), config.algorithm, hf_config)
+    check_implementation(role, config.cluster, spec)
+    parameters = check_weights(role)
     actor_parameters = parameters
     if uses_lora(config.actor):
         actor_parameters = check_adapters(

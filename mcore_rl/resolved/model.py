@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config import num_trainer_ranks, read_hf_config
 from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.rules.validation import read_hf_config
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import Implementation, build_request, choose
 from mcore_rl.resolved.layout import check_experts, model_arguments, train_layout
@@ -20,7 +20,6 @@ from model_converters.hf.value_head import value_model_config
 from model_converters.mapping.layout import TrainLayout
 
 if TYPE_CHECKING:
-    from mcore_rl.config.schema import Config
     from mcore_rl.resolved.installed import Installed
 
 
@@ -35,14 +34,13 @@ class ResolvedModel:
     left_out: int = 0
 
     @classmethod
-    def policy(cls, config: Config, num_ranks: int | None = None) -> ResolvedModel:
-        """Resolve the policy on `num_ranks` ranks, by default num_trainer_ranks.
+    def policy(cls, role: ModelRole, num_ranks: int) -> ResolvedModel:
+        """Resolve the policy on `num_ranks` ranks.
 
         Raises: ConfigError.
         """
-        role = ModelRole.policy(config)
         hf_config, left_out = policy_config(role)
-        return _spec(role, hf_config, num_ranks or num_trainer_ranks(config), left_out)
+        return _spec(role, hf_config, num_ranks, left_out)
 
     @classmethod
     def value_model(cls, role: ModelRole, num_ranks: int) -> ResolvedModel:

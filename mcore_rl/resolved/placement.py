@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.config import num_trainer_ranks
-from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
+from mcore_rl.config.schema import ClusterConfig, RolloutConfig
 from mcore_rl.errors import ConfigError
 
 
@@ -69,15 +68,24 @@ def visible_devices(placement: RunPlacement, slot: Slot, of_ranks: Sequence[str]
     return ",".join(here[place] for place in slot.places)
 
 
-def place(config: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[Guests] = ()) -> RunPlacement:
-    """Compute the placement. Consecutive ranks fill a node before the next node, so that tensor-parallel peers share a
-    node. Colocated engines share the slots of trainer ranks; disaggregated ones use the slots after the last rank.
+def place(
+    cluster: ClusterConfig,
+    rollout: RolloutConfig,
+    num_ranks: int,
+    *,
+    on_gpus: bool,
+    num_engines: int,
+    guests: Sequence[Guests] = (),
+) -> RunPlacement:
+    """Compute the placement of `num_ranks` trainer ranks, the engines, and `guests`.
+
+    Consecutive ranks fill a node before the next node, so that tensor-parallel peers share a node. Colocated engines
+    share the slots of trainer ranks; disaggregated ones use the slots after the last rank.
 
     Raises: ConfigError if an engine does not fit the slots of a node, or colocated ranks exceed the trainer ranks.
     """
-    cluster, rollout = config.cluster, config.rollout
     slots, tp = cluster.gpus_per_node, rollout.tp
-    ranks = tuple(rank // slots for rank in range(num_trainer_ranks(config)))
+    ranks = tuple(rank // slots for rank in range(num_ranks))
     colocated = cluster.placement == "colocated"
     engines: tuple[tuple[Slot, ...], ...]
     if cluster.nodes > 1 and tp > slots:

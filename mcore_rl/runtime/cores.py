@@ -22,7 +22,7 @@ def shares_cores(config: Config) -> bool:
     starts, which sets that variable."""
     if uses_cuda(config.cluster) or THREADS in os.environ:
         return False
-    return sequence_cost(policy_config(ModelRole.policy(config))[0]).per_token >= SMALL
+    return sequence_cost(policy_config(ModelRole.policy(config.actor, config.model))[0]).per_token >= SMALL
 
 
 def share_cores(peers: int) -> None:

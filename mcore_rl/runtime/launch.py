@@ -71,7 +71,10 @@ def launch(
         raise ConfigError(problem)
     cluster, rollout, on_gpus = config.cluster, config.rollout, uses_cuda(config.cluster)
     num_engines = rollout.num_engines if prompts else 0
-    placement = place(config, on_gpus=on_gpus, num_engines=num_engines, guests=[role.guests for role in roles])
+    guests = [role.guests for role in roles]
+    placement = place(
+        cluster, rollout, config.num_trainer_ranks, on_gpus=on_gpus, num_engines=num_engines, guests=guests
+    )
     show("starting Ray" if cluster.address is None else f"joining the Ray cluster at {cluster.address}")
     several_threads = shares_cores(config)  # before Ray starts
     with (

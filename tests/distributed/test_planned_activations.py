@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -63,7 +62,6 @@ def planned(num_ranks: int, kind: str, parallel: dict[str, int], recompute: str,
     from mcore_rl.config.models import ParallelConfig
     from mcore_rl.config.schema import Config
     from mcore_rl.planner.activations import Execution, chunk_activations
-    from mcore_rl.planner.engine import longest_sequence
     from mcore_rl.resolved.layout import model_arguments, train_layout
 
     config = Config()
@@ -71,10 +69,8 @@ def planned(num_ranks: int, kind: str, parallel: dict[str, int], recompute: str,
     config.actor.recompute, config.actor.recompute_modules = recompute, modules
     hf_config = fields_of(kind)
     layout = train_layout(config.actor.parallel, num_ranks, hf_config)
-    longest = longest_sequence(config.rollout)
-    run = Execution.of(config.actor, config.plan, layout, longest=longest, element_bytes=4, fused=False)
     square = sum(length * length for length in LENGTHS) / sum(LENGTHS)
-    run = dataclasses.replace(run, imbalance=1.0, square_length=square)
+    run = Execution(config.actor, layout, 4, fused=False, cuda=False, imbalance=1.0, square_length=square)
     layers = range(hf_config["num_hidden_layers"])
     return chunk_activations(model_arguments(hf_config), layers, run, last=True).total * sum(LENGTHS)
 

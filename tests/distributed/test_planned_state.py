@@ -100,8 +100,12 @@ def test_planned_state_of_critic_and_reward_model_is_exact(directories: dict[str
     held = launch(role_bytes, 2, cases)
     for index, (directory, parallel, _) in enumerate(cases):
         config = role_config(directory, parallel, dtype)
-        trained = value_model_ranks(config, ModelRole.critic(config), 2, trained=True, cuda=False)
-        frozen = value_model_ranks(config, ModelRole.reward_model(config), 2, trained=False, cuda=False)
+        critic, model = (
+            ModelRole.critic(config.critic, config.model),
+            ModelRole.reward_model(config.reward_model, config.model),
+        )
+        trained = value_model_ranks(config, critic, trained=True, cuda=False)
+        frozen = value_model_ranks(config, model, trained=False, cuda=False)
         planned = [(trained[rank].resident, frozen[rank].resident) for rank in range(2)]
         assert [ranks[index] for ranks in held] == planned, f"{Path(directory).name} {parallel}"
         assert all(rank.working > rank.resident for rank in (*trained, *frozen))
@@ -134,7 +138,7 @@ def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[
         batch = critic.values([share], policy_batch.chunks())
         critic.update(batch, 0, {sample: own + 1 for sample, own in batch.values.items()})
         _, *sizes = allocated(critic.model.chunks, critic.trained.optimizer)
-        role = ModelRole.reward_model(config)
+        role = ModelRole.reward_model(config.reward_model, config.model)
         chunks = build_model(critic.hf_config, role.section, role.model, critic.layout, kind=ValueModel)
         bare = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
         frozen = sum(tensor.nbytes for chunk in bare for tensor in chunk.parameters())
@@ -147,22 +151,23 @@ def plan_states(
 ) -> list[tuple[int, ...]]:
     from mcore_rl.config.roles import ModelRole
     from mcore_rl.megatron.model.model import DTYPES
+    from mcore_rl.planner.activations import Execution
     from mcore_rl.planner.stages import stage_parameters
-    from mcore_rl.planner.state import Numerics, stage_state
+    from mcore_rl.planner.state import stage_state
     from mcore_rl.resolved.layout import train_layout
     from mcore_rl.resolved.model import policy_config
 
     config = policy_batch.config(directory, parallel, 64)
     vars(config.actor).update(actor)
-    hf_config, _ = policy_config(ModelRole.policy(config))
+    hf_config, _ = policy_config(ModelRole.policy(config.actor, config.model))
     layout = train_layout(config.actor.parallel, num_ranks, hf_config)
-    numerics = Numerics.of(config.actor, DTYPES[dtype], fused_optimizer=False)
+    run = Execution(
+        config.actor, layout, DTYPES[dtype].itemsize, fused=False, cuda=False, imbalance=1.0, square_length=0
+    )
     states = [
         state
         for stage in range(layout.pp)
-        for state in stage_state(
-            stage_parameters(hf_config, layout, stage, lora=config.actor.lora), layout, stage, numerics
-        )
+        for state in stage_state(stage_parameters(hf_config, layout, stage, lora=config.actor.lora), stage, run)
     ]
     return [(s.parameters, s.weights_bytes, s.gradients_bytes, s.optimizer_bytes, s.host_bytes) for s in states]
 

@@ -57,7 +57,7 @@ def validate_judge(config: Config) -> None:
             "score; set one of the two"
         )
     if has_judge_engines(judge):
-        role = EngineRole.judge(config)
+        role = EngineRole.judge(config.judge, config.rollout, config.model)
         check_engine_sizes(role, read_hf_config(role.model, role.checkpoint))
 
 

@@ -31,26 +31,6 @@ EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Names of the number of routed experts in config.json, by model family."""
 
 
-def num_trainer_ranks(config: Config) -> int:
-    """Return the number of trainer ranks: actor.num_ranks, or all slots of the nodes that are not reserved for
-    engines."""
-    return config.actor.num_ranks or _trainer_nodes(config.cluster, config.rollout) * config.cluster.gpus_per_node
-
-
-def _trainer_nodes(cluster: ClusterConfig, rollout: RolloutConfig) -> int:
-    return cluster.nodes - rollout.nodes
-
-
-def num_critic_ranks(config: Config) -> int:
-    """Return the number of critic ranks: critic.num_ranks, or as many as the policy has."""
-    return config.critic.num_ranks or num_trainer_ranks(config)
-
-
-def num_reward_model_ranks(config: Config) -> int:
-    """Return the number of reward model ranks: reward_model.num_ranks, or as many as the policy has."""
-    return config.reward_model.num_ranks or num_trainer_ranks(config)
-
-
 def validate(config: Config, *, run_here: bool = True) -> None:
     """Run every check that needs only the configuration and the model's config.json.
 
@@ -58,7 +38,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
 
     Raises: ConfigError for the first setting that cannot work.
     """
-    policy = ModelRole.policy(config)
+    policy = ModelRole.policy(config.actor, config.model)
     check_domains(config)
     _check_batches(config.trainer, config.rollout, dynamic_sampling=config.algorithm.dynamic_sampling.enable)
     _check_lengths(config.rollout, config.reward)
@@ -67,7 +47,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     check_sampling_keys(config.rollout, config.algorithm)
     _check_row(policy, config.rollout)
     _check_engine(config.rollout)
-    _check_layout(policy, config, num_trainer_ranks(config))
+    _check_layout(policy, config, config.num_trainer_ranks)
     _check_overlap(policy)
     _check_replay(config.actor.moe, config.algorithm)
     check_reference(config.algorithm.kl, config.reference)
@@ -79,7 +59,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
         _check_run_dir(config.run)
     _check_host_optimizer(policy)
     _check_offload(policy, config.cluster)
-    check_engine_sizes(EngineRole.rollout(config), read_hf_config(config.model))
+    check_engine_sizes(EngineRole.rollout(config.rollout, config.model), read_hf_config(config.model))
 
 
 def validate_critic(config: Config) -> None:
@@ -87,10 +67,10 @@ def validate_critic(config: Config) -> None:
 
     Raises: ConfigError naming the key.
     """
-    critic, role = config.critic, ModelRole.critic(config)
+    critic, role = config.critic, ModelRole.critic(config.critic, config.model)
     check_no_critic_lora(critic.lora)
     _check_row(role, config.rollout)
-    _check_layout(role, config, num_critic_ranks(config))
+    _check_layout(role, config, config.critic.num_ranks or config.num_trainer_ranks)
     _check_overlap(role)
     _check_host_optimizer(role)
     _check_offload(role, config.cluster)
@@ -105,9 +85,9 @@ def validate_reward_model(config: Config) -> None:
 
     Raises: ConfigError naming the key.
     """
-    role = ModelRole.reward_model(config)
+    role = ModelRole.reward_model(config.reward_model, config.model)
     _check_row(role, config.rollout)
-    _check_layout(role, config, num_reward_model_ranks(config))
+    _check_layout(role, config, config.reward_model.num_ranks or config.num_trainer_ranks)
     read_hf_config(role.model, role.checkpoint)
 
 
@@ -186,7 +166,7 @@ def _check_layout(role: ModelRole, config: Config, ranks: int) -> None:
             f"rollout.nodes={own_nodes} of cluster.nodes={config.cluster.nodes} leave no node for the trainer ranks; "
             "lower it"
         )
-    offered = _trainer_nodes(config.cluster, config.rollout) * config.cluster.gpus_per_node
+    offered = (config.cluster.nodes - own_nodes) * config.cluster.gpus_per_node
     if ranks > offered:
         less = " less rollout.nodes" if own_nodes else ""
         raise ConfigError(

@@ -64,12 +64,12 @@ class MegatronActor:
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         self.config, self.rank, self.world_size = config, rank, world_size
-        spec = ResolvedModel.policy(config, world_size)
+        role = ModelRole.policy(config.actor, config.model)
+        spec = ResolvedModel.policy(role, world_size)
         self.hf_config, self.layout = spec.hf_config, spec.layout
         if rank == 0 and spec.left_out:
             _warn_of_mtp_layers(config.model.hf_path, spec.left_out)
         join_ranks(config.cluster, config.run.seed, self.layout, rank, init_method)
-        role = ModelRole.policy(config)
         self.chunks = policy_chunks(role, spec, gpus_per_node=config.cluster.gpus_per_node, seed=config.run.seed)
         self.trained = TrainedModel(
             role,

@@ -41,7 +41,7 @@ class MegatronCritic:
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         self.rank, self.world_size = rank, world_size
         self.clip_range, self.update_epochs = config.critic.clip_range, config.critic.update_epochs
-        role, seed = ModelRole.critic(config), config.run.seed
+        role, seed = ModelRole.critic(config.critic, config.model), config.run.seed
         spec = ResolvedModel.value_model(role, world_size)
         self.hf_config, self.layout = spec.hf_config, spec.layout
         join_ranks(config.cluster, seed, self.layout, rank, init_method)

@@ -60,7 +60,7 @@ class FrozenPolicy:
         modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
         for module in modules:
             module.requires_grad_(False)
-        role = ModelRole.policy(config)
+        role = ModelRole.policy(config.actor, config.model)
         self.model = RankModel(role, hf_config, layout, rank, name="reference", chunks=chunks, modules=modules)
         self.memory = Offloader(modules, None, OffloadConfig(params=section.offload))
         if path is None:

@@ -33,7 +33,7 @@ class MegatronRewardModel:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
-        self.rank, role = rank, ModelRole.reward_model(config)
+        self.rank, role = rank, ModelRole.reward_model(config.reward_model, config.model)
         spec = ResolvedModel.value_model(role, world_size)
         hf_config, self.layout = spec.hf_config, spec.layout
         join_ranks(config.cluster, config.run.seed, self.layout, rank, init_method)

@@ -142,7 +142,7 @@ def _server(config: Config, key: str | None) -> ServerAnswerer:
 
 def _engine(config: Config, name: str) -> EngineAnswerer:
     """Build a sleeping engine on judge.hf_path. Its weights never change."""
-    role = EngineRole.judge(config)
+    role = EngineRole.judge(config.judge, config.rollout, config.model)
     hf_path = role.model.hf_path
     tokenizer = load_tokenizer(role.model.tokenizer_path or hf_path, role.tokenizer)
     engine = engine_class(role.section.engine)(

@@ -109,9 +109,9 @@ def test_check_sglang_model_silently_changed_model_is_rejected(
     config = Config()
     config.rollout.engine, config.rollout.tp = "sglang", tp
     with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
-        check_sglang_model(EngineRole.rollout(config), DIVIDED | changes)
+        check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes)
     config.rollout.engine = "vllm"
-    check_sglang_model(EngineRole.rollout(config), DIVIDED | changes)
+    check_sglang_model(EngineRole.rollout(config.rollout, config.model), DIVIDED | changes)
 
 
 def test_missing_engine_of_the_judge_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:

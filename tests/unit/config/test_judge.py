@@ -110,9 +110,9 @@ def test_server_key_comes_from_the_environment_only(base: str, monkeypatch: pyte
 
 
 def test_judge_role_engine_defaults_to_the_rollout(base: str, judge: str) -> None:
-    assert EngineRole.judge(load_config(base, [judge, GOOD, "rollout.engine=sglang"])).section.engine == "sglang"
-    of_its_own = [judge, GOOD, "rollout.engine=sglang", "judge.engine=vllm"]
-    assert EngineRole.judge(load_config(base, of_its_own)).section.engine == "vllm"
+    for overrides, engine in (((), "sglang"), (("judge.engine=vllm",), "vllm")):
+        config = load_config(base, [judge, GOOD, "rollout.engine=sglang", *overrides])
+        assert EngineRole.judge(config.judge, config.rollout, config.model).section.engine == engine
 
 
 @pytest.mark.parametrize("override", ["judge.weight=2", "judge.tp=2", GOOD, "judge.score_pattern='(x)'"])
@@ -137,11 +137,11 @@ def test_template_text_reads_a_file(base: str, judge: str, tmp_path: Path) -> No
 def test_judge_role_has_judge_values_in_section_and_model(base: str, judge: str) -> None:
     given = ["judge.tp=2", "judge.max_prompt_tokens=99", "judge.kv_cache_gib=3", "judge.temperature=0.5"]
     config = load_config(base, [judge, GOOD, *given, "model.random_init=true", "model.tokenizer_path=/policy"])
-    role = EngineRole.judge(config)
+    role = EngineRole.judge(config.judge, config.rollout, config.model)
     assert (role.section.tp, role.section.max_prompt_tokens, role.section.kv_cache_gib) == (2, 99, 3)
     assert role.section.temperature == 0.5
     assert (role.model.hf_path, role.model.tokenizer_path) == (config.judge.hf_path, None)
     assert (role.model.dtype, role.model.random_init) == ("auto", False)
     config.judge.dtype = "bfloat16"
-    assert EngineRole.judge(config).model.dtype == "bfloat16"
+    assert EngineRole.judge(config.judge, config.rollout, config.model).model.dtype == "bfloat16"
     assert (config.rollout.tp, config.model.dtype, config.model.tokenizer_path) == (1, "auto", "/policy")

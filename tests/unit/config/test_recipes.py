@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_rl.config import Config, load_config, num_trainer_ranks, read_hf_config, validate
+from mcore_rl.config import Config, load_config, read_hf_config, validate
 from mcore_rl.resolved.layout import train_layout
 from model_converters.families import family_for
 from model_converters.families.parts.mtp import without_mtp
@@ -164,7 +164,7 @@ def updates_per_step(config: Config) -> int:
 def test_recipes_are_valid_and_layouts_fit(name: str) -> None:
     config = recipe(name)
     validate(config)
-    layout = train_layout(config.actor.parallel, num_trainer_ranks(config), read_hf_config(config.model))
+    layout = train_layout(config.actor.parallel, config.num_trainer_ranks, read_hf_config(config.model))
     nodes, slots = config.cluster.nodes, config.cluster.gpus_per_node
     apart = config.rollout.num_engines * config.rollout.tp if config.cluster.placement == "disaggregated" else 0
     assert layout.world_size + apart == nodes * slots
@@ -196,7 +196,7 @@ def test_recipe_models_have_published_sizes(model: str) -> None:
 def test_deepseek_recipes_match_their_sources(name: str) -> None:
     ranks, parallel = LAYOUTS[name]
     config = recipe(name)
-    assert num_trainer_ranks(config) == ranks
+    assert config.num_trainer_ranks == ranks
     assert not differences(config, {f"actor.parallel.{key}": value for key, value in parallel.items()})
 
 

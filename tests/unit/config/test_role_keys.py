@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.config.models import CriticConfig, RewardModelConfig
 from mcore_rl.config.roles import POLICY, ModelRole
-from mcore_rl.config.schema import Config, ModelConfig
+from mcore_rl.config.schema import ModelConfig
 
 ROOT = Path(__file__).parents[3]
 SHARED = (
@@ -33,32 +33,14 @@ def test_policy_keys_have_the_prefix_actor() -> None:
     assert (POLICY.key("parallel.tp"), POLICY.checkpoint) == ("actor.parallel.tp", "model.hf_path")
 
 
-def _config(**sections: CriticConfig | RewardModelConfig) -> Config:
-    return Config(model=ModelConfig(hf_path="/policy"), **sections)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("role", "prefix"),
-    [
-        (ModelRole.critic(_config()), "critic"),
-        (ModelRole.reward_model(_config()), "reward_model"),
-    ],
-    ids=["critic", "reward_model"],
-)
-def test_role_on_the_policy_checkpoint_names_the_policy_key(role: ModelRole, prefix: str) -> None:
-    assert (role.key("lr"), role.checkpoint, role.model.hf_path) == (f"{prefix}.lr", "model.hf_path", "/policy")
-
-
-@pytest.mark.parametrize(
-    ("role", "prefix"),
-    [
-        (ModelRole.critic(_config(critic=CriticConfig(hf_path="/own"))), "critic"),
-        (ModelRole.reward_model(_config(reward_model=RewardModelConfig(hf_path="/own"))), "reward_model"),
-    ],
-    ids=["critic", "reward_model"],
-)
-def test_role_with_its_own_checkpoint_names_its_own_key(role: ModelRole, prefix: str) -> None:
-    assert (role.checkpoint, role.model.hf_path) == (f"{prefix}.hf_path", "/own")
+def test_value_roles_name_the_key_of_their_checkpoint() -> None:
+    policy = ModelConfig(hf_path="/policy")
+    for path, key, used in ((None, "model.hf_path", "/policy"), ("/own", "{}.hf_path", "/own")):
+        critic = ModelRole.critic(CriticConfig(hf_path=path), policy)
+        reward_model = ModelRole.reward_model(RewardModelConfig(hf_path=path), policy)
+        for role, prefix in ((critic, "critic"), (reward_model, "reward_model")):
+            found = (role.key("lr"), role.checkpoint, role.model.hf_path)
+            assert found == (f"{prefix}.lr", key.format(prefix), used)
 
 
 @pytest.mark.parametrize("part", SHARED)

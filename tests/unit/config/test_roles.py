@@ -44,10 +44,10 @@ def test_num_critic_ranks_defaults_to_the_policy(base: str) -> None:
 
 def test_critic_role_has_its_own_section_checkpoint_and_keys(base: str) -> None:
     config = load_config(base, ["critic.recompute=full", "model.dtype=bfloat16"])
-    role = ModelRole.critic(config)
+    role = ModelRole.critic(config.critic, config.model)
     assert (role.section, role.model, role.checkpoint) == (config.critic, config.model, "model.hf_path")
     config.critic.hf_path = "/elsewhere"
-    role = ModelRole.critic(config)
+    role = ModelRole.critic(config.critic, config.model)
     assert (role.model.hf_path, role.model.dtype, role.checkpoint) == ("/elsewhere", "bfloat16", "critic.hf_path")
     assert role.key("parallel.tp") == "critic.parallel.tp"
     assert config.model.hf_path != "/elsewhere"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import load_config, num_trainer_ranks, validate
+from mcore_rl.config import load_config, validate
 from mcore_rl.errors import ConfigError
 
 HF = {
@@ -108,9 +108,9 @@ def test_validate_engine_router_replay_passes(base: str) -> None:
 
 
 def test_num_trainer_ranks_defaults_to_all_slots(base: str) -> None:
-    assert num_trainer_ranks(load_config(base, ["cluster.nodes=2"])) == 8
-    assert num_trainer_ranks(load_config(base, ["actor.num_ranks=2"])) == 2
-    assert num_trainer_ranks(load_config(base, ["cluster.nodes=3", "rollout.nodes=2"])) == 4
+    assert load_config(base, ["cluster.nodes=2"]).num_trainer_ranks == 8
+    assert load_config(base, ["actor.num_ranks=2"]).num_trainer_ranks == 2
+    assert load_config(base, ["cluster.nodes=3", "rollout.nodes=2"]).num_trainer_ranks == 4
 
 
 def test_validate_run_dir_is_a_file_is_rejected(base: str, tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.schema import ClusterConfig, Config, PlanConfig, RolloutConfig, TrainerConfig
-from mcore_rl.planner.asynchronous.times import StepTimes
 from mcore_rl.planner.batches import batch_arithmetic
 from mcore_rl.planner.engine import GIB, EngineRank
 from mcore_rl.planner.flops import StepFlops
 from mcore_rl.planner.sync import WeightSync
+from mcore_rl.planner.times import StepTimes
 from model_converters.mapping.layout import TrainLayout
 
 LAYOUT = TrainLayout(4)

@@ -26,7 +26,7 @@ def deepseek() -> Config:
 
 
 def test_parameters_of_deepseek_v3(deepseek: Config) -> None:
-    hf_config, _ = policy_config(ModelRole.policy(deepseek))
+    hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
     rows = bound_rows(hf_config, torch.bfloat16)
     size = model_size(hf_config, rows)
     assert size.total == 671_026_404_352
@@ -55,14 +55,14 @@ def test_caches() -> None:
 
 
 def test_an_engine_of_one_rank_holds_the_model(deepseek: Config) -> None:
-    hf_config, _ = policy_config(ModelRole.policy(deepseek))
+    hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
     rows = bound_rows(hf_config, torch.bfloat16)
     biases = 58 * 256  # of the routers: no parameters, but weights of the engine
     assert engine_weights(rows, 1, 2) == 2 * (model_size(hf_config, rows).total + biases)
 
 
 def test_flop_of_a_token(deepseek: Config) -> None:
-    hf_config, _ = policy_config(ModelRole.policy(deepseek))
+    hf_config, _ = policy_config(ModelRole.policy(deepseek.actor, deepseek.model))
     arguments, size = model_arguments(hf_config), model_size(hf_config, bound_rows(hf_config, torch.bfloat16))
     embedding = 129_280 * 7_168
     # Without attention to other tokens: twice the active weights but the embedding, which is looked up.

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
-from mcore_rl.planner.asynchronous.overlap import if_asynchronous, overlap_of
-from mcore_rl.planner.asynchronous.rows import gain_row, overlap_rows
-from mcore_rl.planner.flops import StepFlops, StepSeconds, step_seconds
+from mcore_rl.planner.flops import StepFlops
+from mcore_rl.planner.overlap import if_asynchronous, overlap_of
+from mcore_rl.planner.report import gain_row, overlap_rows
+from mcore_rl.planner.times import StepSeconds
 from tests.unit.planner.asynchronous import ENGINE, FLOPS, LAYOUT, config_of, sides_of, sync_of
 
 PROMPTS = 1.28
@@ -50,8 +51,7 @@ def test_a_full_cache_decodes_fewer() -> None:
 
 def test_what_engines_take_when_all_ends_is_a_synchronous_step() -> None:
     sides = sides_of(config_of(swap="finish"))
-    synchronous = step_seconds(sides.config.plan, sides.config.rollout, FLOPS, sides.batch, ENGINE, LAYOUT.world_size)
-    assert sides.generate_seconds(2) == synchronous.generate
+    assert sides.generate_seconds(2) == sides.synchronous(LAYOUT.world_size, 2).generate
 
 
 def test_the_trainer_waits_for_slow_engines() -> None:
@@ -97,7 +97,7 @@ def test_what_is_not_known_is_not_invented() -> None:
     assert found is not None
     assert (found.generate_seconds, found.train_seconds, found.swap_seconds) == (None, 6.0, None)
     assert (found.step_seconds, found.trainer_idle_fraction, found.mean_staleness) == (None, None, None)
-    assert found.balance is None
+    assert found.balanced_overrides is None
     rows = dict(overlap_rows(found))
     assert rows["time per step"] == "set plan.peak_tflops and plan.memory_bandwidth_gib_per_second"
     assert rows["staleness"] == "at most 4 versions"

@@ -106,6 +106,6 @@ def test_windows_of_weight_syncs_are_there_in_every_phase() -> None:
 def test_windows_on_a_gpu(transport: str, placement: str, ranks: int, slots: int) -> None:
     config = Config()
     config.cluster.nodes, config.cluster.gpus_per_node, config.cluster.placement = 2, 8, placement
-    config.actor.num_ranks, config.weights.transport, config.weights.bucket_mib = ranks, transport, 64.0
-    assert staging_bytes(config, cuda=True) == slots * 64 * 2**20
-    assert staging_bytes(config, cuda=False) == 0
+    config.weights.transport, config.weights.bucket_mib = transport, 64.0
+    for cuda, size in ((True, slots * 64 * 2**20), (False, 0)):
+        assert staging_bytes(config.weights, config.cluster, ranks, cuda=cuda) == size

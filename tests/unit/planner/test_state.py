@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.megatron.optim.host_optimizer import PIECE_ELEMENTS
-from mcore_rl.planner.state import Numerics, StageParameter, lay_out, stage_state
+from mcore_rl.planner.activations import Execution
+from mcore_rl.planner.state import StageParameter, lay_out, stage_state
 from model_converters.mapping.layout import TrainLayout
 
 
@@ -39,24 +39,26 @@ def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
     assert len(lay_out(held, 2, None, aligned=False).buckets) == 1
 
 
+def run_of(actor: ActorConfig, layout: TrainLayout) -> Execution:
+    return Execution(actor, layout, 2, fused=True, cuda=True, imbalance=1.0, square_length=0)
+
+
 def test_bytes_with_and_without_the_distributed_optimizer() -> None:
     chunk = [StageParameter(1024), StageParameter(512, expert=True)]
     layout = TrainLayout(4, ep=2)
     actor = ActorConfig()
-    numerics = Numerics.of(actor, torch.bfloat16, fused_optimizer=True)
-    (state, *_) = stage_state([chunk], layout, 0, numerics)
+    (state, *_) = stage_state([chunk], 0, run_of(actor, layout))
     assert (state.parameters, state.weights_bytes, state.gradients_bytes) == (1536, 3072, 6144)
     assert state.optimizer_bytes == 12 * (1024 // 4 + 512 // 2)
     actor.distributed_optimizer = False
-    whole = stage_state([chunk], layout, 0, Numerics.of(actor, torch.bfloat16, fused_optimizer=True))[0]
+    whole = stage_state([chunk], 0, run_of(actor, layout))[0]
     assert whole.optimizer_bytes == 12 * 1536
 
 
 def test_an_optimizer_on_the_host_leaves_six_bytes_per_parameter() -> None:
     actor = ActorConfig()
     actor.optimizer.cpu_offload = True
-    numerics = Numerics.of(actor, torch.bfloat16, fused_optimizer=True)
-    (state,) = stage_state([[StageParameter(1024)]], TrainLayout(1), 0, numerics)
+    (state,) = stage_state([[StageParameter(1024)]], 0, run_of(actor, TrainLayout(1)))
     assert (state.total_bytes, state.host_bytes) == (6 * 1024, 12 * 1024)
     # A piece, however little there is of it.
     assert state.piece_bytes == 12 * PIECE_ELEMENTS

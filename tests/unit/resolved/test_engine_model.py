@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import Config, load_config
-from mcore_rl.config.roles import EngineRole
+from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.engine_model import check_engine_model, overridden_fields
-from mcore_rl.resolved.model import ResolvedModel
+from mcore_rl.resolved.model import policy_config
 from tests.tiny_models import tiny_fields
 
 
@@ -24,8 +24,12 @@ def run_of(directory: Path, kind: str, changes: dict[str, Any], *overrides: str)
     return load_config(str(path), list(overrides))
 
 
+def policy_fields(config: Config) -> dict[str, object]:
+    return policy_config(ModelRole.policy(config.actor, config.model))[0]
+
+
 def checked(config: Config) -> None:
-    check_engine_model(EngineRole.rollout(config), config.algorithm, ResolvedModel.policy(config).hf_config)
+    check_engine_model(EngineRole.rollout(config.rollout, config.model), config.algorithm, policy_fields(config))
 
 
 REJECTED = [
@@ -68,7 +72,7 @@ def test_chunked_attention_is_rejected_before_start(tmp_path: Path, kind: str) -
 
 def test_overridden_field_is_named_in_a_note(tmp_path: Path) -> None:
     config = run_of(tmp_path, "llama", {"sliding_window": 8, "logit_scale": 0.5})
-    (note,) = overridden_fields(config.model, ResolvedModel.policy(config).hf_config)
+    (note,) = overridden_fields(config.model, policy_fields(config))
     assert "logit_scale=1.0, sliding_window=null" in note
     config = run_of(tmp_path, "llama", {"sliding_window": None, "logit_scale": 1.0})
-    assert overridden_fields(config.model, ResolvedModel.policy(config).hf_config) == []
+    assert overridden_fields(config.model, policy_fields(config)) == []

@@ -32,24 +32,28 @@ def _config(directory: Path, family: str, overrides: tuple[str, ...] = (), **cha
     return load_config(str(path), list(overrides))
 
 
+def _policy(config: Config) -> ResolvedModel:
+    return ResolvedModel.policy(ModelRole.policy(config.actor, config.model), 1)
+
+
 def test_policy_config_mtp_layers_without_loss_are_omitted(config: Config) -> None:
-    spec = ResolvedModel.policy(config)
+    spec = _policy(config)
     assert spec.left_out == 1
     assert spec.arguments.mtp_num_layers == 0
     config.actor.mtp_loss_coefficient = 0.1
-    spec = ResolvedModel.policy(config)
+    spec = _policy(config)
     assert (spec.left_out, spec.arguments.mtp_num_layers) == (0, 1)
 
 
 def test_policy_config_loss_for_missing_mtp_layers_is_rejected(tmp_path: Path) -> None:
     config = _config(tmp_path, "llama", ("actor.mtp_loss_coefficient=0.1",))
     with pytest.raises(ConfigError, match=r"^actor\.mtp_loss_coefficient=0\.1, but model\.hf_path=.* set .* to 0$"):
-        policy_config(ModelRole.policy(config))
+        policy_config(ModelRole.policy(config.actor, config.model))
 
 
 def test_value_config_has_no_mtp_layers_or_tied_embeddings(tmp_path: Path) -> None:
     config = _config(tmp_path, "deepseek_v3", tie_word_embeddings=True)
-    spec = ResolvedModel.value_model(ModelRole.critic(config), 1)
+    spec = ResolvedModel.value_model(ModelRole.critic(config.critic, config.model), 1)
     assert (spec.arguments.mtp_num_layers, spec.arguments.tied_embeddings) == (0, False)
 
 
@@ -58,20 +62,20 @@ def test_resolved_model_unknown_family_names_the_role_key(tmp_path: Path, change
     config = _config(tmp_path, "deepseek_v3", **changes)
     config.critic.hf_path = config.model.hf_path
     with pytest.raises(ConfigError, match=r"^model\.hf_path=/"):
-        ResolvedModel.policy(config)
+        _policy(config)
     with pytest.raises(ConfigError, match=r"^critic\.hf_path=/"):
-        ResolvedModel.value_model(ModelRole.critic(config), 1)
+        ResolvedModel.value_model(ModelRole.critic(config.critic, config.model), 1)
 
 
 def test_resolved_model_expert_keys_of_dense_model_are_rejected(tmp_path: Path) -> None:
     config = _config(tmp_path, "llama", ("actor.moe.aux_loss_coefficient=0.1",))
     with pytest.raises(ConfigError, match=r"^actor\.moe\.aux_loss_coefficient=0\.1, but the model has no experts"):
-        ResolvedModel.policy(config)
+        _policy(config)
 
 
 def test_implementation_missing_package_is_rejected_unless_planned(config: Config) -> None:
-    spec = ResolvedModel.policy(config)
-    role, nodes = ModelRole.policy(config), config.cluster.gpus_per_node
+    spec = _policy(config)
+    role, nodes = ModelRole.policy(config.actor, config.model), config.cluster.gpus_per_node
     wants = replace(role, section=replace(config.actor, recompute="selective", recompute_modules=["moe_act"]))
     with pytest.raises(ConfigError, match="needs grouped GEMM"):
         spec.implementation(wants, nodes, CPU)

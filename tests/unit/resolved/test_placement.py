@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.placement import Guests, place, visible_devices
+from mcore_rl.resolved import placement
+from mcore_rl.resolved.placement import Guests, RunPlacement, visible_devices
 from mcore_rl.runtime.addresses import EPHEMERAL, free_port
 from mcore_rl.runtime.cluster import natural
 
@@ -16,6 +19,11 @@ def config(nodes: int, slots: int, *, tp: int = 1, placement: str = "colocated",
     made.cluster.nodes, made.cluster.gpus_per_node, made.cluster.placement = nodes, slots, placement
     made.rollout.tp, made.actor.num_ranks = tp, ranks
     return made
+
+
+def place(made: Config, *, on_gpus: bool, num_engines: int, guests: Sequence[Guests] = ()) -> RunPlacement:
+    sections = made.cluster, made.rollout, made.num_trainer_ranks
+    return placement.place(*sections, on_gpus=on_gpus, num_engines=num_engines, guests=guests)
 
 
 def test_place_ranks_fill_nodes_in_order() -> None:

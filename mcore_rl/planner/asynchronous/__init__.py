@@ -1,1 +1,0 @@
-"""What `mcore-rl plan` says of runs whose engines generate while the trainer updates."""
