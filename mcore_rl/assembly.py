@@ -31,13 +31,11 @@ from mcore_rl.observe.signs import Sign, signs_for
 from mcore_rl.ports import Critic, PendingSave, Publisher, Validator
 from mcore_rl.preparation.prepare import Prepared
 from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
-from mcore_rl.rollout.failures import GradingFailures
-from mcore_rl.rollout.probe import PromptProbe
+from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.rollout.scored_pool import RecordedPool, ScoredPool, StepGradingPool, WeightedScorer
-from mcore_rl.rollout.streaming.collector import ScoreTasks, StreamingCollector
+from mcore_rl.rollout.streaming.collector import ScoreTasks, StreamingCollector, SwappingPublisher
 from mcore_rl.rollout.streaming.replay import read_replay
-from mcore_rl.rollout.streaming.swaps import SwappingPublisher
-from mcore_rl.rollout.validator import RolloutValidator
+from mcore_rl.rollout.validator import PromptProbe, RolloutValidator
 from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.launch import RunProcesses, launch

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -14,9 +14,9 @@ from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.records import join_parts, part_path
 from mcore_rl.ports import Collector
-from mcore_rl.rollout.failures import GradingFailures
+from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.rollout.tasks import cut
-from mcore_rl.types import BuffersRef, Groups, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
+from mcore_rl.types import Groups, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
 
 
 class RolloutPool(Protocol):
@@ -62,50 +62,47 @@ class RolloutCollector:
 
     def collect(self, step: int) -> Groups:
         """Collect groups for `step`; exactly prompts_per_step groups are kept."""
-        chunks: list[BuffersRef] = []
-        scalars: list[RolloutScalars] = []
+        results: list[RolloutResult] = []
         keep: list[np.ndarray] = []
         zero_variance: list[np.ndarray] = []
         records: list[str] = []
         seconds = np.zeros(2)
-        kept_groups, sampled, batches = 0, 0, 0
-        while kept_groups < self.prompts_per_step and batches < self._max_batches():
-            tasks = self._tasks(step, batches, self._sample_size(kept_groups, sampled))
-            results = self.pool.run(tasks)
-            seconds += _slowest([result for _, result in results])
-            for task, (chunk, result) in zip(tasks, results, strict=True):
+        missing, sampled, batches = self.prompts_per_step, 0, 0
+        max_batches = self.dynamic.max_batches if self.dynamic.enable else 1
+        while missing > 0 and batches < max_batches:
+            tasks = self._tasks(step, batches, self._sample_size(self.prompts_per_step - missing, sampled))
+            batch = self.pool.run(tasks)
+            seconds += _slowest([result for _, result in batch])
+            for _, result in batch:
                 kept, rest = _split_groups(self._signal(result), result.group_ids)
-                kept, missing = _first_groups(kept, result.group_ids, self.prompts_per_step - kept_groups)
-                chunks.append(chunk)
-                scalars.append(result)
+                kept, missing = _first_groups(kept, result.group_ids, missing)
                 keep.append(kept)
                 zero_variance.append(rest)
-                records.append(str(task.records))
-                kept_groups = self.prompts_per_step - missing
-                sampled += len(task.group_ids)
+            results += batch
+            records += [str(task.records) for task in tasks]
+            sampled += sum(len(task.group_ids) for task in tasks)
             batches += 1
+        scalars = [result for _, result in results]
         dropped = sum(num_groups(result.group_ids[rest]) for result, rest in zip(scalars, zero_variance, strict=True))
-        _fill_up(keep, zero_variance, scalars, self.prompts_per_step - kept_groups)
+        _fill_up(keep, zero_variance, scalars, missing)
         join_parts(records, self.records_dir, f"step_{step}")
         greedy = self._greedy(scalars, keep) if self.with_greedy else []
         if self.failures is not None:
             self.failures.check([*scalars, *greedy], f"step {step}", f"rollouts/step_{step}.jsonl")
         seconds += _slowest(greedy)
+        chunks = tuple(chunk for chunk, _ in results)
         generating, grading = seconds.tolist()
         return Groups(
-            tuple(chunks), tuple(scalars), tuple(keep), sampled, dropped, batches, generating, grading, tuple(greedy)
+            chunks, tuple(scalars), tuple(keep), sampled, dropped, batches, generating, grading, tuple(greedy)
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """Return the position for a checkpoint. Group ids are never reused, since they determine the seeds of
         responses."""
         return {"next_group": self.next_group}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self.next_group = int(state["next_group"])
-
-    def _max_batches(self) -> int:
-        return self.dynamic.max_batches if self.dynamic.enable else 1
 
     def _sample_size(self, kept: int, sampled: int) -> int:
         """Return the number of missing groups divided by the fraction with signal so far, at most prompts_per_step."""
@@ -121,18 +118,11 @@ class RolloutCollector:
         ids = np.arange(self.next_group, self.next_group + count, dtype=np.int64)
         self.next_group += count
         samples, sampling = self.rollout.samples_per_prompt, training_sampling(self.rollout)
-        return [
-            RolloutTask(
-                "train",
-                rows[part],
-                ids[part],
-                samples,
-                sampling,
-                self.seed,
-                part_path(self.records_dir, f"step_{step}", batch, number),
-            )
-            for number, part in enumerate(self._cut(count, samples))
-        ]
+        tasks = []
+        for number, part in enumerate(self._cut(count, samples)):
+            records = part_path(self.records_dir, f"step_{step}", batch, number)
+            tasks.append(RolloutTask("train", rows[part], ids[part], samples, sampling, self.seed, records))
+        return tasks
 
     def _cut(self, num_groups: int, samples: int) -> list[np.ndarray]:
         return cut(num_groups, samples, self.pool.num_engines, self.rollout.max_concurrent_requests)

@@ -83,7 +83,6 @@ class EngineLoop:
         try:
             deltas, completions = self.engine.step()
         except Exception as error:
-            self._note_death(error)
             self._fail(error)
             return
         # Write the journal before anyone sees the results: another engine must find every reported token in it.
@@ -328,7 +327,6 @@ class EngineLoop:
             try:
                 self._paused.pause(self.engine.abort(request_ids))
             except Exception as error:
-                self._note_death(error)
                 self._fail(error)
 
     def _resume_paused(self) -> None:
@@ -340,10 +338,11 @@ class EngineLoop:
                 try:
                     self.engine.submit(requests)
                 except Exception as error:
-                    self._note_death(error)
                     self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
+        """End all requests with `error`."""
+        self._note_death(error)
         listeners, self._listeners = self._listeners, {}
         self._unstarted.clear()
         self._paused.remove(listeners)

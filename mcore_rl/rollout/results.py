@@ -1,22 +1,25 @@
-"""Scalars of responses for the driver, and their records for the rollout files."""
+"""Scalars of responses for the driver, their records for the rollout files, and the handling of failed grading."""
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.data.json_text import to_plain
 from mcore_rl.data.records import SURROGATE_ERRORS
+from mcore_rl.errors import RewardError
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.trajectories import temperature_spans, version_spans
 from mcore_rl.types import EpisodeOutcome, Grades, RolloutScalars, RolloutTask, Score, Trajectory, TrajectoryBuffers
 
+FAILED_EPISODE = "the episode failed"
+"""Prefix of error messages for failed episodes."""
 LIMIT_REASONS = ("length", "turns", "tool_calls", "seconds")
 """Finish reasons of responses that a limit ended."""
 
@@ -115,7 +118,7 @@ def write_records(path: Path, task: RolloutTask, responses: Sequence[Response]) 
                 file.write(json.dumps(record, ensure_ascii=False, default=to_plain) + "\n")
 
 
-def _record(response: Response, trajectory: Trajectory, group: int, sample: int, submitted: int) -> dict[str, Any]:
+def _record(response: Response, trajectory: Trajectory, group: int, sample: int, submitted: int) -> dict[str, object]:
     prompt, outcome, score = response.attempt.prompt, response.outcome, response.score
     record: dict[str, object] = {
         **score.parts,
@@ -143,3 +146,80 @@ def _record(response: Response, trajectory: Trajectory, group: int, sample: int,
         places = np.flatnonzero(trajectory.rewards).tolist()
         record["turn_rewards"] = [[place, float(trajectory.rewards[place])] for place in places]
     return record
+
+
+def join_scalars(parts: Sequence[RolloutScalars]) -> RolloutScalars:
+    """Concatenate all responses. Seconds are the maximum, since the calls ran concurrently."""
+    arrays = {
+        field.name: np.concatenate([getattr(part, field.name) for part in parts])
+        for field in fields(RolloutScalars)
+        if isinstance(getattr(parts[0], field.name), np.ndarray) and field.name != "episodes"
+    }
+    lengths = [len(part.rewards) for part in parts]
+    starts = np.cumsum([0, *lengths]).tolist()
+    errors = [(start + i, text) for start, part in zip(starts, parts, strict=False) for i, text in part.errors]
+    return RolloutScalars(
+        **arrays,
+        errors=tuple(errors),
+        scores={name: np.concatenate([part.scores[name] for part in parts]) for name in parts[0].scores},
+        parts=_joined_numbers([part.parts for part in parts], lengths),
+        episodes=_joined_episodes(parts, starts),
+        episode_metrics=_joined_numbers([part.episode_metrics for part in parts], lengths),
+        traceback=next((part.traceback for part in parts if part.traceback), None),
+        seconds_generating=max(part.seconds_generating for part in parts),
+        seconds_grading=max(part.seconds_grading for part in parts),
+        tokens_taken_over=sum(part.tokens_taken_over for part in parts),
+        version_tokens=tuple(entry for part in parts for entry in part.version_tokens),
+    )
+
+
+def _joined_numbers(parts: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int]) -> dict[str, np.ndarray]:
+    """Concatenate by name; NaN for parts without a name."""
+    names = sorted({name for part in parts for name in part})
+    lacking = [np.full(length, np.nan) for length in lengths]
+    return {
+        name: np.concatenate([part.get(name, none) for part, none in zip(parts, lacking, strict=True)])
+        for name in names
+    }
+
+
+def _joined_episodes(parts: Sequence[RolloutScalars], starts: Sequence[int]) -> np.ndarray | None:
+    if all(part.episodes is None for part in parts):
+        return None
+    return np.concatenate(
+        [
+            start + (np.arange(len(part.rewards)) if part.episodes is None else part.episodes)
+            for part, start in zip(parts, starts, strict=False)
+        ]
+    )
+
+
+@dataclass
+class GradingFailures:
+    """Grading failures of one run; `note` prints a text to the user."""
+
+    config: RewardConfig
+    note: Callable[[str], None]
+    _shown: bool = field(default=False, init=False)
+
+    def check(self, graded: Sequence[RolloutScalars], what: str, records: str) -> None:
+        """Check all responses of `what` (such as "step 3"), which are in the file `records`.
+
+        Raises: RewardError if at least one, and reward.max_error_fraction of them, could not be graded.
+        """
+        errors = [message for scalars in graded for _, message in scalars.errors]
+        if not errors:
+            return
+        source = "rollout.episode" if errors[0].startswith(FAILED_EPISODE) else self.config.chosen
+        responses = sum(len(scalars.rewards) for scalars in graded)
+        if not self._shown:
+            self._shown = True
+            traceback = next((scalars.traceback for scalars in graded if scalars.traceback), None)
+            counted = "its reward is 0; later failures are only counted (reward/errors) and recorded"
+            self.note(f"warning: {source}: {errors[0]}; {counted}" + (f"\n{traceback}" if traceback else ""))
+        if len(errors) >= self.config.max_error_fraction * responses:
+            raise RewardError(
+                f"{source} failed on {len(errors)} of {responses} responses of {what}, which reaches "
+                f"reward.max_error_fraction={self.config.max_error_fraction:g}; first error: {errors[0]}; all errors "
+                f"are in {records}"
+            )

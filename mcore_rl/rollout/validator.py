@@ -1,20 +1,26 @@
-"""Validation with the same engines and graders as training."""
+"""Responses that no step trains: validation with the same engines and graders as training, and probes of engines."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.batching import one_row_per_episode
 from mcore_rl.data.records import join_parts, part_path
-from mcore_rl.ports import Validator
-from mcore_rl.rollout.collector import RolloutPool
-from mcore_rl.rollout.failures import GradingFailures
-from mcore_rl.rollout.scalars import join_scalars
+from mcore_rl.ports import EngineProbe, Validator
+from mcore_rl.rollout.collector import RolloutPool, training_sampling
+from mcore_rl.rollout.results import GradingFailures, join_scalars
 from mcore_rl.rollout.tasks import cut
-from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
+from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
+
+PROBE = "probe"
+"""Name of this prompt set on engines; the request ids start with it."""
+MAX_TOKENS = 32
+"""Length limit of a response: 4 prompts give about 100 tokens, enough for a mean, in less than a second."""
 
 
 @dataclass
@@ -46,18 +52,11 @@ class RolloutValidator:
         parts = cut(
             self.num_prompts, options.validation_samples, self.pool.num_engines, options.max_concurrent_requests
         )
-        tasks = [
-            RolloutTask(
-                "val",
-                rows,
-                rows,
-                options.validation_samples,
-                sampling,
-                self.seed,
-                part_path(self.records_dir, name, 0, number),
-            )
-            for number, rows in enumerate(parts)
-        ]
+        tasks = []
+        for number, rows in enumerate(parts):
+            records = part_path(self.records_dir, name, 0, number)
+            samples = options.validation_samples
+            tasks.append(RolloutTask("val", rows, rows, samples, sampling, self.seed, records))
         results = [one_row_per_episode(scalars) for _, scalars in self.pool.run(tasks)]
         join_parts([str(task.records) for task in tasks], self.records_dir, name)
         if self.failures is not None:
@@ -65,5 +64,37 @@ class RolloutValidator:
         return join_scalars(results)
 
 
+class ProbedPool(Protocol):
+    """Engines that can all run the same task."""
+
+    def probe(self, task: RolloutTask) -> dict[str, RolloutResult]:
+        """Run the task on every engine, with different group ids each; returns {engine name: result}."""
+
+
+@dataclass(frozen=True)
+class PromptProbe:
+    """EngineProbe: short ungraded responses of each engine to training prompts, to compare log-probabilities before
+    training. They use the sampling options of training, and share no id, journal entry or record with responses of
+    steps.
+
+    Shapes: prompt_tokens int64 [N], the length of every training prompt.
+    """
+
+    pool: ProbedPool
+    prompt_tokens: np.ndarray
+    rollout: RolloutConfig
+    seed: int
+
+    def probe(self, num_prompts: int) -> dict[str, RolloutResult]:
+        """Same as EngineProbe.probe. Prompts range from the longest to the shortest; they repeat if there are too
+        few."""
+        sampling = training_sampling(self.rollout)
+        sampling = replace(sampling, max_response_tokens=min(MAX_TOKENS, sampling.max_response_tokens))
+        # Long and short prompts, because some errors, such as a wrong attention window, depend on the length.
+        longest_first = np.argsort(-self.prompt_tokens, kind="stable")
+        rows = longest_first[np.linspace(0, len(longest_first) - 1, num_prompts).astype(np.int64)]
+        return self.pool.probe(RolloutTask(PROBE, rows, np.arange(num_prompts), 1, sampling, self.seed))
+
+
 if TYPE_CHECKING:
-    _port: type[Validator] = RolloutValidator
+    _ports: tuple[type[Validator], type[EngineProbe]] = (RolloutValidator, PromptProbe)

@@ -23,7 +23,7 @@ STEP = "step(action) -> (observation, reward, done)"
 class Episode(Protocol):
     """Interaction of the model for one prompt. One object serves all concurrent episodes of an engine."""
 
-    async def run(self, session: Session, prompt: EpisodePrompt) -> Any:
+    async def run(self, session: Session, prompt: EpisodePrompt) -> object:
         """Run one episode. Returns None (graders compute the reward), a finite number, a dict with `score`, or an
         EpisodeResult."""
 
@@ -49,7 +49,7 @@ class ToolEpisode:
 
     @staticmethod
     async def _answer(session: Session, call: ToolCall | MalformedCall, number: int) -> ChatMessage:
-        limit = session.limits.tool_calls_per_turn
+        limit = session.limits.config.max_tool_calls_per_turn
         if isinstance(call, MalformedCall):
             session.count_malformed_call()
             text = call.answer
@@ -71,11 +71,11 @@ class EnvironmentEpisode:
     before the first turn, score() -> number or dict with `score` at the end (replaces graders), and close().
     """
 
-    def __init__(self, environment: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, environment: str, options: Mapping[str, object]) -> None:
         self._make = load_function("rollout.environment", environment)
         self._options = dict(options)
 
-    async def run(self, session: Session, prompt: EpisodePrompt) -> Any:
+    async def run(self, session: Session, prompt: EpisodePrompt) -> object:
         environment = await _called(self._make, prompt=prompt, **self._options)
         try:
             with contextlib.suppress(EpisodeLimitError):  # an episode that reached a limit is scored, too
@@ -103,14 +103,14 @@ class EnvironmentEpisode:
                 ids = session.next_prompt([{"role": "user", "content": observation}])
 
 
-def _step(returned: Any) -> tuple[str, float, bool]:
+def _step(returned: object) -> tuple[str, float, bool]:
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise TypeError(f"the environment's step returned {type(returned).__name__}; it must be {STEP}")
     observation, reward, done = returned
     return as_json_text(observation), float(reward), bool(done)
 
 
-async def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def _called(function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Call a user's function. Synchronous functions run in a thread, since they may be slow."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)

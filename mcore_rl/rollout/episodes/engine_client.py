@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from mcore_rl.errors import DataError
 from mcore_rl.rollout.journal import JournaledResponse
 from mcore_rl.rollout.loop import EngineLoop
 from mcore_rl.types import Completion, GenerationRequest
@@ -85,6 +86,8 @@ class AttemptClient:
         self._lock = threading.Lock()
         self._has_started = False
         self.taken_over = 0
+        self.failure: Exception | None = None
+        """First error of the engine, which is remembered even if the episode catches it."""
 
     def begin(self) -> None:
         """Call `begin` once; may be called from the engine's thread and from the episodes' thread."""
@@ -94,6 +97,15 @@ class AttemptClient:
             self._begin()
 
     async def generate(self, request: GenerationRequest) -> Completion:
+        try:
+            return await self._generate(request)
+        except DataError:
+            raise  # the episode's fault: an invalid request
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
         found = self._recovered.get(request.request_id)
         # The seed includes the history, so a different seed means that a tool answered differently this time.
         if found is None or found.seed != request.seed:

@@ -18,31 +18,22 @@ class EpisodeLimitError(Exception):
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Limits of one episode. Units: tokens, turns, calls, seconds.
+    """Limits of an episode: the configured ones, `response_tokens` of a sequence after its prompt, and `turns`."""
 
-    response_tokens: tokens of a sequence after its prompt. context_tokens: the same including the prompt. turn_tokens:
-    tokens sampled in one turn.
-    """
-
+    config: RolloutConfig
     response_tokens: int
-    context_tokens: int
-    turn_tokens: int | None
     turns: int
-    tool_calls_per_turn: int
-    seconds: float | None
 
     @classmethod
     def of(cls, config: RolloutConfig, *, response_tokens: int, turns: int | None = None) -> EpisodeLimits:
         """Build the limits. `response_tokens` is the task's limit; `turns` is the prompt row's limit, None: the
         configuration's."""
-        return cls(
-            response_tokens,
-            config.max_prompt_tokens + config.max_response_tokens,
-            config.max_turn_tokens,
-            min(turns, config.max_turns) if turns is not None else config.max_turns,
-            config.max_tool_calls_per_turn,
-            config.max_episode_seconds,
-        )
+        return cls(config, response_tokens, config.max_turns if turns is None else min(turns, config.max_turns))
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of a sequence including its prompt."""
+        return self.config.max_prompt_tokens + self.config.max_response_tokens
 
     def room(self, num_turns: int, num_prompt_tokens: int, num_tokens: int) -> int:
         """Return the number of tokens that may be sampled after `num_turns` turns, in a sequence of `num_tokens`
@@ -55,10 +46,10 @@ class EpisodeLimits:
         left = min(self.response_tokens - (num_tokens - num_prompt_tokens), self.context_tokens - num_tokens)
         if left <= 0:
             raise EpisodeLimitError("length", f"a sequence of {num_tokens} tokens leaves no room for another turn")
-        return left if self.turn_tokens is None else min(left, self.turn_tokens)
+        return left if self.config.max_turn_tokens is None else min(left, self.config.max_turn_tokens)
 
     def check_calls(self, num_calls: int) -> None:
         """Raise EpisodeLimitError if the turn may not call another tool."""
-        if num_calls >= self.tool_calls_per_turn:
+        if num_calls >= self.config.max_tool_calls_per_turn:
             text = f"the limit of {num_calls} calls per turn (rollout.max_tool_calls_per_turn) is reached"
             raise EpisodeLimitError("tool_calls", text)

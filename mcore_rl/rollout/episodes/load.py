@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.episodes import WITH_ENVIRONMENT, WITH_TOOLS
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.config.rules.episodes import episode_of
-from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.chat.conversation import Conversation
 from mcore_rl.data.chat.template import TemplateFacts, examine
 from mcore_rl.errors import ConfigError
@@ -35,10 +35,10 @@ FORM = "async def run(self, session, prompt)"
 class FunctionEpisode:
     """Episode implemented by a user's async function."""
 
-    function: Callable[..., Coroutine[Any, Any, Any]]
-    options: Mapping[str, Any]
+    function: Callable[..., Awaitable[object]]
+    options: Mapping[str, object]
 
-    async def run(self, session: Session, prompt: EpisodePrompt) -> Any:
+    async def run(self, session: Session, prompt: EpisodePrompt) -> object:
         return await self.function(session, prompt, **self.options)
 
 
@@ -64,28 +64,32 @@ def load_episode(rollout: RolloutConfig) -> Episode:
     if not inspect.iscoroutinefunction(getattr(named, "run", None)):
         raise ConfigError(f"{origin} has no {FORM}")
     made: Any = named(**options)
-    episode: Episode = made
-    return episode
+    return made
 
 
 def start_episodes(
-    config: Config,
+    rollout: RolloutConfig,
+    sandbox: SandboxConfig,
     loop: EngineLoop,
     tokenizer: PreTrainedTokenizerBase,
     stop_ids: tuple[int, ...],
+    *,
+    template_kwargs: dict[str, object],
     record: Record,
 ) -> EpisodePlayer:
-    """Start the player for the configured episodes on an engine, and their tools. `record` receives spans for the
-    timeline.
+    """Start the player for the configured episodes on an engine, and their tools. `template_kwargs`:
+    data.template_kwargs. `record` receives spans for the timeline.
 
     Raises: ConfigError if something cannot be loaded or rendered.
     """
-    rollout = config.rollout
     player = EpisodePlayer(load_episode(rollout), loop, rollout, record)
-    tools = player.run(ToolBox.start(rollout, config.sandbox)) if rollout.tools is not None else None
+    tools = player.run(ToolBox.start(rollout, sandbox)) if rollout.tools is not None else None
     schemas = tools.schemas if tools is not None else []
-    conversation, facts = conversation_of(rollout, config.data.template_kwargs, tokenizer, schemas, stop_ids)
-    parser_of = partial(_parser_of, rollout.tool_parser, str(tokenizer.chat_template))
+    conversation, facts = conversation_of(rollout, template_kwargs, tokenizer, schemas, stop_ids)
+
+    def parser_of(schemas: Sequence[ToolSchema]) -> ToolCallParser:
+        return ToolCallParser(rollout.tool_parser, str(tokenizer.chat_template), [dict(schema) for schema in schemas])
+
     player.context = EpisodeContext(
         tokenizer,
         conversation,
@@ -100,13 +104,9 @@ def start_episodes(
     return player
 
 
-def _parser_of(spec: str, chat_template: str, schemas: Sequence[ToolSchema]) -> ToolCallParser:
-    return ToolCallParser(spec, chat_template, [dict(schema) for schema in schemas])
-
-
 def conversation_of(
     rollout: RolloutConfig,
-    template_kwargs: dict[str, Any],
+    template_kwargs: dict[str, object],
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[ToolSchema],
     stop_ids: tuple[int, ...],
@@ -117,9 +117,7 @@ def conversation_of(
     null.
     """
     conversation = Conversation(tokenizer, tools, stop_ids, template_kwargs)
-    chosen = episode_of(rollout)
-    users = chosen == WITH_ENVIRONMENT
-    facts = examine(conversation, tools=bool(tools), users=users)
+    facts = examine(conversation, tools=bool(tools), users=episode_of(rollout) == WITH_ENVIRONMENT)
     if facts.rewrites and rollout.history is None:
         raise ConfigError(
             "rollout.history: the chat template renders earlier turns differently once a message follows: "

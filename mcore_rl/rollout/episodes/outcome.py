@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,7 @@ class EpisodeResult:
 NOTHING = EpisodeResult()
 
 
-def ended(session: Session, returned: Any, *, reason: str | None = None) -> EpisodeOutcome:
+def ended(session: Session, returned: object, *, reason: str | None = None) -> EpisodeOutcome:
     """Return the outcome of an episode that returned; `reason` is the limit that ended it, if any.
 
     Raises: DataError for an invalid return value.
@@ -90,7 +89,7 @@ def _outcome(
     )
 
 
-def _result(returned: Any) -> EpisodeResult:
+def _result(returned: object) -> EpisodeResult:
     if returned is None:
         return NOTHING
     if isinstance(returned, EpisodeResult):
@@ -105,7 +104,7 @@ def _result(returned: Any) -> EpisodeResult:
     return EpisodeResult(_finite(returned, "reward"))
 
 
-def _finite(value: Any, name: str) -> float | None:
+def _finite(value: object, name: str) -> float | None:
     if value is None:
         return None
     number = value.item() if hasattr(value, "item") else value
@@ -114,7 +113,7 @@ def _finite(value: Any, name: str) -> float | None:
     return float(number)
 
 
-def _parts(values: Mapping[str, Any]) -> dict[str, float | str]:
+def _parts(values: Mapping[str, object]) -> dict[str, float | str]:
     return {
         name: float(value) if isinstance(value, Real) and math.isfinite(float(value)) else str(value)
         for name, value in values.items()

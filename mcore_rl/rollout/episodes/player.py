@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mcore_rl.config.functions import describe
 from mcore_rl.config.rules.episodes import concurrent_episodes
@@ -20,36 +20,19 @@ from mcore_rl.rollout.episodes.engine_client import AttemptClient, EngineClient,
 from mcore_rl.rollout.episodes.limits import EpisodeLimitError, EpisodeLimits
 from mcore_rl.rollout.episodes.outcome import ended as outcome_of
 from mcore_rl.rollout.episodes.outcome import failed
-from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Session, TokenSource
+from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Session
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks
 from mcore_rl.rollout.episodes.trace import COMPLETED, FAILED, RUNNING, EpisodeTraces, Record
-from mcore_rl.rollout.failures import FAILED_EPISODE
 from mcore_rl.rollout.journal import JournaledResponse
 from mcore_rl.rollout.loop import Choose, EngineLoop
-from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest
+from mcore_rl.rollout.results import FAILED_EPISODE
+from mcore_rl.types import EpisodeOutcome
 
 MAX_TRACEBACK_CHARACTERS = 4000
 """Maximum length of a recorded traceback; its end, with the error, is kept."""
 THREADS = 64
 """Threads for synchronous code of users' environments."""
 T = TypeVar("T")
-
-
-class WatchedSource:
-    """TokenSource that remembers errors of the engine, even if an episode catches them."""
-
-    def __init__(self, source: TokenSource) -> None:
-        self._source = source
-        self.failure: Exception | None = None
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        try:
-            return await self._source.generate(request)
-        except DataError:
-            raise  # the episode's fault: an invalid request
-        except Exception as error:
-            self.failure = self.failure or error
-            raise
 
 
 class EpisodePlayer:
@@ -100,7 +83,7 @@ class EpisodePlayer:
         self._thread.join()
         self._loop.close()
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[object, None, T]) -> T:
         """Run a coroutine on the episodes' thread and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
@@ -132,9 +115,9 @@ class EpisodePlayer:
     def _leave(self, attempt: Attempt) -> bool:
         """Remove an attempt from the waiting ones; return True if it was waiting."""
         with self._lock:
-            waits = attempt.request.request_id in self._waiting
+            is_waiting = attempt.request.request_id in self._waiting
             self._waiting.discard(attempt.request.request_id)
-            return waits
+            return is_waiting
 
     async def _play(
         self, attempt: Attempt, callbacks: AttemptCallbacks, recovered: Mapping[str, JournaledResponse]
@@ -148,18 +131,14 @@ class EpisodePlayer:
             callbacks.started()
 
         client = AttemptClient(self.client, recovered, attempt.request.request_id, begin)
-        source = WatchedSource(client)
         prompt = attempt.prompt
-        limits = EpisodeLimits.of(
-            self._config,
-            response_tokens=attempt.request.sampling.max_response_tokens,
-            turns=prompt.max_turns,
-        )
+        max_tokens = attempt.request.sampling.max_response_tokens
+        limits = EpisodeLimits.of(self._config, response_tokens=max_tokens, turns=prompt.max_turns)
         context = self.context.offering(prompt.tools)
-        session = Session(context, source, attempt.request, prompt, limits, traced, trained=attempt.trained)
+        session = Session(context, client, attempt.request, prompt, limits, traced, trained=attempt.trained)
         ended_in = FAILED
         try:
-            outcome = await self._outcome(session, EpisodePrompt.of(prompt), limits.seconds)
+            outcome = await self._outcome(session, EpisodePrompt.of(prompt), self._config.max_episode_seconds)
             ended_in = COMPLETED if outcome.error is None else FAILED
         except WithdrawnError:
             return None
@@ -170,8 +149,8 @@ class EpisodePlayer:
                 closed = await self.context.tools.close_episode(session.id)
         if closed is not None and closed.rewards:
             outcome = replace(outcome, extra={**outcome.extra, "episode_rewards_of_tools": dict(closed.rewards)})
-        if source.failure is not None:
-            raise source.failure
+        if client.failure is not None:
+            raise client.failure
         client.begin()  # for an episode that failed before it generated anything
         return replace(outcome, taken_over=client.taken_over) if client.taken_over else outcome
 

@@ -9,7 +9,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class ToolCaller(Protocol):
     """Tools of an engine's episodes."""
 
     async def call(
-        self, episode_id: str, name: str, arguments: dict[str, Any], tools_kwargs: Mapping[str, Any]
+        self, episode_id: str, name: str, arguments: dict[str, object], tools_kwargs: Mapping[str, object]
     ) -> ToolResult: ...
 
     async def close_episode(self, episode_id: str) -> ClosedEpisode: ...
@@ -67,8 +67,8 @@ class EpisodePrompt:
     text: str
     messages: list[ChatMessage]
     data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
+    ground_truth: object
+    extra_info: dict[str, object]
     row: int
 
     @classmethod
@@ -167,7 +167,7 @@ class Session:
         """True if the row opens the reasoning of the first turn."""
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> Sequence[ToolSchema]:
         """OpenAI schemas of the tools."""
         return self._context.conversation.tools
 
@@ -177,7 +177,7 @@ class Session:
         return self._context.parallel_calls
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: SamplingOptions | Mapping[str, Any] | None = None
+        self, token_ids: Sequence[int], sampling: SamplingOptions | Mapping[str, object] | None = None
     ) -> Sampled:
         """Sample the continuation of `token_ids`, the whole sequence so far. `sampling` overrides the run's options;
         max_response_tokens applies to this turn.
@@ -211,7 +211,7 @@ class Session:
         self._texts.append(self._last.text)
         return self._last
 
-    async def call(self, tool_name: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def call(self, tool_name: str, arguments: Mapping[str, object]) -> ToolResult:
         """Call a tool. Errors of the tool are returned as text for the model and counted.
 
         Raises: EpisodeLimitError if the turn has reached its number of calls.
@@ -337,7 +337,7 @@ class Session:
     def _shortened(self, ids: list[int]) -> list[int]:
         """Drop the oldest turns until another turn fits; the last turn always stays."""
         # The messages of the row (`start`) always stay; whole turns with their answers are dropped from the front.
-        wanted = self.limits.turn_tokens or 1
+        wanted = self.limits.config.max_turn_tokens or 1
         kept = [turn for turn in self._turn_messages if turn]
         start = self.messages[: len(self.messages) - sum(map(len, kept))]
         while len(ids) + wanted > self.limits.context_tokens and len(kept) > 1:
@@ -346,7 +346,7 @@ class Session:
             ids = self._context.conversation.prompt_ids(shown, continues=False)
         return ids
 
-    def _options(self, given: SamplingOptions | Mapping[str, Any] | None, room: int) -> SamplingOptions:
+    def _options(self, given: SamplingOptions | Mapping[str, object] | None, room: int) -> SamplingOptions:
         """Apply overrides. Raises: DataError for invalid options, or options that cannot be trained."""
         options = self._request.sampling
         if given is not None:

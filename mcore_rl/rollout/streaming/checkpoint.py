@@ -15,9 +15,9 @@ from mcore_rl.rollout.streaming.saved import (
     SavedGroup,
     check_files,
     read_groups,
+    saved_file,
     write_groups,
 )
-from mcore_rl.rollout.streaming.trajectory_files import saved_file
 from mcore_rl.types import BuffersRef, RolloutTask, SavedFile
 from model_converters.durable_files import durable_write
 

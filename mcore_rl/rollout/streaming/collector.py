@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.records import join_parts, part_path
-from mcore_rl.ports import Collector, PendingSave
+from mcore_rl.ports import Collector, PendingSave, Publisher
 from mcore_rl.rollout.admission import may_submit
 from mcore_rl.rollout.collector import RowSampler, training_sampling
-from mcore_rl.rollout.failures import GradingFailures
+from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.rollout.streaming.checkpoint import load_groups, save_groups
 from mcore_rl.rollout.streaming.ended_groups import BY_NUMBER, EndedGroups
 from mcore_rl.rollout.streaming.interface import Group, ScoreTasks, TaskStream
@@ -129,7 +129,7 @@ class StreamingCollector:
             self.failures.check([group.scalars for group in groups], f"step {step}", f"rollouts/step_{step}.jsonl")
         return self._as_groups(groups, {group.number for group in taken}, waited)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """Return the position for a checkpoint. Group ids are never reused, since they determine the seeds of
         responses. No group starts between this call and start_save, so that both describe the same groups."""
         self._paused = True
@@ -137,7 +137,7 @@ class StreamingCollector:
             self.settle()
         return {"next_group": self.next_group, "collected": self._collected}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self.next_group, self._collected = int(state["next_group"]), int(state.get("collected", 0))
 
     def start_save(self, directory: str) -> PendingSave:
@@ -299,5 +299,27 @@ class StreamingCollector:
         }
 
 
+@dataclass(frozen=True)
+class SwappingPublisher:
+    """Publisher that notifies the collector of new weights. With `finish`, running responses finish first; otherwise
+    they continue with the new weights."""
+
+    publisher: Publisher
+    collector: StreamingCollector
+    finish: bool
+
+    def publish(self, version: int) -> int:
+        # Engines update between two steps, so running responses need no pause here unless they must finish first.
+        if self.finish:
+            self.collector.settle()
+        self.collector.rest()
+        version = self.publisher.publish(version)
+        self.collector.published(version)
+        return version
+
+    def verify(self) -> int:
+        return self.publisher.verify()
+
+
 if TYPE_CHECKING:
-    _port: type[Collector] = StreamingCollector
+    _ports: tuple[type[Collector], type[Publisher]] = (StreamingCollector, SwappingPublisher)

@@ -3,26 +3,30 @@
 groups.json        all groups: prompt, number, version, state; of finished ones also the scalars and the place of their
 trajectories
 records.jsonl      records of finished groups, in the order of groups.json
-*.npz, *.journal   trajectories of finished groups, and sampled tokens of running ones, by engine
+*.npz, *.journal   trajectories of finished groups, and sampled tokens of running ones, by engine. Files of numbers
+only: loading them cannot execute code.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mcore_rl.data.checksum import file_crc32
+from mcore_rl.data.trajectories import join_rows, split_rows
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
-from mcore_rl.types import RolloutScalars, SavedFile, SavedState
+from mcore_rl.types import RolloutScalars, SavedFile, SavedState, TrajectoryBuffers
 from model_converters.durable_files import durable_write
 
 GROUPS_FILE, RECORDS_FILE = "groups.json", "records.jsonl"
 RUNNING, UNSCORED, FINISHED, ZERO_VARIANCE = "running", "unscored", "finished", "dull"
+COUNTS = "counts"
+"""Additional array in the file: number of trajectories of each buffer."""
 ARRAY = "array"
 SAVED_NAMES = {"episode_metrics": "figures"}
 """Renamed fields: current name -> name in groups.json, so that checkpoints of earlier versions stay readable."""
@@ -95,7 +99,7 @@ def write_groups(path: Path, bounds: Bounds, groups: Sequence[SavedGroup]) -> No
     """
     content = {"bounds": vars(bounds), "groups": [_as_json(group) for group in groups]}
     with durable_write(path) as file:
-        file.write(json.dumps(content).encode())
+        file.write(json.dumps(content, default=_array_as_json).encode())
 
 
 def read_groups(path: Path) -> tuple[Bounds, list[SavedGroup]]:
@@ -103,7 +107,7 @@ def read_groups(path: Path) -> tuple[Bounds, list[SavedGroup]]:
 
     Raises: CheckpointError if another version with different fields wrote it.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(path.read_text(encoding="utf-8"), object_hook=_array_from_json)
     try:
         return Bounds(**content["bounds"]), [_from_json(group) for group in content["groups"]]
     except (KeyError, TypeError) as error:
@@ -123,39 +127,58 @@ def check_files(directory: Path, files: Sequence[SavedFile]) -> None:
             )
 
 
-def _as_json(group: SavedGroup) -> dict[str, Any]:
+def write_trajectories(path: Path, parts: Sequence[TrajectoryBuffers]) -> SavedFile:
+    """Write at least one part durably; returns the file's name and checksum.
+
+    Raises: OSError.
+    """
+    joined = join_rows(parts)
+    arrays = {name: array for name, array in vars(joined).items() if array is not None}
+    arrays[COUNTS] = np.array([len(part.prompt_tokens) for part in parts], np.int64)
+    with durable_write(path) as file:
+        np.savez(file, **arrays)
+    return saved_file(path)
+
+
+def read_trajectories(path: Path) -> list[TrajectoryBuffers]:
+    """Read the parts in order."""
+    with np.load(path, allow_pickle=False) as arrays:
+        given = {name: arrays[name] for name in arrays.files if name != COUNTS}
+        return split_rows(TrajectoryBuffers(**given), arrays[COUNTS].tolist())
+
+
+def saved_file(path: Path) -> SavedFile:
+    """Return name, size and checksum of a written file.
+
+    Raises: OSError.
+    """
+    crc = file_crc32(path)
+    return SavedFile(path.name, crc.num_bytes, crc.value)
+
+
+def _as_json(group: SavedGroup) -> dict[str, object]:
     scalars = group.scalars
-    if scalars is None:
-        return {**vars(group), "scalars": None}
-    names = [field.name for field in fields(scalars)]
-    saved = {SAVED_NAMES.get(name, name): _plain(getattr(scalars, name)) for name in names}
+    saved = None if scalars is None else {SAVED_NAMES.get(name, name): each for name, each in vars(scalars).items()}
     return {**vars(group), "scalars": saved}
 
 
 def _from_json(given: dict[str, Any]) -> SavedGroup:
-    scalars = given.pop("scalars")
-    return SavedGroup(**given, scalars=None if scalars is None else _scalars_of(scalars))
+    saved = given.pop("scalars")
+    if saved is None:
+        return SavedGroup(**given)
+    field_names = {saved_name: name for name, saved_name in SAVED_NAMES.items()}
+    scalars = {field_names.get(name, name): value for name, value in saved.items()}
+    for name in ("errors", "version_tokens"):
+        scalars[name] = tuple((first, second) for first, second in scalars[name])
+    return SavedGroup(**given, scalars=RolloutScalars(**scalars))
 
 
-def _scalars_of(given: dict[str, Any]) -> RolloutScalars:
-    field_names = {saved: name for name, saved in SAVED_NAMES.items()}
-    plain = {field_names.get(name, name): _restored(value) for name, value in given.items()}
-    pairs = {name: tuple((first, second) for first, second in given[name]) for name in ("errors", "version_tokens")}
-    return RolloutScalars(**plain | pairs)
+def _array_as_json(value: object) -> dict[str, object]:
+    """Convert an array to JSON with its type; JSON preserves float32, float64 and NaN exactly."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} in the scalars of a group")
+    return {ARRAY: value.dtype.str, "values": value.tolist()}
 
 
-def _plain(value: Any) -> Any:
-    """Convert arrays to JSON values with their type; JSON preserves float32, float64 and NaN exactly."""
-    if isinstance(value, np.ndarray):
-        return {ARRAY: value.dtype.str, "values": value.tolist()}
-    if isinstance(value, Mapping):
-        return {name: _plain(entry) for name, entry in value.items()}
-    return value
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, dict) and ARRAY in value:
-        return np.array(value["values"], np.dtype(value[ARRAY]))
-    if isinstance(value, dict):
-        return {name: _restored(entry) for name, entry in value.items()}
-    return value
+def _array_from_json(value: dict[str, Any]) -> object:
+    return np.array(value["values"], np.dtype(value[ARRAY])) if ARRAY in value else value

@@ -19,10 +19,13 @@ from mcore_rl.rollout.tools.limits import ToolLimits
 
 KEY = "rollout.tools"
 LIMIT_KEYS = ("timeout_seconds", "max_running", "retries", "rate_per_second")
-FUNCTION_KEYS = ("function", "processes", "tool_schema", *LIMIT_KEYS)
-BUILTIN_KEYS = ("builtin", *LIMIT_KEYS)
-CLASS_KEYS = ("class_name", "config", "tool_schema", "lifecycle", *LIMIT_KEYS)
-MCP_KEYS = ("class_name", "config", "mcp", *LIMIT_KEYS)
+KEYS = {
+    "builtin": ("builtin", *LIMIT_KEYS),
+    "function": ("function", "processes", "tool_schema", *LIMIT_KEYS),
+    "mcp": ("class_name", "config", "mcp", *LIMIT_KEYS),
+    "class_name": ("class_name", "config", "tool_schema", "lifecycle", *LIMIT_KEYS),
+}
+"""Keys of each form of an entry, which the form's own key selects."""
 FORMS = (
     "function: file.py:name, or class_name: pkg.module.Class, or mcp: {mcp_servers_config_path: FILE}, or builtin: "
     "python or shell"
@@ -79,42 +82,33 @@ def _entry(origin: str, given: object, folder: Path, timeout_seconds: float) -> 
     config = given.get("config") or {}
     if not isinstance(config, dict):
         raise ConfigError(f"{origin}.config must be a mapping")
-    if "builtin" in given:
-        _reject_unknown(origin, given, BUILTIN_KEYS)
+    forms = (form for form in KEYS if form in given or (form == "mcp" and config.get("type") == "mcp"))
+    if (form := next(forms, None)) is None:
+        raise ConfigError(f"{origin} must have {FORMS}")
+    _reject_unknown(origin, given, KEYS[form])
+    if form == "mcp":
+        return _mcp_entry(origin, given, config, folder, timeout_seconds)
+    limits, schema = _limits(origin, given, timeout_seconds), given.get("tool_schema")
+    if form == "builtin":
         if given["builtin"] not in SCHEMAS:
             raise ConfigError(f"{origin}.builtin={given['builtin']} must be one of {', '.join(SCHEMAS)}")
-        return ToolEntry(origin, _limits(origin, given, timeout_seconds), builtin=given["builtin"])
-    if "function" in given:
-        _reject_unknown(origin, given, FUNCTION_KEYS)
+        return ToolEntry(origin, limits, builtin=given["builtin"])
+    if form == "function":
         function = _code(f"{origin}.function", given["function"], folder)
-        limits = _limits(origin, given, timeout_seconds)
-        processes = _count(origin, given, "processes", 1)
-        return ToolEntry(origin, limits, function, schema=given.get("tool_schema"), processes=processes)
-    if "mcp" in given or config.get("type") == "mcp":
-        return _mcp_entry(origin, given, config, folder, timeout_seconds)
-    if "class_name" not in given:
-        raise ConfigError(f"{origin} must have {FORMS}")
-    _reject_unknown(origin, given, CLASS_KEYS)
+        return ToolEntry(origin, limits, function, schema=schema, processes=_count(origin, given, "processes", 1))
     if config.get("type", "native") != "native":
         raise ConfigError(f"{origin}.config.type={config['type']} must be native or mcp")
     lifecycle = given.get("lifecycle", LIFECYCLES[0])
     if lifecycle not in LIFECYCLES:
         raise ConfigError(f"{origin}.lifecycle={lifecycle} must be one of {', '.join(LIFECYCLES)}")
-    return ToolEntry(
-        origin,
-        _limits(origin, given, timeout_seconds),
-        class_name=_class(f"{origin}.class_name", given["class_name"], folder),
-        schema=given.get("tool_schema"),
-        config=config,
-        lifecycle=lifecycle,
-    )
+    class_name = _class(f"{origin}.class_name", given["class_name"], folder)
+    return ToolEntry(origin, limits, class_name=class_name, schema=schema, config=config, lifecycle=lifecycle)
 
 
 def _mcp_entry(
     origin: str, given: Mapping[str, object], config: Mapping[str, object], folder: Path, timeout_seconds: float
 ) -> ToolEntry:
     """Read an entry of MCP servers. verl's class_name is ignored, because servers are called directly."""
-    _reject_unknown(origin, given, MCP_KEYS)
     mcp = given.get("mcp")
     if not isinstance(mcp, dict) or not isinstance(mcp.get("mcp_servers_config_path"), str):
         raise ConfigError(f"{origin}.mcp.mcp_servers_config_path must name a JSON file of servers")

@@ -97,7 +97,7 @@ async def _made(
 async def _of_servers(entry: ToolEntry) -> list[Tool]:
     assert entry.servers is not None
     tools: dict[str, Tool] = {}
-    for server in read_servers(f"{entry.origin}.mcp.mcp_servers_config_path={entry.servers}", entry.servers).values():
+    for server in read_servers(f"{entry.origin}.mcp.mcp_servers_config_path={entry.servers}", entry.servers):
         for tool in await server.tools():
             name = tool.schema["function"]["name"]
             if name in tools:

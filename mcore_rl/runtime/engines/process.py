@@ -21,10 +21,10 @@ from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader, TaskToGr
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
 from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop
-from mcore_rl.rollout.probe import PROBE
 from mcore_rl.rollout.results import grades_of
 from mcore_rl.rollout.streaming.interface import JOURNAL, TRAJECTORIES
 from mcore_rl.rollout.tasks import ROOM, GivenUp, RequestCallbacks, TaskRunner, Until
+from mcore_rl.rollout.validator import PROBE
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.runtime.calls import remote_method
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
@@ -128,8 +128,8 @@ class EngineProcess(RunProcess):
 
     @remote_method(concurrency_group="engine")
     def probe(self, task: RolloutTask) -> tuple[int, RolloutScalars, float]:
-        """Run a task of rollout.probe concurrently with other tasks. Returns the key of its trajectories, its scalars,
-        and the engine's busy seconds."""
+        """Run a task of rollout.validator.PromptProbe concurrently with other tasks. Returns the key of its
+        trajectories, its scalars, and the engine's busy seconds."""
         with self.spans.span("probe"):
             made = self._probe(task)
         assert made is not None, "probes are not withdrawn"
@@ -162,7 +162,7 @@ class EngineProcess(RunProcess):
     def save_tasks(self, path: str, keys: list[int], request_ids: list[str]) -> list[SavedFile]:
         """Write the trajectories under `keys` and the sampled tokens of running requests to files whose names begin
         with `path`. Returns the files written."""
-        from mcore_rl.rollout.streaming.trajectory_files import saved_file, write_trajectories
+        from mcore_rl.rollout.streaming.saved import saved_file, write_trajectories
 
         with self.spans.span("save tasks"):
             trajectories, journal, files = Path(f"{path}{TRAJECTORIES}"), Path(f"{path}{JOURNAL}"), []
@@ -175,7 +175,7 @@ class EngineProcess(RunProcess):
     @remote_method(concurrency_group="cut")
     def restore_tasks(self, path: str, request_ids: list[list[str]]) -> list[int]:
         """Keep the trajectories of a file, one entry of `request_ids` per task. Returns their keys."""
-        from mcore_rl.rollout.streaming.trajectory_files import read_trajectories
+        from mcore_rl.rollout.streaming.saved import read_trajectories
 
         with self.spans.span("restore tasks"):
             parts = read_trajectories(Path(path))
@@ -280,7 +280,15 @@ def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[
         return SingleTurnPlayer(loop, tokenizer)
     from mcore_rl.rollout.episodes.load import start_episodes
 
-    return start_episodes(config, loop, tokenizer, eos_token_ids(tokenizer, config.model.hf_path), record)
+    return start_episodes(
+        config.rollout,
+        config.sandbox,
+        loop,
+        tokenizer,
+        eos_token_ids(tokenizer, config.model.hf_path),
+        template_kwargs=config.data.template_kwargs,
+        record=record,
+    )
 
 
 def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST) -> ReceivingEngine:

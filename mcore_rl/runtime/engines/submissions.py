@@ -11,7 +11,7 @@ import numpy as np
 
 from mcore_rl.data.records import join_pieces, piece_path
 from mcore_rl.errors import WorkerDiedError
-from mcore_rl.rollout.scalars import join_scalars
+from mcore_rl.rollout.results import join_scalars
 from mcore_rl.runtime.delivery import Chunk, Part, TrajectoryPlace
 from mcore_rl.runtime.engines.balance import EngineKey, TaskPiece
 from mcore_rl.runtime.engines.fleet import Fleet

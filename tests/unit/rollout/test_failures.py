@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError, RewardError
-from mcore_rl.rollout.failures import GradingFailures
+from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.types import RolloutScalars
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "mine.py", line 3, in f'

@@ -9,7 +9,7 @@ import numpy as np
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rewards.step_grading import DeferredRewarder
 from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
-from mcore_rl.rollout.probe import MAX_TOKENS, PROBE, PromptProbe
+from mcore_rl.rollout.validator import MAX_TOKENS, PROBE, PromptProbe
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.types import Prompt, RolloutTask
 from tests.unit.rollout.test_validator import Digits, SeedEngine

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mcore_rl.rollout.scalars import join_scalars
+from mcore_rl.rollout.results import join_scalars
 from mcore_rl.types import RolloutScalars
 
 

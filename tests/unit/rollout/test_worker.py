@@ -20,7 +20,7 @@ from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.results import TAKEN
 from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal, read_journal
-from mcore_rl.rollout.scalars import join_scalars
+from mcore_rl.rollout.results import join_scalars
 from mcore_rl.rollout.tasks import RequestCallbacks
 from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.rollout.worker import RolloutWorker, _recovered_responses

@@ -45,8 +45,8 @@ MAX_PAGES = 100
 """Maximum number of further pages of a server's list of tools: a faulty server may never send the last one."""
 
 
-def read_servers(origin: str, path: Path) -> dict[str, McpServer]:
-    """Read the servers of a JSON file with `mcpServers`, by name (see ServerSettings).
+def read_servers(origin: str, path: Path) -> list[McpServer]:
+    """Read the servers of a JSON file with `mcpServers` (see ServerSettings).
 
     Raises: ConfigError.
     """
@@ -57,8 +57,7 @@ def read_servers(origin: str, path: Path) -> dict[str, McpServer]:
     servers = content.get("mcpServers") if isinstance(content, dict) else None
     if not isinstance(servers, dict) or not servers:
         raise ConfigError(f'{origin} must hold {{"mcpServers": {{NAME: {{"command": ...}} or {{"url": ...}}}}}}')
-    named = {name: (f"{origin}: server {name}", settings) for name, settings in servers.items()}
-    return {name: McpServer(origin, ServerSettings.of(origin, settings)) for name, (origin, settings) in named.items()}
+    return [McpServer(f"{origin}: server {name}", given) for name, given in servers.items()]
 
 
 @dataclass(frozen=True)
@@ -157,8 +156,8 @@ def _texts(origin: str, name: str, given: object) -> dict[str, str] | None:
 class McpServer:
     """Connection to a server, opened on first use and again after it breaks."""
 
-    def __init__(self, origin: str, settings: ServerSettings) -> None:
-        self._origin, self._settings = origin, settings
+    def __init__(self, origin: str, given: object) -> None:
+        self._origin, self._settings = origin, ServerSettings.of(origin, given)
         self._status = ""
         """Status of the last failed HTTP response."""
         self._closing = asyncio.Event()

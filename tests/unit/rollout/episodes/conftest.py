@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,15 +73,20 @@ class Stage:
         ]
 
     def play(
-        self, count: int = 1, drawn: dict[str, JournaledResponse] | None = None, seed: int = 5
+        self,
+        count: int = 1,
+        drawn: dict[str, JournaledResponse] | None = None,
+        seed: int = 5,
+        attempts: Sequence[Attempt] = (),
     ) -> list[EpisodeOutcome]:
+        """Play `attempts`, or `count` attempts with consecutive seeds."""
+        attempts = attempts or self.attempts(count, seed)
         outcomes: dict[int, EpisodeOutcome | None] = {}
         begun: list[None] = []
-        course = AttemptCallbacks(lambda: begun.append(None), outcomes.__setitem__)
-        self.player.play(self.attempts(count, seed), course, drawn or {})
-        assert sorted(outcomes) == list(range(count))
-        assert len(begun) == count, "each is said to have begun once"
-        return [outcome for place in range(count) if (outcome := outcomes[place]) is not None]
+        self.player.play(attempts, AttemptCallbacks(lambda: begun.append(None), outcomes.__setitem__), drawn or {})
+        assert sorted(outcomes) == list(range(len(attempts)))
+        assert len(begun) == len(attempts), "each has started once"
+        return [outcome for place in range(len(attempts)) if (outcome := outcomes[place]) is not None]
 
     def text(self, outcome: EpisodeOutcome, which: int = 0) -> str:
         """Decode a whole trajectory, including special tokens."""
@@ -94,8 +99,12 @@ class Stage:
         return str(self.tokenizer.decode(trajectory.token_ids[trajectory.trained > 0].tolist()))
 
 
+SetUp = Callable[..., Stage]
+"""Fixture `stage`."""
+
+
 @pytest.fixture
-def stage() -> Iterator[Callable[..., Stage]]:
+def stage() -> Iterator[SetUp]:
     """Build a stage: `say` is the model's script, `episode` an object with `run` or an async function."""
     with ExitStack() as stack:
 

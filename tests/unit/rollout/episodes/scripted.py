@@ -122,6 +122,11 @@ def call(q: str) -> str:
     return f'<tool_call>\n{{"name": "look", "arguments": {{"q": "{q}"}}}}\n</tool_call>'
 
 
+def once(first: str) -> Say:
+    """Say `first`, and done once a tool has answered."""
+    return lambda text: f"done{END}" if "<|im_start|>tool" in text else f"{first}{END}"
+
+
 def asks_until_it_has_seen(count: int) -> Callable[[str], str]:
     """Call look(q=number of answers so far), then report the result."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes.builtin import EnvironmentEpisode
 from mcore_rl.rollout.episodes.load import load_episode
 from tests.unit.data.chat import made
-from tests.unit.rollout.episodes.conftest import Stage
+from tests.unit.rollout.episodes.conftest import SetUp
 
 END = made.CLOSE
 GAME = """
@@ -39,7 +38,6 @@ class Game:
     def close(self):
         Game.closed.append(self.secret)
 """
-SetUp = Callable[..., Stage]
 
 
 def game(directory: Path, asynchronous: str = "", first: str = "None") -> str:

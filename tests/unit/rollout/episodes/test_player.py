@@ -1,5 +1,4 @@
-"""Episodes as coroutines: sampled tokens are trained, limits end episodes, and a failed episode does not affect
-others."""
+"""Episodes as coroutines: sampled tokens are trained, limits end episodes, and failures affect one episode only."""
 
 from __future__ import annotations
 
@@ -18,15 +17,25 @@ from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.episodes.builtin import ToolEpisode
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks, SingleTurnPlayer
+from mcore_rl.rollout.episodes.trace import MAX_TRACED
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal, read_journal
 from mcore_rl.rollout.tools.interface import ToolResult
 from mcore_rl.types import NOT_SAMPLED, SamplingOptions
 from tests.unit.data.chat import made
-from tests.unit.rollout.episodes.conftest import FakeTools, Stage
+from tests.unit.rollout.episodes.conftest import FakeTools, SetUp, Stage
 from tests.unit.rollout.episodes.scripted import asks_until_it_has_seen, call, echo
 
 END = made.CLOSE
-SetUp = Callable[..., Stage]
+
+
+async def one_turn(session: Session, prompt: EpisodePrompt) -> None:
+    await session.generate(prompt.token_ids)
+
+
+async def two_turns(session: Session, prompt: EpisodePrompt) -> None:
+    first = await session.generate(prompt.token_ids)
+    await asyncio.sleep(0.01 * (session.seed % 3))  # episodes overtake each other
+    await session.generate(prompt.token_ids + first.token_ids + session.encode("on"))
 
 
 @pytest.mark.parametrize(
@@ -53,10 +62,7 @@ def test_player_time_limit_ends_the_episode(stage: SetUp) -> None:
 
 
 def test_player_time_limit_aborts_the_generation(stage: SetUp) -> None:
-    async def run(session: Session, prompt: EpisodePrompt) -> None:
-        await session.generate(prompt.token_ids)
-
-    on = stage(lambda text: "x" * 400 + END, run, max_episode_seconds=0.2)
+    on = stage(lambda text: "x" * 400 + END, one_turn, max_episode_seconds=0.2)
     on.engine.go.clear()
     timer = asyncio.run_coroutine_threadsafe(_later(0.4, on.engine.go.set), on.player._loop)
     (outcome,) = on.play()
@@ -126,14 +132,9 @@ def test_player_invalid_token_fails_the_episode_only(stage: SetUp) -> None:
 
 
 def test_session_seeds_depend_on_the_history_only(stage: SetUp) -> None:
-    async def run(session: Session, prompt: EpisodePrompt) -> None:
-        first = await session.generate(prompt.token_ids)
-        await asyncio.sleep(0.01 * (session.seed % 3))  # episodes overtake each other
-        await session.generate(prompt.token_ids + first.token_ids + session.encode("on"))
-
     seeds = []
     for _ in range(2):
-        on = stage(lambda text: f"a{END}", run)
+        on = stage(lambda text: f"a{END}", two_turns)
         on.play(4)
         seeds.append(sorted(on.engine.seeds))
         assert set(on.engine.seeds) >= {5, 6, 7, 8}, "a first turn has the seed of a single turn"
@@ -145,9 +146,8 @@ def test_player_partial_tokens_apply_to_each_turn(stage: SetUp) -> None:
     on = stage(asks_until_it_has_seen(2), ToolEpisode(), tools=FakeTools(echo))
     (expected,) = on.play()
     limited = [replace(each, request=replace(each.request, tokens_per_version=2)) for each in on.attempts()]
-    outcomes: dict[int, Any] = {}
-    on.player.play(limited, AttemptCallbacks(lambda: None, outcomes.__setitem__), {})
-    np.testing.assert_array_equal(outcomes[0].trajectories[0].token_ids, expected.trajectories[0].token_ids)
+    (outcome,) = on.play(attempts=limited)
+    np.testing.assert_array_equal(outcome.trajectories[0].token_ids, expected.trajectories[0].token_ids)
     parked = {engine_id.partition("~")[2] for engine_id in on.engine.cancelled}
     assert len(parked) == 3, "each of the three turns was parked"
 
@@ -206,10 +206,7 @@ def test_player_experts_cover_the_whole_sequence(stage: SetUp) -> None:
 
 
 def test_player_single_turn_episode_equals_single_turn_player(stage: SetUp) -> None:
-    async def run(session: Session, prompt: EpisodePrompt) -> None:
-        await session.generate(prompt.token_ids)
-
-    on = stage(lambda text: f"hello{END}", run)
+    on = stage(lambda text: f"hello{END}", one_turn)
     through = on.play(2)
     simple: dict[int, Any] = {}
     course = AttemptCallbacks(lambda: None, simple.__setitem__)
@@ -273,8 +270,7 @@ def test_player_respects_max_concurrent_episodes(stage: SetUp) -> None:
         nonlocal running
         running += 1
         under_way.append(running)
-        first = await session.generate(prompt.token_ids)
-        await session.generate(prompt.token_ids + first.token_ids + session.encode("on"))
+        await two_turns(session, prompt)
         running -= 1
 
     on = stage(lambda text: f"a{END}", run, max_concurrent_episodes=3)
@@ -285,10 +281,7 @@ def test_player_respects_max_concurrent_episodes(stage: SetUp) -> None:
 def test_player_withdraw_includes_waiting_episodes(stage: SetUp) -> None:
     """Another engine could start them at once. Two have slots, and one of them decodes."""
 
-    async def run(session: Session, prompt: EpisodePrompt) -> None:
-        await session.generate(prompt.token_ids)
-
-    on = stage(lambda text: f"a{END}", run, max_concurrent_episodes=2)
+    on = stage(lambda text: f"a{END}", one_turn, max_concurrent_episodes=2)
     outcomes: dict[int, Any] = {}
     seen: list[list[str]] = []
 
@@ -333,12 +326,9 @@ def test_session_generate_validation_may_truncate(stage: SetUp) -> None:
     on = stage(lambda text: f"hello{END}", run)
     (attempt,) = on.attempts()
     greedy = replace(attempt.request, sampling=replace(attempt.request.sampling, temperature=0.0))
-    outcomes: dict[int, Any] = {}
-    on.player.play(
-        [Attempt(greedy, attempt.prompt, trained=False)], AttemptCallbacks(lambda: None, outcomes.__setitem__), {}
-    )
-    assert outcomes[0].error is None
-    assert set(outcomes[0].trajectories[0].temperatures.tolist()) == {0.0}
+    (outcome,) = on.play(attempts=[Attempt(greedy, attempt.prompt, trained=False)])
+    assert outcome.error is None
+    assert set(outcome.trajectories[0].temperatures.tolist()) == {0.0}
 
 
 def test_session_generate_temperature_per_turn(stage: SetUp) -> None:
@@ -360,12 +350,6 @@ def with_stop(on: Stage, *stops: str) -> Attempt:
     return replace(attempt, request=replace(attempt.request, sampling=replace(attempt.request.sampling, stop=stops)))
 
 
-def played(on: Stage, attempt: Attempt, drawn: dict[str, JournaledResponse] | None = None) -> Any:
-    outcomes: dict[int, Any] = {}
-    on.player.play([attempt], AttemptCallbacks(lambda: None, outcomes.__setitem__), drawn or {})
-    return outcomes[0]
-
-
 def test_session_generate_stop_string_ends_the_turn(stage: SetUp) -> None:
     async def run(session: Session, prompt: EpisodePrompt) -> dict[str, Any]:
         first = await session.generate(prompt.token_ids)
@@ -374,7 +358,7 @@ def test_session_generate_stop_string_ends_the_turn(stage: SetUp) -> None:
         return {"score": 1.0, "texts": str([(each.text, each.finish_reason) for each in (first, second, third)])}
 
     on = stage(lambda text: f"one two three{END}", run)
-    outcome = played(on, with_stop(on, "ee", "tw"))
+    (outcome,) = on.play(attempts=[with_stop(on, "ee", "tw")])
     assert outcome.error is None
     assert outcome.parts["texts"] == str([("one ", "stop"), ("one ", "stop"), ("one two three", "stop")])
     assert outcome.text == "one \none \none two three"
@@ -388,6 +372,29 @@ def test_session_generate_stop_string_at_the_last_token(stage: SetUp, stop: str,
         await session.generate(prompt.token_ids, {"max_response_tokens": len("one two")})
 
     on = stage(lambda so_far: f"one two three{END}", run)
-    outcome = played(on, with_stop(on, stop))
+    (outcome,) = on.play(attempts=[with_stop(on, stop)])
     assert (outcome.text, outcome.finish_reason) == (text, reason)
     assert len(outcome.trajectories[0].token_ids) == len("one two")
+
+
+def test_trace_states_have_no_gaps(stage: SetUp) -> None:
+    on = stage(asks_until_it_has_seen(1), ToolEpisode(), tools=FakeTools(echo))
+    on.play()
+    names = [name for name, _, _ in on.spans]
+    states = ["PENDING", "RUNNING", "TOOL_CALLING", "RUNNING", "COMPLETED"]
+    assert names == [f"train.0.0 {state}" for state in states]
+    for (_, start, end), (_, after, _) in zip(on.spans, on.spans[1:], strict=False):
+        assert start <= end == after
+
+
+def test_trace_failed_state_and_limit_of_traces(stage: SetUp) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> None:
+        await session.generate(prompt.token_ids)
+        raise LookupError("x")
+
+    on = stage(lambda text: f"a{END}", run)
+    on.play(MAX_TRACED + 5)
+    ended = [name for name, _, _ in on.spans if name.endswith("FAILED")]
+    assert len(ended) == MAX_TRACED
+    on.play(3, seed=50)
+    assert len([name for name, _, _ in on.spans if name.endswith("FAILED")]) == MAX_TRACED + 3

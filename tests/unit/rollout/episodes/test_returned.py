@@ -13,11 +13,10 @@ from mcore_rl.rollout.episodes.builtin import ToolEpisode
 from mcore_rl.rollout.episodes.outcome import EpisodeResult
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from tests.unit.data.chat import made
-from tests.unit.rollout.episodes.conftest import FakeTools, Stage
-from tests.unit.rollout.episodes.scripted import asks_until_it_has_seen, call, echo
+from tests.unit.rollout.episodes.conftest import FakeTools, SetUp
+from tests.unit.rollout.episodes.scripted import asks_until_it_has_seen, call, echo, once
 
 END = made.CLOSE
-SetUp = Callable[..., Stage]
 
 
 def test_session_generate_repeated_prompt_gives_a_new_response(stage: SetUp) -> None:
@@ -57,6 +56,19 @@ def test_outcome_invalid_return_value_is_an_error(stage: SetUp, returned: Any, m
     assert re.search(message, str(outcome.error))
 
 
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt()])
+def test_player_self_cancelling_episode_fails_alone(stage: SetUp, error: BaseException) -> None:
+    async def run(session: Session, prompt: EpisodePrompt) -> float:
+        await session.generate(prompt.token_ids)
+        if session.id.endswith(".1"):
+            raise error
+        return 1.0
+
+    good, bad, also_good = stage(lambda text: f"hello{END}", run).play(3)
+    assert (good.reward, also_good.reward) == (1.0, 1.0)
+    assert f"it raised {type(error).__name__}" in str(bad.error)
+
+
 def test_outcome_mask_may_only_exclude_sampled_tokens(stage: SetUp) -> None:
     def returning(change: Callable[[list[int]], list[int]]) -> Callable[..., Any]:
         async def run(session: Session, prompt: EpisodePrompt) -> EpisodeResult:
@@ -81,9 +93,7 @@ def test_next_prompt_new_sequence_equals_deployment(stage: SetUp) -> None:
     """The template omits earlier reasoning: keep retains it, new_sequence drops it, and each turn is trained where it
     was sampled."""
 
-    def say(text: str) -> str:
-        return f"done{END}" if "<|im_start|>tool" in text else f"<think>hm</think>{call('a')}{END}"
-
+    say = once(f"<think>hm</think>{call('a')}")
     kept = stage(say, ToolEpisode(), tools=FakeTools(echo), template=made.FORGETS_REASONING)
     (outcome,) = kept.play()
     assert len(outcome.trajectories) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +13,10 @@ from mcore_rl.rollout.episodes.builtin import ToolEpisode
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
 from mcore_rl.rollout.tools.interface import ToolResult
 from tests.unit.data.chat import made
-from tests.unit.rollout.episodes.conftest import FakeTools, Stage
-from tests.unit.rollout.episodes.scripted import asks_until_it_has_seen, call, echo
+from tests.unit.rollout.episodes.conftest import FakeTools, SetUp
+from tests.unit.rollout.episodes.scripted import asks_until_it_has_seen, call, echo, once
 
 END = made.CLOSE
-SetUp = Callable[..., Stage]
 
 
 def test_tool_episode_trains_sampled_tokens_only(stage: SetUp) -> None:
@@ -47,10 +45,7 @@ def test_tool_episode_trains_sampled_tokens_only(stage: SetUp) -> None:
 def test_tool_episode_sequence_equals_the_rendering(stage: SetUp) -> None:
     """The model writes calls like the template. Oracle: the template."""
 
-    def say(text: str) -> str:
-        return f"done{END}" if "<|im_start|>tool" in text else f"{call('it')}{END}"
-
-    on = stage(say, ToolEpisode(), tools=FakeTools(echo))
+    on = stage(once(call("it")), ToolEpisode(), tools=FakeTools(echo))
     (outcome,) = on.play()
     rendered = on.player.context.conversation.render(list(outcome.messages), prompts=False)
     assert on.text(outcome) + "\n" == rendered
@@ -98,10 +93,7 @@ def test_tool_episode_calls_run_concurrently_in_order(stage: SetUp) -> None:
         started.append(time.monotonic())
         return 0.2 if arguments["q"] == "a" else ToolResult("b at once")
 
-    def say(text: str) -> str:
-        return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{END}"
-
-    on = stage(say, ToolEpisode(), tools=FakeTools(slow_first))
+    on = stage(once(f"{call('a')}{call('b')}"), ToolEpisode(), tools=FakeTools(slow_first))
     (outcome,) = on.play()
     assert started[1] - started[0] < 0.2
     assert on.text(outcome).index("slept") < on.text(outcome).index("b at once")
@@ -134,11 +126,8 @@ def test_tool_episode_truncated_turn_executes_no_call(stage: SetUp) -> None:
 
 
 def test_tool_episode_calls_beyond_the_limit_get_an_error(stage: SetUp) -> None:
-    def say(text: str) -> str:
-        return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{END}"
-
     tools = FakeTools(echo)
-    on = stage(say, ToolEpisode(), tools=tools, max_tool_calls_per_turn=1)
+    on = stage(once(f"{call('a')}{call('b')}"), ToolEpisode(), tools=tools, max_tool_calls_per_turn=1)
     (outcome,) = on.play()
     assert len(tools.calls) == 1
     assert "a turn may call 1 tools, and this call was not executed" in on.text(outcome)
@@ -168,13 +157,10 @@ def test_new_sequence_history_shows_every_answered_call(stage: SetUp, calls: lis
     def answer(arguments: dict[str, Any]) -> ToolResult:
         return ToolResult("Error: timed out", error="late") if arguments["q"] == "slow" else echo(arguments)
 
-    def say(text: str) -> str:
-        return f"done{END}" if "<|im_start|>tool" in text else f"{''.join(calls)}{END}"
-
     texts = {}
     for history in ("keep", "new_sequence"):
         options = {"tools": FakeTools(answer), "max_tool_calls_per_turn": 2, "history": history}
-        on = stage(say, ToolEpisode(), max_response_tokens=1500, **options)
+        on = stage(once("".join(calls)), ToolEpisode(), max_response_tokens=1500, **options)
         (outcome,) = on.play()
         texts[history] = on.text(outcome, len(outcome.trajectories) - 1)
     assert texts["new_sequence"] == texts["keep"]
@@ -182,11 +168,14 @@ def test_new_sequence_history_shows_every_answered_call(stage: SetUp, calls: lis
 
 
 def test_tool_episode_single_call_template_reports_others(stage: SetUp) -> None:
-    def say(text: str) -> str:
-        return f"done{END}" if "<|im_start|>tool" in text else f"{call('a')}{call('b')}{UNFIT}{END}"
-
     tools = FakeTools(echo)
-    on = stage(say, ToolEpisode(), tools=tools, template=made.ONE_CALL, history="new_sequence")
+    on = stage(
+        once(f"{call('a')}{call('b')}{UNFIT}"),
+        ToolEpisode(),
+        tools=tools,
+        template=made.ONE_CALL,
+        history="new_sequence",
+    )
     on.player.context = replace(on.player.context, parallel_calls=False)
     (outcome,) = on.play()
     assert [arguments for _, _, arguments, _ in tools.calls] == [{"q": "a"}]
@@ -241,10 +230,7 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
 
 @pytest.mark.parametrize("history", ["keep", "new_sequence"])
 def test_tool_episode_row_offers_and_calls_its_own_tools(stage: SetUp, history: str) -> None:
-    def say(text: str) -> str:
-        return f"done{END}" if "<|im_start|>tool" in text else f"{call('it')}{END}"
-
-    on = stage(say, ToolEpisode(), tools=FakeTools(echo), history=history)
+    on = stage(once(call("it")), ToolEpisode(), tools=FakeTools(echo), history=history)
     for tools, called in ((None, 1), ([made.LOOK], 1), ([ADD], 0), ([ADD, made.LOOK], 1)):
         assert on.tools is not None
         on.tools.calls.clear()

@@ -16,7 +16,7 @@ from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.streaming.collector import StreamingCollector
 from mcore_rl.rollout.streaming.interface import SavedTasks
-from mcore_rl.rollout.streaming.trajectory_files import saved_file
+from mcore_rl.rollout.streaming.saved import saved_file
 from mcore_rl.types import Mean, RolloutResult, RolloutScalars, RolloutTask
 from tests.unit.rollout.counting import CountingSampler
 

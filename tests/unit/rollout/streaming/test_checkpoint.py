@@ -12,8 +12,15 @@ import pytest
 
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.rollout.streaming.collector import StreamingCollector
-from mcore_rl.rollout.streaming.saved import FINISHED, Bounds, SavedGroup, read_groups, write_groups
-from mcore_rl.rollout.streaming.trajectory_files import read_trajectories, write_trajectories
+from mcore_rl.rollout.streaming.saved import (
+    FINISHED,
+    Bounds,
+    SavedGroup,
+    read_groups,
+    read_trajectories,
+    write_groups,
+    write_trajectories,
+)
 from mcore_rl.types import RolloutScalars, SavedFile, TrajectoryBuffers
 from tests.unit.rollout.streaming.streamed import SAMPLES, SIZE, Stream, collector_of, some
 from tests.unit.rollout.streaming.test_collector import ages, trained

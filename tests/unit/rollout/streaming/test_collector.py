@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.rollout.streaming.collector import StreamingCollector
-from mcore_rl.rollout.streaming.swaps import SwappingPublisher
+from mcore_rl.rollout.streaming.collector import StreamingCollector, SwappingPublisher
 from mcore_rl.types import Groups, Max, Mean, RolloutResult, RolloutTask
 from tests.unit.rollout.streaming.streamed import SAMPLES, SIZE, Stream, all_of_them, collector_of, some
 

@@ -15,9 +15,9 @@ import pytest
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop
+from mcore_rl.rollout.streaming.collector import SwappingPublisher
 from mcore_rl.rollout.streaming.paused_requests import PausedRequests
 from mcore_rl.rollout.streaming.replay import Replay, read_replay
-from mcore_rl.rollout.streaming.swaps import SwappingPublisher
 from mcore_rl.rollout.trajectories import version_spans
 from mcore_rl.types import Completion, Delta, Groups, RolloutScalars
 from tests.unit.rollout.streaming.streamed import SAMPLES, SIZE, Stream, collector_of, some
