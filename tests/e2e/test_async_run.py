@@ -89,6 +89,7 @@ def test_groups_run_ahead_though_an_engine_and_then_the_driver_die(task: Path, t
     assert not [path for path in (run_dir / "rollouts").iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.on_demand  # test_groups_run_ahead also resumes
 def test_one_step_off_is_the_same_run_after_a_death(task: Path, tmp_path: Path) -> None:
     """Every response has one weight version, and the order of training data does not depend on timing."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"

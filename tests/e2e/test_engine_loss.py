@@ -184,6 +184,7 @@ def kill_in_turn(run: TrainProcess, steps: range, seconds: float) -> int:
     return len(steps)
 
 
+@pytest.mark.on_demand  # test_async_run also loses one of two engines
 def test_of_several_engines_one_dies_and_takes_part_again_when_it_is_up(
     task: Path, whole_run: Path, tmp_path: Path
 ) -> None:

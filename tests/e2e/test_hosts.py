@@ -50,7 +50,9 @@ def start(hosts: TwoHosts, task: Path, run_dir: Path, *overrides: str) -> HostsR
     return run
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.on_demand] * (way != "an engine on each host")) for way in WAYS]
+)
 def test_a_run_over_two_hosts_is_the_run_on_one(
     hosts: TwoHosts, task: Path, whole_run: Path, tmp_path: Path, way: str
 ) -> None:

@@ -59,9 +59,11 @@ CASES = {
         add=f"{ONE_STEP} {NO_FILTER}", needs=("think2",), says="run directory  runs/demo_think", on_demand=True
     ),
     "make demo MODE=async": Case(
-        add=f"{ONE_STEP} {NO_FILTER}", needs=("work3",), says="run directory  runs/demo_async"
+        add=f"{ONE_STEP} {NO_FILTER}", needs=("work3",), says="run directory  runs/demo_async", on_demand=True
     ),
-    "make demo TASK=tool": Case(add=f"{ONE_STEP} {NO_FILTER}", needs=("tool",), says="run directory  runs/demo_tool"),
+    "make demo TASK=tool": Case(
+        add=f"{ONE_STEP} {NO_FILTER}", needs=("tool",), says="run directory  runs/demo_tool", on_demand=True
+    ),
     "make demo TASK=game": Case(
         add=f"{ONE_STEP} {NO_FILTER}", needs=("game",), says="run directory  runs/demo_game", on_demand=True
     ),

@@ -1,4 +1,4 @@
-"""Runs with a reward model: with a reward function and the policy's tokens, and alone with its own tokens."""
+"""A run whose only reward is a reward model with a chat template and a tokenizer of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.runs import metrics, train
+from tests.e2e.runs import train
 from tests.tiny_models import write_tiny_classifier
 
 pytestmark = pytest.mark.slow
@@ -48,57 +48,6 @@ def records_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
 def digits_share(text: str) -> float:
     """Return the score of the task's reward function."""
     return sum(c.isdigit() for c in text) / len(text) if text else 0.0
-
-
-@pytest.fixture(scope="module")
-def beside_a_rule(task: Path) -> tuple[str, ...]:
-    scorer = write_scorer(task, "scorer", None)
-    return (
-        *SMALL,
-        f"reward_model.hf_path={scorer}",
-        f"reward_model.weight={SCORE_WEIGHT}",
-        f"reward.weight={RULE_WEIGHT}",
-        "reward_model.offload.params=true",
-        "actor.offload.params=true",  # engines and ranks alternate on the device
-    )
-
-
-@pytest.fixture(scope="module")
-def run_beside_a_rule(task: Path, beside_a_rule: tuple[str, ...]) -> Path:
-    train(task, task.parent / "scored", *beside_a_rule)
-    return task.parent / "scored"
-
-
-@pytest.mark.parametrize("name", ["step_1", "step_2", "val_step_2"])
-def test_records_have_the_rule_and_transformers_score_of_the_tokens(run_beside_a_rule: Path, name: str) -> None:
-    from transformers import AutoTokenizer
-
-    scorer = run_beside_a_rule.parent / "scorer"
-    tokenizer = AutoTokenizer.from_pretrained(scorer)
-    whole = []
-    for record in records_of(run_beside_a_rule, name):
-        rule = digits_share(record["response"])
-        reward = RULE_WEIGHT * rule + SCORE_WEIGHT * record["scores"]["model"]
-        assert record["reward"] == pytest.approx(reward, abs=1e-5)
-        assert record["accuracy"] == float(rule > 0.4)
-        ids = tokenizer(record["response"])["input_ids"]
-        ids += [tokenizer.eos_token_id] if record["finish_reason"] == "stop" else []
-        if len(ids) == record["tokens"]:  # special tokens of a random model are missing in the text
-            whole.append((record["scores"]["model"], tokenizer(record["prompt"])["input_ids"] + ids))
-    assert len(whole) >= 3
-    expected = expected_scores(scorer, [ids for _, ids in whole])
-    assert max(abs(score - wanted) for (score, _), wanted in zip(whole, expected, strict=True)) <= TOLERANCE
-
-
-def test_figures_and_timeline_show_the_reward_model(run_beside_a_rule: Path) -> None:
-    rows = metrics(run_beside_a_rule)
-    for step in (1, 2):
-        scores = [record["scores"]["model"] for record in records_of(run_beside_a_rule, f"step_{step}")]
-        assert rows[step]["reward/model"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
-    assert "time/reward_model" in (run_beside_a_rule / "metrics.jsonl").read_text()
-    events = json.loads((run_beside_a_rule / "timeline.json").read_text())
-    tracks = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert {"reward model rank 0", "reward model rank 1"} < tracks
 
 
 @pytest.mark.on_demand

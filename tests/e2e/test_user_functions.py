@@ -125,6 +125,7 @@ def ranks(data_sources, solution_strs, ground_truths, extra_infos):
 """
 
 
+@pytest.mark.on_demand  # tests/unit/rewards covers the collection over engines
 def test_batch_function_sees_all_responses_of_a_step_of_all_engines(task: Path, tmp_path: Path) -> None:
     path = tmp_path / "ranks.py"
     path.write_text(TOGETHER)
