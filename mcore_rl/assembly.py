@@ -42,10 +42,9 @@ from mcore_rl.runtime.launch import RunProcesses, launch
 from mcore_rl.runtime.phases import DevicePhases, Phase, shares_device
 from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.runtime.roles.critic import CriticGroup, critic_role
-from mcore_rl.runtime.roles.groups import RankMap
+from mcore_rl.runtime.roles.groups import RankMap, Role
 from mcore_rl.runtime.roles.judge import JudgeGroup, judge_role
 from mcore_rl.runtime.roles.reward_model import RewardModelGroup, reward_model_role
-from mcore_rl.runtime.roles.role import Role
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.staged import (
     StagedActor,

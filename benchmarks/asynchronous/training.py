@@ -11,8 +11,7 @@ from typing import Any
 
 from benchmarks.children import run_command
 from benchmarks.isolation import ROOT
-from mcore_rl.observe.earlier import TIMELINE
-from mcore_rl.observe.metrics import read_metrics
+from mcore_rl.observe.metrics import TIMELINE, read_metrics
 from mcore_rl.observe.timeline import TraceEvent, read_timeline
 
 SWAP_ENDS = "finish weight update"

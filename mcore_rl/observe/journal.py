@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mcore_rl.observe.earlier import TENSORBOARD, TIMELINE, set_aside
-from mcore_rl.observe.metrics import MetricsLog
+from mcore_rl.observe.metrics import TENSORBOARD, TIMELINE, MetricsLog, set_aside
 from mcore_rl.observe.progress import Progress
 from mcore_rl.observe.signs import CollapseSigns, Sign
 from mcore_rl.observe.tensorboard import TensorBoardLog

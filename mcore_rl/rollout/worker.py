@@ -107,17 +107,7 @@ class RolloutWorker:
             Response(attempt, outcome, self._score(outcome, collected.get(key)))
             for key, attempt, outcome in zip(keys, attempts, finished, strict=False)
         ]
-        names = [r.attempt.request.request_id for r in responses for _ in r.outcome.trajectories]
-        buffers = pack_trajectories([t for r in responses for t in r.outcome.trajectories], names)
-        scalars = replace(
-            scalars_of(task, responses, buffers),
-            seconds_generating=generated - started,
-            seconds_grading=graded - generated,
-            tokens_taken_over=sum(outcome.taken_over for outcome in finished),
-        )
-        if task.records is not None:
-            write_records(Path(task.records), task, responses)
-        return buffers, scalars
+        return _packed(task, responses, generated - started, graded - generated)
 
     def _attempts(self, task: RolloutTask) -> list[Attempt]:
         of_group = [self._prompts[task.prompt_set][int(row)] for row in task.prompt_rows]
@@ -152,6 +142,23 @@ class RolloutWorker:
         reward = graded.reward + outcome.turn_rewards
         accuracy = graded.accuracy if self._has_rules else reward
         return replace(graded, reward=reward, accuracy=accuracy, parts=parts)
+
+
+def _packed(
+    task: RolloutTask, responses: list[Response], seconds_generating: float, seconds_grading: float
+) -> tuple[TrajectoryBuffers, RolloutScalars]:
+    """Pack the responses of a task, and write its records."""
+    names = [r.attempt.request.request_id for r in responses for _ in r.outcome.trajectories]
+    buffers = pack_trajectories([t for r in responses for t in r.outcome.trajectories], names)
+    scalars = replace(
+        scalars_of(task, responses, buffers),
+        seconds_generating=seconds_generating,
+        seconds_grading=seconds_grading,
+        tokens_taken_over=sum(response.outcome.taken_over for response in responses),
+    )
+    if task.records is not None:
+        write_records(Path(task.records), task, responses)
+    return buffers, scalars
 
 
 def _groups_of_keys(task: RolloutTask, keys: Sequence[int]) -> list[Sequence[int]]:

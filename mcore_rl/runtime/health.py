@@ -130,8 +130,16 @@ class Watch:
         `needs`); ClusterDiedError if Ray's daemons died; KeyboardInterrupt instead of the latter two if a stop was
         requested, because the signal may have reached all processes.
         """
+        pending, results = list(dict.fromkeys(refs)), dict[Ref[T], T]()
         with self._explained():
-            return self._results(refs, needs)
+            while pending:
+                # Wait for all together: waiting for one at a time would pass every reference to Ray once per result.
+                ready, pending = self.wait(pending, len(pending))
+                for ref in ready:
+                    results[ref] = self.value(ref)
+                if pending:
+                    self._require_present(pending, needs)
+        return [results[ref] for ref in refs]
 
     def get_started(self, starts: Mapping[AnyRef, Sequence[AnyProcess]]) -> None:
         """Wait until set-ups have ended, each with the processes that take part in it.
@@ -139,17 +147,14 @@ class Watch:
         Raises: as `get`, also for replaceable processes; WorkerDiedError with the names of processes that are not ready
         within `start_seconds`.
         """
-        with self._explained():
-            self._require_started(starts)
-
-    def _require_started(self, starts: Mapping[AnyRef, Sequence[AnyProcess]]) -> None:
         pending, deadline = list(starts), self.start_deadline()
-        while pending:
-            ready, pending = self.wait(pending, len(pending))
-            for ref in ready:
-                self.value(ref)
-                self._answered.update(starts[ref])
-            self._require_in_time([process for ref in pending for process in starts[ref]], deadline)
+        with self._explained():
+            while pending:
+                ready, pending = self.wait(pending, len(pending))
+                for ref in ready:
+                    self.value(ref)
+                    self._answered.update(starts[ref])
+                self._require_in_time([process for ref in pending for process in starts[ref]], deadline)
 
     def start_deadline(self) -> float:
         """Return the time limit, by time.monotonic(), of a process that starts now."""
@@ -194,17 +199,6 @@ class Watch:
         except WorkerDiedError as error:
             STOPS.end()
             raise WorkerDiedError("\n".join([str(error), *self._pending_work()])) from None
-
-    def _results(self, refs: Sequence[Ref[T]], needs: Sequence[AnyProcess]) -> list[T]:
-        pending, results = list(dict.fromkeys(refs)), dict[Ref[T], T]()
-        while pending:
-            # Wait for all together: waiting for one at a time would pass every reference to Ray once per result.
-            ready, pending = self.wait(pending, len(pending))
-            for ref in ready:
-                results[ref] = self.value(ref)
-            if pending:
-                self._require_present(pending, needs)
-        return [results[ref] for ref in refs]
 
     def _require_present(self, pending: Sequence[AnyRef], needs: Sequence[AnyProcess]) -> None:
         """Check the processes whose results are pending: the calls of a stopped process never end.

@@ -29,9 +29,8 @@ from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.output import ray_output_to
 from mcore_rl.runtime.phases import shares_device
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
-from mcore_rl.runtime.roles.groups import RankMap
+from mcore_rl.runtime.roles.groups import ActorOptions, RankMap, Role, RoleGroup
 from mcore_rl.runtime.roles.places import Places
-from mcore_rl.runtime.roles.role import ActorOptions, Role, RoleGroup
 from mcore_rl.runtime.roles.trainer import TrainerActor, TrainerGroup, TrainerProcess
 from mcore_rl.weights.transports.hosts import Host, this_host
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import ray
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import RECOMPUTE
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
-from mcore_rl.ports import Publisher
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
@@ -180,7 +179,3 @@ class SlicePublisher:
                 if acknowledged[reader] != sent[number]:
                     name = topology.name(topology.member(reader))
                     raise WeightSyncError(f"{name} acknowledged {acknowledged[reader]} of {sent[number]} bytes")
-
-
-if TYPE_CHECKING:
-    _port: type[Publisher] = SlicePublisher

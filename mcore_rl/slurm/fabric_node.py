@@ -6,7 +6,6 @@ Every node that is not blamed creates ATTEMPT/sound/NODE. The last line of outpu
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -15,19 +14,13 @@ from pathlib import Path
 from mcore_rl.doctor.fabric.rendezvous import Address, NodePlace, open_place
 from mcore_rl.doctor.fabric.supervisor import START_TIMEOUTS, exit_if_unkillable, supervise
 from mcore_rl.errors import McoreRLError
-from mcore_rl.slurm.meeting import address_here, is_first, publish, wait_for
-from mcore_rl.slurm.node_check import node_name, put_name
+from mcore_rl.slurm.meeting import address_here, is_first, node_name, parse_options, publish, put_name, wait_for
 
 
 def main() -> int:
     """Run the test. Returns 1 if this node is blamed or the test could not run."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--attempt", type=Path, required=True, help="directory of this start of the job")
-    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
-    parser.add_argument("--slots", type=int, required=True, help="ranks per node")
-    parser.add_argument("--timeout-seconds", type=int, required=True, help="timeout of each stage")
-    parser.add_argument("--slow-percent", type=int, required=True)
-    options = parser.parse_args()
+    numbers = {"nodes": "number of nodes", "slots": "ranks per node", "timeout-seconds": "timeout of each stage"}
+    options = parse_options(__doc__, {**numbers, "slow-percent": "see mcore-rl doctor --slow-percent"})
     try:
         place = _place(options.attempt / "fabric_address", options.nodes, START_TIMEOUTS * options.timeout_seconds)
         report = supervise(place, options.slots, options.timeout_seconds, options.slow_percent)

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from mcore_rl.slurm.node_check import node_name
 from model_converters.durable_files import durable_write
+
+
+def parse_options(description: str | None, numbers: Mapping[str, str]) -> argparse.Namespace:
+    """Parse the command line of a task: --attempt, and integers with their help texts by name."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--attempt", type=Path, required=True, help="directory of this start, shared by all nodes")
+    for name, help_text in numbers.items():
+        parser.add_argument(f"--{name}", type=int, required=True, help=help_text)
+    return parser.parse_args()
+
+
+def node_name() -> str:
+    """Return SLURM's name of this node."""
+    return os.environ["SLURMD_NODENAME"]
+
+
+def put_name(directory: Path) -> None:
+    """Create an empty file with the name of this node."""
+    (directory / node_name()).touch()
 
 
 def is_first() -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from mcore_rl.slurm.meeting import node_name, parse_options, put_name
 
 NEEDED = ("torch", "ray", "megatron.core")
 SECONDS_FOR_GPUS = 60
@@ -16,12 +17,7 @@ SECONDS_FOR_GPUS = 60
 
 def main() -> int:
     """Create ATTEMPT/checked/NODE, or print the problem of the node and return 1."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--attempt", type=Path, required=True, help="directory of this start, created by the first node"
-    )
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs that must respond")
-    options = parser.parse_args()
+    options = parse_options(__doc__, {"gpus": "number of GPUs that must respond"})
     problem = packages() or memory() or gpus(options.gpus) or storage(options.attempt)
     if problem is None:
         try:
@@ -30,16 +26,6 @@ def main() -> int:
             problem = f"run.dir cannot be written here: {error}"
     print(f"{node_name()}: {problem or 'ready'}")
     return 1 if problem else 0
-
-
-def node_name() -> str:
-    """Return SLURM's name of this node."""
-    return os.environ["SLURMD_NODENAME"]
-
-
-def put_name(directory: Path) -> None:
-    """Create an empty file with the name of this node."""
-    (directory / node_name()).touch()
 
 
 def packages() -> str | None:

@@ -17,8 +17,7 @@ import time
 from pathlib import Path
 
 from mcore_rl.runtime.session import RAYLET_VARIABLES, private_directory, temporary_files
-from mcore_rl.slurm.meeting import address_of, is_first, publish, wait_for
-from mcore_rl.slurm.node_check import node_name, put_name
+from mcore_rl.slurm.meeting import address_of, is_first, node_name, parse_options, publish, put_name, wait_for
 
 STOP_SECONDS = 25
 """Time for Ray to end. SLURM sends KILL 30 s after TERM (KillWait) by default."""
@@ -26,13 +25,8 @@ STOP_SECONDS = 25
 
 def main() -> int:
     """Run until ATTEMPT/stop appears. Exits with an error if Ray ends first."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--attempt", type=Path, required=True, help="directory of this start")
-    parser.add_argument("--cpus", type=int, required=True)
-    parser.add_argument("--gpus", type=int, required=True)
-    parser.add_argument("--object-store-bytes", type=int, required=True)
-    parser.add_argument("--timeout-seconds", type=int, required=True)
-    options = parser.parse_args()
+    numbers = {"cpus": "CPUs of this node", "gpus": "GPUs of this node", "object-store-bytes": "of this node"}
+    options = parse_options(__doc__, {**numbers, "timeout-seconds": "time limit of the start"})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with private_directory() as directory, temporary_files() as temporary:
         os.environ["TMPDIR"] = str(temporary)  # inherited by the raylet and by every process of the run on this node

@@ -23,9 +23,7 @@ from mcore_rl.runtime.calls import Ref
 from mcore_rl.runtime.delivery import Chunk, TrajectoryPlace
 from mcore_rl.runtime.engines.balance import EngineKey, LoadBalancer
 from mcore_rl.runtime.engines.fleet import Fleet
-from mcore_rl.runtime.engines.grading import amend, grade, probe
 from mcore_rl.runtime.engines.process import EngineProcess, EngineReport
-from mcore_rl.runtime.engines.saved_tasks import restore_tasks, save_tasks
 from mcore_rl.runtime.engines.submissions import (
     FinishedPiece,
     Submission,
@@ -35,6 +33,7 @@ from mcore_rl.runtime.engines.submissions import (
     task_again,
     whole_part,
 )
+from mcore_rl.runtime.engines.trajectories import amend, grade, probe, restore_tasks, save_tasks
 from mcore_rl.runtime.health import AnyRef
 from mcore_rl.types import BuffersRef, Grades, Mean, RolloutResult, RolloutScalars, RolloutTask
 
@@ -111,10 +110,6 @@ class Scheduler:
     def attend(self, heard: Callable[[], None]) -> None:
         """Set a callback for finished tasks. It is called in any wait of the driver, and must not wait itself."""
         self._on_end = heard
-
-    def begin(self, task: RolloutTask, results: dict[int, RolloutResult]) -> int:
-        """Submit a task without waiting; its result is put into `results` under the returned ticket."""
-        return self._submit(task, results)
 
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         """Generate all tasks with the current weights; results are in the order of the tasks.
@@ -241,7 +236,9 @@ class Scheduler:
             if self._on_end is not None:
                 self._on_end()
 
-    def _submit(self, task: RolloutTask, results: dict[int, RolloutResult] | None) -> int:
+    def begin(self, task: RolloutTask, results: dict[int, RolloutResult] | None) -> int:
+        """Submit a task without waiting; its result is put into `results` under the returned ticket. `results` is None
+        for tasks of `run`."""
         ticket, self._num_submitted = self._num_submitted, self._num_submitted + 1
         self._submissions[ticket] = Submission(task, results)
         if results is None:
@@ -253,7 +250,7 @@ class Scheduler:
 
     def _run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         with self.together():
-            tickets = [self._submit(task, None) for task in tasks]
+            tickets = [self.begin(task, None) for task in tasks]
         while True:
             self._recover()
             # Wait for answers to steals too: a later answer would give up requests of the next run.

@@ -16,7 +16,7 @@ from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 
 if TYPE_CHECKING:
-    from mcore_rl.runtime.roles.role import ActorOptions
+    from mcore_rl.runtime.roles.groups import ActorOptions
 
 
 @dataclass

@@ -22,7 +22,7 @@ from mcore_rl.runtime.agreement import FactsRequest, HostFacts, answer
 from mcore_rl.runtime.calls import ProcessHandle, Ref, call_all, remote_method
 from mcore_rl.runtime.collectives import Collective, pending_collectives
 from mcore_rl.runtime.cores import share_cores
-from mcore_rl.runtime.isolation.accounts import other_users
+from mcore_rl.runtime.isolation.choice import other_users
 from mcore_rl.runtime.output import write_output_to
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.trajectory_store import FetchRequest, Producer, fetch

@@ -1,17 +1,19 @@
-"""Process groups, from the driver's side: calls to all ranks of a model, and batches for them."""
+"""Groups of processes, from the driver's side: calls to all ranks of a model, and batches for them. Roles besides
+trainer ranks and rollout engines: judge, reward model and critic."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import ray
 
+from mcore_rl.resolved.placement import Guests
 from mcore_rl.runtime.calls import FanOut, ProcessHandle, Rank_co, Ref, passed
 from mcore_rl.runtime.delivery import Delivery, rows_by_rank
 from mcore_rl.runtime.health import Watch
@@ -19,6 +21,9 @@ from mcore_rl.runtime.roles.base import RankProcess, RunProcess, SetUpContext, T
 from mcore_rl.types import Batch, BatchHandle, Metric, RankShares, SavedFile, SavedState, Span, merge_metrics
 
 if TYPE_CHECKING:
+    from ray.actor import ActorClass
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
     from mcore_rl.types import TrajectoryBuffers
 
 TrainedRank_co = TypeVar("TrainedRank_co", bound=TrainedRankProcess, covariant=True)
@@ -123,6 +128,38 @@ class TrainedRankGroup(RankGroup[TrainedRank_co]):
         """Move `parts` to host memory if the configuration offloads them. Returns the bytes in host memory, of all
         ranks."""
         return sum(self.call(TrainedRankProcess.offload, parts).results())
+
+
+class ActorOptions(TypedDict, total=False):
+    """Options of Ray for a process."""
+
+    num_cpus: float
+    num_gpus: float
+    scheduling_strategy: PlacementGroupSchedulingStrategy
+
+
+class RoleGroup(Protocol):
+    """Processes of a role, from the driver's side."""
+
+    @property
+    def processes(self) -> Sequence[ProcessHandle[RunProcess]]: ...
+
+    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> list[Ref[None]]:
+        """Begin the set-up of all processes, each with the GPUs that it may see. Returns references that are ready
+        when the set-ups have ended. If the processes take turns on a device, they have freed it by then."""
+
+    def spans(self) -> list[Span]: ...
+
+
+@dataclass(frozen=True)
+class Role:
+    """Processes of the Ray actor class `actor`; messages name each by `name` and its number. `group` builds the
+    driver's group from the processes, the node of each, and the watch."""
+
+    name: str
+    actor: ActorClass
+    guests: Guests
+    group: Callable[[Sequence[ProcessHandle[Any]], Sequence[int], Watch], RoleGroup]
 
 
 def with_metrics(handle: BatchHandle, found: Sequence[Mapping[str, Metric]]) -> BatchHandle:

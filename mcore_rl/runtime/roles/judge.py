@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
@@ -16,7 +15,6 @@ from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.engines.registry import engine_class
-from mcore_rl.ports import ResponseScorer
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.rewards.judge.answers import EngineAnswerer
 from mcore_rl.rewards.judge.judge import Judge
@@ -29,9 +27,8 @@ from mcore_rl.runtime.calls import ProcessHandle, Ref, passed
 from mcore_rl.runtime.delivery import Delivery, Rows
 from mcore_rl.runtime.health import Watch
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
-from mcore_rl.runtime.roles.groups import drain_spans
+from mcore_rl.runtime.roles.groups import Role, drain_spans
 from mcore_rl.runtime.roles.origins import marks_errors
-from mcore_rl.runtime.roles.role import Role
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
 
@@ -157,7 +154,3 @@ def _engine(config: Config, name: str) -> EngineAnswerer:
     )
     engine.sleep(keep_weights=True)
     return EngineAnswerer(engine, JudgePrompts(tokenizer, template_text(config.judge)), tokenizer, config.judge)
-
-
-if TYPE_CHECKING:
-    _port: type[ResponseScorer] = JudgeGroup

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
 
 from mcore_rl.data.trajectories import split_rows
-from mcore_rl.ports import ResponseScorer
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.rewards.task_parts import TaskPart, join_scores, split_tasks
 from mcore_rl.runtime.delivery import Rows
 from mcore_rl.runtime.roles.base import RankProcess, SetUpContext
-from mcore_rl.runtime.roles.groups import RankGroup, RankMap
+from mcore_rl.runtime.roles.groups import RankGroup, RankMap, Role
 from mcore_rl.runtime.roles.origins import marks_errors
-from mcore_rl.runtime.roles.role import Role
 from mcore_rl.types import RolloutResult, RolloutTask, TrajectoryBuffers
 
 
@@ -77,7 +74,3 @@ def reward_model_role(ranks: RankMap) -> Role:
         guests=Guests("reward_model", len(ranks.dp_rank_of)),
         group=lambda processes, nodes, watch: RewardModelGroup(processes, nodes, watch, ranks),
     )
-
-
-if TYPE_CHECKING:
-    _port: type[ResponseScorer] = RewardModelGroup

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.observe.earlier import set_aside
-from mcore_rl.observe.metrics import MetricsLog, read_metrics
+from mcore_rl.observe.metrics import MetricsLog, read_metrics, set_aside
 
 RESPONSES = ("step_1.jsonl", "step_2.jsonl", "step_12.jsonl", "val_step_2.jsonl")
 

@@ -16,7 +16,7 @@ import pytest
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from mcore_rl.runtime.isolation import accounts, choice, namespace
+from mcore_rl.runtime.isolation import choice, namespace
 
 PROBE = """
 import os, socket
@@ -120,11 +120,11 @@ def test_other_users_counts_people_with_processes_or_sessions(monkeypatch: pytes
 
     monkeypatch.setattr(os, "getuid", lambda: 1000)
     monkeypatch.setattr(pwd, "getpwuid", account)
-    monkeypatch.setattr(accounts, "_process_owners", lambda: iter([0, 33, 1000, 1001, 65534, 1 << 30]))
+    monkeypatch.setattr(choice, "_process_owners", lambda: iter([0, 33, 1000, 1001, 65534, 1 << 30]))
     for uid in ("1002", "1000"):
         (tmp_path / uid).touch()
-    monkeypatch.setattr(accounts, "LOGIN_SESSIONS", tmp_path)
-    assert accounts.other_users() == ["alice", "bob"]
+    monkeypatch.setattr(choice, "LOGIN_SESSIONS", tmp_path)
+    assert choice.other_users() == ["alice", "bob"]
 
 
 @pytest.mark.skipif(not namespace.can_enter(), reason="this host does not allow network namespaces")
