@@ -1,49 +1,90 @@
-"""Splitting of rollout tasks into parts of equal work for data-parallel ranks, and joining of their scores."""
+"""Splitting of rollout tasks into parts of equal work for several processes, and joining of their scores."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
 from mcore_rl.data.batching import positions_in_groups
 from mcore_rl.data.packing import balance
+from mcore_rl.data.trajectories import split_rows
+from mcore_rl.data.transcripts import PromptSource, TextDecoder, Transcript, transcripts
 from mcore_rl.errors import NonFiniteError
-from mcore_rl.types import RolloutScalars, RolloutTask
+from mcore_rl.types import RolloutScalars, RolloutTask, TrajectoryBuffers
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TaskPart:
-    """Responses of one task that a data-parallel rank scores.
+    """Responses of one task that one process scores.
 
-    rows: rows of the task's trajectories; numbers: positions of these responses among the responses of all tasks.
+    rows: rows of the task's trajectories. numbers: positions of these responses among the responses of all tasks.
+    samples: numbers of the responses within their groups. records: see RolloutTask.
 
-    Shapes: prompt_rows, rows, numbers int64 [b].
+    Shapes: rows, numbers, prompt_rows, group_ids, samples int64 [b].
     """
 
     prompt_set: str
-    prompt_rows: np.ndarray
+    records: str | None
     rows: np.ndarray
     numbers: np.ndarray
+    prompt_rows: np.ndarray
+    group_ids: np.ndarray
+    samples: np.ndarray
+
+
+@dataclass(frozen=True)
+class TranscriptReader:
+    """Reader of the trajectories of task parts.
+
+    `prompts` are the prompt sets by name, `decoder` is the policy's tokenizer.
+    """
+
+    prompts: Mapping[str, PromptSource]
+    decoder: TextDecoder
+    stop: Sequence[str] = ()
+    """rollout.stop: text from a stop string on is cut."""
+
+    def read(self, parts: Sequence[TaskPart], trajectories: TrajectoryBuffers) -> list[Transcript]:
+        """Return the transcripts of all parts. `trajectories` holds their trajectories, one part after the other."""
+        chunks = split_rows(trajectories, [len(part.rows) for part in parts])
+        return [
+            transcript
+            for part, chunk in zip(parts, chunks, strict=True)
+            for transcript in transcripts(
+                chunk, part.prompt_rows, self.prompts[part.prompt_set], self.decoder, self.stop
+            )
+        ]
+
+
+def by_part(parts: Sequence[TaskPart], items: Iterable[T]) -> list[list[T]]:
+    """Split items, one per response of all parts in order, into one list per part."""
+    left = iter(items)
+    return [list(islice(left, len(part.rows))) for part in parts]
 
 
 def split_tasks(
-    tasks: Sequence[RolloutTask], results: Sequence[RolloutScalars], num_dp_ranks: int
+    tasks: Sequence[RolloutTask], results: Sequence[RolloutScalars], num_processes: int
 ) -> list[list[TaskPart]]:
-    """Return one list per data-parallel rank with its part of every task. Parts may be empty.
+    """Return one list per process with its part of every task. Parts may be empty.
 
-    Ranks get about equally many tokens.
+    Processes get about equally many tokens.
     """
     starts = np.cumsum([0, *(len(scalars.rewards) for scalars in results)])
-    owners = balance(np.concatenate([scalars.total_tokens for scalars in results]), num_dp_ranks)
-    of_ranks: list[list[TaskPart]] = [[] for _ in range(num_dp_ranks)]
+    owners = balance(np.concatenate([scalars.total_tokens for scalars in results]), num_processes)
+    parts: list[list[TaskPart]] = [[] for _ in range(num_processes)]
     for task, scalars, start in zip(tasks, results, starts, strict=False):
-        task_owners = owners[start : start + len(scalars.rewards)]
-        for dp, of_rank in enumerate(of_ranks):
-            rows = np.flatnonzero(task_owners == dp)
-            of_rank.append(TaskPart(task.prompt_set, scalars.prompt_rows[rows], rows, rows + start))
-    return of_ranks
+        task_owners, samples = owners[start : start + len(scalars.rewards)], positions_in_groups(scalars.group_ids)
+        for owner, own in enumerate(parts):
+            rows = np.flatnonzero(task_owners == owner)
+            values = [values[rows] for values in (scalars.prompt_rows, scalars.group_ids, samples)]
+            own.append(TaskPart(task.prompt_set, task.records, rows, rows + start, *values))
+    return parts
 
 
 def join_scores(

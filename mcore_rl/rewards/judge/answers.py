@@ -15,7 +15,7 @@ from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOption
 
 
 @dataclass(frozen=True)
-class Question:
+class JudgeQuestion:
     """A request to judge one response; `seeds` has one entry per requested answer."""
 
     prompt: Prompt
@@ -29,6 +29,7 @@ class Reply:
 
     finish_reason: see Completion; None if the request failed, with the reason in `error`.
     asked: False if the question was too long and no request was sent.
+    score: None if the answer has no score, with the reason in `error`; set by the Judge.
     """
 
     text: str
@@ -36,12 +37,13 @@ class Reply:
     finish_reason: str | None
     error: str | None = None
     asked: bool = True
+    score: float | None = None
 
 
 class Answerer(Protocol):
     """A language model that answers questions."""
 
-    def replies(self, questions: Sequence[Question]) -> list[list[Reply]]:
+    def replies(self, questions: Sequence[JudgeQuestion]) -> list[list[Reply]]:
         """Return one list per question with one reply per seed, in order; a question that is too long has one reply.
 
         Raises: DataError if the chat template rejects a question.
@@ -69,7 +71,7 @@ class EngineAnswerer:
         self._prompts, self._tokenizer, self._limit = prompts, tokenizer, config.max_prompt_tokens
         self._sampling = SamplingOptions(config.max_response_tokens, config.temperature, config.top_p)
 
-    def replies(self, questions: Sequence[Question]) -> list[list[Reply]]:
+    def replies(self, questions: Sequence[JudgeQuestion]) -> list[list[Reply]]:
         encoded = self._prompts.encode([self._prompts.render(each.prompt, each.response) for each in questions])
         requests = [
             GenerationRequest(f"{index}.{nth}", ids, seed, self._sampling)

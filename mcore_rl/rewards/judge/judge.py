@@ -8,49 +8,31 @@ Answers without a score and responses whose question is too long score judge.unp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mcore_rl.config.reward import JudgeConfig
+from mcore_rl.data.records import add_fields
 from mcore_rl.data.seeds import request_seeds
 from mcore_rl.data.transcripts import Transcript
-from mcore_rl.rewards.judge.answers import Answerer, Question, Reply
-from mcore_rl.rewards.judge.scores import CUT, NoScoreError, Reader, Written
-from mcore_rl.types import Mean, Metric, Prompt
+from mcore_rl.rewards.judge.answers import Answerer, JudgeQuestion, Reply
+from mcore_rl.rewards.judge.scores import CUT, NoScoreError, Reader
+from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader, by_part
+from mcore_rl.types import Mean, Metric, Prompt, TrajectoryBuffers
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A reply of the judge and its score; `score` is None if the reply has none, with the reason in `error`."""
-
-    reply: Reply
-    score: float | None
-    error: str | None
-
-    def record(self) -> dict[str, Any]:
-        """Return the fields of the answer in the response's record."""
-        reply = self.reply
-        return {
-            "text": reply.text,
-            "tokens": reply.tokens,
-            "finish_reason": reply.finish_reason,
-            "score": self.score,
-            "error": self.error,
-        }
-
-
-@dataclass(frozen=True)
-class Verdict:
+class JudgeVerdict:
     """The answers about one response and their mean score."""
 
     score: float
-    answers: tuple[Answer, ...]
+    answers: tuple[Reply, ...]
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Return the judge's fields of the response's record."""
-        return {"judge": [answer.record() for answer in self.answers]}
+        names = ("text", "tokens", "finish_reason", "score", "error")
+        return {"judge": [{name: getattr(answer, name) for name in names} for answer in self.answers]}
 
 
 @dataclass(frozen=True)
@@ -62,7 +44,9 @@ class Judge:
     config: JudgeConfig
     seed: int = field(kw_only=True)
 
-    def verdicts(self, transcripts: Sequence[Transcript], group_ids: np.ndarray, samples: np.ndarray) -> list[Verdict]:
+    def verdicts(
+        self, transcripts: Sequence[Transcript], group_ids: np.ndarray, samples: np.ndarray
+    ) -> list[JudgeVerdict]:
         """Judge transcripts; returns one verdict per transcript, in order.
 
         Sampling seeds depend only on a response's group and its number in the group. The composition of a call thus
@@ -72,11 +56,11 @@ class Judge:
         Raises: DataError if the judge's chat template rejects a question; RewardError if too many requests fail.
         """
         questions = [
-            Question(each.prompt, each.response, self._seeds(int(group), int(sample)))
+            JudgeQuestion(each.prompt, each.response, self._seeds(int(group), int(sample)))
             for each, group, sample in zip(transcripts, group_ids, samples, strict=True)
         ]
         return [
-            self._verdict([self._answer(question.prompt, reply) for reply in replies])
+            self._verdict([self._scored(question.prompt, reply) for reply in replies])
             for question, replies in zip(questions, self.answerer.replies(questions), strict=True)
         ]
 
@@ -86,24 +70,50 @@ class Judge:
         seeds: list[int] = request_seeds(self.seed, np.array([group]), (sample + 1) * count).tolist()
         return tuple(seeds[-count:])
 
-    def _answer(self, prompt: Prompt, reply: Reply) -> Answer:
+    def _scored(self, prompt: Prompt, reply: Reply) -> Reply:
         if reply.finish_reason is None:
-            return Answer(reply, None, reply.error)
+            return reply
         try:
-            return Answer(reply, self.read(Written(reply.text, reply.finish_reason, prompt)), None)
+            return replace(reply, score=self.read(prompt, reply))
         except NoScoreError as error:
-            return Answer(reply, None, str(error))
+            return replace(reply, error=str(error))
 
-    def _verdict(self, answers: Sequence[Answer]) -> Verdict:
+    def _verdict(self, answers: Sequence[Reply]) -> JudgeVerdict:
         scores = [self.config.unparsable if each.score is None else each.score for each in answers]
-        return Verdict(float(np.mean(scores)), tuple(answers))
+        return JudgeVerdict(float(np.mean(scores)), tuple(answers))
 
 
-def describe(verdicts: Sequence[Verdict]) -> dict[str, Metric]:
+@dataclass(frozen=True)
+class JudgeWorker:
+    """A judge that scores trajectories and adds its answers to the tasks' records. Not safe for concurrent calls."""
+
+    judge: Judge
+    reader: TranscriptReader
+
+    def score(
+        self, parts: Sequence[TaskPart], trajectories: TrajectoryBuffers
+    ) -> tuple[dict[int, float], dict[str, Metric]]:
+        """Score the responses of all parts; returns scores by number (see TaskPart) and metrics of the answers.
+
+        `trajectories` holds the parts' trajectories, one part after the other.
+        """
+        verdicts = self.judge.verdicts(
+            self.reader.read(parts, trajectories),
+            np.concatenate([part.group_ids for part in parts]),
+            np.concatenate([part.samples for part in parts]),
+        )
+        for part, own in zip(parts, by_part(parts, verdicts), strict=True):
+            if part.records is not None:
+                add_fields(part.records, part.rows.tolist(), [verdict.record() for verdict in own])
+        numbers = np.concatenate([part.numbers for part in parts]).tolist()
+        return {n: verdict.score for n, verdict in zip(numbers, verdicts, strict=True)}, describe(verdicts)
+
+
+def describe(verdicts: Sequence[JudgeVerdict]) -> dict[str, Metric]:
     """Return metrics of the answers. A question that was too long counts as one answer."""
     answers = [answer for verdict in verdicts for answer in verdict.answers]
-    asked = [answer.reply for answer in answers if answer.reply.asked]
-    given = [reply for reply in asked if reply.finish_reason is not None]
+    asked = [answer for answer in answers if answer.asked]
+    given = [answer for answer in asked if answer.finish_reason is not None]
     return {
         "judge/unparsable_fraction": Mean(sum(each.score is None for each in answers), len(answers)),
         "judge/too_long_fraction": Mean(len(answers) - len(asked), len(answers)),

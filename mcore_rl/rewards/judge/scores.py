@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import numpy as np
 
 from mcore_rl.config.functions import check_call, describe, load_function
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.rules.judge import compiled_pattern
+from mcore_rl.rewards.judge.answers import Reply
 from mcore_rl.types import Prompt
 
 KEY = "judge.parser"
@@ -28,17 +27,8 @@ class NoScoreError(Exception):
     """An answer has no valid score."""
 
 
-@dataclass(frozen=True)
-class Written:
-    """A judge's answer about a response to `prompt`; finish_reason: see Completion."""
-
-    text: str
-    finish_reason: str
-    prompt: Prompt
-
-
-Reader = Callable[[Written], float]
-"""Function that returns the score in an answer. Raises: NoScoreError."""
+Reader = Callable[[Prompt, Reply], float]
+"""Function that returns the score in a reply about a response to a prompt. Raises: NoScoreError."""
 
 
 def score_reader(config: JudgeConfig) -> Reader:
@@ -50,8 +40,8 @@ def score_reader(config: JudgeConfig) -> Reader:
     low = -MOST if config.min_score is None else config.min_score
     high = MOST if config.max_score is None else config.max_score
 
-    def within_bounds(written: Written) -> float:
-        score = read(written)
+    def within_bounds(prompt: Prompt, reply: Reply) -> float:
+        score = read(prompt, reply)
         if not low <= score <= high:
             raise NoScoreError(f"the score {score:g} is not between {low:g} and {high:g}")
         return score
@@ -62,12 +52,12 @@ def score_reader(config: JudgeConfig) -> Reader:
 def _read_by_pattern(config: JudgeConfig) -> Reader:
     pattern = compiled_pattern(config)
 
-    def read(written: Written) -> float:
-        matches = list(pattern.finditer(written.text))
+    def read(prompt: Prompt, reply: Reply) -> float:
+        matches = list(pattern.finditer(reply.text))
         if not matches:
             raise NoScoreError("judge.score_pattern matches nothing")
         last = matches[-1]
-        if written.finish_reason == CUT and last.end() == len(written.text):
+        if reply.finish_reason == CUT and last.end() == len(reply.text):
             raise NoScoreError(f"the answer was cut at its score {last[0]!r}; raise judge.max_response_tokens")
         try:
             score = float(last[1])
@@ -84,12 +74,11 @@ def _read_by_function(spec: str) -> Reader:
     function = load_function(KEY, spec, instead="null")
     check_call(f"{KEY}={spec}", function, GIVEN, {}, FORM)
 
-    def read(written: Written) -> float:
-        prompt = written.prompt
+    def read(prompt: Prompt, reply: Reply) -> float:
         try:
-            score: Any = function(
-                answer=written.text,
-                finish_reason=written.finish_reason,
+            score: object = function(
+                answer=reply.text,
+                finish_reason=reply.finish_reason,
                 data_source=prompt.data_source,
                 ground_truth=prompt.ground_truth,
                 extra_info=prompt.extra_info,

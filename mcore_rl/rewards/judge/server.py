@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.errors import ConfigError, RewardError
-from mcore_rl.rewards.judge.answers import Answerer, Question, Reply, too_long
+from mcore_rl.rewards.judge.answers import Answerer, JudgeQuestion, Reply, too_long
 from mcore_rl.rewards.judge.prompts import JudgePrompts, Template
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ServerAnswerer:
         self._template, self._prompts = template, prompts
         self._key, self._max_failed = key, max_failed
 
-    def replies(self, questions: Sequence[Question]) -> list[list[Reply]]:
+    def replies(self, questions: Sequence[JudgeQuestion]) -> list[list[Reply]]:
         """Send the questions concurrently. A request that fails after judge.max_retries gives a reply without text.
 
         Raises: RewardError if too many requests fail.
@@ -67,7 +67,7 @@ class ServerAnswerer:
         """Do nothing: the server manages its own memory."""
         yield
 
-    async def _replies(self, questions: Sequence[Question]) -> list[list[Reply]]:
+    async def _replies(self, questions: Sequence[JudgeQuestion]) -> list[list[Reply]]:
         slots = asyncio.Semaphore(self.config.max_concurrent_requests)
         async with client_of(self.config, self._key) as client:
 
@@ -75,7 +75,7 @@ class ServerAnswerer:
                 async with slots:
                     return await self._ask(client, text, seed)
 
-            async def of_question(question: Question) -> list[Reply]:
+            async def of_question(question: JudgeQuestion) -> list[Reply]:
                 if (reply := self._refused(question)) is not None:
                     return [reply]
                 text = self._template.filled(question.prompt, question.response)
@@ -83,7 +83,7 @@ class ServerAnswerer:
 
             return await asyncio.gather(*map(of_question, questions))
 
-    def _refused(self, question: Question) -> Reply | None:
+    def _refused(self, question: JudgeQuestion) -> Reply | None:
         if self._prompts is None:
             return None
         (ids,) = self._prompts.encode([self._prompts.render(question.prompt, question.response)])
@@ -165,7 +165,7 @@ def try_server(config: JudgeConfig, key: str | None) -> None:
     _answered(config, asked())
 
 
-def _answered(config: JudgeConfig, call: Coroutine[Any, Any, Result]) -> Result:
+def _answered(config: JudgeConfig, call: Coroutine[object, object, Result]) -> Result:
     from openai import OpenAIError
 
     try:

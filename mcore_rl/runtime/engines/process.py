@@ -17,7 +17,8 @@ from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follow
-from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader, TaskToGrade
+from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader
+from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
 from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop
@@ -78,7 +79,7 @@ class EngineProcess(RunProcess):
             rewarder = RewardManager(config.reward, max_response_tokens=longest, sandbox=config.sandbox)
             resolved = {name: ray.get(reference) for name, reference in context.prompts.items()}
             tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
-            self._step_grader = StepGrader(rewarder, resolved, tokenizer, config.rollout.stop)
+            self._step_grader = StepGrader(rewarder, TranscriptReader(resolved, tokenizer, config.rollout.stop))
             engine = build_engine(config, self.name, tokenizer, hosts)
             self.receiver: Receiver = engine.receiver
             self.loop = EngineLoop(engine, None if journal is None else TokenJournal(Path(journal)))
@@ -196,10 +197,10 @@ class EngineProcess(RunProcess):
         return self.fetched(wanted)
 
     @remote_method(concurrency_group="engine")
-    def grade(self, given: list[TaskToGrade], trajectories: TrajectoryBuffers) -> list[Grades]:
+    def grade(self, parts: list[TaskPart], trajectories: TrajectoryBuffers) -> list[Grades]:
         """Grade fetched trajectories; see StepGrader.grade."""
         with self.spans.span("grade step"):
-            return [grades_of(scores) for scores in self._step_grader.grade(given, trajectories)]
+            return [grades_of(scores) for scores in self._step_grader.grade(parts, trajectories)]
 
     @remote_method(concurrency_group="engine")
     def sleep(self, keep_weights: bool) -> int:

@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from mcore_rl.rewards.step_grading import TaskToGrade
+from mcore_rl.rewards.task_parts import split_tasks
 from mcore_rl.rollout.streaming.interface import TRAJECTORIES, SavedTasks
 from mcore_rl.runtime.calls import passed
 from mcore_rl.runtime.delivery import Chunk, Delivery, Part, Rows, TrajectoryPlace
@@ -22,16 +20,13 @@ from mcore_rl.types import BuffersRef, Grades, RolloutResult, RolloutScalars, Ro
 
 def grade(fleet: Fleet, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[Grades]:
     """Grade all responses together in the graders of one engine, which fetches the trajectories of others."""
-    given = [
-        TaskToGrade(task.prompt_set, scalars.prompt_rows, task.records)
-        for task, (_, scalars) in zip(tasks, results, strict=True)
-    ]
-    rows = Rows.of([np.arange(len(task.prompt_rows)) for task in given])
+    [parts] = split_tasks(tasks, [scalars for _, scalars in results], 1)
+    rows = Rows.of([part.rows for part in parts])
 
     def grade() -> list[Grades]:
         grader = fleet.started()[0].process
         [trajectories] = Delivery([grader], fleet.watch).deliver([chunk for chunk, _ in results], [rows])
-        return fleet.watch.get([grader.call(EngineProcess.grade, given, *map(passed, trajectories))])[0]
+        return fleet.watch.get([grader.call(EngineProcess.grade, parts, *map(passed, trajectories))])[0]
 
     return fleet.retry_on_engine_loss(grade)
 

@@ -17,12 +17,11 @@ from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.engines.registry import engine_class
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.rewards.judge.answers import EngineAnswerer
-from mcore_rl.rewards.judge.judge import Judge
+from mcore_rl.rewards.judge.judge import Judge, JudgeWorker
 from mcore_rl.rewards.judge.prompts import JudgePrompts, Template
 from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import ServerAnswerer, served_model
-from mcore_rl.rewards.judge.worker import JudgeWorker, Share, shares
-from mcore_rl.rewards.task_parts import join_scores
+from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader, join_scores, split_tasks
 from mcore_rl.runtime.calls import ProcessHandle, Ref, passed
 from mcore_rl.runtime.delivery import Delivery, Rows
 from mcore_rl.runtime.health import Watch
@@ -43,10 +42,12 @@ class JudgeProcess(RunProcess):
             prompts = {name: ray.get(reference) for name, reference in context.prompts.items()}
             self.worker = build_judge(context.config, self.name, prompts, key)
 
-    def score(self, given: list[Share], trajectories: TrajectoryBuffers) -> tuple[dict[int, float], dict[str, Metric]]:
-        """Score shares of tasks; see JudgeWorker.score."""
+    def score(
+        self, parts: list[TaskPart], trajectories: TrajectoryBuffers
+    ) -> tuple[dict[int, float], dict[str, Metric]]:
+        """Score parts of tasks; see JudgeWorker.score."""
         with self.spans.span("judge"), self.worker.judge.answerer.awake():
-            return self.worker.score(given, trajectories)
+            return self.worker.score(parts, trajectories)
 
 
 JudgeActor = ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)(JudgeProcess)
@@ -75,13 +76,13 @@ class JudgeGroup:
         """Implement ResponseScorer.score. Engines score parts with about equally many tokens, and write their answers
         into the tasks' records."""
         scalars = [of_task for _, of_task in results]
-        by_judge = shares(tasks, scalars, len(self.processes))
-        rows = [Rows.of(_rows(given, len(tasks))) for given in by_judge]
+        by_judge = split_tasks(tasks, scalars, len(self.processes))
+        rows = [Rows.of([part.rows for part in parts]) for parts in by_judge]
         trajectories = self._delivery.deliver([chunk for chunk, _ in results], rows)
         calls = [
             process.call(JudgeProcess.score, given, *map(passed, fetched))
-            for process, given, fetched in zip(self.processes, by_judge, trajectories, strict=True)
-            if given
+            for process, parts, fetched in zip(self.processes, by_judge, trajectories, strict=True)
+            if (given := [part for part in parts if len(part.rows)])
         ]
         scores: dict[int, float] = {}
         for engine_scores, metrics in self.watch.get(calls):
@@ -99,14 +100,6 @@ class JudgeGroup:
         return drain_spans(self.watch, self.processes)
 
 
-def _rows(given: Sequence[Share], num_tasks: int) -> list[np.ndarray]:
-    """Return the rows of every task that one judge scores; empty for tasks of which it has no share."""
-    rows = [np.empty(0, np.int64)] * num_tasks
-    for share in given:
-        rows[share.task] = share.part.rows
-    return rows
-
-
 def judge_role(config: JudgeConfig) -> Role:
     return Role(
         name="judge engine",
@@ -121,7 +114,7 @@ def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource], 
     answerer = _engine(config, name) if config.judge.url is None else _server(config, key)
     judge = Judge(answerer, score_reader(config.judge), config.judge, seed=config.run.seed)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
-    return JudgeWorker(judge, prompts, tokenizer, config.rollout.stop)
+    return JudgeWorker(judge, TranscriptReader(prompts, tokenizer, config.rollout.stop))
 
 
 def _server(config: Config, key: str | None) -> ServerAnswerer:

@@ -17,16 +17,16 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.trajectories import join_rows, take_rows
 from mcore_rl.data.transcripts import Transcript
 from mcore_rl.rewards.judge.answers import EngineAnswerer
-from mcore_rl.rewards.judge.judge import Judge, Verdict, describe
+from mcore_rl.rewards.judge.judge import Judge, JudgeVerdict, JudgeWorker, describe
 from mcore_rl.rewards.judge.prompts import JudgePrompts
 from mcore_rl.rewards.judge.scores import score_reader
-from mcore_rl.rewards.judge.worker import JudgeWorker, Share, shares
-from mcore_rl.rewards.task_parts import join_scores
+from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader, join_scores, split_tasks
 from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.types import (
     Completion,
     GenerationRequest,
     Mean,
+    Metric,
     Prompt,
     RolloutScalars,
     RolloutTask,
@@ -83,7 +83,7 @@ def prompt_of(row: int, text: str = "1+1") -> Prompt:
     return Prompt(row, np.array([49], np.int32), text, "src", "2", messages=messages)
 
 
-def judged(judge: Judge, texts: Sequence[str], group_ids: Sequence[int], samples: Sequence[int]) -> list[Verdict]:
+def judged(judge: Judge, texts: Sequence[str], group_ids: Sequence[int], samples: Sequence[int]) -> list[JudgeVerdict]:
     given = [Transcript(prompt_of(0), text) for text in texts]
     return judge.verdicts(given, np.array(group_ids), np.array(samples))
 
@@ -91,7 +91,7 @@ def judged(judge: Judge, texts: Sequence[str], group_ids: Sequence[int], samples
 def test_every_response_has_its_own_score_whatever_finishes_first(tokenizer: Any) -> None:
     found = judged(judge_of(tokenizer), ["a", "", "ccc"], [4, 4, 5], [0, 1, 0])
     assert [verdict.score for verdict in found] == [1, 0, 3]
-    assert found[2].answers[0].reply.text == "1+1=ccc Score: 3."
+    assert found[2].answers[0].text == "1+1=ccc Score: 3."
     assert found[2].record() == {
         "judge": [{"text": "1+1=ccc Score: 3.", "tokens": 17, "finish_reason": "stop", "score": 3.0, "error": None}]
     }
@@ -104,7 +104,7 @@ def test_an_answer_without_a_score_has_the_score_of_those_and_says_why(tokenizer
     found = judged(judge_of(tokenizer, says=says), ["good", "bad"], [0, 0], [0, 1])
     assert [verdict.score for verdict in found] == [5, -1]
     assert found[1].answers[0].score is None
-    assert found[1].answers[0].reply.text == "I would rather not."
+    assert found[1].answers[0].text == "I would rather not."
     assert found[1].answers[0].error == "judge.score_pattern matches nothing"
 
 
@@ -113,7 +113,7 @@ def test_judge_too_long_response_is_neither_sent_nor_truncated(tokenizer: Any) -
     found = judged(judge, ["12345678", "123456789", "1"], [0, 0, 0], [0, 1, 2])  # 12, 13 and 5 tokens
     assert [verdict.score for verdict in found] == [8, -1, 1]
     (answer,) = found[1].answers
-    assert (answer.reply.text, answer.reply.finish_reason, answer.score) == ("", None, None)
+    assert (answer.text, answer.finish_reason, answer.score) == ("", None, None)
     assert answer.error == "the question has 13 tokens, judge.max_prompt_tokens is 12"
     assert [len(request.token_ids) for request in judge.answerer.engine.calls[0]] == [12, 5]  # type: ignore[attr-defined]
     judged(judge, ["123456789"], [0], [0])
@@ -186,9 +186,12 @@ def result_of(tokenizer: Any, task: RolloutTask) -> tuple[Any, RolloutScalars]:
     return pack_trajectories(trajectories), scalars
 
 
-def taken(own: Sequence[Share], chunks: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
-    """Return the trajectories of a judge's shares."""
-    return join_rows([take_rows(chunks[share.task], share.part.rows) for share in own])
+def scored(
+    worker: JudgeWorker, parts: Sequence[TaskPart], chunks: Sequence[TrajectoryBuffers]
+) -> tuple[dict[int, float], dict[str, Metric]]:
+    """Score the parts of a judge that are not empty."""
+    own = [(part, take_rows(chunk, part.rows)) for part, chunk in zip(parts, chunks, strict=True) if len(part.rows)]
+    return worker.score([part for part, _ in own], join_rows([chunk for _, chunk in own])) if own else ({}, {})
 
 
 @pytest.mark.parametrize("num_judges", [1, 2, 5, 20])
@@ -199,17 +202,17 @@ def test_judges_share_all_responses_and_each_is_scored_once(tokenizer: Any, tmp_
     for task, of_task in zip(tasks, scalars, strict=True):
         if task.records is not None:
             Path(task.records).write_text('{"response": "?"}\n' * len(of_task.group_ids))
-    given = shares(tasks, scalars, num_judges)
-    sizes = [sum(len(share.part.rows) for share in own) for own in given]
+    given = split_tasks(tasks, scalars, num_judges)
+    sizes = [sum(len(part.rows) for part in own) for own in given]
     assert sum(sizes) == 12
     assert min(sizes) >= min(1, 12 // num_judges)
 
     prompts = {"train": [prompt_of(0), prompt_of(1, "2+2")]}
-    worker = JudgeWorker(judge_of(tokenizer), prompts, tokenizer)
+    worker = JudgeWorker(judge_of(tokenizer), TranscriptReader(prompts, tokenizer))
     scores: dict[int, float] = {}
     metrics = []
-    for own in filter(None, given):
-        found, figures = worker.score(own, taken(own, chunks))
+    for own in given:
+        found, figures = scored(worker, own, chunks)
         assert not scores.keys() & found.keys()
         scores |= found
         metrics.append(figures)
@@ -232,11 +235,10 @@ def test_a_response_has_the_seed_of_its_group_and_number_whoever_judges_it(token
         task = task_of(0, [4, 1])  # two prompts, and responses of different lengths
         buffers, scalars = result_of(tokenizer, task)
         found = {}
-        for own in shares([task], [scalars], num_judges):
+        for own in split_tasks([task], [scalars], num_judges):
             judge = judge_of(tokenizer, replace(CONFIG, temperature=1.0))
-            JudgeWorker(judge, {"train": [prompt_of(0), prompt_of(1, "2+2")]}, tokenizer).score(
-                own, taken(own, [buffers])
-            )
+            reader = TranscriptReader({"train": [prompt_of(0), prompt_of(1, "2+2")]}, tokenizer)
+            scored(JudgeWorker(judge, reader), own, [buffers])
             for request in judge.answerer.engine.calls[0]:  # type: ignore[attr-defined]
                 found[tokenizer.decode(request.token_ids)] = request.seed
         return found

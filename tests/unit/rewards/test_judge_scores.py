@@ -9,7 +9,8 @@ import pytest
 
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rewards.judge.scores import NoScoreError, Reader, Written, score_reader
+from mcore_rl.rewards.judge.answers import Reply
+from mcore_rl.rewards.judge.scores import NoScoreError, Reader, score_reader
 from mcore_rl.types import Prompt
 
 PROMPT = Prompt(3, np.array([1], np.int32), "1+1=", "sums", "2", {"level": 4})
@@ -24,7 +25,7 @@ def share(answer, finish_reason, data_source, ground_truth, extra_info):
 
 
 def read(reader: Reader, text: str, finish_reason: str = "stop") -> float:
-    return reader(Written(text, finish_reason, PROMPT))
+    return reader(PROMPT, Reply(text, 0, finish_reason))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.transcripts import Transcript
 from mcore_rl.errors import ConfigError, RewardError
-from mcore_rl.rewards.judge.judge import Judge, Verdict, describe
+from mcore_rl.rewards.judge.judge import Judge, JudgeVerdict, describe
 from mcore_rl.rewards.judge.prompts import JudgePrompts, Template
 from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import ServerAnswerer, served_model, try_server
@@ -129,7 +129,7 @@ def judged(
     prompts: JudgePrompts | None = None,
     max_failed: float = 1.0,
     seed: int = 1,
-) -> list[Verdict]:
+) -> list[JudgeVerdict]:
     template = Template(TEMPLATE) if prompts is None else prompts.template
     answerer = ServerAnswerer(config, template, prompts, model="judge-7b", key=None, max_failed=max_failed)
     prompt = Prompt(0, np.array([49], np.int32), "1+1", "src", "2", messages=[{"role": "user", "content": "1+1"}])

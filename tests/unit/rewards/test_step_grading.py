@@ -12,11 +12,12 @@ import pytest
 
 from mcore_rl.config.reward import OverlongConfig, RewardConfig
 from mcore_rl.data.records import amend_part
-from mcore_rl.rewards.manager import RewardManager
-from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader, TaskToGrade
+from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader
+from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader
 from mcore_rl.rollout.results import grades_of
 from mcore_rl.rollout.trajectories import pack_trajectories
 from mcore_rl.types import Prompt, Score, Trajectory, TrajectoryBuffers
+from tests.unit.rewards.managers import running_manager
 
 RANKS = """
 def by_rank(data_sources, solution_strs, ground_truths, extra_infos, *, scale="1"):
@@ -47,7 +48,7 @@ def trajectories(texts: Sequence[str]) -> TrajectoryBuffers:
     )
 
 
-def graded(tmp_path: Path, given: Sequence[TaskToGrade], texts: Sequence[str], **settings: Any) -> list[list[Score]]:
+def graded(tmp_path: Path, given: Sequence[TaskPart], texts: Sequence[str], **settings: Any) -> list[list[Score]]:
     path = tmp_path / "ranks.py"
     path.write_text(RANKS)
     config = RewardConfig(function=f"{path}:by_rank", manager="batch", batch="step", workers=2, **settings)
@@ -55,12 +56,14 @@ def graded(tmp_path: Path, given: Sequence[TaskToGrade], texts: Sequence[str], *
         name: [Prompt(row, np.array([63, 63], np.int32), "??", "src", truth) for row, truth in enumerate(truths)]
         for name, truths in ROWS.items()
     }
-    with RewardManager(config, max_response_tokens=6) as manager:
-        return StepGrader(manager, prompts, Letters()).grade(given, trajectories(texts))
+    with running_manager(config, 6) as manager:
+        return StepGrader(manager, TranscriptReader(prompts, Letters())).grade(given, trajectories(texts))
 
 
-def task(prompt_set: str, rows: Sequence[int], records: Path | None = None) -> TaskToGrade:
-    return TaskToGrade(prompt_set, np.array(rows, np.int64), None if records is None else str(records))
+def task(prompt_set: str, rows: Sequence[int], records: Path | None = None) -> TaskPart:
+    of_task, prompt_rows = np.arange(len(rows)), np.array(rows, np.int64)
+    part = None if records is None else str(records)
+    return TaskPart(prompt_set, part, of_task, of_task, prompt_rows, prompt_rows, 0 * of_task)
 
 
 def test_one_call_sees_the_responses_of_all_tasks_with_their_own_rows(tmp_path: Path) -> None:

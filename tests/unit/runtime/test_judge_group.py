@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.rewards.judge.worker import Share
+from mcore_rl.rewards.task_parts import TaskPart
 from mcore_rl.runtime.roles.judge import JudgeGroup
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import BuffersRef, Mean, Metric, RolloutScalars, RolloutTask, SamplingOptions
@@ -26,9 +26,10 @@ class Judge:
 
     call_for_two = call
 
-    def score(self, given: Sequence[Share], fetched: Any) -> tuple[dict[int, float], dict[str, Metric]]:
+    def score(self, given: Sequence[TaskPart], fetched: Any) -> tuple[dict[int, float], dict[str, Metric]]:
         self.scored.append((given, fetched))
-        scores = {int(n): 10.0 * share.task + row for share in given for n, row in _numbered(share)}
+        parts = zip(fetched, given, strict=True)
+        scores = {n: 10.0 * task + row for (task, _), part in parts for n, row in _numbered(part)}
         return scores, {"judge/unparsable_fraction": Mean(1, len(scores))}
 
     def fetch(self, request: FetchRequest) -> tuple[None, list[tuple[int, list[int]]]]:
@@ -43,8 +44,8 @@ class Waiting:
         return list(found)
 
 
-def _numbered(share: Share) -> list[tuple[int, int]]:
-    return list(zip(share.part.numbers.tolist(), share.part.rows.tolist(), strict=True))
+def _numbered(part: TaskPart) -> list[tuple[int, int]]:
+    return list(zip(part.numbers.tolist(), part.rows.tolist(), strict=True))
 
 
 def given(prompt_set: str, sizes: Sequence[int]) -> tuple[list[RolloutTask], list[tuple[BuffersRef, RolloutScalars]]]:
@@ -71,7 +72,7 @@ def test_scores_come_back_by_task_and_each_share_with_its_own_chunk() -> None:
     calls = [call for judge in group.processes for call in judge.scored]
     assert len(calls) == 2
     for of_judge, fetched in calls:
-        assert [(share.task, share.part.rows.tolist()) for share in of_judge] == fetched
+        assert [part.rows.tolist() for part in of_judge] == [rows for _, rows in fetched]
 
 
 def test_a_judge_without_work_is_not_called() -> None:
