@@ -4,22 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from mcore_rl.rewards.functions import Sample
-
-
-@dataclass
-class _Batch:
-    keys: list[int]
-    """Keys of all responses of the batch, in order."""
-    samples: dict[int, Sample] = field(default_factory=dict)
-
-    def whole(self) -> dict[int, Sample] | None:
-        """Return the samples in the batch's order; None while some are missing."""
-        if len(self.samples) < len(self.keys):
-            return None
-        return {key: self.samples[key] for key in self.keys}
 
 
 class Batches:
@@ -30,8 +16,8 @@ class Batches:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._batches: dict[int, _Batch] = {}
-        """Batch of each response key."""
+        self._batches: dict[int, dict[int, Sample | None]] = {}
+        """Batch of each response key: all of its keys in order, None for missing responses."""
 
     def add(self, key: int, sample: Sample, members: Collection[int]) -> dict[int, Sample] | None:
         """Add a response; returns its batch if that is now complete.
@@ -39,25 +25,28 @@ class Batches:
         members: all keys of the batch, including `key`. Only the value given with the batch's first response counts.
         """
         with self._lock:
-            if key not in self._batches:
-                batch = _Batch(list(members))
-                if key not in batch.keys:
-                    raise ValueError(f"key {key} is not in its batch, which has the keys {batch.keys[:8]}")
-                self._batches |= dict.fromkeys(batch.keys, batch)
-            self._batches[key].samples[key] = sample
-            return self._taken(self._batches[key])
+            batch = self._batch_of(key, members)
+            batch[key] = sample
+            return self._completed(batch)
 
     def withdraw(self, key: int, members: Collection[int]) -> dict[int, Sample] | None:
         """Remove a response that will not be submitted; returns its batch if that is now complete."""
         with self._lock:
-            if key not in self._batches:  # no response of the batch has been submitted yet
-                self._batches |= dict.fromkeys(members, _Batch(list(members)))
-            batch = self._batches.pop(key)
-            batch.keys.remove(key)
-            return self._taken(batch) or None  # an empty batch, after all responses were withdrawn, is not graded
+            batch = self._batch_of(key, members)
+            del batch[key], self._batches[key]
+            return self._completed(batch) or None  # an empty batch, after all responses were withdrawn, is not graded
 
-    def _taken(self, batch: _Batch) -> dict[int, Sample] | None:
-        whole = batch.whole()
-        for key in whole or ():
+    def _batch_of(self, key: int, members: Collection[int]) -> dict[int, Sample | None]:
+        if key not in self._batches:  # this is the first response of the batch
+            if key not in members:
+                raise ValueError(f"key {key} is not in its batch, which has the keys {list(members)[:8]}")
+            self._batches |= dict.fromkeys(members, dict.fromkeys(members))
+        return self._batches[key]
+
+    def _completed(self, batch: dict[int, Sample | None]) -> dict[int, Sample] | None:
+        whole = {key: sample for key, sample in batch.items() if sample is not None}
+        if len(whole) < len(batch):
+            return None
+        for key in whole:
             del self._batches[key]
         return whole

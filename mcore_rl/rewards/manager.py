@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from types import TracebackType
 
 from mcore_rl.config.reward import BATCH, GROUP, RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
@@ -31,12 +30,6 @@ class RewardManager:
         self._response_tokens: dict[int, int] = {}
         self._pool = GradingPool(config, sandbox)
 
-    def __enter__(self) -> RewardManager:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.shutdown()
-
     def wait_ready(self) -> None:
         """Wait until every grading process has loaded its grader."""
         self._pool.wait_ready()
@@ -59,12 +52,10 @@ class RewardManager:
         if key in self._response_tokens:
             raise ValueError(f"key {key} was submitted before and has not been collected")
         sample = Sample(prompt.data_source, response_text, prompt.ground_truth, prompt.extra_info)
-        if self._batches is None:
-            self._pool.submit({key: sample})
-        else:
-            whole = self._batches.add(key, sample, self._members(key, group, task))
-            if whole is not None:
-                self._pool.submit(whole)
+        members = self._members(key, group, task)
+        whole = {key: sample} if self._batches is None else self._batches.add(key, sample, members)
+        if whole is not None:
+            self._pool.submit(whole)
         self._response_tokens[key] = response_tokens
 
     def withdraw(self, key: int, *, group: Collection[int] = (), task: Collection[int] = ()) -> None:

@@ -8,21 +8,21 @@ process while it runs alone gets failed scores.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import wait
-from typing import Any
+from multiprocessing.connection import Connection, wait
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
+from mcore_rl.processes.child import start_module
 from mcore_rl.processes.exits import exit_text
 from mcore_rl.processes.memory import MIB, resident_bytes
-from mcore_rl.rewards.processes.messages import Ready, Refused, Task
-from mcore_rl.rewards.processes.process import GradingProcess
+from mcore_rl.rewards.processes.messages import GradingTask, Ready, Refused
 from mcore_rl.rewards.processes.worker import FLUSH_SECONDS
 from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score
@@ -38,6 +38,66 @@ DEATH_CHECK_SECONDS = 0.5
 MEMORY_CHECK_SECONDS = 0.1
 
 
+class GradingProcess:
+    """A worker process and its unanswered tasks. Construct it in a thread that outlives it (child.Child).
+
+    max_calls: number of tasks that it grades concurrently; 0 until it is ready.
+    """
+
+    def __init__(self, config: RewardConfig, sandbox: SandboxConfig) -> None:
+        self.child, socket = start_module("mcore_rl.rewards.processes.worker")
+        self.connection = Connection(socket.detach())
+        self.max_calls = 0
+        self.given: dict[int, GradingTask] = {}
+        self._due: dict[int, float] = {}
+        self._start_due = time.monotonic() + START_SECONDS
+        self._send((config, sandbox))
+
+    @property
+    def ready(self) -> bool:
+        return self.max_calls > 0
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and not self.given
+
+    @property
+    def deadline(self) -> float:
+        """Time at which the next answer is due; before the process is ready, the end of its start-up time."""
+        return min(self._due.values(), default=math.inf) if self.ready else self._start_due
+
+    def room(self) -> int:
+        """Return how many tasks it accepts now: a batch if it has none, or the number of free concurrent calls."""
+        if not self.ready or any(task.alone for task in self.given.values()):
+            return 0
+        if self.max_calls > 1:
+            return self.max_calls - len(self.given)
+        return 0 if self.given else MAX_BATCH
+
+    def give(self, tasks: list[GradingTask], answer_seconds: float) -> None:
+        """Send tasks. The first answer of a batch is due in `answer_seconds`, and so is every concurrent call."""
+        self.given |= {task.number: task for task in tasks}
+        self._due |= dict.fromkeys((task.number for task in tasks), time.monotonic() + answer_seconds)
+        self._send(tasks)
+
+    def answered(self, number: int, answer_seconds: float) -> GradingTask:
+        """Remove a graded task. The next answer of a batch is due in `answer_seconds`."""
+        del self._due[number]
+        if self.max_calls == 1:
+            self._due = dict.fromkeys(self._due, time.monotonic() + answer_seconds)
+        return self.given.pop(number)
+
+    def kill(self) -> int:
+        """Kill the process tree; return the exit code."""
+        self.connection.close()
+        return self.child.kill()
+
+    def _send(self, message: object) -> None:
+        # The next read of the connection detects a process that has ended.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(message)
+
+
 class Dispatcher:
     """The grading processes of a pool. One thread calls all methods and must outlive the processes.
 
@@ -49,7 +109,7 @@ class Dispatcher:
         self,
         config: RewardConfig,
         sandbox: SandboxConfig,
-        queue: deque[Task],
+        queue: deque[GradingTask],
         on_scores: Callable[[list[tuple[int, Score]]], None],
     ) -> None:
         self._config, self._sandbox = config, sandbox
@@ -66,7 +126,7 @@ class Dispatcher:
 
     def start_missing(self) -> None:
         while len(self._workers) < self._config.workers:
-            self._workers.append(GradingProcess(self._config, self._sandbox, START_SECONDS))
+            self._workers.append(GradingProcess(self._config, self._sandbox))
 
     def feed(self) -> None:
         """Send queued tasks to every process that accepts some."""
@@ -92,15 +152,15 @@ class Dispatcher:
         while self._workers:
             self._workers.pop().kill()
 
-    def _next_batch(self, worker: GradingProcess) -> list[Task]:
+    def _next_batch(self, worker: GradingProcess) -> list[GradingTask]:
         if self._queue[0].alone:
             return [self._queue.popleft()] if worker.idle else []
         if worker.max_calls > 1:
             share = math.ceil(len(self._queue) / self._config.workers)
         else:  # large enough to amortise the message, small enough that all processes finish at about the same time
             share = max(1, len(self._queue) // (2 * self._config.workers))
-        size = min(worker.room(MAX_BATCH), share)
-        batch: list[Task] = []
+        size = min(worker.room(), share)
+        batch: list[GradingTask] = []
         while len(batch) < size and self._queue and not self._queue[0].alone:
             batch.append(self._queue.popleft())
         return batch
@@ -114,7 +174,7 @@ class Dispatcher:
 
     def _receive(self, worker: GradingProcess) -> None:
         try:
-            message: Any = worker.connection.recv()
+            message: Ready | Refused | list[tuple[int, list[Score]]] = worker.connection.recv()
         except (EOFError, OSError):
             self._replace(worker, None)
             return
@@ -155,5 +215,5 @@ class Dispatcher:
         if len(unanswered) == 1:  # this task ended the process
             self._on_scores([(key, failed(cause)) for key in unanswered[0].keys])
             return
-        # Any of several tasks may have ended the process: grade each of them alone.
+        # One of several tasks has ended the process: grade each of them alone.
         self._queue.extendleft(replace(task, alone=True) for task in reversed(unanswered))

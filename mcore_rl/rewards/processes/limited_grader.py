@@ -5,16 +5,60 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
+from itertools import dropwhile
+from pathlib import Path
+from traceback import FrameSummary, StackSummary, TracebackException
+from typing import TypeVar
 
 from mcore_rl.config.functions import describe
 from mcore_rl.rewards.functions import Grader, Sample
+from mcore_rl.rewards.processes import deadline
 from mcore_rl.rewards.processes.deadline import Deadline, DeadlineExceeded
-from mcore_rl.rewards.processes.event_loop import EventLoop
-from mcore_rl.rewards.processes.messages import Task
-from mcore_rl.rewards.processes.tracebacks import traceback_of
+from mcore_rl.rewards.processes.messages import GradingTask
 from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score
+
+T = TypeVar("T")
+MAX_LINES = 40
+"""Maximum length of a traceback."""
+MAX_LINE_CHARS = 300
+_CALLERS = (str(Path(deadline.__file__).parents[1]), str(Path(asyncio.__file__).parent))
+
+
+class EventLoop:
+    """One event loop for all calls of a process: a module may keep objects of the loop, such as an HTTP session.
+
+    Interrupting a call closes the loop and cancels everything that the call has started.
+    """
+
+    def __init__(self) -> None:
+        self._runner: asyncio.Runner | None = None
+        self._cancelled: asyncio.CancelledError | None = None
+
+    def run(self, awaitable: Awaitable[T]) -> T:
+        """Wait for the result.
+
+        Raises: errors of the awaitable; an interrupting exception, whose cause shows where the call was waiting.
+        """
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        self._cancelled = None
+        try:
+            return self._runner.run(self._result_of(awaitable))
+        except Exception:
+            raise
+        except BaseException as interrupt:  # DeadlineExceeded, or SystemExit of the user's function
+            runner, self._runner = self._runner, None
+            runner.close()  # cancels pending tasks
+            raise interrupt from self._cancelled
+
+    async def _result_of(self, awaitable: Awaitable[T]) -> T:
+        try:
+            return await awaitable
+        except asyncio.CancelledError as error:
+            self._cancelled = error
+            raise
 
 
 class LimitedGrader:
@@ -28,7 +72,7 @@ class LimitedGrader:
         self._grader = grader
         self._deadline = Deadline(seconds)
 
-    def grade(self, task: Task) -> list[Score]:
+    def grade(self, task: GradingTask) -> list[Score]:
         """Grade a task while no other task runs; after an error, return a failed score for every sample."""
         try:
             return self._deadline.call(lambda: self._grade(pickle.loads(task.pickled)))
@@ -37,7 +81,7 @@ class LimitedGrader:
         except BaseException as error:  # SystemExit of a grader must also fail its own sample only
             return _raised(task, error)
 
-    async def grade_concurrently(self, task: Task) -> list[Score]:
+    async def grade_concurrently(self, task: GradingTask) -> list[Score]:
         """Grade a task while others run; after an error, return a failed score for every sample."""
         try:
             async with asyncio.timeout(self._deadline.seconds) as limit:
@@ -56,10 +100,33 @@ class LimitedGrader:
         result = self._grader.grade(samples)
         return self.loop.run(result) if inspect.isawaitable(result) else result
 
-    def _late(self, task: Task, error: BaseException) -> list[Score]:
+    def _late(self, task: GradingTask, error: BaseException) -> list[Score]:
         limit = f"reward.timeout_seconds={self._deadline.seconds:g}"
         return [failed(f"the grader did not finish within {limit}", traceback_of(error))] * len(task.keys)
 
 
-def _raised(task: Task, error: BaseException) -> list[Score]:
+def _raised(task: GradingTask, error: BaseException) -> list[Score]:
     return [failed(f"the grader raised {describe(error)}", traceback_of(error))] * len(task.keys)
+
+
+def traceback_of(error: BaseException) -> str:
+    """Format a traceback as Python does; for a time limit, it shows where the function was interrupted."""
+    if isinstance(error, DeadlineExceeded) and error.__cause__ is not None:
+        error = error.__cause__  # where a coroutine was waiting (EventLoop)
+        error.__context__ = None
+    traceback = TracebackException.from_exception(error)
+    frames = [frame for frame in traceback.stack if frame.filename != deadline.__file__]
+    users = list(dropwhile(_is_caller, frames))
+    traceback.stack = StackSummary.from_list(users or frames)
+    return "\n".join(_shortened("".join(traceback.format()).splitlines()))
+
+
+def _is_caller(frame: FrameSummary) -> bool:
+    return frame.filename.startswith(_CALLERS)
+
+
+def _shortened(lines: list[str]) -> Iterable[str]:
+    half = MAX_LINES // 2
+    if len(lines) > MAX_LINES:
+        lines = [*lines[:half], f"  ... {len(lines) - 2 * half} more lines ...", *lines[-half:]]
+    return (line[:MAX_LINE_CHARS] for line in lines)

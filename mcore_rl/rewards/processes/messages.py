@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Task:
+class GradingTask:
     """Samples that the grader receives in one call.
 
     keys: one per sample.

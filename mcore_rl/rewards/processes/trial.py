@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, RewardConfig
@@ -74,5 +73,5 @@ def _graded(pool: GradingPool, prompt: Prompt, response: str, count: int) -> Sco
     return pool.collect(range(count))[0]
 
 
-def _as_text(ground_truth: Any) -> str:
+def _as_text(ground_truth: object) -> str:
     return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth, default=str)

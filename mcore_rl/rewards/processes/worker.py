@@ -1,12 +1,14 @@
-"""Grading process (`python -m mcore_rl.rewards.processes.worker`), started by process.GradingProcess.
+"""Grading process (`python -m mcore_rl.rewards.processes.worker`), started by dispatcher.GradingProcess.
 
-Messages in: (RewardConfig, SandboxConfig) first, then lists of Tasks. Messages out: Ready or Refused first, then lists
-of (number of a task, its scores).
+Messages in: (RewardConfig, SandboxConfig) first, then lists of GradingTasks. Messages out: Ready or Refused first, then
+lists of (number of a task, its scores).
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -17,9 +19,8 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.processes import served
 from mcore_rl.rewards.graders.loading import load_grader, needs_math
 from mcore_rl.rewards.graders.sandboxed import SandboxRunner
-from mcore_rl.rewards.processes.concurrent_calls import ConcurrentCalls
 from mcore_rl.rewards.processes.limited_grader import LimitedGrader
-from mcore_rl.rewards.processes.messages import Ready, Refused, Task
+from mcore_rl.rewards.processes.messages import GradingTask, Ready, Refused
 from mcore_rl.types import Score
 
 FLUSH_SECONDS = 0.1
@@ -49,14 +50,14 @@ def serve(connection: Connection) -> None:
     calls = ConcurrentCalls(connection, limited.grade_concurrently)
     connection.send(Ready(max_calls))
     while True:
-        tasks: list[Task] = connection.recv()
+        tasks: list[GradingTask] = connection.recv()
         if max_calls > 1 and not tasks[0].alone:
             limited.loop.run(calls.serve(tasks))
         else:
             _grade_batch(connection, limited, tasks)
 
 
-def _grade_batch(connection: Connection, limited: LimitedGrader, tasks: list[Task]) -> None:
+def _grade_batch(connection: Connection, limited: LimitedGrader, tasks: list[GradingTask]) -> None:
     finished: list[tuple[int, list[Score]]] = []
     flushed, shown = time.monotonic(), False
     for task in tasks:
@@ -69,6 +70,66 @@ def _grade_batch(connection: Connection, limited: LimitedGrader, tasks: list[Tas
         shown = shown or any(score.traceback for score in scores)
         finished.append((task.number, scores))
     connection.send(finished)
+
+
+class ConcurrentCalls:
+    """Concurrent grading of tasks from a connection. Each result is sent when it is ready.
+
+    The parent limits their number. It sends a task that must run alone only after all results have arrived, when
+    `serve` has returned.
+    """
+
+    def __init__(self, connection: Connection, grade: Callable[[GradingTask], Awaitable[list[Score]]]) -> None:
+        self._connection = connection
+        self._grade = grade
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def serve(self, tasks: Sequence[GradingTask]) -> None:
+        """Grade `tasks` and the tasks that arrive meanwhile, until none is running.
+
+        Raises: EOFError, OSError when the parent closes the connection.
+        """
+        loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._connection.fileno(), self._receive)
+        try:
+            self._start(tasks)
+            await self._end
+        finally:
+            loop.remove_reader(self._connection.fileno())
+
+    def _receive(self) -> None:
+        try:
+            self._start(self._connection.recv())
+        except (EOFError, OSError) as error:
+            self._finish(error)
+
+    def _start(self, tasks: Sequence[GradingTask]) -> None:
+        for task in tasks:
+            self._running.add(asyncio.get_running_loop().create_task(self._answer(task)))
+
+    async def _answer(self, task: GradingTask) -> None:
+        scores = await self._grade(task)
+        this = asyncio.current_task()
+        assert this is not None
+        self._running.discard(this)
+        if not self._running:
+            # Stop reading before sending: the parent's next message belongs to the caller of `serve`.
+            asyncio.get_running_loop().remove_reader(self._connection.fileno())
+        try:
+            self._connection.send([(task.number, scores)])
+        except OSError as error:
+            self._finish(error)
+        if not self._running:
+            self._finish(None)
+
+    def _finish(self, error: Exception | None) -> None:
+        if self._end.done():
+            return
+        if error is None:
+            self._end.set_result(None)
+        else:
+            self._end.set_exception(error)
 
 
 if __name__ == "__main__":

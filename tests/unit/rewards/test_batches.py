@@ -10,10 +10,10 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.batches import Batches
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.loading import check_reward_function
-from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.rewards.processes import dispatcher
 from mcore_rl.rewards.processes.trial import try_reward_function
 from mcore_rl.types import Prompt
+from tests.unit.rewards.managers import running_manager
 
 FUNCTIONS = """
 import asyncio, statistics, time
@@ -60,7 +60,7 @@ def config(tmp_path_factory):
 
 
 def test_group_is_graded_in_its_own_order_for_any_submit_order(config):
-    with RewardManager(config(workers=2), max_response_tokens=10) as manager:
+    with running_manager(config(workers=2)) as manager:
         groups = {group: range(3 * group, 3 * group + 3) for group in range(40)}
         texts = {key: str(100 + (key * 7) % 120) for keys in groups.values() for key in keys}
         for key in sorted(texts, key=lambda key: (key % 3, -key)):
@@ -73,7 +73,7 @@ def test_group_is_graded_in_its_own_order_for_any_submit_order(config):
 
 
 def test_batch_can_be_a_whole_task(config):
-    with RewardManager(config(batch="task"), max_response_tokens=10) as manager:
+    with running_manager(config(batch="task")) as manager:
         for key in (3, 0, 2, 1):
             manager.submit(key, prompt(), str(19 - key), 1, group=[key & 2, (key & 2) + 1], task=range(4))
         scores = manager.collect(range(4))
@@ -81,7 +81,7 @@ def test_batch_can_be_a_whole_task(config):
 
 
 def test_response_without_group_is_a_batch_of_one(config):
-    with RewardManager(config(), max_response_tokens=10) as manager:
+    with running_manager(config()) as manager:
         manager.submit(0, prompt(), "5", 1)
         assert manager.collect([0])[0].parts["seen"] == "5"
 
@@ -95,7 +95,7 @@ def test_error_fails_its_group_only(config, monkeypatch):
         "raise": "LookupError: a key",
         "hang": "did not finish within reward.timeout_seconds=0.5",
     }
-    with RewardManager(config(timeout_seconds=0.5), max_response_tokens=10) as manager:
+    with running_manager(config(timeout_seconds=0.5)) as manager:
         texts = [text for word in bad for text in (word, "1", "2", "3")]
         for key, text in enumerate(texts):
             first = key - key % 2
@@ -112,7 +112,7 @@ def test_error_fails_its_group_only(config, monkeypatch):
 
 
 def test_result_without_a_number_fails_its_response_only(config):
-    with RewardManager(config(), max_response_tokens=10) as manager:
+    with running_manager(config()) as manager:
         for key, text in enumerate(["6", "7", "8"]):
             manager.submit(key, prompt(), text, 1, group=range(3))
         scores = manager.collect(range(3))
@@ -121,7 +121,7 @@ def test_result_without_a_number_fails_its_response_only(config):
 
 
 def test_async_batch_function_receives_its_arguments(config):
-    with RewardManager(config("array", kwargs={"bonus": "0.5"}), max_response_tokens=10) as manager:
+    with running_manager(config("array", kwargs={"bonus": "0.5"})) as manager:
         for key in range(40):
             manager.submit(key, prompt(), str(key), 1, group=range(key - key % 4, key - key % 4 + 4))
         scores = manager.collect(range(40))
@@ -129,7 +129,7 @@ def test_async_batch_function_receives_its_arguments(config):
 
 
 def test_withdrawn_response_ends_the_wait_of_its_group(config):
-    with RewardManager(config(), max_response_tokens=10) as manager:
+    with running_manager(config()) as manager:
         manager.submit(0, prompt(), "5", 1, group=range(3))
         manager.withdraw(1, group=range(3))
         manager.submit(2, prompt(), "4", 1, group=range(3))

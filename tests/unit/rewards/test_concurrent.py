@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.reward import RewardConfig
-from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.rewards.processes import dispatcher
 from mcore_rl.types import Prompt
+from tests.unit.rewards.managers import running_manager
 
 FUNCTIONS = """
 import asyncio, os, subprocess, sys, time
@@ -92,7 +92,7 @@ def pids(scores):
 
 
 def graded(config, texts):
-    with RewardManager(config, max_response_tokens=10) as manager:
+    with running_manager(config) as manager:
         manager.wait_ready()
         for key, text in enumerate(texts):
             manager.submit(key, Prompt(0, np.zeros(1, np.int32), "q", "test", "0", {}), text, 1)

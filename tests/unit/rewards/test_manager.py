@@ -18,6 +18,7 @@ from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.rewards.processes import dispatcher
 from mcore_rl.types import Prompt
+from tests.unit.rewards.managers import running_manager
 
 ROOT = Path(__file__).parents[3]
 GRADERS = """
@@ -144,7 +145,7 @@ def wait_until(condition, seconds=20.0):
 
 
 def test_collect_returns_the_requested_keys_only(graders):
-    with RewardManager(RewardConfig(function=graders, workers=2), max_response_tokens=10) as manager:
+    with running_manager(RewardConfig(function=graders, workers=2)) as manager:
         rewarder: Rewarder = manager
         assert rewarder.collect([]) == {}
         for call in range(2):
@@ -156,7 +157,7 @@ def test_collect_returns_the_requested_keys_only(graders):
 
 
 def test_collect_from_several_threads_returns_each_its_own_scores(graders):
-    with RewardManager(RewardConfig(function=graders, workers=2), max_response_tokens=10) as manager:
+    with running_manager(RewardConfig(function=graders, workers=2)) as manager:
         for key in range(50):
             manager.submit(key, prompt(), str(key), 1)
         with ThreadPoolExecutor(2) as pool:
@@ -168,7 +169,7 @@ def test_collect_from_several_threads_returns_each_its_own_scores(graders):
 
 def test_grader_that_raises_hangs_or_dies_fails_its_own_sample_only(graders):
     config = RewardConfig(function=graders, timeout_seconds=0.4, workers=2)
-    with RewardManager(config, max_response_tokens=10) as manager:
+    with running_manager(config) as manager:
         manager.wait_ready()
         texts = {}
         for name in EXPECTED:
@@ -188,7 +189,7 @@ def test_grader_that_raises_hangs_or_dies_fails_its_own_sample_only(graders):
 def test_async_function_has_the_same_limits(graders):
     config = RewardConfig(function=graders.replace(":grade", ":grade_later"), timeout_seconds=0.4)
     texts = ["1", "wait", "2", "raise", "loop", "3", "stubborn", "exit", "4"]
-    with RewardManager(config, max_response_tokens=10) as manager:
+    with running_manager(config) as manager:
         manager.wait_ready()
         for key, text in enumerate(texts):
             manager.submit(key, prompt(), text, 1)
@@ -203,7 +204,7 @@ def test_async_function_has_the_same_limits(graders):
 
 
 def test_first_failure_of_a_batch_has_a_traceback(graders):
-    with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
+    with running_manager(RewardConfig(function=graders)) as manager:
         for key in range(20):
             manager.submit(key, prompt(), "raise" if key % 2 else "1", 1)
         scores = manager.collect(range(20))
@@ -216,7 +217,7 @@ def test_first_failure_of_a_batch_has_a_traceback(graders):
 
 
 def test_death_on_the_last_sample_of_a_batch_fails_this_sample(graders):
-    with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
+    with running_manager(RewardConfig(function=graders)) as manager:
         manager.submit(1, prompt(), "die3", 1)
         assert "exit code 3" in manager.collect([1])[1].error
         manager.submit(1, prompt(), "4", 1)
@@ -237,7 +238,7 @@ def test_reward_file_from_verls_documentation_runs_unchanged(tmp_path):
         "def compute_score_with(data_source, solution_str, ground_truth, extra_info, threshold, **kwargs):\n"
         "    return len(solution_str) > int(threshold)\n"
     )
-    with RewardManager(RewardConfig(function=f"{path}:compute_score"), max_response_tokens=10) as manager:
+    with running_manager(RewardConfig(function=f"{path}:compute_score")) as manager:
         for key, text in enumerate(["so #### 72", "so #### 71"]):
             manager.submit(key, prompt("72", index=0), text, 1)
             manager.submit(key + 2, prompt("72", index=1), text, 1)
@@ -245,7 +246,7 @@ def test_reward_file_from_verls_documentation_runs_unchanged(tmp_path):
     assert [(scores[key].reward, scores[key].accuracy) for key in range(4)] == [(1, 1), (0, 0), (1, 1), (-1, 0)]
     assert [scores[key].parts for key in range(4)] == [{}, {}, {"pred": "72"}, {"pred": "71"}]
     config = RewardConfig(function=f"{path}:compute_score_with", kwargs={"threshold": "3"})
-    with RewardManager(config, max_response_tokens=10) as manager:
+    with running_manager(config) as manager:
         for key, text in enumerate(["long", "not"]):
             manager.submit(key, prompt(), text, 1)
         assert [score.reward for score in manager.collect([0, 1]).values()] == [1.0, 0.0]
@@ -253,7 +254,7 @@ def test_reward_file_from_verls_documentation_runs_unchanged(tmp_path):
 
 def test_death_of_a_grader_kills_the_processes_it_forked(graders, tmp_path, monkeypatch):
     monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
-    with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
+    with running_manager(RewardConfig(function=graders)) as manager:
         manager.submit(1, prompt(), "fork", 1)
         assert "exit code 5" in manager.collect([1])[1].error
         child = int((tmp_path / "pid").read_text())
@@ -261,7 +262,7 @@ def test_death_of_a_grader_kills_the_processes_it_forked(graders, tmp_path, monk
 
 
 def test_unpicklable_sample_fails_itself_only(graders):
-    with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
+    with running_manager(RewardConfig(function=graders)) as manager:
         manager.submit(0, prompt(handle=lambda: None), "1", 1)
         manager.submit(1, prompt(), "1", 1)
         scores = manager.collect([0, 1])
@@ -270,7 +271,7 @@ def test_unpicklable_sample_fails_itself_only(graders):
 
 
 def test_submitting_a_key_twice_raises(graders):
-    with RewardManager(RewardConfig(function=graders), max_response_tokens=10) as manager:
+    with running_manager(RewardConfig(function=graders)) as manager:
         manager.submit(0, prompt(), "1", 1)
         with pytest.raises(ValueError, match="key 0"):
             manager.submit(0, prompt(), "1", 1)
@@ -278,7 +279,7 @@ def test_submitting_a_key_twice_raises(graders):
 
 def test_weight_and_overlong_penalty_change_reward_not_accuracy():
     config = RewardConfig(weight=0.5, overlong=OverlongConfig(enable=True, buffer_tokens=4, penalty=0.5))
-    with RewardManager(config, max_response_tokens=10) as manager:
+    with running_manager(config) as manager:
         for key, (text, tokens) in enumerate([("5", 6), ("5", 8), ("5", 10), ("6", 10)]):
             manager.submit(key, prompt("5"), text, tokens)
         scores = manager.collect(range(4))
@@ -287,7 +288,7 @@ def test_weight_and_overlong_penalty_change_reward_not_accuracy():
 
 
 def test_function_that_does_not_load_raises_config_error(tmp_path):
-    with RewardManager(RewardConfig(function=f"{tmp_path}/none.py:f"), max_response_tokens=10) as manager:
+    with running_manager(RewardConfig(function=f"{tmp_path}/none.py:f")) as manager:
         with pytest.raises(ConfigError, match="there is no file"):
             manager.wait_ready()
         with pytest.raises(ConfigError, match="there is no file"):
@@ -297,8 +298,10 @@ def test_function_that_does_not_load_raises_config_error(tmp_path):
 def test_processes_that_cannot_start_raise_worker_died_error(tmp_path):
     path = tmp_path / "fatal.py"
     path.write_text("import os\nos._exit(7)\n")
-    manager = RewardManager(RewardConfig(function=f"{path}:f"), max_response_tokens=10)
-    with manager, pytest.raises(WorkerDiedError, match="exit code 7"):
+    with (
+        running_manager(RewardConfig(function=f"{path}:f")) as manager,
+        pytest.raises(WorkerDiedError, match="exit code 7"),
+    ):
         manager.wait_ready()
     assert workers_of(os.getpid()) == []
 

@@ -9,8 +9,8 @@ from mcore_rl.config.reward import RewardConfig, WeightedFunctionConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.loading import check_reward_function, load_grader
-from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.types import Prompt
+from tests.unit.rewards.managers import running_manager
 
 FUNCTIONS = """
 import asyncio
@@ -67,7 +67,7 @@ def test_async_and_plain_ones_go_together_in_a_grading_process(entry):
         weighted=[WeightedFunctionConfig("math"), entry("polite", weight=0.1)], max_concurrent_calls=4
     )
     texts = ["5", "please take 5", "please", "raise"] * 5
-    with RewardManager(config, max_response_tokens=10) as manager:
+    with running_manager(config) as manager:
         for key, text in enumerate(texts):
             manager.submit(key, Prompt(0, np.zeros(1, np.int32), "q", "test", "5", {}), text, 1)
         scores = manager.collect(range(len(texts)))
