@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mcore_rl.rewards.processes.deadline import Deadline, DeadlineExceeded
 
@@ -43,7 +43,7 @@ _ADDITIVE = frozenset(["+", "-", r"\pm", r"\mp", ",", ";", "=", "<", ">", "&", r
 _UNBOUNDED = re.compile(r"\\(?:sum|prod|int|lim|bigcup|bigcap)(?![A-Za-z])")
 
 
-class _Size(NamedTuple):
+class _ExpandedSize(NamedTuple):
     """Upper bounds of an expanded expression.
 
     digits: total of all numbers; magnitude: log10 of the largest value; terms: summands of the expanded polynomial, 1
@@ -55,31 +55,31 @@ class _Size(NamedTuple):
     terms: float
     plain: bool
 
-    def times(self, other: _Size) -> _Size:
-        return _Size(
+    def times(self, other: _ExpandedSize) -> _ExpandedSize:
+        return _ExpandedSize(
             self.digits + other.digits,
             self.magnitude + other.magnitude,
             self.terms * other.terms,
             self.plain and other.plain,
         )
 
-    def to_the(self, exponent: _Size) -> _Size:
+    def to_the(self, exponent: _ExpandedSize) -> _ExpandedSize:
         power = _ten_to(exponent.magnitude)
         terms = 1.0 if self.plain else _combinations(self.terms, power)
-        return _Size(
+        return _ExpandedSize(
             self.digits * power + exponent.digits,
             self.magnitude * power,
             terms * exponent.terms,
             self.plain and exponent.plain,
         )
 
-    def factorial(self) -> _Size:
+    def factorial(self) -> _ExpandedSize:
         size = _ten_to(self.magnitude) * max(1.0, self.magnitude)
-        return _Size(size, size, self.terms, self.plain)
+        return _ExpandedSize(size, size, self.terms, self.plain)
 
 
-_ONE = _Size(0.0, 0.0, 1.0, True)
-_SYMBOL = _Size(0.0, 0.0, 1.0, False)
+_ONE = _ExpandedSize(0.0, 0.0, 1.0, True)
+_SYMBOL = _ExpandedSize(0.0, 0.0, 1.0, False)
 
 
 class TooDeep(Exception):
@@ -139,7 +139,7 @@ def warm_up() -> None:
 
 
 @lru_cache(maxsize=1024)
-def _parsed(text: str) -> list[Any]:
+def _parsed(text: str) -> list[object]:
     from math_verify import LatexExtractionConfig, parse
 
     return list(parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None))
@@ -169,14 +169,14 @@ class _SizeReader:
         self._tokens = tokens
         self._at = 0
 
-    def read(self) -> _Size:
+    def read(self) -> _ExpandedSize:
         total = _ONE
         while self._at < len(self._tokens):
             total = total.times(self._sequence(0))
             self._at += 1  # skip an unmatched closing bracket
         return total
 
-    def _sequence(self, depth: int) -> _Size:
+    def _sequence(self, depth: int) -> _ExpandedSize:
         """Read up to the closing bracket. Sums are bounded like products, except for their number of terms."""
         if depth > MAX_DEPTH:
             raise TooDeep
@@ -202,7 +202,7 @@ class _SizeReader:
                 value, product = value.times(last), product * last.terms
         return value._replace(terms=1.0 if value.plain else terms + product)
 
-    def _exponent(self, depth: int) -> _Size:
+    def _exponent(self, depth: int) -> _ExpandedSize:
         """Read an exponent; powers are right-associative: 9^9^9 is 9^(9^9)."""
         exponent = self._atom(depth)
         if self._at < len(self._tokens) and self._tokens[self._at] == "^":
@@ -210,7 +210,7 @@ class _SizeReader:
             return exponent.to_the(self._exponent(depth))
         return exponent
 
-    def _atom(self, depth: int) -> _Size:
+    def _atom(self, depth: int) -> _ExpandedSize:
         if self._at >= len(self._tokens):
             return _ONE
         token = self._tokens[self._at]
@@ -221,13 +221,13 @@ class _SizeReader:
             return inner
         if token[-1].isdecimal():
             whole = token.partition(".")[0].lstrip("0")
-            return _Size(len(token), max(0.3, math.log10(float(whole[:15] or 1)) + len(whole[15:])), 1.0, True)
+            return _ExpandedSize(len(token), max(0.3, math.log10(float(whole[:15] or 1)) + len(whole[15:])), 1.0, True)
         if token in (r"\binom", r"\dbinom", r"\tbinom"):
             upper, lower = self._atom(depth), self._atom(depth)
             return upper.times(lower).factorial()
         if token == r"\end":  # a matrix: each entry of a power is a sum over all entries
             self._atom(depth)
-            return _Size(0.0, 0.0, 4.0, False)
+            return _ExpandedSize(0.0, 0.0, 4.0, False)
         return _ONE if token in (r"\frac", r"\cdot", r"\times", "*", "/", "_", "|") else _SYMBOL
 
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Any
 
 from mcore_rl.rewards.answers import MAX_ANSWER_CHARS, after_hashes, extract_answer, is_prose, last_boxed
 from mcore_rl.rewards.expressions import same_expression, warm_up, within_limits
 from mcore_rl.rewards.formulas import last_formula
 from mcore_rl.rewards.notation.choices import named_choice, parse_choice
 from mcore_rl.rewards.notation.clock import parse_time, plain_colons, same_time
-from mcore_rl.rewards.notation.rounding import is_rounded
+from mcore_rl.rewards.notation.decimals import is_rounded
 from mcore_rl.rewards.notation.sets import finite_set
 from mcore_rl.rewards.numbers import FORMULA, NOT_UNITS, number_in_words, parse_decimal_comma, parse_number
 from mcore_rl.rewards.spelling import elements, normalise
@@ -46,7 +45,7 @@ _MULTIPLES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10
 _MIXED = re.compile(r"(-?)\s*([0-9]{1,9})(?:\s+([0-9]{1,9})/([0-9]{1,9})|\s*\\frac\{([0-9]{1,9})\}\{([0-9]{1,9})\})")
 
 
-def is_correct(response: str, ground_truth: Any) -> bool:
+def is_correct(response: str, ground_truth: object) -> bool:
     r"""Return whether the answer in `response` equals the reference. Answers too large to compare count as wrong.
 
     ground_truth: a number, an answer, a GSM8K solution (`... #### 72`), or a text with \boxed{...}.
@@ -55,7 +54,7 @@ def is_correct(response: str, ground_truth: Any) -> bool:
     return answer is not None and same_answer(answer, reference_answer(ground_truth))
 
 
-def reference_answer(ground_truth: Any) -> str:
+def reference_answer(ground_truth: object) -> str:
     """Return the answer in a ground truth; for sentences without a mark, their last formula or named choice."""
     text = str(ground_truth).strip()
     marked = after_hashes(text) or last_boxed(text)
@@ -106,11 +105,11 @@ def _same_text_or_value(answer: str, reference: str) -> bool:
         return bool(expected)
     if _BASE.search(given) or _BASE.search(expected):
         return False
-    value = _value(expected)
-    if value is None:
-        value = _value(number_in_words(expected))
+    value = _value_of_words(expected)
     if value is not None:
-        known = _given_value(given, value)
+        known = _value_of_words(given)
+        if known is None and value.denominator != 1:
+            known = parse_decimal_comma(given)
         if known is not None:
             return _same_value(known, given, value, expected)
     if not given or given.replace(" ", "").isalpha():
@@ -143,7 +142,7 @@ def _same_in_parts(given: str, expected: str, value: Fraction | None) -> bool:
         braces = given.startswith("\\{") or expected.startswith("\\{")
         return not braces and _same_in_order(_coordinates(given) or ours, _coordinates(expected) or theirs)
     for one in ours:
-        match = next((other for other in theirs if _same_one(one, other, _value(other))), None)
+        match = next((other for other in theirs if _same_element(one, other)), None)
         if match is None:
             return False
         theirs.remove(match)
@@ -168,8 +167,7 @@ def _ungrouped(text: str) -> str:
 
 
 def _same_in_order(ours: list[str], theirs: list[str]) -> bool:
-    pairs = zip(ours, theirs, strict=False)
-    return len(ours) == len(theirs) > 1 and all(_same_one(one, other, _value(other)) for one, other in pairs)
+    return len(ours) == len(theirs) > 1 and all(map(_same_element, ours, theirs))
 
 
 def _coordinates(text: str) -> list[str]:
@@ -197,11 +195,10 @@ def _flat(text: str) -> str:
     return text.lower() if text.isalpha() and len(text) > 1 else text
 
 
-def _given_value(given: str, value: Fraction) -> Fraction | None:
-    known = _value(given)
-    if known is None:
-        known = _value(number_in_words(given))
-    return parse_decimal_comma(given) if known is None and value.denominator != 1 else known
+def _value_of_words(text: str) -> Fraction | None:
+    """Return the value of a number, or of the only number among words: `72 apples`."""
+    value = _value(text)
+    return _value(number_in_words(text)) if value is None else value
 
 
 def _value(text: str) -> Fraction | None:
@@ -218,9 +215,9 @@ def _value(text: str) -> Fraction | None:
 def _as_formula(text: str) -> str:
     """Rewrite 5 million and 5e6 in LaTeX, which has neither notation."""
     number = _multiple(text)
-    if number is None and _EXPONENT.search(text) and parse_number(text) is not None:
-        return _power_of_ten(text)
-    return text if number is None else str(number)
+    if number is not None:
+        return str(number)
+    return _power_of_ten(text) if _EXPONENT.search(text) and parse_number(text) is not None else text
 
 
 def _power_of_ten(text: str) -> str:

@@ -1,4 +1,7 @@
-"""Normalization of answers: removes delimiters, LaTeX spacing and fonts, currency signs, quotes, and full stops."""
+r"""Normalization of answers: one spelling for each symbol, such as `\cup` for `∪` and `^{2}` for `**2`.
+
+Delimiters, LaTeX spacing and fonts, currency signs, quotes, and full stops are removed.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import re
 
 from mcore_rl.rewards.notation.clock import plain_colons
 from mcore_rl.rewards.notation.decimals import expand_repeating
-from mcore_rl.rewards.notation.sets import plain_empty_sets
-from mcore_rl.rewards.notation.symbols import plain_symbols, without_member
 from mcore_rl.rewards.notation.units import split_unit
 from mcore_rl.rewards.numbers import join_groups
 
@@ -28,7 +29,23 @@ _WRAPPERS = (
 )
 _TEXT = re.compile(r"\\(?:text|textrm|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _WHOLE_TEXT = re.compile(r"^\\(?:text|textrm|mathrm)\s*\{([^{}]*[0-9][^{}]*)\}$")
+_BLACKBOARD = {"\u211d": "R", "\u2124": "Z", "\u211a": "Q", "\u2115": "N", "\u2102": "C"}
 _REWRITES = (
+    (re.compile(r"(?<=[0-9A-Za-z)}])\*\*([-+]?[0-9]+)"), r"^{\1}"),
+    (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
+    (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"\\bigcup(?![A-Za-z]|\s*[_^])|\u222a"), r"\\cup "),
+    (re.compile(r"\\bigcap(?![A-Za-z]|\s*[_^])|\u2229"), r"\\cap "),
+    (re.compile(r"\\(?:backslash|smallsetminus)(?![A-Za-z])|\u2216"), r"\\setminus "),
+    (re.compile(r"\u221e"), r"\\infty "),
+    (re.compile(r"\u2208"), r"\\in "),
+    (re.compile(r"\\mathbb\s*([A-Z])(?![A-Za-z])"), r"\\mathbb{\1}"),
+    (re.compile(r"\\([RZQN])(?![A-Za-z])"), r"\\mathbb{\1}"),
+    (re.compile(f"[{''.join(_BLACKBOARD)}]"), lambda match: rf"\mathbb{{{_BLACKBOARD[match.group()]}}}"),
+    (re.compile(r"\{([^{}\\]{1,40})\\choose(?![A-Za-z])([^{}]{1,40})\}"), r"\\binom{\1}{\2}"),
+    # set difference written with a minus sign: \{1,2\} - \{2\}
+    (re.compile(r"(?<=[A-Z\\]\})\s*-\s*(?=\\\{)"), r"\\setminus "),
+    (re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}|\u2205"), r"\\emptyset "),
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
     (re.compile(r"\\frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\(?:left|right)(?![a-z])"), ""),
@@ -43,6 +60,8 @@ _AND = re.compile(r"\s*,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*")
 _COMMANDS_AND_ANDS = re.compile(r"\\[A-Za-z]+|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 _ASSIGNMENT = re.compile(r"^([A-Za-z](?:_\{?\w\}?)?)\s*=\s*(?=[^=])")
 _ANY_ASSIGNMENT = re.compile(r"(?:^|,)\s*([A-Za-z](?:_\{?\w\}?)?)\s*=(?!=)")
+# a set written as x\in\{1, 2\}
+_MEMBER = re.compile(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])\s*(?=\S)")
 _CHOICE = re.compile(r"\(([A-Z])\)")
 _OPENING, _CLOSING = frozenset("([{"), frozenset(")]}")
 
@@ -52,7 +71,7 @@ def normalise(answer: str) -> tuple[str, str]:
     text = _unwrapped(expand_repeating(answer) if len(answer) <= MAX_CHARS else answer)
     if len(text) > MAX_CHARS or text.isdecimal():
         return text, ""
-    text = plain_empty_sets(plain_symbols(plain_colons(join_groups(text))))
+    text = plain_colons(join_groups(text))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text, unit = split_unit(_SPACING.sub(" ", text).strip())
@@ -61,7 +80,7 @@ def normalise(answer: str) -> tuple[str, str]:
         text = _AND.sub(", ", text)
     if len(set(_ANY_ASSIGNMENT.findall(text))) == 1:
         text = _ASSIGNMENT.sub("", text)
-    return _CHOICE.sub(r"\1", without_member(text)), unit
+    return _CHOICE.sub(r"\1", _MEMBER.sub("", text)), unit
 
 
 def elements(text: str) -> list[str]:

@@ -9,16 +9,10 @@ EMPTY = r"\emptyset"
 MAX_ELEMENTS = 12
 
 _OPERATOR = re.compile(r"\\(cup|cap|setminus|backslash)(?![A-Za-z])")
-_EMPTY = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}|\u2205")
 _EMPTY_OPERAND = re.compile(r"\\emptyset\s*")
 _BRACES = re.compile(r"\s*\\\{((?:[^{}\\]|\\[A-Za-z]+|\\[,;! ]|\{[^{}]*\})*)\\\}\s*")
 
 Equal = Callable[[str, str], bool]
-
-
-def plain_empty_sets(text: str) -> str:
-    r"""Write every empty set as \emptyset."""
-    return _EMPTY.sub(r"\\emptyset ", text).strip()
 
 
 def finite_set(text: str, elements: Callable[[str], list[str]], equal: Equal) -> str:

@@ -6,46 +6,15 @@ import re
 
 from mcore_rl.rewards.numbers import DECIMAL, NOT_UNITS
 
-_NAMES = {
-    "cm": ("cm", "centimeter", "centimetre"),
-    "mm": ("mm", "millimeter", "millimetre"),
-    "km": ("km", "kilometer", "kilometre"),
-    "m": ("m", "meter", "metre"),
-    "in": ("in", "inch", "inche"),
-    "ft": ("ft", "foot", "feet"),
-    "yard": ("yd", "yard"),
-    "mile": ("mi", "mile"),
-    "kg": ("kg", "kilogram"),
-    "mg": ("mg", "milligram"),
-    "g": ("g", "gram"),
-    "pound": ("lb", "pound"),
-    "liter": ("l", "liter", "litre"),
-    "ml": ("ml", "milliliter", "millilitre"),
-    "hour": ("h", "hr", "hour"),
-    "minute": ("min", "minute"),
-    "second": ("s", "sec", "second"),
-    "day": ("day",),
-    "week": ("week",),
-    "month": ("month",),
-    "year": ("yr", "year"),
-    "dollar": ("dollar", "usd"),
-    "cent": ("cent",),
-    "newton": ("n", "newton"),
-    "joule": ("j", "joule"),
-    "watt": ("w", "watt"),
-    "volt": ("v", "volt"),
-    "degree": ("degree", "deg"),
-    "radian": ("radian", "rad"),
-    "celsius": ("c", "celsius"),
-    "fahrenheit": ("f", "fahrenheit"),
-    "kelvin": ("k", "kelvin"),
-    "ampere": ("a", "amp", "ampere"),
-    "ohm": ("ohm",),
-    "micrometer": ("um", "micrometer", "micrometre", "micron"),
-    "microsecond": ("us", "microsecond"),
-    "microgram": ("ug", "microgram"),
-}
-_CANONICAL = {name: unit for unit, names in _NAMES.items() for name in names}
+_NAMES = """
+cm centimeter centimetre, mm millimeter millimetre, km kilometer kilometre, m meter metre, in inch inche, ft foot feet,
+yard yd, mile mi, micrometer micrometre micron um, kg kilogram, mg milligram, g gram, microgram ug, pound lb,
+liter litre l, ml milliliter millilitre, hour h hr, minute min, second s sec, microsecond us, day, week, month, year yr,
+dollar usd, cent, newton n, joule j, watt w, volt v, ampere amp a, ohm, degree deg, radian rad, celsius c, fahrenheit f,
+kelvin k
+"""
+"""Names of units, the canonical name first; a plural s is removed before the lookup."""
+_CANONICAL = {name: names[0] for unit in _NAMES.split(",") for names in [unit.split()] for name in names}
 _SPEEDS = {"mph": "mile / hour", "kph": "km / hour", "kmh": "km / hour", "kmph": "km / hour", "mps": "m / s"}
 _LETTERS = frozenset("msghlLJNWV")
 _LETTERS_OF_TEXT = _LETTERS | frozenset("CFKA")
