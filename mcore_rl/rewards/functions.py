@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.rewards.results import score_of, scores_of
@@ -35,8 +35,8 @@ class Sample:
 
     data_source: str
     response: str
-    ground_truth: Any
-    extra_info: Mapping[str, Any]
+    ground_truth: object
+    extra_info: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Grader:
     is_async: bool = False
 
 
-def user_rule(key: str, spec: str, kwargs: Mapping[str, Any]) -> Rule:
+def user_rule(key: str, spec: str, kwargs: Mapping[str, str]) -> Rule:
     """Load the function that `key=spec` names.
 
     Raises: ConfigError naming `key` and the cause.
@@ -75,7 +75,7 @@ def user_rule(key: str, spec: str, kwargs: Mapping[str, Any]) -> Rule:
     return Rule(grade, is_async(function))
 
 
-def user_batch_grader(key: str, spec: str, kwargs: Mapping[str, Any]) -> Grader:
+def user_batch_grader(key: str, spec: str, kwargs: Mapping[str, str]) -> Grader:
     """Load the batch function that `key=spec` names.
 
     Raises: ConfigError naming `key` and the cause.
@@ -100,7 +100,7 @@ def then(result: T | Awaitable[T], finish: Callable[[T], U]) -> U | Awaitable[U]
     return _later(result, finish) if inspect.isawaitable(result) else finish(result)
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
     """Return whether calls of a function or callable object return coroutines."""
     call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(call)
@@ -110,7 +110,7 @@ async def _later(result: Awaitable[T], finish: Callable[[T], U]) -> U:
     return finish(await result)
 
 
-def _loaded(key: str, spec: str, given: Sequence[str], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+def _loaded(key: str, spec: str, given: Sequence[str], kwargs: Mapping[str, str]) -> Callable[..., object]:
     function = load_function(key, spec, instead=BUILTIN, may_be_async=True)
     check_call(f"{key}={spec}", function, given, kwargs, f"f({', '.join(given)}, **{_kwargs_key(key)})")
     return function

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -143,7 +143,7 @@ def same_encoding(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) 
     return one.chat_template == other.chat_template and _rules(one) == _rules(other)
 
 
-def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     # truncation and padding are settings of the last caller, not properties of the tokenizer
     return {name: rule for name, rule in rules.items() if name not in ("truncation", "padding")}

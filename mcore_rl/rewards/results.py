@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
-from typing import Any
 
 from mcore_rl.types import Score
 
@@ -14,19 +13,9 @@ MAX_MESSAGE_CHARS = 300
 MAX_PART_CHARS = 2000
 METRICS = ("mean", "accuracy", "std", "errors", "greedy", "kl", "kl_coefficient", "model", "judge", "reward")
 FIELDS = (
-    *(
-        "prompt",
-        "response",
-        "tokens",
-        "response_tokens",
-        "finish_reason",
-        "group",
-        "sample",
-        "version",
-        "versions",
-        "submitted_version",
-    ),
-    *("ground_truth", "error", "scores", "turns", "tool_calls", "messages", "mask", "turn_rewards", "temperatures"),
+    *("prompt", "response", "tokens", "response_tokens", "finish_reason", "group", "sample", "version", "versions"),
+    *("submitted_version", "ground_truth", "error", "scores", "turns", "tool_calls", "messages", "mask"),
+    *("turn_rewards", "temperatures"),
 )
 TAKEN = frozenset((*METRICS, *FIELDS))
 """Reserved names of metrics (reward/, val/) and record fields. A part with such a name gets `_part` appended."""
@@ -36,37 +25,34 @@ class NotApplicable(Score):
     """Score of a result None: the function does not apply. It is an error unless another function applies."""
 
 
-def score_of(result: Any) -> Score:
+def score_of(result: object) -> Score:
     """Convert the result of a user's function: a number, or a dict with `score`, optional `acc`, and parts.
 
     Other and non-finite results become Score.error. None, or a dict whose score is None, becomes NotApplicable.
     """
-    if result is None or (isinstance(result, Mapping) and "score" in result and result["score"] is None):
-        return NotApplicable(0.0, 0.0, "the reward function returned None instead of a finite number or a dict")
-    if not isinstance(result, Mapping):
-        reward = _number(result)
-        if reward is None:
-            return failed(f"the reward function returned {_shown(result)} instead of a finite number or a dict")
-        return Score(reward, reward)
-    if "score" not in result:
+    found = result if isinstance(result, Mapping) else {"score": result}
+    if "score" not in found:
         return failed(f"the reward function returned a dict without score: {_shown(result)}")
-    reward = _number(result["score"])
+    if found["score"] is None:
+        return NotApplicable(0.0, 0.0, "the reward function returned None instead of a finite number or a dict")
+    reward = _number(found["score"])
+    if reward is None and found is not result:
+        return failed(f"the reward function returned {_shown(result)} instead of a finite number or a dict")
     if reward is None:
-        return failed(f"the reward function returned score {_shown(result['score'])} instead of a finite number")
-    if result.get("acc") is None:
-        return Score(reward, reward, parts=_parts(result))
-    accuracy = _number(result["acc"])
+        return failed(f"the reward function returned score {_shown(found['score'])} instead of a finite number")
+    accuracy = reward if found.get("acc") is None else _number(found["acc"])
     if accuracy is None:
-        return failed(f"the reward function returned acc {_shown(result['acc'])} instead of a finite number")
-    return Score(reward, accuracy, parts=_parts(result))
+        return failed(f"the reward function returned acc {_shown(found['acc'])} instead of a finite number")
+    return Score(reward, accuracy, parts=_parts(found))
 
 
-def scores_of(results: Any, count: int) -> list[Score]:
+def scores_of(results: object, count: int) -> list[Score]:
     """Convert the results of a batch function for `count` responses.
 
     If `results` is not a sequence of that length, every score is an error.
     """
-    values = list(results) if hasattr(results, "tolist") and getattr(results, "ndim", None) != 0 else results
+    is_array = hasattr(results, "tolist") and getattr(results, "ndim", None) != 0
+    values = list(results) if is_array and isinstance(results, Iterable) else results
     if not isinstance(values, Sequence) or isinstance(values, str):
         return [failed(f"the reward function returned {_shown(results)} instead of a list of {count} results")] * count
     if len(values) != count:
@@ -79,7 +65,7 @@ def failed(message: str, traceback: str | None = None) -> Score:
     return Score(0.0, 0.0, message[:MAX_MESSAGE_CHARS], traceback)
 
 
-def _parts(result: Mapping[Any, Any]) -> dict[str, float | str]:
+def _parts(result: Mapping[object, object]) -> dict[str, float | str]:
     """Return the dict's other entries: finite numbers as they are, other values as text, without None."""
     parts: dict[str, float | str] = {}
     for key, value in result.items():
@@ -90,20 +76,20 @@ def _parts(result: Mapping[Any, Any]) -> dict[str, float | str]:
     return parts
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     """Return a value as text of at most MAX_PART_CHARS. Lone surrogates are escaped: UTF-8 cannot encode them."""
     text = value if isinstance(value, str) else _repr(value)
     return text[:MAX_PART_CHARS].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _repr(value: Any) -> str:
+def _repr(value: object) -> str:
     try:
         return repr(value)
     except Exception:  # a user's class may raise anything; int raises for more than 4,300 digits
         return f"<{type(value).__name__}>"
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """Return a finite number; None for anything else. Arrays and tensors of one element count as that element."""
     value = _element(value)
     if not isinstance(value, Real | Decimal):
@@ -115,7 +101,7 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _element(value: Any) -> Any:
+def _element(value: object) -> object:
     item = getattr(value, "item", None)
     if isinstance(value, Real) or not callable(item):
         return value
@@ -125,5 +111,5 @@ def _element(value: Any) -> Any:
         return value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "None" if value is None else f"{type(value).__name__} {_repr(value)[:80]}"

@@ -22,15 +22,16 @@ from typing import NoReturn
 
 _TOOLS = "mcore_rl.rollout.tools.kinds.verl_names"
 _SCORES = "mcore_rl.rewards.graders.verl_names"
-_HELPERS = "mcore_rl.rewards.graders.verl"
+_HELPERS = "mcore_rl.rewards.graders.verl_helpers"
 _MATH = {
     "compute_score": f"{_SCORES}:score_math",
-    **{name: f"{_HELPERS}.boxes:{name}" for name in ("last_boxed_only_string", "remove_boxed")},
     **{
-        name: f"{_HELPERS}.hendrycks:{name}"
-        for name in ("is_equiv", "strip_string", "fix_fracs", "fix_a_slash_b", "fix_sqrt", "remove_right_units")
+        name: f"{_HELPERS}:{name}"
+        for name in (
+            *("last_boxed_only_string", "remove_boxed", "is_equiv", "strip_string", "fix_fracs", "fix_a_slash_b"),
+            *("fix_sqrt", "remove_right_units", "normalize_final_answer"),
+        )
     },
-    "normalize_final_answer": f"{_HELPERS}.minerva:normalize_final_answer",
 }
 
 MODULES: dict[str, dict[str, str]] = {
@@ -66,11 +67,16 @@ MODULES: dict[str, dict[str, str]] = {
     "verl.utils.reward_score.math_batch": {"compute_score": f"{_SCORES}:score_math_batch"},
     "verl.utils.reward_score.math_dapo": {
         "compute_score": f"{_SCORES}:score_math_dapo",
-        "last_boxed_only_string": f"{_HELPERS}.boxes:last_braced_box",
-        "remove_boxed": f"{_HELPERS}.boxes:remove_boxed",
+        "last_boxed_only_string": f"{_HELPERS}:last_braced_box",
         **{
-            name: f"{_HELPERS}.minerva:{name}"
-            for name in ("normalize_final_answer", "is_correct_minerva", "is_correct_strict_box", "verify")
+            name: f"{_HELPERS}:{name}"
+            for name in (
+                "remove_boxed",
+                "normalize_final_answer",
+                "is_correct_minerva",
+                "is_correct_strict_box",
+                "verify",
+            )
         },
     },
     "verl.utils.reward_score.math_reward": _MATH,
@@ -79,14 +85,14 @@ MODULES: dict[str, dict[str, str]] = {
         "compute_score": f"{_SCORES}:score_prime_math",
         "match_answer": f"{_SCORES}:match_answer",
         "grade_answer": f"{_SCORES}:grade_answer",
-        "remove_boxed": f"{_HELPERS}.boxes:box_content",
+        "remove_boxed": f"{_HELPERS}:box_content",
     },
     "verl.utils.reward_score.prime_math.grader": {"math_equal": f"{_SCORES}:math_equal"},
     "verl.utils.reward_score.search_r1_like_qa_em": {
         "compute_score": f"{_SCORES}:score_search_qa",
-        "normalize_answer": "mcore_rl.rewards.graders.search_qa:normal_form",
+        "normalize_answer": "mcore_rl.rewards.graders.data_sets:normal_form",
         **{
-            name: f"{_HELPERS}.search:{name}"
+            name: f"{_HELPERS}:{name}"
             for name in ("em_check", "subem_check", "extract_solution", "count_answer_tags", "compute_score_subem")
         },
     },

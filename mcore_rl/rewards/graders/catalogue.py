@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
 from mcore_rl.config.functions import names_function
-from mcore_rl.rewards.graders.boxed import grade_geometry3k, grade_math_boxed
 from mcore_rl.rewards.graders.code import CodeGrader, CodeRunner
-from mcore_rl.rewards.graders.gsm8k import grade_gsm8k
-from mcore_rl.rewards.graders.math_dapo import grade_math_dapo
-from mcore_rl.rewards.graders.prime_math import grade_prime_math
-from mcore_rl.rewards.graders.search_qa import grade_search_qa
+from mcore_rl.rewards.graders.data_sets import (
+    grade_geometry3k,
+    grade_gsm8k,
+    grade_math_boxed,
+    grade_math_dapo,
+    grade_prime_math,
+    grade_search_qa,
+)
 from mcore_rl.types import Score
 
-Grade = Callable[[str, Any], Score]
+Grade = Callable[[str, object], Score]
 """Function of a response and its ground truth."""
 
 PURE: dict[str, Grade] = {

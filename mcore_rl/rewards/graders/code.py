@@ -18,7 +18,7 @@ import re
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from mcore_rl.rewards.graders.programs.bundle import bundle
 from mcore_rl.rewards.graders.programs.comparison import same_output, same_result
@@ -37,6 +37,14 @@ MAX_TESTS = 10
 MAX_TEST_SECONDS = 10.0
 SHARE_OF_TIME = 0.9
 """Fraction of a response's time limit for running programs; the rest is for process starts and comparisons."""
+_NO_VERDICT = {
+    UNPROTECTED: "sandbox.python cannot hide the tests from the program (prctl by ctypes); set another",
+    NO_FIXTURE: "the tests of the ground truth use the fixture {names}, which this grader does not provide (it has "
+    "tmp_path, tmpdir, capsys and fixtures that the tests define); rewrite the tests or drop the row",
+    LACKS: "the tests of the ground truth import {names}, which sandbox.python lacks; set it to a Python that has "
+    "them, with sandbox.read_only",
+}
+"""Errors for the tester's reports that no verdict is possible."""
 
 
 class CodeOutcome(NamedTuple):
@@ -63,7 +71,7 @@ class CodeGrader:
     runner: CodeRunner
     seconds: float
 
-    def grade_outputs(self, response: str, ground_truth: Any) -> Score:
+    def grade_outputs(self, response: str, ground_truth: object) -> Score:
         """Score the fraction of passed tests. ground_truth: a form of programs.truths.read_examples, or its JSON text.
 
         Raises: ValueError for a ground truth of another form.
@@ -74,19 +82,20 @@ class CodeGrader:
         if program is None:
             return _share(0, len(tests))
         source = bundle("script", program) if examples.name is None else bundle("call", program, examples.name)
-        clock, passed = _Clock(self.seconds), 0
+        end, passed = time.monotonic() + SHARE_OF_TIME * self.seconds, 0
         for test in tests:
-            if clock.left <= 0:
+            left = min(MAX_TEST_SECONDS, end - time.monotonic())
+            if left <= 0:
                 break  # the remaining tests have failed
             stdin = as_text(test.given) if examples.name is None else encoded_arguments(test.given)
-            printed, ok = self.runner.run(source, stdin, clock.left)
+            printed, ok = self.runner.run(source, stdin, left)
             if examples.name is None:
                 passed += ok and same_output(printed, as_text(test.expected))
             else:
                 passed += ok and same_result(printed, test.expected)
         return _share(passed, len(tests))
 
-    def grade_asserts(self, response: str, ground_truth: Any) -> Score:
+    def grade_asserts(self, response: str, ground_truth: object) -> Score:
         """Score 1 if all assertions hold, else 0. ground_truth: a form of programs.truths.read_assertions, or JSON.
 
         Raises: ValueError for a ground truth of another form.
@@ -96,33 +105,15 @@ class CodeGrader:
         if program is None:
             return Score(0.0, 0.0)
         secret = secrets.token_hex(32)
-        printed, ok = self.runner.run(bundle("tester"), _request(tests, program, secret), _Clock(self.seconds).left)
+        seconds = min(MAX_TEST_SECONDS, SHARE_OF_TIME * self.seconds)
+        printed, ok = self.runner.run(bundle("tester"), _request(tests, program, secret), seconds)
         verdict = printed.rstrip().rpartition("\n")[2]
-        if verdict == f"{UNPROTECTED}{secret}":
-            raise RuntimeError("sandbox.python cannot hide the tests from the program (prctl by ctypes); set another")
-        if verdict.startswith(NO_FIXTURE) and verdict.endswith(f" {secret}"):
-            name = verdict.removeprefix(NO_FIXTURE).removesuffix(f" {secret}")
-            raise RuntimeError(
-                f"the tests of the ground truth use the fixture {name}, which this grader does not provide (it has "
-                "tmp_path, tmpdir, capsys and fixtures that the tests define); rewrite the tests or drop the row"
-            )
-        if verdict.startswith(LACKS) and verdict.endswith(f" {secret}"):
-            modules = verdict.removeprefix(LACKS).removesuffix(f" {secret}").replace(" ", ", ")
-            raise RuntimeError(
-                f"the tests of the ground truth import {modules}, which sandbox.python lacks; set it to a Python that "
-                "has them, with sandbox.read_only"
-            )
+        report, _, end = verdict.rpartition(" ")
+        cause, _, names = report.partition(" ")
+        if end == secret and cause in _NO_VERDICT:
+            raise RuntimeError(_NO_VERDICT[cause].format(names=names))
         right = float(ok and verdict == secret)
         return Score(right, right)
-
-
-class _Clock:
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + SHARE_OF_TIME * seconds
-
-    @property
-    def left(self) -> float:
-        return min(MAX_TEST_SECONDS, self._end - time.monotonic())
 
 
 def _share(passed: int, tests: int) -> Score:

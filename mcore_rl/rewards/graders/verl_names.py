@@ -9,25 +9,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from mcore_rl.rewards.answers import last_box
-from mcore_rl.rewards.graders.boxed import grade_geometry3k, grade_math_boxed, thinks_first
 from mcore_rl.rewards.graders.catalogue import PURE, grader_of
-from mcore_rl.rewards.graders.gsm8k import TAIL_CHARS, marked_number, plain, same_number
-from mcore_rl.rewards.graders.math_dapo import MISSING_ANSWER, grade_math_dapo
-from mcore_rl.rewards.graders.prime_math import final_answer, grade_prime_math
-from mcore_rl.rewards.graders.search_qa import grade_search_qa, last_answer
-from mcore_rl.rewards.graders.verl.minerva import BOX_TAIL_CHARS
+from mcore_rl.rewards.graders.data_sets import (
+    MISSING_ANSWER,
+    TAIL_CHARS,
+    final_answer,
+    grade_geometry3k,
+    grade_math_boxed,
+    grade_math_dapo,
+    grade_prime_math,
+    grade_search_qa,
+    last_answer,
+    marked_number,
+    plain,
+    same_number,
+    thinks_first,
+)
+from mcore_rl.rewards.graders.verl_helpers import BOX_TAIL_CHARS
 from mcore_rl.rewards.math_grader import is_correct, reference_answer, same_answer
-from mcore_rl.types import Score
 
 _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
 def default_compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any
-) -> float | dict[str, Any]:
+    data_source: str, solution_str: str, ground_truth: object, extra_info: object = None, **kwargs: object
+) -> float | dict[str, object]:
     """Score a response with its data source's grader; returns a number or, for math_dapo, a dict.
 
     Raises: NotImplementedError for a data source without a grader, and for programs, which run in the sandbox only.
@@ -54,7 +62,7 @@ def extract_gsm8k(solution_str: str, method: str = "strict") -> str | None:
 
 
 def score_gsm8k(
-    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str, ground_truth: object, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """Return `score` for the correct answer, `format_score` for another answer, 0 without an answer."""
     answer = extract_gsm8k(solution_str, method)
@@ -63,18 +71,18 @@ def score_gsm8k(
     return score if same_number(answer, ground_truth) else format_score
 
 
-def score_math(solution_str: str, ground_truth: Any) -> float:
+def score_math(solution_str: str, ground_truth: object) -> float:
     """Return 1 if the last box has the correct answer, else 0."""
     return grade_math_boxed(solution_str, ground_truth).reward
 
 
-def score_math_verify(model_output: str, ground_truth: Any, timeout_score: float = 0.0) -> float:
+def score_math_verify(model_output: str, ground_truth: object, timeout_score: float = 0.0) -> float:
     """Return 1 for the correct answer in any notation, else 0. timeout_score is unused: a timeout counts 0."""
     return float(is_correct(model_output, ground_truth))
 
 
 def score_math_batch(
-    data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any], extra_infos: Any = None
+    data_sources: object, solution_strs: Sequence[str], ground_truths: Sequence[object], extra_infos: object = None
 ) -> list[float]:
     """Return the score_math of each response."""
     return [score_math(*pair) for pair in zip(solution_strs, ground_truths, strict=True)]
@@ -82,10 +90,10 @@ def score_math_batch(
 
 def score_math_dapo(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     strict_box_verify: bool = False,
     pause_tokens_index: list[int] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return `score` (1 or -1), `acc` and `pred`. With strict_box_verify, only a box near the end counts."""
     if strict_box_verify:
         start = -BOX_TAIL_CHARS if pause_tokens_index is None else pause_tokens_index[-1] - BOX_TAIL_CHARS
@@ -96,7 +104,7 @@ def score_math_dapo(
     return {"score": graded.reward, "acc": bool(graded.accuracy), **graded.parts}
 
 
-def score_prime_math(model_output: str, ground_truth: Any) -> tuple[bool, bool, str]:
+def score_prime_math(model_output: str, ground_truth: object) -> tuple[bool, bool, str]:
     """Return whether the answer is correct, whether it is in a box, and the answer."""
     right = grade_prime_math(model_output, ground_truth).reward > 0
     return right, last_box(model_output) is not None, final_answer(model_output) or ""
@@ -123,12 +131,14 @@ def format_geometry3k(predict_str: str) -> float:
     return float(thinks_first(predict_str))
 
 
-def accuracy_geometry3k(predict_str: str, ground_truth: Any, use_boxed: bool = True) -> float:
+def accuracy_geometry3k(predict_str: str, ground_truth: object, use_boxed: bool = True) -> float:
     """Return 1 for the correct answer, in a box or (use_boxed=False) as the whole text, else 0."""
     return score_geometry3k(predict_str, ground_truth, use_boxed, format_score=0.0)
 
 
-def score_geometry3k(predict_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
+def score_geometry3k(
+    predict_str: str, ground_truth: object, use_boxed: bool = True, format_score: float = 0.1
+) -> float:
     """Return 1 - format_score for the correct answer plus format_score for `<think>...</think>` before the box."""
     if use_boxed:
         right = grade_geometry3k(predict_str, ground_truth).accuracy
@@ -138,10 +148,10 @@ def score_geometry3k(predict_str: str, ground_truth: Any, use_boxed: bool = True
 
 
 def score_search_qa(
-    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str, ground_truth: object, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """Return `score` for the correct answer (a quarter with too many tags), `format_score` for another, 0 for none."""
-    graded: Score = grade_search_qa(solution_str, ground_truth)
+    graded = grade_search_qa(solution_str, ground_truth)
     if last_answer(solution_str) is None:
         return 0.0
     return score * graded.reward if graded.accuracy else format_score

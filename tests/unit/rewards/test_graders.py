@@ -17,9 +17,8 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.catalogue import SOURCES, grader_of
 from mcore_rl.rewards.graders.code import CodeOutcome
+from mcore_rl.rewards.graders.data_sets import grade_math_dapo, grade_search_qa
 from mcore_rl.rewards.graders.loading import check_data_sources, load_grader
-from mcore_rl.rewards.graders.math_dapo import grade_math_dapo
-from mcore_rl.rewards.graders.search_qa import grade_search_qa
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "grader_cases.jsonl").read_text("utf-8").splitlines()]
 RUN_CODE = {"code_outputs", "code_asserts"}

@@ -9,7 +9,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mcore_rl.rewards.graders.programs.prelude import NODES, SOLUTION, execute
@@ -25,32 +25,35 @@ def main(program: str, name: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     module = execute(program, SOLUTION)
     result = _called(_function(module.__dict__, name), arguments, {**NODES, **vars(module)})
-    printed = json.dumps(result, default=_plain)
+    printed = f"\n{json.dumps(result, default=_plain)}\n".encode()
     sys.stdout.flush()
-    _write_all(results, f"\n{printed}\n")
+    while printed:
+        printed = printed[os.write(results, printed) :]
     os._exit(0)  # skips exit handlers and does not wait for threads of the program
 
 
-def _function(names: Mapping[str, Any], name: str) -> Any:
-    solution: Any = names.get("Solution")
+def _function(names: Mapping[str, Callable[..., object]], name: str) -> Callable[..., object]:
+    solution = names.get("Solution", object)
     return getattr(solution(), name) if hasattr(solution, name) else names[name]
 
 
-def _called(function: Any, arguments: list[Any], names: Mapping[str, Any]) -> Any:
+def _called(
+    function: Callable[..., object], arguments: list[object], names: Mapping[str, Callable[..., object]]
+) -> object:
     """Call the function; a single mapping with exactly its parameter names is passed as keyword arguments."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return function(*arguments)
-    if len(arguments) == 1 and isinstance(arguments[0], dict) and set(arguments[0]) == set(signature.parameters):
-        named = arguments[0]
+    named = arguments[0] if len(arguments) == 1 else None
+    if isinstance(named, dict) and set(named) == set(signature.parameters):
         return function(**{key: _node(value, signature.parameters[key], names) for key, value in named.items()})
     parameters = [*signature.parameters.values()]
     nodes = [_node(value, each, names) for value, each in zip(arguments, parameters)]  # noqa: B905 (Python 3.9)
     return function(*nodes, *arguments[len(nodes) :])
 
 
-def _node(value: Any, parameter: inspect.Parameter, names: Mapping[str, Any]) -> Any:
+def _node(value: object, parameter: inspect.Parameter, names: Mapping[str, Callable[..., object]]) -> object:
     """Convert a list to LeetCode's nodes if the parameter is annotated as a ListNode or TreeNode."""
     annotation = str(parameter.annotation)
     if not isinstance(value, list) or "List[" in annotation:
@@ -63,7 +66,7 @@ def _node(value: Any, parameter: inspect.Parameter, names: Mapping[str, Any]) ->
     return _tree(value, names["TreeNode"]) if "TreeNode" in annotation else value
 
 
-def _tree(values: list[Any], kind: Any) -> Any:
+def _tree(values: list[object], kind: Callable[..., object]) -> object:
     """Build a tree from its values in level order, with None for a missing child."""
     if not values:
         return None
@@ -78,12 +81,12 @@ def _tree(values: list[Any], kind: Any) -> Any:
     return root
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     """Convert a value that JSON cannot represent: arrays, nodes, sets, other iterables, and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "val") and hasattr(value, "next"):
-        listed: list[Any] = []
+        listed: list[object] = []
         while value is not None and len(listed) < 1 << 20:
             listed.append(value.val)
             value = value.next
@@ -95,8 +98,8 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, Iterable) else float(value)
 
 
-def _levels(root: Any) -> list[Any]:
-    values: list[Any] = []
+def _levels(root: Any) -> list[object]:
+    values: list[object] = []
     level = [root]
     for node in level:
         values.append(None if node is None else node.val)
@@ -104,9 +107,3 @@ def _levels(root: Any) -> list[Any]:
     while values and values[-1] is None:
         values.pop()
     return values
-
-
-def _write_all(descriptor: int, text: str) -> None:
-    data = text.encode()
-    while data:
-        data = data[os.write(descriptor, data) :]

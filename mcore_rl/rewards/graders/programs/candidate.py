@@ -8,14 +8,13 @@ from __future__ import annotations
 import io
 import sys
 import types
-from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.rewards.graders.programs.peer import Peer
+from mcore_rl.rewards.graders.programs.peer import CallPeer
 from mcore_rl.rewards.graders.programs.prelude import NODES, SOLUTION, execute
 
 
-class Candidate(Peer):
+class Candidate(CallPeer):
     """The program's side of the connection."""
 
     def __init__(self, reader: int, writer: int) -> None:
@@ -24,32 +23,21 @@ class Candidate(Peer):
         self._records: list[str] = []
         self._module = types.ModuleType(SOLUTION)
 
-    def perform(self, operation: str, target: Any, *parts: Any) -> Any:
+    def perform(self, operation: str, target: object, *parts: Any) -> object:
         if operation != "load":
             return super().perform(operation, target, *parts)
-        program, context, self._records = target, *parts
-        self._module = execute(program, SOLUTION, context=context)
+        context, self._records = parts
+        self._module = execute(str(target), SOLUTION, context=context)
         return self._module
 
-    def fields_of(self, value: Any) -> tuple[str, Mapping[str, Any]] | None:
-        name = type(value).__name__
-        is_record = name in self._records and self._record(name) is type(value) and hasattr(value, "__dict__")
-        return (name, vars(value)) if is_record else None
+    def record_class(self, name: str) -> type[object] | None:
+        return getattr(self._module, name, NODES.get(name)) if name in self._records else None
 
-    def new_record(self, name: str) -> Any:
-        kind = self._record(name)
-        if name not in self._records or kind is None:
-            return super().new_record(name)
-        return kind.__new__(kind)
-
-    def resolve(self, node: list[Any]) -> Any:
+    def resolve(self, node: list[Any]) -> object:
         if node[0] != "builtin":
             return super().resolve(node)
         module = __import__(node[1], fromlist=["*"])
         return getattr(module, node[2])
-
-    def _record(self, name: str) -> Any:
-        return getattr(self._module, name, NODES.get(name))
 
 
 def main() -> None:

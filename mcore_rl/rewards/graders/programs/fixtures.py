@@ -8,7 +8,6 @@ import io
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 Output = collections.namedtuple("Output", ["out", "err"])
 """Text of a test on standard output and standard error."""
@@ -46,13 +45,13 @@ class Captured:
 class Fixtures:
     """Values for one call of a test. names: module of the tests; instance: object of the test class, if any."""
 
-    def __init__(self, names: Mapping[str, Any], instance: object = None) -> None:
+    def __init__(self, names: Mapping[str, object], instance: object = None) -> None:
         self.captured = Captured()
         self._names, self._instance = names, instance
-        self._values: dict[str, Any] = {}
-        self._open: list[Iterator[Any]] = []
+        self._values: dict[str, object] = {}
+        self._open: list[Iterator[object]] = []
 
-    def arguments(self, function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, function: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
         """Return an argument for every parameter without a default. given: arguments from parametrize.
 
         Raises: UnknownFixture.
@@ -72,12 +71,12 @@ class Fixtures:
         for generator in reversed(self._open):
             next(generator, None)
 
-    def _value(self, name: str) -> Any:
+    def _value(self, name: str) -> object:
         if name not in self._values:
             self._values[name] = self._made(name)
         return self._values[name]
 
-    def _made(self, name: str) -> Any:
+    def _made(self, name: str) -> object:
         defined = getattr(type(self._instance), name, None) or self._names.get(name)
         function = _fixture(defined)
         if function is not None:
@@ -91,7 +90,7 @@ class Fixtures:
             return self.captured
         raise UnknownFixture(name)
 
-    def _called(self, function: Callable[..., Any], bound: bool, defined: object) -> Any:
+    def _called(self, function: Callable[..., object], bound: bool, defined: object) -> object:
         if _option(defined, "params"):
             raise UnknownFixture(f"{function.__name__} (with params)")
         arguments = {**({"self": self._instance} if bound else {}), **self.arguments(function, {})}
@@ -102,17 +101,14 @@ class Fixtures:
         return next(value)
 
 
-def _fixture(value: object) -> Callable[..., Any] | None:
+def _fixture(value: object) -> Callable[..., object] | None:
     """Return the function below @pytest.fixture, or None for any other value; old and new pytest differ."""
-    wrapped = (
-        getattr(value, "_get_wrapped_function", None) if type(value).__name__ == "FixtureFunctionDefinition" else None
-    )
-    if wrapped is not None:
-        return wrapped()  # type: ignore[no-any-return]
+    if type(value).__name__ == "FixtureFunctionDefinition" and hasattr(value, "_get_wrapped_function"):
+        return value._get_wrapped_function()  # type: ignore[no-any-return]
     inner = vars(value).get("__pytest_wrapped__") if inspect.isfunction(value) else None
     return getattr(inner, "obj", None)
 
 
-def _option(value: object, name: str) -> Any:
+def _option(value: object, name: str) -> object:
     marker = getattr(value, "_fixture_function_marker", None) or getattr(value, "_pytestfixturefunction", None)
     return getattr(marker, name, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mcore_rl.rewards.graders.programs.prelude import SOLUTION
@@ -17,28 +17,23 @@ from mcore_rl.rewards.graders.programs.prelude import SOLUTION
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-class Names:
+class NameOwners:
     """Names in the tests, the prompt, and the program. request: the tester's request (code._request)."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
-        self._statements = [str(each) for each in request["statements"]]
         self._entry = _root(request.get("entry_point"))
         self._examines_classes = bool(self._entry or request["collect"])
-        self._tree = ast.parse("\n".join(self._statements))
-        self._prompt = ast.parse(request["context"])
-        self._prompt.body = [node for node in self._prompt.body if not self._is_stub(node)]
-        self._program = set(_bound(_parsed(request["program"])))
-        self._own = set(_bound(self._tree)) | set(_bound(self._prompt))
-
-    @property
-    def context(self) -> ast.Module:
+        self._tree = ast.parse("\n".join(map(str, request["statements"])))
+        self.context = ast.parse(request["context"])
         """The prompt without the functions that the program must implement."""
-        return self._prompt
+        self.context.body = [node for node in self.context.body if not self._is_stub(node)]
+        self._program = set(_bound(_parsed(request["program"])))
+        self._own = set(_bound(self._tree)) | set(_bound(self.context))
 
     @property
     def records(self) -> list[str]:
         """Classes of the prompt. Both processes exchange their objects by value."""
-        return [node.name for node in self._prompt.body if isinstance(node, ast.ClassDef)]
+        return [node.name for node in self.context.body if isinstance(node, ast.ClassDef)]
 
     @property
     def modules(self) -> list[str]:
@@ -49,12 +44,10 @@ class Names:
     @property
     def missing_modules(self) -> list[str]:
         """Modules that the tests or the prompt import but that are not installed in this Python."""
-        imported = {name for tree in (self._tree, self._prompt) for name in _imported_modules(tree)}
+        imported = {name for tree in (self._tree, self.context) for name in _imported_modules(tree)}
         return sorted(name for name in imported - {*self.modules} if importlib.util.find_spec(name) is None)
 
-    def of_program(
-        self, space: Mapping[str, Any], comparing: Mapping[str, Any], starred: Mapping[str, Any]
-    ) -> list[str]:
+    def of_program(self, space: Collection[str], comparing: Collection[str], starred: Collection[str]) -> list[str]:
         """Return the names that the program may provide.
 
         space: the tests' names. starred: the prelude's names, which belong to the program only if it defines them.
@@ -65,7 +58,7 @@ class Names:
         wanted = (self._read - self._own - ambient) | named
         return sorted(name for name in wanted if name not in starred or name in self._program)
 
-    def of_tests(self, space: Mapping[str, Any], comparing: Mapping[str, Any]) -> set[str]:
+    def of_tests(self, space: Collection[str], comparing: Collection[str]) -> set[str]:
         """Return the prelude's names that the tests use without importing them, except the function under test."""
         subject = {self._entry} if self._entry else self._common_calls()
         known = {*dir(builtins), *space, *comparing}
@@ -104,7 +97,7 @@ class Names:
         return all(_is_empty(each) for part in node.body for each in getattr(part, "body", [part]))
 
 
-def _root(entry_point: Any) -> str | None:
+def _root(entry_point: object) -> str | None:
     """Return the first name of an expression such as Solution().twoSum."""
     if not entry_point:
         return None

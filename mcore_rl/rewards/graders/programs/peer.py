@@ -1,8 +1,8 @@
 """Calls between the tests' process and the program's process. Runs inside the sandbox, in both processes.
 
-An object that cannot be passed by value stays in its process. The other process holds a Remote that forwards operations
-to it. In the tests' process, comparing a Remote with a plain value is always false, and the Remote's methods never
-receive expected values as operands: the program under test implements these methods and could cheat.
+An object that cannot be passed by value stays in its process. The other process holds a RemoteObject that forwards
+operations to it. In the tests' process, comparing a RemoteObject with a plain value is always false, and its methods
+never receive expected values as operands: the program under test implements these methods and could cheat.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import os
 import struct
 import threading
 import types
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from mcore_rl.rewards.graders.programs.wire import TYPES, Decoder, Encoder, WireError
 
@@ -39,25 +39,32 @@ HIDDEN = ("_", "gi_", "cr_", "ag_", "f_", "tb_", "co_")
 _PRINTED_CHARACTERS = 1 << 16
 
 
-class Remote:
+class RemoteObject:
     """Proxy of an object in the other process.
 
     trusted: the tests name the object's class, so its operators may receive operands. guarded: a method of an
     untrusted object, which must not receive arguments.
     """
 
-    def __init__(self, peer: Peer, handle: int, kind: str, type_name: str, *, trusted: bool) -> None:
+    _peer: CallPeer
+    _handle: int
+    _kind: str
+    _type_name: str
+    _trusted: bool
+    _guarded: bool
+
+    def __init__(self, peer: CallPeer, handle: int, kind: str, type_name: str, *, trusted: bool) -> None:
         vars(self).update(
             _peer=peer, _handle=handle, _kind=kind, _type_name=type_name, _trusted=trusted, _guarded=False
         )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         value = self._peer.ask("get", self, name)
-        if isinstance(value, Remote) and self._kind == "instance":
+        if isinstance(value, RemoteObject) and self._kind == "instance":
             value.__dict__.update(_trusted=self._trusted, _guarded=not self._trusted)
         return value
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._peer.ask("set", self, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -72,38 +79,38 @@ class Remote:
     def __hash__(self) -> int:
         return hash((id(self._peer), self._handle))
 
-    def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, Remote) and bool(self._peer.ask("isinstance", instance, self))
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, RemoteObject) and bool(self._peer.ask("isinstance", instance, self))
 
-    def __subclasscheck__(self, subclass: Any) -> bool:
-        return isinstance(subclass, Remote) and bool(self._peer.ask("issubclass", subclass, self))
+    def __subclasscheck__(self, subclass: object) -> bool:
+        return isinstance(subclass, RemoteObject) and bool(self._peer.ask("issubclass", subclass, self))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(f"{self._type_name} object is in another process")
 
     def _compared(self, method: str, other: object) -> Any:
-        if not (isinstance(other, Remote) and other._peer is self._peer):
+        if not (isinstance(other, RemoteObject) and other._peer is self._peer):
             return NotImplemented  # Python falls back to identity, so == is false
         if other is self and method in ("__eq__", "__ne__"):
             return method == "__eq__"
         return self._peer.ask("special", self, method, other)
 
-    def _with_operand(self, method: str, *operands: Any) -> Any:
-        if not self._trusted and not all(isinstance(each, Remote) for each in operands):
+    def _with_operand(self, method: str, *operands: object) -> object:
+        if not self._trusted and not all(isinstance(each, RemoteObject) for each in operands):
             return NotImplemented
         return self._made(self._peer.ask("special", self, method, *operands))
 
-    def _made(self, value: Any) -> Any:
-        if self._trusted and isinstance(value, Remote):
+    def _made(self, value: object) -> object:
+        if self._trusted and isinstance(value, RemoteObject):
             value.__dict__["_trusted"] = True
         return value
 
 
-def _forwarder(method: str) -> Callable[..., Any]:
-    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
-        if method in {f"__{name}__" for name in COMPARISONS}:
+def _forwarder(method: str) -> Callable[..., object]:
+    def forward(self: RemoteObject, *arguments: object, **named: object) -> object:
+        if method[2:-2] in COMPARISONS:
             return self._compared(method, *arguments)
-        if method in {f"__{name}__" for name in OPERAND}:
+        if method[2:-2] in OPERAND:
             return self._with_operand(method, *arguments)
         if method == "__call__":
             if self._guarded and (arguments or named):
@@ -111,33 +118,33 @@ def _forwarder(method: str) -> Callable[..., Any]:
             return self._made(self._peer.ask("call", self, list(arguments), named))
         return self._made(self._peer.ask("special", self, method, *arguments))
 
-    def contains(self: Any, item: Any) -> bool:
+    def contains(self: Any, item: object) -> bool:
         if self._trusted:
             return bool(self._peer.ask("special", self, method, item))
         # Compare here, so that the program does not receive the item.
         return any(each is item or each == item for each in self)
 
-    def leave(self: Any, kind: Any, error: Any, trace: Any) -> bool:
+    def leave(self: RemoteObject, kind: object, error: object, trace: object) -> bool:
         failed = isinstance(error, AssertionError)  # a program's context manager must not suppress failed assertions
         described = (None, None, None) if failed or error is None else (type(error), error, None)
         return bool(self._peer.ask("special", self, method, *described)) and not failed
 
-    def follow(self: Any) -> Any:
+    def follow(self: RemoteObject) -> object:
         return self._peer.ask("special", self, method, stop=True)  # the only call that may raise StopIteration
 
-    named: dict[str, Callable[..., Any]] = {"__contains__": contains, "__exit__": leave, "__next__": follow}
+    named: dict[str, Callable[..., object]] = {"__contains__": contains, "__exit__": leave, "__next__": follow}
     return named.get(method, forward)
 
 
-class Peer:
+class CallPeer:
     """One end of the connection. reader, writer: descriptors of pipes."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self._reader, self._writer = os.fdopen(reader, "rb"), os.fdopen(writer, "wb")
-        self._exported: dict[int, Any] = {}
+        self._exported: dict[int, object] = {}
         self._handles: dict[int, int] = {}
-        self._remotes: dict[int, Any] = {}
-        self._classes: dict[frozenset[str], type[Remote]] = {}
+        self._remotes: dict[int, object] = {}
+        self._classes: dict[frozenset[str], type[RemoteObject]] = {}
         self.take_printed: Callable[[], str] = str
         """Text printed by this side since the last call."""
         self.print: Callable[[str], object] = len
@@ -147,7 +154,7 @@ class Peer:
         """The connection has failed. Results are then invalid."""
         self._lock = threading.RLock()
 
-    def ask(self, operation: str, *parts: Any, stop: bool = False) -> Any:
+    def ask(self, operation: str, *parts: object, stop: bool = False) -> object:
         """Perform an operation in the other process and return its result.
 
         Raises: the operation's exception; WireError, EOFError, OSError if the connection fails.
@@ -162,7 +169,7 @@ class Peer:
             raise self._error(value, stop)
         return value
 
-    def _exchange(self, operation: str, parts: tuple[Any, ...]) -> tuple[Any, bool]:
+    def _exchange(self, operation: str, parts: tuple[object, ...]) -> tuple[object, bool]:
         encoder = Encoder(self)
         root = encoder.encode(list(parts))
         self._send({"do": operation, "root": root, "nodes": encoder.nodes})
@@ -206,43 +213,53 @@ class Peer:
         ]
         self._send({"ok": ok, "root": root, "nodes": encoder.nodes, "changed": changed, "printed": self.take_printed()})
 
-    def perform(self, operation: str, target: Any, *parts: Any) -> Any:
+    def perform(self, operation: str, target: object, *parts: object) -> object:
         """Perform an operation on an object of this process."""
         if not self.may(operation, target, *parts):
             raise AttributeError(f"{operation} is not allowed from the other process")
         if operation == "special":
-            return _special(target, *parts)
+            return _special(target, str(parts[0]), *parts[1:])
         return _OPERATIONS[operation](target, *parts)
 
-    def may(self, operation: str, target: Any, *parts: Any) -> bool:
+    def may(self, operation: str, target: object, *parts: object) -> bool:
         """Return whether the other side may perform an operation."""
         return operation in _OPERATIONS or (operation == "special" and parts[0] in SPECIAL)
 
-    # Methods of wire.Owner
-
-    def fields_of(self, value: Any) -> tuple[str, Mapping[str, Any]] | None:
+    def record_class(self, name: str) -> type[object] | None:
+        """Return the class of objects that are passed by value, by its name; None if there is no such class."""
         return None
 
-    def new_record(self, name: str) -> Any:
-        raise WireError(f"unknown class {name}")
+    # Methods of wire.Owner
 
-    def export(self, value: Any) -> list[Any]:
-        if isinstance(value, Remote):
+    def fields_of(self, value: object) -> tuple[str, Mapping[str, object]] | None:
+        name = type(value).__name__
+        is_record = self.record_class(name) is type(value) and hasattr(value, "__dict__")
+        return (name, vars(value)) if is_record else None
+
+    def new_record(self, name: str) -> object:
+        kind = self.record_class(name)
+        if kind is None:
+            raise WireError(f"unknown class {name}")
+        return kind.__new__(kind)
+
+    def export(self, value: object) -> list[object]:
+        if isinstance(value, RemoteObject):
             return ["yours", value._handle]
         if id(value) not in self._handles:
             self._handles[id(value)] = len(self._exported)
             self._exported[len(self._exported)] = value
         owner = type(value)
         special = sorted(name for name in SPECIAL if getattr(owner, name, None) is not getattr(object, name, None))
-        is_error = isinstance(value, type) and issubclass(value, BaseException)
-        bases = [self._base(base) for base in value.__bases__ if issubclass(base, BaseException)] if is_error else []
+        bases: list[list[object]] = []
+        if isinstance(value, type) and issubclass(value, BaseException):
+            bases = [self._base(base) for base in value.__bases__ if issubclass(base, BaseException)]
         name = value.__name__ if isinstance(value, (type, types.ModuleType)) else owner.__name__
         return ["remote", self._handles[id(value)], _kind(value), str(name), special, bases]
 
-    def _base(self, value: type) -> list[Any]:
+    def _base(self, value: type) -> list[object]:
         return ["type", value.__name__] if TYPES.get(value.__name__) is value else self.export(value)
 
-    def resolve(self, node: list[Any]) -> Any:
+    def resolve(self, node: list[Any]) -> object:
         if node[0] == "yours":
             return self._exported[node[1]]
         if node[0] != "remote":
@@ -256,20 +273,20 @@ class Peer:
         remote = self._remotes[handle]
         return self._awaitable(remote) if kind == "coroutine" else remote
 
-    def _exception(self, node: list[Any]) -> Any:
+    def _exception(self, node: list[Any]) -> type[BaseException]:
         kind = TYPES[node[1]] if node[0] == "type" else self.resolve(node)
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise WireError("the base of an exception class is not an exception class")
         return kind
 
-    async def _awaitable(self, remote: Remote) -> Any:
+    async def _awaitable(self, remote: object) -> object:
         return self.ask("await", remote)
 
-    def _remote(self, handle: int, kind: str, name: str, special: frozenset[str]) -> Any:
+    def _remote(self, handle: int, kind: str, name: str, special: frozenset[str]) -> RemoteObject:
         # Python looks up special methods on the class: one class per set of methods.
         if special not in self._classes:
             methods = {method: _forwarder(method) for method in special & SPECIAL if method not in ("__eq__", "__ne__")}
-            self._classes[special] = type("Remote", (Remote,), methods)
+            self._classes[special] = type("RemoteObject", (RemoteObject,), methods)
         return self._classes[special](self, handle, kind, name, trusted=self.trusts)
 
     def _error(self, value: Any, stop: bool) -> BaseException:
@@ -277,9 +294,8 @@ class Peer:
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             return WireError("the class of an error is not an exception class")
         if issubclass(kind, (StopIteration, StopAsyncIteration, GeneratorExit)) and not stop:
-            return RuntimeError(
-                f"{kind.__name__} outside of an iterator"
-            )  # StopIteration would end a loop in the tests
+            # StopIteration would end a loop in the tests.
+            return RuntimeError(f"{kind.__name__} outside of an iterator")
         error = kind.__new__(kind)  # without __init__, whose parameters are unknown
         error.args = tuple(arguments) or ((str(text),) if text else ())
         for name, each in fields.items():
@@ -287,7 +303,7 @@ class Peer:
                 error.__dict__[name] = each
         return error
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, object]) -> None:
         data = json.dumps(message).encode()
         if len(data) > MAX_FRAME_BYTES:
             raise WireError(f"a message of more than {MAX_FRAME_BYTES} bytes")
@@ -314,22 +330,25 @@ class Peer:
         return message
 
 
-def _special(target: Any, method: str, *arguments: Any) -> Any:
-    if method == "__next__":
-        return next(target)
-    if method in ("__copy__", "__deepcopy__"):
-        return copy.copy(target) if method == "__copy__" else copy.deepcopy(target)
+def _special(target: object, method: str, *arguments: object) -> object:
+    if method in _BY_FUNCTION:
+        return _BY_FUNCTION[method](target)
     return getattr(type(target), method)(target, *arguments)
 
 
-def _await(target: Any) -> Any:
-    async def wait() -> Any:
+def _await(target: Awaitable[object]) -> object:
+    async def wait() -> object:
         return await target
 
     return asyncio.run(wait())
 
 
-_OPERATIONS: dict[str, Callable[..., Any]] = {
+_BY_FUNCTION: dict[str, Callable[..., object]] = {
+    "__next__": next,
+    "__copy__": copy.copy,
+    "__deepcopy__": copy.deepcopy,
+}
+_OPERATIONS: dict[str, Callable[..., object]] = {
     "call": lambda target, arguments, named: target(*arguments, **named),
     "get": getattr,
     "set": setattr,
@@ -340,7 +359,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if isinstance(value, type):
         return "class"
     if isinstance(value, types.ModuleType):
@@ -351,7 +370,7 @@ def _kind(value: Any) -> str:
     return "function" if isinstance(value, functions) else "instance"
 
 
-def _described(error: BaseException) -> tuple[Any, ...]:
+def _described(error: BaseException) -> tuple[object, ...]:
     try:
         text = str(error)
     except Exception:  # __str__ of the program's class may raise anything
@@ -359,15 +378,14 @@ def _described(error: BaseException) -> tuple[Any, ...]:
     return type(error), list(error.args), dict(getattr(error, "__dict__", {})), text
 
 
-def _snapshot(shell: Any) -> Any:
-    if isinstance(shell, dict):
-        return [each for pair in shell.items() for each in pair]
+def _snapshot(shell: object) -> Sequence[object]:
     if isinstance(shell, bytearray):
         return bytes(shell)
-    return list(shell) if hasattr(shell, "__iter__") else [each for pair in vars(shell).items() for each in pair]
+    content = shell if isinstance(shell, Iterable) else vars(shell)
+    return [each for pair in content.items() for each in pair] if isinstance(content, dict) else list(content)
 
 
-def _same(before: Any, after: Any) -> bool:
+def _same(before: Sequence[object], after: Sequence[object]) -> bool:
     if isinstance(before, bytes):
-        return bool(before == after)
+        return before == after
     return len(before) == len(after) and all(one is other for one, other in zip(before, after))  # noqa: B905 (Python 3.9)

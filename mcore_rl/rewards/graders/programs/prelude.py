@@ -11,7 +11,6 @@ import importlib
 import linecache
 import sys
 import types
-from typing import Any
 
 RECURSION_LIMIT = 50_000
 INTEGER_DIGITS = 50_000
@@ -31,21 +30,21 @@ _FROM_SYS = ("stdin", "stdout", "stderr", "maxsize", "setrecursionlimit", "argv"
 class ListNode:
     """LeetCode's linked list."""
 
-    def __init__(self, val: Any = 0, next: Any = None) -> None:
+    def __init__(self, val: object = 0, next: ListNode | None = None) -> None:
         self.val, self.next = val, next
 
 
 class TreeNode:
     """LeetCode's binary tree."""
 
-    def __init__(self, val: Any = 0, left: Any = None, right: Any = None) -> None:
+    def __init__(self, val: object = 0, left: TreeNode | None = None, right: TreeNode | None = None) -> None:
         self.val, self.left, self.right = val, left, right
 
 
 NODES: dict[str, type] = {"ListNode": ListNode, "TreeNode": TreeNode}
 
 
-def starred_names(modules: tuple[str, ...] = _STARRED) -> dict[str, Any]:
+def starred_names(modules: tuple[str, ...] = _STARRED) -> dict[str, object]:
     """Return the names of `from module import *` for all modules, without names of built-in functions."""
     names = {name: getattr(sys, name) for name in _FROM_SYS} if modules == _STARRED else {}
     for name in modules:
@@ -53,12 +52,12 @@ def starred_names(modules: tuple[str, ...] = _STARRED) -> dict[str, Any]:
     return {name: value for name, value in names.items() if not hasattr(builtins, name)}
 
 
-def module_names() -> dict[str, Any]:
+def module_names() -> dict[str, object]:
     """Return modules, the names of typing, and LeetCode's nodes by name."""
     return {**_public("typing"), **{name: importlib.import_module(name) for name in _MODULES}, **NODES}
 
 
-def _public(name: str) -> dict[str, Any]:
+def _public(name: str) -> dict[str, object]:
     module = importlib.import_module(name)
     public = getattr(module, "__all__", [each for each in vars(module) if not each.startswith("_")])
     return {each: getattr(module, each) for each in public}

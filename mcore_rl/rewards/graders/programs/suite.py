@@ -7,11 +7,11 @@ import inspect
 import io
 import types
 import unittest
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mcore_rl.rewards.graders.programs.fixtures import Fixtures
-from mcore_rl.rewards.graders.programs.peer import Remote
+from mcore_rl.rewards.graders.programs.peer import RemoteObject
 
 _SETUPS = ("setup_method", "setUp")
 
@@ -25,20 +25,21 @@ def run_suite(request: Mapping[str, Any], space: types.ModuleType) -> None:
     entry = request.get("entry_point")
     if entry:
         names["candidate"] = eval(str(entry), names)
-        if isinstance(names["candidate"], Remote):
+        if isinstance(names["candidate"], RemoteObject):
             vars(names["candidate"])["_guarded"] = False  # the tests call it with arguments
     names["__name__"] = "tests"
     for number, statement in enumerate(request["statements"]):
         exec(compile(str(statement), f"test_{number}.py", "exec"), names)
-    if entry and callable(names.get("check")):
-        outcome = names["check"](names["candidate"])
+    check = names.get("check")
+    if entry and callable(check):
+        outcome = check(names["candidate"])
         if inspect.iscoroutine(outcome):
             asyncio.run(outcome)
     elif request["collect"]:
         _collect(names)
 
 
-def _collect(names: Mapping[str, Any]) -> None:
+def _collect(names: Mapping[str, object]) -> None:
     number = 0
     _call_if_defined(names.get("setup_module"))
     for name, value in list(names.items()):
@@ -52,7 +53,7 @@ def _collect(names: Mapping[str, Any]) -> None:
         raise AssertionError("the tests define no test function")
 
 
-def _run_class(kind: type, names: Mapping[str, Any]) -> int:
+def _run_class(kind: type, names: Mapping[str, object]) -> int:
     """Run the test methods of a class, each with a new instance; return the number of tests."""
     number = 0
     _call_if_defined(getattr(kind, "setup_class", None))
@@ -63,7 +64,7 @@ def _run_class(kind: type, names: Mapping[str, Any]) -> int:
 
 
 def _run_function(
-    function: Callable[..., Any], names: Mapping[str, Any], kind: type | None = None, method: str = ""
+    function: Callable[..., object], names: Mapping[str, object], kind: type | None = None, method: str = ""
 ) -> int:
     """Run a test with every combination of its pytest parameters; return their number.
 
@@ -86,9 +87,9 @@ def _run_function(
     return len(calls)
 
 
-def _parameters(marks: Sequence[Any]) -> list[dict[str, Any]]:
+def _parameters(marks: Iterable[Any]) -> list[dict[str, object]]:
     """Return the arguments of every call that the parametrize marks define."""
-    calls: list[dict[str, Any]] = [{}]
+    calls: list[dict[str, object]] = [{}]
     for mark in marks:
         if mark.name == "parametrize":
             names, values = mark.args[:2]
@@ -98,16 +99,16 @@ def _parameters(marks: Sequence[Any]) -> list[dict[str, Any]]:
     return calls
 
 
-def _values(value: Any, count: int) -> Sequence[Any]:
+def _values(value: Any, count: int) -> Sequence[object]:
     values = getattr(value, "values", None)  # of pytest.param
     if isinstance(values, tuple):
         return values
     return [value] if count == 1 else list(value)
 
 
-def _call_if_defined(setup: Callable[..., Any] | None) -> None:
+def _call_if_defined(setup: object) -> None:
     """Call an xunit-style setup function with None for its parameter (the next test), if it has one."""
-    if setup is not None:
+    if callable(setup):
         setup(*([None] if inspect.signature(setup).parameters else []))
 
 

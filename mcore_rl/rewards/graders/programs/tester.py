@@ -15,11 +15,10 @@ import subprocess
 import sys
 import types
 from collections.abc import Mapping
-from typing import Any
 
 from mcore_rl.rewards.graders.programs.fixtures import UnknownFixture
-from mcore_rl.rewards.graders.programs.names import Names
-from mcore_rl.rewards.graders.programs.peer import HIDDEN, Peer, Remote
+from mcore_rl.rewards.graders.programs.names import NameOwners
+from mcore_rl.rewards.graders.programs.peer import HIDDEN, CallPeer, RemoteObject
 from mcore_rl.rewards.graders.programs.prelude import (
     COMPARING,
     NODES,
@@ -31,43 +30,35 @@ from mcore_rl.rewards.graders.programs.prelude import (
 from mcore_rl.rewards.graders.programs.suite import run_suite
 
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
-UNPROTECTED = "unprotected "
-"""Prefix of the secret if the process cannot hide its memory, which makes a verdict impossible."""
-NO_FIXTURE = "fixture "
-"""Prefix of the name of a required but unsupported pytest fixture; the secret follows the name."""
-LACKS = "lacks "
-"""Prefix of the names of modules that the tests import but that are not installed; the secret follows."""
+UNPROTECTED, NO_FIXTURE, LACKS = "unprotected", "fixture", "lacks"
+"""Reports that no verdict is possible: the process cannot hide its memory; the tests need an unsupported pytest
+fixture; the tests import modules that are not installed. Names and the secret follow."""
 
 
-class Tester(Peer):
+class Tester(CallPeer):
     """The tests' side of the connection."""
 
-    def __init__(self, reader: int, writer: int, records: Mapping[str, type]) -> None:
+    def __init__(self, reader: int, writer: int, records: Mapping[str, type[object]]) -> None:
         super().__init__(reader, writer)
         self._records = records
         self.print = lambda text: sys.stdout.write(text) if text else 0
 
-    def may(self, operation: str, target: Any, *parts: Any) -> bool:
+    def may(self, operation: str, target: object, *parts: object) -> bool:
         """Allow calls, iteration, and public attributes of objects that a test passes to the program."""
         if operation in ("get", "set", "del"):
             plain = isinstance(target, (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type))
             return not plain and not str(parts[0]).startswith(HIDDEN)
         return super().may(operation, target, *parts)
 
-    def export(self, value: Any) -> list[Any]:
+    def export(self, value: object) -> list[object]:
         if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType):
             return ["builtin", value.__self__.__name__, value.__name__]
         if isinstance(value, (types.ModuleType, types.FrameType, types.CodeType)):
             raise TypeError(f"a {type(value).__name__} cannot be passed to the program")
         return super().export(value)
 
-    def fields_of(self, value: Any) -> tuple[str, Mapping[str, Any]] | None:
-        name = type(value).__name__
-        return (name, vars(value)) if self._records.get(name) is type(value) and hasattr(value, "__dict__") else None
-
-    def new_record(self, name: str) -> Any:
-        kind: Any = self._records.get(name)
-        return super().new_record(name) if kind is None else kind.__new__(kind)
+    def record_class(self, name: str) -> type[object] | None:
+        return self._records.get(name)
 
 
 def main() -> None:
@@ -75,7 +66,7 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     secret: str = request.pop("secret")
     if not hidden:
-        print(f"\n{UNPROTECTED}{secret}")
+        print(f"\n{UNPROTECTED} {secret}")
         return
     # Only the verdict goes to the original standard output.
     verdict = os.dup(1)
@@ -85,9 +76,9 @@ def main() -> None:
     sys.stdout = io.StringIO()  # keeps the tests' output apart from the verdict
     _trust_no_directory_of_the_program()
     sys.setrecursionlimit(RECURSION_LIMIT)
-    names = Names(request)
+    names = NameOwners(request)
     if names.missing_modules:
-        os.write(verdict, f"\n{LACKS}{' '.join(names.missing_modules)} {secret}\n".encode())
+        os.write(verdict, f"\n{LACKS} {', '.join(names.missing_modules)} {secret}\n".encode())
         return
     reader, writer = _start(request["candidate"])
     space = types.ModuleType("tests")
@@ -101,7 +92,7 @@ def main() -> None:
     try:
         run_suite(request, space)
     except UnknownFixture as error:
-        os.write(verdict, f"\n{NO_FIXTURE}{error} {secret}\n".encode())
+        os.write(verdict, f"\n{NO_FIXTURE} {error} {secret}\n".encode())
         os._exit(0)  # without exit handlers, which tests may have registered
     if not peer.broken:
         os.write(verdict, f"\n{secret}\n".encode())
@@ -130,15 +121,15 @@ def _start(source: str) -> tuple[int, int]:
     """Start the program's process; return descriptors for reading from it and writing to it."""
     reader, results = os.pipe()
     requests, writer = os.pipe()
-    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     command = [sys.executable, "-I", "-c", source, str(requests), str(results)]
-    subprocess.Popen(command, pass_fds=(requests, results), **quiet)
+    null = subprocess.DEVNULL
+    subprocess.Popen(command, pass_fds=(requests, results), stdin=null, stdout=null, stderr=null)
     os.close(requests)
     os.close(results)
     return reader, writer
 
 
-def _bind(names: Names, module: Any, space: types.ModuleType) -> None:
+def _bind(names: NameOwners, module: object, space: types.ModuleType) -> None:
     """Add the program's names that the tests may use to their module, and make the program importable."""
     comparing = starred_names(COMPARING)
     of_program = names.of_program(space.__dict__, comparing, starred_names())
@@ -148,19 +139,14 @@ def _bind(names: Names, module: Any, space: types.ModuleType) -> None:
             value = getattr(module, name)
         except AttributeError:
             continue  # a test that uses the name raises NameError
-        if isinstance(value, Remote) and value._kind == "module":
-            value = _library(value._type_name)
-        if isinstance(value, Remote) and value._kind == "class" and names.is_trusted(name):
+        if isinstance(value, RemoteObject) and value._kind == "module":
+            if value._type_name not in getattr(sys, "stdlib_module_names", ()):
+                raise ImportError(f"{value._type_name} is not a module of the standard library")
+            value = importlib.import_module(value._type_name)
+        if isinstance(value, RemoteObject) and value._kind == "class" and names.is_trusted(name):
             value.__dict__["_trusted"] = True
         setattr(space, name, value)
     proxy = types.ModuleType(SOLUTION)
     proxy.__getattr__ = lambda name: getattr(space, name) if name in vars(space) else getattr(module, name)  # type: ignore[method-assign]
     for name in names.modules:
         sys.modules[name] = proxy
-
-
-def _library(name: str) -> Any:
-    known = getattr(sys, "stdlib_module_names", ())
-    if name not in known:
-        raise ImportError(f"{name} is not a module of the standard library")
-    return importlib.import_module(name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.rewards.graders.programs.wire import Encoder, PlainOwner, WireError
@@ -15,8 +15,8 @@ from mcore_rl.rewards.graders.programs.wire import Encoder, PlainOwner, WireErro
 class Example:
     """One test of a competition problem."""
 
-    given: Any
-    expected: Any
+    given: object
+    expected: object
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Assertions:
     collect: bool = False
 
 
-def read_examples(ground_truth: Any) -> Examples:
+def read_examples(ground_truth: object) -> Examples:
     """Read {"inputs", "outputs", "fn_name"} (APPS, TACO, verl) or a list of {"input", "output"} (LiveCodeBench).
 
     PrimeIntellect has the list under "test_cases".
@@ -47,18 +47,16 @@ def read_examples(ground_truth: Any) -> Examples:
     truth = _loaded(ground_truth)
     cases = truth.get("test_cases") if isinstance(truth, Mapping) else truth
     if isinstance(cases, Sequence) and cases and all(isinstance(case, Mapping) for case in cases):
-        return _cases([dict(case) for case in cases])
+        return _cases(cases)
     truth = _mapping(truth, "inputs", "outputs")
     # A text is one test, not a sequence of characters.
     inputs, outputs = ([each] if isinstance(each, str) else list(each) for each in (truth["inputs"], truth["outputs"]))
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"ground truth with {len(inputs)} inputs and {len(outputs)} outputs")
-    name = truth.get("fn_name") or None
-    tests = [Example(_native(given), _native(expected)) for given, expected in zip(inputs, outputs, strict=True)]
-    return Examples(tests, None if name is None else str(name))
+    return _examples(zip(inputs, outputs, strict=True), truth.get("fn_name"))
 
 
-def read_assertions(ground_truth: Any) -> Assertions:
+def read_assertions(ground_truth: object) -> Assertions:
     """Read the tests of HumanEval, MBPP, or KodCode.
 
     HumanEval: {"test", "entry_point", "prompt"}; MBPP: {"test_list", "test_setup_code", "test_imports"}; KodCode:
@@ -69,22 +67,27 @@ def read_assertions(ground_truth: Any) -> Assertions:
     truth = _mapping(_test_code(ground_truth))
     prompt = _parseable(str(truth.get("prompt") or ""))
     test, entry_point = truth.get("test"), truth.get("entry_point")
+    test = None if test is None else str(test)
     if test is not None and entry_point:
-        assertions = _checked(Assertions([str(test)], str(entry_point), prompt, collect="check" not in _defined(test)))
-        if assertions.collect and not (_has_tests(test) or _asserts(test)):
+        _check_syntax([test], str(entry_point))
+        lacks_check = "check" not in _defined(test)
+        if lacks_check and not _has_tests(test) and not _asserts(test):
             raise ValueError("the test of the ground truth has neither check, test functions nor assertions")
-        return replace(assertions, collect=assertions.collect and _has_tests(test))
+        return Assertions([test], str(entry_point), prompt, collect=lacks_check and _has_tests(test))
     if test is not None and _has_tests(test):
-        return _checked(Assertions([str(test)], None, prompt, collect=True))
+        _check_syntax([test])
+        return Assertions([test], None, prompt, collect=True)
     asserts = truth.get("test_list")
     if asserts is None or not len(asserts):
         raise ValueError("the ground truth has neither test and entry_point nor test_list")
     imports = [] if truth.get("test_imports") is None else [str(each) for each in truth["test_imports"]]
     setup = str(truth.get("test_setup_code") or "")
-    return _checked(Assertions([*imports, setup, *map(str, asserts)], None, prompt))
+    statements = [*imports, setup, *map(str, asserts)]
+    _check_syntax(statements)
+    return Assertions(statements, None, prompt)
 
 
-def encoded_arguments(given: Any) -> str:
+def encoded_arguments(given: object) -> str:
     """Encode the arguments of a call as a message for programs.call.
 
     Raises: ValueError for arguments that are not plain data.
@@ -97,26 +100,30 @@ def encoded_arguments(given: Any) -> str:
     return json.dumps({"root": root, "nodes": encoder.nodes})
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Return standard input or output as text. `value` is a text or a list of lines; a line may be a list of words."""
     if isinstance(value, list | tuple):
         return "\n".join(" ".join(map(str, line)) if isinstance(line, list | tuple) else str(line) for line in value)
     return value if isinstance(value, str) else str(value)
 
 
-def _cases(cases: list[dict[str, Any]]) -> Examples:
+def _cases(cases: Sequence[Mapping[str, object]]) -> Examples:
     if not all("input" in case and "output" in case for case in cases):
         raise ValueError("a test of the ground truth lacks input or output")
     metadata = cases[0].get("metadata")
     if isinstance(metadata, str) and metadata:  # LiveCodeBench stores it as JSON text
         metadata = json.loads(metadata)
     named = metadata.get("func_name") if isinstance(metadata, Mapping) else None
-    name = cases[0].get("fn_name") or named or None
-    tests = [Example(_native(case["input"]), _native(case["output"])) for case in cases]
-    return Examples(tests, None if name is None else str(name))
+    name = cases[0].get("fn_name") or named
+    return _examples([(case["input"], case["output"]) for case in cases], name)
 
 
-def _arguments(given: Any) -> list[Any]:
+def _examples(pairs: Iterable[tuple[object, object]], name: object) -> Examples:
+    tests = [Example(_native(given), _native(expected)) for given, expected in pairs]
+    return Examples(tests, str(name) if name else None)
+
+
+def _arguments(given: object) -> list[object]:
     """Return a list of arguments. A text has one JSON or Python value per line, or is `name = value, ...`."""
     if isinstance(given, str):
         return _from_text(given)
@@ -127,7 +134,7 @@ def _arguments(given: Any) -> list[Any]:
     return arguments
 
 
-def _from_text(text: str) -> list[Any]:
+def _from_text(text: str) -> list[object]:
     lines = [line for line in text.split("\n") if line.strip()]
     try:
         return [_literal(line) for line in lines]
@@ -142,7 +149,7 @@ def _from_text(text: str) -> list[Any]:
         raise ValueError(f"ground truth: the input {text[:80]!r} is neither JSON nor Python values") from None
 
 
-def _literal(line: str) -> Any:
+def _literal(line: str) -> object:
     try:
         return json.loads(line)
     except ValueError:
@@ -153,26 +160,28 @@ def _literal(line: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _with_number_keys(value: dict[Any, Any]) -> dict[Any, Any]:
+def _with_number_keys(value: dict[Any, object]) -> dict[Any, object]:
     try:
         return {int(key): each for key, each in value.items()}
     except (ValueError, TypeError):
         return value
 
 
-def _native(value: Any) -> Any:
+def _native(value: object) -> object:
     """Convert arrays, which parquet nests, to plain lists and numbers."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
         return {_native(key): _native(each) for key, each in value.items()}
-    return type(value)(map(_native, value)) if type(value) in (list, tuple) else value
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(map(_native, value))
+    return value
 
 
-def _loaded(ground_truth: Any) -> Any:
+def _loaded(ground_truth: object) -> object:
     return json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
 
 
-def _test_code(ground_truth: Any) -> Any:
+def _test_code(ground_truth: object) -> object:
     """Convert plain test code or a list of assertions to a mapping; return other values unchanged.
 
     Raises: ValueError for text that is neither JSON nor test code.
@@ -180,44 +189,44 @@ def _test_code(ground_truth: Any) -> Any:
     try:
         truth = _native(_loaded(ground_truth))
     except ValueError:
-        if not _defined(ground_truth) and "assert" not in ground_truth:
+        code = str(ground_truth)
+        if not _defined(code) and "assert" not in code:
             raise
-        return {"test": ground_truth} if _has_tests(ground_truth) else {"test_list": [ground_truth]}
+        return {"test": code} if _has_tests(code) else {"test_list": [code]}
     is_list = isinstance(truth, list) and truth and all(isinstance(each, str) for each in truth)
     return {"test_list": truth} if is_list else truth
 
 
-def _mapping(truth: Any, *names: str) -> Mapping[str, Any]:
+def _mapping(truth: object, *names: str) -> Mapping[str, Any]:
     if not isinstance(truth, Mapping) or any(truth.get(name) is None for name in names):
         raise ValueError(f"the ground truth has no {' and '.join(names) or 'tests'}: {str(truth)[:80]}")
     return truth
 
 
-def _checked(assertions: Assertions) -> Assertions:
+def _check_syntax(statements: Sequence[str], entry_point: str = "0") -> None:
     try:
-        ast.parse("\n".join(assertions.statements))
-        ast.parse(assertions.entry_point or "0", mode="eval")
+        ast.parse("\n".join(statements))
+        ast.parse(entry_point, mode="eval")
     except SyntaxError as error:
         raise ValueError(f"the tests of the ground truth are not Python: {error}") from None
-    return assertions
 
 
-def _defined(test: Any) -> list[str]:
+def _defined(test: str) -> list[str]:
     """Return the names of functions and classes at the top level of test code; empty if it is not Python."""
     try:
-        tree = ast.parse(str(test))
+        tree = ast.parse(test)
     except SyntaxError:
         return []
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     return [node.name for node in tree.body if isinstance(node, kinds)]
 
 
-def _has_tests(test: Any) -> bool:
-    return any(name.lower().startswith("test") for name in _defined(test)) or "TestCase" in str(test)
+def _has_tests(test: str) -> bool:
+    return any(name.lower().startswith("test") for name in _defined(test)) or "TestCase" in test
 
 
-def _asserts(test: Any) -> bool:
-    return any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(str(test))))
+def _asserts(test: str) -> bool:
+    return any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(test)))
 
 
 def _parseable(prompt: str) -> str:

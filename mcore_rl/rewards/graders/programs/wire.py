@@ -15,7 +15,7 @@ import decimal
 import fractions
 import pathlib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 _LIBRARY_TYPES = (
@@ -24,7 +24,7 @@ _LIBRARY_TYPES = (
 )
 TYPES = {value.__name__: value for value in (*vars(builtins).values(), *_LIBRARY_TYPES) if isinstance(value, type)}
 """Classes that are sent by name."""
-_LEAVES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+_LEAVES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], object]]] = {
     "int": (int, lambda value: hex(int(value)), lambda text: int(text, 16)),
     "float": (float, float.hex, float.fromhex),
     "str": (str, str.__str__, str),
@@ -44,7 +44,7 @@ _LEAVES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 """Type, encoder, and decoder of each tag. An instance of a subclass is sent as its base, without its methods."""
 _MAPPINGS = {"OrderedDict": collections.OrderedDict, "Counter": collections.Counter, "dict": dict}
 _SEQUENCES = {"deque": collections.deque, "list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-_NEW: dict[str, Callable[[], Any]] = {
+_NEW: dict[str, Callable[[], object]] = {
     **{tag: kind for tag, kind in (*_MAPPINGS.items(), *_SEQUENCES.items()) if tag not in ("tuple", "frozenset")},
     "defaultdict": collections.defaultdict,
 }
@@ -62,16 +62,16 @@ class WireError(Exception):
 class Owner(Protocol):
     """The encoding or decoding side, which keeps the objects behind handles."""
 
-    def fields_of(self, value: Any) -> tuple[str, Mapping[str, Any]] | None:
+    def fields_of(self, value: object) -> tuple[str, Mapping[str, object]] | None:
         """Return class name and attributes of an object that is passed by value, else None."""
 
-    def new_record(self, name: str) -> Any:
+    def new_record(self, name: str) -> object:
         """Create an empty object of a class that both sides define. Raises: WireError."""
 
-    def export(self, value: Any) -> list[Any]:
+    def export(self, value: object) -> list[object]:
         """Return a node with a handle of the object."""
 
-    def resolve(self, node: list[Any]) -> Any:
+    def resolve(self, node: list[Any]) -> object:
         """Return the object behind a node with a handle. Raises: WireError."""
 
 
@@ -81,21 +81,21 @@ class Encoder:
     known: objects of the message that this one answers; they are sent as references.
     """
 
-    def __init__(self, owner: Owner, known: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, owner: Owner, known: Mapping[int, object] | None = None) -> None:
         self._owner = owner
-        self.nodes: list[Any] = []
-        self.objects: dict[int, Any] = {}
+        self.nodes: list[list[object]] = []
+        self.objects: dict[int, object] = {}
         # negative indices refer to the known message
         self._references: dict[int, list[int]] = {id(value): [-1 - index] for index, value in (known or {}).items()}
         self._pending: list[int] = []
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: object) -> object:
         """Return the reference of a value after adding all of its nodes to `nodes`."""
         reference = self._reference(value)
         self._finish()
         return reference
 
-    def content(self, value: Any) -> int:
+    def content(self, value: object) -> int:
         """Add a node with the new content of a container that the receiver already has; return its index."""
         index = self._append(value)
         self._finish()
@@ -105,19 +105,18 @@ class Encoder:
         """Return whether a node's object is a mutable container that was passed by value."""
         return self.nodes[index][0] in _SHELLS
 
-    def _reference(self, value: Any) -> Any:
-        kind = type(value)
-        if value is None or kind is bool or kind is str or kind is float:
+    def _reference(self, value: object) -> object:
+        if value is None or type(value) in (bool, str, float):
             return value
-        if kind is int and -_MAX_INTEGER < value < _MAX_INTEGER:
+        if type(value) is int and -_MAX_INTEGER < value < _MAX_INTEGER:
             return value
         if id(value) not in self._references:
             self._references[id(value)] = [self._append(value)]
         return self._references[id(value)]
 
-    def _append(self, value: Any) -> int:
+    def _append(self, value: object) -> int:
         index = len(self.nodes)
-        self.nodes.append(None)
+        self.nodes.append([])
         self.objects[index] = value  # also keeps temporaries alive, so that their ids stay unique
         self._pending.append(index)
         return index
@@ -127,7 +126,7 @@ class Encoder:
             index = self._pending.pop()
             self.nodes[index] = self._node(self.objects[index])
 
-    def _node(self, value: Any) -> list[Any]:
+    def _node(self, value: object) -> list[object]:
         if isinstance(value, type):
             name = value.__name__
             return ["type", name] if TYPES.get(name) is value else self._owner.export(value)
@@ -139,7 +138,7 @@ class Encoder:
             return ["record", record[0], *self._pairs(record[1].items())]
         return self._container(value) or self._owner.export(value)
 
-    def _container(self, value: Any) -> list[Any] | None:
+    def _container(self, value: object) -> list[object] | None:
         if isinstance(value, collections.defaultdict):
             factory = value.default_factory if isinstance(value.default_factory, type) else None
             return ["defaultdict", self._reference(factory), *self._pairs(dict.items(value))]
@@ -151,7 +150,7 @@ class Encoder:
         for tag, sequence in _SEQUENCES.items():
             if isinstance(value, sequence):
                 return [tag, *map(self._reference, sequence.__iter__(value))]
-        if type(value) in (range, slice):
+        if isinstance(value, (range, slice)):
             return [type(value).__name__, *map(self._reference, (value.start, value.stop, value.step))]
         if isinstance(value, datetime.timedelta):
             return ["timedelta", value.days, value.seconds, value.microseconds]
@@ -159,7 +158,7 @@ class Encoder:
             return ["list", *map(self._reference, value)]
         return _numpy_node(value)
 
-    def _pairs(self, items: Any) -> list[Any]:
+    def _pairs(self, items: Iterable[tuple[object, object]]) -> list[object]:
         return [self._reference(each) for pair in items for each in pair]
 
 
@@ -169,10 +168,10 @@ class Decoder:
     known: objects of the message that this one answers.
     """
 
-    def __init__(self, owner: Owner, nodes: Any, known: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, owner: Owner, nodes: Any, known: Mapping[int, object] | None = None) -> None:
         self._owner, self._nodes, self._known = owner, nodes, known or {}
-        self.shells: dict[int, Any] = {}
-        self._built: dict[int, Any] = {}
+        self.shells: dict[int, object] = {}
+        self._built: dict[int, object] = {}
         try:
             self._build()
         except WireError:
@@ -207,7 +206,7 @@ class Decoder:
             self.fill(self._built[index], node)
         self.shells = {index: self._built[index] for index, node in enumerate(self._nodes) if node[0] in _SHELLS}
 
-    def _shell(self, node: list[Any]) -> Any:
+    def _shell(self, node: list[Any]) -> object:
         tag = node[0]
         if tag in _LEAVES:
             return _LEAVES[tag][2](node[1])
@@ -225,7 +224,7 @@ class Decoder:
             if index in self._built:
                 waiting.pop()
                 continue
-            missing = [ref[0] for ref in self._nodes[index][1:] if self._is_missing(self._nodes[index][0], ref)]
+            missing = [ref[0] for ref in self._nodes[index][1:] if self._is_missing(ref)]
             if missing and index in open_nodes:
                 raise WireError("cycle of immutable values")
             open_nodes.add(index)
@@ -233,11 +232,11 @@ class Decoder:
             if not missing:
                 self._built[index] = self._frozen(self._nodes[index])
 
-    def _is_missing(self, tag: str, reference: Any) -> bool:
-        is_index = isinstance(reference, list) and len(reference) == 1 and isinstance(reference[0], int)
-        return is_index and reference[0] >= 0 and reference[0] not in self._built
+    def _is_missing(self, reference: object) -> bool:
+        index = reference[0] if isinstance(reference, list) and len(reference) == 1 else None
+        return isinstance(index, int) and index >= 0 and index not in self._built
 
-    def _frozen(self, node: list[Any]) -> Any:
+    def _frozen(self, node: list[Any]) -> object:
         if node[0] == "namedtuple":
             name, *fields = node[1]
             return collections.namedtuple(name, fields)(*map(self.value, node[2:]))  # type: ignore[misc]
@@ -247,24 +246,24 @@ class Decoder:
     def fill(self, shell: Any, node: list[Any]) -> None:
         """Replace the content of a container by the content of a node."""
         tag, references = node[0], node[1:]
+        if tag == "bytearray":
+            shell[:] = bytes.fromhex(references[0])
+            return
+        head = references.pop(0) if tag in ("record", "defaultdict") else None
+        values = [self.value(each) for each in references]
         if tag == "record":
-            values = [self.value(each) for each in references[1:]]
             vars(shell).clear()
             vars(shell).update(_paired(values))
-        elif tag in ("defaultdict", *_MAPPINGS):
-            if tag == "defaultdict":
-                shell.default_factory = self.value(references.pop(0))
-            values = [self.value(each) for each in references]
-            shell.clear()
+            return
+        if tag == "defaultdict":
+            shell.default_factory = self.value(head)
+        shell.clear()
+        if tag in ("defaultdict", *_MAPPINGS):
             dict.update(shell, _paired(values))
-        elif tag == "bytearray":
-            shell[:] = bytes.fromhex(references[0])
         else:
-            values = [self.value(each) for each in references]
-            shell.clear()
             getattr(shell, "update" if tag == "set" else "extend")(values)
 
-    def content(self, index: int, shell: Any) -> None:
+    def content(self, index: int, shell: object) -> None:
         """Replace the content of a local object by the content of a node.
 
         Raises: WireError.
@@ -275,24 +274,24 @@ class Decoder:
             raise WireError(f"damaged content: {type(error).__name__}") from None
 
 
-def _paired(values: list[Any]) -> dict[Any, Any]:
+def _paired(values: list[object]) -> dict[object, object]:
     return {values[index]: values[index + 1] for index in range(0, len(values), 2)}
 
 
-def _numpy_node(value: Any) -> list[Any] | None:
+def _numpy_node(value: Any) -> list[object] | None:
     if type(value).__module__ != "numpy" or not hasattr(value, "dtype") or value.dtype.hasobject:
         return None
     return ["numpy", value.dtype.str, list(value.shape), value.tobytes().hex(), hasattr(value, "__setitem__")]
 
 
-def _numpy_value(node: list[Any]) -> Any:
+def _numpy_value(node: list[Any]) -> object:
     import numpy
 
     values = numpy.frombuffer(bytes.fromhex(node[3]), node[1]).reshape(node[2])
     return values.copy() if node[4] else values[()]
 
 
-_FROM_NODE: dict[str, Callable[[list[Any]], Any]] = {
+_FROM_NODE: dict[str, Callable[[list[Any]], object]] = {
     "type": lambda node: TYPES[node[1]],
     "range": lambda node: range(*node[1:]),
     "timedelta": lambda node: datetime.timedelta(*node[1:]),
@@ -303,14 +302,14 @@ _FROM_NODE: dict[str, Callable[[list[Any]], Any]] = {
 class PlainOwner:
     """Owner for the arguments of one call. It rejects every object that is not plain data."""
 
-    def fields_of(self, value: Any) -> tuple[str, Mapping[str, Any]] | None:
+    def fields_of(self, value: object) -> tuple[str, Mapping[str, object]] | None:
         return None
 
-    def new_record(self, name: str) -> Any:
+    def new_record(self, name: str) -> object:
         raise WireError(f"unknown class {name}")
 
-    def export(self, value: Any) -> list[Any]:
+    def export(self, value: object) -> list[object]:
         raise WireError(f"a value of type {type(value).__name__} is not plain data")
 
-    def resolve(self, node: list[Any]) -> Any:
+    def resolve(self, node: list[object]) -> object:
         raise WireError(f"unknown node {node[0]!r}")
