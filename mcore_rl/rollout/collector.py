@@ -17,6 +17,7 @@ from mcore_rl.ports import Collector
 from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.rollout.tasks import cut
 from mcore_rl.types import Groups, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
+from mcore_rl.types.json import JsonObject
 
 
 class RolloutPool(Protocol):
@@ -96,13 +97,15 @@ class RolloutCollector:
             chunks, tuple(scalars), tuple(keep), sampled, dropped, batches, generating, grading, tuple(greedy)
         )
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> JsonObject:
         """Return the position for a checkpoint. Group ids are never reused, since they determine the seeds of
         responses."""
         return {"next_group": self.next_group}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next_group = int(state["next_group"])
+    def load_state_dict(self, state: JsonObject) -> None:
+        next_group = state["next_group"]
+        assert isinstance(next_group, int)
+        self.next_group = next_group
 
     def _sample_size(self, kept: int, sampled: int) -> int:
         """Return the number of missing groups divided by the fraction with signal so far, at most prompts_per_step."""

@@ -30,6 +30,7 @@ from mcore_rl.rollout.streaming.replay import Replay
 from mcore_rl.rollout.streaming.saved import FINISHED, RUNNING, UNSCORED, ZERO_VARIANCE, Bounds, CompletedSave
 from mcore_rl.rollout.streaming.staleness import QueueLengths, describe_staleness
 from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SavedFile, Total
+from mcore_rl.types.json import JsonObject
 
 
 @dataclass
@@ -129,7 +130,7 @@ class StreamingCollector:
             self.failures.check([group.scalars for group in groups], f"step {step}", f"rollouts/step_{step}.jsonl")
         return self._as_groups(groups, {group.number for group in taken}, waited)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> JsonObject:
         """Return the position for a checkpoint. Group ids are never reused, since they determine the seeds of
         responses. No group starts between this call and start_save, so that both describe the same groups."""
         self._paused = True
@@ -137,8 +138,11 @@ class StreamingCollector:
             self.settle()
         return {"next_group": self.next_group, "collected": self._collected}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next_group, self._collected = int(state["next_group"]), int(state.get("collected", 0))
+    def load_state_dict(self, state: JsonObject) -> None:
+        next_group, collected = state["next_group"], state.get("collected", 0)
+        assert isinstance(next_group, int)
+        assert isinstance(collected, int)
+        self.next_group, self._collected = next_group, collected
 
     def start_save(self, directory: str) -> PendingSave:
         """Save the groups that no step has trained, complete or partial."""
