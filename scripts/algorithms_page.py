@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any
 
 from mcore_rl.algorithms import aggregation, kl, kl_controller
 from mcore_rl.algorithms.advantages import user as user_advantage
-from mcore_rl.algorithms.interface import Needs
+from mcore_rl.algorithms.interface import Estimator, PolicyLoss
 from mcore_rl.algorithms.losses import user as user_loss
 from mcore_rl.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 
+Entry = type[Estimator] | type[PolicyLoss]
 PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
 COSTS = {
     "values": "a critic with its own weights and optimizer, one forward pass and one update per step",
@@ -73,26 +73,25 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(name: str, entry: type[Any]) -> Iterator[str]:
+def _section(name: str, entry: Entry) -> Iterator[str]:
     yield f"### {name}"
     yield ""
     yield from _fenced(sys.modules[entry.__module__].__doc__ or "")
     yield ""
-    options = [f"`{field.name}` = {_default(field)}" for field in fields(entry)]
+    options = [f"`{field.name}` = {_default(field)}" for field in fields(entry)]  # type: ignore[arg-type]  # both protocols are dataclasses
     yield f"Options: {', '.join(options) if options else 'none'}."
     costs = list(_costs(entry))
     yield f"Additional cost: {'; '.join(costs) if costs else 'none'}."
     yield ""
 
 
-def _costs(entry: type[Any]) -> Iterator[str]:
-    needs: Needs = entry.needs
+def _costs(entry: Entry) -> Iterator[str]:
     if getattr(entry, "per_response", None) is False:
         yield "computed on the ranks, token by token"
-    yield from (cost for need, cost in COSTS.items() if getattr(needs, need, False))
+    yield from (cost for need, cost in COSTS.items() if getattr(entry.needs, need, False))
 
 
-def _default(field: Any) -> str:
+def _default(field: Field[object]) -> str:
     return "required" if field.default is MISSING else f"`{field.default}`"
 
 

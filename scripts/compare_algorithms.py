@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks, which is not installed
 
@@ -35,40 +36,70 @@ ALGORITHMS = {
 COLUMNS = ("accuracy before", "after", "reward before", "after", "explained variance")
 
 
-def measure(name: str, steps: int | None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class AlgorithmResult:
+    """Values at the start and the end of a run."""
+
+    steps: int
+    accuracy: tuple[float, float]
+    reward: tuple[float, float]
+    """Means of the first and the last five steps: the reward of a single step is noisy."""
+    explained_variance: float | None
+
+
+def measure(name: str, steps: int | None) -> AlgorithmResult:
     """Run one algorithm and return its results."""
-    overrides = [f"run.dir=runs/compare/{name}", *([f"trainer.steps={steps}"] if steps is not None else [])]
-    config = load_config(str(ROOT / ALGORITHMS[name]), overrides)
-    figures = ROOT / config.run.dir / "metrics.jsonl"
-    records = read_metrics(figures)
+    records = finished_run(ALGORITHMS[name], [f"run.dir=runs/compare/{name}"], steps)
+    accuracy, reward, explained = (
+        series(records, key) for key in ("val/accuracy", "reward/mean", "critic/explained_variance")
+    )
+    return AlgorithmResult(
+        int(records[-1]["step"]),
+        (accuracy[0], accuracy[-1]),
+        (mean(reward[:5]), mean(reward[-5:])),
+        mean(explained[-5:]) if explained else None,
+    )
+
+
+def finished_run(path: str, overrides: Sequence[str], steps: int | None) -> Sequence[Mapping[str, float]]:
+    """Complete the run of a configuration, unless it is complete, and return its metrics."""
+    overrides = [*overrides, *([f"trainer.steps={steps}"] if steps is not None else [])]
+    config = load_config(str(ROOT / path), overrides)
+    metrics = ROOT / config.run.dir / "metrics.jsonl"
+    records = read_metrics(metrics)
     if not records or records[-1]["step"] < config.trainer.steps:
-        train([ALGORITHMS[name], *overrides])
-        records = read_metrics(figures)
-    accuracy, reward, explained = (series(records, key) for key in FIGURES)
-    return {
-        "steps": records[-1]["step"],
-        "accuracy": [accuracy[0], accuracy[-1]],
-        # The reward of a single step is noisy, so average the first and the last five steps.
-        "reward": [mean(reward[:5]), mean(reward[-5:])],
-        "explained_variance": mean(explained[-5:]) if explained else None,
-    }
+        train([path, *overrides])
+        records = read_metrics(metrics)
+    return records
 
 
-FIGURES = ("val/accuracy", "reward/mean", "critic/explained_variance")
-
-
-def series(records: Sequence[dict[str, Any]], key: str) -> list[float]:
+def series(records: Sequence[Mapping[str, float]], key: str) -> list[float]:
     return [float(record[key]) for record in records if record.get(key) is not None]
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def chosen(parser: argparse.ArgumentParser, only: str | None, known: Mapping[str, object], task: str) -> list[str]:
+    """Return the names given with --only, or all. Ends the program if one is unknown or the task is not prepared."""
+    names = only.split(",") if only else list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
+    if not (ROOT / DEMOS[task].exported).is_dir():
+        parser.error(f"the warm-started model does not exist; run `python scripts/demo.py --task {task}` first")
+    return names
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
+def save(name: str, key: str, results: Mapping[str, object]) -> None:
+    """Write results to benchmarks/results and print the path."""
+    path = ROOT / "benchmarks" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-cpu-{name}.json"
+    content = {"machine": look(gpu=False).line, key: results}
+    path.write_text(json.dumps(content, indent=1, default=vars) + "\n", encoding="utf-8")
+    print(path)
+
+
+def table(results: Mapping[str, AlgorithmResult]) -> str:
     lines = [f"{'algorithm':<22}" + "".join(f"{column:>18}" for column in COLUMNS)]
     for name, found in results.items():
-        figures = [*found["accuracy"], *found["reward"], found["explained_variance"]]
+        figures = [*found.accuracy, *found.reward, found.explained_variance]
         lines.append(f"{name:<22}" + "".join(f"{'-' if f is None else f'{f:.3f}':>18}" for f in figures))
     return "\n".join(lines)
 
@@ -78,19 +109,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="number of steps of every run; default: as configured")
     parser.add_argument("--only", help=f"comma-separated names: {', '.join(ALGORITHMS)}")
     options = parser.parse_args()
-    names = options.only.split(",") if options.only else list(ALGORITHMS)
-    unknown = [name for name in names if name not in ALGORITHMS]
-    if unknown:
-        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(ALGORITHMS)}")
-    if not (ROOT / DEMOS["work3"].exported).is_dir():
-        parser.error("the demo's warm-started model does not exist; run `make demo` first")
+    names = chosen(parser, options.only, ALGORITHMS, "work3")
     results = {name: measure(name, options.steps) for name in names}
     print(table(results))
-    path = ROOT / "benchmarks" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-cpu-algorithms.json"
-    path.write_text(
-        json.dumps({"machine": look(gpu=False).line, "algorithms": results}, indent=1) + "\n", encoding="utf-8"
-    )
-    print(path)
+    save("algorithms", "algorithms", results)
 
 
 if __name__ == "__main__":

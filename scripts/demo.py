@@ -14,10 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import demo_task
 
@@ -149,13 +148,13 @@ def is_finished(run: Path) -> bool:
     return any(row.get("step") == steps and "val/accuracy" in row for row in read_metrics(run / "metrics.jsonl"))
 
 
-def validations(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def validations(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
     """Return the rows of validated steps in order; after a resume, the later row of a step counts."""
     by_step = {row["step"]: row for row in rows if "val/accuracy" in row}
     return [by_step[step] for step in sorted(by_step)]
 
 
-def curve(rows: Sequence[dict[str, Any]]) -> str:
+def curve(rows: Sequence[Mapping[str, float]]) -> str:
     """Format the accuracy at every validated step; empty without any."""
     lines = [f"{row['step']:>6}  {row['val/accuracy']:.3f}  {'█' * round(40 * row['val/accuracy'])}" for row in rows]
     return "\n".join([f"{'step':>6}  accuracy on {demo_task.NUM_HELD_OUT} validated problems", *lines] if lines else [])

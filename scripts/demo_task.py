@@ -16,14 +16,18 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import episode_tasks
+from episode_tasks import Problem
 
 from model_converters.durable_files import durable_write
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
+
 ALPHABET = "0123456789+-*/=;|<>()#.,:? \n_"
 NUM_HELD_OUT = 256
 """Number of validation rows."""
@@ -32,15 +36,6 @@ MAX_TARGET_TOKENS = 32
 COMPLETE = "complete.json"
 FORMAT = 2
 """Version of the target format. In version 1 the grader misread `|` and `>` before the answer."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Problem with the warm-start target and the answer that the reward expects."""
-
-    prompt: str
-    target: str
-    answer: str
 
 
 def columns(a: int, b: int) -> str:
@@ -64,59 +59,44 @@ def think2(a: int, b: int, rng: random.Random, working_fraction: float = 0.2) ->
     return Problem(f"{a}+{b}=", str(guess), str(a + b))
 
 
-@dataclass(frozen=True)
-class Addition:
-    """Single-turn task; operands are sampled from [low, high)."""
+def additions(
+    make: Callable[[int, int, random.Random], Problem], low: int, high: int, seed: int, sizes: dict[str, int]
+) -> dict[str, list[Problem]]:
+    """Return single-turn problems by split; operands are sampled from [low, high)."""
+    rng = random.Random(f"{make.__name__}/{seed}")
+    width = high - low
+    pairs = iter(rng.sample(range(width * width), sum(sizes.values())))
+    splits = {}
+    for split, size in sizes.items():
+        drawn = [divmod(next(pairs), width) for _ in range(size)]
+        splits[split] = [make(low + a, low + b, rng) for a, b in drawn]
+    return splits
 
-    make: Callable[[int, int, random.Random], Problem]
-    low: int
-    high: int
 
-    def draw(self, name: str, seed: int, sizes: dict[str, int]) -> dict[str, list[Problem]]:
-        rng = random.Random(f"{name}/{seed}")
-        width = self.high - self.low
-        pairs = iter(rng.sample(range(width * width), sum(sizes.values())))
-        splits = {}
-        for split, size in sizes.items():
-            drawn = [divmod(next(pairs), width) for _ in range(size)]
-            splits[split] = [self.make(self.low + a, self.low + b, rng) for a, b in drawn]
-        return splits
-
-    def tokenizer(self) -> Any:
-        return build_tokenizer()
-
-    def num_tokens(self, target: str) -> int:
-        return len(target)
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer with one token per character."""
+    return episode_tasks.word_tokenizer(ALPHABET)
 
 
 @dataclass(frozen=True)
-class Episodes:
-    """Multi-turn task."""
+class DemoTask:
+    """Generator of a task, from a seed and the number of problems per split, and the sizes of its splits.
 
-    rows: Callable[[int, dict[str, int]], dict[str, list[episode_tasks.Row]]]
-    tokenizer: Callable[[], Any]
+    num_tokens: upper bound of the tokens of a target.
+    """
 
-    def draw(self, name: str, seed: int, sizes: dict[str, int]) -> dict[str, list[Problem]]:
-        return {split: [Problem(*row) for row in rows] for split, rows in self.rows(seed, sizes).items()}
-
-    def num_tokens(self, target: str) -> int:
-        return episode_tasks.num_tokens(target)
-
-
-@dataclass(frozen=True)
-class Task:
-    """Generator of a task and the sizes of its splits."""
-
-    kind: Addition | Episodes
+    draw: Callable[[int, dict[str, int]], dict[str, list[Problem]]]
     num_warm_start: int
     num_train: int
+    tokenizer: Callable[[], PreTrainedTokenizerFast] = build_tokenizer
+    num_tokens: Callable[[str], int] = len
 
 
 TASKS = {
-    "work3": Task(Addition(work3, 100, 1000), num_warm_start=16384, num_train=8192),
-    "think2": Task(Addition(think2, 10, 100), num_warm_start=4096, num_train=3072),
-    "tool": Task(Episodes(episode_tasks.tool_rows, episode_tasks.tool_tokenizer), num_warm_start=16384, num_train=4096),
-    "game": Task(Episodes(episode_tasks.game_rows, episode_tasks.game_tokenizer), num_warm_start=16384, num_train=4096),
+    "work3": DemoTask(partial(additions, work3, 100, 1000), 16384, 8192),
+    "think2": DemoTask(partial(additions, think2, 10, 100), 4096, 3072),
+    "tool": DemoTask(episode_tasks.tool_rows, 16384, 4096, episode_tasks.tool_tokenizer, episode_tasks.num_tokens),
+    "game": DemoTask(episode_tasks.game_rows, 16384, 4096, episode_tasks.game_tokenizer, episode_tasks.num_tokens),
 }
 
 
@@ -125,9 +105,9 @@ def problems(name: str, seed: int = 1) -> dict[str, list[Problem]]:
     which all have the same prompt."""
     task = TASKS[name]
     sizes = {"val": NUM_HELD_OUT, "train": task.num_train, "warm_start": task.num_warm_start}
-    splits = task.kind.draw(name, seed, sizes)
+    splits = task.draw(seed, sizes)
     targets = [p.target for split in splits.values() for p in split]
-    longest = max(map(task.kind.num_tokens, targets)) + 1  # with its end token
+    longest = max(map(task.num_tokens, targets)) + 1  # with its end token
     assert longest <= MAX_TARGET_TOKENS, f"{name}: a target takes {longest} tokens, the limit is {MAX_TARGET_TOKENS}"
     return splits
 
@@ -138,26 +118,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
         file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-def build_tokenizer() -> Any:
-    """Build a fast Hugging Face tokenizer with one token per character; ids 0, 1, 2 are pad, end and unknown."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *ALPHABET])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-        model_max_length=256,
-    )
-
-
-def model_config(vocabulary: int = 3 + len(ALPHABET)) -> Any:
+def model_config(vocabulary: int = 3 + len(ALPHABET)) -> Qwen3MoeConfig:
     """Return a Qwen3-MoE configuration of 1.8 M parameters whose sizes are divisible by 2 on every parallel axis."""
     from transformers import Qwen3MoeConfig
 
@@ -183,7 +144,7 @@ def model_config(vocabulary: int = 3 + len(ALPHABET)) -> Any:
     )
 
 
-def write_model(directory: Path, seed: int = 1, tokenizer: Any = None) -> int:
+def write_model(directory: Path, seed: int = 1, tokenizer: PreTrainedTokenizerFast | None = None) -> int:
     """Write model and tokenizer as an HF checkpoint; returns the number of parameters."""
     import torch
     from transformers import Qwen3MoeForCausalLM
@@ -229,7 +190,7 @@ def prepare(directory: Path, name: str = "work3", seed: int = 1) -> bool:
         )
         for split in ("train", "val"):
             write_rows(staging / f"{split}.jsonl", ({"prompt": p.prompt, "answer": p.answer} for p in splits[split]))
-        num_parameters = write_model(staging / "model", seed, TASKS[name].kind.tokenizer())
+        num_parameters = write_model(staging / "model", seed, TASKS[name].tokenizer())
         record = {"task": name, "seed": seed, "format": FORMAT, "parameters": num_parameters}
         (staging / COMPLETE).write_text(json.dumps(record) + "\n")
         if directory.exists():

@@ -10,9 +10,13 @@ the remaining range; four such guesses find every number. The run has to learn t
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-ENDS = "<eos>"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CALL, CALLED, ANSWER = (
     '<tool_call>\n{"name": "calculator", "arguments": {"expression": "',
     '"}}\n</tool_call>',
@@ -37,36 +41,41 @@ warm start must contain such games too."""
 NUMBERS, RANGE, GUESSES = 15, "0-14?", 4
 """Number of values, prompt of a game, and maximum number of guesses."""
 
-Row = tuple[str, str, str]
-"""Prompt, target of the warm start, answer."""
+
+class Problem(NamedTuple):
+    """Problem with the warm-start target and the answer that the reward expects."""
+
+    prompt: str
+    target: str
+    answer: str
 
 
-def tool_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Row]]:
+def tool_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Problem]]:
     """Return rows by split. Problems are unique except for the second turn of a call."""
     rng = random.Random(f"tool/{seed}")
     pairs = iter(rng.sample(range(900 * 900), sum(sizes.values())))
-    splits: dict[str, list[Row]] = {}
+    splits: dict[str, list[Problem]] = {}
     for split, size in sizes.items():
         drawn = [divmod(next(pairs), 900) for _ in range(size)]
         rows = [_multiplication(a + 100, b + 100, rng) for a, b in drawn]
         if split != "warm_start":
-            rows = [(f"{a + 100}*{b + 100}=", "", answer) for (a, b), (_, _, answer) in zip(drawn, rows, strict=True)]
+            rows = [Problem(f"{a + 100}*{b + 100}=", "", str((a + 100) * (b + 100))) for a, b in drawn]
         splits[split] = rows
     return splits
 
 
-def _multiplication(a: int, b: int, rng: random.Random) -> Row:
+def _multiplication(a: int, b: int, rng: random.Random) -> Problem:
     """Return a warm-start row: a random answer, a call, or the turn after an answered call."""
     asked, product = f"[calculator]{a}*{b}=", a * b
     if rng.random() > 2 * CALLING_FRACTION:
-        return asked, f"#{rng.randrange(10**4, 10**6)}", str(product)
+        return Problem(asked, f"#{rng.randrange(10**4, 10**6)}", str(product))
     call = f"{CALL}{a}*{b}{CALLED}"
     if rng.random() < 0.5:
-        return asked, call, str(product)
-    return f"{asked}{call}{ENDS}{ANSWER}{product}", f"#{product}", str(product)
+        return Problem(asked, call, str(product))
+    return Problem(f"{asked}{call}{EOS}{ANSWER}{product}", f"#{product}", str(product))
 
 
-def game_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Row]]:
+def game_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Problem]]:
     """Return rows by split. The answer is the secret number; validation contains all numbers in turn."""
     rng = random.Random(f"game/{seed}")
     return {
@@ -76,11 +85,11 @@ def game_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Row]]:
     }
 
 
-def _game(number: int) -> Row:
-    return RANGE, "", str(number)
+def _game(number: int) -> Problem:
+    return Problem(RANGE, "", str(number))
 
 
-def _shown_game(number: int, rng: random.Random) -> Row:
+def _shown_game(number: int, rng: random.Random) -> Problem:
     """Return a warm-start row: a whole game. Its target includes the hints; this is harmless, because turns end before
     them."""
     played, first, last = "", 0, NUMBERS - 1
@@ -91,44 +100,53 @@ def _shown_game(number: int, rng: random.Random) -> Row:
         played += f"!{guess}" if heeds else str(guess)
         if guess == number or turn == GUESSES - 1:
             break
-        played += f"{ENDS}{'>' if guess < number else '<'}"
+        played += f"{EOS}{'>' if guess < number else '<'}"
         first, last = (max(first, guess + 1), last) if guess < number else (first, min(last, guess - 1))
-    return RANGE, played, str(number)
+    return Problem(RANGE, played, str(number))
 
 
 def num_tokens(target: str) -> int:
     """Return an upper bound of the tokens of a target; the parts of a call are one token each."""
-    for part in (CALL, CALLED, ANSWER, ENDS):
+    for part in (CALL, CALLED, ANSWER, EOS):
         target = target.replace(part, "*")
     return len(target)
 
 
-def tool_tokenizer() -> Any:
+def tool_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per character, and one for each part of a call."""
-    return _tokenizer("0123456789*=#.", (CALL, CALLED, ANSWER, "[calculator]"), r"[\s\S]", TOOL_TEMPLATE)
+    return word_tokenizer("0123456789*=#.", whole=(CALL, CALLED, ANSWER, "[calculator]"), template=TOOL_TEMPLATE)
 
 
-def game_tokenizer() -> Any:
+def game_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per number."""
-    return _tokenizer([*map(str, range(NUMBERS)), *"-?<>!"], (), r"\d+|[\s\S]", GAME_TEMPLATE)
+    return word_tokenizer([*map(str, range(NUMBERS)), *"-?<>!"], pattern=r"\d+|[\s\S]", template=GAME_TEMPLATE)
 
 
-def _tokenizer(words: Any, whole: tuple[str, ...], pattern: str, template: str) -> Any:
+def word_tokenizer(
+    words: Sequence[str], *, whole: Sequence[str] = (), pattern: str = r"[\s\S]", template: str | None = None
+) -> PreTrainedTokenizerFast:
+    """Build a fast Hugging Face tokenizer; ids 0, 1, 2 are pad, end and unknown.
+
+    words: the vocabulary; `pattern` splits texts into words.
+    whole: texts that are one token each.
+    template: chat template.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate(["<pad>", ENDS, "<unk>", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNKNOWN, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in whole])
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token=ENDS,
-        unk_token="<unk>",
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
         clean_up_tokenization_spaces=False,
         model_max_length=256,
     )
-    made.chat_template = template
+    if template is not None:
+        made.chat_template = template
     return made

@@ -13,17 +13,20 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from mcore_rl.types.json import JsonObject, JsonValue
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES, family_for
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 VOCABULARY = 96
 
-
-_LATENT_ATTENTION: dict[str, Any] = {
+_LATENT_ATTENTION: JsonObject = {
     "num_key_value_heads": 4,
     "q_lora_rank": 12,
     "kv_lora_rank": 16,
@@ -32,7 +35,7 @@ _LATENT_ATTENTION: dict[str, Any] = {
     "v_head_dim": 12,
     "head_dim": 8,
 }
-_SIGMOID_EXPERTS: dict[str, Any] = {
+_SIGMOID_EXPERTS: JsonObject = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
@@ -44,7 +47,7 @@ _SIGMOID_EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
-_SOFTMAX_EXPERTS: dict[str, Any] = {
+_SOFTMAX_EXPERTS: JsonObject = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
@@ -54,7 +57,7 @@ _SOFTMAX_EXPERTS: dict[str, Any] = {
     "routed_scaling_factor": 1.3,
     "first_k_dense_replace": 1,
 }
-_MORE_FIELDS: dict[str, dict[str, Any]] = {
+_MORE_FIELDS: dict[str, JsonObject] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 24},
     "deepseek_v2": {**_LATENT_ATTENTION, "q_lora_rank": None, **_SOFTMAX_EXPERTS},
     "deepseek_v3": {**_LATENT_ATTENTION, **_SIGMOID_EXPERTS},
@@ -62,9 +65,9 @@ _MORE_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:
+def tiny_fields(kind: str, **changes: JsonValue) -> JsonObject:
     """Return the fields of config.json of a tiny model without importing transformers. kind: model_type."""
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         "model_type": kind,
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -90,14 +93,14 @@ def tiny_fields(kind: str, **changes: Any) -> dict[str, Any]:
     return fields | _MORE_FIELDS.get(kind, {}) | changes
 
 
-def tiny_config(kind: str, **changes: Any) -> Any:
+def tiny_config(kind: str, **changes: JsonValue) -> PretrainedConfig:
     """Return the transformers configuration with the fields of `tiny_fields`."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**tiny_fields(kind, **changes))
 
 
-def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: Any) -> Any:
+def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: JsonValue) -> PreTrainedModel:
     """Create a float32 model with peaked logits and norms away from 1, so that a misplaced weight changes the
     output."""
     from transformers import AutoModelForCausalLM
@@ -117,7 +120,9 @@ def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: Any) -
     return model
 
 
-def write_tiny_model(directory: Path | str, kind: str, *, seed: int = 0, std: float = 0.12, **changes: Any) -> Path:
+def write_tiny_model(
+    directory: Path | str, kind: str, *, seed: int = 0, std: float = 0.12, **changes: JsonValue
+) -> Path:
     """Save tiny_model(...) as an HF directory (config.json, safetensors with one tensor per expert)."""
     directory = Path(directory)
     tiny_model(kind, seed=seed, std=std, **changes).save_pretrained(directory)
@@ -161,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write(family: str, out: Path, *, changes: dict[str, Any], seed: int, mtp: bool) -> None:
+def write(family: str, out: Path, *, changes: JsonObject, seed: int, mtp: bool) -> None:
     """Write the checkpoint. Raises: ConversionError if `out` exists, or the family rejects the changed
     configuration."""
     if out.exists():
@@ -169,7 +174,7 @@ def write(family: str, out: Path, *, changes: dict[str, Any], seed: int, mtp: bo
     known_to_transformers = "deepseek_v3" if family == "kimi_k2" else family
     fields = tiny_fields(known_to_transformers, **changes) | {"model_type": family}
     family_for(fields).model_arguments(fields)
-    write_tiny_model(out, known_to_transformers, seed=seed, **changes)
+    write_tiny_model(out, known_to_transformers, seed=seed, **changes)  # type: ignore[arg-type]  # no `std` in config.json
     if family != known_to_transformers:
         config = json.loads((out / "config.json").read_text())
         (out / "config.json").write_text(json.dumps(config | {"model_type": family}, indent=2))
@@ -177,7 +182,7 @@ def write(family: str, out: Path, *, changes: dict[str, Any], seed: int, mtp: bo
         add_mtp_layer(out)
 
 
-def _changes(settings: Sequence[str]) -> dict[str, Any]:
+def _changes(settings: Sequence[str]) -> JsonObject:
     changes = {}
     for setting in settings:
         key, equals, value = setting.partition("=")

@@ -15,7 +15,10 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "configs" / "models" / "gsm8k_tiny"
@@ -131,8 +134,8 @@ def texts() -> Iterator[str]:
         yield f"Question: {question}\nAnswer: {solution}\n"
 
 
-def train_tokenizer() -> Any:
-    """Train a tokenizers.Tokenizer with VOCABULARY entries; id 0 ends a text."""
+def train_tokenizer() -> Tokenizer:
+    """Train a tokenizer with VOCABULARY entries; id 0 ends a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -17,10 +17,7 @@ from mcore_rl.rewards.math_grader import is_correct
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
-ADDITIONS = sorted(name for name, task in demo_task.TASKS.items() if isinstance(task.kind, demo_task.Addition))
-
-
-@pytest.fixture(scope="module", params=ADDITIONS)
+@pytest.fixture(scope="module", params=["think2", "work3"])
 def task(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
