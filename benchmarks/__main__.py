@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.isolation import ROOT, run_isolated
 from benchmarks.machine import look, num_gpus
 from benchmarks.registry import BENCHMARKS
-from benchmarks.result import NO_GPU, Machine, Outcome
+from benchmarks.result import NO_GPU, BenchmarkOutcome, Machine
 from benchmarks.sizes import SMALLEST
 from benchmarks.table import render
 from model_converters.durable_files import durable_write
@@ -37,17 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(outcome.reason and not outcome.skipped for outcome in outcomes))
 
 
-def _run(name: str) -> Outcome:
+def _run(name: str) -> BenchmarkOutcome:
     benchmark = BENCHMARKS[name]
     if benchmark.gpu and not num_gpus():
-        return Outcome(name, reason=NO_GPU, skipped=True)
+        return BenchmarkOutcome(name, reason=NO_GPU, skipped=True)
     print(f"{name}: {benchmark.about} ...", file=sys.stderr, flush=True)
     outcome = run_isolated(name, benchmark)
     print(f"{name}: {outcome.seconds:.0f} s", file=sys.stderr, flush=True)
     return outcome
 
 
-def write_json(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> None:
+def write_json(path: Path, machine: Machine, outcomes: Sequence[BenchmarkOutcome]) -> None:
     """Write all results, with a description of the machine."""
     about = {name: value for name, value in asdict(machine).items() if name in ("device", "driver", "versions")}
     content = {"machine": machine.line, **about, "benchmarks": [_as_json(outcome) for outcome in outcomes]}
@@ -56,7 +56,7 @@ def write_json(path: Path, machine: Machine, outcomes: Sequence[Outcome]) -> Non
         file.write(json.dumps(content, indent=1).encode())
 
 
-def _as_json(outcome: Outcome) -> dict[str, object]:
+def _as_json(outcome: BenchmarkOutcome) -> dict[str, object]:
     results = [{**asdict(result), "met": result.met} for result in outcome.results]
     return {**asdict(outcome), "results": results}
 

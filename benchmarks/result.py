@@ -90,7 +90,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BenchmarkOutcome:
     """Outcome of a benchmark: its results, or the `reason` why it was skipped or failed."""
 
     benchmark: str

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.result import Outcome, Result
+from benchmarks.result import BenchmarkOutcome, Result
 
 COLUMNS = ("benchmark", "ours", "peer or limit", "ratio", "aim", "met")
 
 
-def render(machine: str, outcomes: Sequence[Outcome]) -> str:
+def render(machine: str, outcomes: Sequence[BenchmarkOutcome]) -> str:
     """Return the machine, one row per result, notes, and the reasons of benchmarks without results."""
     rows = [_row(outcome.benchmark, result) for outcome in outcomes for result in outcome.results]
     widths = [max(len(row[i]) for row in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
@@ -25,7 +25,7 @@ def render(machine: str, outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _notes(outcome: Outcome) -> list[str]:
+def _notes(outcome: BenchmarkOutcome) -> list[str]:
     lines = []
     for result in outcome.results:
         if result.note:

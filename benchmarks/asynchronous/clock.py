@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Protocol
 
 import numpy as np
 
 from mcore_rl.rollout.tasks import Until
 from mcore_rl.runtime.engines.process import EngineReport
-from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER, Attendant
+from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER
 from mcore_rl.types import RolloutScalars, RolloutTask
 
 SLOTS = 64
@@ -73,8 +73,16 @@ class Call:
     report: EngineReport | None = None
 
 
+class CallOwner(Protocol):
+    """health.Attendant for simulated calls."""
+
+    def calls(self) -> Sequence[Call]: ...
+
+    def ended(self, calls: Sequence[Call]) -> None: ...
+
+
 @dataclass
-class Clock:
+class SimulatedClock:
     """Simulated Watch: time advances when the driver waits, to the event that ends the wait."""
 
     lengths: np.ndarray
@@ -83,7 +91,7 @@ class Clock:
     now: float = 0.0
     version: int = 0
     """Weight version of all engines."""
-    attendant: Attendant | None = None
+    attendant: CallOwner | None = None
     any_lost: bool = False
     waits: int = 0
     calls: int = 0
@@ -105,13 +113,13 @@ class Clock:
         self.at(self.now + seconds, lambda: self.end(call))
         return call
 
-    def get(self, refs: Sequence[Any]) -> None:
+    def get(self, refs: Sequence[Call]) -> None:
         """Wait until all calls have ended, like Watch.get."""
         pending = list(refs)
         while pending:
             _, pending = self.wait(pending, len(pending))
 
-    def wait(self, refs: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
+    def wait(self, refs: Sequence[Call], num_returns: int) -> tuple[list[Call], list[Call]]:
         """Wait like Watch.wait: pass the attendant's calls to it, in batches."""
         assert self.attendant is not None
         self.waits += 1
@@ -124,7 +132,7 @@ class Clock:
         of_attendant = [call for call in ended if call not in refs]
         self.meter.turn(before)
         if of_attendant:
-            self.attendant.ended(cast(Any, of_attendant))
+            self.attendant.ended(of_attendant)
         return there, [ref for ref in refs if ref not in there]
 
     def _pass_time(self, enough: int, latest: float) -> None:
@@ -138,22 +146,22 @@ class Clock:
     def value(self, call: Call) -> EngineReport | None:
         return call.report
 
-    def lost(self, handle: Any) -> None:
+    def lost(self, handle: object) -> None:
         return None
 
     def blame_the_dead(self) -> None: ...
 
-    def get_started(self, starts: Mapping[Any, Sequence[Any]]) -> None: ...
+    def get_started(self, starts: Mapping[Call, Sequence[object]]) -> None: ...
 
 
 @dataclass
-class Remote:
-    """Remote method of an engine's handle."""
+class SimulatedMethod:
+    """SimulatedMethod method of an engine's handle."""
 
-    engine: Engine
+    engine: SimulatedEngine
     method: Callable[..., Call]
 
-    def remote(self, *arguments: Any) -> Call:
+    def remote(self, *arguments: object) -> Call:
         meter = self.engine.clock.meter
         before = meter.turn(False)
         self.engine.clock.calls += 1
@@ -174,12 +182,12 @@ class Begun:
     """Weight version at the start."""
 
 
-class Engine:
+class SimulatedEngine:
     """Simulated engine: handle, process and decoding."""
 
-    def __init__(self, clock: Clock, records: Path) -> None:
+    def __init__(self, clock: SimulatedClock, records: Path) -> None:
         self.clock, self._records = clock, records
-        self.run, self.begin = Remote(self, self._run), Remote(self, self._begin)
+        self.run, self.begin = SimulatedMethod(self, self._run), SimulatedMethod(self, self._begin)
         self.busy_seconds = 0.0
         self._decoded = 0.0
         """Tokens that a request running since the start would have now."""

@@ -8,7 +8,7 @@ separately. Speeds and staleness refer to simulated time.
 from __future__ import annotations
 
 from benchmarks.asynchronous.ray_costs import RayCosts, ray_costs
-from benchmarks.asynchronous.simulation import SAMPLES, Measured, Setting, simulate
+from benchmarks.asynchronous.simulation import SAMPLES, Setting, SimulationResult, simulate
 from benchmarks.result import Result
 from benchmarks.sizes import size
 
@@ -42,13 +42,13 @@ def run() -> list[Result]:
     return results
 
 
-def _named(measured: Measured) -> str:
+def _named(measured: SimulationResult) -> str:
     setting = measured.setting
     bounds = f"{setting.max_staleness}, {setting.max_staleness_hard}"
     return f"{setting.engines} engines, staleness {bounds if setting.max_staleness else 0}"
 
 
-def _cpu(measured: Measured) -> Result:
+def _cpu(measured: SimulationResult) -> Result:
     seconds, clock = measured.cpu_per_1000, measured.clock
     note = (
         f"{measured.responses} responses; per 1,000: {measured.per_1000(clock.waits):.0f} waits, "
@@ -59,7 +59,7 @@ def _cpu(measured: Measured) -> Result:
     return Result(name, seconds, LIMIT_SECONDS, "CPU s", seconds / LIMIT_SECONDS, "<= 1.0", note)
 
 
-def _growth(measured: Measured) -> Result:
+def _growth(measured: SimulationResult) -> Result:
     name = f"last tenth of {measured.setting.steps} steps beside the second, {_named(measured)}"
     late, early = measured.cpu_in_tenth(10), measured.cpu_in_tenth(2)
     return Result(
@@ -67,7 +67,7 @@ def _growth(measured: Measured) -> Result:
     )
 
 
-def _ray(measured: Measured, costs: RayCosts) -> Result:
+def _ray(measured: SimulationResult, costs: RayCosts) -> Result:
     """Estimate the cost of Ray: number of calls and checks in the simulated run times their measured cost."""
     calls, looks = measured.per_1000(measured.clock.calls), LOOKS_PER_WAIT * measured.per_1000(measured.clock.waits)
     look = costs.look[measured.setting.engines]
@@ -78,7 +78,7 @@ def _ray(measured: Measured, costs: RayCosts) -> Result:
     return Result(name, seconds, measured.cpu_per_1000, "CPU s", seconds / measured.cpu_per_1000, "", note)
 
 
-def _speed(measured: Measured, synchronous: Measured) -> Result:
+def _speed(measured: SimulationResult, synchronous: SimulationResult) -> Result:
     """Compare with the synchronous run, which waits for its longest response before it trains."""
     note = f"the trainer waits {measured.trainer_waits:.0%} of the time (synchronous: {synchronous.trainer_waits:.0%})"
     ratio = measured.pace / synchronous.pace
@@ -86,7 +86,7 @@ def _speed(measured: Measured, synchronous: Measured) -> Result:
     return Result(name, measured.pace, synchronous.pace, "responses/s", ratio, "", note)
 
 
-def _oldest(measured: Measured) -> Result:
+def _oldest(measured: SimulationResult) -> Result:
     oldest, bound = max(measured.ages), measured.setting.max_staleness_hard
     total = measured.ages.total()
     ages = ", ".join(f"{age}: {groups / total:.3f}" for age, groups in sorted(measured.ages.items()))

@@ -6,11 +6,11 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
-from benchmarks.asynchronous.clock import SLOTS, Clock, Engine, step_seconds, write_ready_records
+from benchmarks.asynchronous.clock import SLOTS, SimulatedClock, SimulatedEngine, step_seconds, write_ready_records
 from benchmarks.driver.ray_ranks import Up
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.config.algorithm import DynamicSamplingConfig
@@ -19,7 +19,9 @@ from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.rollout.streaming.collector import StreamingCollector
 from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.engines.scheduler import Scheduler
+from mcore_rl.runtime.health import Watch
 from mcore_rl.types import Groups, Mean
 
 SAMPLES = 16
@@ -51,11 +53,11 @@ class Setting:
 
 
 @dataclass
-class Measured:
+class SimulationResult:
     """Per step: CPU seconds of the driver, simulated time at its end, and simulated seconds that the trainer waited."""
 
     setting: Setting
-    clock: Clock
+    clock: SimulatedClock
     driver_seconds: list[float] = field(default_factory=list)
     ended: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
@@ -98,29 +100,30 @@ class Measured:
         return sum(age * groups for age, groups in self.ages.items()) / self.ages.total()
 
 
-def simulate(setting: Setting) -> Measured:
+def simulate(setting: Setting) -> SimulationResult:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_async_") as directory:
-        simulated = _Run(setting, Path(directory))
+        simulated = _SimulatedRun(setting, Path(directory))
         for step in range(1, setting.steps + 1):
             simulated.step(step)
         return simulated.measured
 
 
-class _Run:
+class _SimulatedRun:
     """Runs steps like trainer.loop; everything except rollouts only takes simulated time."""
 
     def __init__(self, setting: Setting, directory: Path) -> None:
         rng = np.random.default_rng(0)
         drawn = np.clip(rng.lognormal(MEAN_LOG, SPREAD_LOG, (8192, SAMPLES)), 1, LONGEST)
-        self.clock = Clock((TIMES * drawn).astype(np.int32))
-        self.measured = Measured(setting, self.clock)
+        self.clock = SimulatedClock((TIMES * drawn).astype(np.int32))
+        self.measured = SimulationResult(setting, self.clock)
         self._directory = directory
         self._seconds_per_token = step_seconds(SLOTS) / (SLOTS * setting.engines)
         records = write_ready_records(directory, SAMPLES)
-        names = [f"engine {number}" for number in range(setting.engines)]
-        leaders = [ProcessHandle[Any](name, cast(Any, Engine(self.clock, records))) for name in names]
-        engines = [FleetEngine(number, Up(leader.name, leader)) for number, leader in enumerate(leaders)]
-        scheduler = Scheduler(Fleet(engines, cast(Any, self.clock)), SLOTS, streaming=True)
+        engines = []
+        for number in range(setting.engines):
+            handle = ProcessHandle[EngineProcess](f"engine {number}", SimulatedEngine(self.clock, records))
+            engines.append(FleetEngine(number, Up(handle.name, handle)))
+        scheduler = Scheduler(Fleet(engines, cast(Watch, self.clock)), SLOTS, streaming=True)
         self._collector = _collector(scheduler, setting, directory)
         with self.clock.meter.driver():
             self._collector.published(0)

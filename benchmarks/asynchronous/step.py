@@ -27,7 +27,7 @@ SHAPE = Shape(
 
 
 @dataclass(frozen=True)
-class Workload:
+class EpochWorkload:
     """Ratio of training to generation.
 
     epochs: epochs over the responses of a step.
@@ -41,8 +41,8 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload("training as long as generating", 4, 2, ">= 1.9"),
-    Workload("training half as long", 2, 4, ">= 2.7"),
+    EpochWorkload("training as long as generating", 4, 2, ">= 1.9"),
+    EpochWorkload("training half as long", 2, 4, ">= 2.7"),
 )[: size(2, 1)]
 STOP_MS = 20.0
 """Limit for the pause of generation during a weight sync, in milliseconds."""
@@ -58,7 +58,7 @@ def run() -> list[Result]:
         return results
 
 
-def _compare(workload: Workload, task: Path, runs: Path) -> list[Result]:
+def _compare(workload: EpochWorkload, task: Path, runs: Path) -> list[Result]:
     """Measure the synchronous run before and after the asynchronous one, to detect a machine that slows down."""
     epochs = f"trainer.update_epochs={workload.epochs}"
     before = measure(SHAPE, task, runs / "before", [epochs])

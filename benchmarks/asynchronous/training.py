@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from benchmarks.children import run_command
 from benchmarks.isolation import ROOT
@@ -34,7 +33,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepMeans:
     """Mean seconds per step and staleness in versions.
 
     stop: seconds per weight swap in which the engine does not sample.
@@ -51,18 +50,18 @@ class Measured:
     max_staleness: float
 
 
-def measure(shape: Shape, task: Path, run_dir: Path, overrides: Sequence[str]) -> Measured:
+def measure(shape: Shape, task: Path, run_dir: Path, overrides: Sequence[str]) -> StepMeans:
     command = [str(Path(sys.executable).with_name("mcore-rl")), "train", "configs/demo_cpu.yaml"]
     run_command([*command, *_settings(shape, task, run_dir), *overrides], ROOT, timeout=600)
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] > shape.warm_up]
     training = _mean(rows, "time/update") + _mean(rows, "time/logp")
     step = _mean(rows, "time/step")
-    return Measured(
+    return StepMeans(
         step,
         _mean(rows, "time/generate"),
         training,
         _mean(rows, "time/weight_sync"),
-        _stop(read_timeline(run_dir / TIMELINE)),
+        _stop(run_dir / TIMELINE),
         _mean(rows, "time/trainer_idle") / step,
         _mean(rows, "time/generator_idle") / step,
         _mean(rows, "staleness/mean"),
@@ -71,7 +70,7 @@ def measure(shape: Shape, task: Path, run_dir: Path, overrides: Sequence[str]) -
 
 
 def _settings(shape: Shape, task: Path, run_dir: Path) -> list[str]:
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "run.dir": run_dir,
         "model.hf_path": task / "model",
         "model.tokenizer_path": task / "endless_tokenizer",
@@ -104,11 +103,12 @@ def _settings(shape: Shape, task: Path, run_dir: Path) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def _stop(events: Sequence[TraceEvent]) -> float:
+def _stop(timeline: Path) -> float:
     """Return the mean duration of a weight update in the engine, without the first one."""
     swaps: list[float] = []
     receiving = 0.0
-    for event in sorted((e for e in events if e["name"] in ("receive bucket", SWAP_ENDS)), key=itemgetter("ts")):
+    events = [event for event in read_timeline(timeline) if event["name"] in ("receive bucket", SWAP_ENDS)]
+    for event in sorted(events, key=itemgetter("ts")):
         receiving += event["dur"] * 1e-6
         if event["name"] == SWAP_ENDS:
             swaps.append(receiving)
@@ -116,5 +116,5 @@ def _stop(events: Sequence[TraceEvent]) -> float:
     return sum(swaps[1:]) / len(swaps[1:])
 
 
-def _mean(rows: Sequence[dict[str, float]], name: str) -> float:
+def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(row.get(name, 0.0) for row in rows) / len(rows)

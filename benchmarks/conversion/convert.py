@@ -10,7 +10,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,6 +17,7 @@ from safetensors import safe_open
 from benchmarks.pairs import Pair, pair_row
 from benchmarks.result import Result
 from benchmarks.sizes import size
+from mcore_rl.types.json import JsonObject
 from mcore_rl.weights.send import part_of
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import views
@@ -34,7 +34,7 @@ from model_converters.mapping.table import BoundRow, bind
 
 MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 256 * 2**20
-CONFIG: dict[str, Any] = {
+CONFIG: JsonObject = {
     "model_type": "qwen3_moe",
     "vocab_size": 32_000,
     "hidden_size": 1024,

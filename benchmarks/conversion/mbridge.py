@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from benchmarks.conversion import convert
 from benchmarks.pairs import Pair, pair_row
 from benchmarks.result import Result, SkippedError
+from model_converters.families.parts.hf_config import integer
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import local_shapes
 
@@ -42,7 +42,7 @@ def load_pair(source: Path) -> Pair:
     _initialize_alone()
     ours = convert.load_pair(source, 1)
     local = _allocate()
-    peer = Peer(source, local)
+    peer = MBridgePeer(source, local)
     ours.ours()
     peer.load()
     assert all(torch.equal(tensor, local[name]) for name, tensor in ours.local.items()), "mbridge loads other bits"
@@ -54,7 +54,7 @@ def bucket_pair(source: Path) -> Pair:
     sync."""
     _initialize_alone()
     ours = convert.bucket_pair(1)
-    peer = Peer(source, _allocate())
+    peer = MBridgePeer(source, _allocate())
     target = torch.ones(ours.num_bytes // 2, dtype=torch.bfloat16)
 
     def theirs() -> None:
@@ -72,7 +72,7 @@ def _allocate() -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
 
 
-class _Names(torch.nn.Module):
+class _NamedTensors(torch.nn.Module):
     """Tensors under the names that mbridge expects."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], num_layers: int) -> None:
@@ -80,10 +80,10 @@ class _Names(torch.nn.Module):
         self._tensors = tensors
         self.decoder = SimpleNamespace(layers=[SimpleNamespace(layer_number=1 + layer) for layer in range(num_layers)])
 
-    def state_dict(self, *_: Any, **__: Any) -> Any:
+    def state_dict(self, *_: object, **__: object) -> Mapping[str, torch.Tensor]:
         return self._tensors
 
-    def named_parameters(self, *_: Any, **__: Any) -> Any:
+    def named_parameters(self, *_: object, **__: object) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._tensors.items())
 
 
@@ -111,7 +111,7 @@ def require_mbridge() -> None:
         raise SkippedError("mbridge is absent; scripts/setup_mbridge.sh installs it")
 
 
-class Peer:
+class MBridgePeer:
     """mbridge on one rank, with existing process groups. `local` has its tensors by our names."""
 
     def __init__(self, source: Path, local: Mapping[str, torch.Tensor]) -> None:
@@ -121,8 +121,8 @@ class Peer:
 
         self._bridge = AutoBridge.from_pretrained(str(source))
         self._source = source
-        self._model = _Names(
-            {_peer_name(name): tensor for name, tensor in local.items()}, convert.CONFIG["num_hidden_layers"]
+        self._model = _NamedTensors(
+            {_peer_name(name): tensor for name, tensor in local.items()}, integer(convert.CONFIG, "num_hidden_layers")
         )
 
     def load(self) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.driver.load import DP_RANKS, LONGEST, PROMPTS, SAMPLES, ReadyPool, SilentRanks, make_episodes
 from benchmarks.driver.ray_ranks import RANKS_PER_NODE, ray_groups, seconds_to_pass_on
@@ -28,6 +27,8 @@ from mcore_rl.config.schema import Config
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.observe.journal import RunJournal
 from mcore_rl.rollout.collector import RolloutCollector
+from mcore_rl.runtime.engines.scheduler import Scheduler
+from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.trainer.batches import batch_builder, describe
 
@@ -56,7 +57,9 @@ def run() -> list[Result]:
     return [*results, Result(name, seconds * 1000, LIMIT_SECONDS * 1000, "ms", seconds / LIMIT_SECONDS, "", note)]
 
 
-def _measure(name: str, run_dir: Path, pool: Any, ranks: Any, aim: str) -> Result:
+def _measure(
+    name: str, run_dir: Path, pool: ReadyPool | Scheduler, ranks: SilentRanks | TrainerGroup, aim: str
+) -> Result:
     """Measure the median wall-clock time of a step, without the simulated engines of this process."""
     driver = Driver(run_dir, pool, ranks)
     steps = [driver.step(step) for step in range(1, STEPS + 2)][1:]  # the first step includes imports and compilation
@@ -70,7 +73,7 @@ def _measure(name: str, run_dir: Path, pool: Any, ranks: Any, aim: str) -> Resul
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class DriverSeconds:
     """Units: seconds; phases of the wall clock, and the CPU time of this process."""
 
     phases: dict[str, float]
@@ -82,8 +85,8 @@ class Driver:
     """Runs steps like trainer.loop and times each phase."""
 
     run_dir: Path
-    pool: Any
-    ranks: Any
+    pool: ReadyPool | Scheduler
+    ranks: SilentRanks | TrainerGroup
     journal: RunJournal = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +107,7 @@ class Driver:
         self.journal = RunJournal(self.run_dir, STEPS + 1, SpanRecorder("driver").drain, [])
         self.journal.resume_after(-1)
 
-    def step(self, step: int) -> StepTimes:
+    def step(self, step: int) -> DriverSeconds:
         """Run a step. Time that the in-process pool spends on its simulated results is subtracted."""
         seconds: dict[str, float] = {}
         cpu_started = time.process_time()
@@ -125,7 +128,7 @@ class Driver:
             self.journal.finish_step(step)
         cpu_seconds = time.process_time() - cpu_started - cpu
         (self.run_dir / "rollouts" / f"step_{step}.jsonl").unlink()
-        return StepTimes(seconds, cpu_seconds)
+        return DriverSeconds(seconds, cpu_seconds)
 
 
 @contextmanager

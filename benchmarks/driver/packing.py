@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from benchmarks.result import Result
 from benchmarks.sizes import size
 from mcore_rl.data.packing import SequenceCost, balance, pack
 
+T = TypeVar("T")
 NUM_SEQUENCES = size(8192, 256)
 NUM_RANKS = size(64, 4)
 CAPACITY = 16384
@@ -150,7 +151,7 @@ def _both(lengths: np.ndarray) -> None:
     pack(lengths, CAPACITY)
 
 
-def _time(call: Callable[..., Any], repeats: int, *arguments: Any) -> tuple[float, Any]:
+def _time(call: Callable[..., T], repeats: int, *arguments: object) -> tuple[float, T]:
     """Return (median milliseconds, last result)."""
     times = []
     for _ in range(repeats):
@@ -165,7 +166,7 @@ def _imbalance(lengths: np.ndarray, ranks: np.ndarray) -> float:
     return float(loads.max() / loads.mean())
 
 
-def _fill(lengths: np.ndarray, bins: list[Any]) -> float:
+def _fill(lengths: np.ndarray, bins: Sequence[object]) -> float:
     return float(lengths.sum() / (len(bins) * CAPACITY))
 
 

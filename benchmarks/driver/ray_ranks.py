@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.actor import ActorClass, ActorHandle
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from benchmarks.driver.load import DP_RANKS, ENGINES, Make, make_scalars, write_records
 from benchmarks.sizes import size
 from mcore_rl.config.schema import Config
 from mcore_rl.rollout.tasks import GivenUp, Until
-from mcore_rl.runtime.calls import FanOut, ProcessHandle, remote_method
+from mcore_rl.runtime.calls import FanOut, ProcessHandle, Ref, remote_method
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineReport
@@ -77,13 +79,13 @@ class Up:
     def processes(self) -> list[ProcessHandle[Any]]:
         return [self.leader]
 
-    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> Any:
+    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> Ref[None]:
         raise AssertionError(f"{self.name} needs no set-up")
 
     def kill(self) -> None:
         raise AssertionError(f"{self.name} was lost")
 
-    def again(self) -> Any:
+    def again(self) -> Ref[None]:
         raise AssertionError(f"{self.name} was lost")
 
 
@@ -99,7 +101,9 @@ class SilentTrainer(RankProcess):
         self.peers = peers
 
     @remote_method(concurrency_group="pass_on")
-    def pass_on(self, method: str, arguments: list[tuple[Any, ...]], neighbours: list[Any] | None) -> list[Any]:
+    def pass_on(
+        self, method: str, arguments: list[tuple[object, ...]], neighbours: list[ActorHandle] | None
+    ) -> list[object]:
         """Run the calls of a node. On a cluster, nodes work in parallel; `seconds_to_pass_on` measures one."""
         named = list({a for given in arguments for a in given if isinstance(a, ray.ObjectRef)})
         values = dict(zip(named, ray.get(named), strict=True))  # one per share, however many ranks read it
@@ -108,7 +112,7 @@ class SilentTrainer(RankProcess):
         return [metrics if rank % self.peers == 0 else type(metrics)() for rank, metrics in enumerate(found)]
 
     @remote_method(num_returns=2)
-    def fetch(self, wanted: FetchRequest) -> Any:
+    def fetch(self, wanted: FetchRequest) -> tuple[None, int]:
         return None, len(wanted.rows)
 
     def recompute_logp(self, key: int, shares: RankShares, fetched: int) -> dict[str, Metric]:
@@ -172,7 +176,9 @@ def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[Schedule
             kill_all([*engines, *trainers])
 
 
-def start(actor: Any, node: Any, name: str, *arguments: Any) -> ProcessHandle[Any]:
+def start(
+    actor: ActorClass, node: PlacementGroupSchedulingStrategy, name: str, *arguments: object
+) -> ProcessHandle[Any]:
     return ProcessHandle(name, actor.options(num_cpus=1, scheduling_strategy=node).remote(name, *arguments))
 
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import replace
-from typing import Any
 
 from benchmarks.gpu.models import TINY, TINY_MOE
 from benchmarks.registry import BENCHMARKS
-from benchmarks.result import Outcome
+from benchmarks.result import BenchmarkOutcome
 from benchmarks.table import render
 
-SIZES: dict[str, dict[str, Any]] = {
+SIZES: dict[str, dict[str, object]] = {
     "gpu_updates": {"sizes": (TINY, TINY_MOE), "edge": 256},
     "gpu_memory": {"sizes": (TINY, replace(TINY_MOE, recompute="full"))},
     "gpu_logprobs": {"tokens": 256, "hidden": 64, "vocabulary": 1000},
@@ -30,7 +29,7 @@ def main() -> None:
     for name, benchmark in BENCHMARKS.items():
         if benchmark.gpu:
             results = importlib.import_module(benchmark.module).run("cpu", **SIZES[name])
-            outcomes.append(Outcome(name, tuple(results)))
+            outcomes.append(BenchmarkOutcome(name, tuple(results)))
     print(render("tiny sizes on a CPU", outcomes))
 
 

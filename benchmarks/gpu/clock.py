@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+
+from benchmarks import timing
 
 REPEATS = 5
 """Timed calls per variant; medians are reported."""
@@ -20,16 +21,12 @@ def synchronize(device: str) -> None:
 
 def medians(calls: Sequence[Callable[[], object]], device: str, repeats: int = REPEATS) -> list[float]:
     """Return the median seconds of each call; calls alternate after a warm-up."""
-    times: list[list[float]] = [[] for _ in calls]
-    for repeat in range(repeats + 1):
-        for call, seconds in zip(calls, times, strict=True):
-            synchronize(device)
-            start = time.perf_counter()
-            call()
-            synchronize(device)
-            if repeat:
-                seconds.append(time.perf_counter() - start)
-    return [statistics.median(seconds) for seconds in times]
+
+    def complete(call: Callable[[], object]) -> None:
+        call()
+        synchronize(device)
+
+    return timing.medians([partial(complete, call) for call in calls], repeats)
 
 
 def product_flops(device: str, edge: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.clock import medians, synchronize
 from benchmarks.gpu.machine import require
-from benchmarks.gpu.models import DENSE, Size, one_actor, size_of
+from benchmarks.gpu.models import DENSE, ModelLoad, one_actor, size_of
 from benchmarks.result import Result
 from benchmarks.training.actor_task import trajectories
 
@@ -25,7 +25,7 @@ PIECE = 1 << 28
 MIDDLE = replace(DENSE, layers=8)
 
 
-def run(device: str = "cuda", size: Size = MIDDLE, piece_bytes: int = PIECE) -> list[Result]:
+def run(device: str = "cuda", size: ModelLoad = MIDDLE, piece_bytes: int = PIECE) -> list[Result]:
     require(device)
     with one_actor(size, device, cpu_offload=True) as (actor, fields):
         share, buffers = trajectories(np.full(size.responses, size.longest))

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.multiprocessing
 
-from benchmarks.children import Child
+from benchmarks.children import PipedChild
 from benchmarks.gpu.clock import medians
 from benchmarks.gpu.machine import require
 from benchmarks.result import Result
@@ -23,13 +23,12 @@ def run(device: str = "cuda", num_bytes: int = NUM_BYTES) -> list[Result]:
     require(device)
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    context = torch.multiprocessing.get_context("spawn")
-    handles = context.Queue()  # torch sends handles of tensors through its own queues
-    child = Child(context, _copy, handles, device)
+    handles = torch.multiprocessing.get_context("spawn").Queue()  # torch sends handles of tensors through its queues
+    child = PipedChild(_copy, handles, device)
     try:
         handles.put(source)
         (alone,) = medians([lambda: target.copy_(source)], device)
-        seconds, total = child.recv()
+        seconds, total = child.recv(tuple)
     finally:
         child.end()  # the source must exist until the other process has released it
     assert total == int(source.sum(dtype=torch.int64))

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.machine import require
-from benchmarks.gpu.models import DENSE, MOE, Size, configure, filled, one_actor
+from benchmarks.gpu.models import DENSE, MOE, ModelLoad, configure, filled, one_actor
 from benchmarks.result import Result
+from benchmarks.timing import memory_bytes, reset_peak
 from benchmarks.training.actor_task import PROMPT, trajectories, write_model
 
 if TYPE_CHECKING:
@@ -29,12 +30,12 @@ CONFIGURATIONS = tuple(
 )
 
 
-def run(device: str = "cuda", sizes: Sequence[Size] = CONFIGURATIONS) -> list[Result]:
+def run(device: str = "cuda", sizes: Sequence[ModelLoad] = CONFIGURATIONS) -> list[Result]:
     require(device)
     return [_measure(size, device) for size in sizes]
 
 
-def _measure(size: Size, device: str) -> Result:
+def _measure(size: ModelLoad, device: str) -> Result:
     # Full rows of full-length sequences, as in the plan.
     responses = np.full(size.responses, size.longest)
     planned = planned_bytes(size, device)
@@ -52,7 +53,7 @@ def _measure(size: Size, device: str) -> Result:
     return Result(name, peak / GIB, planned / GIB, "GiB", ratio, aim=AIM, note=note)
 
 
-def planned_bytes(size: Size, device: str) -> int:
+def planned_bytes(size: ModelLoad, device: str) -> int:
     """Return the planned state and activations of the update, for the packages that are installed here."""
     with tempfile.TemporaryDirectory(prefix="mcore_rl_gpu_") as root:
         config = configure(write_model(Path(root) / "model", **filled(size, device)), size)
@@ -82,11 +83,10 @@ def _start_anew(device: str) -> None:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")
+        reset_peak()
 
 
 def _peak_bytes(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    return memory_bytes("VmHWM")

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks.training.actor_task import MODEL, actor_config, write_model
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size
+from mcore_rl.types.json import JsonObject
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.roles.actor import MegatronActor
@@ -26,14 +27,14 @@ STATE_SHARE = 0.6
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelLoad:
     """Model and its load. `layers`: None: as many as fill the device. `fields`: changes of config.json.
 
     Units: budget in tokens per micro-batch, longest in tokens.
     """
 
     name: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: JsonObject = field(default_factory=dict)
     layers: int | None = None
     budget: int = 8192
     responses: int = 64
@@ -41,12 +42,12 @@ class Size:
     recompute: str = "none"
 
 
-_WIDE = {"vocab_size": 32_768, "max_position_embeddings": 8192, "head_dim": 128}
-DENSE = Size(
+_WIDE: JsonObject = {"vocab_size": 32_768, "max_position_embeddings": 8192, "head_dim": 128}
+DENSE = ModelLoad(
     "dense",
     _WIDE | {"hidden_size": 4096, "intermediate_size": 12_288, "num_attention_heads": 32, "num_key_value_heads": 8},
 )
-MOE = Size(
+MOE = ModelLoad(
     "mixture of experts",
     _WIDE
     | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 64}
@@ -54,15 +55,15 @@ MOE = Size(
     | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
     | {"decoder_sparse_step": 1, "mlp_only_layers": []},
 )
-_SMALL = {
+_SMALL: JsonObject = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-TINY = Size("dense", _SMALL, layers=2, budget=512, responses=4, longest=96)
-TINY_MOE = Size(
+TINY = ModelLoad("dense", _SMALL, layers=2, budget=512, responses=4, longest=96)
+TINY_MOE = ModelLoad(
     "mixture of experts",
     MOE.fields | _SMALL | {"vocab_size": 8192, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     layers=2,
@@ -72,23 +73,23 @@ TINY_MOE = Size(
 )
 
 
-def size_of(fields: dict[str, Any]) -> ModelSize:
+def size_of(fields: JsonObject) -> ModelSize:
     """Count the parameters of the model with these fields of config.json."""
     return model_size(fields, bound_rows(fields, torch.bfloat16))
 
 
-def filled(size: Size, device: str) -> dict[str, Any]:
+def filled(size: ModelLoad, device: str) -> JsonObject:
     """Return the fields of config.json of `size` on this device."""
     fields = MODEL | size.fields
     if size.layers is not None:
         return fields | {"num_hidden_layers": size.layers}
-    assert device == "cuda", "only a GPU is filled with layers: set Size.layers for a CPU"
+    assert device == "cuda", "only a GPU is filled with layers: set ModelLoad.layers for a CPU"
     room = STATE_SHARE * torch.cuda.get_device_properties(0).total_memory / BYTES_PER_PARAMETER
     one, two = (size_of(fields | {"num_hidden_layers": layers}).total for layers in (1, 2))
     return fields | {"num_hidden_layers": max(int((room - one) // (two - one)) + 1, 1)}
 
 
-def configure(directory: Path, size: Size) -> Config:
+def configure(directory: Path, size: ModelLoad) -> Config:
     """Return the configuration of a bfloat16 actor of the model in `directory`."""
     config = actor_config(directory, tokens_per_microbatch=size.budget)
     config.model.dtype = "bfloat16"
@@ -98,7 +99,7 @@ def configure(directory: Path, size: Size) -> Config:
 
 
 @contextmanager
-def one_actor(size: Size, device: str, *, cpu_offload: bool = False) -> Iterator[tuple[MegatronActor, dict[str, Any]]]:
+def one_actor(size: ModelLoad, device: str, *, cpu_offload: bool = False) -> Iterator[tuple[MegatronActor, JsonObject]]:
     """Create an actor of one rank with random weights; yields it with the fields of its config.json. cpu_offload: the
     optimizer state is in host memory."""
     from mcore_rl.megatron.model import parallel

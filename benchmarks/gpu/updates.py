@@ -8,17 +8,18 @@ to the longest response.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.gpu.clock import medians, product_flops
 from benchmarks.gpu.machine import require, stated_flops
-from benchmarks.gpu.models import DENSE, MOE, Size, one_actor, size_of
+from benchmarks.gpu.models import DENSE, MOE, ModelLoad, one_actor, size_of
 from benchmarks.result import Result
 from benchmarks.training.actor_task import PROMPT, trajectories
 from mcore_rl.planner.flops import forward_flops
 from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.types.json import JsonObject
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.roles.actor import MegatronActor
@@ -28,13 +29,13 @@ AIM = ">= 0.4"
 """Minimum fraction of the matrix product's rate, for the dense model."""
 
 
-def run(device: str = "cuda", sizes: Sequence[Size] = (DENSE, MOE), edge: int = 8192) -> list[Result]:
+def run(device: str = "cuda", sizes: Sequence[ModelLoad] = (DENSE, MOE), edge: int = 8192) -> list[Result]:
     require(device)
     product = product_flops(device, edge)
     return [row for size in sizes for row in _measure(size, device, product)]
 
 
-def _measure(size: Size, device: str, product: float) -> list[Result]:
+def _measure(size: ModelLoad, device: str, product: float) -> list[Result]:
     with one_actor(size, device) as (actor, fields):
         equal = np.full(size.responses, size.longest)
         tailed = long_tailed(size)
@@ -71,13 +72,13 @@ def _measure(size: Size, device: str, product: float) -> list[Result]:
     ]
 
 
-def long_tailed(size: Size) -> np.ndarray:
+def long_tailed(size: ModelLoad) -> np.ndarray:
     """Return lognormal lengths, as of reasoning models, up to the longest of `size`."""
     lengths = np.random.default_rng(0).lognormal(np.log(size.longest / 8), 0.9, size.responses)
     return np.clip(lengths, 8, size.longest).astype(np.int64)
 
 
-def update_flops(fields: dict[str, Any], responses: np.ndarray) -> float:
+def update_flops(fields: JsonObject, responses: np.ndarray) -> float:
     """Return the FLOP of a forward pass and a backward pass (twice as much), with causal attention."""
     lengths = responses + PROMPT
     attended = float((lengths**2).sum() / lengths.sum())

@@ -7,7 +7,6 @@ which excludes other load. The variants alternate, each in its own process.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import statistics
 import sys
@@ -16,40 +15,42 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection as Pipe
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.children import Child, run_command
+from benchmarks.children import PipedChild, run_command
+from benchmarks.isolation import ROOT
 from benchmarks.result import Result
 from benchmarks.sizes import size
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.types import GenerationRequest, SamplingOptions
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from mcore_rl.engines.vllm.engine import VllmEngine
+    from mcore_rl.types import Completion
+
 BATCH, BATCHES, ROUNDS = size((32, 8, 5), (2, 2, 1))
 LONGEST, MEDIAN, SIGMA = size((256, 48.0, 0.8), (8, 4.0, 0.8))
 PROMPT_TOKENS, VOCABULARY = 24, 96
 RUNNING = ((32, ">= 2.0"), (64, ">= 2.8"))
 """Concurrent requests, and the minimum ratio."""
-Measured = tuple[int, float]
+TokensAndSeconds = tuple[int, float]
 """Tokens, and CPU seconds."""
 
 
 def run() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_loop_") as directory:
-        model = Path(directory) / "model"
-        command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), "qwen3_moe", str(model)]
-        run_command([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], ROOT)
-        ours, theirs = _Side(_serve_ours, model), _Side(_serve_vllm, model)
+        model = write_model(directory)
+        ours, theirs = PipedChild(_serve_ours, model), PipedChild(_serve_vllm, model)
         try:
-            rounds = [{"ours": ours.ask("whole"), "vllm": theirs.ask("whole"), "batches": ours.ask("batches")}
-                      | {str(n): ours.ask(f"{n} running") for n, _ in RUNNING} for _ in range(ROUNDS + 1)]  # fmt: skip
-            own = ours.ask("own cost")
+            rounds = [{"ours": _ask(ours, "whole"), "vllm": _ask(theirs, "whole"), "batches": _ask(ours, "batches")}
+                      | {str(n): _ask(ours, f"{n} running") for n, _ in RUNNING}
+                      for _ in range(ROUNDS + 1)]  # fmt: skip
+            own = _ask(ours, "own cost")
         finally:
-            ours.end()
-            theirs.end()
+            ours.kill()
+            theirs.kill()
     rates = [{way: tokens / seconds for way, (tokens, seconds) in each.items()} for each in rounds[1:]]
     results = [_row(rates, f"{n} running, beside batches of {BATCH}", str(n), "batches", aim) for n, aim in RUNNING]
     results.append(_row(rates, "a whole batch, beside LLM.generate", "ours", "vllm", ">= 0.95"))
@@ -62,6 +63,14 @@ def _row(rates: list[dict[str, float]], name: str, ours: str, limit: str, aim: s
     ratio = statistics.median(each[ours] / each[limit] for each in rates)
     of_limit = statistics.median(each[limit] for each in rates)
     return Result(name, ratio * of_limit, of_limit, "tok/CPU s", ratio, aim)
+
+
+def write_model(directory: str) -> str:
+    """Write a tiny random model and return its directory."""
+    model = f"{directory}/model"
+    command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), "qwen3_moe", model]
+    run_command([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], ROOT)
+    return model
 
 
 def lengths() -> np.ndarray:
@@ -80,28 +89,19 @@ def requests() -> list[GenerationRequest]:
     ]
 
 
-class _Side:
-    """Child process that measures one variant."""
-
-    def __init__(self, serve: Callable[[Pipe, str], None], model: Path) -> None:
-        self._child = Child(multiprocessing.get_context("spawn"), serve, str(model))
-
-    def ask(self, what: str) -> Measured:
-        """Request a measurement. Raises: ChildError."""
-        self._child.send(what)
-        measured: Measured = self._child.recv()
-        return measured
-
-    def end(self) -> None:
-        self._child.kill()
+def _ask(child: PipedChild, variant: str) -> TokensAndSeconds:
+    """Request a measurement from a child process. Raises: ChildError."""
+    child.send(variant)
+    tokens, seconds = child.recv(tuple)
+    return tokens, seconds
 
 
-def _answer(pipe: Pipe, ways: dict[str, Callable[[], Measured]]) -> None:
+def _answer(pipe: Pipe, ways: dict[str, Callable[[], TokensAndSeconds]]) -> None:
     while True:
         pipe.send(ways[pipe.recv()]())
 
 
-def _timed(way: Callable[[], int]) -> Measured:
+def _timed(way: Callable[[], int]) -> TokensAndSeconds:
     """Measure a variant that returns its number of tokens."""
     started = time.process_time()
     tokens = way()
@@ -124,7 +124,7 @@ def _serve_ours(pipe: Pipe, model: str) -> None:
     def batches(size: int) -> int:
         tokens, drawn = 0, requests()
         for start in range(0, len(drawn), size):
-            done: list[Any] = []
+            done: list[Completion] = []
             engine.generate(drawn[start : start + size], done.append)
             tokens += sum(len(each.token_ids) for each in done)
         return tokens
@@ -140,7 +140,7 @@ def _serve_ours(pipe: Pipe, model: str) -> None:
         engine.abort(engine.running_ids)
         return tokens
 
-    ways: dict[str, Callable[[], Measured]] = {
+    ways: dict[str, Callable[[], TokensAndSeconds]] = {
         "whole": lambda: _timed(lambda: batches(2 * BATCH)),
         "batches": lambda: _timed(lambda: batches(BATCH)),
         "own cost": lambda: _own_cost(engine, lambda: continuous(BATCH)),
@@ -148,11 +148,11 @@ def _serve_ours(pipe: Pipe, model: str) -> None:
     _answer(pipe, ways | {f"{n} running": lambda n=n: _timed(lambda: continuous(n)) for n, _ in RUNNING})
 
 
-def _own_cost(engine: Any, work: Callable[[], int]) -> Measured:
+def _own_cost(engine: VllmEngine, work: Callable[[], int]) -> TokensAndSeconds:
     """Return the number of steps and their CPU seconds outside of vLLM's core."""
     get_output, inside, steps = engine._core.get_output, 0.0, 0
 
-    def timed() -> Any:
+    def timed() -> object:
         nonlocal inside, steps
         started = time.process_time()
         output = get_output()
@@ -189,7 +189,7 @@ def _serve_vllm(pipe: Pipe, model: str) -> None:
         tokens, drawn = 0, requests()
         for start in range(0, len(drawn), 2 * BATCH):
             part = drawn[start : start + 2 * BATCH]
-            prompts: Any = [{"prompt_token_ids": each.token_ids.tolist()} for each in part]
+            prompts = [{"prompt_token_ids": each.token_ids.tolist()} for each in part]
             params = [
                 SamplingParams(
                     temperature=1.0,

@@ -9,24 +9,25 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.children import run_command
 from benchmarks.result import Result
+from benchmarks.rollout.engine_loop import write_model
 from benchmarks.sizes import size
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks, Player
-from mcore_rl.types import GenerationRequest, Prompt, SamplingOptions
+from mcore_rl.types import EpisodeOutcome, GenerationRequest, Prompt, SamplingOptions
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from mcore_rl.rollout.episodes.player import EpisodePlayer
+    from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
+
 PROMPT_TOKENS, VOCABULARY, TURN_TOKENS, CONCURRENT = size((24, 96, 48, 64), (24, 96, 4, 8))
 SINGLE_TURNS, ROUNDS = size((512, 10), (8, 2))
 CONVERSATIONS, TURNS, SLOWEST_TOOL_SECONDS = size((1000, 3, 2.0), (8, 2, 0.1))
@@ -36,10 +37,7 @@ WAITING_SHARE = 0.9
 
 def run() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_episodes_") as directory:
-        model = Path(directory) / "model"
-        command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), "qwen3_moe", str(model)]
-        run_command([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], ROOT)
-        return _measure(str(model))
+        return _measure(write_model(directory))
 
 
 def _measure(model: str) -> list[Result]:
@@ -63,8 +61,8 @@ def _measure(model: str) -> list[Result]:
     loop = EngineLoop(engine)
     threading.Thread(target=loop.serve, daemon=True).start()
     single = SingleTurnPlayer(loop, _NoText())
-    one_turn = _with_surroundings(EpisodePlayer(FunctionEpisode(_one_turn, {}), loop, config))
-    talking = _with_surroundings(EpisodePlayer(FunctionEpisode(_conversation, {}), loop, config))
+    one_turn = _with_context(EpisodePlayer(FunctionEpisode(_one_turn, {}), loop, config))
+    talking = _with_context(EpisodePlayer(FunctionEpisode(_conversation, {}), loop, config))
     rounds = [_both(single, one_turn, single_first=bool(number % 2)) for number in range(ROUNDS + 1)][1:]
     ratio = statistics.median(as_episode / alone for alone, as_episode in rounds)
     alone = statistics.median(rate for rate, _ in rounds)
@@ -77,11 +75,11 @@ def _measure(model: str) -> list[Result]:
 
 
 class _NoText:
-    def decode(self, token_ids: Any, **_: Any) -> str:
+    def decode(self, token_ids: object, **_: object) -> str:
         return ""
 
 
-def _with_surroundings(player: Any) -> Any:
+def _with_context(player: EpisodePlayer) -> EpisodePlayer:
     from mcore_rl.data.chat.conversation import Conversation
     from mcore_rl.rollout.episodes.session import EpisodeContext
 
@@ -89,11 +87,11 @@ def _with_surroundings(player: Any) -> Any:
     return player
 
 
-async def _one_turn(session: Any, prompt: Any) -> None:
+async def _one_turn(session: Session, prompt: EpisodePrompt) -> None:
     await session.generate(prompt.token_ids)
 
 
-async def _conversation(session: Any, prompt: Any) -> None:
+async def _conversation(session: Session, prompt: EpisodePrompt) -> None:
     ids, rng = prompt.token_ids, np.random.default_rng(session.seed)
     for turn in range(TURNS):
         ids = ids + (await session.generate(ids)).token_ids
@@ -123,11 +121,15 @@ def _both(single: Player, one_turn: Player, *, single_first: bool) -> tuple[floa
 
 def _rate(player: Player) -> float:
     """Return tokens per CPU second."""
-    outcomes: list[Any] = []
-    course = AttemptCallbacks(lambda: None, lambda place, outcome: outcomes.append(outcome))
+    outcomes: list[EpisodeOutcome] = []
+
+    def end(place: int, outcome: EpisodeOutcome | None) -> None:
+        assert outcome is not None  # nothing withdraws attempts
+        outcomes.append(outcome)
+
     attempts = _attempts(SINGLE_TURNS, TURN_TOKENS)
     started = time.process_time()
-    player.play(attempts, course, {})
+    player.play(attempts, AttemptCallbacks(lambda: None, end), {})
     seconds = time.process_time() - started
     return sum(len(outcome.trajectories[0].token_ids) for outcome in outcomes) / seconds
 
@@ -137,7 +139,7 @@ def _idle_percent(player: Player, busy_seconds: Callable[[], float]) -> float:
     ended, at_most = 0, int(WAITING_SHARE * CONVERSATIONS)
     figures: list[tuple[float, float]] = []
 
-    def end(place: int, outcome: Any) -> None:
+    def end(place: int, outcome: object) -> None:
         nonlocal ended
         ended += 1
         if ended == at_most:

@@ -36,7 +36,7 @@ def run() -> list[Result]:
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(MEAN_LOG, SPREAD_LOG, (GROUPS, SAMPLES)), LONGEST).astype(np.int64)
     routed, kept = Routed(lengths, steals=True), Routed(lengths, steals=False)
-    dealt = [Engine(SLOTS, ticks) for ticks in TICKS]
+    dealt = [TickEngine(SLOTS, ticks) for ticks in TICKS]
     for engine, rows in zip(dealt, np.array_split(lengths, ENGINES), strict=True):
         engine.add(0, 0, rows.ravel().tolist(), 0)
     ticks = max(engine.drain() for engine in dealt)
@@ -79,7 +79,7 @@ def run() -> list[Result]:
 
 
 @dataclass
-class Engine:
+class TickEngine:
     """Simulated engine with `slots`; decodes one token per request in `ticks_per_token`. Units: ticks, tokens."""
 
     slots: int
@@ -153,7 +153,7 @@ class Routed:
     def __init__(self, lengths: np.ndarray, *, steals: bool) -> None:
         self._steals = steals
         self.seconds, self.ticks, self.reports, self.asked, self.stolen = 0.0, 0, 0, 0, 0
-        self._engines = [Engine(SLOTS, ticks) for ticks in TICKS]
+        self._engines = [TickEngine(SLOTS, ticks) for ticks in TICKS]
         self._clock: list[tuple[int, int]] = []
         """Heap of (next end tick, engine) for busy engines that do not request work."""
         self._more = [True] * ENGINES

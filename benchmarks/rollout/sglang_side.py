@@ -16,7 +16,10 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mcore_rl.types import Completion
 
 Request = tuple[list[int], int, int]
 """Prompt, response tokens, seed."""
@@ -26,7 +29,7 @@ Generate = Callable[[list[Request]], int]
 RUNNING, PROMPT_TOKENS, LONGEST = 64, 24, 256
 SHIM = "from mcore_rl.engines.sglang import cpu\ncpu.prepare()\n"
 """Code for all processes of SGLang, which otherwise cannot be imported on a CPU."""
-ARGUMENTS: dict[str, Any] = {
+ARGUMENTS: dict[str, str | float] = {
     "device": "cpu",
     "dtype": "float32",
     "attention_backend": "torch_native",
@@ -58,7 +61,7 @@ def ours(model: str) -> Generate:
     engine = SglangEngine(model, config, dtype="float32", eos_token_ids=[], seed=1, name="engine", timeout_seconds=600)
 
     def generate(requests: list[Request]) -> int:
-        done: list[Any] = []
+        done: list[Completion] = []
         given = [
             GenerationRequest(str(i), np.array(prompt, np.int32), seed, SamplingOptions(length))
             for i, (prompt, length, seed) in enumerate(requests)
@@ -114,7 +117,7 @@ def server(model: str) -> Generate:
     return lambda requests: sum(pool.map(one, requests))
 
 
-def _sampling(length: int) -> dict[str, Any]:
+def _sampling(length: int) -> dict[str, float]:
     return {"temperature": 1.0, "max_new_tokens": length, "ignore_eos": True}
 
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO
 
 import psutil
 
-from benchmarks.children import ErrorFile, run_command
+from benchmarks.children import LineProgram
+from benchmarks.isolation import ROOT
 from benchmarks.result import Result, SkippedError
-from benchmarks.rollout.engine_loop import requests
+from benchmarks.rollout.engine_loop import requests, write_model
 from benchmarks.sizes import size
 from mcore_rl.config.rules.engine_support import SGLANG_VERSION, sglang_python, sglang_version
 
-ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = size(5, 1)
 AIMS = {"engine": ("its Engine", ">= 1.0"), "server": ("its HTTP server", ">= 1.1")}
 
@@ -31,16 +29,13 @@ AIMS = {"engine": ("its Engine", ">= 1.0"), "server": ("its HTTP server", ">= 1.
 def run() -> list[Result]:
     if sglang_version() != SGLANG_VERSION:
         raise SkippedError("needs .venv-sglang: make sglang")
-    with tempfile.TemporaryDirectory(prefix="mcore_rl_sglang_") as name:
-        directory = Path(name)
-        model = directory / "model"
-        command = [sys.executable, str(ROOT / "scripts" / "tiny_checkpoint.py"), "qwen3_moe", str(model)]
-        run_command([*command, "--set", "head_dim=32", "--set", "max_position_embeddings=512"], ROOT)
-        task = directory / "requests.json"
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_sglang_") as directory:
+        model = write_model(directory)
+        task = Path(directory) / "requests.json"
         task.write_text(
             json.dumps([(r.token_ids.tolist(), r.sampling.max_response_tokens, r.seed) for r in requests()])
         )
-        sides = {way: _Side(way, model, task) for way in ("ours", *AIMS)}
+        sides = {way: _SglangVariant(way, model, task) for way in ("ours", *AIMS)}
         try:
             rounds = [{way: side.measure() for way, side in sides.items()} for _ in range(ROUNDS + 1)][1:]
         finally:
@@ -55,40 +50,27 @@ def _row(rounds: list[dict[str, float]], way: str, beside: str, aim: str) -> Res
     return Result(f"SGLang stepped by us, beside {beside}", ratio * limit, limit, "tok/CPU s", ratio, aim)
 
 
-class _Side:
-    """Child process that runs all requests per measurement and returns the number of tokens."""
+class _SglangVariant:
+    """Processes that run all requests per measurement."""
 
-    def __init__(self, way: str, model: Path, task: Path) -> None:
-        self._way = way
+    def __init__(self, way: str, model: str, task: Path) -> None:
         python = sys.executable if way == "ours" else str(sglang_python())
-        command = [python, "-m", "benchmarks.rollout.sglang_side", way, str(model), str(task)]
-        self._errors = ErrorFile()
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors.file, text=True
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._asks: IO[str] = self._process.stdin
-        self._answers: IO[str] = self._process.stdout
+        command = [python, "-m", "benchmarks.rollout.sglang_side", way, model, str(task)]
+        self._program = LineProgram(f"the process of {way}", command, ROOT)
 
     def measure(self) -> float:
         """Return tokens per CPU second."""
         for process in self._processes():
             process.resume()
         before = self._cpu_seconds()
-        self._asks.write("\n")
-        self._asks.flush()
-        while not (line := self._answers.readline()).startswith("{"):
-            if not line:
-                raise self._errors.ended(f"the process of {self._way}", self._process)
+        tokens = self._program.ask()["tokens"]
         seconds = self._cpu_seconds() - before
         for process in self._processes():
             process.suspend()
-        tokens: int = json.loads(line)["tokens"]
         return tokens / seconds
 
     def _processes(self) -> list[psutil.Process]:
-        process = psutil.Process(self._process.pid)
+        process = psutil.Process(self._program.pid)
         return [process, *process.children(recursive=True)]
 
     def _cpu_seconds(self) -> float:
@@ -98,4 +80,4 @@ class _Side:
     def end(self) -> None:
         for process in self._processes():
             process.kill()
-        self._process.wait()
+        self._program.kill()

@@ -9,13 +9,14 @@ nothing.
 from __future__ import annotations
 
 import statistics
-import time
+from functools import partial
 
 import torch
 
 from benchmarks.result import Result
 from benchmarks.sizes import size
 from benchmarks.sync.processes import processes, sync_plan
+from benchmarks.timing import seconds_of
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.mapping.layout import TrainLayout
 
@@ -34,9 +35,7 @@ def run() -> list[Result]:
             source, target = (torch.ones(sync.sent_bytes, dtype=torch.uint8) for _ in range(2))
             sync.update()
             for _ in range(ROUNDS):
-                started = time.perf_counter()
-                target.copy_(source)
-                limit = time.perf_counter() - started
+                limit = seconds_of(partial(target.copy_, source))
                 seconds, received = sync.update()
                 assert sum(received) == sync.sent_bytes
                 ratios.append(limit / seconds)

@@ -5,17 +5,19 @@ Both use loopback between two processes. Bytes are counted at the receiver.
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 import statistics
-import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection as Pipe
 
 import torch
 
+from benchmarks.children import PipedChild
 from benchmarks.result import Result
 from benchmarks.sizes import size
 from benchmarks.sync.processes import processes, sync_plan
+from benchmarks.timing import seconds_of
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.slices.totals import count
@@ -36,10 +38,10 @@ LAYOUTS = {
 def run() -> list[Result]:
     torch.set_num_threads(1)
     plan = sync_plan(TrainLayout(1), EngineLayout(), ("A", "B"), bucket_mib=BUCKET_MIB)
-    with processes(plan, keep=False) as sync, RawSocket(sync.sent_bytes) as raw:
+    with processes(plan, keep=False) as sync, raw_socket(sync.sent_bytes) as raw:
         sync.update()
         raw()
-        pairs = [(raw(), sync.update()[0]) for _ in range(ROUNDS)]
+        pairs = [(seconds_of(raw), sync.update()[0]) for _ in range(ROUNDS)]
         num_bytes = sync.sent_bytes
     ratio = statistics.median(limit / seconds for limit, seconds in pairs)
     rate = num_bytes / statistics.median(seconds for _, seconds in pairs) / 1e9
@@ -64,29 +66,21 @@ def _counted(name: str, train_layout: TrainLayout, engine_layout: EngineLayout, 
     return Result(title, received[fullest] / 1e6, floor / 1e6, "MB", ratios[fullest], "<= 1.05")
 
 
-class RawSocket:
-    """Callable that sends bytes to another process and returns the seconds until all have arrived."""
+@contextmanager
+def raw_socket(num_bytes: int) -> Iterator[Callable[[], object]]:
+    """Yield a function that sends bytes to another process and returns when all have arrived."""
+    source = torch.ones(num_bytes, dtype=torch.uint8).numpy()
+    child = PipedChild(_take, num_bytes)
+    try:
+        with closing(socket.create_connection(("127.0.0.1", child.recv(int)))) as connection:
 
-    def __init__(self, num_bytes: int) -> None:
-        self._source = torch.ones(num_bytes, dtype=torch.uint8)
+            def send() -> None:
+                connection.sendall(memoryview(source))
+                child.recv(str)
 
-    def __enter__(self) -> RawSocket:
-        self._pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-        arguments = (theirs, self._source.numel())
-        self._process = multiprocessing.get_context("spawn").Process(target=_take, args=arguments, daemon=True)
-        self._process.start()
-        self._socket = socket.create_connection(("127.0.0.1", self._pipe.recv()))
-        return self
-
-    def __call__(self) -> float:
-        started = time.perf_counter()
-        self._socket.sendall(memoryview(self._source.numpy()))
-        self._pipe.recv()
-        return time.perf_counter() - started
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-        self._process.join()
+            yield send
+    finally:
+        child.end()
 
 
 def _take(pipe: Pipe, num_bytes: int) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
-from typing import Any
 
 import torch
 
-from benchmarks.children import Child
+from benchmarks.children import PipedChild
 from benchmarks.conversion import convert
+from mcore_rl.types.json import JsonObject
 from mcore_rl.weights.connection import Connection, TrainerSetup, connect_engine_rank
 from mcore_rl.weights.send import part_of
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -28,7 +27,7 @@ from model_converters.mapping.plan import local_shapes
 
 TIMEOUT_SECONDS = 120.0
 """Timeout of the transports, which start under full load of this machine."""
-CONFIG: dict[str, Any] = {
+CONFIG: JsonObject = {
     **convert.CONFIG,
     "vocab_size": 1024,
     "num_experts": 8,
@@ -46,7 +45,7 @@ def sync_plan(
     bucket_mib: float,
     num_slots: int = 2,
     layers: int | None = None,
-    config: dict[str, Any] = CONFIG,
+    config: JsonObject = CONFIG,
     address: str = "127.0.0.1",
 ) -> SyncPlan:
     """Create a plan. `hosts`: one letter per trainer rank, and one per engine rank; processes with the same letter
@@ -58,28 +57,28 @@ def sync_plan(
 
 
 @dataclass
-class Processes:
+class SyncProcesses:
     """Connected processes of a sync."""
 
     plan: SyncPlan
-    trainers: list[Child]
-    engines: list[Child]
+    trainers: list[PipedChild]
+    engines: list[PipedChild]
 
     def update(self) -> tuple[float, list[int]]:
         """Run one update. Returns its seconds and the bytes received by each engine rank."""
         started = time.perf_counter()
         for pipe in (*self.engines, *self.trainers):
             pipe.send("update")
-        received = [pipe.recv() for pipe in self.engines]
+        received = [pipe.recv(int) for pipe in self.engines]
         for pipe in self.trainers:
-            pipe.recv()
+            pipe.recv(str)
         return time.perf_counter() - started, received
 
     def digests(self) -> list[dict[str, str]]:
         """Return digests by HF name for each process: sent tensors of trainers, then received tensors of engines."""
         for pipe in (*self.trainers, *self.engines):
             pipe.send("digests")
-        return [pipe.recv() for pipe in (*self.trainers, *self.engines)]
+        return [pipe.recv(dict) for pipe in (*self.trainers, *self.engines)]
 
     @property
     def sent_bytes(self) -> int:
@@ -90,29 +89,30 @@ class Processes:
 
 
 @contextmanager
-def processes(plan: SyncPlan, *, device: str = "cpu", keep: bool = True, pinned: bool = False) -> Iterator[Processes]:
+def processes(
+    plan: SyncPlan, *, device: str = "cpu", keep: bool = True, pinned: bool = False
+) -> Iterator[SyncProcesses]:
     """Start and connect the processes of a sync. keep: engine ranks copy received slices to their own tensors; these
     and the trainers' tensors are on `device`. pinned: the staging buffers are registered with CUDA."""
-    context = multiprocessing.get_context("spawn")  # a process with a CUDA context must not fork
     store = open_store("127.0.0.1")
     with ExitStack() as stack:
 
-        def start(target: Any, rank: int, *arguments: Any) -> Child:
-            child = Child(context, target, plan, rank, device, *arguments)
+        def start(target: Callable[..., None], rank: int, *arguments: object) -> PipedChild:
+            child = PipedChild(target, plan, rank, device, *arguments)
             stack.callback(child.end)
             return child
 
         trainers = [start(_trainer, rank, pinned) for rank in range(len(plan.topology.trainers))]
         engines = [start(_engine, rank, keep) for rank in range(len(plan.topology.engines))]
-        segments = {number: name for pipe in trainers for number, name in pipe.recv().items()}
+        segments = {number: name for pipe in trainers for number, name in pipe.recv(dict).items()}
         rendezvous = Rendezvous(plan.topology.trainers[0].address, store.port, 0)
         for pipe in (*trainers, *engines):
             pipe.send(Connection(plan, rendezvous, segments, TIMEOUT_SECONDS))
         for pipe in (*trainers, *engines):
-            assert pipe.recv() == "connected"
+            assert pipe.recv(str) == "connected"
         for pipe in trainers:
             pipe.send("unlink")
-        yield Processes(plan, trainers, engines)
+        yield SyncProcesses(plan, trainers, engines)
 
 
 def _trainer(pipe: Pipe, plan: SyncPlan, rank: int, device: str, pinned: bool) -> None:

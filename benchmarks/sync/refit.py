@@ -4,25 +4,23 @@ gathers the experts tensor by tensor, and a point-to-point exchange of only the 
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.children import Child
+from benchmarks.children import PipedChild
 from benchmarks.conversion import convert
-from benchmarks.conversion.mbridge import Peer, initialize, require_mbridge
+from benchmarks.conversion.mbridge import MBridgePeer, initialize, require_mbridge
 from benchmarks.result import Result
 from benchmarks.sizes import size
 from benchmarks.sync.processes import processes, sync_plan
+from benchmarks.timing import alternating
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_plan, local_shapes
@@ -43,12 +41,11 @@ def run() -> list[Result]:
             _pair(_missing, directory) as missing,
         ):
             actions: list[Callable[[], object]] = [sync.update, export, missing]
-            for action in actions:
-                action()
-            rounds = [[_timed(action) for action in actions] for _ in range(ROUNDS)]
-    ours, theirs, floor = (statistics.median(seconds) for seconds in zip(*rounds, strict=True))
-    faster = statistics.median(theirs / ours for ours, theirs, _ in rounds)
-    over = statistics.median(ours / floor for ours, _, floor in rounds)
+            alternating(actions, 1)
+            times = alternating(actions, ROUNDS)
+    ours, theirs, floor = map(statistics.median, times)
+    faster = statistics.median(theirs / ours for ours, theirs, _ in zip(*times, strict=True))
+    over = statistics.median(ours / floor for ours, _, floor in zip(*times, strict=True))
     num_bytes = sync.sent_bytes / 2
     return [
         Result(f"{num_bytes / 1e6:.0f} MB to each engine, beside mbridge's export", ours, theirs, "s", faster, ">= 3"),
@@ -57,20 +54,18 @@ def run() -> list[Result]:
 
 
 @contextmanager
-def _pair(target: Any, directory: str) -> Iterator[Callable[[], None]]:
+def _pair(target: Callable[[Pipe, int, str], None], directory: str) -> Iterator[Callable[[], None]]:
     """Start two processes that run `target` in parallel on each call."""
-    context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
-        children: list[Child] = []
-        for rank in range(LAYOUT.world_size):
-            children.append(Child(context, target, rank, directory))
-            stack.callback(children[-1].end, False)
+        children = [PipedChild(target, rank, directory) for rank in range(LAYOUT.world_size)]
+        for child in children:
+            stack.callback(child.end, False)
 
         def once() -> None:
             for child in children:
                 child.send(True)
             for child in children:
-                child.recv()
+                child.recv(str)
 
         yield once
 
@@ -80,7 +75,7 @@ def _export(pipe: Pipe, rank: int, directory: str) -> None:
     torch.set_num_threads(1)
     initialize(LAYOUT, rank, f"file://{directory}/export")
     shapes = local_shapes(convert.bound_rows(), LAYOUT, rank)
-    peer = Peer(
+    peer = MBridgePeer(
         Path(directory) / "hf", {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     )
     total = sum(torch.Size(tensor.shape).numel() for tensor in export_plan(convert.bound_rows(), TrainLayout(1)))
@@ -109,9 +104,3 @@ def _missing(pipe: Pipe, rank: int, directory: str) -> None:
             assert work is not None
             work.wait()
         pipe.send("done")
-
-
-def _timed(action: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started

@@ -6,20 +6,24 @@ no padding. The peer of the log-probability pass is its matrix products.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from benchmarks.result import Result
 from benchmarks.sizes import size
+from benchmarks.timing import medians
 from benchmarks.training.actor_task import CLIP, LEARNING_RATE, MODEL, PROMPT, actor_config, trajectories, write_model
 from mcore_rl.types import RankShare, TrajectoryBuffers
+from model_converters.families.parts.hf_config import integer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
 REPEATS = size(3, 1)
 EQUAL = np.full(*size((16, 224), (2, 16)))
@@ -55,7 +59,7 @@ def long_tailed(count: int) -> np.ndarray:
     return np.clip(np.random.default_rng(0).lognormal(4.5, 0.9, count), 8, 1024).astype(np.int64)
 
 
-def _update_row(name: str, aim: str, actor: Any, peer: Any, responses: np.ndarray) -> Result:
+def _update_row(name: str, aim: str, actor: MegatronActor, peer: PreTrainedModel, responses: np.ndarray) -> Result:
     share, buffers = trajectories(responses)
     tokens = int(share.total_tokens.sum())
     optimizer = torch.optim.AdamW(peer.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
@@ -67,19 +71,21 @@ def _update_row(name: str, aim: str, actor: Any, peer: Any, responses: np.ndarra
     def theirs() -> None:
         _plain_update(peer, optimizer, share, buffers)
 
-    seconds, alone = _medians([ours, theirs])
+    seconds, alone = medians([ours, theirs], REPEATS)
     note = f"{len(responses)} responses, {tokens} tokens; medians of {REPEATS} alternating runs, one thread each"
     return Result(f"update, {name}", tokens / seconds, tokens / alone, "tokens/s", alone / seconds, aim=aim, note=note)
 
 
-def _peer_model() -> Any:
+def _peer_model() -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {key: value for key, value in MODEL.items() if key != "torch_dtype"}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="sdpa").float()
 
 
-def _plain_update(model: Any, optimizer: Any, share: RankShare, buffers: TrajectoryBuffers) -> None:
+def _plain_update(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, share: RankShare, buffers: TrajectoryBuffers
+) -> None:
     """Run the update with padded batches, as a simple implementation would."""
     order = np.argsort(-share.total_tokens, kind="stable")
     optimizer.zero_grad()
@@ -91,8 +97,11 @@ def _plain_update(model: Any, optimizer: Any, share: RankShare, buffers: Traject
     optimizer.step()
 
 
-def _padded_loss(model: Any, share: RankShare, buffers: TrajectoryBuffers, members: np.ndarray) -> torch.Tensor:
-    rows = [torch.from_numpy(buffers.tokens[s : s + n].astype(np.int64)) for s, n in _places(share, buffers, members)]
+def _padded_loss(
+    model: PreTrainedModel, share: RankShare, buffers: TrajectoryBuffers, members: np.ndarray
+) -> torch.Tensor:
+    places = [(int(buffers.token_offsets[i]), int(share.total_tokens[i])) for i in members]
+    rows = [torch.from_numpy(buffers.tokens[start : start + count].astype(np.int64)) for start, count in places]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True)
     logits = model(tokens, attention_mask=mask.long()).logits[:, PROMPT - 1 : -1]
@@ -107,17 +116,13 @@ def _padded_loss(model: Any, share: RankShare, buffers: TrajectoryBuffers, membe
     return (loss * trained * torch.from_numpy(share.loss_weights[members])[:, None]).sum()
 
 
-def _places(share: RankShare, buffers: TrajectoryBuffers, members: np.ndarray) -> list[tuple[int, int]]:
-    return [(int(buffers.token_offsets[i]), int(share.total_tokens[i])) for i in members]
-
-
-def _logp_row(actor: Any) -> Result:
+def _logp_row(actor: MegatronActor) -> Result:
     share, buffers = trajectories(EQUAL)
     arrays = {name: values for name, values in vars(share).items() if name != "version"}
     nothing = RankShare(**{name: values[:0] for name, values in arrays.items()})
     tokens, trained = int(share.total_tokens.sum()) - len(EQUAL), int(EQUAL.sum())
-    products = [(tokens, inner, outer) for inner, outer in _layer_products()] * MODEL["num_hidden_layers"]
-    products.append((trained, MODEL["hidden_size"], MODEL["vocab_size"]))
+    products = [(tokens, inner, outer) for inner, outer in _layer_products()] * integer(MODEL, "num_hidden_layers")
+    products.append((trained, integer(MODEL, "hidden_size"), integer(MODEL, "vocab_size")))
     operands = [(torch.randn(m, k), torch.randn(n, k), torch.empty(m, n).fill_(0)) for m, k, n in products]
 
     def ours() -> None:
@@ -127,24 +132,14 @@ def _logp_row(actor: Any) -> Result:
         for left, right, out in operands:
             torch.mm(left, right.t(), out=out)
 
-    seconds, alone = _medians([ours, theirs])
+    seconds, alone = medians([ours, theirs], REPEATS)
     note = "the peer is every matrix product of the forward pass, without attention, norms and softmax"
     return Result("log-probability pass", seconds, alone, "s", seconds / alone, note=note)
 
 
 def _layer_products() -> list[tuple[int, int]]:
-    hidden, head = MODEL["hidden_size"], MODEL["head_dim"]
-    heads, groups, wide = MODEL["num_attention_heads"], MODEL["num_key_value_heads"], MODEL["intermediate_size"]
+    hidden, head, heads, groups, wide = (
+        integer(MODEL, key)
+        for key in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    )
     return [(hidden, (heads + 2 * groups) * head), (heads * head, hidden), (hidden, 2 * wide), (wide, hidden)]
-
-
-def _medians(calls: list[Callable[[], None]]) -> list[float]:
-    """Return the median seconds of each call; calls alternate after a warm-up."""
-    times: list[list[float]] = [[] for _ in calls]
-    for repeat in range(REPEATS + 1):
-        for call, seconds in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            call()
-            if repeat:
-                seconds.append(time.perf_counter() - start)
-    return [statistics.median(seconds) for seconds in times]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mcore_rl.config.schema import Config
 from mcore_rl.types import RankShare, TrajectoryBuffers
+from mcore_rl.types.json import JsonObject
+from model_converters.families.parts.hf_config import integer
 
-MODEL: dict[str, Any] = {
+MODEL: JsonObject = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 8192,
@@ -32,7 +33,7 @@ LEARNING_RATE = 1e-5
 CLIP = 0.2
 
 
-def write_model(directory: Path, **changes: Any) -> Path:
+def write_model(directory: Path, **changes: object) -> Path:
     """Write config.json with `changes` of MODEL, without weights: they are random."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(MODEL | changes), encoding="utf-8")
@@ -71,7 +72,7 @@ def trajectories(responses: np.ndarray) -> tuple[RankShare, TrajectoryBuffers]:
             loss_weights=np.full(count, 1 / responses.sum(), np.float32),
         ),
         TrajectoryBuffers(
-            tokens=generator.integers(0, MODEL["vocab_size"], lengths.sum()).astype(np.int32),
+            tokens=generator.integers(0, integer(MODEL, "vocab_size"), lengths.sum()).astype(np.int32),
             token_offsets=np.cumsum([0, *lengths]).astype(np.int64),
             prompt_tokens=np.full(count, PROMPT, np.int32),
             response_offsets=np.cumsum([0, *responses]).astype(np.int64),

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.pairs import Pair, alternate
+from benchmarks.pairs import alternate
 from benchmarks.result import Result
 from benchmarks.sizes import size
 from mcore_rl.algorithms import compute_advantages
@@ -88,7 +88,7 @@ def _tokens() -> list[Result]:
 def _alternate(ours: Callable[[], object], limit: Callable[[], object]) -> tuple[float, float]:
     """Like pairs.alternate, after a first call that compiles kernels."""
     ours()
-    return alternate(Pair(ours, limit, num_bytes=0))
+    return alternate(ours, limit)
 
 
 def scatter_form(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:

@@ -7,14 +7,11 @@ above the inputs. Forward and backward over fewer tokens: compared with the thre
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
 
 from benchmarks.result import Result
 from benchmarks.sizes import size
+from benchmarks.timing import alternating, peak_increase
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 
 LIMIT_RATIO = 1.3
@@ -25,13 +22,12 @@ CHUNK_TOKENS = 1024
 HIDDEN = 1024
 
 
-def run(*, small: bool = False) -> list[Result]:
-    tokens, vocabulary = size((2048, 32_320) if small else (8192, 129_280), (64, 512))
-    rows = _forward(tokens, vocabulary, repeats=3 if small else 1)
-    return [*rows, *_forward_backward(*size((1024, 32_320), (64, 512)))]
+def run() -> list[Result]:
+    forward, backward = size(((8192, 129_280), (1024, 32_320)), ((64, 512), (64, 512)))
+    return [*_forward(*forward), *_forward_backward(*backward)]
 
 
-def _forward(tokens: int, vocabulary: int, *, repeats: int) -> list[Result]:
+def _forward(tokens: int, vocabulary: int) -> list[Result]:
     states, weight, targets = _inputs(tokens, vocabulary)
 
     def ours() -> None:
@@ -41,9 +37,9 @@ def _forward(tokens: int, vocabulary: int, *, repeats: int) -> list[Result]:
         for first in range(0, tokens, CHUNK_TOKENS):
             torch.mm(states[first : first + CHUNK_TOKENS], weight.t(), out=logits)
 
-    extra = _extra_gb(ours)
+    extra = peak_increase(ours) / 1e9
     logits = torch.empty(CHUNK_TOKENS, vocabulary).fill_(0)
-    seconds, alone = _seconds([ours, product], repeats)
+    seconds, alone = map(min, alternating([ours, product], 1))
     size = f"{tokens:,} x {vocabulary:,}"
     note = f"hidden {HIDDEN}, {torch.get_num_threads()} threads; the peer is the product hidden x weight^T alone"
     aim = f"<= {LIMIT_RATIO}"
@@ -73,7 +69,7 @@ def _forward_backward(tokens: int, vocabulary: int) -> list[Result]:
         loss = torch.nn.functional.cross_entropy(states @ weight.t(), targets, reduction="sum")
         torch.autograd.grad(loss, (states, weight))
 
-    seconds, *peers = _seconds([ours, products, cross_entropy], 3)
+    seconds, *peers = map(min, alternating([ours, products, cross_entropy], 3))
     return [
         Result(f"forward + backward, {tokens:,} x {vocabulary:,}: {peer}", seconds, taken, "s", seconds / taken)
         for peer, taken in zip(("three products", "cross_entropy"), peers, strict=True)
@@ -85,27 +81,3 @@ def _inputs(tokens: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, t
     states = torch.randn(tokens, HIDDEN, generator=generator)
     weight = torch.randn(vocabulary, HIDDEN, generator=generator).mul_(0.05)
     return states, weight, torch.randint(0, vocabulary, (tokens,), generator=generator)
-
-
-def _seconds(calls: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the minimum seconds of each call over `repeats`; calls alternate, so that load affects all of them."""
-    best = [float("inf")] * len(calls)
-    for _ in range(repeats):
-        for index, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            best[index] = min(best[index], time.perf_counter() - start)
-    return best
-
-
-def _extra_gb(call: Callable[[], object]) -> float:
-    """Return the increase of resident memory during a call (Linux)."""
-    before = _status_gb("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of resident memory
-    call()
-    return _status_gb("VmHWM") - before
-
-
-def _status_gb(field: str) -> float:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024 / 1e9

@@ -9,14 +9,13 @@ as in training; the choice has a separate row.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from benchmarks.pairs import alternate
 from benchmarks.result import Result
 from benchmarks.sizes import size
 from mcore_rl.algorithms import Correction, PolicyLossInputs, compute_value_loss, policy_loss
@@ -95,16 +94,5 @@ def correct(level: str, rows: PolicyLossInputs) -> None:
 
 
 def _row(name: str, ours: Callable[[], object], reference: Callable[[], object], aim: str = "") -> Result:
-    ratios, times = [], []
-    for _ in range(ROUNDS):
-        limit, seconds = _seconds(reference), _seconds(ours)
-        ratios.append(seconds / limit)
-        times.append(seconds)
-    ratio, milliseconds = statistics.median(ratios), 1e3 * statistics.median(times)
-    return Result(name, milliseconds, milliseconds / ratio, "ms", ratio, aim)
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
+    inverse, seconds = alternate(ours, reference, ROUNDS, shortest=0.0)
+    return Result(name, 1e3 * seconds, 1e3 * seconds * inverse, "ms", 1 / inverse, aim)

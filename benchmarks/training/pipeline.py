@@ -12,7 +12,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ import torch
 from benchmarks.result import Result
 from benchmarks.sizes import size
 from benchmarks.training.actor_task import PROMPT, actor_config, trajectories, write_model
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.roles.actor import MegatronActor
 
 STAGES = 2
 COUNTS = (1, 2, 4, 8, 16)
@@ -52,14 +55,14 @@ def _rank(rank: int, directory: str) -> dict[int, float]:
     torch.set_num_threads(1)
     model = Path(directory) / "model"
     config = actor_config(model, tokens_per_microbatch=RESPONSE + PROMPT, pp=STAGES)
-    actor: Any = MegatronActor(config, rank, STAGES, f"file://{directory}/store")
+    actor = MegatronActor(config, rank, STAGES, f"file://{directory}/store")
     try:
         return {count: _seconds(actor, count) for count in COUNTS}
     finally:
         parallel.destroy()
 
 
-def _seconds(actor: Any, count: int) -> float:
+def _seconds(actor: MegatronActor, count: int) -> float:
     import torch.distributed as dist
 
     share, buffers = trajectories(np.full(count, RESPONSE))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,8 +14,11 @@ from mcore_rl.rollout.journal import JournaledResponse
 from mcore_rl.rollout.loop import Choose
 from mcore_rl.types import Completion, GenerationRequest
 
+if TYPE_CHECKING:
+    from mcore_rl.runtime.engines.process import EngineProcess
 
-class ForcedLengths:
+
+class ForcedLengthGenerator:
     """Generator whose call k gives response i lengths[k][i] tokens. The model must never sample the end token."""
 
     def __init__(self, generator: Generator, lengths: Sequence[np.ndarray]) -> None:
@@ -42,7 +45,8 @@ class ForcedLengths:
         self._generator.withdraw(choose)
 
 
-def force_lengths(process: Any, lengths: Sequence[np.ndarray]) -> None:
+def force_lengths(process: EngineProcess, lengths: Sequence[np.ndarray]) -> None:
     """Force the lengths; called in the engine's process (runtime.engines.process.EngineProcess)."""
-    player = process._runner._withdraw.__self__  # the task runner withdraws requests through the player of tasks
-    player._generator = ForcedLengths(player._generator, lengths)
+    # The task runner withdraws requests through the player of tasks.
+    player = process._runner._withdraw.__self__  # type: ignore[attr-defined]
+    player._generator = ForcedLengthGenerator(player._generator, lengths)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from mcore_rl.preparation.preflight import check_run
 from mcore_rl.preparation.prepare import prepare
 from mcore_rl.preparation.run_dir import make_run_dir
 from mcore_rl.trainer.loop import train
-from mcore_rl.types import Metric
+from mcore_rl.trainer.run import MetricsJournal
 
 
 def step_config(task: Path, run_dir: Path, *, ranks: int, steps: int) -> Config:
@@ -58,20 +57,15 @@ def step_config(task: Path, run_dir: Path, *, ranks: int, steps: int) -> Config:
     return config
 
 
-class Pacer:
-    """Journal that measures the duration of each step, and calls `between` after each step."""
+class StepTimer:
+    """MetricsJournal that measures the duration of each step, and calls `between` after each step."""
 
-    def __init__(self, journal: Any, between: Callable[[], None]) -> None:
+    def __init__(self, journal: MetricsJournal, between: Callable[[], None]) -> None:
         self._journal = journal
         self._between = between
         self._started = 0.0
         self.seconds: list[float] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._journal, name)
-
-    def record(self, metrics: dict[str, Metric]) -> None:
-        self._journal.record(metrics)
+        self.record, self.resume_after, self.close = journal.record, journal.resume_after, journal.close
 
     def finish_step(self, step: int) -> None:
         self._journal.finish_step(step)
@@ -94,19 +88,19 @@ def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None
         handles = [engine.calls.handle for engine in fleet.engines]
         force = [handle.__ray_call__.options(concurrency_group="run") for handle in handles]
         fleet.watch.get([call.remote(force_lengths, lengths) for call in force])
-        pacer = Pacer(run.journal, between)
-        run.journal = pacer
+        timer = StepTimer(run.journal, between)
+        run.journal = timer
         train(run)  # type: ignore[arg-type]
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] > 0]
     _check_lengths(rows, lengths)
     phases = ("generate", "reward", "rollout", "logp", "update", "weight_sync")
     return [
         {"step": seconds, **{phase: row[f"time/{phase}"] for phase in phases}}
-        for seconds, row in zip(pacer.seconds, rows, strict=True)
+        for seconds, row in zip(timer.seconds, rows, strict=True)
     ]
 
 
-def _check_lengths(rows: Sequence[dict[str, Any]], lengths: Sequence[np.ndarray]) -> None:
+def _check_lengths(rows: Sequence[Mapping[str, float]], lengths: Sequence[np.ndarray]) -> None:
     """Check that each step generated as many tokens as the other side."""
     for row, wanted in zip(rows, lengths, strict=True):
         assert round(row["tokens/generated"]) == int(wanted.sum()), f"step {row['step']}: {row['tokens/generated']}"

@@ -12,17 +12,15 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
 
 from benchmarks.asynchronous.training import Shape
 from benchmarks.asynchronous.training import measure as measure_ahead
-from benchmarks.children import ErrorFile, run_command
+from benchmarks.children import LineProgram, run_command
 from benchmarks.isolation import ROOT
 from benchmarks.result import Result, SkippedError, shares
 from benchmarks.whole_step.ours import measure
@@ -34,7 +32,7 @@ from benchmarks.whole_step.task import (
     SAMPLES,
     WARM_UP,
     WORKLOADS,
-    Workload,
+    LengthWorkload,
     lengths,
 )
 
@@ -69,12 +67,12 @@ def _side_by_side(task: Path, run_dir: Path, ranks: int) -> tuple[list[dict[str,
     with ExitStack() as stack:
         peers = [stack.enter_context(trl(task, index, threads=ranks)) for index in range(len(WORKLOADS))]
         turns = iter([peer for peer, workload in zip(peers, WORKLOADS, strict=True) for _ in range(workload.steps)])
-        ours = measure(task, run_dir, ranks=ranks, between=lambda: theirs.append(next(turns).step()))
+        ours = measure(task, run_dir, ranks=ranks, between=lambda: theirs.append(next(turns).ask()))
     return ours, theirs
 
 
 def _compare(
-    workload: Workload, ranks: int, ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]
+    workload: LengthWorkload, ranks: int, ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]
 ) -> Result:
     """Report the step of median duration of each side. The ratio is the median over pairs of consecutive steps, because
     on a busy machine both slow down together."""
@@ -130,52 +128,17 @@ def write_task(directory: Path) -> Path:
     return directory
 
 
-class Peer:
-    """TRL in its own process (benchmarks.whole_step.trl_peer)."""
-
-    def __init__(self, process: subprocess.Popen[str], errors: ErrorFile) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process, self._errors = process, errors
-        self._commands: IO[str] = process.stdin
-        self._answers: IO[str] = process.stdout
-        self.threads = int(self._answer()["threads"])
-
-    def step(self) -> dict[str, float]:
-        """Run one step; returns seconds by phase."""
-        self._commands.write("go\n")
-        self._commands.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        for line in self._answers:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-            print(line, end="", file=sys.stderr)
-        raise self._errors.ended("TRL's process", self._process)
-
-
 @contextmanager
-def trl(task: Path, workload: int, *, threads: int) -> Iterator[Peer]:
-    """Start TRL for one workload and wait until it is ready for its first step."""
+def trl(task: Path, workload: int, *, threads: int) -> Iterator[LineProgram]:
+    """Start TRL (benchmarks.whole_step.trl_peer) for one workload and wait until it is ready for its first step. Its
+    answers are seconds by phase."""
     inputs = [str(task / "model"), str(task / "train.jsonl")]
     command = [str(PEER_PYTHON), "-m", "benchmarks.whole_step.trl_peer", *inputs, str(workload)]
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    errors = ErrorFile()
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **settings},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors.file,
-        text=True,
-    )
+    peer = LineProgram("TRL's process", command, ROOT, {**os.environ, **settings})
     try:
-        peer = Peer(process, errors)
-        assert peer.threads == threads, f"TRL runs {peer.threads} threads, not {threads}"
+        found = peer.answer()["threads"]
+        assert found == threads, f"TRL runs {found} threads, not {threads}"
         yield peer
     finally:
-        process.kill()
-        process.wait()
+        peer.kill()

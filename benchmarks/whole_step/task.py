@@ -24,7 +24,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 
 @dataclass(frozen=True)
-class Workload:
+class LengthWorkload:
     """Lengths of a benchmark. `aim`: target of the peer's seconds divided by ours. `peer_microbatch`: TRL's fastest
     micro-batch size of 16 to 256 responses; TRL pads, so with long tails large micro-batches are mostly padding. The
     first WARM_UP of `steps` do not count."""
@@ -37,12 +37,12 @@ class Workload:
 
 
 WORKLOADS = (
-    Workload(f"{EQUAL_TOKENS} tokens each", False, ">= 1.0", 256, 9),
-    Workload(f"lognormal, up to {LONGEST}", True, ">= 1.5", 32, 6),
+    LengthWorkload(f"{EQUAL_TOKENS} tokens each", False, ">= 1.0", 256, 9),
+    LengthWorkload(f"lognormal, up to {LONGEST}", True, ">= 1.5", 32, 6),
 )
 
 
-def lengths(workload: Workload, step: int) -> np.ndarray:
+def lengths(workload: LengthWorkload, step: int) -> np.ndarray:
     """Return the response lengths of a step, int64 [RESPONSES]; they differ between steps."""
     if not workload.long_tailed:
         return np.full(RESPONSES, EQUAL_TOKENS, np.int64)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,13 +29,13 @@ from benchmarks.whole_step.task import (
     RESPONSES,
     SAMPLES,
     WORKLOADS,
-    Workload,
+    LengthWorkload,
     digit_share,
     lengths,
 )
 
 
-class ForcedLengths(LogitsProcessor):
+class ForcedLengthProcessor(LogitsProcessor):
     """Ends row i after exactly lengths[i] tokens, including the end token."""
 
     def __init__(self, lengths: np.ndarray, eos: int) -> None:
@@ -58,10 +58,10 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def wrap(self, owner: Any, method: str, phase: str) -> None:
-        inner = getattr(owner, method)
+    def wrap(self, owner: object, method: str, phase: str) -> None:
+        inner: Callable[..., object] = getattr(owner, method)
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def timed(*args: object, **kwargs: object) -> object:
             started = time.perf_counter()
             result = inner(*args, **kwargs)
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
@@ -77,18 +77,18 @@ class OnCommand(TrainerCallback):
         self._stopwatch = stopwatch
         self._started = 0.0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *args: object, **kwargs: object) -> None:
         if not sys.stdin.readline():
             raise SystemExit("the other side has ended")
         self._stopwatch.seconds.clear()
         self._started = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
         seconds = {"step": time.perf_counter() - self._started, **self._stopwatch.seconds}
         print(json.dumps(seconds), flush=True)
 
 
-def settings(directory: str, workload: Workload) -> GRPOConfig:
+def settings(directory: str, workload: LengthWorkload) -> GRPOConfig:
     """Return TRL's fastest settings for this machine: one update per batch, plain fp32, no recomputation."""
     return GRPOConfig(
         output_dir=directory,
@@ -113,7 +113,7 @@ def settings(directory: str, workload: Workload) -> GRPOConfig:
     )
 
 
-def rewards(completions: list[str], **_: Any) -> list[float]:
+def rewards(completions: list[str], **_: object) -> list[float]:
     return [digit_share(completion) for completion in completions]
 
 
@@ -124,9 +124,9 @@ def main(model_dir: str, prompts: str, index: str) -> None:
     drawn = iter(range(workload.steps))
     generate = model.generate
 
-    def generate_to_length(*args: Any, **kwargs: Any) -> Any:
+    def generate_to_length(*args: object, **kwargs: object) -> object:
         wanted = lengths(workload, next(drawn))
-        forced = LogitsProcessorList([ForcedLengths(wanted, tokenizer.eos_token_id)])
+        forced = LogitsProcessorList([ForcedLengthProcessor(wanted, tokenizer.eos_token_id)])
         return generate(*args, logits_processor=forced, **kwargs)
 
     model.generate = generate_to_length

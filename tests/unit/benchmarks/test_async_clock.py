@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.asynchronous.clock import SLOTS, Clock, Engine, step_seconds, write_ready_records
+from benchmarks.asynchronous.clock import SLOTS, SimulatedClock, SimulatedEngine, step_seconds, write_ready_records
 from benchmarks.asynchronous.simulation import SAMPLES, Setting, simulate
 from mcore_rl.rollout.tasks import Until
 from mcore_rl.types import RolloutTask, SamplingOptions
@@ -20,8 +20,8 @@ from mcore_rl.types import RolloutTask, SamplingOptions
 class Caller:
     """Has one call at an engine that waits for an end, and another as soon as that has come."""
 
-    clock: Clock
-    engine: Engine
+    clock: SimulatedClock
+    engine: SimulatedEngine
     own: list[Any] = field(default_factory=list)
     ends: dict[int, float] = field(default_factory=dict)
     """When groups ended."""
@@ -39,8 +39,8 @@ class Caller:
 
 
 def caller_of(lengths: list[list[int]], directory: Path) -> Caller:
-    clock = Clock(np.array(lengths, np.int32))
-    caller = clock.attendant = Caller(clock, Engine(clock, write_ready_records(directory, 1)))
+    clock = SimulatedClock(np.array(lengths, np.int32))
+    caller = clock.attendant = Caller(clock, SimulatedEngine(clock, write_ready_records(directory, 1)))
     caller.own.append(caller.engine.run.remote([], Until.ANY, []))
     return caller
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.children import Child, ChildError
+from benchmarks.children import ChildError, PipedChild
 
 
 def answer(pipe: Connection, factor: int) -> None:
@@ -24,8 +23,8 @@ def answer(pipe: Connection, factor: int) -> None:
 
 
 @contextmanager
-def child(target: Any, *arguments: Any) -> Iterator[Child]:
-    started = Child(multiprocessing.get_context("fork"), target, *arguments)
+def child(target: Any, *arguments: Any) -> Iterator[PipedChild]:
+    started = PipedChild(target, *arguments)
     try:
         yield started
     finally:
@@ -36,14 +35,21 @@ def child(target: Any, *arguments: Any) -> Iterator[Child]:
 def test_child_answers_until_it_is_ended() -> None:
     with child(answer, 3) as started:
         started.send(2)
-        assert started.recv() == 6
+        assert started.recv(int) == 6
+
+
+def test_child_that_sends_another_type_is_named() -> None:
+    with child(answer, "ab") as started:
+        started.send(2)
+        with pytest.raises(ChildError, match="answer sent 'abab' instead of int"):
+            started.recv(int)
 
 
 def test_child_that_raises_brings_its_own_error() -> None:
     with child(answer, 3) as started:
         started.send(-1)
         with pytest.raises(ChildError) as raised:
-            started.recv()
+            started.recv(int)
     assert str(raised.value).startswith("child process answer failed:\nTraceback")
     assert str(raised.value).splitlines()[-1] == "ValueError: -1 is below 0"
 
@@ -52,6 +58,6 @@ def test_child_that_ends_without_an_answer_brings_its_exit_code() -> None:
     with child(answer, 3) as started:
         started.send(7)
         with pytest.raises(ChildError, match="answer ended with exit code 3 before it answered"):
-            started.recv()
+            started.recv(int)
         with pytest.raises(ChildError, match="answer ended with exit code 3"):
             started.send(2)

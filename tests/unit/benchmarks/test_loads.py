@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.driver.load import DULL_FRACTION, ReadyPool, make_episodes, make_scalars
-from benchmarks.whole_step.forced_lengths import ForcedLengths
+from benchmarks.whole_step.forced_lengths import ForcedLengthGenerator
 from benchmarks.whole_step.task import EQUAL_TOKENS, LONGEST, RESPONSES, WORKLOADS, lengths, schedule
 from mcore_rl.data.batching import one_row_per_episode
 from mcore_rl.types import GenerationRequest, RolloutTask, SamplingOptions
@@ -48,7 +48,7 @@ class _Engine:
 
 def test_forced_lengths_take_one_row_of_the_plan_per_call() -> None:
     engine = _Engine()
-    forced = ForcedLengths(engine, [np.array([3, 5]), np.array([1, 2])])
+    forced = ForcedLengthGenerator(engine, [np.array([3, 5]), np.array([1, 2])])
     sampling = SamplingOptions(LONGEST)
     requests = [GenerationRequest(str(i), np.array([4], np.int32), i, sampling) for i in range(2)]
     forced.generate(requests, lambda completion: None, lambda: None)

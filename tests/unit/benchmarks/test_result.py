@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import isolation
 from benchmarks.registry import BENCHMARKS, Benchmark
-from benchmarks.result import Outcome, Result, shares
+from benchmarks.result import BenchmarkOutcome, Result, shares
 from benchmarks.table import render
 
 ROOT = Path(__file__).parents[3]
@@ -44,10 +44,10 @@ def test_shares_name_what_the_parts_leave_of_the_whole() -> None:
 
 def test_every_outcome_appears_in_the_table() -> None:
     outcomes = [
-        Outcome("good", (Result("row", 0.5, 2.0, "s", 0.25, "<= 1", "here it goes\nand there"),)),
-        Outcome("slow", (Result("row", 3.0, 2.0, "GB/s", 1.5, "<= 1"),)),
-        Outcome("absent", reason="no peer", skipped=True),
-        Outcome("broken", reason="it broke"),
+        BenchmarkOutcome("good", (Result("row", 0.5, 2.0, "s", 0.25, "<= 1", "here it goes\nand there"),)),
+        BenchmarkOutcome("slow", (Result("row", 3.0, 2.0, "GB/s", 1.5, "<= 1"),)),
+        BenchmarkOutcome("absent", reason="no peer", skipped=True),
+        BenchmarkOutcome("broken", reason="it broke"),
     ]
     text = render("machine", outcomes)
     good, slow = (line for line in text.splitlines() if ": row  " in line)
