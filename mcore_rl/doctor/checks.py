@@ -46,32 +46,33 @@ class Check:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class Package:
-    """Distribution to look up by any of its names, and its top-level module."""
-
-    name: str
-    distributions: tuple[str, ...]
-    module: str
-    need: Need
-    feature: str
-    remedy: str
-
-
 CPU_INSTALL = "make setup"
 GPU_INSTALL = "make setup EXTRA=gpu"
+
+
+@dataclass(frozen=True)
+class RequiredPackage:
+    """Distribution to look up, and its top-level module."""
+
+    name: str
+    module: str
+    feature: str
+    need: Need = Need.BOTH
+    remedy: str = CPU_INSTALL
+
+
 PACKAGES = (
-    Package("megatron-core", ("megatron-core",), "megatron", Need.BOTH, "the actor", CPU_INSTALL),
-    Package("ray", ("ray",), "ray", Need.BOTH, "starting and watching the processes of a run", CPU_INSTALL),
-    Package("transformers", ("transformers",), "transformers", Need.BOTH, "tokenizers", CPU_INSTALL),
-    Package("omegaconf", ("omegaconf",), "omegaconf", Need.BOTH, "configuration", CPU_INSTALL),
-    Package("safetensors", ("safetensors",), "safetensors", Need.BOTH, "HF checkpoints", CPU_INSTALL),
-    Package("pyarrow", ("pyarrow",), "pyarrow", Need.BOTH, "parquet prompt sets", CPU_INSTALL),
-    Package("psutil", ("psutil",), "psutil", Need.BOTH, "megatron's distributed checkpoints", CPU_INSTALL),
-    Package("math-verify", ("math-verify",), "math_verify", Need.BOTH, "the built-in math grader", CPU_INSTALL),
-    Package("tensorboard", ("tensorboard",), "tensorboard", Need.BOTH, "run_dir/tensorboard", CPU_INSTALL),
-    Package("flash-attn", ("flash-attn",), "flash_attn", Need.EXTRA, "packed attention on GPUs older than Hopper",
-            "pip install --no-build-isolation --no-deps flash-attn==2.8.3 (long build, needs nvcc)"),
+    RequiredPackage("megatron-core", "megatron", "the actor"),
+    RequiredPackage("ray", "ray", "starting and watching the processes of a run"),
+    RequiredPackage("transformers", "transformers", "tokenizers"),
+    RequiredPackage("omegaconf", "omegaconf", "configuration"),
+    RequiredPackage("safetensors", "safetensors", "HF checkpoints"),
+    RequiredPackage("pyarrow", "pyarrow", "parquet prompt sets"),
+    RequiredPackage("psutil", "psutil", "megatron's distributed checkpoints"),
+    RequiredPackage("math-verify", "math_verify", "the built-in math grader"),
+    RequiredPackage("tensorboard", "tensorboard", "run_dir/tensorboard"),
+    RequiredPackage("flash-attn", "flash_attn", "packed attention on GPUs older than Hopper", Need.EXTRA,
+                    "pip install --no-build-isolation --no-deps flash-attn==2.8.3 (long build, needs nvcc)"),
 )  # fmt: skip
 GIB = 1 << 30
 
@@ -89,8 +90,8 @@ def has_subpackage(package: str, name: str) -> bool:
     return any((place / name).is_dir() or (place / f"{name}.py").is_file() for place in places)
 
 
-def check_package(package: Package) -> Check:
-    version = version_of(package.distributions)
+def check_package(package: RequiredPackage) -> Check:
+    version = version_of([package.name])
     ok = version is not None and has_module(package.module)
     state = version or "-"
     if version and not ok:
@@ -145,14 +146,7 @@ def check_sglang() -> Check:
     """Check SGLang, which has its own environment because it needs other versions of shared packages."""
     version = sglang_version()
     state = f"{version}, for {sglang_python()}" if version else "-"
-    return Check(
-        "sglang",
-        version == SGLANG_VERSION,
-        state,
-        Need.EXTRA,
-        "rollout.engine=sglang",
-        "make sglang",
-    )
+    return Check("sglang", version == SGLANG_VERSION, state, Need.EXTRA, "rollout.engine=sglang", "make sglang")
 
 
 def check_transformer_engine() -> Check:
@@ -187,12 +181,10 @@ def check_the_sandbox() -> Check:
     return Check(name, True, f"{shutil.which('bwrap')} works", Need.EXTRA, feature)
 
 
-def check_commands() -> list[Check]:
-    slurm = [c for c in ("sbatch", "srun", "scontrol", "sinfo") if shutil.which(c)]
-    return [
-        Check("slurm", len(slurm) == 4, ", ".join(slurm) or "-", Need.EXTRA,
-              "runs over several nodes", "run on a cluster's login node"),
-    ]  # fmt: skip
+def check_slurm() -> Check:
+    commands = [name for name in ("sbatch", "srun", "scontrol", "sinfo") if shutil.which(name)]
+    found, remedy = ", ".join(commands) or "-", "run on a cluster's login node"
+    return Check("slurm", len(commands) == 4, found, Need.EXTRA, "runs over several nodes", remedy)
 
 
 def usable_cores() -> int:
@@ -201,13 +193,8 @@ def usable_cores() -> int:
 
 def memory_gib() -> tuple[float, float]:
     """Return total and available memory in GiB, limited by the container's limit."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total, available = os.sysconf("SC_PHYS_PAGES") * page / GIB, os.sysconf("SC_AVPHYS_PAGES") * page / GIB
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024 / GIB
-    except (OSError, KeyError, ValueError):
-        pass
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total, available = (int(fields[key].split()[0]) * 1024 / GIB for key in ("MemTotal", "MemAvailable"))
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text()) / GIB
     except (OSError, ValueError):  # no such file, or "max"
@@ -252,6 +239,6 @@ def report() -> list[Check]:
         check_transformer_engine(),
         check_apex(),
         check_the_sandbox(),
-        *check_commands(),
+        check_slurm(),
         *check_machine(),
     ]

@@ -90,7 +90,7 @@ def test_vllm_builds_are_distinguished(
 
 def test_distribution_without_its_module_is_broken(install: Callable[..., None]) -> None:
     install("half-there", "1.0")
-    package = machine.Package("half-there", ("half-there",), "half_there", Need.BOTH, "x", "reinstall")
+    package = machine.RequiredPackage("half-there", "half_there", "x")
     check = machine.check_package(package)
     assert not check.ok
     assert "broken" in check.found
