@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import demo_task
@@ -43,12 +43,14 @@ class Demo:
     config: str
     run: str
     warm_start_overrides: tuple[str, ...] = ()
-    data: str = field(init=False)
-    warm_start_run: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "data", f"runs/demo_task/{self.task}")
-        object.__setattr__(self, "warm_start_run", f"{self.run}_warm_start")
+    @property
+    def data(self) -> str:
+        return f"runs/demo_task/{self.task}"
+
+    @property
+    def warm_start_run(self) -> str:
+        return f"{self.run}_warm_start"
 
     @property
     def exported(self) -> str:

@@ -41,7 +41,7 @@ def load_pair(source: Path) -> Pair:
     """Compare loading into preallocated tensors of one rank."""
     _initialize_alone()
     ours = convert.load_pair(source, 1)
-    local = _allocate()
+    local = allocate(TrainLayout(1), 0)
     peer = MBridgePeer(source, local)
     ours.ours()
     peer.load()
@@ -54,21 +54,14 @@ def bucket_pair(source: Path) -> Pair:
     sync."""
     _initialize_alone()
     ours = convert.bucket_pair(1)
-    peer = MBridgePeer(source, _allocate())
+    peer = MBridgePeer(source, allocate(TrainLayout(1), 0))
     target = torch.ones(ours.num_bytes // 2, dtype=torch.bfloat16)
-
-    def theirs() -> None:
-        done = 0
-        for _, tensor in peer.export():
-            target[done : done + tensor.numel()].view(tensor.shape).copy_(tensor)
-            done += tensor.numel()
-        assert done == target.numel(), "mbridge exports another number of elements"
-
-    return Pair(ours.ours, theirs, ours.num_bytes)
+    return Pair(ours.ours, lambda: peer.export(target), ours.num_bytes)
 
 
-def _allocate() -> dict[str, torch.Tensor]:
-    shapes = local_shapes(convert.bound_rows(), TrainLayout(1), 0)
+def allocate(layout: TrainLayout, rank: int) -> dict[str, torch.Tensor]:
+    """Create the rank's tensors by our names."""
+    shapes = local_shapes(convert.bound_rows(), layout, rank)
     return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
 
 
@@ -129,9 +122,13 @@ class MBridgePeer:
         with torch.no_grad():
             self._bridge.load_weights([self._model], str(self._source), memory_efficient=True)
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (HF name, new tensor)."""
-        yield from self._bridge.export_weights([self._model])
+    def export(self, target: torch.Tensor) -> None:
+        """Export the model and copy each tensor to a part of `target`, as a sync would."""
+        done = 0
+        for _, tensor in self._bridge.export_weights([self._model]):
+            target[done : done + tensor.numel()].view(tensor.shape).copy_(tensor)
+            done += tensor.numel()
+        assert done == target.numel(), "mbridge exports another number of elements"
 
 
 def _peer_name(name: str) -> str:

@@ -8,7 +8,9 @@ from functools import partial
 import torch
 
 from benchmarks import timing
+from benchmarks.sizes import size
 
+EDGE = size(8192, 256)
 REPEATS = 5
 """Timed calls per variant; medians are reported."""
 
@@ -29,9 +31,9 @@ def medians(calls: Sequence[Callable[[], object]], device: str, repeats: int = R
     return timing.medians([partial(complete, call) for call in calls], repeats)
 
 
-def product_flops(device: str, edge: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Measure FLOP per second of a large matrix product: the reachable rate, as opposed to the specified one."""
-    left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
-    out = torch.empty(edge, edge, dtype=dtype, device=device)
+def product_flops(device: str) -> float:
+    """Measure FLOP per second of a large bfloat16 matrix product, the reachable rate."""
+    left, right = (torch.randn(EDGE, EDGE, device=device).to(torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(left)
     (seconds,) = medians([lambda: torch.mm(left, right, out=out)], device)
-    return 2 * edge**3 / seconds
+    return 2 * EDGE**3 / seconds

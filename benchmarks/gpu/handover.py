@@ -15,12 +15,13 @@ import torch
 from benchmarks.gpu.clock import medians
 from benchmarks.gpu.machine import require
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from benchmarks.sync.processes import processes, sync_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from model_converters.mapping.layout import TrainLayout
 
-LAYERS, BUCKET_MIB, ROUNDS = 12, 64.0, 7
-WAYS = {"staged": BUCKET_MIB, "at once": float(1 << 10)}
+LAYERS, ROUNDS = size((12, 7), (1, 2))
+WAYS = {"staged": 64.0, "at once": float(1 << 10)}
 """Bucket size in MiB."""
 
 
@@ -49,16 +50,16 @@ class HandOver:
         return self.num_bytes / self.copy_seconds
 
 
-def run(device: str = "cuda", layers: int = LAYERS, rounds: int = ROUNDS) -> list[Result]:
+def run(device: str = "cuda") -> list[Result]:
     require(device)
     results = []
     for way, bucket_mib in WAYS.items():
         for pinned in (False, True) if device == "cuda" else (False,):
-            over = measure(device, layers=layers, bucket_mib=bucket_mib, rounds=rounds, pinned=pinned)
+            over = measure(device, layers=LAYERS, bucket_mib=bucket_mib, rounds=ROUNDS, pinned=pinned)
             assert over.arrived == over.sent
-            size = f"{over.num_bytes / 2**20:.0f} MiB, {over.num_rounds} buckets"
             rate, limit = over.rate / 1e9, over.copy_rate / 1e9
-            name = f"{way}, {'pinned' if pinned else 'unpinned'}, {size}"
+            amount = f"{over.num_bytes / 2**20:.0f} MiB, {over.num_rounds} buckets"
+            name = f"{way}, {'pinned' if pinned else 'unpinned'}, {amount}"
             results.append(Result(name, rate, limit, "GB/s", rate / limit, note="the limit is one copy on the device"))
     return results
 

@@ -14,37 +14,38 @@ import torch
 
 from benchmarks.gpu.clock import medians, synchronize
 from benchmarks.gpu.machine import require
-from benchmarks.gpu.models import DENSE, ModelLoad, one_actor, size_of
+from benchmarks.gpu.models import DENSE, TINY, one_actor, size_of
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from benchmarks.training.actor_task import trajectories
 
 STATE_BYTES = 12
 """Bytes per parameter and direction: main parameter and two moments, in float32."""
-PIECE = 1 << 28
+PIECE_BYTES = size(1 << 28, 1 << 20)
 """Bytes that the limit copies at a time."""
-MIDDLE = replace(DENSE, layers=8)
+LOAD = size(replace(DENSE, layers=8), TINY)
 
 
-def run(device: str = "cuda", size: ModelLoad = MIDDLE, piece_bytes: int = PIECE) -> list[Result]:
+def run(device: str = "cuda") -> list[Result]:
     require(device)
-    with one_actor(size, device, cpu_offload=True) as (actor, fields):
-        share, buffers = trajectories(np.full(size.responses, size.longest))
+    with one_actor(LOAD, device, cpu_offload=True) as (actor, fields):
+        share, buffers = trajectories(np.full(LOAD.responses, LOAD.longest))
         actor.accumulate_gradients(actor.recompute_logp([share], [buffers])[0], 0)
         (seconds,) = medians([lambda: actor.optimizer.step()], device)
     parameters = size_of(fields).total
-    limit = _both_ways(STATE_BYTES * parameters, device, piece_bytes)
+    limit = _both_ways(STATE_BYTES * parameters, device)
     note = f"{STATE_BYTES * parameters / 1e9:.2f} GB each way; {2 * STATE_BYTES * parameters / seconds / 1e9:.1f} GB/s"
     name = f"optimizer step in pieces, {parameters / 1e9:.2f}B parameters"
     return [Result(name, seconds * 1e3, limit * 1e3, "ms", seconds / limit, note=note)]
 
 
-def _both_ways(num_bytes: int, device: str, piece_bytes: int) -> float:
+def _both_ways(num_bytes: int, device: str) -> float:
     """Measure the seconds to copy `num_bytes` to the device and `num_bytes` back at the same time."""
     cuda = device == "cuda"
-    host = [torch.zeros(piece_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
-    there = [torch.zeros(piece_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    host = [torch.zeros(PIECE_BYTES, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
+    there = [torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)] if cuda else [None, None]
-    pieces = -(-num_bytes // piece_bytes)
+    pieces = -(-num_bytes // PIECE_BYTES)
 
     def copy() -> None:
         for _ in range(pieces):
@@ -55,4 +56,4 @@ def _both_ways(num_bytes: int, device: str, piece_bytes: int) -> float:
         synchronize(device)
 
     (seconds,) = medians([copy], device)
-    return seconds * num_bytes / (pieces * piece_bytes)
+    return seconds * num_bytes / (pieces * PIECE_BYTES)

@@ -14,14 +14,15 @@ from benchmarks.children import PipedChild
 from benchmarks.gpu.clock import medians
 from benchmarks.gpu.machine import require
 from benchmarks.result import Result
+from benchmarks.sizes import size
 
-NUM_BYTES = 1 << 30
+NUM_BYTES = size(1 << 30, 1 << 20)
 """Size of the transferred buffer."""
 
 
-def run(device: str = "cuda", num_bytes: int = NUM_BYTES) -> list[Result]:
+def run(device: str = "cuda") -> list[Result]:
     require(device)
-    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
+    source = torch.randint(0, 255, (NUM_BYTES,), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     handles = torch.multiprocessing.get_context("spawn").Queue()  # torch sends handles of tensors through its queues
     child = PipedChild(_copy, handles, device)
@@ -32,8 +33,8 @@ def run(device: str = "cuda", num_bytes: int = NUM_BYTES) -> list[Result]:
     finally:
         child.end()  # the source must exist until the other process has released it
     assert total == int(source.sum(dtype=torch.int64))
-    rate, limit = num_bytes / seconds / 1e9, num_bytes / alone / 1e9
-    return [Result(f"copy by IPC handle, {num_bytes / 2**20:.0f} MiB", rate, limit, "GB/s", rate / limit)]
+    rate, limit = NUM_BYTES / seconds / 1e9, NUM_BYTES / alone / 1e9
+    return [Result(f"copy by IPC handle, {NUM_BYTES / 2**20:.0f} MiB", rate, limit, "GB/s", rate / limit)]
 
 
 def _copy(connection: Connection, handles: torch.multiprocessing.Queue, device: str) -> None:

@@ -7,30 +7,30 @@ import torch
 from benchmarks.gpu.clock import medians
 from benchmarks.gpu.machine import require
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 
-TOKENS, HIDDEN, VOCABULARY, CHUNK = 16_384, 7168, 129_280, 1024
+TOKENS, HIDDEN, VOCABULARY, CHUNK = size((16_384, 7168, 129_280, 1024), (256, 64, 1000, 256))
 AIM = "<= 1.3"
 
 
-def run(device: str = "cuda", tokens: int = TOKENS, hidden: int = HIDDEN, vocabulary: int = VOCABULARY) -> list[Result]:
+def run(device: str = "cuda") -> list[Result]:
     require(device)
     generator = torch.Generator(device).manual_seed(0)
-    states = torch.randn(tokens, hidden, generator=generator, device=device).to(torch.bfloat16)
-    weight = torch.randn(vocabulary, hidden, generator=generator, device=device).mul_(0.05).to(torch.bfloat16)
-    targets = torch.randint(0, vocabulary, (tokens,), generator=generator, device=device)
-    chunk = min(CHUNK, tokens)
-    logits = torch.empty(chunk, vocabulary, dtype=torch.bfloat16, device=device)
+    states = torch.randn(TOKENS, HIDDEN, generator=generator, device=device).to(torch.bfloat16)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, device=device).mul_(0.05).to(torch.bfloat16)
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator, device=device)
+    logits = torch.empty(CHUNK, VOCABULARY, dtype=torch.bfloat16, device=device)
 
     def ours() -> None:
         with torch.no_grad():
-            linear_logp_entropy(states, weight, targets, chunk_tokens=chunk)
+            linear_logp_entropy(states, weight, targets, chunk_tokens=CHUNK)
 
     def product() -> None:
-        for first in range(0, tokens, chunk):
-            torch.mm(states[first : first + chunk], weight.t(), out=logits[: min(chunk, tokens - first)])
+        for first in range(0, TOKENS, CHUNK):
+            torch.mm(states[first : first + CHUNK], weight.t(), out=logits)
 
     seconds, alone = medians([ours, product], device)
-    note = f"hidden {hidden}, bfloat16; the peer is only hidden x weight^T, into an existing buffer"
-    name = f"logp + entropy, {tokens:,} x {vocabulary:,}"
+    note = f"hidden {HIDDEN}, bfloat16; the peer is only hidden x weight^T, into an existing buffer"
+    name = f"logp + entropy, {TOKENS:,} x {VOCABULARY:,}"
     return [Result(name, seconds * 1e3, alone * 1e3, "ms", seconds / alone, aim=AIM, note=note)]

@@ -6,7 +6,6 @@ Without a GPU, the resident memory of the process replaces the device's memory; 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +14,9 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.machine import require
-from benchmarks.gpu.models import DENSE, MOE, ModelLoad, configure, filled, one_actor
+from benchmarks.gpu.models import LOADS, ModelLoad, configure, filled, one_actor
 from benchmarks.result import Result
+from benchmarks.sizes import size
 from benchmarks.timing import memory_bytes, reset_peak
 from benchmarks.training.actor_task import PROMPT, trajectories, write_model
 
@@ -25,21 +25,19 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 AIM = "<= 1.1"
-CONFIGURATIONS = tuple(
-    replace(size, recompute=recompute) for size in (DENSE, MOE) for recompute in ("none", "selective", "full")
-)
+RECOMPUTE = size(("none", "selective", "full"), ("full",))
 
 
-def run(device: str = "cuda", sizes: Sequence[ModelLoad] = CONFIGURATIONS) -> list[Result]:
+def run(device: str = "cuda") -> list[Result]:
     require(device)
-    return [_measure(size, device) for size in sizes]
+    return [_measure(replace(load, recompute=recompute), device) for load in LOADS for recompute in RECOMPUTE]
 
 
-def _measure(size: ModelLoad, device: str) -> Result:
+def _measure(load: ModelLoad, device: str) -> Result:
     # Full rows of full-length sequences, as in the plan.
-    responses = np.full(size.responses, size.longest)
-    planned = planned_bytes(size, device)
-    with one_actor(size, device) as (actor, fields):
+    responses = np.full(load.responses, load.longest)
+    planned = planned_bytes(load, device)
+    with one_actor(load, device) as (actor, fields):
         share, buffers = trajectories(responses)
         _start_anew(device)
         for _ in range(2):  # the first step creates the optimizer's state
@@ -48,19 +46,19 @@ def _measure(size: ModelLoad, device: str) -> Result:
         peak = _peak_bytes(device)
     # Both errors count: with too low a plan the run fails, with too high a plan GPUs are wasted.
     ratio = max(peak / planned, planned / peak)
-    note = f"{fields['num_hidden_layers']} layers, rows of {size.budget} tokens; the ratio is larger / smaller"
-    name = f"peak of an update, {size.name}, recompute {size.recompute}"
+    note = f"{fields['num_hidden_layers']} layers, rows of {load.budget} tokens; the ratio is larger / smaller"
+    name = f"peak of an update, {load.name}, recompute {load.recompute}"
     return Result(name, peak / GIB, planned / GIB, "GiB", ratio, aim=AIM, note=note)
 
 
-def planned_bytes(size: ModelLoad, device: str) -> int:
+def planned_bytes(load: ModelLoad, device: str) -> int:
     """Return the planned state and activations of the update, for the packages that are installed here."""
     with tempfile.TemporaryDirectory(prefix="mcore_rl_gpu_") as root:
-        config = configure(write_model(Path(root) / "model", **filled(size, device)), size)
-        config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = PROMPT, size.longest
+        config = configure(write_model(Path(root) / "model", **filled(load, device)), load)
+        config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = PROMPT, load.longest
         config.plan.mean_response_fraction = 1.0
         config.rollout.samples_per_prompt = 1
-        config.trainer.prompts_per_step = config.trainer.prompts_per_update = size.responses
+        config.trainer.prompts_per_step = config.trainer.prompts_per_update = load.responses
         config.data.train = [root]  # required, but never read
         return _planned(config)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.sizes import size
 from benchmarks.training.actor_task import MODEL, actor_config, write_model
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size
@@ -73,33 +74,36 @@ TINY_MOE = ModelLoad(
 )
 
 
+LOADS = size((DENSE, MOE), (TINY, TINY_MOE))
+
+
 def size_of(fields: JsonObject) -> ModelSize:
     """Count the parameters of the model with these fields of config.json."""
     return model_size(fields, bound_rows(fields, torch.bfloat16))
 
 
-def filled(size: ModelLoad, device: str) -> JsonObject:
-    """Return the fields of config.json of `size` on this device."""
-    fields = MODEL | size.fields
-    if size.layers is not None:
-        return fields | {"num_hidden_layers": size.layers}
+def filled(load: ModelLoad, device: str) -> JsonObject:
+    """Return the fields of config.json of `load` on this device."""
+    fields = MODEL | load.fields
+    if load.layers is not None:
+        return fields | {"num_hidden_layers": load.layers}
     assert device == "cuda", "only a GPU is filled with layers: set ModelLoad.layers for a CPU"
     room = STATE_SHARE * torch.cuda.get_device_properties(0).total_memory / BYTES_PER_PARAMETER
     one, two = (size_of(fields | {"num_hidden_layers": layers}).total for layers in (1, 2))
     return fields | {"num_hidden_layers": max(int((room - one) // (two - one)) + 1, 1)}
 
 
-def configure(directory: Path, size: ModelLoad) -> Config:
+def configure(directory: Path, load: ModelLoad) -> Config:
     """Return the configuration of a bfloat16 actor of the model in `directory`."""
-    config = actor_config(directory, tokens_per_microbatch=size.budget)
+    config = actor_config(directory, tokens_per_microbatch=load.budget)
     config.model.dtype = "bfloat16"
-    config.actor.recompute = size.recompute
-    config.actor.logprob_chunk_tokens = min(1024, size.budget)
+    config.actor.recompute = load.recompute
+    config.actor.logprob_chunk_tokens = min(1024, load.budget)
     return config
 
 
 @contextmanager
-def one_actor(size: ModelLoad, device: str, *, cpu_offload: bool = False) -> Iterator[tuple[MegatronActor, JsonObject]]:
+def one_actor(load: ModelLoad, device: str, *, cpu_offload: bool = False) -> Iterator[tuple[MegatronActor, JsonObject]]:
     """Create an actor of one rank with random weights; yields it with the fields of its config.json. cpu_offload: the
     optimizer state is in host memory."""
     from mcore_rl.megatron.model import parallel
@@ -109,8 +113,8 @@ def one_actor(size: ModelLoad, device: str, *, cpu_offload: bool = False) -> Ite
     if device == "cuda":
         torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory(prefix="mcore_rl_gpu_") as root:
-        fields = filled(size, device)
-        config = configure(write_model(Path(root) / "model", **fields), size)
+        fields = filled(load, device)
+        config = configure(write_model(Path(root) / "model", **fields), load)
         config.actor.optimizer.cpu_offload = cpu_offload
         try:
             yield MegatronActor(config, 0, 1, f"file://{root}/store"), fields

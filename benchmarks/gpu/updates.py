@@ -7,14 +7,14 @@ to the longest response.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.gpu.clock import medians, product_flops
 from benchmarks.gpu.machine import require, stated_flops
-from benchmarks.gpu.models import DENSE, MOE, ModelLoad, one_actor, size_of
+from benchmarks.gpu.models import DENSE, LOADS, ModelLoad, one_actor, size_of
 from benchmarks.result import Result
 from benchmarks.training.actor_task import PROMPT, trajectories
 from mcore_rl.planner.flops import forward_flops
@@ -29,16 +29,16 @@ AIM = ">= 0.4"
 """Minimum fraction of the matrix product's rate, for the dense model."""
 
 
-def run(device: str = "cuda", sizes: Sequence[ModelLoad] = (DENSE, MOE), edge: int = 8192) -> list[Result]:
+def run(device: str = "cuda") -> list[Result]:
     require(device)
-    product = product_flops(device, edge)
-    return [row for size in sizes for row in _measure(size, device, product)]
+    product = product_flops(device)
+    return [row for load in LOADS for row in _measure(load, device, product)]
 
 
-def _measure(size: ModelLoad, device: str, product: float) -> list[Result]:
-    with one_actor(size, device) as (actor, fields):
-        equal = np.full(size.responses, size.longest)
-        tailed = long_tailed(size)
+def _measure(load: ModelLoad, device: str, product: float) -> list[Result]:
+    with one_actor(load, device) as (actor, fields):
+        equal = np.full(load.responses, load.longest)
+        tailed = long_tailed(load)
         seconds, packed, padded = medians(
             [_update(actor, equal), _update(actor, tailed), _update(actor, np.full(len(tailed), tailed.max()))],
             device,
@@ -48,21 +48,21 @@ def _measure(size: ModelLoad, device: str, product: float) -> list[Result]:
     parameters = size_of(fields).total / 1e9
     layers = fields["num_hidden_layers"]
     stated = stated_flops(device)
-    note = f"{layers} layers; {int(equal.sum()) + PROMPT * len(equal)} tokens in rows of {size.budget}"
+    note = f"{layers} layers; {int(equal.sum()) + PROMPT * len(equal)} tokens in rows of {load.budget}"
     note += "" if stated is None else f"; {rate / stated:.1%} of the specified {stated / 1e12:.0f} TFLOPS"
     tokens = int(tailed.sum()) + PROMPT * len(tailed)
     return [
         Result(
-            f"update, {size.name}, {parameters:.2f}B parameters",
+            f"update, {load.name}, {parameters:.2f}B parameters",
             rate / 1e12,
             product / 1e12,
             "TFLOPS",
             rate / product,
-            aim=AIM if size.name == DENSE.name else "",
+            aim=AIM if load.name == DENSE.name else "",
             note=note,
         ),
         Result(
-            f"update, {size.name}, packed beside padded",
+            f"update, {load.name}, packed beside padded",
             tokens / packed,
             tokens / padded,
             "tokens/s",
@@ -72,10 +72,10 @@ def _measure(size: ModelLoad, device: str, product: float) -> list[Result]:
     ]
 
 
-def long_tailed(size: ModelLoad) -> np.ndarray:
-    """Return lognormal lengths, as of reasoning models, up to the longest of `size`."""
-    lengths = np.random.default_rng(0).lognormal(np.log(size.longest / 8), 0.9, size.responses)
-    return np.clip(lengths, 8, size.longest).astype(np.int64)
+def long_tailed(load: ModelLoad) -> np.ndarray:
+    """Return lognormal lengths, as of reasoning models, up to the longest of `load`."""
+    lengths = np.random.default_rng(0).lognormal(np.log(load.longest / 8), 0.9, load.responses)
+    return np.clip(lengths, 8, load.longest).astype(np.int64)
 
 
 def update_flops(fields: JsonObject, responses: np.ndarray) -> float:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.children import PipedChild
 from benchmarks.conversion import convert
-from benchmarks.conversion.mbridge import MBridgePeer, initialize, require_mbridge
+from benchmarks.conversion.mbridge import MBridgePeer, allocate, initialize, require_mbridge
 from benchmarks.result import Result
 from benchmarks.sizes import size
 from benchmarks.sync.processes import processes, sync_plan
@@ -71,21 +71,13 @@ def _pair(target: Callable[[Pipe, int, str], None], directory: str) -> Iterator[
 
 
 def _export(pipe: Pipe, rank: int, directory: str) -> None:
-    """Export with mbridge and copy each tensor to existing memory, as a sync would."""
     torch.set_num_threads(1)
     initialize(LAYOUT, rank, f"file://{directory}/export")
-    shapes = local_shapes(convert.bound_rows(), LAYOUT, rank)
-    peer = MBridgePeer(
-        Path(directory) / "hf", {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    )
+    peer = MBridgePeer(Path(directory) / "hf", allocate(LAYOUT, rank))
     total = sum(torch.Size(tensor.shape).numel() for tensor in export_plan(convert.bound_rows(), TrainLayout(1)))
     target = torch.ones(total, dtype=torch.bfloat16)
     while pipe.recv():
-        done = 0
-        for _, tensor in peer.export():
-            target[done : done + tensor.numel()].view(tensor.shape).copy_(tensor)
-            done += tensor.numel()
-        assert done == total, "mbridge exports another number of elements"
+        peer.export(target)
         pipe.send("done")
 
 
