@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.children import run_command
 from benchmarks.isolation import ROOT
 from mcore_rl.observe.metrics import TIMELINE, read_metrics
-from mcore_rl.observe.timeline import TraceEvent, read_timeline
+from mcore_rl.observe.timeline import read_timeline
 
 SWAP_ENDS = "finish weight update"
 

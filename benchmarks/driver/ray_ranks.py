@@ -112,7 +112,7 @@ class SilentTrainer(RankProcess):
         return [metrics if rank % self.peers == 0 else type(metrics)() for rank, metrics in enumerate(found)]
 
     @remote_method(num_returns=2)
-    def fetch(self, wanted: FetchRequest) -> tuple[None, int]:
+    def fetch(self, wanted: FetchRequest) -> tuple[None, int]:  # type: ignore[override]  # `recompute_logp` takes it
         return None, len(wanted.rows)
 
     def recompute_logp(self, key: int, shares: RankShares, fetched: int) -> dict[str, Metric]:

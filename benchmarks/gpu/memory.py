@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +18,6 @@ from benchmarks.result import Result
 from benchmarks.sizes import size
 from benchmarks.timing import memory_bytes, reset_peak
 from benchmarks.training.actor_task import PROMPT, trajectories, write_model
-
-if TYPE_CHECKING:
-    from mcore_rl.config.schema import Config
 
 GIB = 2**30
 AIM = "<= 1.1"
@@ -53,6 +49,11 @@ def _measure(load: ModelLoad, device: str) -> Result:
 
 def planned_bytes(load: ModelLoad, device: str) -> int:
     """Return the planned state and activations of the update, for the packages that are installed here."""
+    from mcore_rl.config.roles import ModelRole
+    from mcore_rl.planner.plan import Job
+    from mcore_rl.planner.stages import planned_stages
+    from mcore_rl.resolved.installed import here
+
     with tempfile.TemporaryDirectory(prefix="mcore_rl_gpu_") as root:
         config = configure(write_model(Path(root) / "model", **filled(load, device)), load)
         config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = PROMPT, load.longest
@@ -60,21 +61,12 @@ def planned_bytes(load: ModelLoad, device: str) -> int:
         config.rollout.samples_per_prompt = 1
         config.trainer.prompts_per_step = config.trainer.prompts_per_update = load.responses
         config.data.train = [root]  # required, but never read
-        return _planned(config)
-
-
-def _planned(config: Config) -> int:
-    from mcore_rl.config.roles import ModelRole
-    from mcore_rl.planner.plan import Job
-    from mcore_rl.planner.stages import planned_stages
-    from mcore_rl.resolved.installed import here
-
-    job = Job.of(config)
-    role = ModelRole.policy(config.actor, config.model)
-    implementation = job.spec.implementation(role, config.cluster.gpus_per_node, here())
-    run = replace(job.run, fused=implementation.transformer_engine, cuda=torch.cuda.is_available())
-    ((activations, (state,)),) = planned_stages(job.spec, run, job.batch(job.spec.layout).most_microbatches)
-    return state.total_bytes + max(int(activations.total_bytes), state.piece_bytes)
+        job = Job.of(config)
+        role = ModelRole.policy(config.actor, config.model)
+        implementation = job.spec.implementation(role, config.cluster.gpus_per_node, here())
+        run = replace(job.run, fused=implementation.transformer_engine, cuda=torch.cuda.is_available())
+        ((activations, (state,)),) = planned_stages(job.spec, run, job.batch(job.spec.layout).most_microbatches)
+        return state.total_bytes + max(int(activations.total_bytes), state.piece_bytes)
 
 
 def _start_anew(device: str) -> None:
