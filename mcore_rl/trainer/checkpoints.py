@@ -14,7 +14,7 @@ from typing import TypedDict
 
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.ports import PendingSave
-from mcore_rl.trainer.proof import PROOF_FILE, STATE_FILE, Proof, check_content, check_file, read_proof, write_proof
+from mcore_rl.trainer.proof import PROOF_FILE, STATE_FILE, check_content, check_file, read_proof, write_proof
 from mcore_rl.types import SavedFile, SavedState
 from mcore_rl.types.json import JsonObject
 from model_converters.durable_files import sync
@@ -142,14 +142,14 @@ class Checkpoints:
                 self._discard(old)
 
     @staticmethod
-    def read(path: Path) -> tuple[CheckpointState, Proof]:
-        """Read the state and the proof of a checkpoint.
+    def read(path: Path) -> tuple[CheckpointState, tuple[SavedFile, ...]]:
+        """Return the state and the files of a checkpoint.
 
         Raises: DamagedCheckpointError.
         """
-        proof = read_proof(path)
-        check_file(path, proof, STATE_FILE)
-        return json.loads((path / STATE_FILE).read_text(encoding="utf-8")), proof
+        files = read_proof(path)
+        check_file(path, files, STATE_FILE)
+        return json.loads((path / STATE_FILE).read_text(encoding="utf-8")), files
 
     def clean(self) -> None:
         """Remove directories that a crash left partly written or partly removed."""

@@ -15,7 +15,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypedDict
 from zlib import crc32
@@ -23,7 +22,6 @@ from zlib import crc32
 from mcore_rl.data.checksum import file_crc32
 from mcore_rl.errors import DamagedCheckpointError
 from mcore_rl.types import SavedFile, SavedState
-from mcore_rl.types.json import JsonObject
 
 PROOF_FILE, STATE_FILE = "complete.json", "state.json"
 CHECKED_BYTES = 8 * 2**30
@@ -40,14 +38,6 @@ class _ListedFile(TypedDict):
     crc32: str
 
 
-@dataclass(frozen=True)
-class Proof:
-    """Content of complete.json; `files` lists all files of the checkpoint except the proof."""
-
-    files: tuple[SavedFile, ...]
-    description: JsonObject
-
-
 def write_proof(directory: Path, saved: SavedState, others: Sequence[str]) -> None:
     """Write the proof for the files saved by the ranks and the other files `others` in the directory.
 
@@ -60,13 +50,13 @@ def write_proof(directory: Path, saved: SavedState, others: Sequence[str]) -> No
     (directory / PROOF_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def read_proof(directory: Path) -> Proof:
-    """Read the proof and compare the size of every file. Checksums are compared later, by the ranks.
+def read_proof(directory: Path) -> tuple[SavedFile, ...]:
+    """Compare the size of every file, and return all files except the proof. Ranks compare checksums later.
 
     Raises: DamagedCheckpointError naming missing or truncated files.
     """
     try:
-        listed, written = _read(directory / PROOF_FILE)
+        listed = _read(directory / PROOF_FILE)
         files = tuple(SavedFile(name, int(of["bytes"]), int(of["crc32"], 16)) for name, of in listed.items())
         outside = [file.name for file in files if not _is_inside(file.name)]
         if outside or STATE_FILE not in listed:
@@ -74,7 +64,7 @@ def read_proof(directory: Path) -> Proof:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise DamagedCheckpointError(f"{directory} is damaged: {PROOF_FILE} cannot be read ({error})") from None
     _require_sound(directory, [_size_problem(directory, file) for file in files])
-    return Proof(files, written)
+    return files
 
 
 def _require_sound(directory: Path, found: Sequence[str | None]) -> None:
@@ -85,16 +75,16 @@ def _require_sound(directory: Path, found: Sequence[str | None]) -> None:
         raise DamagedCheckpointError(f"{directory} is damaged: {'; '.join(problems[:3])}{more}")
 
 
-def _read(path: Path) -> tuple[dict[str, _ListedFile], JsonObject]:
-    """Read the listed files and the description. Raises: ValueError if the checksum of the file does not match;
-    OSError; KeyError."""
+def _read(path: Path) -> dict[str, _ListedFile]:
+    """Read the listed files by name. Raises: ValueError if its own checksum does not match; OSError; KeyError."""
     if not path.is_file():
         raise ValueError("it is not a regular file")
     written = json.loads(path.read_text(encoding="utf-8"))
     checksum = written.pop(_OWN_CHECKSUM, None)
     if checksum is not None and checksum != _own_checksum(written):
         raise ValueError("it has another checksum than was saved")
-    return written.pop("files"), written
+    files: dict[str, _ListedFile] = written["files"]
+    return files
 
 
 def _own_checksum(proof: Mapping[str, object]) -> str:
@@ -107,15 +97,15 @@ def _is_inside(name: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
-def check_content(directory: Path, proof: Proof) -> None:
+def check_content(directory: Path, files: Sequence[SavedFile]) -> None:
     """Check for damage before other processes start, as far as one process can (see the module's docstring).
 
     Raises: DamagedCheckpointError naming the files.
     """
     # Reading a checkpoint of many GiB in one process would delay the start; its ranks read it in parallel anyway.
-    whole = sum(file.num_bytes for file in proof.files) <= CHECKED_BYTES
+    whole = sum(file.num_bytes for file in files) <= CHECKED_BYTES
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        _require_sound(directory, list(pool.map(lambda file: _damage(directory, file, whole=whole), proof.files)))
+        _require_sound(directory, list(pool.map(lambda file: _damage(directory, file, whole=whole), files)))
 
 
 def _damage(directory: Path, file: SavedFile, *, whole: bool) -> str | None:
@@ -133,9 +123,9 @@ def _damage(directory: Path, file: SavedFile, *, whole: bool) -> str | None:
     return None
 
 
-def check_file(directory: Path, proof: Proof, name: str) -> None:
+def check_file(directory: Path, files: Sequence[SavedFile], name: str) -> None:
     """Raise DamagedCheckpointError if the file does not have the saved checksum."""
-    (expected,) = (file for file in proof.files if file.name == name)
+    (expected,) = (file for file in files if file.name == name)
     _require_sound(directory, [_damage(directory, expected, whole=True)])
 
 

@@ -140,9 +140,9 @@ def load_latest(run: TrainingRun) -> bool:
         return False
     step, path = newest
     try:
-        state, proof = run.checkpoints.read(path)
+        state, files = run.checkpoints.read(path)
         _check_kind(run, state, path)
-        _load_models(run, path, proof.files)
+        _load_models(run, path, files)
     except DamagedCheckpointError as error:
         raise run.checkpoints.with_remedy(error, step) from None
     for name, part in run.positions.items():

@@ -18,7 +18,7 @@ def test_finish_step_sums_phases_and_throughput_of_training(tmp_path: Path) -> N
         "checkpoint": 4.0,
         "engine_sleep": 0.5,
     }
-    spans = [Span(name, 100.0, 100.0 + seconds, "driver") for name, seconds in lengths.items()]
+    spans = [Span(name, 100.0, 100.0 + seconds / 2, "driver") for name, seconds in lengths.items() for _ in range(2)]
     journal = RunJournal(tmp_path, 2, lambda: spans, [])
     journal.resume_after(-1)
     journal.record({"tokens/trained_sequences": Total(600)})

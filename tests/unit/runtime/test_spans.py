@@ -3,7 +3,6 @@ import time
 
 import pytest
 
-from mcore_rl.observe.journal import seconds_by_name
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import Span
 
@@ -55,8 +54,3 @@ def test_threads_lose_no_span():
         drained += recorder.drain()
         time.sleep(0.001)
     assert len(drained + recorder.drain()) == 2000
-
-
-def test_seconds_add_up_by_name():
-    spans = [Span("a", 0, 1.5, "x"), Span("b", 1, 2, "x"), Span("a", 3, 3.25, "y")]
-    assert seconds_by_name(spans) == {"a": 1.75, "b": 1.0}
