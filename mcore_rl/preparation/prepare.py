@@ -45,8 +45,7 @@ from mcore_rl.preparation.models import (
 from mcore_rl.resolved.costs import sequence_cost
 from mcore_rl.resolved.engine_model import check_engine_model, overridden_fields
 from mcore_rl.resolved.model import ResolvedModel
-from mcore_rl.rewards.graders.loading import check_data_sources, check_reward_function, runs_code
-from mcore_rl.rewards.graders.sandboxed import SandboxRunner
+from mcore_rl.rewards.graders.loading import check_data_sources, load_grader, runs_code
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
 from mcore_rl.sandbox.check import check_sandbox
@@ -119,7 +118,7 @@ def prepare(config: Config) -> Prepared:
     notes: list[str] = []
     parts = ValidationParts()
     if needs.advantages:
-        check_reward_function(config.reward, SandboxRunner(config.sandbox))
+        load_grader(config.reward, config.sandbox)  # raises for functions that do not load
         tools, notes = check_episode(config, tokenizer)
         prompts, reports, parts = _load_prompts(config, tokenizer, tools)
         notes += [*parts.notes, *overridden_fields(config.model, hf_config)]
@@ -182,7 +181,7 @@ def _load_prompts(
         )
         reports.append(report)
         sources = loaded[key].data_sources
-        check_data_sources(config.reward, key, report.path, sources, SandboxRunner(config.sandbox))
+        check_data_sources(config.reward, key, report.path, sources)
         if runs_code(config.reward, sources):
             check_sandbox(config.sandbox)
     prompts = {"train": loaded.pop("data.train")}

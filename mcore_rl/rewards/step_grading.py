@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -65,7 +64,3 @@ class StepGrader:
             if part.records is not None and own:
                 add_fields(part.records, part.rows.tolist(), [{**score.parts, "error": score.error} for score in own])
         return scores
-
-
-if TYPE_CHECKING:
-    _port: type[Rewarder] = DeferredRewarder

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
-from mcore_rl.config.functions import names_function
-from mcore_rl.rewards.graders.code import CodeGrader, CodeRunner
+from mcore_rl.rewards.graders.code import CodeGrader, RunProgram
 from mcore_rl.rewards.graders.data_sets import (
     grade_geometry3k,
     grade_gsm8k,
@@ -65,23 +64,9 @@ def grader_of(data_source: str, functions: Mapping[str, str]) -> str | None:
     return next((table[key] for table in (functions, SOURCES) if (key := _key(data_source, table)) is not None), None)
 
 
-def without_grader(
-    data_sources: Iterable[str], functions: Mapping[str, str], runner: CodeRunner | None
-) -> dict[str, str | None]:
-    """Return the data sources that cannot be graded, each with its grader.
-
-    The grader is None if there is none; otherwise it needs a CodeRunner and `runner` is None.
-    """
-    chosen = {source: grader_of(source, functions) for source in dict.fromkeys(data_sources)}
-    return {s: name for s, name in chosen.items() if name is None or (runner is None and name in RUN_CODE)}
-
-
-def build(name: str, runner: CodeRunner | None, seconds: float) -> Grade | None:
-    """Build a grader by name. seconds: time limit per response. Returns None if a required CodeRunner is missing."""
-    assert not names_function(name)
-    if name in PURE:
-        return PURE[name]
-    return None if runner is None else RUN_CODE[name](CodeGrader(runner, seconds))
+def build(name: str, run: RunProgram, seconds: float) -> Grade:
+    """Build a grader by name. seconds: time limit per response."""
+    return PURE[name] if name in PURE else RUN_CODE[name](CodeGrader(run, seconds))
 
 
 def _key(data_source: str, table: Mapping[str, str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Graders of programs that a model wrote; a CodeRunner runs the programs.
+"""Graders of programs that a model wrote, which run in the sandbox.
 
 - Competition problems (APPS, Hendrycks et al., arXiv 2105.09938; TACO, Li et al., arXiv 2312.14852; CodeContests, Li
   et al., arXiv 2203.07814; LiveCodeBench, Jain et al., arXiv 2403.07974; Codeforces): tests are inputs and outputs. The
@@ -17,8 +17,8 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 from mcore_rl.rewards.graders.programs.bundle import bundle
 from mcore_rl.rewards.graders.programs.comparison import same_output, same_result
@@ -31,6 +31,7 @@ from mcore_rl.rewards.graders.programs.truths import (
     read_assertions,
     read_examples,
 )
+from mcore_rl.sandbox.interface import Outcome, Program
 from mcore_rl.types import Score
 
 MAX_TESTS = 10
@@ -47,28 +48,15 @@ _NO_VERDICT = {
 """Errors for the tester's reports that no verdict is possible."""
 
 
-class CodeOutcome(NamedTuple):
-    """Output of a program. ok: it ended by itself, in time and with exit code 0."""
-
-    stdout: str
-    ok: bool
-
-
-class CodeRunner(Protocol):
-    """Runner of untrusted Python programs, isolated from this process and from each other."""
-
-    def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
-        """Run a program to its end, or kill it after `seconds`.
-
-        Raises only for faults that the program did not cause; grading of the response then fails.
-        """
+RunProgram = Callable[[Program], Outcome]
+"""Sandbox.run. It raises only for faults that the program did not cause; grading of the response then fails."""
 
 
 @dataclass(frozen=True)
 class CodeGrader:
     """Grader of programs. seconds: time limit per response."""
 
-    runner: CodeRunner
+    run: RunProgram
     seconds: float
 
     def grade_outputs(self, response: str, ground_truth: object) -> Score:
@@ -88,11 +76,11 @@ class CodeGrader:
             if left <= 0:
                 break  # the remaining tests have failed
             stdin = as_text(test.given) if examples.name is None else encoded_arguments(test.given)
-            printed, ok = self.runner.run(source, stdin, left)
+            outcome = self.run(Program(source, stdin=stdin, seconds=left))
             if examples.name is None:
-                passed += ok and same_output(printed, as_text(test.expected))
+                passed += outcome.ok and same_output(outcome.stdout, as_text(test.expected))
             else:
-                passed += ok and same_result(printed, test.expected)
+                passed += outcome.ok and same_result(outcome.stdout, test.expected)
         return _share(passed, len(tests))
 
     def grade_asserts(self, response: str, ground_truth: object) -> Score:
@@ -106,13 +94,13 @@ class CodeGrader:
             return Score(0.0, 0.0)
         secret = secrets.token_hex(32)
         seconds = min(MAX_TEST_SECONDS, SHARE_OF_TIME * self.seconds)
-        printed, ok = self.runner.run(bundle("tester"), _request(tests, program, secret), seconds)
-        verdict = printed.rstrip().rpartition("\n")[2]
+        outcome = self.run(Program(bundle("tester"), stdin=_request(tests, program, secret), seconds=seconds))
+        verdict = outcome.stdout.rstrip().rpartition("\n")[2]
         report, _, end = verdict.rpartition(" ")
         cause, _, names = report.partition(" ")
         if end == secret and cause in _NO_VERDICT:
             raise RuntimeError(_NO_VERDICT[cause].format(names=names))
-        right = float(ok and verdict == secret)
+        right = float(outcome.ok and verdict == secret)
         return Score(right, right)
 
 

@@ -4,56 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections import Counter
 from collections.abc import Awaitable, Collection, Mapping, Sequence
+from functools import cache, partial
 
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, GRADERS, NO_RULE, RewardConfig, WeightedFunctionConfig
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import BUILTIN, Grader, Rule, Sample, then, user_batch_grader, user_rule
-from mcore_rl.rewards.graders.catalogue import RUN_CODE, build, grader_of, without_grader
-from mcore_rl.rewards.graders.code import CodeRunner
+from mcore_rl.rewards.graders.catalogue import RUN_CODE, build, grader_of
+from mcore_rl.rewards.graders.code import RunProgram
 from mcore_rl.rewards.results import TAKEN, NotApplicable, failed
+from mcore_rl.sandbox.check import open_sandbox
+from mcore_rl.sandbox.interface import Outcome, Program
 from mcore_rl.types import Score
 
 KEY = "reward.function"
 UNNAMED = "unknown"
 """The data_source of rows without one (data.columns)."""
-NO_RUNNER = "it requires a sandbox, which is not available here"
-
-
-def check_reward_function(config: RewardConfig, runner: CodeRunner | None = None) -> None:
-    """Load the configured functions in the same way as the grading processes.
-
-    Raises: ConfigError naming the key and the cause.
-    """
-    load_grader(config, runner)
 
 
 def runs_code(config: RewardConfig, data_sources: Collection[str]) -> bool:
     """Return whether the graders of these rows run code from responses."""
-    named = {entry.function for entry in config.entries}
+    named: set[str | None] = {entry.function for entry in config.entries}
     if BY_DATA_SOURCE in named:
-        named |= {name for name in without_grader(data_sources, config.functions, None).values() if name is not None}
-    return bool(named & set(RUN_CODE))
+        named |= {grader_of(source, config.functions) for source in set(data_sources)}
+    return not named.isdisjoint(RUN_CODE)
 
 
-def check_data_sources(
-    config: RewardConfig, key: str, path: str, data_sources: Collection[str], runner: CodeRunner | None = None
-) -> None:
+def check_data_sources(config: RewardConfig, key: str, path: str, data_sources: Collection[str]) -> None:
     """Check that every row has a grader if rows select their graders. `key=path` is the rows' file.
 
     Raises: ConfigError naming data source, file and remedy.
     """
     if all(entry.function != BY_DATA_SOURCE for entry in config.entries):
         return
-    for source, name in without_grader(data_sources, config.functions, runner).items():
-        rows = sum(each == source for each in data_sources)
-        cause = f"has no grader with {KEY}={BY_DATA_SOURCE}" if name is None else f"is graded by {name}: {NO_RUNNER}"
-        told = f"{source!r} (the default for rows without one)" if source == UNNAMED else repr(source)
-        raise ConfigError(
-            f"{key}={path}: the data_source {told} of {rows} rows {cause}; set reward.functions to "
-            f"{{{source}: module_or_file.py:function}}, or to one of {', '.join(GRADERS)}"
-        )
+    for source, rows in Counter(data_sources).items():
+        if grader_of(source, config.functions) is None:
+            shown = f"{source!r} (the default for rows without one)" if source == UNNAMED else repr(source)
+            raise ConfigError(
+                f"{key}={path}: the data_source {shown} of {rows} rows has no grader with {KEY}={BY_DATA_SOURCE}; set "
+                f"reward.functions to {{{source}: module_or_file.py:function}}, or to one of {', '.join(GRADERS)}"
+            )
 
 
 def needs_math(config: RewardConfig) -> bool:
@@ -62,14 +55,19 @@ def needs_math(config: RewardConfig) -> bool:
     return bool(named & {BY_DATA_SOURCE, *GRADERS})
 
 
-def load_grader(config: RewardConfig, runner: CodeRunner | None = None) -> Grader:
-    """Load the grader that `reward` configures. `runner` runs programs for the code graders.
+def load_grader(config: RewardConfig, sandbox: SandboxConfig) -> Grader:
+    """Load the grader that `reward` configures. The sandbox opens with the first program; most graders run none.
 
     Raises: ConfigError naming the key and the cause.
     """
+    opened = cache(partial(open_sandbox, sandbox))
+
+    def run(program: Program) -> Outcome:
+        return opened().run(program)
+
     if config.manager == BATCH:
         return user_batch_grader(KEY, config.function, config.kwargs)
-    rule = _weighted(config, runner) if config.weighted else _rule(KEY, config.entries[0], config, runner)
+    rule = _weighted(config, run) if config.weighted else _rule(KEY, config.entries[0], config, run)
 
     def grade(samples: Sequence[Sample]) -> list[Score] | Awaitable[list[Score]]:
         (sample,) = samples
@@ -78,23 +76,21 @@ def load_grader(config: RewardConfig, runner: CodeRunner | None = None) -> Grade
     return Grader(grade, rule.is_async)
 
 
-def _rule(key: str, entry: WeightedFunctionConfig, config: RewardConfig, runner: CodeRunner | None) -> Rule:
+def _rule(key: str, entry: WeightedFunctionConfig, config: RewardConfig, run: RunProgram) -> Rule:
     if entry.function == NO_RULE:
         return Rule(lambda sample: Score(0.0, 0.0))
     if entry.function == BY_DATA_SOURCE:
-        return _by_data_source(entry.kwargs, config, runner)
-    return _named(key, entry.function, entry.kwargs, config, runner)
+        return _by_data_source(entry.kwargs, config, run)
+    return _named(key, entry.function, entry.kwargs, config, run)
 
 
-def _named(key: str, name: str, kwargs: Mapping[str, str], config: RewardConfig, runner: CodeRunner | None) -> Rule:
+def _named(key: str, name: str, kwargs: Mapping[str, str], config: RewardConfig, run: RunProgram) -> Rule:
     """Build the rule of a user's function or a built-in grader."""
     if names_function(name) or name not in GRADERS:  # for unknown names, user_rule raises the error
         return user_rule(key, name, kwargs)
     if name == BUILTIN:
         return _math(config)
-    grade = build(name, runner, config.timeout_seconds)
-    if grade is None:
-        raise ConfigError(f"{key}={name}: {NO_RUNNER}; set it to your own function, module_or_file.py:function")
+    grade = build(name, run, config.timeout_seconds)
     return Rule(lambda sample: grade(sample.response, sample.ground_truth))
 
 
@@ -108,7 +104,7 @@ def _math(config: RewardConfig) -> Rule:
     return Rule(grade)
 
 
-def _by_data_source(kwargs: Mapping[str, str], config: RewardConfig, runner: CodeRunner | None) -> Rule:
+def _by_data_source(kwargs: Mapping[str, str], config: RewardConfig, run: RunProgram) -> Rule:
     users = {
         spec: user_rule(f"reward.functions.{source}", spec, kwargs)
         for source, spec in config.functions.items()
@@ -120,7 +116,7 @@ def _by_data_source(kwargs: Mapping[str, str], config: RewardConfig, runner: Cod
         name = grader_of(source, config.functions)
         if name is None:  # check_data_sources has rejected such rows before the run
             return Rule(lambda sample: failed(f"the data_source {source!r} has no grader"))
-        return users[name] if name in users else _named(f"reward.functions.{source}", name, {}, config, runner)
+        return users[name] if name in users else _named(f"reward.functions.{source}", name, {}, config, run)
 
     def grade(sample: Sample) -> Score | Awaitable[Score]:
         if sample.data_source not in rules:
@@ -130,9 +126,9 @@ def _by_data_source(kwargs: Mapping[str, str], config: RewardConfig, runner: Cod
     return Rule(grade, any(rule.is_async for rule in users.values()))
 
 
-def _weighted(config: RewardConfig, runner: CodeRunner | None) -> Rule:
+def _weighted(config: RewardConfig, run: RunProgram) -> Rule:
     names = _names(config)
-    rules = [_rule(f"reward.weighted[{i}].function", entry, config, runner) for i, entry in enumerate(config.weighted)]
+    rules = [_rule(f"reward.weighted[{i}].function", entry, config, run) for i, entry in enumerate(config.weighted)]
     weights = [entry.weight for entry in config.weighted]
     accurate = names.index(config.accuracy_of) if config.accuracy_of is not None else 0
 

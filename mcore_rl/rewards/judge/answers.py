@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.data.transcripts import TextDecoder
@@ -103,7 +103,3 @@ class EngineAnswerer:
     def _reply(self, completion: Completion) -> Reply:
         text = self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         return Reply(text, len(completion.token_ids), completion.finish_reason)
-
-
-if TYPE_CHECKING:
-    _answers: type[Answerer] = EngineAnswerer

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.errors import ConfigError, RewardError
-from mcore_rl.rewards.judge.answers import Answerer, JudgeQuestion, Reply, too_long
+from mcore_rl.rewards.judge.answers import JudgeQuestion, Reply, too_long
 from mcore_rl.rewards.judge.prompts import JudgePrompts, Template
 
 if TYPE_CHECKING:
@@ -62,10 +62,9 @@ class ServerAnswerer:
             )
         return found
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
+    def awake(self) -> AbstractContextManager[None]:
         """Do nothing: the server manages its own memory."""
-        yield
+        return nullcontext()
 
     async def _replies(self, questions: Sequence[JudgeQuestion]) -> list[list[Reply]]:
         slots = asyncio.Semaphore(self.config.max_concurrent_requests)
@@ -182,7 +181,3 @@ def _told(error: Exception) -> str:
     causes = [error, *filter(None, [error.__cause__])]
     said = " ".join(f"{type(each).__name__}: {each}" for each in causes)
     return " ".join(said.split())[:MAX_MESSAGE_CHARS]
-
-
-if TYPE_CHECKING:
-    _answers: type[Answerer] = ServerAnswerer

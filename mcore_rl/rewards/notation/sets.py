@@ -30,7 +30,7 @@ def finite_set(text: str, elements: Callable[[str], list[str]], equal: Equal) ->
         return text
     result = known[0]
     for other in known[1:]:
-        result = _combined(operators.copy().pop(), result, other, equal)
+        result = _combined(parts[1], result, other, equal)
     members = _distinct(result, equal)
     return rf"\{{{', '.join(members)}\}}" if members else EMPTY
 

@@ -76,37 +76,29 @@ class LimitedGrader:
         """Grade a task while no other task runs; after an error, return a failed score for every sample."""
         try:
             return self._deadline.call(lambda: self._grade(pickle.loads(task.pickled)))
-        except DeadlineExceeded as error:
-            return self._late(task, error)
         except BaseException as error:  # SystemExit of a grader must also fail its own sample only
-            return _raised(task, error)
+            return self._failed(task, error, late=isinstance(error, DeadlineExceeded))
 
     async def grade_concurrently(self, task: GradingTask) -> list[Score]:
         """Grade a task while others run; after an error, return a failed score for every sample."""
+        limit = asyncio.timeout(self._deadline.seconds)
         try:
-            async with asyncio.timeout(self._deadline.seconds) as limit:
+            async with limit:
                 result = self._deadline.call(lambda: self._grader.grade(pickle.loads(task.pickled)))
                 return await result if inspect.isawaitable(result) else result
-        except DeadlineExceeded as error:
-            return self._late(task, error)
-        except TimeoutError as error:
-            if limit.expired():
-                return self._late(task, error.__cause__ or error)
-            return _raised(task, error)
-        except BaseException as error:  # SystemExit of a grader must also fail its own sample only
-            return _raised(task, error)
+        except BaseException as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                return self._failed(task, error.__cause__ or error, late=True)
+            return self._failed(task, error, late=isinstance(error, DeadlineExceeded))
 
     def _grade(self, samples: Sequence[Sample]) -> list[Score]:
         result = self._grader.grade(samples)
         return self.loop.run(result) if inspect.isawaitable(result) else result
 
-    def _late(self, task: GradingTask, error: BaseException) -> list[Score]:
+    def _failed(self, task: GradingTask, error: BaseException, *, late: bool) -> list[Score]:
         limit = f"reward.timeout_seconds={self._deadline.seconds:g}"
-        return [failed(f"the grader did not finish within {limit}", traceback_of(error))] * len(task.keys)
-
-
-def _raised(task: GradingTask, error: BaseException) -> list[Score]:
-    return [failed(f"the grader raised {describe(error)}", traceback_of(error))] * len(task.keys)
+        cause = f"did not finish within {limit}" if late else f"raised {describe(error)}"
+        return [failed(f"the grader {cause}", traceback_of(error))] * len(task.keys)
 
 
 def traceback_of(error: BaseException) -> str:

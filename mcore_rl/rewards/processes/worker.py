@@ -18,7 +18,6 @@ from mcore_rl.config.user_files import provide_user_files
 from mcore_rl.errors import ConfigError
 from mcore_rl.processes import served
 from mcore_rl.rewards.graders.loading import load_grader, needs_math
-from mcore_rl.rewards.graders.sandboxed import SandboxRunner
 from mcore_rl.rewards.processes.limited_grader import LimitedGrader
 from mcore_rl.rewards.processes.messages import GradingTask, Ready, Refused
 from mcore_rl.types import Score
@@ -36,7 +35,7 @@ def serve(connection: Connection) -> None:
     sandbox: SandboxConfig
     config, sandbox = connection.recv()
     try:
-        grader = load_grader(config, SandboxRunner(sandbox))
+        grader = load_grader(config, sandbox)
     except ConfigError as error:
         connection.send(Refused(str(error)))
         return

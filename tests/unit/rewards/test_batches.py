@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.batches import Batches
 from mcore_rl.rewards.functions import Sample
-from mcore_rl.rewards.graders.loading import check_reward_function
+from mcore_rl.rewards.graders.loading import load_grader
 from mcore_rl.rewards.processes import dispatcher
 from mcore_rl.rewards.processes.trial import try_reward_function
 from mcore_rl.types import Prompt
@@ -155,7 +156,7 @@ def test_function_of_single_responses_rejects_manager_batch(tmp_path):
     with pytest.raises(
         ConfigError, match=r"cannot be called as f\(data_sources, solution_strs, ground_truths, extra_infos"
     ):
-        check_reward_function(RewardConfig(function=f"{tmp_path}/mine.py:f", manager="batch"))
+        load_grader(RewardConfig(function=f"{tmp_path}/mine.py:f", manager="batch"), SandboxConfig())
 
 
 def test_batch_function_is_tried_before_a_run(config):

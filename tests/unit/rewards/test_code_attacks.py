@@ -8,8 +8,8 @@ import pytest
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.graders.code import CodeGrader
-from mcore_rl.rewards.graders.sandboxed import SandboxRunner
 from mcore_rl.sandbox.check import check_local
+from mcore_rl.sandbox.local import LocalSandbox
 
 ADD = {
     "prompt": 'def add(a, b):\n    """The sum."""\n',
@@ -159,7 +159,7 @@ def grader() -> CodeGrader:
         check_local(config)
     except ConfigError as error:
         pytest.skip(str(error))
-    return CodeGrader(SandboxRunner(config), 30.0)
+    return CodeGrader(LocalSandbox(config).run, 30.0)
 
 
 def fenced(code: str) -> str:

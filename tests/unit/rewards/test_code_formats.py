@@ -6,27 +6,16 @@ Each program passes the harness of its data set.
 # ruff: noqa: E501 (one program on each line)
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mcore_rl.rewards.graders.code import CodeGrader, CodeOutcome
+from mcore_rl.rewards.graders.code import CodeGrader
 from mcore_rl.rewards.graders.programs.extraction import extract_program
+from tests.unit.rewards.trusted import run_trusted
 
-
-class Interpreter:
-    """A CodeRunner for trusted programs, without a sandbox."""
-
-    def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
-        command = [sys.executable, "-I", "-c", source]
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
-        return CodeOutcome(done.stdout, done.returncode == 0)
-
-
-GRADER = CodeGrader(Interpreter(), 60.0)
+GRADER = CodeGrader(run_trusted, 60.0)
 TWO_SUM = """class Solution:
     def twoSum(self, nums: List[int], target: int) -> List[int]:
         seen = {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from mcore_rl.rewards.graders.code import CodeGrader, CodeOutcome, extract_program, same_output
+from mcore_rl.rewards.graders.code import CodeGrader, extract_program, same_output
+from mcore_rl.sandbox.interface import Outcome
+from tests.unit.rewards.trusted import run_trusted
 
 DOUBLE = "```python\nprint(2 * int(input()))\n```"
 DOUBLES = {"inputs": ["1\n", "20\n", "-3\n"], "outputs": ["2\n", "40", "-6\n"]}
@@ -25,38 +25,23 @@ MBPP = {
 }
 
 
-class Interpreter:
-    """A CodeRunner for trusted programs, without a sandbox. It records its calls."""
+class Recorder:
+    """Runner of trusted programs that records its calls."""
 
     def __init__(self):
-        self.runs = []
+        self.programs = []
 
-    def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
-        self.runs.append((source, stdin, seconds))
-        command = [sys.executable, "-I", "-S", "-c", source]
-        try:
-            done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=seconds, check=False)
-        except subprocess.TimeoutExpired:
-            return CodeOutcome("", False)
-        return CodeOutcome(done.stdout, done.returncode == 0)
+    def __call__(self, program):
+        self.programs.append(program)
+        return run_trusted(program)
 
 
-class Fixed:
-    """A CodeRunner that returns the given outcomes in order."""
-
-    def __init__(self, *outcomes):
-        self.outcomes = list(outcomes)
-
-    def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
-        return self.outcomes.pop(0)
-
-
-def outputs(response, truth, runner=None):
-    return CodeGrader(runner or Interpreter(), 30.0).grade_outputs(response, truth)
+def outputs(response, truth, run=run_trusted):
+    return CodeGrader(run, 30.0).grade_outputs(response, truth)
 
 
 def asserts(response, truth):
-    return CodeGrader(Interpreter(), 30.0).grade_asserts(response, truth).reward
+    return CodeGrader(run_trusted, 30.0).grade_asserts(response, truth).reward
 
 
 @pytest.mark.parametrize(
@@ -87,9 +72,9 @@ def test_tests_come_as_verl_writes_them():
     for truth in (json.dumps(DOUBLES), {key: np.array(value, object) for key, value in DOUBLES.items()}):
         assert outputs(DOUBLE, truth).reward == 1.0
     many = {"inputs": [f"{n}\n" for n in range(12)], "outputs": [str(2 * n) for n in range(10)] + ["wrong"] * 2}
-    runner = Interpreter()
-    assert outputs(DOUBLE, many, runner).parts["tests"] == 10
-    assert [stdin for _, stdin, _ in runner.runs] == many["inputs"][:10]
+    run = Recorder()
+    assert outputs(DOUBLE, many, run).parts["tests"] == 10
+    assert [program.stdin for program in run.programs] == many["inputs"][:10]
 
 
 @pytest.mark.parametrize(
@@ -169,25 +154,29 @@ def test_mbpp_too(response, right):
 
 
 def test_all_tests_share_the_time_of_a_response():
-    runner = Interpreter()
+    run = Recorder()
     slow = "```python\nimport time\ntime.sleep(60)\n```"
-    score = CodeGrader(runner, 1.0).grade_outputs(slow, DOUBLES)
+    score = CodeGrader(run, 1.0).grade_outputs(slow, DOUBLES)
     assert (score.reward, score.parts["tests"]) == (0.0, 3.0)
-    assert sum(seconds for *_, seconds in runner.runs) <= 1.0
+    assert sum(program.seconds for program in run.programs) <= 1.0
 
 
 def test_a_sandbox_that_fails_is_not_the_programs_fault():
-    class Broken:
-        def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
-            raise OSError("no room")
+    def run(program):
+        raise OSError("no room")
 
     with pytest.raises(OSError, match="no room"):
-        outputs(DOUBLE, DOUBLES, Broken())
+        outputs(DOUBLE, DOUBLES, run)
 
 
 def test_what_was_printed_before_the_time_was_over_does_not_count():
-    late = Fixed(CodeOutcome("2", True), CodeOutcome("40", False), CodeOutcome("-6", True))
-    assert outputs(DOUBLE, DOUBLES, late).reward == pytest.approx(2 / 3)
+    ends = iter([("exit", "2"), ("timeout", "40"), ("exit", "-6")])
+
+    def run(program):
+        why, printed = next(ends)
+        return Outcome(why, 0, printed, "", 0.0)
+
+    assert outputs(DOUBLE, DOUBLES, run).reward == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +193,7 @@ def test_what_was_printed_before_the_time_was_over_does_not_count():
 )
 def test_a_ground_truth_without_tests_is_an_error_and_no_verdict(grade, truth):
     with pytest.raises(ValueError, match=r"ground truth|JSON|Expecting"):
-        getattr(CodeGrader(Interpreter(), 5.0), grade)(ADD, truth)
+        getattr(CodeGrader(run_trusted, 5.0), grade)(ADD, truth)
 
 
 def test_blocks_of_other_languages_are_programs_only_without_python():
@@ -215,9 +204,8 @@ def test_blocks_of_other_languages_are_programs_only_without_python():
 
 
 def test_tests_that_cannot_be_hidden_are_an_error_and_no_verdict():
-    class Unprotected:
-        def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
-            return CodeOutcome(f"unprotected {json.loads(stdin)['secret']}\n", True)
+    def run(program):
+        return Outcome("exit", 0, f"unprotected {json.loads(program.stdin)['secret']}\n", "", 0.0)
 
     with pytest.raises(RuntimeError, match=r"sandbox\.python cannot hide"):
-        CodeGrader(Unprotected(), 5.0).grade_asserts(ADD, MBPP)
+        CodeGrader(run, 5.0).grade_asserts(ADD, MBPP)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.reward import OverlongConfig, RewardConfig
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
-from mcore_rl.rewards.graders.loading import check_reward_function, load_grader
+from mcore_rl.rewards.graders.loading import load_grader
 from mcore_rl.rewards.overlong import SoftOverlong
 from mcore_rl.rewards.processes.limited_grader import EventLoop
 from mcore_rl.rewards.results import score_of
@@ -20,7 +21,7 @@ SAMPLE = Sample("gsm8k", "the answer is 72", "72", {"index": 3})
 
 
 def graded(config, sample=SAMPLE):
-    (score,) = load_grader(config).grade([sample])
+    (score,) = load_grader(config, SandboxConfig()).grade([sample])
     return score
 
 
@@ -82,10 +83,10 @@ def test_what_cannot_be_loaded_is_a_config_error_on_one_line(tmp_path, monkeypat
     if body is not None:
         written(tmp_path, body)
     if message is None:
-        check_reward_function(RewardConfig(function=function))
+        load_grader(RewardConfig(function=function), SandboxConfig())
         return
     with pytest.raises(ConfigError) as caught:
-        check_reward_function(RewardConfig(function=function))
+        load_grader(RewardConfig(function=function), SandboxConfig())
     assert f"reward.function={function}" in str(caught.value)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -95,7 +96,7 @@ def test_what_cannot_be_loaded_is_a_config_error_on_one_line(tmp_path, monkeypat
 def test_keywords_that_a_function_does_not_take_are_refused(tmp_path):
     path = written(tmp_path, "def f(data_source, solution_str, ground_truth, extra_info=None): return 1\n")
     with pytest.raises(ConfigError, match=r"reward\.kwargs\): got an unexpected keyword argument 'bonus'"):
-        check_reward_function(RewardConfig(function=f"{path}:f", kwargs={"bonus": "1"}))
+        load_grader(RewardConfig(function=f"{path}:f", kwargs={"bonus": "1"}), SandboxConfig())
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_an_async_function_keeps_what_belongs_to_its_loop(tmp_path):
         "    home.append(asyncio.get_running_loop())\n"
         "    return {'score': float(home[0] is home[-1]), 'calls': len(home)}\n",
     )
-    grader, loop = load_grader(RewardConfig(function=f"{path}:f")), EventLoop()
+    grader, loop = load_grader(RewardConfig(function=f"{path}:f"), SandboxConfig()), EventLoop()
     scores = [loop.run(grader.grade([SAMPLE]))[0] for _ in range(2)]
     assert grader.is_async
     assert [(score.reward, score.parts["calls"]) for score in scores] == [(1, 1), (1, 2)]

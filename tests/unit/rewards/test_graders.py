@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.reward import GRADERS, RewardConfig
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.catalogue import SOURCES, grader_of
-from mcore_rl.rewards.graders.code import CodeOutcome
 from mcore_rl.rewards.graders.data_sets import grade_math_dapo, grade_search_qa
 from mcore_rl.rewards.graders.loading import check_data_sources, load_grader
 
@@ -25,15 +25,8 @@ RUN_CODE = {"code_outputs", "code_asserts"}
 BY_SOURCE = RewardConfig(function="by_data_source")
 
 
-class NoCode:
-    """A CodeRunner for tests that load graders but run no program."""
-
-    def run(self, source: str, stdin: str, seconds: float) -> CodeOutcome:
-        raise AssertionError("nothing runs here")
-
-
 def graded(config, response, truth, source="test"):
-    (score,) = load_grader(config).grade([Sample(source, response, truth, {})])
+    (score,) = load_grader(config, SandboxConfig()).grade([Sample(source, response, truth, {})])
     return score
 
 
@@ -139,15 +132,6 @@ def test_an_unknown_data_source_is_refused_before_the_run():
     )
     mapped = RewardConfig(function="by_data_source", functions={"gsm*": "math"})
     check_data_sources(mapped, "data.val", "v.parquet", ["gsm9k"])
-
-
-def test_code_is_refused_where_nothing_runs_it():
-    with pytest.raises(ConfigError, match=r"'taco' of 1 rows is graded by code_outputs: it requires a sandbox"):
-        check_data_sources(BY_SOURCE, "data.train", "t.parquet", ["taco"])
-    check_data_sources(BY_SOURCE, "data.train", "t.parquet", ["taco"], NoCode())
-    with pytest.raises(ConfigError, match=r"^reward\.function=code_outputs: it requires a sandbox"):
-        load_grader(RewardConfig(function="code_outputs"))
-    load_grader(RewardConfig(function="code_outputs"), NoCode())
 
 
 def test_dapos_prediction_is_a_part():

@@ -9,6 +9,7 @@ import pytest
 
 from mcore_rl.config import known_keys
 from mcore_rl.config.reward import GRADERS, RewardConfig
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.catalogue import SOURCES
 from mcore_rl.rewards.graders.loading import load_grader
@@ -36,7 +37,7 @@ def test_its_functions_run_as_they_stand(tmp_path: Path, name: str, manager: str
     block = next(part for part in re.split(r"\n\n(?=\S)", PAGE) if f"def {name}(" in part)
     lines = [line[4:] for line in block.splitlines() if line.startswith("    ")]
     (tmp_path / "my_reward.py").write_text("\n".join(lines))
-    grader = load_grader(RewardConfig(function=f"{tmp_path}/my_reward.py:{name}", manager=manager))
+    grader = load_grader(RewardConfig(function=f"{tmp_path}/my_reward.py:{name}", manager=manager), SandboxConfig())
     samples = [Sample("test", text, "72", {}) for text in ("so it is #### 72", "72")]
     scores = grader.grade(samples) if manager == "batch" else [grader.grade([sample])[0] for sample in samples]
     expected = [(0.125, {}), (1.0, {})] if manager == "batch" else [(1.0, {"format": 1.0}), (1.0, {"format": 0.0})]

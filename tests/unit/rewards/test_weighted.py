@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.reward import RewardConfig, WeightedFunctionConfig
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
-from mcore_rl.rewards.graders.loading import check_reward_function, load_grader
+from mcore_rl.rewards.graders.loading import load_grader
 from mcore_rl.types import Prompt
 from tests.unit.rewards.managers import running_manager
 
@@ -42,7 +43,7 @@ def entry(tmp_path):
 
 
 def graded(config, response, truth="5"):
-    (score,) = load_grader(config).grade([Sample("aime25", response, truth, {})])
+    (score,) = load_grader(config, SandboxConfig()).grade([Sample("aime25", response, truth, {})])
     return score
 
 
@@ -119,10 +120,10 @@ def test_none_from_the_only_function_is_an_error(entry):
 def test_names_that_mean_two_things_are_refused(names, more, message):
     functions = [WeightedFunctionConfig("math", name=name) for name in names]
     with pytest.raises(ConfigError, match=message):
-        check_reward_function(RewardConfig(weighted=functions, **more))
+        load_grader(RewardConfig(weighted=functions, **more), SandboxConfig())
 
 
 def test_a_function_that_does_not_load_is_named_by_its_place():
     functions = [WeightedFunctionConfig("math"), WeightedFunctionConfig("gone.py:f")]
     with pytest.raises(ConfigError, match=r"^reward\.weighted\[1\]\.function=gone\.py:f: there is no file"):
-        check_reward_function(RewardConfig(weighted=functions))
+        load_grader(RewardConfig(weighted=functions), SandboxConfig())
