@@ -55,6 +55,11 @@ class Result:
         return _COMPARISONS[sign], float(bound)
 
 
+def compare(name: str, ours: float, limit: float, unit: str, aim: str = "", note: str = "") -> Result:
+    """Return the row with the ratio ours / limit."""
+    return Result(name, ours, limit, unit, ours / limit, aim, note)
+
+
 @dataclass(frozen=True)
 class Machine:
     """Machine that produced the results.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from benchmarks.asynchronous.ray_costs import RayCosts, ray_costs
 from benchmarks.asynchronous.simulation import SAMPLES, Setting, SimulationResult, simulate
-from benchmarks.result import Result
+from benchmarks.result import Result, compare
 from benchmarks.sizes import size
 
 LIMIT_SECONDS = 0.05
@@ -56,15 +56,13 @@ def _cpu(measured: SimulationResult) -> Result:
         f"the clock\nat {measured.pace:.0f} responses per second, {measured.pace * seconds / 1000:.2%} of a core"
     )
     name = f"driver per 1,000 responses, {_named(measured)}"
-    return Result(name, seconds, LIMIT_SECONDS, "CPU s", seconds / LIMIT_SECONDS, "<= 1.0", note)
+    return compare(name, seconds, LIMIT_SECONDS, "CPU s", "<= 1.0", note)
 
 
 def _growth(measured: SimulationResult) -> Result:
     name = f"last tenth of {measured.setting.steps} steps beside the second, {_named(measured)}"
     late, early = measured.cpu_in_tenth(10), measured.cpu_in_tenth(2)
-    return Result(
-        name, late, early, "CPU s", late / early, f"<= {LIMIT_GROWTH}", "medians of steps, per 1,000 responses"
-    )
+    return compare(name, late, early, "CPU s", f"<= {LIMIT_GROWTH}", "medians of steps, per 1,000 responses")
 
 
 def _ray(measured: SimulationResult, costs: RayCosts) -> Result:
@@ -75,15 +73,14 @@ def _ray(measured: SimulationResult, costs: RayCosts) -> Result:
     of_looks = f"at most {looks:.0f} looks of {look * 1e6:.0f} us"
     note = f"{calls:.0f} calls of {costs.call * 1e6:.0f} us and {of_looks}, in CPU time"
     name = f"Ray beside it per 1,000 responses, {_named(measured)}"
-    return Result(name, seconds, measured.cpu_per_1000, "CPU s", seconds / measured.cpu_per_1000, "", note)
+    return compare(name, seconds, measured.cpu_per_1000, "CPU s", note=note)
 
 
 def _speed(measured: SimulationResult, synchronous: SimulationResult) -> Result:
     """Compare with the synchronous run, which waits for its longest response before it trains."""
     note = f"the trainer waits {measured.trainer_waits:.0%} of the time (synchronous: {synchronous.trainer_waits:.0%})"
-    ratio = measured.pace / synchronous.pace
     name = f"speed beside a synchronous run, {_named(measured)}"
-    return Result(name, measured.pace, synchronous.pace, "responses/s", ratio, "", note)
+    return compare(name, measured.pace, synchronous.pace, "responses/s", note=note)
 
 
 def _oldest(measured: SimulationResult) -> Result:
@@ -91,4 +88,4 @@ def _oldest(measured: SimulationResult) -> Result:
     total = measured.ages.total()
     ages = ", ".join(f"{age}: {groups / total:.3f}" for age, groups in sorted(measured.ages.items()))
     note = f"mean {measured.mean_age:.2f}; {ages}; {measured.pace:.2f} responses per second"
-    return Result(f"oldest group, {_named(measured)}", oldest, bound, "versions", oldest / bound, "<= 1.0", note)
+    return compare(f"oldest group, {_named(measured)}", oldest, bound, "versions", "<= 1.0", note)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.driver.load import DP_RANKS, LONGEST, PROMPTS, SAMPLES, ReadyPool, SilentRanks, make_episodes
 from benchmarks.driver.ray_ranks import RANKS_PER_NODE, ray_groups, seconds_to_pass_on
-from benchmarks.result import Result, shares
+from benchmarks.result import Result, compare, shares
 from benchmarks.sizes import size
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.config.schema import Config
@@ -54,7 +54,7 @@ def run() -> list[Result]:
     seconds = seconds_to_pass_on(50)
     name = f"a call passed on to the {RANKS_PER_NODE} ranks of a node"
     note = "adds to the wall clock of the rows through Ray once per call, for any number of nodes"
-    return [*results, Result(name, seconds * 1000, LIMIT_SECONDS * 1000, "ms", seconds / LIMIT_SECONDS, "", note)]
+    return [*results, compare(name, seconds * 1000, LIMIT_SECONDS * 1000, "ms", note=note)]
 
 
 def _measure(
@@ -69,7 +69,7 @@ def _measure(
     seconds = sum(typical.phases.values())
     cpu = statistics.median(step.cpu_seconds for step in steps)
     note = f"the driver's wall clock: {shares(list(typical.phases.items()))}; its CPU time {cpu:.2f} s"
-    return Result(name, seconds, LIMIT_SECONDS, "s/step", seconds / LIMIT_SECONDS, aim, note)
+    return compare(name, seconds, LIMIT_SECONDS, "s/step", aim, note)
 
 
 @dataclass(frozen=True)

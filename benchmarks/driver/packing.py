@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from benchmarks.result import Result
+from benchmarks.result import Result, compare
 from benchmarks.sizes import size
 from mcore_rl.data.packing import SequenceCost, balance, pack
 
@@ -55,13 +55,13 @@ def _measure(sigma: float) -> list[Result]:
     next_fit_ms, next_fit_bins = _time(next_fit, REPEATS, lengths, CAPACITY)
     spread = f"sigma {sigma}: "
     return [
-        _row(spread + "balance + pack", balance_ms + pack_ms, LIMIT_MS, "ms", "<= 1"),
-        _row(spread + "the same, first call", first_ms, LIMIT_MS, "ms"),
-        _row(spread + "fill", _fill(lengths, bins), LIMIT_FILL, "", ">= 1"),
-        _row(spread + "fill, beside next-fit", _fill(lengths, bins), _fill(lengths, next_fit_bins), ""),
-        _row(spread + "pack, beside next-fit", pack_ms, next_fit_ms, "ms"),
-        _row(spread + "balance, beside Karmarkar-Karp", balance_ms, kk_ms, "ms"),
-        _row(spread + "fullest / mean rank, same", _imbalance(lengths, ranks), _imbalance(lengths, kk_ranks), ""),
+        compare(spread + "balance + pack", balance_ms + pack_ms, LIMIT_MS, "ms", "<= 1"),
+        compare(spread + "the same, first call", first_ms, LIMIT_MS, "ms"),
+        compare(spread + "fill", _fill(lengths, bins), LIMIT_FILL, "", ">= 1"),
+        compare(spread + "fill, beside next-fit", _fill(lengths, bins), _fill(lengths, next_fit_bins), ""),
+        compare(spread + "pack, beside next-fit", pack_ms, next_fit_ms, "ms"),
+        compare(spread + "balance, beside Karmarkar-Karp", balance_ms, kk_ms, "ms"),
+        compare(spread + "fullest / mean rank, same", _imbalance(lengths, ranks), _imbalance(lengths, kk_ranks), ""),
     ]
 
 
@@ -76,19 +76,14 @@ def _measure_cost(sigma: float) -> list[Result]:
     ours = _above_bound(few, balance(few, NUM_RANKS))
     peer = _above_bound(few, largest_differencing(few, NUM_RANKS))
     by_tokens = _above_bound(few, largest_differencing(lengths[:NUM_RESPONSES], NUM_RANKS))
-    first_fit = pack(share, BUDGET, needed + 1)
+    ours_micro, by_tokens_micro = (_costliest(share, each) for each in (bins, pack(share, BUDGET, needed + 1)))
     spread = f"attention cost, sigma {sigma}: "
     return [
-        _row(spread + "balance 8,192 + pack a rank's share", balance_ms + pack_ms, LIMIT_MS, "ms", "<= 1"),
-        _row(spread + "costliest rank of 512 responses", ours, LIMIT_IMBALANCE, "", "<= 1"),
-        _row(spread + "the same, beside Karmarkar-Karp", ours, peer, ""),
-        _row(spread + "the same, beside Karmarkar-Karp by tokens", ours, by_tokens, ""),
-        _row(
-            spread + "costliest micro-batch, beside by tokens",
-            _costliest(share, bins),
-            _costliest(share, first_fit),
-            "",
-        ),
+        compare(spread + "balance 8,192 + pack a rank's share", balance_ms + pack_ms, LIMIT_MS, "ms", "<= 1"),
+        compare(spread + "costliest rank of 512 responses", ours, LIMIT_IMBALANCE, "", "<= 1"),
+        compare(spread + "the same, beside Karmarkar-Karp", ours, peer, ""),
+        compare(spread + "the same, beside Karmarkar-Karp by tokens", ours, by_tokens, ""),
+        compare(spread + "costliest micro-batch, beside by tokens", ours_micro, by_tokens_micro, ""),
     ]
 
 
@@ -168,7 +163,3 @@ def _imbalance(lengths: np.ndarray, ranks: np.ndarray) -> float:
 
 def _fill(lengths: np.ndarray, bins: Sequence[object]) -> float:
     return float(lengths.sum() / (len(bins) * CAPACITY))
-
-
-def _row(name: str, ours: float, limit: float, unit: str, aim: str = "") -> Result:
-    return Result(name, ours, limit, unit, ours / limit, aim)

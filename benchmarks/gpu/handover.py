@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.clock import medians
 from benchmarks.gpu.machine import require
-from benchmarks.result import Result
+from benchmarks.result import Result, compare
 from benchmarks.sizes import size
 from benchmarks.sync.processes import processes, sync_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
@@ -60,7 +60,7 @@ def run(device: str = "cuda") -> list[Result]:
             rate, limit = over.rate / 1e9, over.copy_rate / 1e9
             amount = f"{over.num_bytes / 2**20:.0f} MiB, {over.num_rounds} buckets"
             name = f"{way}, {'pinned' if pinned else 'unpinned'}, {amount}"
-            results.append(Result(name, rate, limit, "GB/s", rate / limit, note="the limit is one copy on the device"))
+            results.append(compare(name, rate, limit, "GB/s", note="the limit is one copy on the device"))
     return results
 
 

@@ -13,7 +13,7 @@ import torch.multiprocessing
 from benchmarks.children import PipedChild
 from benchmarks.gpu.clock import medians
 from benchmarks.gpu.machine import require
-from benchmarks.result import Result
+from benchmarks.result import Result, compare
 from benchmarks.sizes import size
 
 NUM_BYTES = size(1 << 30, 1 << 20)
@@ -34,7 +34,7 @@ def run(device: str = "cuda") -> list[Result]:
         child.end()  # the source must exist until the other process has released it
     assert total == int(source.sum(dtype=torch.int64))
     rate, limit = NUM_BYTES / seconds / 1e9, NUM_BYTES / alone / 1e9
-    return [Result(f"copy by IPC handle, {NUM_BYTES / 2**20:.0f} MiB", rate, limit, "GB/s", rate / limit)]
+    return [compare(f"copy by IPC handle, {NUM_BYTES / 2**20:.0f} MiB", rate, limit, "GB/s")]
 
 
 def _copy(connection: Connection, handles: torch.multiprocessing.Queue, device: str) -> None:

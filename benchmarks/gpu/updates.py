@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.gpu.clock import medians, product_flops
 from benchmarks.gpu.machine import require, stated_flops
 from benchmarks.gpu.models import DENSE, LOADS, ModelLoad, one_actor, size_of
-from benchmarks.result import Result
+from benchmarks.result import Result, compare
 from benchmarks.training.actor_task import PROMPT, trajectories
 from mcore_rl.planner.flops import forward_flops
 from mcore_rl.resolved.layout import model_arguments
@@ -51,24 +51,11 @@ def _measure(load: ModelLoad, device: str, product: float) -> list[Result]:
     note = f"{layers} layers; {int(equal.sum()) + PROMPT * len(equal)} tokens in rows of {load.budget}"
     note += "" if stated is None else f"; {rate / stated:.1%} of the specified {stated / 1e12:.0f} TFLOPS"
     tokens = int(tailed.sum()) + PROMPT * len(tailed)
+    drawn = f"{len(tailed)} responses of {tailed.min()} to {tailed.max()} tokens, {tailed.mean():.0f} on average"
+    aim, name = AIM if load.name == DENSE.name else "", f"update, {load.name}"
     return [
-        Result(
-            f"update, {load.name}, {parameters:.2f}B parameters",
-            rate / 1e12,
-            product / 1e12,
-            "TFLOPS",
-            rate / product,
-            aim=AIM if load.name == DENSE.name else "",
-            note=note,
-        ),
-        Result(
-            f"update, {load.name}, packed beside padded",
-            tokens / packed,
-            tokens / padded,
-            "tokens/s",
-            padded / packed,
-            note=f"{len(tailed)} responses of {tailed.min()} to {tailed.max()} tokens, {tailed.mean():.0f} on average",
-        ),
+        compare(f"{name}, {parameters:.2f}B parameters", rate / 1e12, product / 1e12, "TFLOPS", aim, note),
+        compare(f"{name}, packed beside padded", tokens / packed, tokens / padded, "tokens/s", note=drawn),
     ]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.result import Result
+from benchmarks.result import Result, compare
 from benchmarks.sizes import size
 from mcore_rl.rollout.tasks import ROOM, Tail, cut, share
 from mcore_rl.runtime.engines.balance import EngineKey, LoadBalancer
@@ -47,34 +47,13 @@ def run() -> list[Result]:
         f"{routed.stolen} requests moved, {routed.pieces} pieces at the end"
     )
     floors = f"{floor:.0f} ticks if every slot were always busy; the longest response takes {lengths.max()}"
+    ends = f"the last response ends at {routed.ticks} and {kept.ticks}"
+    dealt_out = "ticks until the last response, beside groups dealt out beforehand"
+    not_moved = "ticks until the last response begins, beside engines that keep what they were given"
     return [
-        Result(
-            "router's time per step",
-            routed.seconds,
-            LIMIT_SECONDS,
-            "s/step",
-            routed.seconds / LIMIT_SECONDS,
-            "<= 1.0",
-            note,
-        ),
-        Result(
-            "ticks until the last response, beside groups dealt out beforehand",
-            routed.ticks,
-            ticks,
-            "ticks",
-            routed.ticks / ticks,
-            "",
-            floors,
-        ),
-        Result(
-            "ticks until the last response begins, beside engines that keep what they were given",
-            routed.last_begin,
-            kept.last_begin,
-            "ticks",
-            routed.last_begin / kept.last_begin,
-            "",
-            f"the last response ends at {routed.ticks} and {kept.ticks}",
-        ),
+        compare("router's time per step", routed.seconds, LIMIT_SECONDS, "s/step", "<= 1.0", note),
+        compare(dealt_out, routed.ticks, ticks, "ticks", note=floors),
+        compare(not_moved, routed.last_begin, kept.last_begin, "ticks", note=ends),
     ]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from benchmarks.result import Result
+from benchmarks.result import Result, compare
 from benchmarks.sizes import size
 from benchmarks.timing import medians
 from benchmarks.training.actor_task import CLIP, LEARNING_RATE, MODEL, PROMPT, actor_config, trajectories, write_model
@@ -134,7 +134,7 @@ def _logp_row(actor: MegatronActor) -> Result:
 
     seconds, alone = medians([ours, theirs], REPEATS)
     note = "the peer is every matrix product of the forward pass, without attention, norms and softmax"
-    return Result("log-probability pass", seconds, alone, "s", seconds / alone, note=note)
+    return compare("log-probability pass", seconds, alone, "s", note=note)
 
 
 def _layer_products() -> list[tuple[int, int]]:
