@@ -22,6 +22,7 @@ from mcore_rl.algorithms import Correction, PolicyLossInputs, compute_value_loss
 from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.algorithms.registry import POLICY_LOSSES
 from mcore_rl.algorithms.selection import choose
+from mcore_rl.config.algorithm import CorrectionConfig
 
 RESPONSES, TOKENS = size((256, 4096), (4, 32))
 ROUNDS = size(9, 1)
@@ -90,7 +91,9 @@ def value_step(rows: PolicyLossInputs) -> None:
 def correct(level: str, rows: PolicyLossInputs) -> None:
     assert rows.old_logp is not None
     assert rows.rollout_logp is not None
-    Correction("truncate", level)(old_logp=rows.old_logp, rollout_logp=rows.rollout_logp, mask=rows.mask)
+    Correction(CorrectionConfig("truncate", level))(
+        old_logp=rows.old_logp, rollout_logp=rows.rollout_logp, mask=rows.mask
+    )
 
 
 def _row(name: str, ours: Callable[[], object], reference: Callable[[], object], aim: str = "") -> Result:

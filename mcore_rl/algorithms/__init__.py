@@ -6,37 +6,11 @@ from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.algorithms.interface import AdvantageResult, Estimator, Needs, PolicyLossInputs, PolicyLossResult
 from mcore_rl.algorithms.kl import kl_penalty
 from mcore_rl.algorithms.registry import (
-    advantage_needs,
     advantage_options,
     compute_advantages,
     compute_policy_loss,
     estimator,
     policy_loss,
-    policy_loss_needs,
     policy_loss_options,
 )
 from mcore_rl.algorithms.value_loss import ValueLossResult, compute_value_loss
-
-__all__ = [
-    "AdvantageResult",
-    "Correction",
-    "CorrectionResult",
-    "Estimator",
-    "Needs",
-    "PolicyLossInputs",
-    "PolicyLossResult",
-    "ValueLossResult",
-    "advantage_needs",
-    "advantage_options",
-    "aggregate_loss",
-    "compute_advantages",
-    "compute_policy_loss",
-    "compute_value_loss",
-    "estimator",
-    "groups_with_variance",
-    "kl_penalty",
-    "loss_weights",
-    "policy_loss",
-    "policy_loss_needs",
-    "policy_loss_options",
-]

@@ -13,7 +13,7 @@ ranks and micro-batches add plain sums; `aggregate_loss` computes the same for o
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ MODE_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-def aggregate_loss(loss: Tensor, mask: Tensor, mode: str, **options: Any) -> Tensor:
+def aggregate_loss(loss: Tensor, mask: Tensor, mode: str, **options: float | None) -> Tensor:
     """Aggregate a block of per-token losses into a scalar. Without trained tokens the result is 0.
 
     Options: num_tokens N and num_sequences S of the larger batch that contains this block (None: counted in this
@@ -49,7 +49,7 @@ def aggregate_loss(loss: Tensor, mask: Tensor, mode: str, **options: Any) -> Ten
     return (kept.sum(-1) * weights.to(loss.dtype)).sum()
 
 
-def loss_weights(mode: str, trained_tokens: np.ndarray, **options: Any) -> np.ndarray:
+def loss_weights(mode: str, trained_tokens: np.ndarray, **options: float | None) -> np.ndarray:
     """Compute one factor per response; the sum of all token losses times these factors is the aggregate.
 
     Options like aggregate_loss; seq-mean-token-sum-norm needs norm_tokens. A response without trained tokens has
@@ -69,7 +69,7 @@ def check_mode(mode: str) -> None:
         raise ConfigError(f"algorithm.loss_aggregation={mode} is not known. Known: {', '.join(MODE_OPTIONS)}.")
 
 
-def _weights(mode: str, tokens: Tensor, options: dict[str, Any]) -> Tensor:
+def _weights(mode: str, tokens: Tensor, options: Mapping[str, float | None]) -> Tensor:
     check_mode(mode)
     given = {name: value for name, value in options.items() if value is not None}
     _check_options(mode, given)
@@ -86,7 +86,7 @@ def _weights(mode: str, tokens: Tensor, options: dict[str, Any]) -> Tensor:
     return torch.where(counted, weights, 0.0)
 
 
-def _check_options(mode: str, given: dict[str, Any]) -> None:
+def _check_options(mode: str, given: Mapping[str, float]) -> None:
     supported = MODE_OPTIONS[mode]
     unsupported = [name for name in given if name not in supported]
     if unsupported:

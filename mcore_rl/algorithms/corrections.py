@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import masked
+from mcore_rl.algorithms.interface import check_shapes, masked
 from mcore_rl.config.algorithm import CorrectionConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.types import EffectiveFraction, Max, Mean, Metric
 
 MAX_LOG_WEIGHT = 20.0
@@ -46,36 +45,19 @@ class CorrectionResult:
 
 @dataclass(frozen=True)
 class Correction:
-    """An importance correction. low, high: bounds of the weight; low None is 0 for truncate and 1 / high for mask.
+    """An importance correction, of another kind than none."""
 
-    Raises: ConfigError for unknown names or an empty interval.
-    """
-
-    kind: str
-    level: str = "token"
-    low: float | None = None
-    high: float = 2.0
-
-    def __post_init__(self) -> None:
-        if self.kind == "none":
-            raise ConfigError("algorithm.correction.kind=none defines no correction")
-        self.bounds()
+    config: CorrectionConfig
 
     @classmethod
     def from_config(cls, config: CorrectionConfig) -> Correction | None:
         """Build the correction; None if it is switched off."""
-        if config.kind == "none":
-            return None
-        return cls(config.kind, config.level, config.low, config.high)
-
-    def bounds(self) -> tuple[float, float]:
-        """Lowest and highest weight that stay unchanged."""
-        return CorrectionConfig(self.kind, self.level, self.low, self.high).bounds
+        return None if config.kind == "none" else cls(config)
 
     @property
     def needs_whole_sequence(self) -> bool:
         """True if all tokens of a response must be in one call, one response per row."""
-        return self.level != "token"
+        return self.config.level != "token"
 
     @torch.no_grad()
     def __call__(self, *, old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> CorrectionResult:
@@ -84,27 +66,31 @@ class Correction:
         Shapes: all [B, T]; any one shape at level token.
         Raises: ValueError for a wrong shape.
         """
-        self._check(old_logp, rollout_logp, mask)
+        check_shapes("old_logp", old_logp.shape, rollout_logp=rollout_logp, mask=mask)
+        if self.needs_whole_sequence and old_logp.dim() != 2:
+            raise ValueError(
+                f"a correction of level {self.config.level} takes one response per row, not {list(old_logp.shape)}"
+            )
         selected = mask > 0
         difference = masked(old_logp.detach() - rollout_logp, selected).double()
-        if self.level == "token":
+        if self.config.level == "token":
             counted = selected
         else:
             length = selected.sum(-1)
             counted = length > 0
             difference = difference.sum(-1)
-            if self.level == "geometric":
+            if self.config.level == "geometric":
                 difference = difference / length.clamp(min=1)
         # Clamp before exp: an infinite weight would make the metrics infinite even if it is masked afterwards.
         weights = masked(difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), counted)
         applied, outside = self._bounded(weights, counted)
-        spread = applied if self.level == "token" else masked(applied[:, None].expand(selected.shape), selected)
+        spread = applied if self.config.level == "token" else masked(applied[:, None].expand(selected.shape), selected)
         return CorrectionResult(spread.to(old_logp.dtype), self._metrics(weights, applied, outside, counted))
 
     def _bounded(self, weights: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        low, high = self.bounds()
+        low, high = self.config.bounds
         outside = counted & ((weights < low) | (weights > high))
-        if self.kind == "mask":
+        if self.config.kind == "mask":
             return weights.masked_fill(outside, 0.0), outside
         return masked(weights.clamp(low, high), counted), outside
 
@@ -114,20 +100,10 @@ class Correction:
         counts = [outside.count_nonzero().double(), counted.count_nonzero().double()]
         # One device-to-host transfer instead of one per number.
         total, kept, squares, greatest, beyond, count = torch.stack([*sums, *counts]).tolist()
-        share = "truncated_fraction" if self.kind == "truncate" else "masked_fraction"
+        share = "truncated_fraction" if self.config.kind == "truncate" else "masked_fraction"
         return {
             "weight_mean": Mean(total, count),
             "weight_max": Max(greatest),
             "effective_sample_fraction": EffectiveFraction(kept, squares, count),
             share: Mean(beyond, count),
         }
-
-    def _check(self, old_logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> None:
-        given = {"rollout_logp": rollout_logp, "mask": mask}
-        wrong = [f"{name} {list(tensor.shape)}" for name, tensor in given.items() if tensor.shape != old_logp.shape]
-        if wrong:
-            raise ValueError(f"{', '.join(wrong)} must have the shape of old_logp, {list(old_logp.shape)}")
-        if self.needs_whole_sequence and old_logp.dim() != 2:
-            raise ValueError(
-                f"a correction of level {self.level} takes one response per row, not {list(old_logp.shape)}"
-            )

@@ -72,27 +72,12 @@ def user_filter(key: str, spec: str) -> ResponseFilter:
     setting, function = f"{key}={spec}", load_function(key, spec)
     check_call(setting, function, ARGUMENTS, {}, FORM)
 
-    def keep(
-        *,
-        rewards: np.ndarray,
-        accuracies: np.ndarray,
-        group_ids: np.ndarray,
-        lengths: np.ndarray,
-        clipped: np.ndarray,
-    ) -> np.ndarray:
-        result = np.asarray(
-            function(
-                rewards=rewards,
-                accuracies=accuracies,
-                group_ids=group_ids,
-                lengths=lengths,
-                clipped=np.asarray(clipped).astype(bool),
-            )
-        )
+    def keep(*, clipped: np.ndarray, **scalars: np.ndarray) -> np.ndarray:
+        result = np.asarray(function(**scalars, clipped=np.asarray(clipped).astype(bool)))
         # numpy would take integers as indices instead of flags.
-        if result.dtype != np.bool_ or result.shape != rewards.shape:
+        if result.dtype != np.bool_ or result.shape != clipped.shape:
             raise ConfigError(
-                f"{setting} returned {result.dtype} {list(result.shape)}; it must be bool {list(rewards.shape)}, "
+                f"{setting} returned {result.dtype} {list(result.shape)}; it must be bool {list(clipped.shape)}, "
                 "True for each response to keep"
             )
         return result

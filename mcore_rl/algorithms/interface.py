@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.segments import Segments
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import Metric
 
@@ -63,6 +64,11 @@ class AdvantageInputs:
     values: Tensor | None = None
     baseline_rewards: Tensor | None = None
     lengths: Tensor | None = None
+
+    def groups(self) -> Segments:
+        """Assign the responses to their groups."""
+        assert self.group_ids is not None
+        return Segments.of(self.group_ids)
 
     def trained_tokens(self) -> Tensor:
         """Number of trained tokens of each response, float64 [B]."""
@@ -150,13 +156,11 @@ def check_fraction(key: str, value: float) -> None:
         raise ConfigError(f"{key}={value} must be between 0 and 1")
 
 
-def check_shapes(inputs: Any, like: str, names: tuple[str, ...]) -> None:
-    """Check that tensors of `inputs` have the shape of inputs.<like>. Raises: ValueError that names the others."""
-    expected = getattr(inputs, like).shape
-    given = {name: getattr(inputs, name) for name in names}
-    wrong = [f"{name} {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != expected]
+def check_shapes(like: str, shape: torch.Size, **given: Tensor | None) -> None:
+    """Check that the given tensors have the `shape` of the tensor `like`. Raises: ValueError that names the others."""
+    wrong = [f"{name} {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != shape]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)} must have the shape of {like}, {list(expected)}")
+        raise ValueError(f"{', '.join(wrong)} must have the shape of {like}, {list(shape)}")
 
 
 def check_advantage_inputs(inputs: AdvantageInputs) -> None:
@@ -166,7 +170,7 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
         raise ValueError(f"token_rewards must be floating point [B, T], not {rewards.dtype} {list(rewards.shape)}")
     if inputs.group_ids is not None and inputs.group_ids.is_floating_point():
         raise ValueError(f"group_ids must be integers, not {inputs.group_ids.dtype}")
-    check_shapes(inputs, "token_rewards", ("mask", "values"))
+    check_shapes("token_rewards", rewards.shape, mask=inputs.mask, values=inputs.values)
     given = {name: getattr(inputs, name) for name in ("group_ids", "baseline_rewards", "lengths")}
     wrong = [f"{name} {list(t.shape)}" for name, t in given.items() if t is not None and t.shape != rewards.shape[:1]]
     if wrong:

@@ -9,12 +9,14 @@ Shapes: tensors [B, T] unless stated otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
+
+Kernel = TypeVar("Kernel", bound=Callable[..., object])
 
 
 def discounted_sums(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -101,12 +103,13 @@ def _tensor(array: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(array).to(like.device, like.dtype)
 
 
-def _compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(**options: object) -> Callable[[Kernel], Kernel]:
+    def compiled(function: Kernel) -> Kernel:
         try:
-            return numba.njit(cache=True, **options)(function)
+            kernel: Kernel = numba.njit(cache=True, **options)(function)
         except RuntimeError:  # numba found no writable cache directory
-            return numba.njit(**options)(function)
+            kernel = numba.njit(**options)(function)
+        return kernel
 
     return compiled
 

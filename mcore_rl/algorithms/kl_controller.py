@@ -10,10 +10,10 @@ uses the KL per response and n / horizon = K = 0.1; here kl is per token, becaus
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from mcore_rl.config.algorithm import KLConfig
 from mcore_rl.errors import NonFiniteError
+from mcore_rl.types.json import JsonObject
 
 MAX_ERROR = 0.2
 
@@ -49,8 +49,10 @@ class KLController:
         error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
         self.coefficient *= 1 + error * responses / self.horizon
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"coefficient": self.coefficient}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.coefficient = float(state["coefficient"])
+    def load_state_dict(self, state: JsonObject) -> None:
+        coefficient = state["coefficient"]
+        assert isinstance(coefficient, int | float)
+        self.coefficient = float(coefficient)

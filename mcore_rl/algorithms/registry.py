@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -77,18 +77,19 @@ POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
 }
 
 
-def estimator(name: str, /, **options: Any) -> Estimator:
+def estimator(name: str, /, **options: object) -> Estimator:
     """Build the advantage estimator `name`: a registered name or module_or_file.py:function. An option of None takes
     its default.
 
     Raises: ConfigError for an unknown name, an unsupported option, or a value out of range.
     """
+    given = {option: value for option, value in options.items() if value is not None}
     if names_function(name):
-        return UserEstimator.load(name, {option: value for option, value in options.items() if value is not None})
-    return _build(ADVANTAGES, "algorithm.advantage", "algorithm", name, options)
+        return UserEstimator.load(name, given)
+    return _build(ADVANTAGES, "algorithm.advantage", "algorithm", name, given)
 
 
-def advantage_options(config: AlgorithmConfig) -> dict[str, Any]:
+def advantage_options(config: AlgorithmConfig) -> dict[str, object]:
     """Collect the options of an estimator: those with a configuration key (None if unset) and advantage_kwargs.
 
     Raises: ConfigError if advantage_kwargs is set for a registered name, or repeats an option that has a key.
@@ -98,18 +99,19 @@ def advantage_options(config: AlgorithmConfig) -> dict[str, Any]:
     return _with_user_options(named, config.advantage_kwargs, "algorithm.advantage_kwargs", chosen)
 
 
-def policy_loss(name: str, /, **options: Any) -> PolicyLoss:
+def policy_loss(name: str, /, **options: object) -> PolicyLoss:
     """Build the policy loss `name`: a registered name or module_or_file.py:function. An option of None takes its
     default.
 
     Raises: ConfigError for an unknown name, an unsupported option, or a value out of range.
     """
+    given = {option: value for option, value in options.items() if value is not None}
     if names_function(name):
-        return UserLoss.load(name, {option: value for option, value in options.items() if value is not None})
-    return _build(POLICY_LOSSES, "algorithm.policy_loss.name", "algorithm.policy_loss", name, options)
+        return UserLoss.load(name, given)
+    return _build(POLICY_LOSSES, "algorithm.policy_loss.name", "algorithm.policy_loss", name, given)
 
 
-def policy_loss_options(config: PolicyLossConfig) -> dict[str, Any]:
+def policy_loss_options(config: PolicyLossConfig) -> dict[str, object]:
     """Collect the options of a policy loss, like advantage_options."""
     named = {name: value for name, value in vars(config).items() if name not in ("name", "kwargs")}
     chosen = f"algorithm.policy_loss.name={config.name}"
@@ -137,16 +139,6 @@ def configured_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     return loss
 
 
-def advantage_needs(name: str) -> Needs:
-    """Inputs that the estimator `name` requires. Raises: ConfigError for an unknown name."""
-    return estimator(name).needs
-
-
-def policy_loss_needs(name: str, **options: Any) -> Needs:
-    """Inputs that the policy loss `name` requires. Raises: like policy_loss."""
-    return policy_loss(name, **options).needs
-
-
 def compute_advantages(
     name: str,
     *,
@@ -156,7 +148,7 @@ def compute_advantages(
     values: Tensor | None = None,
     baseline_rewards: Tensor | None = None,
     lengths: Tensor | None = None,
-    **options: Any,
+    **options: object,
 ) -> AdvantageResult:
     """Compute advantages and returns, without gradient.
 
@@ -181,7 +173,7 @@ def compute_policy_loss(
     rollout_logp: Tensor | None = None,
     prox_logp: Tensor | None = None,
     staleness: Tensor | None = None,
-    **options: Any,
+    **options: object,
 ) -> PolicyLossResult:
     """Compute the unreduced loss per token, with gradient through logp only, and metrics over the trained tokens.
 
@@ -199,13 +191,15 @@ def compute_policy_loss(
     }
     inputs = PolicyLossInputs(logp, **{key: None if value is None else value.detach() for key, value in others.items()})
     _check_given(name, chosen.needs, inputs)
-    check_shapes(inputs, "logp", tuple(others))
+    check_shapes("logp", logp.shape, **others)
     if chosen.needs.whole_sequence and logp.dim() != 2:
         raise ValueError(f"{name} takes one response per row, [B, T], not {list(logp.shape)}")
     return chosen(inputs)
 
 
-def _with_user_options(named: dict[str, Any], own: dict[str, Any], kwargs_key: str, chosen: str) -> dict[str, Any]:
+def _with_user_options(
+    named: dict[str, object], own: dict[str, object], kwargs_key: str, chosen: str
+) -> dict[str, object]:
     """Merge options that have keys with the options of a user's function under `kwargs_key`. chosen: key=value."""
     if own and not names_function(chosen):
         raise ConfigError(
@@ -224,17 +218,12 @@ def _check_given(name: str, needs: Needs, inputs: object) -> None:
         raise ValueError(f"{name} needs {', '.join(missing)}")
 
 
-def _entry(registry: Mapping[str, type[Entry]], key: str, name: str) -> type[Entry]:
-    if name in registry:
-        return registry[name]
-    close = difflib.get_close_matches(str(name), registry, n=1)
-    hint = f"; did you mean {close[0]}?" if close else "."
-    raise ConfigError(f"{key}={name} is not known{hint} Known: {', '.join(registry)}.")
-
-
-def _build(registry: Mapping[str, type[Entry]], key: str, section: str, name: str, options: dict[str, Any]) -> Entry:
-    entry = _entry(registry, key, name)
-    given = {option: value for option, value in options.items() if value is not None}
+def _build(registry: Mapping[str, type[Entry]], key: str, section: str, name: str, given: dict[str, object]) -> Entry:
+    if name not in registry:
+        close = difflib.get_close_matches(str(name), registry, n=1)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise ConfigError(f"{key}={name} is not known{hint} Known: {', '.join(registry)}.")
+    entry = registry[name]
     supported = [field.name for field in fields(entry)]  # type: ignore[arg-type]  # entries are dataclasses
     unsupported = [f"{section}.{option}" for option in given if option not in supported]
     if unsupported:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import masked
+from mcore_rl.algorithms.interface import check_shapes, masked
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import ExplainedVariance, Mean, Metric
 
@@ -45,10 +45,7 @@ def compute_value_loss(
     """
     if clip_range is not None and not 0 < clip_range < math.inf:
         raise ConfigError(f"critic.clip_range={clip_range} must be greater than 0, or null to switch it off")
-    given = {"old_values": old_values, "returns": returns, "mask": mask}
-    wrong = [f"{name} {list(tensor.shape)}" for name, tensor in given.items() if tensor.shape != values.shape]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)} must have the shape of values, {list(values.shape)}")
+    check_shapes("values", values.shape, old_values=old_values, returns=returns, mask=mask)
     selected = mask > 0
     values, old = masked(values, selected), masked(old_values.detach(), selected)
     target = masked(returns.detach(), selected)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.per_response import PerResponse
 from mcore_rl.algorithms.interface import AdvantageInputs
-from mcore_rl.algorithms.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class GPG(PerResponse):
     """Group policy gradient. alpha is 1 if all groups have unequal rewards, for example after dynamic sampling."""
 
     def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
-        assert inputs.group_ids is not None
-        groups = Segments.of(inputs.group_ids)
+        groups = inputs.groups()
         # Compare rewards exactly, so that alpha counts the same groups whose centered rewards are exactly 0.
         with_signal = groups.sizes[groups.max(rewards) > groups.min(rewards)].sum()
         return groups.centred(rewards) * (len(rewards) / with_signal.clamp(min=1).double())

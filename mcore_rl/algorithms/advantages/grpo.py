@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.per_response import PerResponse
 from mcore_rl.algorithms.interface import AdvantageInputs
-from mcore_rl.algorithms.segments import Segments
 
 STD_EPS = 1e-6
 
@@ -29,7 +28,6 @@ class GRPO(PerResponse):
     normalize_by_std: bool = True
 
     def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
-        assert inputs.group_ids is not None
-        groups = Segments.of(inputs.group_ids)
+        groups = inputs.groups()
         centred, std = groups.centred_and_std(rewards)
         return centred / groups.expand(std + STD_EPS) if self.normalize_by_std else centred

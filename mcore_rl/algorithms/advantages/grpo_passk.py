@@ -21,7 +21,6 @@ from torch import Tensor
 from mcore_rl.algorithms.advantages.grpo import STD_EPS
 from mcore_rl.algorithms.advantages.per_response import PerResponse
 from mcore_rl.algorithms.interface import AdvantageInputs
-from mcore_rl.algorithms.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class GRPOPassK(PerResponse):
     normalize_by_std: bool = True
 
     def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
-        assert inputs.group_ids is not None
-        groups = Segments.of(inputs.group_ids)
+        groups = inputs.groups()
         best = groups.max(rewards)
         is_best = rewards == groups.expand(best)
         # With a unique best response, the maximum of the others is the maximum without it.

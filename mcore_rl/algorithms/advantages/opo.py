@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.per_response import PerResponse
 from mcore_rl.algorithms.interface import AdvantageInputs
-from mcore_rl.algorithms.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class OPO(PerResponse):
     """Optimal-baseline advantages. A response without trained tokens has no weight in the baseline of its group."""
 
     def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
-        assert inputs.group_ids is not None
-        groups = Segments.of(inputs.group_ids)
+        groups = inputs.groups()
         lengths = inputs.trained_tokens()
         above, total = groups.above_minimum(rewards), groups.sum(lengths)
         # A group without trained tokens has no baseline and needs none; avoid 0 / 0.

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.per_response import PerResponse
 from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult
-from mcore_rl.algorithms.segments import Segments
 from mcore_rl.algorithms.whitening import whiten_batch
 
 
@@ -30,8 +29,7 @@ class ReinforcePlusPlusBaseline(PerResponse):
     whitened: ClassVar[bool] = True
 
     def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
-        assert inputs.group_ids is not None
-        return Segments.of(inputs.group_ids).centred(rewards)
+        return inputs.groups().centred(rewards)
 
     def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
         return whiten_batch(self.raw(inputs), inputs)

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from mcore_rl.algorithms.advantages.per_response import PerResponse
 from mcore_rl.algorithms.interface import AdvantageInputs
-from mcore_rl.algorithms.segments import Segments
 
 
 @dataclass(frozen=True)
 class RLOO(PerResponse):
     def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
-        assert inputs.group_ids is not None
-        groups = Segments.of(inputs.group_ids)
+        groups = inputs.groups()
         return groups.centred(rewards) * groups.expand(groups.sizes / (groups.sizes - 1).clamp(min=1).double())

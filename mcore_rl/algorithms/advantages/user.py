@@ -26,7 +26,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,18 +50,18 @@ class UserEstimator:
     whitened: ClassVar[bool] = False
 
     name: str
-    function: Callable[..., Any]
-    options: dict[str, Any]
+    function: Callable[..., object]
+    options: dict[str, object]
     needs: Needs
     per_response: bool
     takes_lengths: bool = False
 
-    def __reduce__(self) -> tuple[Callable[..., UserEstimator], tuple[str, dict[str, Any]]]:
+    def __reduce__(self) -> tuple[Callable[..., UserEstimator], tuple[str, dict[str, object]]]:
         # Pickle the name instead of the function: other processes cannot import the module of a user's file.
         return UserEstimator.load, (self.name.removeprefix(f"{KEY}="), self.options)
 
     @classmethod
-    def load(cls, spec: str, options: dict[str, Any]) -> UserEstimator:
+    def load(cls, spec: str, options: dict[str, object]) -> UserEstimator:
         """Load the function `spec`. Raises: ConfigError if it does not exist, does not take ARGUMENTS and `options`, or
         has contradictory attributes."""
         name, function = f"{KEY}={spec}", load_function(KEY, spec, instead="an estimator's name")
@@ -104,7 +104,7 @@ def _response_inputs(inputs: AdvantageInputs) -> AdvantageInputs:
     return replace(inputs, token_rewards=rewards, mask=torch.ones_like(rewards), values=None)
 
 
-def _declared(name: str, function: Callable[..., Any]) -> tuple[Needs, bool]:
+def _declared(name: str, function: Callable[..., object]) -> tuple[Needs, bool]:
     """Read the function's attributes `needs` and `per_response`. Raises: ConfigError if they are contradictory."""
     per_response, needs = getattr(function, "per_response", None), getattr(function, "needs", None)
     if per_response not in (None, True, False):
@@ -130,7 +130,7 @@ def _declared(name: str, function: Callable[..., Any]) -> tuple[Needs, bool]:
     return needs, per_response
 
 
-def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+def _has_parameter(function: Callable[..., object], name: str) -> bool:
     try:
         return name in inspect.signature(function).parameters
     except ValueError:  # a builtin without a signature

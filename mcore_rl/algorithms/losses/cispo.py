@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
-from mcore_rl.algorithms.losses.surrogate import bounded_exp, check_bounds, ratio_metrics
+from mcore_rl.algorithms.losses.surrogate import bounded_exp, check_bounds, ratio_inputs, ratio_metrics
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,10 @@ class CISPO:
         check_bounds(self.clip_low, self.clip_high)
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
-        assert inputs.old_logp is not None
-        assert inputs.advantages is not None
-        selected = inputs.mask > 0
-        logp = masked(inputs.logp, selected)
-        log_ratio = masked(inputs.logp.detach() - inputs.old_logp, selected)
+        selected, log_ratio, advantages = ratio_inputs(inputs)
+        log_ratio = log_ratio.detach()
         ratio = bounded_exp(log_ratio)
         low, high = ratio < 1 - self.clip_low, ratio > 1 + self.clip_high
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss = -weight * masked(inputs.advantages, selected) * logp
+        loss = -weight * advantages * masked(inputs.logp, selected)
         return PolicyLossResult(loss, ratio_metrics(log_ratio, selected, low=low, high=high))

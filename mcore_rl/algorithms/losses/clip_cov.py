@@ -17,8 +17,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
-from mcore_rl.algorithms.losses.surrogate import SECTION, check_bounds, clipped_surrogate, ratio_metrics, split_by_sign
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult
+from mcore_rl.algorithms.losses.surrogate import (
+    SECTION,
+    check_bounds,
+    clipped_surrogate,
+    ratio_inputs,
+    ratio_metrics,
+    split_by_sign,
+)
 from mcore_rl.algorithms.selection import chosen_tokens, covariance_moments, covariances, random_scores
 from mcore_rl.errors import ConfigError
 
@@ -63,12 +70,8 @@ class ClipCov:
         return share_of(num_tokens, self.cov_ratio)
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
-        assert inputs.old_logp is not None
-        assert inputs.advantages is not None
-        selected = inputs.mask > 0
+        selected, log_ratio, advantages = ratio_inputs(inputs)
         chosen = chosen_tokens(self, inputs)
-        log_ratio = masked(inputs.logp - inputs.old_logp, selected)
-        advantages = masked(inputs.advantages, selected)
         result = clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high)
         metrics = ratio_metrics(
             log_ratio, selected, **split_by_sign(result.clipped, advantages), chosen_fraction=chosen

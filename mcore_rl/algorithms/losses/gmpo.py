@@ -20,9 +20,9 @@ from typing import ClassVar
 
 import torch
 
-from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult
 from mcore_rl.algorithms.losses.sequences import row_means
-from mcore_rl.algorithms.losses.surrogate import MAX_LOG_RATIO, SECTION, bounded_exp, ratio_metrics
+from mcore_rl.algorithms.losses.surrogate import MAX_LOG_RATIO, SECTION, bounded_exp, ratio_inputs, ratio_metrics
 from mcore_rl.errors import ConfigError
 
 
@@ -44,11 +44,7 @@ class GMPO:
                 raise ConfigError(f"{SECTION}.{name}={getattr(self, name)} must not be negative")
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
-        assert inputs.old_logp is not None
-        assert inputs.advantages is not None
-        selected = inputs.mask > 0
-        log_ratio = masked(inputs.logp - inputs.old_logp, selected)
-        advantages = masked(inputs.advantages, selected)
+        selected, log_ratio, advantages = ratio_inputs(inputs)
         high = (advantages > 0) & (log_ratio > self.clip_high)
         low = (advantages < 0) & (log_ratio < -self.clip_low)
         # Without this bound, one token with a log ratio of 100 nats would dominate the mean.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
 from mcore_rl.algorithms.losses.sequences import row_means, sequence_metrics
-from mcore_rl.algorithms.losses.surrogate import MAX_LOG_RATIO, bounded_exp, check_bounds
+from mcore_rl.algorithms.losses.surrogate import MAX_LOG_RATIO, bounded_exp, check_bounds, ratio_inputs
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,8 @@ class GSPO:
         check_bounds(self.clip_low, self.clip_high)
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
-        assert inputs.old_logp is not None
-        assert inputs.advantages is not None
-        selected = inputs.mask > 0
-        logp = masked(inputs.logp, selected)
-        advantages = masked(inputs.advantages, selected)
-        log_ratio = masked(inputs.logp.detach() - inputs.old_logp, selected)
+        selected, log_ratio, advantages = ratio_inputs(inputs)
+        logp, log_ratio = masked(inputs.logp, selected), log_ratio.detach()
         row_log_ratio = row_means(log_ratio, selected)
         ratio = bounded_exp(row_log_ratio).to(logp.dtype)[:, None]
         low = (advantages < 0) & (ratio < 1 - self.clip_low)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
 from mcore_rl.algorithms.losses.clip_cov import check_share, share_of
-from mcore_rl.algorithms.losses.surrogate import SECTION, bounded_exp, ratio_metrics
+from mcore_rl.algorithms.losses.surrogate import SECTION, bounded_exp, ratio_inputs, ratio_metrics
 from mcore_rl.algorithms.selection import chosen_tokens, covariance_moments, covariances
 from mcore_rl.errors import ConfigError
 
@@ -53,12 +53,9 @@ class KLCov:
         return share_of(num_tokens, self.cov_ratio)
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
-        assert inputs.old_logp is not None
-        assert inputs.advantages is not None
-        selected = inputs.mask > 0
+        selected, log_ratio, advantages = ratio_inputs(inputs)
         chosen = chosen_tokens(self, inputs)
-        log_ratio = masked(inputs.logp - inputs.old_logp, selected)
-        loss = -masked(inputs.advantages, selected) * bounded_exp(log_ratio)
+        loss = -advantages * bounded_exp(log_ratio)
         penalty = masked(self.kl_coef * log_ratio.abs(), chosen)
         metrics = ratio_metrics(log_ratio.detach(), selected, low=None, high=None, chosen_fraction=chosen)
         return PolicyLossResult(loss + penalty, metrics)

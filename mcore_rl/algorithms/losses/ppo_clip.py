@@ -14,11 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult, masked
+from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult
 from mcore_rl.algorithms.losses.surrogate import (
     check_bounds,
     check_dual_clip,
     clipped_surrogate,
+    ratio_inputs,
     ratio_metrics,
     split_by_sign,
 )
@@ -43,11 +44,7 @@ class PPOClip:
         check_dual_clip(self.dual_clip)
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
-        assert inputs.old_logp is not None
-        assert inputs.advantages is not None
-        selected = inputs.mask > 0
-        log_ratio = masked(inputs.logp - inputs.old_logp, selected)
-        advantages = masked(inputs.advantages, selected)
+        selected, log_ratio, advantages = ratio_inputs(inputs)
         result = clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
         capped = {} if result.capped is None else {"dual_clip_fraction": result.capped}
         flags = split_by_sign(result.clipped, advantages)

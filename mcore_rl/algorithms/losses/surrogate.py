@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mcore_rl.algorithms.interface import PolicyLossInputs, masked
 from mcore_rl.algorithms.quantiles import count_rounded, ratio_quantiles
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import Max, Mean, Metric, Min
@@ -32,6 +33,14 @@ class Surrogate:
     loss: Tensor
     clipped: Tensor
     capped: Tensor | None
+
+
+def ratio_inputs(inputs: PolicyLossInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mask of trained tokens (bool), the log ratio logp - old_logp and the advantages, both 0 elsewhere."""
+    assert inputs.old_logp is not None
+    assert inputs.advantages is not None
+    selected = inputs.mask > 0
+    return selected, masked(inputs.logp - inputs.old_logp, selected), masked(inputs.advantages, selected)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +29,15 @@ class UserLoss:
     """A user-defined policy loss. name: key=value. Calls raise ConfigError for a result of the wrong type or shape."""
 
     name: str
-    function: Callable[..., Any]
-    options: dict[str, Any]
+    function: Callable[..., object]
+    options: dict[str, object]
     needs: Needs
 
-    def __reduce__(self) -> tuple[Callable[..., UserLoss], tuple[str, dict[str, Any]]]:
+    def __reduce__(self) -> tuple[Callable[..., UserLoss], tuple[str, dict[str, object]]]:
         return UserLoss.load, (self.name.removeprefix(f"{KEY}="), self.options)
 
     @classmethod
-    def load(cls, spec: str, options: dict[str, Any]) -> UserLoss:
+    def load(cls, spec: str, options: dict[str, object]) -> UserLoss:
         """Load the function `spec`. Raises: ConfigError if it does not exist, does not take ARGUMENTS and `options`, or
         needs other inputs."""
         name, function = f"{KEY}={spec}", load_function(KEY, spec, instead="a loss's name")
@@ -68,7 +67,7 @@ class UserLoss:
         return PolicyLossResult(masked(loss, selected), self._metrics(means, selected))
 
     @torch.no_grad()
-    def _metrics(self, means: Any, selected: Tensor) -> dict[str, Metric]:
+    def _metrics(self, means: object, selected: Tensor) -> dict[str, Metric]:
         if not isinstance(means, Mapping):
             raise ConfigError(f"{self.name} returned metrics as {type(means).__name__}; they must be a dict of floats")
         if not means:

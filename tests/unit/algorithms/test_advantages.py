@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms import advantage_needs, compute_advantages, estimator
+from mcore_rl.algorithms import compute_advantages, estimator
+from mcore_rl.algorithms.interface import AdvantageInputs
 from mcore_rl.algorithms.registry import ADVANTAGES
 from mcore_rl.errors import ConfigError
 
@@ -162,8 +163,8 @@ def test_remax_subtracts_the_greedy_reward():
     result = compute_advantages("remax", token_rewards=rewards, mask=mask, baseline_rewards=torch.tensor([0.25, 1.0]))
     assert result.advantages.tolist() == [[0.75, 0, 0.75], [0, 0, 0]]
     assert result.returns.tolist() == [[1, 0, 1], [0, 0, 0]]
-    assert advantage_needs("remax").baseline_rewards
-    assert not advantage_needs("remax").group_ids
+    assert estimator("remax").needs.baseline_rewards
+    assert not estimator("remax").needs.group_ids
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -173,8 +174,8 @@ def test_estimators_with_equal_rewards_give_exactly_zero(name, reward, size):
     """Compare raw advantages: whitening would subtract the mean over all tokens, which is not 0."""
     rewards = torch.tensor([reward] * size + [1.0, 2.0])[:, None]
     lengths = torch.arange(1, size + 3)
-    inputs = SimpleNamespace(token_rewards=rewards, mask=torch.ones_like(rewards), lengths=lengths)
-    inputs.group_ids, inputs.trained_tokens = torch.tensor([9] * size + [4, 4]), lengths.double
+    groups = torch.tensor([9] * size + [4, 4])
+    inputs = AdvantageInputs(rewards, torch.ones_like(rewards), group_ids=groups, lengths=lengths)
     raw = estimator(name).raw(inputs).advantages[:, 0]
     assert raw[:size].tolist() == [0.0] * size
     assert raw[-1] > 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms import advantage_needs, compute_advantages, estimator
+from mcore_rl.algorithms import compute_advantages, estimator
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.errors import ConfigError
@@ -111,11 +111,11 @@ def test_user_estimator_receives_tensors_and_options(mine):
     assert result.advantages.tolist() == [[-2, -2], [2, 0]]  # 0 where the mask is 0, for any returned value
     assert result.returns.tolist() == result.advantages.tolist()
     assert compute_advantages(mine("centred"), **INPUTS, scale=None).advantages[0, 0] == -1
-    assert advantage_needs(mine("centred")).group_ids
+    assert estimator(mine("centred")).needs.group_ids
 
 
 def test_user_estimator_may_declare_needs_and_return_returns(mine):
-    assert advantage_needs(mine("over_values")).critic
+    assert estimator(mine("over_values")).needs.critic
     with pytest.raises(ValueError, match="needs values"):
         compute_advantages(mine("over_values"), **INPUTS)
     result = compute_advantages(mine("over_values"), **INPUTS, values=torch.ones(2, 2))

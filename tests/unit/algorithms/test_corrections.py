@@ -14,6 +14,10 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.types import EffectiveFraction, Max, Mean, merge_metrics
 
 
+def correction(*section, **keys):
+    return Correction(CorrectionConfig(*section, **keys))
+
+
 def make(seed=0, spread=0.4, shape=(5, 8)):
     g = torch.Generator().manual_seed(seed)
     rollout = -torch.rand(shape, generator=g) * 3
@@ -62,7 +66,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "level", "low", "high"), CASES)
 def test_correction_matches_loops(kind, level, low, high):
     given = make()
-    result = Correction(kind, level, low, high)(**given)
+    result = correction(kind, level, low, high)(**given)
     low = low if low is not None else (0.0 if kind == "truncate" else 1 / high)
     weights, raw, applied = by_hand(given, kind, level, low, high)
     torch.testing.assert_close(result.weights, weights, rtol=1e-5, atol=1e-6)
@@ -94,16 +98,15 @@ def test_correction_with_known_inputs_gives_known_values():
         ("mask", "geometric"): [[math.sqrt(2), math.sqrt(2)], [0.0, 0.0]],
     }
     for (kind, level), weights in expected.items():
-        torch.testing.assert_close(Correction(kind, level, high=1.5)(**given).weights, torch.tensor(weights))
+        torch.testing.assert_close(correction(kind, level, high=1.5)(**given).weights, torch.tensor(weights))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_correction_metrics_of_parts_sum_to_whole(level):
     given = make(1)
-    correction = Correction("truncate", level)
-    whole = correction(**given).metrics
+    whole = correction("truncate", level)(**given).metrics
     parts = [
-        correction(**{name: tensor[rows] for name, tensor in given.items()}).metrics
+        correction("truncate", level)(**{name: tensor[rows] for name, tensor in given.items()}).metrics
         for rows in (slice(0, 1), slice(1, 4), slice(4, 5))
     ]
     merged = merge_metrics(parts)
@@ -114,7 +117,7 @@ def test_correction_metrics_of_parts_sum_to_whole(level):
 def test_correction_with_equal_policies_has_weight_one():
     given = make(2, spread=0.0)
     for level in ("token", "sequence", "geometric"):
-        result = Correction("mask", level)(**given)
+        result = correction("mask", level)(**given)
         assert torch.equal(result.weights, given["mask"])
         assert result.metrics["effective_sample_fraction"].value == 1.0
         assert result.metrics["weight_max"] == Max(1.0)
@@ -125,10 +128,10 @@ def test_correction_with_equal_policies_has_weight_one():
 def test_correction_ignores_tokens_outside_mask(level):
     given = make(3)
     outside = given["mask"] == 0
-    clean = Correction("truncate", level)(**given)
+    clean = correction("truncate", level)(**given)
     given["old_logp"] = given["old_logp"].masked_fill(outside, math.nan)
     given["rollout_logp"] = given["rollout_logp"].masked_fill(outside, -math.inf)
-    dirty = Correction("truncate", level)(**given)
+    dirty = correction("truncate", level)(**given)
     assert torch.equal(dirty.weights, clean.weights)
     assert dirty.metrics == clean.metrics
 
@@ -140,7 +143,7 @@ def test_correction_with_extreme_differences_stays_bounded(kind, level):
         "old_logp": torch.tensor([[0.0, 0.0], [-900.0, 0.0]]),
         "rollout_logp": torch.tensor([[-900.0, 0.0], [0, 0]]),
     }
-    result = Correction(kind, level, low=0.1, high=2.0)(**given, mask=torch.ones(2, 2))
+    result = correction(kind, level, low=0.1, high=2.0)(**given, mask=torch.ones(2, 2))
     assert result.weights.isfinite().all()
     assert result.weights[0, 0] == (2.0 if kind == "truncate" else 0.0)
     assert result.weights[1, 0] == pytest.approx(0.1 if kind == "truncate" else 0.0)
@@ -150,27 +153,27 @@ def test_correction_with_extreme_differences_stays_bounded(kind, level):
 def test_correction_weights_have_no_gradient():
     given = make(4)
     given["old_logp"].requires_grad_()
-    assert not Correction("truncate")(**given).weights.requires_grad
+    assert not correction("truncate")(**given).weights.requires_grad
 
 
 def test_correction_above_token_level_needs_rows():
     given = make(5)
     flat = {name: tensor.flatten() for name, tensor in given.items()}
-    rows = Correction("mask")(**given)
-    assert torch.equal(Correction("mask")(**flat).weights.view(5, 8), rows.weights)
-    assert not Correction("mask").needs_whole_sequence
+    rows = correction("mask")(**given)
+    assert torch.equal(correction("mask")(**flat).weights.view(5, 8), rows.weights)
+    assert not correction("mask").needs_whole_sequence
     for level in ("sequence", "geometric"):
-        assert Correction("mask", level).needs_whole_sequence
+        assert correction("mask", level).needs_whole_sequence
         with pytest.raises(ValueError, match="one response per row"):
-            Correction("mask", level)(**flat)
+            correction("mask", level)(**flat)
     with pytest.raises(ValueError, match=r"rollout_logp \[5, 1\] must have the shape of old_logp, \[5, 8\]"):
-        Correction("mask")(**{**given, "rollout_logp": given["rollout_logp"][:, :1]})
+        correction("mask")(**{**given, "rollout_logp": given["rollout_logp"][:, :1]})
 
 
 def test_correction_without_tokens_gives_empty_sums():
     empty = torch.zeros(0, 3)
     for level in ("token", "sequence", "geometric"):
-        result = Correction("truncate", level)(old_logp=empty, rollout_logp=empty, mask=empty)
+        result = correction("truncate", level)(old_logp=empty, rollout_logp=empty, mask=empty)
         assert result.weights.shape == (0, 3)
         assert result.metrics["effective_sample_fraction"] == EffectiveFraction(0.0, 0.0, 0.0)
         assert result.metrics["effective_sample_fraction"].value == 0.0
@@ -189,7 +192,7 @@ def test_correction_without_tokens_gives_empty_sums():
 )
 def test_correction_with_invalid_option_names_key(tmp_path, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        Correction(**{"kind": "truncate", **overrides})
+        correction(**{"kind": "truncate", **overrides})
     config = tmp_path / "c.yaml"
     config.write_text("run: {dir: x}\nmodel: {hf_path: y}\n")
     with pytest.raises(ConfigError, match=message):
@@ -201,8 +204,6 @@ def test_correction_with_invalid_option_names_key(tmp_path, overrides, message):
 def test_correction_from_config_uses_its_section():
     assert Correction.from_config(CorrectionConfig()) is None
     section = CorrectionConfig(kind="mask", level="geometric", low=0.99, high=1.01)
-    assert Correction.from_config(section) == Correction("mask", "geometric", 0.99, 1.01)
-    assert Correction("mask", high=4.0).bounds() == (0.25, 4.0)
-    assert Correction("truncate", high=4.0).bounds() == (0.0, 4.0)
-    with pytest.raises(ConfigError, match="no correction"):
-        Correction("none")
+    assert Correction.from_config(section) == Correction(section)
+    assert CorrectionConfig("mask", high=4.0).bounds == (0.25, 4.0)
+    assert CorrectionConfig("truncate", high=4.0).bounds == (0.0, 4.0)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms import advantage_needs, compute_advantages, estimator
+from mcore_rl.algorithms import compute_advantages, estimator
 from mcore_rl.errors import ConfigError
 
 
@@ -83,8 +83,8 @@ def test_grpo_with_large_offset_keeps_differences():
 
 
 def test_grpo_without_group_ids_raises():
-    assert advantage_needs("grpo").group_ids
-    assert not advantage_needs("grpo").critic
+    assert estimator("grpo").needs.group_ids
+    assert not estimator("grpo").needs.critic
     assert estimator("grpo").per_response
     with pytest.raises(ValueError, match="group_ids"):
         compute_advantages("grpo", token_rewards=torch.zeros(2, 3), mask=torch.ones(2, 3))

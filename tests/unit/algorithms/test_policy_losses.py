@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mcore_rl.algorithms import compute_policy_loss, policy_loss, policy_loss_needs
+from mcore_rl.algorithms import compute_policy_loss, policy_loss
 from mcore_rl.errors import ConfigError
 from mcore_rl.types import Mean, merge_metrics
 
@@ -134,7 +134,7 @@ def test_ppo_clip_of_packed_tokens_equals_rows():
     rows = compute_policy_loss("ppo_clip", **given).loss
     packed = compute_policy_loss("ppo_clip", **{k: v.reshape(1, -1) for k, v in given.items()}).loss
     assert torch.equal(packed.reshape(rows.shape), rows)
-    assert not policy_loss_needs("ppo_clip").whole_sequence
+    assert not policy_loss("ppo_clip").needs.whole_sequence
 
 
 def test_sft_equals_cross_entropy():
@@ -149,10 +149,10 @@ def test_sft_equals_cross_entropy():
 
 
 def test_policy_loss_needs_are_declared_and_checked():
-    assert policy_loss_needs("ppo_clip").advantages
-    assert policy_loss_needs("ppo_clip").old_logp
-    assert not policy_loss_needs("sft").advantages
-    assert not policy_loss_needs("ppo_clip").reference
+    assert policy_loss("ppo_clip").needs.advantages
+    assert policy_loss("ppo_clip").needs.old_logp
+    assert not policy_loss("sft").needs.advantages
+    assert not policy_loss("ppo_clip").needs.reference
     given = tensors()
     with pytest.raises(ValueError, match="old_logp"):
         compute_policy_loss("ppo_clip", **{**given, "old_logp": None})
