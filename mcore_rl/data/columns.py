@@ -15,7 +15,6 @@ from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.chat.messages import chat_messages
 from mcore_rl.data.files import read_rows
 from mcore_rl.data.json_text import parse_json, to_plain
-from mcore_rl.data.sources.media import check_media, is_empty, is_media
 from mcore_rl.data.sources.overrides import check_sampling, check_turns
 from mcore_rl.data.sources.paths import Names, find_files, format_files
 from mcore_rl.data.sources.row_tools import SELECTION, TOOLS, RowTools
@@ -24,6 +23,38 @@ from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 from mcore_rl.types.json import JsonValue
+
+_COLUMN = re.compile(
+    r"(image|picture|video|audio)s?(_(url|path|file|bytes|data)s?)?|pixel_values|multi_?modal_(data|inputs)|mm_data"
+)
+
+
+def is_media(column: str) -> bool:
+    """Return whether a column name denotes images, videos or audio."""
+    return _COLUMN.fullmatch(column.lower()) is not None
+
+
+def check_media(row: Mapping[str, object], key: str, where: str) -> None:
+    """Reject a row with a non-empty media column.
+
+    Raises: DataError naming row and column.
+    """
+    for column, value in row.items():
+        if is_media(column) and not is_empty(value):
+            raise DataError(
+                f"{where} has {column}, but prompts are text only, and the model would be trained without it; set"
+                f" {key} to a file without such rows, or without the column if the text suffices"
+            )
+
+
+def is_empty(value: object) -> bool:
+    """Return whether a value is empty: null, NaN, an empty text or list, or a struct of empty fields."""
+    if isinstance(value, Mapping):
+        return all(map(is_empty, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_empty, value))
+    return value is None or value in ("", b"") or value != value
+
 
 PROMPT_COLUMNS = ("prompt", "question")
 ANSWER_COLUMNS = ("answer", "ground_truth")
@@ -67,18 +98,18 @@ class Columns:
         trained: bool = False,
         tools: Sequence[ToolSchema] = (),
     ) -> None:
-        self._trained = trained
+        self._data_config, self._rollout_config, self._key = data_config, rollout_config, key
+        self._runs_tools, self._trained = runs_tools, trained
         self._struct_nulls = Path(path).suffix not in (".jsonl", ".csv")
         """True for Arrow files, whose structs have a null for every field that only other rows use."""
         self._names = "its columns, which line 1 names, are" if Path(path).suffix == ".csv" else "its columns are"
-        self._prompt_key, self._answer_key = data_config.prompt_key, data_config.answer_key
-        self._system_prompt, self._rollout_config = data_config.system_prompt, rollout_config
-        self._key, self._runs_tools, self._template_kwargs = key, runs_tools, data_config.template_kwargs
         self._tools = RowTools(tools, executes=runs_tools)
-        self._noted: Counter[str] = Counter()
         self._read: set[str] = set()
         """Columns of the current row that are used."""
-        self._ignored: dict[str, None] = {}
+        self.notes: Counter[str] = Counter()
+        """Notes for the user, with the number of rows."""
+        self.ignored: dict[str, None] = {}
+        """Columns that are not empty and not used."""
 
     def read(self, place: str, row: Row) -> Prompt:
         """Extract the values of a row; `row`, `token_ids` and `text` of the result are not set yet.
@@ -112,18 +143,8 @@ class Columns:
         )
         # Media columns that are not empty have been rejected above.
         unread = (name for name in row if name not in self._read and not is_media(name))
-        self._ignored.update((name, None) for name in unread if not is_empty(row[name]))
+        self.ignored.update((name, None) for name in unread if not is_empty(row[name]))
         return prompt
-
-    def take_ignored(self) -> list[str]:
-        """Return and reset the non-empty columns that were not used since the last call."""
-        ignored, self._ignored = list(self._ignored), {}
-        return ignored
-
-    def take_notes(self) -> Counter[str]:
-        """Return and reset the notes for the user, with the number of rows, since the last call."""
-        noted, self._noted = self._noted, Counter()
-        return noted
 
     def _messages(self, row: Row, where: str) -> list[ChatMessage]:
         prompt, struct_nulls = self._prompt(row, where), self._struct_nulls
@@ -131,11 +152,11 @@ class Columns:
             prompt = _plain_messages(prompt, where)
         if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
             prompt, struct_nulls = _messages_of_text(prompt, where), False
-            self._noted["have chat messages as JSON text, which was parsed"] += 1
-        return with_system(chat_messages(prompt, where, struct_nulls=struct_nulls), self._system_prompt)
+            self.notes["have chat messages as JSON text, which was parsed"] += 1
+        return with_system(chat_messages(prompt, where, struct_nulls=struct_nulls), self._data_config.system_prompt)
 
     def _prompt(self, row: Row, where: str) -> object:
-        wanted = self._prompt_key
+        wanted = self._data_config.prompt_key
         for column in PROMPT_COLUMNS if wanted is None else (wanted,):
             if row.get(column) is not None:
                 self._read.add(column)
@@ -144,20 +165,20 @@ class Columns:
             names = listing(row)
             raise DataError(f"{where} has no prompt: {self._names} {names}; set data.prompt_key to one of them")
         if _is_verl_row(row):
-            self._noted[f"have no column {wanted!r}: verl's column prompt is used"] += 1
+            self.notes[f"have no column {wanted!r}: verl's column prompt is used"] += 1
             self._read.add("prompt")
             return row["prompt"]
         raise DataError(f"{where} has no prompt in column {wanted!r}: {_remedy('data.prompt_key', wanted, row)}")
 
     def _ground_truth(self, row: Row, where: str) -> object:
-        wanted = self._answer_key
+        wanted = self._data_config.answer_key
         if wanted is not None and row.get(wanted) is not None:
             self._read.add(wanted)
             return row[wanted]
         truth = _object(row, "reward_model", where).get("ground_truth")
         if truth is not None and truth == truth:
             if wanted is not None:
-                self._noted[f"have no column {wanted!r}: verl's reward_model.ground_truth is used"] += 1
+                self.notes[f"have no column {wanted!r}: verl's reward_model.ground_truth is used"] += 1
             return truth
         if wanted is not None:
             raise DataError(
@@ -177,22 +198,22 @@ class Columns:
         given, selection = row.get(TOOLS), _source_of(SELECTION, row, extra_info, where).get(SELECTION)
         if not self._tools.are_called:
             if not is_empty(selection) and given is None:
-                self._noted[f"have {SELECTION}, which is ignored: rollout.tools is empty"] += 1
+                self.notes[f"have {SELECTION}, which is ignored: rollout.tools is empty"] += 1
                 selection = None
             if not is_empty(given):
-                self._noted[f"have {TOOLS}, shown in prompts: calls are text for the reward, nothing is executed"] += 1
+                self.notes[f"have {TOOLS}, shown in prompts: calls are text for the reward, nothing is executed"] += 1
         unknown = self._tools.unknown(extra_info.get("tools_kwargs"))
         if unknown and self._tools.are_called:
-            self._noted[f"have tools_kwargs of {', '.join(unknown)}, which rollout.tools does not have"] += 1
+            self.notes[f"have tools_kwargs of {', '.join(unknown)}, which rollout.tools does not have"] += 1
         return self._tools.of(given, selection, where, struct_nulls=self._struct_nulls)
 
     def _check_tools(self, row: Row, extra_info: Row, where: str) -> None:
         agent = row.get("agent_name")
         if self._runs_tools:
             if agent not in (None, _SINGLE_TURN, _WITH_TOOLS):
-                self._noted[f"have agent_name {agent!r}, which is ignored: rollout.episode selects the episode"] += 1
+                self.notes[f"have agent_name {agent!r}, which is ignored: rollout.episode selects the episode"] += 1
             if columns := [name for name in _TOOL_COLUMNS if row.get(name)]:
-                self._noted[f"have columns {', '.join(columns)}, which are ignored: move them into extra_info"] += 1
+                self.notes[f"have columns {', '.join(columns)}, which are ignored: move them into extra_info"] += 1
             return
         if agent is not None and agent != _SINGLE_TURN:
             # In verl's format the column requests an episode with tools, and training single turns instead would go
@@ -202,15 +223,15 @@ class Columns:
                     f"{where} has agent_name {agent!r}, but prompts are answered in a single turn without tools; set"
                     f" {self._key} to a file without such rows, or without the column if single turns are intended"
                 )
-            self._noted["have agent_name, which is ignored: responses are single turns"] += 1
+            self.notes["have agent_name, which is ignored: responses are single turns"] += 1
         if unused := [name for name in _TOOL_COLUMNS if extra_info.get(name) or row.get(name)]:
-            self._noted[f"have {', '.join(unused)}, which are ignored: responses are single turns without tools"] += 1
+            self.notes[f"have {', '.join(unused)}, which are ignored: responses are single turns without tools"] += 1
 
     def _check_template_kwargs(self, row: Row, where: str) -> None:
         """Reject template arguments (a column of TRL) that differ from the run's, which render the later turns."""
         given = _object(row, _TEMPLATE_KWARGS, where)
         given = {name: value for name, value in given.items() if not (self._struct_nulls and value is None)}
-        if different := [name for name, value in given.items() if self._template_kwargs.get(name) != value]:
+        if different := [name for name, value in given.items() if self._data_config.template_kwargs.get(name) != value]:
             raise DataError(
                 f"{where} has {_TEMPLATE_KWARGS}.{different[0]}={given[different[0]]!r}, but arguments of the chat "
                 f"template are the same for all rows; set data.template_kwargs.{different[0]}, or remove the column"

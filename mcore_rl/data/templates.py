@@ -1,9 +1,9 @@
-"""Rendering of a row's prompt to text, and tokenisation of the text."""
+"""Rendering of a row's prompt to text, tokenisation of the text, and the check of data.template_kwargs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mcore_rl.config.schema import DataConfig
-from mcore_rl.data.chat.arguments import check_template_arguments
 from mcore_rl.data.chat.limits import TemplateLimitError, render_all
 from mcore_rl.data.chat.messages import text_of
 from mcore_rl.data.chat.presence import REASONING_NOTE, PresenceCheck
@@ -181,3 +180,53 @@ def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     special = tokenizer("a", add_special_tokens=True)["input_ids"]
     starts = [start for start in range(len(special)) if special[start : start + len(plain)] == plain]
     return list(special[: starts[0]]) if starts else []
+
+
+KEY = "data.template_kwargs"
+_OWN = frozenset(
+    {
+        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
+)
+"""Arguments of transformers' apply_chat_template that this project sets or does not use."""
+_FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
+
+
+def check_template_arguments(kwargs: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Check that the chat template `source` reads every argument.
+
+    Raises: ConfigError naming the argument and the variables that the template reads.
+    """
+    if not kwargs:
+        return
+    read = variables(source)
+    known = sorted(read - _OWN - set(tokenizer.special_tokens_map))
+    listed = f"it reads {', '.join(known)}" if known else "it reads none"
+    for name in kwargs:
+        if name in _OWN:
+            raise ConfigError(f"{KEY}.{name} is set by the trainer; remove it")
+        if name not in read:
+            raise ConfigError(
+                f"{KEY}.{name} has no effect: the tokenizer's chat template does not read it ({listed}); remove it"
+            )
+
+
+def variables(source: str) -> set[str]:
+    """Return the names that a chat template reads and does not define."""
+    from jinja2 import Environment, meta, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class GenerationBlocks(Extension):
+        """The block tag {% generation %}, with which transformers marks the assistant's text."""
+
+        tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols", GenerationBlocks])
+    return set(meta.find_undeclared_variables(environment.parse(source))) - _FUNCTIONS

@@ -22,11 +22,11 @@ from mcore_rl.config.rules.reward_model import uses_reward_model
 from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.columns import check_keys
+from mcore_rl.data.curriculum import Curriculum
 from mcore_rl.data.loading import load_prompts, load_supervised
-from mcore_rl.data.order.curriculum import Curriculum
-from mcore_rl.data.order.weights import RowWeights
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, joined
+from mcore_rl.data.sampler import RowWeights
 from mcore_rl.data.sources.paths import file_weights
 from mcore_rl.data.supervised import SupervisedSet
 from mcore_rl.data.templates import PromptRenderer

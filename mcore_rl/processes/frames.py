@@ -14,7 +14,7 @@ from typing import Any
 _LENGTH = struct.Struct("!Q")
 
 
-def write(writer: asyncio.StreamWriter, message: Any) -> None:
+def write(writer: asyncio.StreamWriter, message: object) -> None:
     """Queue a message. Messages that the peer has not read stay in memory.
 
     Raises: the error of pickle for an object that it does not support.

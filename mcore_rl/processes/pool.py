@@ -22,6 +22,9 @@ _CHECK_SECONDS = 0.5
 _SECONDS_TO_EXIT = 5.0
 """Time to wait for the exit code of a process that has closed its connection."""
 
+Answer = tuple[str, object]
+"""Kind of an answer and its content (see served.answer)."""
+
 
 class LostWorkerError(WorkerDiedError):
     """A worker has ended, did not answer in time, or failed in a call."""
@@ -96,7 +99,7 @@ def map_in_order(workers: Sequence[Worker], messages: Iterable[object], call: st
         yield from results([workers[last % len(workers)]], call)
 
 
-def results(workers: Sequence[Worker], call: str, seconds: float = math.inf, key: str = "") -> list[Any]:
+def results(workers: Sequence[Worker], call: str, seconds: float = math.inf, key: str = "") -> list[object]:
     """Wait until all workers have answered the message that each of them was sent; return the results.
 
     call: name of the call in errors.
@@ -104,7 +107,7 @@ def results(workers: Sequence[Worker], call: str, seconds: float = math.inf, key
 
     Raises: the error of this project that a call raised; LostWorkerError.
     """
-    deadline, answers = time.monotonic() + seconds, list[tuple[str, Any]]()
+    deadline, answers = time.monotonic() + seconds, list[Answer]()
     for worker in workers:
         while not worker.connection.poll(min(_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))):
             # A worker may wait in a collective for another one that has ended.
@@ -122,7 +125,7 @@ def results(workers: Sequence[Worker], call: str, seconds: float = math.inf, key
     return [result for _, result in answers]
 
 
-def _raise_loss(lost: Worker, workers: Sequence[Worker], answers: Sequence[tuple[str, Any]], call: str) -> NoReturn:
+def _raise_loss(lost: Worker, workers: Sequence[Worker], answers: Sequence[Answer], call: str) -> NoReturn:
     """Raise the cause of a loss: the error that another worker has reported, or the death itself.
 
     The death is the cause if a signal ended the worker or if it ran on another host: then collectives fail in other
@@ -134,13 +137,14 @@ def _raise_loss(lost: Worker, workers: Sequence[Worker], answers: Sequence[tuple
     raise death from None
 
 
-def _raise_errors(workers: Sequence[Worker], answers: Sequence[tuple[str, Any]], call: str) -> None:
+def _raise_errors(workers: Sequence[Worker], answers: Sequence[Answer], call: str) -> None:
     for worker, (kind, traceback) in zip(workers, answers, strict=False):
         if kind == FAILED:
             failure = CallFailedError(f"{worker.name} failed in `{call}`:\n{traceback}")
-            failure.traceback = traceback
+            failure.traceback = str(traceback)
             raise failure
     for kind, refusal in answers:
         if kind == REFUSED:
+            assert isinstance(refusal, tuple)
             error, message = refusal
             raise error(message)

@@ -15,11 +15,12 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TypeVar
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.parent_death import die_with
 
+Message = TypeVar("Message")
 OK, REFUSED, FAILED = "ok", "refused", "failed"
 TRACE_LINES = 12
 """Number of lines of a traceback that are sent: the innermost calls and the error."""
@@ -45,7 +46,7 @@ def run(serve: Callable[[Connection], None]) -> None:
         serve(connection)
 
 
-def serve_calls(connection: Connection, function: Callable[[Any], object]) -> None:
+def serve_calls(connection: Connection, function: Callable[[Message], object]) -> None:
     """Answer every message with function(message), as pool.Worker expects.
 
     Raises: EOFError when the parent closes the connection.

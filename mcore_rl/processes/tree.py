@@ -1,4 +1,4 @@
-"""Kill a child process and all of its descendants, including daemons and processes in other sessions.
+"""Kill a child process and all of its descendants, including daemons and processes in other sessions; their memory.
 
 Descendants are found through their parent ids. The kernel gives a daemon whose parent has ended another parent, so
 every child also starts with a mark in its environment, which its descendants inherit.
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import psutil
 
@@ -120,3 +121,21 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
         return mark in process.environ().get(VARIABLE, "").split(":")
     except (psutil.Error, OSError):
         return False
+
+
+MIB = 2**20
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process and its descendants; 0 if it has ended, or without /proc."""
+    total, pending = 0, [pid]
+    while pending:
+        directory = Path(f"/proc/{pending.pop()}")
+        try:
+            total += int((directory / "statm").read_text().split()[1]) * _PAGE_BYTES
+            for thread in (directory / "task").iterdir():  # Linux lists children by the thread that started them
+                pending += map(int, (thread / "children").read_text().split())
+        except (OSError, IndexError):
+            continue
+    return total

@@ -21,14 +21,13 @@ from mcore_rl.types.data import (
     TokenColumn,
     TrajectoryBuffers,
 )
-from mcore_rl.types.episodes import NOT_SAMPLED, EpisodeOutcome, Trajectory, extra_of_turns
-from mcore_rl.types.gap import LogpGap
 from mcore_rl.types.handles import BatchHandle, TokenRefs
 from mcore_rl.types.metrics import (
     Correlation,
     Deviation,
     EffectiveFraction,
     ExplainedVariance,
+    LogpGap,
     Max,
     Mean,
     Metric,
@@ -38,48 +37,12 @@ from mcore_rl.types.metrics import (
     Total,
     merge_metrics,
 )
-from mcore_rl.types.rollout import Groups, RolloutResult, RolloutTask
-
-__all__ = [
-    "NOT_SAMPLED",
-    "Batch",
-    "BatchHandle",
-    "BuffersRef",
-    "Completion",
-    "Correlation",
-    "Delta",
-    "Deviation",
-    "EffectiveFraction",
-    "EpisodeOutcome",
-    "ExplainedVariance",
-    "GenerationRequest",
-    "Grades",
-    "Groups",
-    "LogpGap",
-    "Max",
-    "Mean",
-    "Metric",
-    "Min",
-    "Prompt",
-    "Quantile",
-    "RankShare",
-    "RankShares",
-    "RolloutResult",
-    "RolloutScalars",
-    "RolloutTask",
-    "Root",
-    "SamplingOptions",
-    "SamplingOverrides",
-    "SavedFile",
-    "SavedState",
-    "Score",
-    "Span",
-    "Spans",
-    "TokenColumn",
-    "TokenRefs",
-    "Total",
-    "Trajectory",
-    "TrajectoryBuffers",
-    "extra_of_turns",
-    "merge_metrics",
-]
+from mcore_rl.types.rollout import (
+    NOT_SAMPLED,
+    EpisodeOutcome,
+    Groups,
+    RolloutResult,
+    RolloutTask,
+    Trajectory,
+    extra_of_turns,
+)

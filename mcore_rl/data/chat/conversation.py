@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from mcore_rl.data.chat.call_ids import call_id, chat_call
-from mcore_rl.data.chat.messages import normalized, text_of
+from mcore_rl.data.chat.messages import normalized
 from mcore_rl.data.chat.style import ChatStyle
 from mcore_rl.errors import DataError
 from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_name
@@ -78,7 +78,7 @@ class Conversation:
         Raises: DataError if the template rejects the messages.
         """
         if self._style is None:
-            return "".join(map(text_of, messages))
+            return "".join(str(message["content"]) for message in messages)
         shown = self._style.canonical(normalized(messages, "messages"), "messages", strict=False)
         return self._style.render(shown, "messages", opens_turn=prompts, continues=continues)
 
@@ -93,7 +93,7 @@ class Conversation:
 
         Raises: DataError if the template rejects or drops the messages.
         """
-        texts = [text_of(message) for message in messages]
+        texts = [str(message["content"]) for message in messages]
         if not self.has_template:
             return self._encode_with("".join(texts), texts)
         tail = self.text_after_turn([QUESTION], messages)

@@ -7,20 +7,20 @@ in a forked child process that the parent can kill: once when the template is lo
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import resource
 import signal
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
 from mcore_rl.errors import ConfigError, McoreRLError
 from mcore_rl.parent_death import die_with
+from mcore_rl.processes.exits import exit_text
 
 MAX_SECONDS = 30.0
 """Time limit of one rendering; normal templates take milliseconds."""
@@ -52,7 +52,8 @@ def render_all(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
             try:
                 result = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
-                raise TemplateLimitError(f"ended its process ({_status(child)})", number) from None
+                child.join(1)
+                raise TemplateLimitError(f"ended its process ({exit_text(child.exitcode)})", number) from None
             if isinstance(result, _Exceeded):
                 raise TemplateLimitError(result.problem, number)
             if isinstance(result, BaseException):
@@ -87,31 +88,23 @@ class _Exceeded:
 
 
 @contextlib.contextmanager
-def _child(jobs: Sequence[Callable[[], T]]) -> Iterator[tuple[Connection, int]]:
-    receiver, sender = Pipe(duplex=False)
-    parent = os.getpid()
+def _child(jobs: Sequence[Callable[[], T]]) -> Iterator[tuple[Connection, BaseProcess]]:
     # A fork, because the jobs refer to a loaded tokenizer, which a new process would have to load again.
-    child = os.fork()
-    if child == 0:
-        try:
-            receiver.close()
-            _serve(jobs, sender, parent)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)  # skip the exit handlers inherited from the parent
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_serve, args=(jobs, receiver, sender, os.getpid()), daemon=True)
+    child.start()
     sender.close()
     try:
         yield receiver, child
     finally:
         receiver.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(child, 0)
+        child.kill()
+        child.join()
 
 
-def _serve(jobs: Sequence[Callable[[], T]], connection: Connection, parent: int) -> None:
+def _serve(jobs: Sequence[Callable[[], T]], receiver: Connection, sender: Connection, parent: int) -> None:
+    receiver.close()
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
@@ -119,7 +112,7 @@ def _serve(jobs: Sequence[Callable[[], T]], connection: Connection, parent: int)
     resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, used + MAX_BYTES))
     for job in jobs:
         message, goes_on = _message(job)
-        connection.send_bytes(message)
+        sender.send_bytes(message)
         if not goes_on:
             return
 
@@ -135,14 +128,3 @@ def _message(job: Callable[[], T]) -> tuple[bytes, bool]:
     if len(message) > MAX_RESULT_BYTES:
         return pickle.dumps(_Exceeded(f"writes more than {MAX_RESULT_BYTES >> 20} MiB of text")), False
     return message, True
-
-
-def _status(child: int) -> str:
-    """Return the child's exit code or signal. WNOWAIT keeps the zombie: its pid must not be reused before the kill."""
-    deadline = time.monotonic() + 1
-    while time.monotonic() < deadline:
-        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None:
-            return f"{'exit code' if ended.si_code == os.CLD_EXITED else 'signal'} {ended.si_status}"
-        time.sleep(0.01)
-    return "no exit status"

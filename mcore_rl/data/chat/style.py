@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -200,14 +201,10 @@ def _with_developer(style: ChatStyle) -> ChatStyle:
 
 def _with_calls(style: ChatStyle) -> ChatStyle:
     # Try the general format first: the first variant that the template renders correctly is used.
-    for call_id in (_LONG_ID, _NINE):
-        for text_arguments in (False, True):
-            for null_content in (False, True):
-                tried = replace(
-                    style, text_arguments=text_arguments, null_content=null_content, short_ids=call_id == _NINE
-                )
-                if _shows_calls(tried, call_id):
-                    return tried
+    for call_id, as_text, null_content in itertools.product((_LONG_ID, _NINE), (False, True), (False, True)):
+        tried = replace(style, text_arguments=as_text, null_content=null_content, short_ids=call_id == _NINE)
+        if _shows_calls(tried, call_id):
+            return tried
     return style
 
 

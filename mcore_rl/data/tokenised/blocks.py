@@ -11,7 +11,7 @@ import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.columns import ANSWER_COLUMNS, Columns, listing
-from mcore_rl.data.sources.arrow import Row
+from mcore_rl.data.files import Row
 from mcore_rl.data.templates import PromptRenderer, encode
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt
@@ -39,7 +39,7 @@ class Block:
 
     prompts: their `row` is -1 until they are part of a set.
     targets: tokens of the target texts with the end of sequence; empty unless requested.
-    notes: counted remarks about rows (Columns.take_notes).
+    notes: counted remarks about rows (Columns.notes).
     ignored: columns that were not read.
     """
 
@@ -100,9 +100,9 @@ class BlockTokeniser:
             for (_, row), row_messages, text, token_ids in zip(rows, messages, texts, ids, strict=True)
         ]
         targets = self._targets(block.rows) if self.with_targets else []
-        notes, ignored = columns.take_notes() + self._renderer.take_notes(), columns.take_ignored()
         # Columns does not read the target column and would report it as ignored.
-        return Block(block.file, prompts, targets, notes, [name for name in ignored if name != self._target_column])
+        ignored = [name for name in columns.ignored if name != self._target_column]
+        return Block(block.file, prompts, targets, columns.notes + self._renderer.take_notes(), ignored)
 
     @property
     def _target_column(self) -> str | None:

@@ -58,7 +58,9 @@ class RankProcesses:
             self._ranks = self._connected(settings.num_ranks, address, key)
             for rank, worker in enumerate(self._ranks):
                 worker.send((START, (replace(settings, rank=rank, init_method=init_method),)))
-            self.vocab_size: int = results(self._ranks, START)[0]
+            vocab_size = results(self._ranks, START)[0]
+            assert isinstance(vocab_size, int)
+            self.vocab_size = vocab_size
         except CallFailedError as error:
             self.end()
             raise ConfigError(f"SGLang cannot run this: {_reason(error.traceback)}") from None

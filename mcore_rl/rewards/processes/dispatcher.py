@@ -21,7 +21,7 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.processes.child import start_module
 from mcore_rl.processes.exits import exit_text
-from mcore_rl.processes.memory import MIB, resident_bytes
+from mcore_rl.processes.tree import MIB, resident_bytes
 from mcore_rl.rewards.processes.messages import GradingTask, Ready, Refused
 from mcore_rl.rewards.processes.worker import FLUSH_SECONDS
 from mcore_rl.rewards.results import failed

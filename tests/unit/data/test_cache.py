@@ -162,7 +162,7 @@ def test_template_with_the_date_misses_the_cache_on_another_day(
 ) -> None:
     load.tokenizer.chat_template = "{{ messages[0].content }}{{ strftime_now('%d') }}"
     load(rows_file)
-    monkeypatch.setattr("mcore_rl.data.tokenised.digest.time", SimpleNamespace(strftime=lambda form: "2001-01-01"))
+    monkeypatch.setattr("mcore_rl.data.tokenised.cache.time", SimpleNamespace(strftime=lambda form: "2001-01-01"))
     assert HIT not in load(rows_file)[1].notes
 
 

@@ -33,7 +33,7 @@ def read(
         runs_tools=tools,
         trained=trained,
     )
-    return columns.read("rows.jsonl, line 1", row), format_notes(columns.take_notes())
+    return columns.read("rows.jsonl, line 1", row), format_notes(columns.notes)
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -79,16 +79,13 @@ def test_check_keys_unknown_in_all_files_is_rejected(tmp_path: Path, key: str) -
 
 
 def test_columns_answer_key_precedes_verl_ground_truth() -> None:
+    assert read({"prompt": "1+1?", "ground_truth": "2"})[0].ground_truth == "2"
     assert read({**VERL, "solution": "3"}, answer_key="solution")[0].ground_truth == "3"
     fields, notes = read(VERL, answer_key="solution")
     assert fields.ground_truth == "2"
     assert notes == ("1 rows have no column 'solution': verl's reward_model.ground_truth is used",)
     with pytest.raises(DataError, match=r"no ground truth in column 'answers': the columns are answer, question"):
         read(PLAIN, answer_key="answers")
-
-
-def test_columns_ground_truth_column_is_read() -> None:
-    assert read({"prompt": "1+1?", "ground_truth": "2"})[0].ground_truth == "2"
 
 
 def test_columns_json_text_of_messages_is_parsed_and_noted() -> None:
@@ -126,13 +123,6 @@ def test_columns_csv_objects_are_parsed_from_json_text() -> None:
         read({**flat, "extra_info": "{'index': 1}"})
 
 
-@pytest.mark.parametrize("media", ["images", "videos", "audios"])
-def test_columns_non_empty_media_is_rejected(media: str) -> None:
-    assert read({**PLAIN, media: []})[1] == read({**PLAIN, media: None})[1] == ()
-    with pytest.raises(DataError, match=rf"line 1 has {media}, but prompts are text only.*set data\.val"):
-        read({**PLAIN, media: [{"bytes": b"x"}]})
-
-
 def test_columns_verl_tool_agent_without_tools_is_rejected() -> None:
     assert read({**VERL, "agent_name": "single_turn_agent"})[1] == ()
     with pytest.raises(DataError, match=r"line 1 has agent_name 'tool_agent', .*without tools; set data\.val"):
@@ -147,7 +137,7 @@ def test_columns_unused_tool_arguments_are_noted_once() -> None:
     info = {"need_tools_kwargs": True, "tools_kwargs": {"calc": {"x": 1}}, "interaction_kwargs": {}}
     for row in ({**VERL, "extra_info": info}, VERL, {**VERL, "extra_info": info}):
         columns.read("a place", row)
-    assert format_notes(columns.take_notes()) == (
+    assert format_notes(columns.notes) == (
         "2 rows have need_tools_kwargs, tools_kwargs, which are ignored: responses are single turns without tools",
     )
 
@@ -164,14 +154,6 @@ def test_columns_with_tools_ignored_fields_are_noted() -> None:
         "1 rows have agent_name 'mine', which is ignored: rollout.episode selects the episode",
         "1 rows have columns tools_kwargs, which are ignored: move them into extra_info",
     )
-
-
-def test_load_prompts_verl_rows_of_other_agent_load_with_tools(tmp_path: Path, tokenizer_file: Path) -> None:
-    path = jsonl(tmp_path / "tools.jsonl", [{**VERL, "agent_name": "tool_agent"}])
-    args = (path, load_tokenizer(tokenizer_file), DataConfig(), RolloutConfig())
-    assert len(load_prompts(*args, runs_tools=True)[0]) == 1
-    with pytest.raises(DataError, match="agent_name 'tool_agent'"):
-        load_prompts(*args)
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])

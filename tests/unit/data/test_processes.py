@@ -17,8 +17,7 @@ from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.loading import load_prompts
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenised.blocks import Block, BlockTokeniser, RawBlock
-from mcore_rl.data.tokenised.progress import with_progress
-from mcore_rl.data.tokenised.reader import tokenise_in_processes
+from mcore_rl.data.tokenised.reader import tokenise_in_processes, with_progress
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import DataError, WorkerDiedError
 
@@ -99,7 +98,7 @@ def test_death_of_a_process_raises_instead_of_ending_the_data(tmp_path: Path, to
 
 def test_progress_starts_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("mcore_rl.data.tokenised.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("mcore_rl.data.tokenised.reader.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def blocks() -> Iterator[Block]:
         for seconds, file in ((0.5, 0), (1.9, 0), (2.5, 1), (10.0, 1), (40.0, 1)):
@@ -115,7 +114,7 @@ def test_progress_starts_after_two_seconds(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_progress_on_a_terminal_changes_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_rl.data.tokenised.progress.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("mcore_rl.data.tokenised.reader.QUIET_SECONDS", 0.0)
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)
     list(with_progress([Block(0, [None] * 10, [], Counter())], "data.train", [Path("[a].jsonl")], stream))  # type: ignore[list-item]

@@ -90,23 +90,11 @@ def test_load_prompts_messages_without_template_are_joined(tmp_path, tokenizer):
         load(path, tokenizer, template="chat")
 
 
-def test_load_prompts_parquet_null_struct_fields_are_removed(tmp_path, chat_tokenizer):
-    chat_tokenizer.chat_template = "{% for m in messages %}{{ m.keys() | list }}{{ m.content }}{% endfor %}"
-    rows = [{**VERL, "prompt": [{"role": "user", "content": "a", "name": "x"}, {"role": "user", "content": "b"}]}]
-    assert load(parquet(tmp_path, rows), chat_tokenizer)[0][0].text.count("name") == 1
-
-
 def test_load_prompts_adds_bos_but_no_eos(tmp_path, bos_tokenizer_file):
     tokenizer = load_tokenizer(bos_tokenizer_file)
     assert len(tokenizer("1+1=")["input_ids"]) == 6  # by default the tokenizer adds both
     ids = load(jsonl(tmp_path, PLAIN), tokenizer)[0][0].token_ids
     assert tokenizer.decode(ids) == "<s>1+1="
-
-
-def test_load_prompts_other_column_names(tmp_path, tokenizer):
-    path = jsonl(tmp_path, [{"problem": "p", "solution": "s", "question": "no", "answer": "no"}])
-    prompt = load(path, tokenizer, prompt_key="problem", answer_key="solution")[0][0]
-    assert (prompt.text, prompt.ground_truth) == ("p", "s")
 
 
 def test_load_prompts_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
@@ -130,25 +118,20 @@ def test_load_prompts_truncates_after_chat_template(tmp_path, chat_tokenizer, ho
     assert "1 truncated (longer than rollout.max_prompt_tokens=25)" in str(report)
 
 
-def test_load_prompts_truncation_counts_only_kept_prompts(tmp_path, tokenizer):
-    path = jsonl(tmp_path, [{"question": "x" * n, "answer": str(n)} for n in (20, 5, 30)])
-    config = RolloutConfig(max_prompt_tokens=8)
-    data = DataConfig(long_prompts="truncate_left")
-    prompts, report = load_prompts(path, tokenizer, data, config, max_prompts=2)
-    assert (prompts.ground_truths, report.truncated) == (["20", "5"], 1)
-
-
 def test_load_prompts_all_too_long_names_key_to_raise(tmp_path, tokenizer):
     rows = [{"question": "x" * n, "answer": ""} for n in (20, 30)]
     with pytest.raises(DataError, match=r"data\.val: all 2 .*=8 \(20 to 30 tokens\); raise rollout\.max_prompt_tokens"):
         load(jsonl(tmp_path, rows), tokenizer, limit=8, key="data.val")
 
 
-def test_load_prompts_max_prompts_takes_first_fitting(tmp_path, tokenizer):
-    rows = [{"question": "x" * n, "answer": str(n)} for n in (20, 5, 6, 7)]
-    config = RolloutConfig(max_prompt_tokens=8)
-    prompts, _ = load_prompts(jsonl(tmp_path, rows), tokenizer, DataConfig(), config, max_prompts=2)
-    assert prompts.ground_truths == ["5", "6"]
+@pytest.mark.parametrize(
+    ("how", "kept", "dropped", "truncated"), [("drop", ["5", "6"], 2, 0), ("truncate_left", ["20", "5"], 0, 1)]
+)
+def test_load_prompts_max_prompts_counts_only_rows_until_then(tmp_path, tokenizer, how, kept, dropped, truncated):
+    path = jsonl(tmp_path, [{"question": "x" * n, "answer": str(n)} for n in (20, 5, 6, 30)])
+    limits, data = RolloutConfig(max_prompt_tokens=8), DataConfig(long_prompts=how)
+    prompts, report = load_prompts(path, tokenizer, data, limits, max_prompts=2)
+    assert (prompts.ground_truths, report.dropped, report.truncated) == (kept, dropped, truncated)
 
 
 def test_load_prompts_several_blocks_keep_order(tmp_path, tokenizer):
@@ -206,26 +189,14 @@ def test_load_prompts_malformed_parquet_row_is_named(tmp_path, tokenizer):
         load(parquet(tmp_path, rows), tokenizer)
 
 
-def test_load_prompts_bytes_not_utf8_are_named(tmp_path, tokenizer):
-    path = tmp_path / "prompts.jsonl"
-    path.write_bytes(b'{"question": "q", "answer": "a"}\n{"question": "\xff", "answer": "a"}\n')
-    with pytest.raises(DataError, match="line 2 is not valid JSON"):
-        load(path, tokenizer)
-
-
 def test_load_prompts_unusable_files_are_rejected(tmp_path, tokenizer):
-    directory = tmp_path / "directory.jsonl"
-    directory.mkdir()
     (tmp_path / "prompts.csv").write_text("question,answer\n")
-    (tmp_path / "prompts.json").write_text("[]")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and then nothing")
     torn = parquet(tmp_path, [GOOD])
     torn.write_bytes(torn.read_bytes()[:-20])
     for name, message in [
         ("missing.jsonl", "there is no file"),
-        ("directory.jsonl", "contains no .jsonl, .parquet or .csv file"),
-        ("prompts.json", "neither .jsonl nor .parquet nor .csv"),
         ("prompts.csv", "has no rows"),
         ("empty.jsonl", "has no rows"),
         ("bad.parquet", "not a readable parquet file"),

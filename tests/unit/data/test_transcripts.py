@@ -39,16 +39,11 @@ def buffers_of(prompts: PromptSet, tokenizer_file: Path, answers: list[tuple[int
     return pack_trajectories(trajectories)
 
 
-def test_prompt_set_keeps_messages(prompts: PromptSet) -> None:
-    assert prompts[0].messages == [{"role": "user", "content": "1+1="}]
-    assert prompts[1].messages == CHAT
-    assert prompts.take([1, 0])[0].messages == CHAT
-
-
 def test_transcripts_have_prompt_and_no_special_tokens(prompts: PromptSet, tokenizer_file: Path) -> None:
     buffers = buffers_of(prompts, tokenizer_file, [(1, "four"), (1, ""), (0, "zwei ä")])
     found = transcripts(buffers, np.array([1, 1, 0]), prompts, load_tokenizer(tokenizer_file))
     assert [(each.prompt.row, each.response) for each in found] == [(1, "four"), (1, ""), (0, "zwei ä")]
+    assert found[0].prompt.messages == CHAT
 
 
 def test_transcripts_end_before_stop_string_of_run_or_row(prompts: PromptSet, tokenizer_file: Path) -> None:

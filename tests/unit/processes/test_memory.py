@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mcore_rl.processes.memory import resident_bytes
+from mcore_rl.processes.tree import resident_bytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")

@@ -220,7 +220,7 @@ def test_template_variables_are_undefined_names() -> None:
         "{% set x = x if x is defined else 1 %}{% set y = 2 %}{{ y }}{% for m in messages %}{% if m.z %}{% continue %}"
         "{% endif %}{% endfor %}{% generation %}{{ strftime_now('%d') }}{{ kind | default('a') }}{% endgeneration %}"
     )
-    from mcore_rl.data.chat.arguments import variables
+    from mcore_rl.data.templates import variables
 
     assert variables(source) == {"x", "messages", "kind"}
 

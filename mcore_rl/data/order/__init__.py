@@ -1,1 +1,0 @@
-"""Rows and order of an epoch: weights of files, and curricula."""
