@@ -20,7 +20,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateSchedule, build_batch
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.errors import CheckpointError, ConfigError
-from mcore_rl.megatron.model.hf_logits import transformers_logits
+from mcore_rl.megatron.hf_logits import transformers_logits
 from mcore_rl.types import Batch, BuffersRef, Metric, RolloutScalars, TrajectoryBuffers
 from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.size import reason_not_to_compare

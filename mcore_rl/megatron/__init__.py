@@ -1,6 +1,6 @@
 """All code that uses megatron.core: model, step, optim, checkpoint, roles, lora, cpu. No other package imports
-megatron.core. Importing this package imports nothing; every module that imports megatron.core calls `cpu.install()`
-first, so any import order is safe.
+megatron.core. Importing this package imports nothing; the folders with modules that import megatron.core call
+`cpu.install()` in their __init__, so any import order is safe.
 
 Building an actor, on every rank (all calls are collective):
 

@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 import torch
 
+from mcore_rl.types.json import JsonObject
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Message, received_by, sent_by
 from mcore_rl.weights.slices.routes import RankLocations
@@ -57,7 +57,7 @@ class SyncPlan:
     the number of a buffer in `topology.buffers`.
     """
 
-    hf_config: dict[str, Any]
+    hf_config: JsonObject
     dtype: torch.dtype
     train_layout: TrainLayout
     engine_layout: EngineLayout

@@ -61,16 +61,14 @@ def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, An
 def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, offload: bool) -> Any:
     import torch.distributed as dist
 
-    from mcore_rl.megatron.optim.offload import Offloader
+    from mcore_rl.megatron.optim import offload as offloading
     from mcore_rl.megatron.roles.actor import MegatronActor
 
     config = configure(directory, dtype, layout)
     settings = config.actor.offload
     settings.params = settings.grads = settings.optimizer = offload
-    actor = MegatronActor(config, rank, dist.get_world_size(), None)
-    # A piece size that divides no tensor's size.
-    actor.trained.memory = Offloader(actor.ddp, actor.optimizer, settings, piece_bytes=1000)
-    return actor
+    offloading.PIECE_BYTES = 1000  # divides no tensor's size
+    return MegatronActor(config, rank, dist.get_world_size(), None)
 
 
 def _storages(actor: Any) -> list[torch.UntypedStorage]:

@@ -12,29 +12,24 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-from mcore_rl.megatron import cpu
-from mcore_rl.megatron.lora.adapters import Factor, adapter_parameters, has_adapters
-from mcore_rl.megatron.model.output import PolicyModel
-from mcore_rl.megatron.optim.optimizer_state import ParameterState, parameter_states
-from model_converters.dcp.blocks import Box, CheckpointChunk, StateObject, flat_index, range_boxes, slice_box
-from model_converters.dcp.reader import DcpReader
-
-cpu.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
     is_main_replica,
 )
-from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+from mcore_rl.megatron.lora.adapters import Factor, adapter_parameters, has_adapters
+from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.optim.optimizer_state import ParameterState, parameter_states
+from model_converters.dcp.blocks import Box, CheckpointChunk, StateObject, flat_index, range_boxes, slice_box
+from model_converters.dcp.reader import DcpReader
 
 
 @dataclass(frozen=True)
@@ -119,7 +114,7 @@ def load_extra_states(models: list[PolicyModel], reader: DcpReader) -> None:
 
     Raises: ConversionError.
     """
-    states_by_model: dict[int, dict[str, Any]] = {}
+    states_by_model: dict[int, dict[str, object]] = {}
     for index, name, entry in _objects(models):
         if reader.has_object(entry.unique_key):
             states_by_model.setdefault(index, {})[name] = reader.read_object(entry.unique_key)[0]
@@ -136,7 +131,7 @@ def _objects(models: list[PolicyModel]) -> Iterator[tuple[int, str, ShardedObjec
                 yield index, name, entry
 
 
-def _pickled(value: Any) -> bytes:
+def _pickled(value: object) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -185,7 +180,7 @@ def _adapter_tensor(factor: Factor, parameter: torch.Tensor) -> _ModelTensor:
     return _ModelTensor(parameter, chunks, (0, tensor_rank, data_rank))
 
 
-def _model_tensor(entry: Any, parts: list[ShardedTensor]) -> _ModelTensor:
+def _model_tensor(entry: ShardedTensor | ShardedTensorFactory, parts: list[ShardedTensor]) -> _ModelTensor:
     chunks = tuple(
         CheckpointChunk(
             key=part.key,

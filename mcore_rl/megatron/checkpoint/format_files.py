@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.megatron import cpu
-
-cpu.install()
-
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config  # noqa: E402
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
 
 CONFIG_FILE = "metadata.json"
 
 
-def write_format_files(directory: str | Path, common: dict[str, Any] | None = None) -> list[str]:
+class CommonState(TypedDict):
+    """State that all ranks share; a converted checkpoint has none. `scheduler`: state of the learning-rate schedule."""
+
+    layout: dict[str, object]
+    adapters: dict[str, object] | None
+    optimizer_updates: int
+    scheduler: dict[str, object]
+
+
+def write_format_files(directory: str | Path, common: CommonState | None = None) -> list[str]:
     """Write metadata.json and the common state. Returns the file names.
 
     Raises: OSError.
@@ -34,11 +39,11 @@ def write_format_files(directory: str | Path, common: dict[str, Any] | None = No
     return [COMMON_STATE_FNAME, CONFIG_FILE]
 
 
-def read_common(directory: str | Path) -> dict[str, Any]:
+def read_common(directory: str | Path) -> CommonState:
     """Read the common state. Raises: CheckpointError if it is missing or cannot be read."""
     file = Path(directory) / COMMON_STATE_FNAME
     try:
-        common = torch.load(file, weights_only=True)
+        common: CommonState = torch.load(file, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).split("\n", 1)[0]
         raise CheckpointError(f"{file} cannot be read: {reason}") from error

@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model import parallel
 from model_converters.dcp.blocks import StateObject
 from model_converters.dcp.reader import DcpReader
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.roles.rank_model import RankModel
-
-cpu.install()
-
-from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states  # noqa: E402
+from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states
 
 _UPDATES_BETWEEN_SEEDS = 1_000_003
 """Distance of the seeds of successive updates: a prime far larger than the seed offsets of pipeline stages, so that the

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,7 +76,7 @@ def check_reference_kept(directory: str, stored: Iterable[str], *, kept_here: bo
     )
 
 
-def check_adapters(directory: str, saved: dict[str, Any] | None, configured: dict[str, Any] | None) -> None:
+def check_adapters(directory: str, saved: Mapping[str, object] | None, configured: Mapping[str, object] | None) -> None:
     """Compare the saved adapter settings with the configured ones. None: all weights are trained.
 
     Raises: CheckpointError.

@@ -20,7 +20,7 @@ import torch
 from mcore_rl.data.checksum import Crc32, file_crc32
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.checkpoint.blocks import LiveBlock, blocks_to_save, extra_states, reference_blocks
-from mcore_rl.megatron.checkpoint.format_files import write_format_files
+from mcore_rl.megatron.checkpoint.format_files import CommonState, write_format_files
 from mcore_rl.megatron.checkpoint.random_state import random_state_object
 from mcore_rl.megatron.optim.optimizer_state import updates_done
 from mcore_rl.resolved.adapters import adapter_identity
@@ -74,7 +74,7 @@ class CheckpointWriter:
         self._files = tuple(plan_files(model.rank, state, _dtypes(blocks), MAX_FILE_BYTES))
         self._side_files = model.role.model.hf_path, model.hf_config
         # Read now: training may continue while the files are written.
-        self._common = {
+        self._common: CommonState = {
             "layout": asdict(model.layout),
             "adapters": adapter_identity(model.role.section.lora, model.hf_config),
             "optimizer_updates": updates_done(trained.optimizer),

@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ _FACTORIES = (
 class _Stream:
     """Replacement for CUDA streams and events. It does nothing, because work on a CPU is already in order."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None: ...
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream)
@@ -29,20 +28,20 @@ class _Stream:
     def __hash__(self) -> int:
         return 0
 
-    def _itself(self, *_: Any, **__: Any) -> _Stream:
+    def _itself(self, *_: object, **__: object) -> _Stream:
         return self
 
     wait_stream = wait_event = record_event = record = wait = synchronize = _itself
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
+def _nothing(*_: object, **__: object) -> None: ...
 
 
-def _zero(*_: Any, **__: Any) -> int:
+def _zero(*_: object, **__: object) -> int:
     return 0
 
 
-def _null_context(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+def _null_context(*_: object, **__: object) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
@@ -75,13 +74,13 @@ def _cuda_calls(this: Fix, _: None) -> None:
         this.patch(CUDA, name, replacement)
 
 
-def _is_cuda(device: Any) -> bool:
+def _is_cuda(device: object) -> bool:
     return str(device).startswith("cuda") if isinstance(device, (str, torch.device)) else False
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
-    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def create(*args: object, **kwargs: object) -> torch.Tensor:
         kwargs.pop("pin_memory", None)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
@@ -105,7 +104,7 @@ def _tensor_cuda(this: Fix, _: None) -> None:
     this.patch(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
 
 
-def _renamed(constants: tuple[Any, ...]) -> tuple[Any, ...]:
+def _renamed(constants: tuple[object, ...]) -> tuple[object, ...]:
     return tuple(
         c.replace("torch.cuda.", "torch.", 1) if isinstance(c, str) and c.startswith("torch.cuda.")
         # The list of `x in ['a', 'b']` is compiled to a constant tuple.
@@ -115,7 +114,7 @@ def _renamed(constants: tuple[Any, ...]) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _functions(namespace: dict[str, Any], module: ModuleType) -> list[FunctionType]:
+def _functions(namespace: dict[str, object], module: ModuleType) -> list[FunctionType]:
     """List all functions and methods defined in `module`."""
     functions: list[FunctionType] = []
     for value in namespace.values():

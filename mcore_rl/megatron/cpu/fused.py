@@ -7,11 +7,14 @@ They correspond to TransformerEngine's kernels on CUDA; results are the same up 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from mcore_rl.megatron.cpu.registry import Fix, fix
+
+OptionalTensor: TypeAlias = torch.Tensor | None
 
 
 @fix("fused_rotary", "models.common.embeddings.rope_utils")
@@ -30,7 +33,7 @@ def _fused_rotary(this: Fix, module: ModuleType) -> None:
         freqs: torch.Tensor,
         *,
         mscale: float = 1.0,
-        cp_group: Any = None,
+        cp_group: dist.ProcessGroup,
         multi_latent_attention: bool = False,
         **other_rotations: bool,
     ) -> torch.Tensor:
@@ -55,13 +58,13 @@ def _fused_swiglu(this: Fix, module: ModuleType) -> None:
 
     plain, weighted = module.bias_swiglu_impl, module.weighted_bias_swiglu_impl
 
-    def swiglu(x: torch.Tensor, bias: Any, *options: Any) -> torch.Tensor:
+    def swiglu(x: torch.Tensor, bias: OptionalTensor, *options: object) -> torch.Tensor:
         if bias is not None or any(options) or not supports(x):
             return plain(x, bias, *options)
         rows = x.flatten(0, -2)
         return weighted_swiglu(rows, rows.new_ones(len(rows))).unflatten(0, x.shape[:-1])
 
-    def expert_swiglu(x: torch.Tensor, bias: Any, weights: torch.Tensor, *options: Any) -> torch.Tensor:
+    def expert_swiglu(x: torch.Tensor, bias: OptionalTensor, weights: torch.Tensor, *options: object) -> torch.Tensor:
         if bias is not None or any(options) or not supports(x) or weights.dtype != x.dtype:
             return weighted(x, bias, weights, *options)
         return weighted_swiglu(x.flatten(0, -2), weights.flatten()).unflatten(0, x.shape[:-1])
@@ -80,8 +83,12 @@ def _fused_permute(this: Fix, module: ModuleType) -> None:
     permute, unpermute, sort_chunks = module.permute, module.unpermute, module.sort_chunks_by_idxs
 
     def permute_rows(
-        tokens: torch.Tensor, routing_map: torch.Tensor, probs: Any = None, drop_and_pad: bool = False, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        tokens: torch.Tensor,
+        routing_map: torch.Tensor,
+        probs: OptionalTensor = None,
+        drop_and_pad: bool = False,
+        **options: object,
+    ) -> tuple[torch.Tensor, OptionalTensor, torch.Tensor]:
         if drop_and_pad or not supports(tokens):
             return permute(tokens, routing_map, probs=probs, drop_and_pad=drop_and_pad, **options)
         by_expert = routing_map.T.contiguous()
@@ -92,18 +99,18 @@ def _fused_permute(this: Fix, module: ModuleType) -> None:
     def unpermute_rows(
         permuted: torch.Tensor,
         index: torch.Tensor,
-        restore_shape: Any,
-        probs: Any = None,
+        restore_shape: torch.Size,
+        probs: OptionalTensor = None,
         drop_and_pad: bool = False,
-        **options: Any,
+        **options: object,
     ) -> torch.Tensor:
         if probs is not None or drop_and_pad or not supports(permuted):
             return unpermute(permuted, index, restore_shape, probs=probs, drop_and_pad=drop_and_pad, **options)
         return add_rows(permuted, index, restore_shape[0])
 
     def sort_rows(
-        tokens: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor, probs: Any = None, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tokens: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor, probs: OptionalTensor = None, **options: object
+    ) -> tuple[torch.Tensor, OptionalTensor]:
         if bool((order.diff() > 0).all()):
             return tokens, probs
         return sort_chunks(tokens, sizes, order, probs=probs, **options)
@@ -122,7 +129,7 @@ def _grouped_experts(this: Fix, module: ModuleType) -> None:
     original = module.SequentialMLP.forward
 
     def forward(
-        self: Any, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+        self: torch.nn.Module, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         if not _groupable(self, tokens, probs):
             return original(self, tokens, tokens_per_expert, probs)
@@ -134,7 +141,7 @@ def _grouped_experts(this: Fix, module: ModuleType) -> None:
     this.patch(module.SequentialMLP, "forward", forward)
 
 
-def _groupable(experts: Any, tokens: torch.Tensor, probs: torch.Tensor) -> bool:
+def _groupable(experts: torch.nn.Module, tokens: torch.Tensor, probs: torch.Tensor) -> bool:
     """True if the experts are plain SwiGLU layers without hooks on their modules."""
     from mcore_rl.megatron.cpu.kernels.jit import supports
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from functools import cache
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -30,7 +29,7 @@ class _SharedDeviceMeta(type):
         options._timeout = timeout
         return _Group(store, rank, size, options)
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _Group)
 
 
@@ -39,7 +38,7 @@ class GlooGroup(metaclass=_SharedDeviceMeta):
 
 
 @cache
-def _devices(process: int, interfaces: str) -> list[Any]:
+def _devices(process: int, interfaces: str) -> list[object]:
     """Gloo devices of process `process`. Cached per process, because threads do not survive a fork."""
     if not interfaces:
         return [_Group.create_default_device()]

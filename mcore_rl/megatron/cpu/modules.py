@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -25,10 +24,10 @@ def _generator_state(this: Fix, module: ModuleType) -> None:
     """Use the CPU generator in the RNG tracker instead of torch.cuda.default_generators, which is empty. The tracker's
     warning that the CPU state changed within a fork is then always raised and irrelevant, so it is filtered."""
 
-    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    def set_state(state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
     this.patch(module, "_get_cuda_rng_state", get_state)
@@ -43,7 +42,7 @@ def _checkpoint_without_output(this: Fix, module: ModuleType) -> None:
     resizable."""
     original = module.CheckpointWithoutOutput.__init__
 
-    def initialize(self: Any, fp8: Any = None) -> None:
+    def initialize(self: object, fp8: object = None) -> None:
         from mcore_rl.megatron.cpu.kernels.jit import resize_storages
 
         resize_storages()
@@ -65,8 +64,8 @@ def _split_sizes(this: Fix, module: ModuleType) -> None:
     """Convert split sizes to numpy also for CPU tensors. The dispatcher converts them only when it copies them from the
     device, but all_to_all_single does not accept tensors."""
 
-    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    def to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     this.patch(module, "maybe_move_tensor_to_cpu", to_cpu)
 

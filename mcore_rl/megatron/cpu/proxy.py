@@ -7,7 +7,6 @@ transformers, and `torch.manual_seed`, which calls `torch.cuda.manual_seed_all`,
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed
@@ -23,7 +22,7 @@ class NamespaceProxy(ModuleType):
         super().__init__(real.__name__)
         self.__dict__["real"] = real
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.__dict__["real"], name)
 
 

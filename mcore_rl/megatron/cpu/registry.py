@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
-from typing import Any
+from types import FunctionType
+from typing import TypeVar
 
 _ABSENT = object()
+Apply = TypeVar("Apply", bound=Callable[..., None])
 
 
 @dataclass
@@ -21,12 +22,12 @@ class Fix:
 
     name: str
     module: str | None
-    apply: Callable[[Fix, ModuleType | None], None]
+    apply: Callable[..., None]
     on_cuda: bool = False
     """True if the problem is the missing TransformerEngine, so that the fix is also needed with CUDA."""
-    replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+    replaced: list[tuple[object, str, object, object]] = field(default_factory=list)
 
-    def patch(self, owner: Any, attribute: str, value: Any) -> None:
+    def patch(self, owner: object, attribute: str, value: object) -> None:
         """Set owner.attribute and record the previous value."""
         # __code__ of a function is a slot and not in its __dict__.
         before = getattr(owner, attribute) if isinstance(owner, FunctionType) else vars(owner).get(attribute, _ABSENT)
@@ -37,12 +38,10 @@ class Fix:
 FIXES: dict[str, Fix] = {}
 
 
-def fix(
-    name: str, module: str | None = None, *, on_cuda: bool = False
-) -> Callable[[Callable[[Fix, Any], None]], Callable[[Fix, Any], None]]:
+def fix(name: str, module: str | None = None, *, on_cuda: bool = False) -> Callable[[Apply], Apply]:
     """Register a function as the fix `name`."""
 
-    def register(apply: Callable[[Fix, Any], None]) -> Callable[[Fix, Any], None]:
+    def register(apply: Apply) -> Apply:
         assert name not in FIXES, f"two fixes have the name {name!r}"
         FIXES[name] = Fix(name, module, apply, on_cuda)
         return apply

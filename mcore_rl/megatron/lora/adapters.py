@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model.names import canonical_name
 from mcore_rl.megatron.model.output import PolicyModel, unwrap
 from model_converters.families.parts.adapter_rows import A, B
@@ -32,11 +32,7 @@ from model_converters.mapping.placement import local_shape, segments_of
 from model_converters.mapping.table import BoundRow
 from model_converters.mapping.transforms import Shape
 
-cpu.install()
-
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
+_Projected = tuple[torch.Tensor, torch.Tensor | None]
 Read = Callable[[str, Shape], torch.Tensor]
 """Returns an adapter's unsharded tensor, given its PEFT name and shape."""
 
@@ -151,14 +147,14 @@ def attach(chunks: Sequence[PolicyModel], factors: dict[str, Factor], scale: flo
     assert not remaining, f"the model has no projection for {sorted(remaining)}"
 
 
-def _add(module: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:
+def _add(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: _Projected) -> _Projected:
     if not module.adapter.enabled:
         return output
     # Megatron's projections return (output, bias).
     return output[0] + module.adapter(inputs[0]), *output[1:]
 
 
-def _start_graph(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+def _start_graph(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
     """Make the embedding's output require a gradient. Activation recomputation records gradients only if an input
     requires them, and with frozen weights the input of the first layer would not."""
     return output.requires_grad_() if torch.is_grad_enabled() else output

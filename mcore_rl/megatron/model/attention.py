@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.context_attention import context_attention
-
-cpu.install()
-
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
-from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 BATCHED_TOKENS = 128
 """Sequences up to this length are batched. Longer ones keep a core busy alone; batching them would only add padding."""
@@ -148,13 +145,13 @@ class SDPACoreAttention(MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
-        pg_collection: Any = None,
-        **_: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: object,
     ) -> None:
         super().__init__(config)
         self.context = SINGLE_RANK
@@ -162,6 +159,7 @@ class SDPACoreAttention(MegatronModule):
             assert not torch.cuda.is_available(), (
                 "resolved.model rejects this layout on GPUs: these attention kernels run on CPUs only"
             )
+            assert pg_collection is not None
             group = pg_collection.cp
             self.context = ContextPart(group.rank(), group.size(), group)
         assert not config.attention_dropout, "build_model sets dropout to 0"
@@ -176,7 +174,7 @@ class SDPACoreAttention(MegatronModule):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
-        **_: Any,
+        **_: object,
     ) -> torch.Tensor:
         """Compute causal attention; attention_mask is ignored.
 

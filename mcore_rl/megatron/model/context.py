@@ -17,10 +17,10 @@ Source: the order that TransformerEngine's attention, rotary embeddings and roll
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ SINGLE_RANK = ContextPart()
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, owners: torch.Tensor, part: ContextPart) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, values: torch.Tensor, owners: torch.Tensor, part: ContextPart) -> torch.Tensor:
         ctx.part = part
         ctx.save_for_backward(owners)
         counts = owners.bincount(minlength=part.size)
@@ -98,7 +98,7 @@ class _GatherTokens(torch.autograd.Function):
         return gathered.index_select(0, owners * width + ordinal).t().contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         (owners,) = ctx.saved_tensors
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=ctx.part.group)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import FunctionCtx
 
 from mcore_rl.megatron.model.context import ContextPart
 
@@ -111,7 +111,7 @@ def _plan(lengths: tuple[int, ...], rank: int, size: int, device: torch.device) 
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         query: torch.Tensor,
         key_value: torch.Tensor,
         plan: tuple[SequenceGroup, ...],
@@ -133,7 +133,7 @@ class _ContextAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         query, key_value, out, log_sum = ctx.saved_tensors
         gathered = _gather(key_value, ctx.part)
         grad_query = torch.empty_like(query)

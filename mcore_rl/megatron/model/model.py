@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
 from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.config.rules.defaults import resolved_dtype
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model.attention import SDPACoreAttention
 from mcore_rl.megatron.model.mtp import DetachedMTPLayer
 from mcore_rl.megatron.model.norm import LocalRMSNorm
@@ -24,33 +37,16 @@ from mcore_rl.resolved.implementation import Implementation, build_request, choo
 from mcore_rl.resolved.installed import Installed, here
 from mcore_rl.resolved.layout import check_experts, model_arguments, sequence_parallel
 from mcore_rl.resolved.recompute import recompute_arguments
+from mcore_rl.types.json import JsonObject
 from model_converters.families.parts.family import ModelArguments
 from model_converters.mapping.layout import TrainLayout
-
-cpu.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
-    get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
-    get_gpt_mtp_block_spec,
-)
-from megatron.core.post_training.modelopt.layers import Linear  # noqa: E402
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules  # noqa: E402
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention  # noqa: E402
-from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
-    MultiTokenPredictionBlockSubmodules,
-)
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
 
 def build_model(
-    hf_config: dict[str, Any],
+    hf_config: JsonObject,
     actor_config: ActorConfig,
     model_config: ModelConfig,
     layout: TrainLayout,
@@ -115,7 +111,7 @@ def transformer_config(
     return kind(**given)
 
 
-def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[str, Any]:
+def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[str, object]:
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -138,7 +134,7 @@ def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[s
     }
 
 
-def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
+def _numeric_arguments(model_config: ModelConfig) -> dict[str, object]:
     dtype = DTYPES.get(resolved_dtype(model_config.dtype, cuda=torch.cuda.is_available()))
     if dtype is None:
         raise ConfigError(f"model.dtype={model_config.dtype!r} is not known. Known: {', '.join(DTYPES)}.")
@@ -158,7 +154,7 @@ def _numeric_arguments(model_config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _expert_arguments() -> dict[str, Any]:
+def _expert_arguments() -> dict[str, object]:
     return {
         # PolicyRouter computes the auxiliary losses and updates the expert bias itself.
         "moe_router_load_balancing_type": "none",
@@ -173,7 +169,7 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _skip_initialization() -> dict[str, Any]:
+def _skip_initialization() -> dict[str, object]:
     """Initializers that leave weights unchanged.
 
     perform_initialization=False is not used: in megatron-core 0.16.1 it also skips the attributes that mark
@@ -260,8 +256,8 @@ def _finish_latent_attention(
       would count them once per rank.
     """
     for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
-        module: Any = getattr(attention, name, None)
-        if hasattr(module, "eps") and norm_epsilon is not None:
+        module = getattr(attention, name, None)
+        if module is not None and hasattr(module, "eps") and norm_epsilon is not None:
             module.eps = norm_epsilon
     for name in ("linear_q_down_proj", "linear_kv_down_proj"):
         projection = getattr(attention, name, None)

@@ -25,16 +25,11 @@ Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 2.2; megatron.c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-
-from mcore_rl.megatron import cpu
-
-cpu.install()
-
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.transformer.multi_token_prediction import (  # noqa: E402
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer,
     roll_tensor,
 )
@@ -49,7 +44,7 @@ class DetachedMTPLayer(MultiTokenPredictionLayer):
         position_ids: torch.Tensor | None,
         embedding: Callable[..., torch.Tensor],
         hidden_states: torch.Tensor,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
         del position_ids  # rotary embeddings use the positions of the row
         following, _ = roll_tensor(input_ids, cp_group=self.cp_group, packed_seq_params=packed_seq_params)
@@ -57,7 +52,9 @@ class DetachedMTPLayer(MultiTokenPredictionLayer):
             embedded = embedding(input_ids=following, position_ids=None)
         return following, None, embedded, hidden_states
 
-    def _checkpointed_forward(self, forward_func: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def _checkpointed_forward(
+        self, forward_func: Callable[..., torch.Tensor], *args: object, **kwargs: object
+    ) -> torch.Tensor:
         if self.config.fp8:
             return super()._checkpointed_forward(forward_func, *args, **kwargs)
         # megatron-core 0.16.1 saves all arguments for the backward pass and fails for PackedSeqParams, not a tensor.

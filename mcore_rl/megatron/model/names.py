@@ -20,16 +20,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model.output import PolicyModel, unwrap
-
-cpu.install()
-
-from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -93,7 +89,7 @@ def canonical_name(model: PolicyModel, live_name: str) -> str:
     return canonical
 
 
-def _in_layer(prefix: str, layer: Any, inner: str) -> str | None:
+def _in_layer(prefix: str, layer: TransformerLayer, inner: str) -> str | None:
     inner = _FUSED_NORMS.get(inner, inner)
     if _IN_LAYER.fullmatch(inner):
         return prefix + inner

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LocalRMSNorm(torch.nn.RMSNorm):
@@ -14,7 +13,7 @@ class LocalRMSNorm(torch.nn.RMSNorm):
     `weight.sequence_parallel`: finalize_model_grads then sums the weight's gradient over the tensor-parallel ranks.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel

@@ -25,16 +25,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-
-from mcore_rl.megatron import cpu
-
-cpu.install()
-
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_model import GPTModel
 
 _MTP_INPUTS = (
     "input_ids",
@@ -60,7 +54,7 @@ class PolicyModel(GPTModel):
     emit_logits = has_adapters = False
     unpadded_vocab_size: int | None = None
 
-    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _postprocess(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """Return hidden states on the last stage instead of logits.
 
         Shapes: [S, B, h] (S / tp with sequence parallelism) -> [B * S, h] on the last stage; [(1 + D) * B * S, h] with
@@ -77,7 +71,7 @@ class PolicyModel(GPTModel):
         rows = [self._gather_sequence(part).transpose(0, 1).flatten(0, 1) for part in hidden_states.chunk(1 + depths)]
         return torch.cat(rows) if depths else rows[0]
 
-    def _predict_ahead(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    def _predict_ahead(self, hidden_states: torch.Tensor, **inputs: object) -> torch.Tensor:
         """Concatenated hidden states of all depths. Their gradient stays within the MTP layers."""
         # Activation recomputation records gradients only if an input requires them.
         detached = hidden_states.detach().requires_grad_()

@@ -5,19 +5,14 @@ from __future__ import annotations
 import errno
 import socket
 from datetime import timedelta
-from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 
 from mcore_rl.errors import ConfigError, McoreRLError
-from mcore_rl.megatron import cpu
 from model_converters.mapping.layout import TrainLayout
-
-cpu.install()
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 
 def initialize(
@@ -54,13 +49,13 @@ def initialize(
     initialize_groups(layout, timeout_seconds=timeout_seconds, seed=seed)
 
 
-def _rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dict[str, Any]:
+def _rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta) -> dict[str, object]:
     """Arguments of init_process_group. For tcp://, a store that listens only on the given address: torch's own store
     (2.13) would listen on every network interface, and it executes requests without authentication."""
     address = urlsplit(init_method)
     if address.scheme != "tcp" or address.hostname is None or address.port is None:
         return {"init_method": init_method}
-    options: dict[str, Any] = {"timeout": timeout, "is_master": rank == 0}
+    options: dict[str, object] = {"timeout": timeout, "is_master": rank == 0}
     if rank == 0:
         options["master_listen_fd"] = _listen(address.hostname, address.port).detach()
     return {"store": dist.TCPStore(address.hostname, address.port, world_size, **options)}

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import CheckpointError
-from mcore_rl.megatron import cpu
+from mcore_rl.megatron.hf_logits import transformers_logits
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.attention import pack_sequences
-from mcore_rl.megatron.model.hf_logits import transformers_logits
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.output import PolicyModel, logits_emitted
 from mcore_rl.resolved.installed import Installed
+from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.types.json import JsonObject
 from model_converters.families.parts.mtp import without_mtp
 from model_converters.mapping.layout import TrainLayout
-
-cpu.install()
-
-from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 
 _LENGTHS = (17, 5, 42)
 
 
 def compare_logits(
-    hf_directory: str | Path, checkpoint: str | Path, hf_config: dict[str, Any], *, seed: int = 0
+    hf_directory: str | Path, checkpoint: str | Path, hf_config: JsonObject, *, seed: int = 0
 ) -> tuple[float, float]:
     """Compare both models on random tokens in float32: Megatron's model of `hf_config` with weights read from
     `checkpoint` by Megatron, and transformers' model of `hf_directory`.
@@ -39,7 +36,7 @@ def compare_logits(
     Returns the largest absolute difference and the largest absolute logit.
     Raises: CheckpointError if the checkpoint does not fit the model or transformers cannot load the directory.
     """
-    vocabulary = int(hf_config["vocab_size"])
+    vocabulary = model_arguments(hf_config, "--hf").vocab_size
     generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(0, vocabulary, (length,), generator=generator) for length in _LENGTHS]
     logits = _megatron_logits(hf_config, checkpoint, sequences)[:, :vocabulary]
@@ -47,7 +44,7 @@ def compare_logits(
     return float((logits - expected).abs().max()), float(expected.abs().max())
 
 
-def _megatron_logits(hf_config: dict[str, Any], checkpoint: str | Path, sequences: list[torch.Tensor]) -> torch.Tensor:
+def _megatron_logits(hf_config: JsonObject, checkpoint: str | Path, sequences: list[torch.Tensor]) -> torch.Tensor:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layout = TrainLayout(1)
     with tempfile.TemporaryDirectory() as store:

@@ -24,22 +24,22 @@ Source: ST-MoE (arXiv 2202.08906), eq. 5; Switch Transformers (2101.03961), eq. 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch.autograd.function import FunctionCtx
 
 from mcore_rl.config.models import MoeConfig
-from mcore_rl.megatron import cpu
 from mcore_rl.types import Max, Mean, Metric
 
-cpu.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.transformer.moe.moe_layer import MoESubmodules  # noqa: E402
-from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss  # noqa: E402
-from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+_TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -73,7 +73,7 @@ class PolicyRouter(TopKRouter):
     row: RoutingRow | None = None
     index: int | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.router_replay = _ReplayHook(self)
         self.to_recompute: deque[RoutingRow] = deque()
@@ -167,7 +167,7 @@ class _ReplayHook:
         self.router = router
 
     def get_replay_topk(
-        self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Any
+        self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: _TopK
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and experts, [t, k] each: the imposed experts, or the result of `compute`."""
         row, index = self.router.current, self.router.index
@@ -185,12 +185,12 @@ class _AddLoss(torch.autograd.Function):
     """Return the first argument and add the second, a scalar, to the loss in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         ctx.dtype = loss.dtype
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         return grad, torch.ones((), dtype=ctx.dtype, device=grad.device)
 
 
@@ -203,7 +203,7 @@ def _sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         dist.all_reduce(tensor, group=group)
 
 
-def use_policy_router(layer_specs: list[Any]) -> None:
+def use_policy_router(layer_specs: list[ModuleSpec]) -> None:
     """Set PolicyRouter as the router in the specs of layers with experts."""
     for layer in layer_specs:
         parts = getattr(layer.submodules.mlp, "submodules", None)

@@ -11,37 +11,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    apply_factories,
+    is_main_replica,
+)
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
 from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.layout import train_layout
+from mcore_rl.types.json import JsonObject
 from model_converters.dcp.blocks import Box, CheckpointChunk, Naming, ShardedRankState, StateObject
 from model_converters.mapping.layout import TrainLayout
-
-cpu.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
-    ShardedObject,
-    ShardedTensor,
-    apply_factories,
-    is_main_replica,
-)
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group  # noqa: E402
 
 
 class FlagNames(KeyNames):
@@ -56,7 +52,7 @@ _SIZES = {field.name for field in fields(ParallelConfig)}
 
 
 def rank_state(
-    hf_config: dict[str, Any], layout: TrainLayout, rank: int, *, naming: Naming = "default"
+    hf_config: JsonObject, layout: TrainLayout, rank: int, *, naming: Naming = "default"
 ) -> ShardedRankState:
     """Compute the checkpoint contents of `rank`, with Megatron's keys, global shapes and offsets. A naming that does
     not apply to the model is ignored.
@@ -76,7 +72,7 @@ def rank_state(
 
 @contextmanager
 def meta_model(
-    hf_config: dict[str, Any],
+    hf_config: JsonObject,
     layout: TrainLayout,
     rank: int,
     kind: type[PolicyModel] = PolicyModel,
@@ -122,7 +118,7 @@ def _only_own_groups(rank: int) -> Iterator[None]:
     """
     make, enumerate_groups = parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups
 
-    def make_own(ranks: Sequence[int], **options: Any) -> Any:
+    def make_own(ranks: Sequence[int], **options: object) -> dist.ProcessGroup:
         return make(ranks, **options) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
     def enumerated(world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
@@ -148,7 +144,7 @@ def _rank_groups(
 
 
 def _entries(chunk: PolicyModel, naming: Naming) -> list[ShardedTensor | ShardedObject]:
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, bool] = {}
     if naming == "by layer":
         metadata["non_homogeneous_layers"] = True
     if naming == "by expert":
@@ -165,7 +161,9 @@ def _frequency(chunk: PolicyModel) -> Sequence[int]:
     return frequency if isinstance(frequency, list) else (frequency,)
 
 
-def _chunks(entries: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> Iterator[CheckpointChunk]:
+def _chunks(
+    entries: Sequence[ShardedTensor | ShardedObject], tensors: Mapping[str, torch.Tensor]
+) -> Iterator[CheckpointChunk]:
     """Map each shard to its tensor by the storage, and to its position in the tensor by the view's offset."""
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
     for entry in entries:

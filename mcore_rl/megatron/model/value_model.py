@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel, unwrap
 from model_converters.errors import ConversionError
@@ -27,11 +28,6 @@ from model_converters.hf.loader import load_tensors
 from model_converters.hf.value_head import VALUE_HEAD, resolve_value_head, value_model_config
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
-
-cpu.install()
-
-from megatron.core import tensor_parallel  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
 class ValueHead(torch.nn.Module):
@@ -52,13 +48,13 @@ class ValueModel(PolicyModel):
     """A PolicyModel whose last stage returns values. The head must be named `output_layer`, because GPTModel's code
     expects this name; it replaces the vocabulary projection that GPTModel's constructor creates."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
         super().__init__(config, *args, **kwargs)
         assert not self.share_embeddings_and_output_weights
         if self.post_process:
             self.output_layer = ValueHead(config)
 
-    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _postprocess(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """Return values on the last stage.
 
         Shapes: [S, B, h] (S / tp with sequence parallelism) -> float32 [B * S] on the last stage.
@@ -73,7 +69,7 @@ class ValueModel(PolicyModel):
             )
         return values.transpose(0, 1).flatten()
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, ShardedTensor]:
         state = super().sharded_state_dict(*args, **kwargs)
         if self.post_process:
             # GPTModel allows a shape mismatch because of vocabulary padding. Then the first row of a policy's

@@ -7,19 +7,14 @@ over tensor-parallel ranks. The squares of all kinds therefore add up to the squ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import param_is_not_shared
 
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts
 from mcore_rl.types import Root
-
-cpu.install()
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
-from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
 KINDS = ("embedding", "attention", "router", "experts", "mlp", "norm", "output", "mtp")
 # In this order: MTP layers contain all other kinds, and names of routers and experts contain `mlp.`.
@@ -58,7 +53,7 @@ def gradient_norms(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimiz
     return dict(zip(squares, map(Root, sums), strict=True))
 
 
-def _counted_on_rank(part: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _counted_on_rank(part: MegatronOptimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """List (gradient of the elements that this rank owns, parameter), without those that another rank counts."""
     counted = []
     for owned in main_parameters(part):

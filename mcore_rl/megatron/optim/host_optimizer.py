@@ -13,14 +13,17 @@ empty.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import cache
-from typing import Any
+from typing import TypedDict
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from mcore_rl.errors import OffloadedError
-from mcore_rl.megatron.optim.main_params import MainParameter, main_parameters
+from mcore_rl.megatron.optim.main_params import MainParameter, finish_copies, main_parameters, parameter_buffers
 
 PIECE_ELEMENTS = 1 << 26
 """Maximum number of parameters on the device at a time, 12 bytes each. A single parameter is not split."""
@@ -30,6 +33,13 @@ ALIGNMENT = 64
 """Alignment of tensors in a slab, in bytes."""
 
 
+class ParamGroup(TypedDict, total=False):
+    """Entry of torch's `param_groups`. Only optimizers of apex and TransformerEngine have a `step` per group."""
+
+    params: list[torch.Tensor]
+    step: torch.Tensor | int
+
+
 class HostOptimizer:
     """Replacement for the inner optimizer of `part`, a DistributedOptimizer; its step also updates the weights.
 
@@ -37,8 +47,10 @@ class HostOptimizer:
     Reading the values of a main parameter raises OffloadedError; use `host_copy`.
     """
 
-    def __init__(self, part: Any) -> None:
+    def __init__(self, part: MegatronOptimizer) -> None:
         self._inner = part.optimizer
+        self.param_groups: list[ParamGroup] = part.optimizer.param_groups
+        self.state = part.optimizer.state
         self._memory = _HostMemory()
         self._owned = {id(owned.main): owned for owned in main_parameters(part)}
         self._host: dict[int, torch.Tensor] = {}
@@ -46,18 +58,10 @@ class HostOptimizer:
             if owned.is_copy:
                 self._host[id(owned.main)] = self._memory.take(owned.main)
                 self._release(owned)
-        _synchronize()
+        finish_copies()
         part.optimizer = self
         # The step already copied each piece into the weights; afterwards the device has no main parameters.
         part._copy_main_params_to_model_params = lambda: None
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._inner.param_groups  # type: ignore[no-any-return]
-
-    @property
-    def state(self) -> Any:
-        return self._inner.state
 
     def host_copy(self, main: torch.Tensor) -> torch.Tensor:
         """Host tensor with the values of a main parameter between steps. The next step uses values written to it."""
@@ -79,14 +83,14 @@ class HostOptimizer:
     def step(self) -> None:
         """Update every main parameter that has a gradient, and the corresponding weights."""
         for group in self.param_groups:
-            step_count: Any = None
+            step_count: torch.Tensor | int | None = None
             for piece in _pieces([main for main in group["params"] if main.grad is not None]):
                 step_count = self._step_piece(group, piece)
             if step_count is not None:
                 group["step"] = step_count
-        _synchronize()
+        finish_copies()
 
-    def _step_piece(self, group: dict[str, Any], piece: list[torch.Tensor]) -> Any:
+    def _step_piece(self, group: ParamGroup, piece: list[torch.Tensor]) -> torch.Tensor | int | None:
         """Update one piece. Returns the group's new step count if the inner optimizer (apex, TransformerEngine) has
         one.
 
@@ -96,21 +100,22 @@ class HostOptimizer:
         owned = [self._owned[id(main)] for main in piece]
         hosts = [self._load(each) for each in owned]
         # Show the inner optimizer a single group that contains only this piece.
-        whole, only = self._inner.param_groups, {**group, "params": piece}
-        if torch.is_tensor(group.get("step")):
-            only["step"] = group["step"].clone()
+        only = group.copy()
+        only["params"] = piece
+        if "step" in group:
+            only["step"] = deepcopy(group["step"])
         self._inner.param_groups = [only]
         try:
             self._inner.step()
         finally:
-            self._inner.param_groups = whole
+            self._inner.param_groups = self.param_groups
         for each, host in zip(owned, hosts, strict=True):
             self._store(each, host)
         return only.get("step")
 
     def _load(self, owned: MainParameter) -> dict[str, torch.Tensor]:
         """Copy the state to the device. Returns the host tensors of the moments by name."""
-        main, state = owned.main, self._inner.state.get(owned.main, {})
+        main, state = owned.main, self.state.get(owned.main, {})
         hosts = {name: value for name, value in state.items() if name != "step" and torch.is_tensor(value)}
         for name, host in hosts.items():
             state[name] = torch.empty_like(host, device=owned.model.device).copy_(host, non_blocking=True)
@@ -122,7 +127,7 @@ class HostOptimizer:
         return hosts
 
     def _store(self, owned: MainParameter, hosts: dict[str, torch.Tensor]) -> None:
-        main, state = owned.main, self._inner.state[owned.main]
+        main, state = owned.main, self.state[owned.main]
         for name, value in state.items():
             if name == "step" or not torch.is_tensor(value):
                 continue
@@ -142,10 +147,10 @@ class HostOptimizer:
 
 
 @contextlib.contextmanager
-def gradients_released(chunks: Sequence[Any]) -> Iterator[None]:
+def gradients_released(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """Context in which DDP's gradient buffers have no memory, so that main parameters can be created on the device in
     their place. The gradients are zero afterwards."""
-    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [buffer for chunk in chunks for buffer in parameter_buffers(chunk)]
     storages = [(buffer.grad_data.untyped_storage(), buffer.grad_data.untyped_storage().nbytes()) for buffer in buffers]
     for storage, _ in storages:
         storage.resize_(0)
@@ -190,11 +195,6 @@ def _pieces(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield piece
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
-
-
 @cache
 def _released_class() -> type:
     """Class of main parameters without memory. It allows only access to gradients, shape, dtype, device and sizes,
@@ -203,7 +203,13 @@ def _released_class() -> type:
     allowed = {accessor for each in kinds for accessor in (each.__get__, each.__set__, each.__delete__)}  # type: ignore[attr-defined]
     allowed |= {torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.size, torch.Tensor.untyped_storage}
 
-    def refuse(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def refuse(
+        cls: type,
+        function: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if function in allowed:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))

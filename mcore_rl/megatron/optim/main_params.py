@@ -1,4 +1,4 @@
-"""Main parameters, which Megatron's optimizers update, and the corresponding model parameters.
+"""Main parameters, which Megatron's optimizers update, the corresponding model parameters, and DDP's buffers.
 
 | optimizer | main parameter | this rank holds |
 |---|---|---|
@@ -12,20 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-from mcore_rl.megatron import cpu
-
-cpu.install()
-
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
-from megatron.core.optimizer.optimizer import (  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     MegatronOptimizer,
 )
+
+
+def parameter_buffers(chunk: torch.nn.Module) -> list[_ParamAndGradBuffer]:
+    """DDP's buffers of a chunk, of dense and expert parameters; none for a model that is not trained."""
+    if not isinstance(chunk, DistributedDataParallel):
+        return []
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
+def finish_copies() -> None:
+    """Block until queued copies between device and host are done."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 @dataclass(frozen=True)
@@ -43,13 +52,13 @@ class MainParameter:
     is_copy: bool
 
 
-def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Optimizers of a chain (dense and expert parameters) that have parameters on this rank."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if part.optimizer is not None]
 
 
-def main_parameters(part: Any) -> Iterator[MainParameter]:
+def main_parameters(part: MegatronOptimizer) -> Iterator[MainParameter]:
     """Main parameters of one optimizer of a chain."""
     sharded = isinstance(part, DistributedOptimizer)
     for model, main, is_copy in _pairs(part):
@@ -57,7 +66,7 @@ def main_parameters(part: Any) -> Iterator[MainParameter]:
         yield MainParameter(model, main, start, sharded, is_copy)
 
 
-def _pairs(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+def _pairs(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
     if isinstance(part, DistributedOptimizer):
         pairs = [(part.model_float16_groups, part.shard_fp32_from_float16_groups, True)]
         pairs.append((part.model_fp32_groups, part.shard_fp32_groups, False))

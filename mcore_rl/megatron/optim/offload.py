@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from mcore_rl.config.models import OffloadConfig
 from mcore_rl.errors import OffloadedError
 from mcore_rl.megatron.optim.host_optimizer import HostOptimizer
-from mcore_rl.megatron.optim.main_params import optimizer_parts
+from mcore_rl.megatron.optim.main_params import finish_copies, optimizer_parts, parameter_buffers
 
 PARTS = ("params", "grads", "optimizer")
 PIECE_BYTES = 1 << 26
@@ -46,7 +46,7 @@ class Offloader:
     """
 
     def __init__(
-        self, chunks: Sequence[Any], optimizer: Any, settings: OffloadConfig, *, piece_bytes: int = PIECE_BYTES
+        self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, settings: OffloadConfig
     ) -> None:
         self.span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
         self._tensors: dict[str, Callable[[], Iterable[torch.Tensor]]] = {
@@ -55,7 +55,7 @@ class Offloader:
             "optimizer": lambda: _optimizer_state(optimizer),
         }
         self._parts = [part for part in PARTS if getattr(settings, part)]
-        self._copies = {part: _HostCopy(piece_bytes) for part in PARTS if part != "grads"}
+        self._copies = {part: _HostCopy() for part in PARTS if part != "grads"}
         self._offloaded: dict[str, _Offloaded] = {}
 
     @property
@@ -70,7 +70,8 @@ class Offloader:
             with self.span("offload"):
                 for part in leaving:
                     self._offload_part(part)
-                _empty_device_cache()
+                # Return the memory from torch's caching allocator to the device, for other processes.
+                torch.cuda.empty_cache()
         return self.released_bytes
 
     def load(self, *parts: str) -> None:
@@ -90,7 +91,7 @@ class Offloader:
             self._copies[part].store(list(storages.values()))
         # Guard tensors of all parts: the state of a float32 optimizer contains views of the parameters.
         leaving = [tensor for tensor in self._on_device(PARTS) if tensor.untyped_storage().data_ptr() in storages]
-        guarded: list[tuple[torch.Tensor, Any]] = [(tensor, type(tensor)) for tensor in leaving]
+        guarded: list[tuple[torch.Tensor, type]] = [(tensor, type(tensor)) for tensor in leaving]
         # Guard first: after resize_ a read would access freed memory.
         for tensor, kind in guarded:
             tensor.__class__ = _guard_class(part, kind)
@@ -132,7 +133,7 @@ class _Offloaded:
     """Freed storages with their sizes in bytes, and the guarded tensors with their original classes."""
 
     storages: list[tuple[torch.UntypedStorage, int]]
-    guarded: list[tuple[torch.Tensor, Any]]
+    guarded: list[tuple[torch.Tensor, type]]
 
     @property
     def num_bytes(self) -> int:
@@ -142,8 +143,7 @@ class _Offloaded:
 class _HostCopy:
     """Concatenated copies of storages in pieces of host memory."""
 
-    def __init__(self, piece_bytes: int) -> None:
-        self._piece_bytes = piece_bytes
+    def __init__(self) -> None:
         self._pieces: list[torch.Tensor] = []
 
     def store(self, storages: Sequence[torch.UntypedStorage]) -> None:
@@ -151,16 +151,16 @@ class _HostCopy:
         missing = sum(storage.nbytes() for storage in storages) - sum(piece.numel() for piece in self._pieces)
         while missing > 0:
             # Allocate whole pieces only, so that existing pieces stay in use if the state grows.
-            self._pieces.append(torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=pinned))
-            missing -= self._piece_bytes
+            self._pieces.append(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned))
+            missing -= PIECE_BYTES
         for host, device in self._pairs(storages):
             host.copy_(device, non_blocking=True)
-        _synchronize()
+        finish_copies()
 
     def restore(self, storages: Sequence[torch.UntypedStorage]) -> None:
         for host, device in self._pairs(storages):
             device.copy_(host, non_blocking=True)
-        _synchronize()
+        finish_copies()
         if not torch.cuda.is_available():
             self._pieces = []  # pageable memory is cheap to allocate; pinned memory is kept, as pinning is slow
 
@@ -170,26 +170,26 @@ class _HostCopy:
         for storage in storages:
             device, done = _bytes_of(storage), 0
             while done < device.numel():
-                piece, start = divmod(place, self._piece_bytes)
-                length = min(device.numel() - done, self._piece_bytes - start)
+                piece, start = divmod(place, PIECE_BYTES)
+                length = min(device.numel() - done, PIECE_BYTES - start)
                 yield self._pieces[piece][start : start + length], device[done : done + length]
                 place, done = place + length, done + length
 
 
-def _parameters(chunks: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
     for chunk in chunks:
         yield from chunk.parameters()
-        yield from (buffer.param_data for buffer in _buffers(chunk) if buffer.param_data is not None)
+        yield from (buffer.param_data for buffer in parameter_buffers(chunk) if buffer.param_data is not None)
 
 
-def _gradients(chunks: Sequence[Any]) -> Iterator[torch.Tensor]:
+def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:
     for chunk in chunks:
-        for buffer in _buffers(chunk):
+        for buffer in parameter_buffers(chunk):
             yield buffer.grad_data
             yield from (parameter.main_grad for parameter in buffer.params)
 
 
-def _optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
+def _optimizer_state(optimizer: MegatronOptimizer | None) -> Iterator[torch.Tensor]:
     """Device tensors of the optimizer: without step counts, which torch keeps on the host, and without state that is in
     host memory already."""
     for part in optimizer_parts(optimizer) if optimizer is not None else []:
@@ -203,32 +203,15 @@ def _optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
             yield from (value for key, value in state.items() if key != "step" and isinstance(value, torch.Tensor))
 
 
-def _buffers(chunk: Any) -> list[Any]:
-    if not hasattr(chunk, "expert_parallel_buffers"):  # a model that is not trained
-        return []
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]
-
-
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
-
-
-def _empty_device_cache() -> None:
-    """Return free memory from torch's caching allocator to the device, for other processes."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 @cache
-def _guard_class(part: str, kind: Any) -> type:
+def _guard_class(part: str, kind: type) -> type:
     """Class for offloaded tensors of class `kind`, for which every torch operation raises."""
 
-    def refuse(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def refuse(cls: type, *arguments: object) -> None:
         raise OffloadedError(f"{part} are in host memory (actor.offload.{part}); load them before use")
 
     return type(f"Offloaded{kind.__name__}", (kind,), {"__torch_function__": classmethod(refuse)})

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_rl.config.models import ActorConfig, OptimizerSettings
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import TrainerConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.megatron import cpu
-from mcore_rl.megatron.model.output import output_weight, unwrap
+from mcore_rl.megatron.model.output import PolicyModel, output_weight, unwrap
 from mcore_rl.megatron.optim.host_optimizer import HostOptimizer, gradients_released
 from mcore_rl.megatron.optim.main_params import optimizer_parts
 
-cpu.install()
-
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
-from megatron.core.transformer.module import Float16Module  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
+Item = TypeVar("Item")
 SCHEDULES = ("constant", "linear", "cosine")
 BUCKET_PARAMETERS: int | None = None
 """Parameters per gradient bucket with overlapped reduction; None: Megatron's default."""
 
 
-def wrap_chunks(chunks: list[Any], actor: ActorConfig) -> list[DistributedDataParallel]:
+def wrap_chunks(chunks: list[PolicyModel], actor: ActorConfig) -> list[DistributedDataParallel]:
     """Wrap every chunk in Float16Module (for bfloat16) and DistributedDataParallel. Gradients accumulate in `main_grad`
     (float32) over micro-batches and are summed, not averaged, over data-parallel ranks.
 
@@ -79,7 +77,7 @@ def _set_sync_functions(chunks: list[DistributedDataParallel], config: Transform
                 _gather_output_weight(chunk)
 
 
-def _single_or_list(functions: list[Callable[..., Any]]) -> Any:
+def _single_or_list(functions: list[Item]) -> Item | list[Item]:
     """Return the form that the schedules expect: a function for one chunk, a list for several."""
     return functions[0] if len(functions) == 1 else functions
 
@@ -107,17 +105,17 @@ def parameters_are_gathered(chunks: list[DistributedDataParallel]) -> bool:
     return all(_is_gathered(group) for group in _overlapped_groups(chunks))
 
 
-def _overlapped_groups(chunks: list[DistributedDataParallel]) -> Iterator[Any]:
+def _overlapped_groups(chunks: list[DistributedDataParallel]) -> Iterator[_ParamAndGradBucketGroup]:
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
 
 
-def _is_gathered(group: Any) -> bool:
+def _is_gathered(group: _ParamAndGradBucketGroup) -> bool:
     return group.param_gather_dispatched and group.param_gather_handle is None
 
 
-def in_bfloat16(chunk: Any) -> Float16Module:
+def in_bfloat16(chunk: PolicyModel) -> Float16Module:
     """Wrap in Float16Module without rounding the router's expert bias. Float16Module also rounds buffers;
     megatron-core 0.16.1 restores the bias's dtype in the next forward pass, but not its precision."""
     biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")}
@@ -128,7 +126,7 @@ def in_bfloat16(chunk: Any) -> Float16Module:
     return wrapped
 
 
-def sum_gradients(model: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+def sum_gradients(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: object) -> None:
     """Reduce gradients over data-, tensor- and pipeline-parallel ranks with Megatron's function, but without dividing
     by the number of tokens: the loss already contains its weights."""
     del num_tokens

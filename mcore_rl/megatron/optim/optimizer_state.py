@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.optim.host_optimizer import HostOptimizer
 from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts
 from mcore_rl.megatron.optim.optimizer import materialize_state
-
-cpu.install()
-
-from megatron.core.optimizer.optimizer import MegatronOptimizer  # noqa: E402
 
 MAIN_PARAMETER = "param"  # the name of the main parameter in Megatron's checkpoints
 
@@ -79,7 +74,7 @@ def set_updates_done(optimizer: MegatronOptimizer, count: int) -> None:
                 group["step"] = torch.full_like(group["step"], count) if torch.is_tensor(group["step"]) else count
 
 
-def _step_counts(inner: torch.optim.Optimizer) -> Iterator[Any]:
+def _step_counts(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor | int]:
     yield from (state["step"] for state in inner.state.values() if "step" in state)
     yield from (group["step"] for group in inner.param_groups if "step" in group)
 

@@ -10,13 +10,13 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.lora import base_is_reference
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.optim.offload import Offloader
 from mcore_rl.megatron.optim.optimizer import updates_of_run
@@ -40,10 +40,6 @@ from model_converters.families import family_for
 from model_converters.mapping.placement import TensorPlan
 from model_converters.mapping.plan import export_plan
 from model_converters.mapping.table import bind
-
-cpu.install()
-
-from megatron.core import parallel_state  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -341,7 +337,9 @@ class MegatronActor:
     def _logp(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
         return batch, self.objective.logp(chunk, hidden, batch, compute_entropy=False)[0]
 
-    def _loss_closure(self, update: _Update, model: torch.nn.Module, microbatch: MicroBatch) -> LossClosure:
+    def _loss_closure(
+        self, update: _Update, model: torch.nn.Module, microbatch: MicroBatch
+    ) -> LossClosure[MicroBatchReport]:
         batch = update.batch
 
         def evaluate(hidden: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:

@@ -121,7 +121,7 @@ class MegatronCritic:
         returns: Mapping[int, np.ndarray],
         chunk: torch.nn.Module,
         batch: MicroBatch,
-    ) -> LossClosure:
+    ) -> LossClosure[MicroBatchReport]:
         del chunk
 
         def evaluate(output: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from model_converters.mapping.table import bind
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.roles.actor import MegatronActor
+
+_Piece = tuple[str, int, int, torch.Tensor]
+"""HF name, dim, start along it, values."""
 
 
 def adapter_plan(actor: MegatronActor) -> list[TensorPlan]:
@@ -42,7 +45,7 @@ def export_adapter(actor: MegatronActor, directory: str, source: str) -> None:
         (plan.hf_name, piece.dim, piece.start, tensor.detach().cpu().clone())
         for plan, piece, tensor in export_pieces(plans, parameters, actor.rank)
     ]
-    gathered: list[Any] | None = [None] * actor.world_size if actor.rank == 0 else None
+    gathered: list[list[_Piece]] | None = [[]] * actor.world_size if actor.rank == 0 else None
     dist.gather_object(rank_pieces, gathered)
     if gathered is None:
         return

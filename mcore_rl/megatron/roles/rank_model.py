@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import ClusterConfig
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.output import PolicyModel
@@ -20,14 +21,11 @@ from mcore_rl.megatron.step.replay import RoutingStore
 from mcore_rl.resolved.costs import sequence_cost
 from mcore_rl.resolved.fp8 import row_multiple
 from mcore_rl.types import RankShare, TrajectoryBuffers
+from mcore_rl.types.json import JsonObject
 from model_converters.mapping.layout import TrainLayout
 
-cpu.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-
-LossClosure = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Any]]
+Result = TypeVar("Result")
+LossClosure = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Result]]
 """Maps the output of the last stage to the loss, a token count that Megatron requires and this project ignores, and the
 result of the pass for the micro-batch."""
 _CPU = torch.device("cpu")
@@ -69,13 +67,13 @@ class RankModel:
     def __init__(
         self,
         role: ModelRole,
-        hf_config: dict[str, Any],
+        hf_config: JsonObject,
         layout: TrainLayout,
         rank: int,
         *,
         name: str,
         chunks: list[PolicyModel],
-        modules: list[Any],
+        modules: list[torch.nn.Module],
     ) -> None:
         self.role, self.name = role, name
         self.hf_config, self.layout, self.rank = hf_config, layout, rank
@@ -126,16 +124,16 @@ class RankModel:
     def infer(
         self,
         batches: list[MicroBatch],
-        evaluate: Callable[[torch.nn.Module, MicroBatch, torch.Tensor], Any],
+        evaluate: Callable[[torch.nn.Module, MicroBatch, torch.Tensor], Result],
         rows: list[RoutingRow] | None = None,
-    ) -> list[Any]:
+    ) -> list[Result]:
         """Run a forward pass without gradients.
 
         Ranks of the last stage get `evaluate(chunk, batch, output)` of every micro-batch in execution order; other
         ranks get [].
         """
 
-        def closure(model: torch.nn.Module, batch: MicroBatch) -> LossClosure:
+        def closure(model: torch.nn.Module, batch: MicroBatch) -> LossClosure[Result]:
             return loss_closure(lambda output: (output.new_zeros(()), evaluate(model, batch, output)))
 
         rows = [self.routing.row(batch) for batch in batches] if rows is None else rows
@@ -146,16 +144,16 @@ class RankModel:
         self,
         batches: list[MicroBatch],
         rows: list[RoutingRow],
-        closure: Callable[[torch.nn.Module, MicroBatch], LossClosure],
+        closure: Callable[[torch.nn.Module, MicroBatch], LossClosure[Result]],
         *,
         forward_only: bool,
         force_all_reduce: bool = False,
-    ) -> list[Any]:
+    ) -> list[Result]:
         """Run Megatron's schedule over the micro-batches. Returns the results of the closures on the last stage."""
 
         def forward_step(
             iterator: Iterator[tuple[MicroBatch, RoutingRow]], model: torch.nn.Module
-        ) -> tuple[torch.Tensor, LossClosure]:
+        ) -> tuple[torch.Tensor, LossClosure[Result]]:
             batch, row = next(iterator)
             self.routers.set_row(model, row)
             output = model(batch.tokens[None], None, None, packed_seq_params=batch.sequences, **self._forward_options)
@@ -176,10 +174,10 @@ class RankModel:
         )
 
 
-def loss_closure(evaluate: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]) -> LossClosure:
+def loss_closure(evaluate: Callable[[torch.Tensor], tuple[torch.Tensor, Result]]) -> LossClosure[Result]:
     """Wrap a function from the output to (loss, report) for `RankModel.run`."""
 
-    def closure(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def closure(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
         loss, report = evaluate(output)
         return loss, torch.tensor(0, dtype=torch.int), report
 

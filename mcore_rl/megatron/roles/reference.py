@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample
 from mcore_rl.megatron.step.objective import Objective, non_finite_samples
 from mcore_rl.types import RankShare, TrajectoryBuffers
+from mcore_rl.types.json import JsonObject
 from model_converters.mapping.layout import TrainLayout
 
 
@@ -42,7 +42,7 @@ class FrozenPolicy:
     def __init__(
         self,
         config: Config,
-        hf_config: dict[str, Any],
+        hf_config: JsonObject,
         layout: TrainLayout,
         rank: int,
         *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -27,6 +27,7 @@ from mcore_rl.megatron.step.finite_check import describe_gradients, describe_sam
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.objective import MicroBatchReport
 from mcore_rl.types import Mean, Metric, RankShare, Total, merge_metrics
+from mcore_rl.types.json import JsonObject
 from model_converters.mapping.layout import TrainLayout
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class TrainedModel:
     def __init__(
         self,
         role: ModelRole,
-        hf_config: dict[str, Any],
+        hf_config: JsonObject,
         layout: TrainLayout,
         rank: int,
         *,
@@ -79,7 +80,7 @@ class TrainedModel:
         share: RankShare,
         batches: list[MicroBatch],
         rows: list[RoutingRow],
-        closure: Callable[[torch.nn.Module, MicroBatch], LossClosure],
+        closure: Callable[[torch.nn.Module, MicroBatch], LossClosure[MicroBatchReport]],
         *,
         suspects: str,
         on_every_replica: bool = False,

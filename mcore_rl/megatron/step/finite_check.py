@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.errors import NonFiniteError
+from mcore_rl.megatron.optim.main_params import parameter_buffers
 from mcore_rl.types import RankShare
 
 MAX_NAMED = 8
@@ -48,8 +49,7 @@ def describe_samples(what: str, samples: Iterable[int], share: RankShare) -> str
 def describe_gradients(chunks: Sequence[torch.nn.Module], share: RankShare) -> str | None:
     """List the parameters whose accumulated gradient is not finite on this rank, and the samples of the rank; None if
     all are finite."""
-    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]  # type: ignore[misc]
-    if all(_is_finite(buffer.grad_data) for buffer in buffers):
+    if all(_is_finite(buffer.grad_data) for chunk in chunks for buffer in parameter_buffers(chunk)):
         return None
     names = [
         name.removeprefix("module.")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
 
 TILE_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 """Number of logits in a tile, by device. On a CPU, a tile and its exponentials stay in the shared cache, so elementwise
@@ -80,7 +80,7 @@ class _Tile:
 class _LinearLogpEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: _Options
+        ctx: FunctionCtx, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: _Options
     ) -> tuple[torch.Tensor, torch.Tensor]:
         local_targets = targets - options.first_entry(weight)
         statistics = _local_statistics(hidden, weight, local_targets, options)
@@ -95,7 +95,7 @@ class _LinearLogpEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(  # type: ignore[override]
-        ctx: Any, grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None
+        ctx: FunctionCtx, grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         hidden, weight, local_targets, log_sum, entropy = ctx.saved_tensors
         if not ctx.options.compute_entropy:

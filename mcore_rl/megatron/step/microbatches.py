@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from mcore_rl.data.packing import TOKENS, SequenceCost, pack
 from mcore_rl.errors import DataError, McoreRLError
-from mcore_rl.megatron.model.attention import pack_sequences, upload
+from mcore_rl.megatron.model.attention import PackedRow, pack_sequences, upload
 from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
@@ -59,7 +58,7 @@ class MicroBatch:
     whole_counts: tuple[int, ...]
     owners: torch.Tensor
     tokens: torch.Tensor
-    sequences: Any
+    sequences: PackedRow
     predictors: torch.Tensor
     targets: torch.Tensor
     advantages: torch.Tensor

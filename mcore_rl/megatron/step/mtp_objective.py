@@ -6,16 +6,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.types import Mean, Metric
-
-cpu.install()
-
-from megatron.core.transformer.multi_token_prediction import roll_tensor  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -346,7 +346,7 @@ def _unpad(rows: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 def _one_response_per_row(inputs: PolicyLossInputs, counts: tuple[int, ...]) -> PolicyLossInputs:
-    rows: dict[str, Any] = {}
+    rows: dict[str, torch.Tensor | None] = {}
     for field in fields(inputs):
         value = getattr(inputs, field.name)
         rows[field.name] = None if value is None else _pad(value, counts)

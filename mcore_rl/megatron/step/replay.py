@@ -15,17 +15,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from mcore_rl.errors import McoreRLError
-from mcore_rl.megatron import cpu
 from mcore_rl.megatron.model.context import ContextPart
 from mcore_rl.megatron.model.routers import RoutingRow
 from mcore_rl.megatron.step.microbatches import MicroBatch, computed_tokens
 from mcore_rl.types import Mean, Metric, RankShare, TrajectoryBuffers
-
-cpu.install()
-
-from megatron.core import parallel_state  # noqa: E402
 
 
 class RoutingStore:

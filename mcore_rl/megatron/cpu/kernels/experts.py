@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 
 def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
@@ -18,7 +18,7 @@ def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], rows: Seque
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: Sequence[int], *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, rows: Sequence[int], *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, *weights)
         ctx.rows = rows
         out = x.new_empty(len(x), len(weights[0]))
@@ -27,7 +27,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, *weights = ctx.saved_tensors
         grad_x, grads = torch.empty_like(x), grad.split(ctx.rows)
         for part, result, weight in zip(grads, grad_x.split(ctx.rows), weights, strict=True):

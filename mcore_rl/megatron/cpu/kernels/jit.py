@@ -8,12 +8,13 @@ both versions. Only sums over inputs may be reordered, so that they use vector i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import numba
 import numpy as np
 import torch
 
+Result = TypeVar("Result")
 _storages_are_resized = False
 
 
@@ -22,7 +23,7 @@ def kernel(function: Callable[..., None]) -> Callable[..., None]:
     return _compile(function, nogil=True)
 
 
-def row_sum(function: Callable[..., Any]) -> Callable[..., Any]:
+def row_sum(function: Callable[..., float]) -> Callable[..., float]:
     """Compile a helper of kernels that only reads rows and returns a sum, which the compiler may reorder.
 
     Not fastmath=True: it assumes that no NaN or infinity occurs, but these must reach the checks that stop the run.
@@ -47,7 +48,7 @@ def supports(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (torch.float32, torch.float64)
 
 
-def _compile(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def _compile(function: Callable[..., Result], **options: object) -> Callable[..., Result]:
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # numba found no writable cache directory

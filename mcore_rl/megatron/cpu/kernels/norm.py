@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
+from torch.autograd.function import FunctionCtx
 
 from mcore_rl.megatron.cpu.kernels.jit import array, kernel, row_sum
 
@@ -20,7 +19,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         out, scale = torch.empty_like(rows), rows.new_empty(len(rows))
         _forward(array(rows), _copy(weight), eps, array(out), array(scale))
@@ -28,7 +27,7 @@ class _RMSNorm(torch.autograd.Function):
         return out.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
         rows, weight, scale = ctx.saved_tensors
         grad_rows, grad_weight = torch.empty_like(rows), torch.zeros_like(weight)
         _backward(

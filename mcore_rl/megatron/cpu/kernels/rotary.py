@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
+from torch.autograd.function import FunctionCtx
 
 from mcore_rl.megatron.cpu.kernels.jit import array, kernel
 
@@ -21,7 +20,7 @@ def rotate(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: tor
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
+        ctx: FunctionCtx, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin, positions)
         out = torch.empty(t.shape, dtype=t.dtype)
@@ -29,7 +28,7 @@ class _Rotary(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         cos, sin, positions = ctx.saved_tensors
         out = torch.empty(grad.shape, dtype=grad.dtype)
         _backward(array(grad.contiguous()), array(cos), array(sin), array(positions), array(out))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
+from torch.autograd.function import FunctionCtx
 
 from mcore_rl.megatron.cpu.kernels.jit import array, kernel
 
@@ -28,25 +27,25 @@ def add_rows(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.rows = len(x)
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         (index,) = ctx.saved_tensors
         return _sums(grad, index, ctx.rows), None
 
 
 class _AddRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
         ctx.save_for_backward(index)
         return _sums(x, index, rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         (index,) = ctx.saved_tensors
         return grad.index_select(0, index), None, None
 

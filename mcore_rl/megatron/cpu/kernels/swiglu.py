@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch.autograd.function import FunctionCtx
 
 from mcore_rl.megatron.cpu.kernels.jit import array, kernel, row_sum
 
@@ -23,7 +24,7 @@ def weighted_swiglu(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weights)
         out = x.new_empty(len(x), x.shape[1] // 2)
@@ -32,7 +33,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         x, weights = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
@@ -42,7 +43,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         return grad_x, grad_weights
 
 
-def _sigmoids(x: torch.Tensor) -> Any:
+def _sigmoids(x: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield blocks of rows with the sigmoids of their gates; the next block reuses the memory."""
     width = x.shape[1] // 2
     step = max(_BLOCK_ELEMENTS // max(width, 1), 1)
