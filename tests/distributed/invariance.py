@@ -159,11 +159,11 @@ def policy_values(actor: Any, share: Any, chunks: list[Any]) -> dict[int, tuple[
 
         return evaluate
 
-    batches = actor.model.microbatches(share, chunks)
+    batches = actor.microbatches(share, chunks)
     rows = [actor.routing.row(batch) for batch in batches]
     values = {}
     with torch.no_grad():
-        for batch, found in actor.model.run(batches, rows, closure, forward_only=True):
+        for batch, found in actor.run(batches, rows, closure, forward_only=True):
             parts = [tensor.split(list(batch.trained_counts)) for tensor in found]
             for sample, logp, entropy in zip(batch.samples, *parts, strict=True):
                 held = policy_batch.held(sample, actor.layout, actor.rank)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from mcore_rl.types import SavedState
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.roles.trained_model import Trained
+    from mcore_rl.megatron.roles.trained_model import TrainedModel
 
 
-def save_checkpoint(directory: str, role: Trained) -> SavedState | None:
+def save_checkpoint(directory: str, model: TrainedModel) -> SavedState | None:
     """Write the state of all ranks into the existing, empty `directory`. Returns the saved files on rank 0."""
     import torch.distributed as dist
 
     from mcore_rl.megatron.checkpoint.writer import CheckpointWriter
 
-    writer, model = CheckpointWriter(directory, role, snapshot=False), role.trained.model
+    writer = CheckpointWriter(directory, model, snapshot=False)
     reports = [None] * model.layout.world_size if model.rank == 0 else None
     dist.gather_object(writer.write(), reports)
     saved = writer.finish(reports) if reports is not None else None  # type: ignore[arg-type]

@@ -163,9 +163,9 @@ def _pieces(critic: Any, *, gradients: bool = False) -> list[Any]:
     from model_converters.mapping.plan import export_pieces, export_plan
     from model_converters.mapping.table import bind
 
-    hf_config, held = critic.hf_config, critic.trained.tensors()
+    hf_config, held = critic.hf_config, critic.tensors()
     if gradients:
-        parameters = {p.data_ptr(): p.main_grad for chunk in critic.model.chunks for p in chunk.parameters()}
+        parameters = {p.data_ptr(): p.main_grad for chunk in critic.chunks for p in chunk.parameters()}
         held = {name: parameters[tensor.data_ptr()] for name, tensor in held.items()}
     rows = with_value_head(family_for(hf_config).rows(hf_config), hf_config)
     plan = export_plan(bind(rows, hf_config, torch.float32), critic.layout)

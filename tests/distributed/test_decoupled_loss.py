@@ -100,14 +100,14 @@ def _passes(rank: int, directory: str) -> dict[str, int]:
 
     actor = MegatronActor(_config(directory, {}), rank, 1, None)
     shares = [policy_batch.share(samples, 0, 1) for samples in policy_batch.UPDATES]
-    infer, count = actor.model.infer, 0
+    infer, count = actor.infer, 0
 
     def counted(*args: Any) -> Any:
         nonlocal count
         count += 1
         return infer(*args)
 
-    actor.model.infer = counted  # type: ignore[method-assign]
+    actor.infer = counted  # type: ignore[method-assign]
     algorithm, actor_section = actor.config.algorithm, actor.config.actor
     cases = {
         "loglinear": actor.config,

@@ -78,7 +78,7 @@ def _gradients(rank: int, directories: dict[str, str]) -> dict[str, Any]:
 def _gradient(rank: int, directory: str, parallel: dict[str, Any], removed: str) -> list[Any]:
     actor = _build_without(removed, policy_batch.config(directory, parallel, 24), rank)
     if parallel.get("vpp"):  # equal lengths; otherwise stages would fail on different shapes
-        actor.model.packing = replace(actor.model.packing, row_multiple=32)
+        actor.packing = replace(actor.packing, row_multiple=32)
     place, chunks = actor.layout.coordinates(rank), policy_batch.chunks()
     other, share = (policy_batch.share(policy_batch.UPDATES[i], place.dp, actor.layout.dp) for i in (1, 0))
     batch, _ = actor.recompute_logp([other, share], chunks)

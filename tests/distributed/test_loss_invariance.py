@@ -104,7 +104,7 @@ def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, t
     from mcore_rl.megatron.step.rank_batch import RankBatch
 
     config = configure(actor.config, objective)
-    actor.objective = Objective.from_config(config, actor.model.group, actor.model.context)
+    actor.objective = Objective.from_config(config, actor.group, actor.context)
     share = replace(share, loss_weights=weights(objective.aggregation)[share.samples])
     batch, metrics = RankBatch([share, share], policy_batch.chunks(), old_logp), {}
     if objective.estimator is not None:
@@ -112,7 +112,7 @@ def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, t
         values = {s: policy_batch.drift(s) for s in share.samples.tolist()} if chosen.needs.values else None
         batch, metrics, _ = actor.estimate(batch, values)
     _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
-    counts = actor.model.counts_tokens
+    counts = actor.counts_tokens
     return {
         "loss": sum(report.loss for report in reports) if counts else 0.0,
         "metrics": merge_metrics([metrics, *(report.metrics for report in reports)]) if counts else {},

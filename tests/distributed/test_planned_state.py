@@ -137,7 +137,7 @@ def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[
         share = policy_batch.share(samples, critic.layout.coordinates(rank).dp, critic.layout.dp)
         batch = critic.values([share], policy_batch.chunks())
         critic.update(batch, 0, {sample: own + 1 for sample, own in batch.values.items()})
-        _, *sizes = allocated(critic.model.chunks, critic.trained.optimizer)
+        _, *sizes = allocated(critic.chunks, critic.optimizer)
         role = ModelRole.reward_model(config.reward_model, config.model)
         chunks = build_model(critic.hf_config, role.section, role.model, critic.layout, kind=ValueModel)
         bare = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]

@@ -26,12 +26,12 @@ def test_random_state_of_gpu_on_cpu_is_seeded_anew(tmp_path: Path) -> None:
 
 def restore_gpu_state(rank: int, directory: str) -> list[list[float]]:
     """Random numbers after restoring, after seeding for 3 updates, and after seeding for 4."""
-    from mcore_rl.megatron.checkpoint.random_state import _UPDATES_BETWEEN_SEEDS, restore_random_state
+    from mcore_rl.megatron.checkpoint.objects import _UPDATES_BETWEEN_SEEDS, restore_random_state
     from mcore_rl.megatron.model import parallel
 
     actor, _ = make_actor(rank, directory, {})
     seed = actor.config.run.seed
-    restore_random_state(actor.model, _Saved(), same_layout=True, updates_done=3, seed=seed)  # type: ignore[arg-type]
+    restore_random_state(actor, _Saved(), same_layout=True, updates_done=3)  # type: ignore[arg-type]
     drawn = [torch.rand(4).tolist()]
     for updates in (3, 4):
         parallel.seed_streams(seed + _UPDATES_BETWEEN_SEEDS * updates)

@@ -122,7 +122,7 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
     # Like a second update, with old log-probabilities.
     later = replace(penalized, shares=[shares[1], shares[0]], old_logp=old_logp)
     _, reports = actor.accumulate_gradients(later, 1, on_every_replica=True)
-    counts = actor.model.counts_tokens
+    counts = actor.counts_tokens
     found["loss"] = sum(report.loss for report in reports) if counts else 0.0
     found["metrics"] = merge_metrics([report.metrics for report in reports]) if counts else {}
     found["gradients"] = _gradients(actor)
@@ -130,7 +130,7 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
 
 
 def _own_logp(actor: Any, share: Any, chunks: list[Any]) -> dict[int, torch.Tensor]:
-    found = actor.model.infer(actor.model.microbatches(share, chunks), actor._logp)
+    found = actor.infer(actor.microbatches(share, chunks), actor._logp)
     return {
         s: part
         for batch, logp in found

@@ -121,7 +121,7 @@ def _measure_one(rank: int, directory: str, case: Case) -> dict[str, Any]:
         "mine": mine,
     }
     model.memory.load("params")
-    assert not any(parameter.requires_grad for chunk in model.model.chunks for parameter in chunk.parameters())
+    assert not any(parameter.requires_grad for chunk in model.chunks for parameter in chunk.parameters())
     return found
 
 

@@ -83,7 +83,7 @@ def _replayed(rank: int, directory: str, parallel: dict[str, int], recompute: st
     for sample, logp in batch.old_logp.items():
         if sample in SAMPLES:
             logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
-    actor.model.packing = replace(actor.model.packing, tokens=40)
+    actor.packing = replace(actor.packing, tokens=40)
     found = {"recorded": recorded, "layers": actor.routing.layers, "kept": kept}
     found["replayed"] = _gradients(actor, batch)
     actor.routing.impose(_imposed())

@@ -85,7 +85,7 @@ def count_waits(rank: int, directory: str) -> list[tuple[int, dict[Wait, int]]]:
     batch, _ = actor.recompute_logp(shares, policy_batch.chunks())
     updates = []
     for index, share in enumerate(shares):
-        microbatches = len(actor.model.microbatches(share, batch.chunks))
+        microbatches = len(actor.microbatches(share, batch.chunks))
         with WaitCounter(EXEMPT) as counter:
             actor.update(batch, index)
         ours = {wait: count for wait, count in counter.counts.items() if not wait.file.startswith("megatron/")}

@@ -9,7 +9,6 @@ the ranks of a data-parallel group divide the tensors that all of them hold. Loa
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
     is_main_replica,
@@ -27,9 +25,9 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from mcore_rl.megatron.lora.adapters import Factor, adapter_parameters, has_adapters
 from mcore_rl.megatron.model.output import PolicyModel
+from mcore_rl.megatron.model.sharded import stored_chunk
 from mcore_rl.megatron.optim.optimizer_state import ParameterState, parameter_states
-from model_converters.dcp.blocks import Box, CheckpointChunk, StateObject, flat_index, range_boxes, slice_box
-from model_converters.dcp.reader import DcpReader
+from model_converters.dcp.blocks import Box, CheckpointChunk, flat_index, range_boxes, slice_box
 
 
 @dataclass(frozen=True)
@@ -99,44 +97,6 @@ def reference_blocks(models: list[PolicyModel], *, to_save: bool) -> list[LiveBl
     ]
 
 
-def extra_states(models: list[PolicyModel]) -> list[StateObject]:
-    """Extra states of TransformerEngine's modules, such as FP8 scaling factors, without replicas."""
-    return [
-        StateObject(entry.unique_key, _pickled([entry.data]))
-        for _, _, entry in _objects(models)
-        if is_main_replica(entry.replica_id)
-    ]
-
-
-def load_extra_states(models: list[PolicyModel], reader: DcpReader) -> None:
-    """Load the extra states into the modules. A state that another layout saved in different parts is not loaded, and
-    the module starts with a new one.
-
-    Raises: ConversionError.
-    """
-    states_by_model: dict[int, dict[str, object]] = {}
-    for index, name, entry in _objects(models):
-        if reader.has_object(entry.unique_key):
-            states_by_model.setdefault(index, {})[name] = reader.read_object(entry.unique_key)[0]
-    for index, states in states_by_model.items():
-        models[index].load_state_dict(states, strict=False)
-
-
-def _objects(models: list[PolicyModel]) -> Iterator[tuple[int, str, ShardedObject]]:
-    """Yield (index of the model, name in the model, object)."""
-    for index, model in enumerate(models):
-        state = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group({}))
-        for name, entry in state.items():
-            if isinstance(entry, ShardedObject):
-                yield index, name, entry
-
-
-def _pickled(value: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
 def _share(item: _ModelTensor) -> tuple[int, int]:
     """This data-parallel rank's equal part of a parameter whose state all ranks of the group hold."""
     # Megatron marks expert parameters with allreduce=False: their replicas form another data-parallel group.
@@ -181,17 +141,7 @@ def _adapter_tensor(factor: Factor, parameter: torch.Tensor) -> _ModelTensor:
 
 
 def _model_tensor(entry: ShardedTensor | ShardedTensorFactory, parts: list[ShardedTensor]) -> _ModelTensor:
-    chunks = tuple(
-        CheckpointChunk(
-            key=part.key,
-            global_shape=tuple(part.global_shape),
-            stored=Box(tuple(part.global_offset), (1,) * part.prepend_axis_num + tuple(part.local_shape)),
-            mcore_name=part.key,
-            local=Box.of_view(part.data, entry.data),
-            padded=part.allow_shape_mismatch,
-        )
-        for part in parts
-    )
+    chunks = tuple(stored_chunk(part, part.key, entry.data) for part in parts)
     assert isinstance(entry.replica_id, tuple), f"{entry.key}: expected a replica id per parallel axis"
     return _ModelTensor(entry.data, chunks, entry.replica_id)
 

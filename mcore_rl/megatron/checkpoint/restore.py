@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.errors import CheckpointError, McoreRLError
-from mcore_rl.megatron.checkpoint.blocks import blocks_to_load, load_extra_states, reference_blocks
+from mcore_rl.megatron.checkpoint.blocks import blocks_to_load, reference_blocks
 from mcore_rl.megatron.checkpoint.format_files import read_common
-from mcore_rl.megatron.checkpoint.random_state import restore_random_state
+from mcore_rl.megatron.checkpoint.objects import load_extra_states, restore_random_state
 from mcore_rl.megatron.checkpoint.reader import (
     check_adapters,
     check_fit,
@@ -41,11 +41,11 @@ from model_converters.dcp.reader import DcpReader
 from model_converters.errors import ConversionError
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.roles.trained_model import Trained
+    from mcore_rl.megatron.roles.trained_model import TrainedModel
 
 
-def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = ()) -> None:
-    """Restore the saved state, bitwise equal in any layout except for random streams (random_state.py). First compares
+def load_checkpoint(directory: str, model: TrainedModel, files: Sequence[SavedFile] = ()) -> None:
+    """Restore the saved state, bitwise equal in any layout except for random streams (objects.py). First compares
     `files` with their checksums.
 
     Raises: DamagedCheckpointError, or CheckpointError if the checkpoint does not fit the model; nothing was loaded
@@ -60,14 +60,14 @@ def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = 
     except (ConversionError, CheckpointError) as error:
         problem = CheckpointError(str(error))
     raise_on_every_rank(problem)
-    trained, model, reference = role.trained, role.trained.model, role.trained.reference
+    reference = model.saved_reference
     check_reference_kept(directory, reader.shapes, kept_here=reference is not None)
     check_adapters(directory, common.get("adapters"), adapter_identity(model.role.section.lora, model.hf_config))
-    trained.memory.load("params", "optimizer")
-    blocks = blocks_to_load(model.chunks, trained.optimizer)
+    model.memory.load("params", "optimizer")
+    blocks = blocks_to_load(model.chunks, model.optimizer)
     if reference is not None:
         reference.memory.load("params")
-        blocks += reference_blocks(reference.model.chunks, to_save=False)
+        blocks += reference_blocks(reference.chunks, to_save=False)
     # All checks precede the first write, so that a rejected checkpoint leaves the state unchanged.
     check_fit(reader, blocks, model.device)
     try:
@@ -75,14 +75,9 @@ def load_checkpoint(directory: str, role: Trained, files: Sequence[SavedFile] = 
         load_extra_states(model.chunks, reader)
         if reference is not None:
             reference.memory.offload()
-        set_updates_done(trained.optimizer, common["optimizer_updates"])
-        trained.scheduler.load_state_dict(common["scheduler"])
-        restore_random_state(
-            model,
-            reader,
-            same_layout=common["layout"] == asdict(model.layout),
-            seed=trained.seed,
-            updates_done=common["optimizer_updates"],
-        )
+        set_updates_done(model.optimizer, common["optimizer_updates"])
+        model.scheduler.load_state_dict(common["scheduler"])
+        same_layout = common["layout"] == asdict(model.layout)
+        restore_random_state(model, reader, same_layout=same_layout, updates_done=common["optimizer_updates"])
     except (ConversionError, KeyError) as error:
         raise CheckpointError(f"{directory} cannot be read: {error}") from error

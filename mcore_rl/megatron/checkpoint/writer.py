@@ -19,9 +19,9 @@ import torch
 
 from mcore_rl.data.checksum import Crc32, file_crc32
 from mcore_rl.errors import CheckpointError
-from mcore_rl.megatron.checkpoint.blocks import LiveBlock, blocks_to_save, extra_states, reference_blocks
+from mcore_rl.megatron.checkpoint.blocks import LiveBlock, blocks_to_save, reference_blocks
 from mcore_rl.megatron.checkpoint.format_files import CommonState, write_format_files
-from mcore_rl.megatron.checkpoint.random_state import random_state_object
+from mcore_rl.megatron.checkpoint.objects import extra_states, random_state_object
 from mcore_rl.megatron.optim.optimizer_state import updates_done
 from mcore_rl.resolved.adapters import adapter_identity
 from mcore_rl.types import SavedFile, SavedState
@@ -34,7 +34,7 @@ from model_converters.errors import ConversionError
 from model_converters.hf.side_files import HF_FOLDER, copy_side_files
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.roles.trained_model import Trained
+    from mcore_rl.megatron.roles.trained_model import TrainedModel
 
 MAX_FILE_BYTES = 2 * 2**30
 _VERSIONED = ("mcore-rl", "megatron-core", "torch")
@@ -56,14 +56,14 @@ class CheckpointWriter:
     Not collective.
     """
 
-    def __init__(self, directory: str, role: Trained, *, snapshot: bool) -> None:
+    def __init__(self, directory: str, model: TrainedModel, *, snapshot: bool) -> None:
         self.directory = Path(directory)
-        trained, model = role.trained, role.trained.model
-        trained.memory.load("params", "optimizer")
-        blocks = blocks_to_save(model.chunks, trained.optimizer)
-        if trained.reference is not None:
-            trained.reference.memory.load("params")
-            blocks += reference_blocks(trained.reference.model.chunks, to_save=True)
+        reference = model.saved_reference
+        model.memory.load("params", "optimizer")
+        blocks = blocks_to_save(model.chunks, model.optimizer)
+        if reference is not None:
+            reference.memory.load("params")
+            blocks += reference_blocks(reference.chunks, to_save=True)
         self._views = {(block.chunk.key, block.chunk.stored): block.view for block in blocks}
         assert len(self._views) == len(blocks), "a block would be saved twice"
         self._copied = snapshot
@@ -77,8 +77,8 @@ class CheckpointWriter:
         self._common: CommonState = {
             "layout": asdict(model.layout),
             "adapters": adapter_identity(model.role.section.lora, model.hf_config),
-            "optimizer_updates": updates_done(trained.optimizer),
-            "scheduler": trained.scheduler.state_dict(),
+            "optimizer_updates": updates_done(model.optimizer),
+            "scheduler": model.scheduler.state_dict(),
         }
         self._dtype = model.role.model.dtype
 

@@ -23,7 +23,6 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
 from mcore_rl.config.roles import POLICY, KeyNames
@@ -65,7 +64,8 @@ def rank_state(
         entries = [entry for chunk in chunks for entry in _entries(chunk, naming)]
         return ShardedRankState(
             chunks=tuple(_chunks(entries, tensors)),
-            objects=tuple(_object(entry) for entry in entries if isinstance(entry, ShardedObject)),
+            # Megatron's writer stores a list, because a rank may hold several objects with the same key.
+            objects=tuple(pickled_object(e.unique_key, [e.data]) for e in entries if isinstance(e, ShardedObject)),
             shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
         )
 
@@ -84,8 +84,7 @@ def meta_model(
 
     Raises: like rank_state.
     """
-    axes = {field.name for field in fields(ParallelConfig)} & {field.name for field in fields(layout)}
-    sizes = {axis: getattr(layout, axis) for axis in axes}
+    sizes = {axis: getattr(layout, axis) for axis in _SIZES & {field.name for field in fields(layout)}}
     layout = train_layout(ParallelConfig(**sizes), layout.world_size, hf_config, names)
     with _fake_process_group(layout, rank):
         with torch.device("meta"):
@@ -100,6 +99,9 @@ def _fake_process_group(layout: TrainLayout, rank: int) -> Iterator[None]:
     """Context in which this process is `rank` of a process group whose collectives transfer nothing."""
     if dist.is_initialized():
         raise McoreRLError("a checkpoint cannot be planned in a process that already belongs to a process group")
+    # Imported here: it registers a backend with torch.distributed.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         with _only_own_groups(rank):
@@ -171,18 +173,22 @@ def _chunks(
             continue
         name = owners.get(entry.data.untyped_storage()._cdata)
         assert name is not None, f"{entry.key} belongs to no tensor with a canonical name"
-        yield CheckpointChunk(
-            key=entry.key,
-            global_shape=tuple(entry.global_shape),
-            stored=Box(tuple(entry.global_offset), (1,) * entry.prepend_axis_num + tuple(entry.local_shape)),
-            mcore_name=name,
-            local=Box.of_view(entry.data, tensors[name]),
-            padded=entry.allow_shape_mismatch,
-        )
+        yield stored_chunk(entry, name, tensors[name])
 
 
-def _object(entry: ShardedObject) -> StateObject:
-    # Megatron's writer stores a list, because a rank may hold several objects with the same key.
+def stored_chunk(entry: ShardedTensor, mcore_name: str, tensor: torch.Tensor) -> CheckpointChunk:
+    """Describe where the checkpoint stores the shard of `entry`, a view of `tensor`."""
+    return CheckpointChunk(
+        key=entry.key,
+        global_shape=tuple(entry.global_shape),
+        stored=Box(tuple(entry.global_offset), (1,) * entry.prepend_axis_num + tuple(entry.local_shape)),
+        mcore_name=mcore_name,
+        local=Box.of_view(entry.data, tensor),
+        padded=entry.allow_shape_mismatch,
+    )
+
+
+def pickled_object(key: str, value: object) -> StateObject:
     stream = io.BytesIO()
-    torch.save([entry.data], stream)
-    return StateObject(entry.unique_key, stream.getvalue())
+    torch.save(value, stream)
+    return StateObject(key, stream.getvalue())

@@ -19,9 +19,12 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.errors import ConfigError
+from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel, unwrap
+from mcore_rl.resolved.model import ResolvedModel
 from model_converters.errors import ConversionError
 from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.loader import load_tensors
@@ -76,6 +79,16 @@ class ValueModel(PolicyModel):
             # projection would be loaded as a value head.
             state[VALUE_HEAD].allow_shape_mismatch = False
         return state
+
+
+def value_chunks(role: ModelRole, spec: ResolvedModel, gpus_per_node: int) -> list[PolicyModel]:
+    """Build this rank's chunks of a value model. The caller loads their weights.
+
+    Raises: ConfigError.
+    Collective: all ranks, after parallel.initialize.
+    """
+    given = spec.hf_config, role.section, role.model, spec.layout
+    return build_model(*given, gpus_per_node=gpus_per_node, kind=ValueModel, names=role)
 
 
 def load_value_model(

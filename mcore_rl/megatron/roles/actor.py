@@ -14,13 +14,13 @@ from megatron.core import parallel_state
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.rules.lora import base_is_reference
+from mcore_rl.config.rules.lora import base_is_reference, uses_lora
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.optim.offload import Offloader
+from mcore_rl.megatron.lora.weights import attach_adapters
+from mcore_rl.megatron.model.loading import load_hf
+from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.optim.optimizer import updates_of_run
-from mcore_rl.megatron.roles.chunks import policy_chunks
 from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_closure
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.roles.trained_model import TrainedModel
@@ -44,11 +44,10 @@ from model_converters.mapping.table import bind
 logger = logging.getLogger(__name__)
 
 
-class MegatronActor:
+class MegatronActor(TrainedModel):
     """The policy on one rank: model, optimizer, loss, and the reference of a KL term.
 
-    `trained` is the model with its optimizer; the actor has attributes for its parts. `reference` is None without a KL
-    term. Passes over a batch take a RankBatch and return one with their results added.
+    `reference` is None without a KL term. Passes over a batch take a RankBatch and return one with their results added.
 
     `init_method` is tcp://host:port of the process group to join, or None if this process has joined it already.
 
@@ -59,37 +58,32 @@ class MegatronActor:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
-        self.config, self.rank, self.world_size = config, rank, world_size
-        role = ModelRole.policy(config.actor, config.model)
+        self.config, self.world_size = config, world_size
+        role, seed = ModelRole.policy(config.actor, config.model), config.run.seed
         spec = ResolvedModel.policy(role, world_size)
-        self.hf_config, self.layout = spec.hf_config, spec.layout
         if rank == 0 and spec.left_out:
             _warn_of_mtp_layers(config.model.hf_path, spec.left_out)
-        join_ranks(config.cluster, config.run.seed, self.layout, rank, init_method)
-        self.chunks = policy_chunks(role, spec, gpus_per_node=config.cluster.gpus_per_node, seed=config.run.seed)
-        self.trained = TrainedModel(
-            role,
-            self.hf_config,
-            self.layout,
-            rank,
-            chunks=self.chunks,
-            num_updates=updates_of_run(config.trainer),
-            seed=config.run.seed,
-        )
-        self.model = self.trained.model
-        self.ddp, self.optimizer, self.scheduler = self.trained.ddp, self.trained.optimizer, self.trained.scheduler
-        self.routers, self.routing = self.model.routers, self.model.routing
-        self.objective = Objective.from_config(config, self.model.group, self.model.context)
+        join_ranks(config.cluster, seed, spec.layout, rank, init_method)
+        gpus = config.cluster.gpus_per_node
+        chunks = build_model(spec.hf_config, role.section, role.model, spec.layout, gpus_per_node=gpus)
+        if not role.model.random_init:
+            load_hf(chunks, role.model.hf_path, spec.layout)
+        if uses_lora(role.section):
+            attach_adapters(chunks, role.section.lora, spec.hf_config, spec.layout, seed=seed)
+        super().__init__(role, spec, rank, chunks, num_updates=updates_of_run(config.trainer), seed=seed)
+        self.objective = Objective.from_config(config, self.group, self.context)
         self.estimator = estimator(config.algorithm.advantage, **advantage_options(config.algorithm))
         self.mtp: MTPObjective | None = None
         if config.actor.mtp_loss_coefficient:
             chunk_tokens = config.actor.logprob_chunk_tokens
-            self.mtp = MTPObjective(config.actor.mtp_loss_coefficient, chunk_tokens, self.model.group)
-        self.reference = self._reference() if uses_reference(config.algorithm.kl) else None
-
-    @property
-    def memory(self) -> Offloader:
-        return self.trained.memory
+            self.mtp = MTPObjective(config.actor.mtp_loss_coefficient, chunk_tokens, self.group)
+        self.reference: FrozenPolicy | BasePolicy | None = None
+        if uses_reference(config.algorithm.kl):
+            if base_is_reference(config.actor, config.reference):
+                self.reference = BasePolicy(self, self.objective)
+            else:
+                self.reference = FrozenPolicy(config, spec, rank, self.objective, policy=self.chunks)
+                self.saved_reference = self.reference if self.reference.is_saved else None
 
     def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
         """Measure how much the policy's log-probabilities differ from the recorded ones. Nothing is changed.
@@ -102,7 +96,7 @@ class MegatronActor:
         def logp(chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
             return batch, plain.logp(chunk, hidden, batch, compute_entropy=False)[0]
 
-        return self._mismatch(self.model.infer(self.model.microbatches(share, chunks), logp))
+        return self._mismatch(self.infer(self.microbatches(share, chunks), logp))
 
     def compare_logp(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> list[LogpGap]:
         """Measure the difference between the policy's and the engine's log-probabilities for each share.
@@ -113,9 +107,9 @@ class MegatronActor:
         if replays:
             self.routing.impose(engine_routing(shares, chunks))
         self.memory.load("params")
-        passes = [self.model.infer(self.model.microbatches(share, chunks), self._logp) for share in shares]
+        passes = [self.infer(self.microbatches(share, chunks), self._logp) for share in shares]
         own_routing = self.routing.num_experts > 0 and not replays
-        return [logp_gap(found if self.model.counts_tokens else [], own_routing=own_routing) for found in passes]
+        return [logp_gap(found if self.counts_tokens else [], own_routing=own_routing) for found in passes]
 
     def recompute_logp(
         self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]
@@ -137,18 +131,16 @@ class MegatronActor:
             return batch, replay
         self.memory.load("params")
         share = distinct_samples(shares, first=1)
-        microbatches = self.model.microbatches(share, chunks)
+        microbatches = self.microbatches(share, chunks)
         rows = [self.routing.row(microbatch, records=replays) for microbatch in microbatches]
-        logp_by_batch = self.model.infer(microbatches, self._logp, rows)
+        logp_by_batch = self.infer(microbatches, self._logp, rows)
         self.routing.keep(microbatches, rows)
         bad = [sample for microbatch, logp in logp_by_batch for sample in non_finite_samples(microbatch, logp)]
-        require_finite(describe_samples("log-probability", bad, share), self.model.device)
+        require_finite(describe_samples("log-probability", bad, share), self.device)
         return replace(batch, old_logp=by_sample(logp_by_batch)), replay | self._mismatch(logp_by_batch)
 
     def _mismatch(self, logp_by_batch: list[tuple[MicroBatch, torch.Tensor]]) -> dict[str, Metric]:
-        return (
-            merge_metrics([mismatch(batch, logp) for batch, logp in logp_by_batch]) if self.model.counts_tokens else {}
-        )
+        return merge_metrics([mismatch(batch, logp) for batch, logp in logp_by_batch]) if self.counts_tokens else {}
 
     def _impose_engine(self, batch: RankBatch) -> dict[str, Metric]:
         """Replay the engine's experts in all later passes over the samples.
@@ -162,9 +154,9 @@ class MegatronActor:
         if not every or self.scheduler.num_steps // len(batch.shares) % every:
             return {}
         self.memory.load("params")
-        microbatches = self.model.microbatches(distinct_samples(batch.shares), batch.chunks)
+        microbatches = self.microbatches(distinct_samples(batch.shares), batch.chunks)
         rows = [self.routing.row(microbatch, records=True, free=True) for microbatch in microbatches]
-        gap = self._mismatch(self.model.infer(microbatches, self._logp, rows))
+        gap = self._mismatch(self.infer(microbatches, self._logp, rows))
         metrics = self.routing.differences(microbatches, rows)
         if gap:
             metrics["routing/logp_diff_mean_without_replay"] = gap["rollout/logp_diff_mean"]
@@ -188,18 +180,18 @@ class MegatronActor:
         """
         self.memory.load("params")
         every, first = distinct_samples(batch.shares), distinct_samples(batch.shares[:1])
-        first_logp = self.model.infer(self.model.microbatches(first, batch.chunks), self._logp)
-        microbatches = self.model.microbatches(every, batch.chunks)
+        first_logp = self.infer(self.microbatches(first, batch.chunks), self._logp)
+        microbatches = self.microbatches(every, batch.chunks)
         kl: dict[int, np.ndarray] = {}
         place = self.layout.coordinates(self.rank)
         if place.pp == self.layout.pp - 1:
             old_logp, kind = batch.old_logp | by_sample(first_logp), self.config.algorithm.kl.reward_kind
-            kl = whole_kl(microbatches, old_logp, batch.ref_logp, kind, self.model.context)
+            kl = whole_kl(microbatches, old_logp, batch.ref_logp, kind, self.context)
         bad = [sample for sample, values in kl.items() if not np.isfinite(values).all()]
-        require_finite(describe_samples("KL", bad, every), self.model.device)
+        require_finite(describe_samples("KL", bad, every), self.device)
         penalties = {sample: (coefficient * values).astype(np.float32) for sample, values in kl.items()}
         metrics: dict[str, Metric] = {}
-        if self.model.counts_tokens and not place.cp:
+        if self.counts_tokens and not place.cp:
             total = sum(float(values.sum(dtype=np.float64)) for values in kl.values())
             metrics["reward/kl"] = Mean(total, sum(len(values) for values in kl.values()))
         return replace(batch, penalties=penalties), metrics
@@ -233,7 +225,7 @@ class MegatronActor:
             group=parallel_state.get_data_parallel_group(),
         )
         # All context-parallel ranks have the same whole responses; one of them counts the tokens.
-        metrics = estimates.describe() if self.model.counts_tokens and not place.cp else {}
+        metrics = estimates.describe() if self.counts_tokens and not place.cp else {}
         return replace(batch, token_advantages=estimates.advantages), metrics, estimates.returns
 
     def update(self, batch: RankBatch, index: int) -> dict[str, Metric]:
@@ -244,19 +236,19 @@ class MegatronActor:
         Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule unchanged.
         """
         microbatches, reports = self.accumulate_gradients(batch, index)
-        return self.trained.step(microbatches, reports, index)
+        return self._step(microbatches, reports, index)
 
     def accumulate_gradients(
         self, batch: RankBatch, index: int, *, on_every_replica: bool = False
     ) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
-        """Compute the gradient of the loss of update `index`, like TrainedModel.accumulate_gradients.
+        """Compute the gradient of the loss of update `index`; see TrainedModel._accumulate.
 
         Raises: NonFiniteError on every rank.
         """
         share, policy_is_old = batch.shares[index], index == 0
         replays, records = batch.replays and not policy_is_old, batch.replays and policy_is_old
-        microbatches = self.model.microbatches(share, batch.chunks)
-        trained, routed = self.model.token_weights(microbatches)
+        microbatches = self.microbatches(share, batch.chunks)
+        trained, routed = self.token_weights(microbatches)
         chosen: dict[int, torch.Tensor] | None = None
         if self.objective.loss.needs.selection:
             chosen = self._choose_tokens(batch, microbatches, replays=replays)
@@ -264,7 +256,7 @@ class MegatronActor:
             self.routing.row(microbatch, token_weight=routed, replays=replays, records=records)
             for microbatch in microbatches
         ]
-        reports = self.trained.accumulate_gradients(
+        reports = self._accumulate(
             share,
             microbatches,
             rows,
@@ -274,14 +266,6 @@ class MegatronActor:
         )
         self.routing.keep(microbatches, rows)
         return microbatches, reports
-
-    def gather_parameters(self) -> None:
-        """See TrainedModel.gather_parameters."""
-        self.trained.gather_parameters()
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """See TrainedModel.tensors."""
-        return self.trained.tensors()
 
     def export_plan(self) -> list[TensorPlan]:
         """List every HF tensor with the ranks that write its slices. Equal on all ranks; not collective."""
@@ -297,19 +281,6 @@ class MegatronActor:
         """Dtype of exported weights: the dtype of the parameters."""
         return next(iter(self.tensors().values())).dtype
 
-    def shutdown(self) -> None:
-        """Destroy the process groups."""
-        parallel.destroy()
-
-    def _reference(self) -> FrozenPolicy | BasePolicy:
-        if base_is_reference(self.config.actor, self.config.reference):
-            return BasePolicy(self.model, self.memory, self.objective)
-        frozen = FrozenPolicy(
-            self.config, self.hf_config, self.layout, self.rank, objective=self.objective, policy=self.chunks
-        )
-        self.trained.reference = frozen if frozen.is_saved else None
-        return frozen
-
     def _choose_tokens(
         self, batch: RankBatch, microbatches: list[MicroBatch], *, replays: bool
     ) -> dict[int, torch.Tensor]:
@@ -319,7 +290,7 @@ class MegatronActor:
         """
         self.memory.load("params")
         rows = [self.routing.row(microbatch, replays=replays) for microbatch in microbatches]
-        logp_by_batch = self.model.infer(microbatches, self._logp, rows)
+        logp_by_batch = self.infer(microbatches, self._logp, rows)
         # Ranks of other stages have no log-probabilities and take no part in the reductions.
         if not logp_by_batch:
             return {}
@@ -348,7 +319,7 @@ class MegatronActor:
             policy = hidden[:row] if self.mtp else hidden
             advantages = None
             if batch.token_advantages:
-                advantages = own_tokens(microbatch, batch.token_advantages, self.model.context, "advantages")
+                advantages = own_tokens(microbatch, batch.token_advantages, self.context, "advantages")
             loss, report = self.objective.evaluate(
                 model,
                 policy,

@@ -11,10 +11,8 @@ import torch
 from mcore_rl.algorithms.value_loss import compute_value_loss
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.value_model import initialize_head, load_value_model
+from mcore_rl.megatron.model.value_model import initialize_head, load_value_model, value_chunks
 from mcore_rl.megatron.optim.optimizer import updates_of_run
-from mcore_rl.megatron.roles.chunks import value_chunks
 from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_closure
 from mcore_rl.megatron.roles.trained_model import TrainedModel
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
@@ -26,7 +24,7 @@ from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import Metric, RankShare, TrajectoryBuffers
 
 
-class MegatronCritic:
+class MegatronCritic(TrainedModel):
     """The value model of the section `critic`, with its own layout and optimizer.
 
     The value of a trained token is the head's output at the position that predicts the token, where the policy has its
@@ -39,35 +37,30 @@ class MegatronCritic:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
-        self.rank, self.world_size = rank, world_size
         self.clip_range, self.update_epochs = config.critic.clip_range, config.critic.update_epochs
         role, seed = ModelRole.critic(config.critic, config.model), config.run.seed
         spec = ResolvedModel.value_model(role, world_size)
-        self.hf_config, self.layout = spec.hf_config, spec.layout
-        join_ranks(config.cluster, seed, self.layout, rank, init_method)
-        chunks = value_chunks(role, spec, gpus_per_node=config.cluster.gpus_per_node)
+        join_ranks(config.cluster, seed, spec.layout, rank, init_method)
+        chunks = value_chunks(role, spec, config.cluster.gpus_per_node)
         if role.model.random_init:
             initialize_head(chunks, seed)
         else:
-            load_value_model(chunks, role.model.hf_path, self.layout, seed, role.checkpoint)
+            load_value_model(chunks, role.model.hf_path, spec.layout, seed, role.checkpoint)
         # The schedule counts the critic's own updates.
         num_updates = updates_of_run(config.trainer) * self.update_epochs
-        self.trained = TrainedModel(
-            role, self.hf_config, self.layout, rank, chunks=chunks, num_updates=num_updates, seed=seed
-        )
-        self.model = self.trained.model
+        super().__init__(role, spec, rank, chunks, num_updates=num_updates, seed=seed)
 
     def values(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> ValuedBatch:
         """Compute the current values of all samples, each sample once. Ranks of other stages than the last get none.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
-        self.trained.memory.load("params")
+        self.memory.load("params")
         share = distinct_samples(shares)
-        values_by_row = self.model.infer(self.model.microbatches(share, chunks), self._whole_values)
+        values_by_row = self.infer(self.microbatches(share, chunks), self._whole_values)
         values = {sample: sample_values for row_values in values_by_row for sample, sample_values in row_values.items()}
         bad = [sample for sample, sample_values in values.items() if not np.isfinite(sample_values).all()]
-        require_finite(describe_samples("value", bad, share), self.model.device)
+        require_finite(describe_samples("value", bad, share), self.device)
         return ValuedBatch(shares, chunks, values)
 
     def update(self, batch: ValuedBatch, index: int, returns: Mapping[int, np.ndarray]) -> dict[str, Metric]:
@@ -79,21 +72,21 @@ class MegatronCritic:
         Raises: NonFiniteError on every rank, naming the samples, with parameters, optimizer and schedule unchanged.
         """
         microbatches, reports = self.accumulate_gradients(batch, index, returns)
-        return self.trained.step(microbatches, reports, index)
+        return self._step(microbatches, reports, index)
 
     def accumulate_gradients(
         self, batch: ValuedBatch, index: int, returns: Mapping[int, np.ndarray], *, on_every_replica: bool = False
     ) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
-        """Compute the gradient of the clipped value loss of update `index`, like TrainedModel.accumulate_gradients.
+        """Compute the gradient of the clipped value loss of update `index`; see TrainedModel._accumulate.
 
         Every token's loss is multiplied by its response's weight.
 
         Raises: NonFiniteError on every rank.
         """
-        microbatches = self.model.microbatches(batch.shares[index], batch.chunks)
-        _, routed = self.model.token_weights(microbatches)
-        rows = [self.model.routing.row(microbatch, token_weight=routed) for microbatch in microbatches]
-        reports = self.trained.accumulate_gradients(
+        microbatches = self.microbatches(batch.shares[index], batch.chunks)
+        _, routed = self.token_weights(microbatches)
+        rows = [self.routing.row(microbatch, token_weight=routed) for microbatch in microbatches]
+        reports = self._accumulate(
             batch.shares[index],
             microbatches,
             rows,
@@ -103,17 +96,9 @@ class MegatronCritic:
         )
         return microbatches, reports
 
-    def gather_parameters(self) -> None:
-        """See TrainedModel.gather_parameters."""
-        self.trained.gather_parameters()
-
-    def shutdown(self) -> None:
-        """Destroy the process groups."""
-        parallel.destroy()
-
     def _whole_values(self, chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor) -> dict[int, np.ndarray]:
         del chunk
-        return whole_values(batch, output, self.model.context)
+        return whole_values(batch, output, self.context)
 
     def _loss_closure(
         self,
@@ -126,10 +111,10 @@ class MegatronCritic:
 
         def evaluate(output: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:
             values = output.index_select(0, batch.predictors)
-            target = own_tokens(batch, returns, self.model.context, "returns")
+            target = own_tokens(batch, returns, self.context, "returns")
             result = compute_value_loss(
                 values=values,
-                old_values=own_tokens(batch, old_values, self.model.context, "old values"),
+                old_values=own_tokens(batch, old_values, self.context, "old values"),
                 returns=target,
                 # All values belong to trained tokens: `predictors` lists no others.
                 mask=torch.ones_like(values),

@@ -10,18 +10,21 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.routers import Routers, RoutingRow
+from mcore_rl.megatron.optim.offload import Offloader
+from mcore_rl.megatron.optim.optimizer import in_bfloat16
 from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches
 from mcore_rl.megatron.step.replay import RoutingStore
 from mcore_rl.resolved.costs import sequence_cost
 from mcore_rl.resolved.fp8 import row_multiple
+from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers
-from mcore_rl.types.json import JsonObject
 from model_converters.mapping.layout import TrainLayout
 
 Result = TypeVar("Result")
@@ -56,8 +59,8 @@ class RankModel:
     """The chunks of one model on this rank, with the passes over them. Several models may share the groups of a layout.
 
     `chunks` are the bare models, `modules` their wrappers (DistributedDataParallel, Float16Module). `name` is the
-    prefix of the model's metrics. `group` is the tensor-parallel group, None for one rank. `context` is this rank's
-    part of every row.
+    prefix of the model's metrics, by default the role's. `group` is the tensor-parallel group, None for one rank.
+    `context` is this rank's part of every row.
 
     Every token of a batch is on exactly one rank with `counts_tokens`; exactly one rank is the `is_reporting_rank`.
 
@@ -67,25 +70,28 @@ class RankModel:
     def __init__(
         self,
         role: ModelRole,
-        hf_config: JsonObject,
-        layout: TrainLayout,
+        spec: ResolvedModel,
         rank: int,
-        *,
-        name: str,
         chunks: list[PolicyModel],
         modules: list[torch.nn.Module],
+        *,
+        name: str | None = None,
     ) -> None:
-        self.role, self.name = role, name
-        self.hf_config, self.layout, self.rank = hf_config, layout, rank
+        self.role, self.name = role, name or role.prefix
+        self.hf_config, self.layout, self.rank = spec.hf_config, spec.layout, rank
         self.chunks, self.modules = chunks, modules
+        layout = spec.layout
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         place = layout.coordinates(rank)
         self.counts_tokens = place.tp == 0 and place.pp == layout.pp - 1
         self.is_reporting_rank = self.counts_tokens and place.dp == place.cp == 0
         self.group = parallel_state.get_tensor_model_parallel_group() if layout.tp > 1 else None
-        self.context = _context_part(layout)
+        self.context = SINGLE_RANK
+        if layout.cp > 1:
+            context_group = parallel_state.get_context_parallel_group()
+            self.context = ContextPart(context_group.rank(), context_group.size(), context_group)
         counts = place.tp == place.cp == place.dp == 0
-        self.routers = Routers(modules, role.section.moe, counts=counts, role=name)
+        self.routers = Routers(modules, role.section.moe, counts=counts, role=self.name)
         model = chunks[0].config
         self.routing = RoutingStore(
             self.routers.layers,
@@ -96,7 +102,7 @@ class RankModel:
         )
         self.packing = Packing(
             tokens=role.section.tokens_per_microbatch,
-            cost=sequence_cost(hf_config),
+            cost=sequence_cost(spec.hf_config),
             # Sequence parallelism splits a row over tp ranks, and FP8 kernels need aligned parts.
             row_multiple=layout.tp * row_multiple(role.section.fp8),
             # The interleaved schedule requires a multiple of the pipeline stages.
@@ -107,6 +113,10 @@ class RankModel:
         )
         # Float16Module would otherwise copy the output to float32 (see output.py).
         self._forward_options = {"fp32_output": False} if role.model.dtype == "bfloat16" else {}
+
+    def shutdown(self) -> None:
+        """Destroy the process groups."""
+        parallel.destroy()
 
     def microbatches(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> list[MicroBatch]:
         """Pack the share into this model's micro-batches; see build_microbatches."""
@@ -184,8 +194,24 @@ def loss_closure(evaluate: Callable[[torch.Tensor], tuple[torch.Tensor, Result]]
     return closure
 
 
-def _context_part(layout: TrainLayout) -> ContextPart:
-    if layout.cp == 1:
-        return SINGLE_RANK
-    group = parallel_state.get_context_parallel_group()
-    return ContextPart(group.rank(), group.size(), group)
+class FrozenModel(RankModel):
+    """A model that is not trained. `memory` moves its weights between device and host if `offload` is set.
+
+    `modules` are its chunks in Float16Module for bfloat16.
+    """
+
+    def __init__(
+        self,
+        role: ModelRole,
+        spec: ResolvedModel,
+        rank: int,
+        chunks: list[PolicyModel],
+        *,
+        offload: bool,
+        name: str | None = None,
+    ) -> None:
+        modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
+        for module in modules:
+            module.requires_grad_(False)
+        super().__init__(role, spec, rank, chunks, modules, name=name)
+        self.memory = Offloader(modules, None, OffloadConfig(params=offload))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,17 +20,18 @@ from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.optim.offload import Offloader
-from mcore_rl.megatron.optim.optimizer import in_bfloat16
-from mcore_rl.megatron.roles.rank_model import RankModel
+from mcore_rl.megatron.roles.rank_model import FrozenModel, RankModel
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample
 from mcore_rl.megatron.step.objective import Objective, non_finite_samples
+from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers
-from mcore_rl.types.json import JsonObject
-from model_converters.mapping.layout import TrainLayout
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.roles.trained_model import TrainedModel
 
 
-class FrozenPolicy:
+class FrozenPolicy(FrozenModel):
     """A copy of the policy's model with the weights of reference.hf_path or, if that is null, of `policy`.
 
     With reference.offload, `memory` keeps the weights in host memory between passes. A checkpoint contains them if they
@@ -40,29 +42,18 @@ class FrozenPolicy:
     """
 
     def __init__(
-        self,
-        config: Config,
-        hf_config: JsonObject,
-        layout: TrainLayout,
-        rank: int,
-        *,
-        objective: Objective,
-        policy: Sequence[PolicyModel],
+        self, config: Config, spec: ResolvedModel, rank: int, objective: Objective, *, policy: Sequence[PolicyModel]
     ) -> None:
         section, path = config.reference, config.reference.hf_path
         self.objective = objective
         self.is_saved = section.refresh_every_steps > 0 or (config.model.random_init and path is None)
         # Skip the initialization: the weights are loaded or copied below.
-        weights = replace(config.model, random_init=False)
-        chunks = build_model(hf_config, config.actor, weights, layout, gpus_per_node=config.cluster.gpus_per_node)
+        weights, gpus = replace(config.model, random_init=False), config.cluster.gpus_per_node
+        chunks = build_model(spec.hf_config, config.actor, weights, spec.layout, gpus_per_node=gpus)
         if path is not None:
-            load_hf(chunks, path, layout, "reference.hf_path")
-        modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
-        for module in modules:
-            module.requires_grad_(False)
+            load_hf(chunks, path, spec.layout, "reference.hf_path")
         role = ModelRole.policy(config.actor, config.model)
-        self.model = RankModel(role, hf_config, layout, rank, name="reference", chunks=chunks, modules=modules)
-        self.memory = Offloader(modules, None, OffloadConfig(params=section.offload))
+        super().__init__(role, spec, rank, chunks, offload=section.offload, name="reference")
         if path is None:
             self.copy_from(policy)
         self.memory.offload()
@@ -76,14 +67,14 @@ class FrozenPolicy:
         Raises: NonFiniteError on every rank, naming the samples.
         """
         self.memory.load("params")
-        logp = _logp(self.model, self.objective, share, chunks)
+        logp = _logp(self, self.objective, share, chunks)
         self.memory.offload()
         return logp
 
     def copy_from(self, policy: Sequence[PolicyModel]) -> None:
         """Copy the weights of `policy`, which must be gathered and on the device. Not collective."""
         self.memory.load("params")
-        tensors, given = canonical_tensors(self.model.chunks), canonical_tensors(policy)
+        tensors, given = canonical_tensors(self.chunks), canonical_tensors(policy)
         assert tensors.keys() == given.keys()
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -94,23 +85,20 @@ class FrozenPolicy:
 class BasePolicy:
     """The base model of a LoRA run as reference: the policy's own chunks with the adapters switched off for a pass.
 
-    It has no weights of its own, so `memory` is empty and checkpoints need no entry for it. `model` and `policy_memory`
-    belong to the policy.
+    It has no weights of its own, so `memory` is empty and checkpoints need no entry for it.
 
     Collective: every method, over all ranks.
     """
 
-    is_saved = False
-
-    def __init__(self, model: RankModel, policy_memory: Offloader, objective: Objective) -> None:
-        self.model, self.objective, self._policy_memory = model, objective, policy_memory
+    def __init__(self, policy: TrainedModel, objective: Objective) -> None:
+        self.policy, self.objective = policy, objective
         self.memory = Offloader((), None, OffloadConfig())
 
     def logp(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, torch.Tensor]:
         """See FrozenPolicy.logp. Routers use their own scores even if the policy replays experts."""
-        self._policy_memory.load("params")
-        with base_only(self.model.chunks):
-            return _logp(self.model, self.objective, share, chunks)
+        self.policy.memory.load("params")
+        with base_only(self.policy.chunks):
+            return _logp(self.policy, self.objective, share, chunks)
 
 
 def _logp(

@@ -7,22 +7,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.value_model import load_value_model
-from mcore_rl.megatron.optim.offload import Offloader
-from mcore_rl.megatron.optim.optimizer import in_bfloat16
-from mcore_rl.megatron.roles.chunks import value_chunks
-from mcore_rl.megatron.roles.rank_model import RankModel, join_ranks
+from mcore_rl.megatron.model.value_model import load_value_model, value_chunks
+from mcore_rl.megatron.roles.rank_model import FrozenModel, join_ranks
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.values import whole_values
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
 
-class MegatronRewardModel:
+class MegatronRewardModel(FrozenModel):
     """The model of the section `reward_model`, with its own layout.
 
     With reward_model.offload.params, `memory` keeps the weights in host memory between passes. `init_method` is like
@@ -33,20 +28,15 @@ class MegatronRewardModel:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
-        self.rank, role = rank, ModelRole.reward_model(config.reward_model, config.model)
+        role = ModelRole.reward_model(config.reward_model, config.model)
         spec = ResolvedModel.value_model(role, world_size)
-        hf_config, self.layout = spec.hf_config, spec.layout
-        join_ranks(config.cluster, config.run.seed, self.layout, rank, init_method)
-        chunks = value_chunks(role, spec, gpus_per_node=config.cluster.gpus_per_node)
+        join_ranks(config.cluster, config.run.seed, spec.layout, rank, init_method)
+        chunks = value_chunks(role, spec, config.cluster.gpus_per_node)
         # Without a seed a causal model is rejected: its value head would be random.
-        load_value_model(chunks, role.model.hf_path, self.layout, seed=None, key=role.checkpoint)
-        modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
-        for module in modules:
-            module.requires_grad_(False)
-        self.model = RankModel(role, hf_config, self.layout, rank, name=role.prefix, chunks=chunks, modules=modules)
-        self.memory = Offloader(modules, None, OffloadConfig(params=role.section.offload.params))
+        load_value_model(chunks, role.model.hf_path, spec.layout, seed=None, key=role.checkpoint)
+        super().__init__(role, spec, rank, chunks, offload=role.section.offload.params)
         self.memory.offload()
-        self._padding_id: int | None = hf_config.get("pad_token_id")
+        self._padding_id: int | None = spec.hf_config.get("pad_token_id")
 
     def score(self, sequences: Mapping[int, np.ndarray]) -> dict[int, float]:
         """Score the sequences of this data-parallel rank, by their keys. Ranks of other stages than the last get {}.
@@ -59,13 +49,9 @@ class MegatronRewardModel:
         self.memory.load("params")
         numbers = list(sequences)
         share, chunk = _as_share(numbers, [self._scored_part(sequences[number]) for number in numbers])
-        scores_by_batch = self.model.infer(self.model.microbatches(share, [chunk]), self._scores)
+        scores_by_batch = self.infer(self.microbatches(share, [chunk]), self._scores)
         self.memory.offload()
         return {sample: score for batch in scores_by_batch for sample, score in batch.items()}
-
-    def shutdown(self) -> None:
-        """Destroy the process groups."""
-        parallel.destroy()
 
     def _scored_part(self, tokens: np.ndarray) -> np.ndarray:
         """Cut the sequence after the scored token; later tokens do not influence its value."""
@@ -74,7 +60,7 @@ class MegatronRewardModel:
 
     def _scores(self, chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor) -> dict[int, float]:
         del chunk
-        values = whole_values(batch, output, self.model.context)
+        values = whole_values(batch, output, self.context)
         return {sample: float(value[0]) for sample, value in values.items()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,39 +26,32 @@ from mcore_rl.megatron.roles.rank_model import LossClosure, RankModel
 from mcore_rl.megatron.step.finite_check import describe_gradients, describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.objective import MicroBatchReport
+from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import Mean, Metric, RankShare, Total, merge_metrics
-from mcore_rl.types.json import JsonObject
-from model_converters.mapping.layout import TrainLayout
 
 if TYPE_CHECKING:
     from mcore_rl.megatron.roles.reference import FrozenPolicy
 
 
-class Trained(Protocol):
-    """A model that checkpoints save: the actor or the critic."""
-
-    @property
-    def trained(self) -> TrainedModel: ...
-
-
-class TrainedModel:
+class TrainedModel(RankModel):
     """A RankModel in DistributedDataParallel (`ddp`), with optimizer and scheduler.
 
-    A checkpoint contains `model.chunks` (without the weights under adapters), `optimizer`, `scheduler` and, if set, the
-    `reference`. `memory` offloads state; every method loads the parts that it needs. `num_updates` is the number of
-    optimizer updates of the run. `seed` is run.seed, from which a resumed run may derive random streams.
+    A checkpoint contains `chunks` (without the weights under adapters), `optimizer`, `scheduler` and, if set, the
+    `saved_reference`. `memory` offloads state; every method loads the parts that it needs. `num_updates` is the number
+    of optimizer updates of the run. `seed` is run.seed, from which a resumed run may derive random streams.
 
     Collective: every method, over all ranks.
     """
 
+    saved_reference: FrozenPolicy | None = None
+
     def __init__(
         self,
         role: ModelRole,
-        hf_config: JsonObject,
-        layout: TrainLayout,
+        spec: ResolvedModel,
         rank: int,
-        *,
         chunks: list[PolicyModel],
+        *,
         num_updates: int,
         seed: int,
     ) -> None:
@@ -68,14 +61,13 @@ class TrainedModel:
         if role.model.random_init:
             for chunk in self.ddp:
                 chunk.broadcast_params()
-        self.model = RankModel(role, hf_config, layout, rank, name=role.prefix, chunks=chunks, modules=self.ddp)
+        super().__init__(role, spec, rank, chunks, self.ddp)
         gather_parameters(self.ddp)
         self.optimizer = build_optimizer(self.ddp, role.section.optimizer)
         self.scheduler = build_scheduler(self.optimizer, role, num_updates)
         self.memory = Offloader(self.ddp, self.optimizer, role.section.offload)
-        self.reference: FrozenPolicy | None = None
 
-    def accumulate_gradients(
+    def _accumulate(
         self,
         share: RankShare,
         batches: list[MicroBatch],
@@ -94,43 +86,43 @@ class TrainedModel:
         Raises: NonFiniteError on every rank, naming the samples.
         """
         # An overlapped reduction starts before force_all_reduce takes effect at the end of the pass.
-        assert not (on_every_replica and self.model.role.section.overlap_grad_reduce)
+        assert not (on_every_replica and self.role.section.overlap_grad_reduce)
         self.memory.load("params", "grads", "optimizer")
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.model.routers.reset()
-        reports = self.model.run(batches, rows, closure, forward_only=False, force_all_reduce=on_every_replica)
+        self.routers.reset()
+        reports = self.run(batches, rows, closure, forward_only=False, force_all_reduce=on_every_replica)
         bad = [sample for report in reports for sample in report.non_finite]
         problem = describe_samples(suspects, bad, share)
-        require_finite(problem or describe_gradients(self.ddp, share), self.model.device)
+        require_finite(problem or describe_gradients(self.ddp, share), self.device)
         return reports
 
-    def step(
+    def _step(
         self, batches: Sequence[MicroBatch], reports: Sequence[MicroBatchReport], update_index: int
     ) -> dict[str, Metric]:
         """Run one optimizer step on the accumulated gradients and return this rank's part of the update's metrics.
 
         Every token counts on exactly one rank, so the metrics of all ranks can be merged exactly.
         """
-        model, rate = self.model, learning_rate(self.optimizer)
-        norms = gradient_norms(model.chunks, self.optimizer)  # before they are clipped
+        rate = learning_rate(self.optimizer)
+        norms = gradient_norms(self.chunks, self.optimizer)  # before they are clipped
         successful, grad_norm, _ = self.optimizer.step()
         # Megatron skips a step only under loss scaling, which float32 and bfloat16 do not use.
         assert successful, f"update {update_index}: the optimizer skipped its step"
         self.scheduler.step(1)
-        metrics: dict[str, Metric] = dict(self.model.routers.finish_update())
-        metrics |= {f"{model.name}/grad_norm_{kind}": norm for kind, norm in norms.items()}
-        if model.counts_tokens:
+        metrics: dict[str, Metric] = dict(self.routers.finish_update())
+        metrics |= {f"{self.name}/grad_norm_{kind}": norm for kind, norm in norms.items()}
+        if self.counts_tokens:
             metrics |= merge_metrics([report.metrics for report in reports])
             loss = sum(report.loss for report in reports)
-            metrics[f"{model.name}/loss"] = Mean(loss, 1 if model.is_reporting_rank else 0)
-            metrics[f"{model.name}/trained_tokens"] = Total(sum(len(batch.targets) for batch in batches))
-            metrics[f"{model.name}/tokens"] = Total(sum(len(batch.tokens) for batch in batches))
-        if model.is_reporting_rank:
-            metrics[f"{model.name}/grad_norm"] = Mean(float(grad_norm), 1)
-            metrics[f"{model.name}/lr"] = Mean(rate, 1)
-            metrics[f"{model.name}/microbatches"] = Mean(len(batches), 1)
+            metrics[f"{self.name}/loss"] = Mean(loss, 1 if self.is_reporting_rank else 0)
+            metrics[f"{self.name}/trained_tokens"] = Total(sum(len(batch.targets) for batch in batches))
+            metrics[f"{self.name}/tokens"] = Total(sum(len(batch.tokens) for batch in batches))
+        if self.is_reporting_rank:
+            metrics[f"{self.name}/grad_norm"] = Mean(float(grad_norm), 1)
+            metrics[f"{self.name}/lr"] = Mean(rate, 1)
+            metrics[f"{self.name}/microbatches"] = Mean(len(batches), 1)
         return metrics
 
     def gather_parameters(self) -> None:
@@ -152,4 +144,4 @@ class TrainedModel:
         if not parameters_are_gathered(self.ddp):
             raise McoreRLError("parameters are not whole after an update: call gather_parameters on all ranks first")
         self.memory.load("params")
-        return merged_tensors(self.model.chunks)
+        return merged_tensors(self.chunks)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mcore_rl.config.schema import Config
     from mcore_rl.data.transcripts import PromptSource
     from mcore_rl.megatron.checkpoint.writer import RankReport
-    from mcore_rl.megatron.roles.trained_model import Trained
+    from mcore_rl.megatron.roles.trained_model import TrainedModel
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,11 @@ class RankProcess(RunProcess):
 class TrainedRankProcess(RankProcess):
     """One rank of a model that is trained: the actor or the critic. `role` is the rank's model."""
 
-    role: Trained
+    role: TrainedModel
 
     def offload(self, parts: tuple[str, ...]) -> int:
         """Move parts of the state to host memory; returns the bytes of this rank in host memory."""
-        return int(self.role.trained.memory.offload(parts))
+        return int(self.role.memory.offload(parts))
 
     def plan_save(self, directory: str, snapshot: bool) -> None:
         """Plan the checkpoint that `write_save` and `finish_save` write."""

@@ -31,8 +31,8 @@ class CriticProcess(TrainedRankProcess):
         from mcore_rl.megatron.roles.critic import MegatronCritic
 
         self.critic = self.role = MegatronCritic(context.config, rank, world_size, address)
-        self.critic.trained.memory.span = self.spans.span
-        self.critic.trained.memory.offload()
+        self.critic.memory.span = self.spans.span
+        self.critic.memory.offload()
 
     @remote_method(num_returns=2)
     def values(self, key: int, shares: RankShares, *chunks: TrajectoryBuffers) -> tuple[None, TokenColumn]:
@@ -41,7 +41,7 @@ class CriticProcess(TrainedRankProcess):
         with self.spans.span("values"):
             batch = self.critic.values(shares.by_update(), list(chunks))
         self._held.keep(key, batch)
-        self.critic.trained.memory.offload()
+        self.critic.memory.offload()
         return None, TokenColumn.of(batch.values)
 
     def update(self, key: int, *returns: TokenColumn) -> list[dict[str, Metric]]:
@@ -51,7 +51,7 @@ class CriticProcess(TrainedRankProcess):
             with self.spans.span("update"):
                 reports.append(self.critic.update(batch, index, by_sample))
         self.critic.gather_parameters()
-        self.critic.trained.memory.offload()
+        self.critic.memory.offload()
         return reports
 
 

@@ -218,7 +218,7 @@ class RecordedCritic:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.trained = SimpleNamespace(memory=SimpleNamespace(offload=lambda: None))
+        self.memory = SimpleNamespace(offload=lambda: None)
 
     def values(self, shares: list[RankShare], chunks: list[Any]) -> ValuedBatch:
         self.calls.append([share.samples.tolist() for share in shares])
