@@ -95,7 +95,7 @@ def initialize(layout: TrainLayout, rank: int, init_method: str) -> None:
     from mcore_rl.megatron.model import parallel
 
     parallel.destroy()
-    parallel.initialize(layout, rank=rank, init_method=init_method, device="cpu", timeout_seconds=60, seed=0)
+    parallel.initialize(layout, rank=rank, init_method=init_method, timeout_seconds=60, seed=0)
 
 
 def require_mbridge() -> None:

@@ -117,7 +117,7 @@ def lora_config(name: str, directory: str, parallel: dict[str, Any], tokens: int
 def adapter_pieces(actor: Any, *, gradients: bool = False) -> list[Any]:
     """Return this rank's slices of the adapters' tensors or gradients, in the form of policy_batch.assemble."""
     from mcore_rl.megatron.lora.adapters import adapter_parameters
-    from mcore_rl.megatron.roles.export_adapter import adapter_plan
+    from mcore_rl.megatron.roles.export import adapter_plan
     from model_converters.mapping.plan import export_pieces
 
     held = {

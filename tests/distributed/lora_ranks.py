@@ -108,8 +108,7 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
     import torch.distributed as dist
 
     from mcore_rl.megatron.model.names import canonical_tensors
-    from mcore_rl.megatron.roles.export import export_hf
-    from mcore_rl.megatron.roles.export_adapter import export_adapter
+    from mcore_rl.megatron.roles.export import export_adapter, export_hf
     from tests.distributed.saving import save_checkpoint
 
     actor = _actor(rank, root, case.model, case.layout, case.dtype)

@@ -203,7 +203,7 @@ def test_bfloat16_model_matches_its_float32_checkpoint(tmp_path: Path) -> None:
 # ---- process groups ----
 
 
-def _join(rank: int, port: int, device: str) -> list[int]:
+def _join(rank: int, port: int) -> list[int]:
     from mcore_rl.config.models import ParallelConfig
     from mcore_rl.megatron.model import parallel
     from mcore_rl.resolved import layout
@@ -215,7 +215,7 @@ def _join(rank: int, port: int, device: str) -> list[int]:
     placed = layout.train_layout(ParallelConfig(ep=2), world_size, tiny_fields("qwen3_moe"))
     options = {"init_method": f"tcp://127.0.0.1:{port}", "timeout_seconds": 30, "seed": 1}
     try:
-        parallel.initialize(placed, rank=rank, device=device, **options)
+        parallel.initialize(placed, rank=rank, **options)
         own = psutil.Process().net_connections("tcp")
         hosts = {connection.laddr.ip for connection in own if connection.status == psutil.CONN_LISTEN}
         assert hosts == {"127.0.0.1"}  # only the store of rank 0 and gloo's pairs listen
@@ -234,7 +234,7 @@ def _free_port() -> int:
 
 
 def test_initialize_at_an_address_and_destroy_twice() -> None:
-    assert launch(_join, 2, _free_port(), "cpu") == [[3, 2], [3, 2]]
+    assert launch(_join, 2, _free_port()) == [[3, 2], [3, 2]]
 
 
 def _meet_where_another_listens(rank: int) -> str:
@@ -251,12 +251,6 @@ def test_rendezvous_with_used_port_names_host_and_port() -> None:
     assert re.match(
         rf"{socket.gethostname()}: port \d+ for the rendezvous of ranks is used by another process; start again", said
     )
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is present")
-def test_initialize_with_missing_device_names_key() -> None:
-    with pytest.raises(RankFailedError, match=r"ConfigError: cluster\.device=cuda, but this process has cpu"):
-        launch(_join, 2, _free_port(), "cuda")
 
 
 def test_load_hf_with_truncated_file_names_it(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def compute(directory: str, installed: Installed) -> Computed:
     layout = train_layout(ParallelConfig(), 1, hf_config)
     with tempfile.TemporaryDirectory() as store:
         method = f"file://{store}/store"
-        parallel.initialize(layout, rank=0, init_method=method, device="cpu", timeout_seconds=30, seed=0)
+        parallel.initialize(layout, rank=0, init_method=method, timeout_seconds=30, seed=0)
         try:
             settings = ModelConfig(hf_path="", dtype="float32")
             (model,) = build_model(hf_config, ActorConfig(), settings, layout, installed=installed)

@@ -15,37 +15,24 @@ from mcore_rl.errors import ConfigError, McoreRLError
 from model_converters.mapping.layout import TrainLayout
 
 
-def initialize(
-    layout: TrainLayout,
-    *,
-    rank: int,
-    init_method: str,
-    device: str,
-    timeout_seconds: int,
-    seed: int,
-) -> None:
-    """Join the process group (gloo for "cpu", NCCL for "cuda") and seed the random streams of this rank.
+def initialize(layout: TrainLayout, *, rank: int, init_method: str | None, timeout_seconds: int, seed: int) -> None:
+    """Make this process a rank of `layout`: join the process group (NCCL with CUDA, otherwise gloo), create Megatron's
+    groups, and seed the random streams.
 
-    init_method: tcp://host:port, the same on all ranks; rank 0 listens on it. With CUDA, the process's GPU must be
-    device 0, or torch.cuda.set_device must have been called.
+    init_method: tcp://host:port, the same on all ranks; rank 0 listens on it. None: the process has joined already.
+    With CUDA, the process's GPU must be device 0, or torch.cuda.set_device must have been called.
 
     Collective: all ranks of the layout.
-    Raises: ConfigError if `device` differs from the device of this process.
     """
-    present = "cuda" if torch.cuda.is_available() else "cpu"
-    if device != present:
-        raise ConfigError(
-            f"cluster.device={device}, but this process has {present}"
-            + (": set cluster.device=cpu" if device == "cuda" else ": start it with CUDA_VISIBLE_DEVICES= empty")
+    if init_method is not None:
+        timeout = timedelta(seconds=timeout_seconds)
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            **_rendezvous(init_method, rank, layout.world_size, timeout),
+            rank=rank,
+            world_size=layout.world_size,
+            timeout=timeout,
         )
-    timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        **_rendezvous(init_method, rank, layout.world_size, timeout),
-        rank=rank,
-        world_size=layout.world_size,
-        timeout=timeout,
-    )
     initialize_groups(layout, timeout_seconds=timeout_seconds, seed=seed)
 
 

@@ -48,9 +48,7 @@ def _megatron_logits(hf_config: JsonObject, checkpoint: str | Path, sequences: l
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layout = TrainLayout(1)
     with tempfile.TemporaryDirectory() as store:
-        parallel.initialize(
-            layout, rank=0, init_method=f"file://{store}/store", device=device, timeout_seconds=60, seed=0
-        )
+        parallel.initialize(layout, rank=0, init_method=f"file://{store}/store", timeout_seconds=60, seed=0)
         try:
             # The comparison covers next-token logits only, without MTP layers.
             settings = ModelConfig(hf_path="", dtype="float32")

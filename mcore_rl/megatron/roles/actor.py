@@ -18,10 +18,11 @@ from mcore_rl.config.rules.lora import base_is_reference, uses_lora
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.lora.weights import attach_adapters
+from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.loading import load_hf
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.optim.optimizer import updates_of_run
-from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_closure
+from mcore_rl.megatron.roles.rank_model import LossClosure, loss_closure
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.roles.trained_model import TrainedModel
 from mcore_rl.megatron.step.estimation import estimate_tokens
@@ -63,7 +64,8 @@ class MegatronActor(TrainedModel):
         spec = ResolvedModel.policy(role, world_size)
         if rank == 0 and spec.left_out:
             _warn_of_mtp_layers(config.model.hf_path, spec.left_out)
-        join_ranks(config.cluster, seed, spec.layout, rank, init_method)
+        seconds = config.cluster.collective_timeout_seconds
+        parallel.initialize(spec.layout, rank=rank, init_method=init_method, timeout_seconds=seconds, seed=seed)
         gpus = config.cluster.gpus_per_node
         chunks = build_model(spec.hf_config, role.section, role.model, spec.layout, gpus_per_node=gpus)
         if not role.model.random_init:

@@ -11,15 +11,16 @@ import torch
 from mcore_rl.algorithms.value_loss import compute_value_loss
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
+from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.value_model import initialize_head, load_value_model, value_chunks
 from mcore_rl.megatron.optim.optimizer import updates_of_run
-from mcore_rl.megatron.roles.rank_model import LossClosure, join_ranks, loss_closure
+from mcore_rl.megatron.roles.rank_model import LossClosure, loss_closure
 from mcore_rl.megatron.roles.trained_model import TrainedModel
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples, own_tokens
 from mcore_rl.megatron.step.objective import MicroBatchReport, non_finite_samples
 from mcore_rl.megatron.step.rank_batch import ValuedBatch
-from mcore_rl.megatron.step.values import whole_values
+from mcore_rl.megatron.step.values import whole_by_sample
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import Metric, RankShare, TrajectoryBuffers
 
@@ -40,7 +41,8 @@ class MegatronCritic(TrainedModel):
         self.clip_range, self.update_epochs = config.critic.clip_range, config.critic.update_epochs
         role, seed = ModelRole.critic(config.critic, config.model), config.run.seed
         spec = ResolvedModel.value_model(role, world_size)
-        join_ranks(config.cluster, seed, spec.layout, rank, init_method)
+        seconds = config.cluster.collective_timeout_seconds
+        parallel.initialize(spec.layout, rank=rank, init_method=init_method, timeout_seconds=seconds, seed=seed)
         chunks = value_chunks(role, spec, config.cluster.gpus_per_node)
         if role.model.random_init:
             initialize_head(chunks, seed)
@@ -98,7 +100,7 @@ class MegatronCritic(TrainedModel):
 
     def _whole_values(self, chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor) -> dict[int, np.ndarray]:
         del chunk
-        return whole_values(batch, output, self.context)
+        return whole_by_sample(batch, output.index_select(0, batch.predictors), self.context)
 
     def _loss_closure(
         self,

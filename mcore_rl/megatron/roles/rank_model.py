@@ -12,7 +12,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.output import PolicyModel
@@ -25,34 +24,12 @@ from mcore_rl.resolved.costs import sequence_cost
 from mcore_rl.resolved.fp8 import row_multiple
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers
-from model_converters.mapping.layout import TrainLayout
 
 Result = TypeVar("Result")
 LossClosure = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Result]]
 """Maps the output of the last stage to the loss, a token count that Megatron requires and this project ignores, and the
 result of the pass for the micro-batch."""
 _CPU = torch.device("cpu")
-
-
-def join_ranks(cluster: ClusterConfig, seed: int, layout: TrainLayout, rank: int, init_method: str | None) -> None:
-    """Make this process a rank of `layout`.
-
-    `init_method` is tcp://host:port of the process group to join, or None if the process has joined it already.
-
-    Collective: all ranks.
-    """
-    timeout_seconds = cluster.collective_timeout_seconds
-    if init_method is None:
-        parallel.initialize_groups(layout, timeout_seconds=timeout_seconds, seed=seed)
-        return
-    parallel.initialize(
-        layout,
-        rank=rank,
-        init_method=init_method,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        timeout_seconds=timeout_seconds,
-        seed=seed,
-    )
 
 
 class RankModel:

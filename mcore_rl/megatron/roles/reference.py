@@ -24,6 +24,7 @@ from mcore_rl.megatron.roles.rank_model import FrozenModel, RankModel
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample
 from mcore_rl.megatron.step.objective import Objective, non_finite_samples
+from mcore_rl.megatron.step.values import whole_by_sample
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
@@ -131,9 +132,5 @@ def whole_kl(
         if not batch.samples:
             continue
         old, ref = (torch.cat([logp[sample] for sample in batch.samples]) for logp in (old_logp, ref_logp))
-        kl = kl_penalty(old, ref, kind)
-        if context.size > 1 and len(batch.owners):
-            kl = context.gather(kl[None], batch.owners)[0]
-        ends = np.cumsum(batch.whole_counts, dtype=np.int64)
-        kl_by_sample |= zip(batch.samples, np.split(kl.float().cpu().numpy(), ends[:-1]), strict=True)
+        kl_by_sample |= whole_by_sample(batch, kl_penalty(old, ref, kind), context)
     return kl_by_sample

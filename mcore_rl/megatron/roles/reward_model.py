@@ -9,10 +9,11 @@ import torch
 
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
+from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.value_model import load_value_model, value_chunks
-from mcore_rl.megatron.roles.rank_model import FrozenModel, join_ranks
+from mcore_rl.megatron.roles.rank_model import FrozenModel
 from mcore_rl.megatron.step.microbatches import MicroBatch
-from mcore_rl.megatron.step.values import whole_values
+from mcore_rl.megatron.step.values import whole_by_sample
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
@@ -30,7 +31,10 @@ class MegatronRewardModel(FrozenModel):
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         role = ModelRole.reward_model(config.reward_model, config.model)
         spec = ResolvedModel.value_model(role, world_size)
-        join_ranks(config.cluster, config.run.seed, spec.layout, rank, init_method)
+        seconds = config.cluster.collective_timeout_seconds
+        parallel.initialize(
+            spec.layout, rank=rank, init_method=init_method, timeout_seconds=seconds, seed=config.run.seed
+        )
         chunks = value_chunks(role, spec, config.cluster.gpus_per_node)
         # Without a seed a causal model is rejected: its value head would be random.
         load_value_model(chunks, role.model.hf_path, spec.layout, seed=None, key=role.checkpoint)
@@ -60,7 +64,7 @@ class MegatronRewardModel(FrozenModel):
 
     def _scores(self, chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor) -> dict[int, float]:
         del chunk
-        values = whole_values(batch, output, self.context)
+        values = whole_by_sample(batch, output.index_select(0, batch.predictors), self.context)
         return {sample: float(value[0]) for sample, value in values.items()}
 
 

@@ -160,7 +160,7 @@ class TrainerProcess(TrainedRankProcess):
 
     def export_adapter(self, directory: str, source: str) -> None:
         """Implement ports.Actor.export_adapter. Collective: all ranks."""
-        from mcore_rl.megatron.roles.export_adapter import export_adapter
+        from mcore_rl.megatron.roles.export import export_adapter
 
         with self.spans.span("export"):
             export_adapter(self.actor, directory, source)
