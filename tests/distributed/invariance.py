@@ -152,22 +152,15 @@ def policy_values(actor: Any, share: Any, chunks: list[Any]) -> dict[int, tuple[
     """By sample, on the ranks of the last stage: the trained tokens that this rank holds, their log-probabilities and
     entropies."""
 
-    def closure(model: Any, batch: Any) -> Any:
-        def evaluate(hidden: torch.Tensor) -> Any:
-            found = actor.objective.logp(model, hidden, batch, compute_entropy=True)
-            return found[0].sum(), torch.tensor(0, dtype=torch.int), (batch, found)
+    def evaluate(model: Any, batch: Any, hidden: torch.Tensor) -> Any:
+        return batch, actor.objective.logp(model, hidden, batch, compute_entropy=True)
 
-        return evaluate
-
-    batches = actor.microbatches(share, chunks)
-    rows = [actor.routing.row(batch) for batch in batches]
     values = {}
-    with torch.no_grad():
-        for batch, found in actor.run(batches, rows, closure, forward_only=True):
-            parts = [tensor.split(list(batch.trained_counts)) for tensor in found]
-            for sample, logp, entropy in zip(batch.samples, *parts, strict=True):
-                held = policy_batch.held(sample, actor.layout, actor.rank)
-                values[sample] = held, logp.numpy().copy(), entropy.numpy().copy()
+    for batch, found in actor.infer(actor.microbatches(share, chunks), evaluate):
+        parts = [tensor.split(list(batch.trained_counts)) for tensor in found]
+        for sample, logp, entropy in zip(batch.samples, *parts, strict=True):
+            held = policy_batch.held(sample, actor.layout, actor.rank)
+            values[sample] = held, logp.numpy().copy(), entropy.numpy().copy()
     return values
 
 

@@ -14,11 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mcore_rl.megatron import cpu
-from mcore_rl.megatron.cpu.kernels import norm, rotary, rows, swiglu
-from mcore_rl.megatron.cpu.kernels.experts import grouped_linear
+from mcore_rl.megatron.cpu.kernels import experts, norm, rotary, swiglu
+from mcore_rl.megatron.cpu.kernels.experts import add_rows, gather_rows, grouped_linear
 from mcore_rl.megatron.cpu.kernels.norm import rms_norm
 from mcore_rl.megatron.cpu.kernels.rotary import rotate
-from mcore_rl.megatron.cpu.kernels.rows import add_rows, gather_rows
 from mcore_rl.megatron.cpu.kernels.swiglu import weighted_swiglu
 from mcore_rl.megatron.cpu.registry import without
 from tests.distributed.launch import launch
@@ -169,14 +168,10 @@ POSITIONS = (torch.arange(ROWS) % 9).numpy()
             [(ROWS, WIDTH), (ROWS, 2 * WIDTH), (ROWS, WIDTH), ROWS, (ROWS, 2 * WIDTH), ROWS],
         ),
         (
-            lambda t, c, s, out: rotary._forward(t, c, s, POSITIONS, out),
+            lambda t, c, s, out: rotary._rotate(t, c, s, POSITIONS, out),
             [(ROWS, 2, WIDTH), (9, WIDTH), (9, WIDTH), (ROWS, 2, WIDTH)],
         ),
-        (
-            lambda t, c, s, out: rotary._backward(t, c, s, POSITIONS, out),
-            [(ROWS, 2, WIDTH), (9, WIDTH), (9, WIDTH), (ROWS, 2, WIDTH)],
-        ),
-        (lambda x, out: rows._add(x, POSITIONS, out), [(ROWS, WIDTH), (9, WIDTH)]),
+        (lambda x, out: experts._add(x, POSITIONS, out), [(ROWS, WIDTH), (9, WIDTH)]),
     ],
 )
 def test_kernels_are_bitwise_independent_of_memory_addresses(kernel: Callable[..., None], shapes: list[Any]) -> None:

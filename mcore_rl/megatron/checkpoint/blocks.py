@@ -26,6 +26,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from mcore_rl.megatron.lora.adapters import Factor, adapter_parameters, has_adapters
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.sharded import stored_chunk
+from mcore_rl.megatron.optim.main_params import replicas_of
 from mcore_rl.megatron.optim.optimizer_state import ParameterState, parameter_states
 from model_converters.dcp.blocks import Box, CheckpointChunk, flat_index, range_boxes, slice_box
 
@@ -99,12 +100,7 @@ def reference_blocks(models: list[PolicyModel], *, to_save: bool) -> list[LiveBl
 
 def _share(item: _ModelTensor) -> tuple[int, int]:
     """This data-parallel rank's equal part of a parameter whose state all ranks of the group hold."""
-    # Megatron marks expert parameters with allreduce=False: their replicas form another data-parallel group.
-    if getattr(item.tensor, "allreduce", True):
-        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    else:
-        ranks = parallel_state.get_expert_data_parallel_world_size()
-    size, index = item.tensor.numel(), item.replica[-1]
+    size, index, ranks = item.tensor.numel(), item.replica[-1], replicas_of(item.tensor).size()
     return size * index // ranks, size * (index + 1) // ranks
 
 

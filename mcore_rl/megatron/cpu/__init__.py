@@ -2,8 +2,8 @@
 
 megatron-core assumes CUDA in three ways:
 
-- calls of torch.cuda and device="cuda" literals: megatron.core modules get a proxy of torch (`proxy`, `devices`);
-- collectives that gloo does not support (`collectives`);
+- calls of torch.cuda and device="cuda" literals: megatron.core modules get a proxy of torch (`hook`, `devices`);
+- collectives that gloo does not support (`gloo`);
 - functions that fail without a GPU or TransformerEngine (`modules`).
 
 Each is corrected by a named fix with a regression test that fails without it. With CUDA but without TransformerEngine,
@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from mcore_rl.errors import ConfigError, McoreRLError
-from mcore_rl.megatron.cpu import collectives, devices, fused, groups, modules  # noqa: F401  (register the fixes)
+from mcore_rl.megatron.cpu import devices, fused, gloo, modules  # noqa: F401  (register the fixes)
 from mcore_rl.megatron.cpu.hook import MegatronFinder
 from mcore_rl.megatron.cpu.registry import FIXES
 from mcore_rl.resolved.installed import transformer_engine

@@ -9,7 +9,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 
 import torch
 
-from mcore_rl.megatron.cpu.proxy import CUDA, TORCH
+from mcore_rl.megatron.cpu.hook import CUDA, TORCH
 from mcore_rl.megatron.cpu.registry import Fix, fix
 
 _FACTORIES = (

@@ -77,8 +77,8 @@ def _fused_swiglu(this: Fix, module: ModuleType) -> None:
 def _fused_permute(this: Fix, module: ModuleType) -> None:
     """Replace permutation of tokens. The original adds rows with an index expanded to every element, and copies all
     tokens to sort chunks even if they are sorted (with a single expert-parallel rank)."""
+    from mcore_rl.megatron.cpu.kernels.experts import add_rows, gather_rows
     from mcore_rl.megatron.cpu.kernels.jit import supports
-    from mcore_rl.megatron.cpu.kernels.rows import add_rows, gather_rows
 
     permute, unpermute, sort_chunks = module.permute, module.unpermute, module.sort_chunks_by_idxs
 

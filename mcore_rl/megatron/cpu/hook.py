@@ -1,4 +1,9 @@
-"""Import hook that applies fixes to each megatron.core module after its code has run."""
+"""Import hook for megatron.core modules: after a module's code has run, it replaces torch in the module by a proxy,
+and applies the module's fixes.
+
+The proxy is torch with a few names replaced. Replacing the names in torch itself would affect torch._dynamo, Ray and
+transformers, and `torch.manual_seed`, which calls `torch.cuda.manual_seed_all`, would recurse.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,43 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 
-from mcore_rl.megatron.cpu.proxy import rebind
+import torch
+import torch.distributed
+
 from mcore_rl.megatron.cpu.registry import FIXES
 
 _PACKAGE = "megatron.core"
+
+
+class NamespaceProxy(ModuleType):
+    """Module whose own attributes take precedence over the attributes of the real module."""
+
+    cuda: ModuleType
+    distributed: ModuleType
+
+    def __init__(self, real: ModuleType) -> None:
+        super().__init__(real.__name__)
+        self.__dict__["real"] = real
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.__dict__["real"], name)
+
+
+TORCH = NamespaceProxy(torch)
+CUDA = NamespaceProxy(torch.cuda)
+DISTRIBUTED = NamespaceProxy(torch.distributed)
+TORCH.cuda = CUDA
+TORCH.distributed = DISTRIBUTED
+
+_PROXIES = {id(proxy.__dict__["real"]): proxy for proxy in (TORCH, CUDA, DISTRIBUTED)}
+
+
+def rebind(module: ModuleType) -> None:
+    """Replace globals of `module` that are torch, torch.cuda or torch.distributed by their proxies."""
+    for name, value in list(vars(module).items()):
+        proxy = _PROXIES.get(id(value))
+        if proxy is not None:
+            setattr(module, name, proxy)
 
 
 class _Loader(SourceFileLoader):

@@ -103,8 +103,8 @@ def transformer_config(
         _numeric_arguments(model_config),
         implementation.arguments(),
         recompute_arguments(actor_config, arguments, layout, implementation, names),
-        _expert_arguments() if given.get("num_moe_experts") else {},
-        {} if model_config.random_init else _skip_initialization(),
+        _EXPERT_ARGUMENTS if given.get("num_moe_experts") else {},
+        {} if model_config.random_init else _SKIP_INITIALIZATION,
     )
     for group in groups:
         given.update(group)
@@ -154,28 +154,27 @@ def _numeric_arguments(model_config: ModelConfig) -> dict[str, object]:
     }
 
 
-def _expert_arguments() -> dict[str, object]:
-    return {
-        # PolicyRouter computes the auxiliary losses and updates the expert bias itself.
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_bias_update_rate": 0.0,
-        # bfloat16 logits cause ties and unstable top-k choices. Engines route in float32 as well.
-        "moe_router_dtype": "fp32",
-    }
+_EXPERT_ARGUMENTS = {
+    # PolicyRouter computes the auxiliary losses and updates the expert bias itself.
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_bias_update_rate": 0.0,
+    # bfloat16 logits cause ties and unstable top-k choices. Engines route in float32 as well.
+    "moe_router_dtype": "fp32",
+}
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _skip_initialization() -> dict[str, object]:
-    """Initializers that leave weights unchanged.
+_INITIALIZERS = ("init_method", "output_layer_init_method", "embedding_init_method")
+_SKIP_INITIALIZATION = dict.fromkeys(_INITIALIZERS, _unchanged)
+"""Initializers that leave weights unchanged.
 
-    perform_initialization=False is not used: in megatron-core 0.16.1 it also skips the attributes that mark
-    tensor-parallel weights, and gradient norms would then count only the shards of rank 0.
-    """
-    return {"init_method": _unchanged, "output_layer_init_method": _unchanged, "embedding_init_method": _unchanged}
+perform_initialization=False is not used: in megatron-core 0.16.1 it also skips the attributes that mark tensor-parallel
+weights, and gradient norms would then count only the shards of rank 0.
+"""
 
 
 def _build_chunk(
@@ -190,9 +189,7 @@ def _build_chunk(
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage
     )
-    use_policy_router(spec.layer_specs)
-    if not engine:
-        _use_local_modules(spec, config)
+    _replace_modules(spec, config, engine)
     model = kind(
         config,
         spec,
@@ -232,9 +229,7 @@ def _mtp_spec(
         # A pipeline stage may hold MTP layers without a decoder layer; megatron-core 0.16.1 assumes at least one.
         layers = get_gpt_decoder_layer_specs(config, engine, config.normalization, False)
         spec = TransformerBlockSubmodules(layer_specs=layers[-1:], layer_norm=spec.layer_norm)
-        use_policy_router(spec.layer_specs)
-        if not engine:
-            _use_local_modules(spec, config)
+        _replace_modules(spec, config, engine)
     mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
     for layer in mtp_spec.layer_specs if mtp_spec is not None else ():
         layer.module = DetachedMTPLayer
@@ -267,8 +262,12 @@ def _finish_latent_attention(
             projection.weight.tensor_model_parallel = False
 
 
-def _use_local_modules(spec: TransformerBlockSubmodules, config: TransformerConfig) -> None:
-    """Replace Megatron's local attention and norm, which support neither packed sequences nor sequence parallelism."""
+def _replace_modules(spec: TransformerBlockSubmodules, config: TransformerConfig, engine: bool) -> None:
+    """Replace Megatron's routers and, without TransformerEngine, its local attention and norm, which support neither
+    packed sequences nor sequence parallelism."""
+    use_policy_router(spec.layer_specs)
+    if engine:
+        return
     spec.layer_norm = LocalRMSNorm
     for layer in spec.layer_specs:
         parts = layer.submodules

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 
-from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts
+from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts, replicas_of
 from mcore_rl.types import Root
 
 KINDS = ("embedding", "attention", "router", "experts", "mlp", "norm", "output", "mtp")
@@ -58,7 +58,7 @@ def _counted_on_rank(part: MegatronOptimizer) -> list[tuple[torch.Tensor, torch.
     counted = []
     for owned in main_parameters(part):
         parameter = owned.model
-        if not owned.sharded and not _is_first_replica(parameter):
+        if not owned.sharded and replicas_of(parameter).rank():
             continue
         if not param_is_not_shared(parameter):
             continue
@@ -67,9 +67,3 @@ def _counted_on_rank(part: MegatronOptimizer) -> list[tuple[torch.Tensor, torch.
         stop = owned.start + owned.main.numel()
         counted.append((parameter.main_grad.view(-1)[owned.start : stop], parameter))
     return counted
-
-
-def _is_first_replica(parameter: torch.Tensor) -> bool:
-    if getattr(parameter, "allreduce", True):
-        return int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0
-    return int(parallel_state.get_expert_data_parallel_rank()) == 0

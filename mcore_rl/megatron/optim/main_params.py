@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -35,6 +37,14 @@ def finish_copies() -> None:
     """Block until queued copies between device and host are done."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
+
+
+def replicas_of(parameter: torch.Tensor) -> dist.ProcessGroup:
+    """Data-parallel group of a parameter. Megatron marks expert parameters with allreduce=False: their replicas form
+    another group."""
+    if getattr(parameter, "allreduce", True):
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_expert_data_parallel_group()
 
 
 @dataclass(frozen=True)

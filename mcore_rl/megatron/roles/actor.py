@@ -22,7 +22,6 @@ from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.loading import load_hf
 from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.optim.optimizer import updates_of_run
-from mcore_rl.megatron.roles.rank_model import LossClosure, loss_closure
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.roles.trained_model import TrainedModel
 from mcore_rl.megatron.step.estimation import estimate_tokens
@@ -63,7 +62,12 @@ class MegatronActor(TrainedModel):
         role, seed = ModelRole.policy(config.actor, config.model), config.run.seed
         spec = ResolvedModel.policy(role, world_size)
         if rank == 0 and spec.left_out:
-            _warn_of_mtp_layers(config.model.hf_path, spec.left_out)
+            logger.warning(
+                "model.hf_path=%s: multi-token prediction (num_nextn_predict_layers %d) is not trained; its tensors "
+                "are left out of training, checkpoints and exports. actor.mtp_loss_coefficient above 0 trains it",
+                config.model.hf_path,
+                spec.left_out,
+            )
         seconds = config.cluster.collective_timeout_seconds
         parallel.initialize(spec.layout, rank=rank, init_method=init_method, timeout_seconds=seconds, seed=seed)
         gpus = config.cluster.gpus_per_node
@@ -262,7 +266,7 @@ class MegatronActor(TrainedModel):
             share,
             microbatches,
             rows,
-            partial(self._loss_closure, _Update(batch, policy_is_old, chosen, mtp_weight=trained)),
+            partial(self._loss, _Update(batch, policy_is_old, chosen, mtp_weight=trained)),
             suspects="loss or log-probability",
             on_every_replica=on_every_replica,
         )
@@ -310,34 +314,28 @@ class MegatronActor(TrainedModel):
     def _logp(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
         return batch, self.objective.logp(chunk, hidden, batch, compute_entropy=False)[0]
 
-    def _loss_closure(
-        self, update: _Update, model: torch.nn.Module, microbatch: MicroBatch
-    ) -> LossClosure[MicroBatchReport]:
-        batch = update.batch
-
-        def evaluate(hidden: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:
-            row = len(microbatch.tokens)
+    def _loss(
+        self, update: _Update, chunk: torch.nn.Module, microbatch: MicroBatch, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, MicroBatchReport]:
+        batch, row = update.batch, len(microbatch.tokens)
+        advantages = None
+        if batch.token_advantages:
+            advantages = own_tokens(microbatch, batch.token_advantages, self.context, "advantages")
+        loss, report = self.objective.evaluate(
+            chunk,
             # With MTP layers the hidden states of their depths follow the policy's (model/output.py).
-            policy = hidden[:row] if self.mtp else hidden
-            advantages = None
-            if batch.token_advantages:
-                advantages = own_tokens(microbatch, batch.token_advantages, self.context, "advantages")
-            loss, report = self.objective.evaluate(
-                model,
-                policy,
-                microbatch,
-                batch.old_logp,
-                policy_is_old=update.policy_is_old,
-                advantages=advantages,
-                chosen=update.chosen_of(microbatch),
-                ref_logp=batch.ref_logp,
-            )
-            if self.mtp:
-                ahead, metrics = self.mtp.evaluate(model, hidden[row:], microbatch, update.mtp_weight)
-                loss, report = loss + ahead, replace(report, metrics=report.metrics | metrics)
-            return loss, report
-
-        return loss_closure(evaluate)
+            hidden[:row] if self.mtp else hidden,
+            microbatch,
+            batch.old_logp,
+            policy_is_old=update.policy_is_old,
+            advantages=advantages,
+            chosen=update.chosen_of(microbatch),
+            ref_logp=batch.ref_logp,
+        )
+        if self.mtp:
+            ahead, metrics = self.mtp.evaluate(chunk, hidden[row:], microbatch, update.mtp_weight)
+            loss, report = loss + ahead, replace(report, metrics=report.metrics | metrics)
+        return loss, report
 
 
 @dataclass(frozen=True)
@@ -358,12 +356,3 @@ class _Update:
             return None
         none = microbatch.targets.new_empty(0).bool()
         return torch.cat([none, *(self.chosen[sample] for sample in microbatch.samples)])
-
-
-def _warn_of_mtp_layers(hf_path: str, mtp_layers: int) -> None:
-    logger.warning(
-        "model.hf_path=%s: multi-token prediction (num_nextn_predict_layers %d) is not trained; its tensors are "
-        "left out of training, checkpoints and exports. actor.mtp_loss_coefficient above 0 trains it",
-        hf_path,
-        mtp_layers,
-    )

@@ -14,7 +14,6 @@ from mcore_rl.config.schema import Config
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.value_model import initialize_head, load_value_model, value_chunks
 from mcore_rl.megatron.optim.optimizer import updates_of_run
-from mcore_rl.megatron.roles.rank_model import LossClosure, loss_closure
 from mcore_rl.megatron.roles.trained_model import TrainedModel
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples, own_tokens
@@ -92,7 +91,7 @@ class MegatronCritic(TrainedModel):
             batch.shares[index],
             microbatches,
             rows,
-            partial(self._loss_closure, batch.values, returns),
+            partial(self._loss, batch.values, returns),
             suspects="value loss, value or return",
             on_every_replica=on_every_replica,
         )
@@ -102,31 +101,28 @@ class MegatronCritic(TrainedModel):
         del chunk
         return whole_by_sample(batch, output.index_select(0, batch.predictors), self.context)
 
-    def _loss_closure(
+    def _loss(
         self,
         old_values: Mapping[int, np.ndarray],
         returns: Mapping[int, np.ndarray],
         chunk: torch.nn.Module,
         batch: MicroBatch,
-    ) -> LossClosure[MicroBatchReport]:
+        output: torch.Tensor,
+    ) -> tuple[torch.Tensor, MicroBatchReport]:
         del chunk
-
-        def evaluate(output: torch.Tensor) -> tuple[torch.Tensor, MicroBatchReport]:
-            values = output.index_select(0, batch.predictors)
-            target = own_tokens(batch, returns, self.context, "returns")
-            result = compute_value_loss(
-                values=values,
-                old_values=own_tokens(batch, old_values, self.context, "old values"),
-                returns=target,
-                # All values belong to trained tokens: `predictors` lists no others.
-                mask=torch.ones_like(values),
-                clip_range=self.clip_range,
-            )
-            weighted = result.loss * batch.loss_weights
-            loss = weighted.sum()
-            # This rank may have no trained token in a micro-batch, for example in a dummy.
-            suspects = torch.stack((values.detach(), target, weighted.detach())) if len(values) else None
-            metrics = {f"critic/{name}": metric for name, metric in result.metrics.items()}
-            return loss, MicroBatchReport(float(loss.detach()), metrics, non_finite_samples(batch, suspects))
-
-        return loss_closure(evaluate)
+        values = output.index_select(0, batch.predictors)
+        target = own_tokens(batch, returns, self.context, "returns")
+        result = compute_value_loss(
+            values=values,
+            old_values=own_tokens(batch, old_values, self.context, "old values"),
+            returns=target,
+            # All values belong to trained tokens: `predictors` lists no others.
+            mask=torch.ones_like(values),
+            clip_range=self.clip_range,
+        )
+        weighted = result.loss * batch.loss_weights
+        loss = weighted.sum()
+        # This rank may have no trained token in a micro-batch, for example in a dummy.
+        suspects = torch.stack((values.detach(), target, weighted.detach())) if len(values) else None
+        metrics = {f"critic/{name}": metric for name, metric in result.metrics.items()}
+        return loss, MicroBatchReport(float(loss.detach()), metrics, non_finite_samples(batch, suspects))

@@ -26,9 +26,8 @@ from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
 Result = TypeVar("Result")
-LossClosure = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Result]]
-"""Maps the output of the last stage to the loss, a token count that Megatron requires and this project ignores, and the
-result of the pass for the micro-batch."""
+Evaluate = Callable[[torch.nn.Module, MicroBatch, torch.Tensor], Result]
+"""Maps a chunk, a micro-batch and the output of the last stage to the result of a pass for the micro-batch."""
 _CPU = torch.device("cpu")
 
 
@@ -111,7 +110,7 @@ class RankModel:
     def infer(
         self,
         batches: list[MicroBatch],
-        evaluate: Callable[[torch.nn.Module, MicroBatch, torch.Tensor], Result],
+        evaluate: Evaluate[Result],
         rows: list[RoutingRow] | None = None,
     ) -> list[Result]:
         """Run a forward pass without gradients.
@@ -120,31 +119,40 @@ class RankModel:
         ranks get [].
         """
 
-        def closure(model: torch.nn.Module, batch: MicroBatch) -> LossClosure[Result]:
-            return loss_closure(lambda output: (output.new_zeros(()), evaluate(model, batch, output)))
+        def without_loss(
+            chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor
+        ) -> tuple[torch.Tensor, Result]:
+            return output.new_zeros(()), evaluate(chunk, batch, output)
 
         rows = [self.routing.row(batch) for batch in batches] if rows is None else rows
         with torch.no_grad():
-            return self.run(batches, rows, closure, forward_only=True)
+            return self.run(batches, rows, without_loss, forward_only=True)
 
     def run(
         self,
         batches: list[MicroBatch],
         rows: list[RoutingRow],
-        closure: Callable[[torch.nn.Module, MicroBatch], LossClosure[Result]],
+        evaluate: Evaluate[tuple[torch.Tensor, Result]],
         *,
         forward_only: bool,
         force_all_reduce: bool = False,
     ) -> list[Result]:
-        """Run Megatron's schedule over the micro-batches. Returns the results of the closures on the last stage."""
+        """Run Megatron's schedule over the micro-batches. `evaluate` returns the loss and the result of a micro-batch;
+        the results are returned on the last stage."""
 
         def forward_step(
-            iterator: Iterator[tuple[MicroBatch, RoutingRow]], model: torch.nn.Module
-        ) -> tuple[torch.Tensor, LossClosure[Result]]:
+            iterator: Iterator[tuple[MicroBatch, RoutingRow]], chunk: torch.nn.Module
+        ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Result]]]:
             batch, row = next(iterator)
-            self.routers.set_row(model, row)
-            output = model(batch.tokens[None], None, None, packed_seq_params=batch.sequences, **self._forward_options)
-            return output, closure(model, batch)
+            self.routers.set_row(chunk, row)
+
+            def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
+                loss, result = evaluate(chunk, batch, output)
+                # Megatron requires a number of tokens, which sum_gradients ignores.
+                return loss, torch.tensor(0, dtype=torch.int), result
+
+            options = self._forward_options
+            return chunk(batch.tokens[None], None, None, packed_seq_params=batch.sequences, **options), loss_function
 
         # Every virtual stage passes over all micro-batches.
         iterators = [iter(zip(batches, rows, strict=True)) for _ in self.modules]
@@ -159,16 +167,6 @@ class RankModel:
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
         )
-
-
-def loss_closure(evaluate: Callable[[torch.Tensor], tuple[torch.Tensor, Result]]) -> LossClosure[Result]:
-    """Wrap a function from the output to (loss, report) for `RankModel.run`."""
-
-    def closure(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
-        loss, report = evaluate(output)
-        return loss, torch.tensor(0, dtype=torch.int), report
-
-    return closure
 
 
 class FrozenModel(RankModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,7 @@ from mcore_rl.megatron.optim.optimizer import (
     parameters_are_gathered,
     wrap_chunks,
 )
-from mcore_rl.megatron.roles.rank_model import LossClosure, RankModel
+from mcore_rl.megatron.roles.rank_model import Evaluate, RankModel
 from mcore_rl.megatron.step.finite_check import describe_gradients, describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch
 from mcore_rl.megatron.step.objective import MicroBatchReport
@@ -72,7 +72,7 @@ class TrainedModel(RankModel):
         share: RankShare,
         batches: list[MicroBatch],
         rows: list[RoutingRow],
-        closure: Callable[[torch.nn.Module, MicroBatch], LossClosure[MicroBatchReport]],
+        evaluate: Evaluate[tuple[torch.Tensor, MicroBatchReport]],
         *,
         suspects: str,
         on_every_replica: bool = False,
@@ -80,8 +80,8 @@ class TrainedModel(RankModel):
         """Accumulate the gradient of the update's loss in the parameters' `main_grad`.
 
         The gradient is the sum over all tokens of all ranks, independent of the layout and of the micro-batches. It is
-        complete only on the data-parallel rank that owns the slice, unless on_every_replica. `closure` returns a
-        MicroBatchReport; `suspects` names the quantities of its non_finite samples in errors.
+        complete only on the data-parallel rank that owns the slice, unless on_every_replica. `evaluate` returns the
+        loss and a MicroBatchReport; `suspects` names the quantities of its non_finite samples in errors.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
@@ -92,7 +92,7 @@ class TrainedModel(RankModel):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.routers.reset()
-        reports = self.run(batches, rows, closure, forward_only=False, force_all_reduce=on_every_replica)
+        reports = self.run(batches, rows, evaluate, forward_only=False, force_all_reduce=on_every_replica)
         bad = [sample for report in reports for sample in report.non_finite]
         problem = describe_samples(suspects, bad, share)
         require_finite(problem or describe_gradients(self.ddp, share), self.device)

@@ -24,19 +24,21 @@ class _Rotary(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin, positions)
         out = torch.empty(t.shape, dtype=t.dtype)
-        _forward(array(t.contiguous()), array(cos), array(sin), array(positions), array(out))
+        _rotate(array(t.contiguous()), array(cos), array(sin), array(positions), array(out))
         return out
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         cos, sin, positions = ctx.saved_tensors
+        # The transpose of a rotation is the rotation with the halves of the sines exchanged and negated.
+        transposed = -sin.roll(sin.shape[1] // 2, 1)
         out = torch.empty(grad.shape, dtype=grad.dtype)
-        _backward(array(grad.contiguous()), array(cos), array(sin), array(positions), array(out))
+        _rotate(array(grad.contiguous()), array(cos), array(transposed), array(positions), array(out))
         return out, None, None, None
 
 
 @kernel
-def _forward(t: np.ndarray, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
+def _rotate(t: np.ndarray, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
     tokens, heads, width = t.shape
     rotated = cos.shape[1]
     half = rotated // 2
@@ -49,19 +51,3 @@ def _forward(t: np.ndarray, cos: np.ndarray, sin: np.ndarray, positions: np.ndar
                 out[i, h, j + half] = b * c[j + half] + a * s[j + half]
             for j in range(rotated, width):
                 out[i, h, j] = t[i, h, j]
-
-
-@kernel
-def _backward(grad: np.ndarray, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
-    tokens, heads, width = grad.shape
-    rotated = cos.shape[1]
-    half = rotated // 2
-    for i in range(tokens):
-        c, s = cos[positions[i]], sin[positions[i]]
-        for h in range(heads):
-            for j in range(half):
-                a, b = grad[i, h, j], grad[i, h, j + half]
-                out[i, h, j] = a * c[j] + b * s[j + half]
-                out[i, h, j + half] = b * c[j + half] - a * s[j]
-            for j in range(rotated, width):
-                out[i, h, j] = grad[i, h, j]
