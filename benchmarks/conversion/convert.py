@@ -23,7 +23,7 @@ from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import views
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.hosts import this_host
-from mcore_rl.weights.transports.shared_memory import SharedSegment
+from mcore_rl.weights.transports.segments import SharedSegment
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from model_converters.families import family_for
 from model_converters.hf.io import HFCheckpoint, HFWriter

@@ -13,20 +13,14 @@ from mcore_rl.errors import ConfigError
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.send import WeightSender
 from mcore_rl.weights.sync_plan import SyncPlan
-from mcore_rl.weights.transports.channels import Channels
-from mcore_rl.weights.transports.cuda_ipc import DeviceSegment
-from mcore_rl.weights.transports.interface import MessageReceiver
+from mcore_rl.weights.transports.interface import Channels, MessageReceiver
 from mcore_rl.weights.transports.link import MAX_ROUNDS, Link, Rendezvous
 from mcore_rl.weights.transports.mapped_buffers import MappedBuffer, MappedReceiver
 from mcore_rl.weights.transports.nccl import NcclChannel
 from mcore_rl.weights.transports.network import NetworkReceiver
-from mcore_rl.weights.transports.shared_memory import SharedSegment
+from mcore_rl.weights.transports.segments import SEGMENTS, Segment
 from mcore_rl.weights.transports.topology import CUDA_IPC
 from model_converters.errors import LayoutError
-
-Segment = SharedSegment | DeviceSegment
-SEGMENTS: dict[bool, type[SharedSegment] | type[DeviceSegment]] = {False: SharedSegment, True: DeviceSegment}
-"""Type of a staging buffer's memory: host memory (False) or GPU memory (True)."""
 
 
 @dataclass(frozen=True)

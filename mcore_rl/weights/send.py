@@ -15,18 +15,13 @@ import torch
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.messages import Message, Slice, views
 from mcore_rl.weights.sync_plan import SyncPlan
-from mcore_rl.weights.transports.channels import Channels
-from mcore_rl.weights.transports.interface import MessageSender
+from mcore_rl.weights.transports.interface import Channels, MessageSender
 from mcore_rl.weights.transports.link import MessageKind, MessageTag
 from mcore_rl.weights.transports.mapped_buffers import MappedBuffer, MappedSender, Relay
 from mcore_rl.weights.transports.network import NetworkSender
 from mcore_rl.weights.verify import DIGEST_BYTES, digest
 
-Span = Callable[[str], AbstractContextManager[None]]
-
-
-def untimed(name: str) -> AbstractContextManager[None]:
-    return nullcontext()
+Span = Callable[[str], AbstractContextManager[object]]
 
 
 class WeightSender:
@@ -69,39 +64,36 @@ class WeightSender:
         self._link.handshake(self._plan.peers_of_trainer(self._rank, self._outgoing, incoming))
 
     @torch.no_grad()
-    def send(self, tensors: Mapping[str, torch.Tensor], span: Span = untimed) -> npt.NDArray[np.int64]:
+    def send(self, tensors: Mapping[str, torch.Tensor], span: Span = nullcontext) -> npt.NDArray[np.int64]:
         """Send one complete update. Returns the bytes that this rank sent to each staging buffer.
 
         tensors: this rank's parameters by canonical mcore name.
         Raises: PeerLostError; WeightSyncError for a missing tensor or a shape that differs from the plan.
         """
         with self._link.closing_on_loss():
-            return self._send_update(tensors, span)
-
-    def _send_update(self, tensors: Mapping[str, torch.Tensor], span: Span) -> npt.NDArray[np.int64]:
-        sent = np.zeros(len(self._plan.topology.buffers), np.int64)
-        for sender in self._senders.values():
-            sender.begin()
-        for relay in self._relays:
-            relay.begin()
-        # A relay completes a round `delay` rounds after it posted the receives, so that relayed messages arrive while
-        # this rank packs the next rounds.
-        delay = self._plan.num_slots - 1
-        for sync_round in range(self._num_rounds + delay):
+            sent = np.zeros(len(self._plan.topology.buffers), np.int64)
+            for sender in self._senders.values():
+                sender.begin()
             for relay in self._relays:
-                relay.post_receives(sync_round)
-            with span("send bucket"):
-                for message in self._send(sync_round, tensors):
-                    sent[message.receiver] += message.num_bytes
-            # One launch for the sends and the relay's receives of the round: NCCL must group them (transports/nccl.py).
-            for channel in self._channels.all:
-                channel.launch()
-            for relay in self._relays:
-                relay.complete(sync_round - delay)
-        for sender in self._senders.values():
-            sender.flush()
-        self._link.flush()
-        return sent
+                relay.begin()
+            # A relay completes a round `delay` rounds after it posted the receives, so that relayed messages arrive
+            # while this rank packs the next rounds.
+            delay = self._plan.num_slots - 1
+            for sync_round in range(self._num_rounds + delay):
+                for relay in self._relays:
+                    relay.post_receives(sync_round)
+                with span("send bucket"):
+                    for message in self._send(sync_round, tensors):
+                        sent[message.receiver] += message.num_bytes
+                # One launch for the sends and the relay's receives of the round: NCCL must group them (nccl.py).
+                for channel in self._channels.all:
+                    channel.launch()
+                for relay in self._relays:
+                    relay.complete(sync_round - delay)
+            for sender in self._senders.values():
+                sender.flush()
+            self._link.flush()
+            return sent
 
     @torch.no_grad()
     def send_digests(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -109,10 +101,6 @@ class WeightSender:
 
         Raises: PeerLostError.
         """
-        with self._link.closing_on_loss():
-            self._send_digests(tensors)
-
-    def _send_digests(self, tensors: Mapping[str, torch.Tensor]) -> None:
         topology = self._plan.topology
         slices: dict[int, list[Slice]] = {}
         for sync_round in sorted(self._outgoing):
@@ -123,13 +111,14 @@ class WeightSender:
         for each, place in sorted(places, key=lambda pair: pair[0].mcore_name):
             computed = digest(part_of(each, tensors, each.shape).to(each.dtype))
             place.copy_(torch.frombuffer(bytearray(computed), dtype=torch.uint8))
-        pending = [
-            self._link.send(digests[number], topology.member(reader), MessageTag(MessageKind.DIGESTS, number, 0))
-            for number in slices
-            for reader in topology.buffers[number].readers
-        ]
-        for transfer in pending:
-            transfer.wait()
+        with self._link.closing_on_loss():
+            pending = [
+                self._link.send(digests[number], topology.member(reader), MessageTag(MessageKind.DIGESTS, number, 0))
+                for number in slices
+                for reader in topology.buffers[number].readers
+            ]
+            for transfer in pending:
+                transfer.wait()
 
     def _send(self, sync_round: int, tensors: Mapping[str, torch.Tensor]) -> Sequence[Message]:
         messages = self._outgoing.get(sync_round, [])

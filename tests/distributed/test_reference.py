@@ -232,7 +232,7 @@ def _live(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:
         return max([float((own[s] - ref_logp[s]).abs().max()) for s in own], default=0.0)
 
     found["at first"] = distance()
-    memory, weights = actor.reference.memory, list(actor.reference.model.chunks[0].parameters())
+    memory, weights = actor.reference.memory, list(actor.reference.chunks[0].parameters())
     found["released"] = memory.released_bytes, sum(w.untyped_storage().nbytes() for w in _storages(weights))
     memory.load("params")
     found["held"] = memory.released_bytes, sum(w.numel() * w.element_size() for w in weights)
@@ -308,7 +308,7 @@ def _weights(actor: Any) -> list[Any]:
     from model_converters.mapping.plan import export_pieces
 
     actor.reference.memory.load("params")
-    held = canonical_tensors(actor.reference.model.chunks)
+    held = canonical_tensors(actor.reference.chunks)
     return [
         (plan.hf_name, plan.shape, piece.dim, piece.start, view.float().numpy().copy())
         for plan, piece, view in export_pieces(actor.export_plan(), held, actor.rank)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.weights.transports.shared_memory import remove_stale
+from mcore_rl.weights.transports.segments import remove_stale
 from tests.e2e.runs import TrainProcess, metrics, train
 
 pytestmark = pytest.mark.slow

@@ -32,8 +32,8 @@ from mcore_rl.engines.sglang.settings import NewRequest, RankOutput, RankSetting
 from mcore_rl.engines.sglang.weights import RankWeights
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.transports.cuda_ipc import device_uuid
 from mcore_rl.weights.transports.hosts import this_host
+from mcore_rl.weights.transports.segments import device_uuid
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
 

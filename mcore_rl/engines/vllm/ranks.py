@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import psutil
 
 from mcore_rl.errors import McoreRLError, WorkerDiedError
-from mcore_rl.weights.transports.shared_memory import SHARED_MEMORY
+from mcore_rl.weights.transports.segments import SHARED_MEMORY
 
 _TRACE_LINES = 12
 """Last lines of a rank's traceback in an error: the frame that failed and the message."""

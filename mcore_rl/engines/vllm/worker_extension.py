@@ -26,9 +26,8 @@ from mcore_rl.weights.connection import Connection, connect_engine_rank
 from mcore_rl.weights.receive import SliceReceiver
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.shard_map import Box, ShardMap
-from mcore_rl.weights.transports.cuda_ipc import device_uuid
 from mcore_rl.weights.transports.hosts import this_host
-from mcore_rl.weights.transports.shared_memory import SHARED_MEMORY
+from mcore_rl.weights.transports.segments import SHARED_MEMORY, device_uuid
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison, compare, require_planned
 

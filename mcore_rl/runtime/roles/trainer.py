@@ -116,7 +116,7 @@ class TrainerProcess(TrainedRankProcess):
 
     def endpoint(self) -> Endpoint:
         """Return the location from which this rank sends weights."""
-        from mcore_rl.weights.transports.cuda_ipc import device_uuid
+        from mcore_rl.weights.transports.segments import device_uuid
         from mcore_rl.weights.transports.topology import Endpoint
 
         return Endpoint(this_host(), ray.util.get_node_ip_address(), device_uuid())

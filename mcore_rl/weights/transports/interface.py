@@ -6,12 +6,13 @@ rounds later.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from mcore_rl.weights.slices.messages import Message
-from mcore_rl.weights.transports.link import MessageTag
+from mcore_rl.weights.transports.link import Link, MessageTag
 
 
 class Transfer(Protocol):
@@ -38,6 +39,26 @@ class Channel(Protocol):
 
     def launch(self) -> None:
         """Start all queued transfers of a round. Every process launches the rounds in the same order."""
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Channels of a process to all peers: gloo for control messages and host memory, NCCL for messages between GPUs.
+
+    Weights for the staging buffers in `gpu_buffers` use `gpu`, everything else `link`.
+    """
+
+    link: Link
+    gpu: Channel | None = None
+    gpu_buffers: frozenset[int] = frozenset()
+
+    @property
+    def all(self) -> list[Channel]:
+        return [self.link] if self.gpu is None else [self.link, self.gpu]
+
+    def of(self, buffer: int) -> Channel:
+        """Return the channel for messages to staging buffer number `buffer`."""
+        return self.gpu if self.gpu is not None and buffer in self.gpu_buffers else self.link
 
 
 class ReceivedMessage(NamedTuple):

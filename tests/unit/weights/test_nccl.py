@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from mcore_rl.errors import PeerLostError
-from mcore_rl.weights import connection
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.link import MessageKind, MessageTag
 from mcore_rl.weights.transports.nccl import NcclChannel
-from mcore_rl.weights.transports.shared_memory import SharedSegment
+from mcore_rl.weights.transports.segments import SEGMENTS, SharedSegment
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
 from tests.unit.weights.nccl_model import Gpus, Group
@@ -47,7 +46,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpus]:
         return NcclChannel(group, ranks, torch.device("cpu"), timeout_seconds=timeout_seconds, name=name)
 
     monkeypatch.setattr(NcclChannel, "connect", connect)
-    monkeypatch.setitem(connection.SEGMENTS, True, SharedSegment)
+    monkeypatch.setitem(SEGMENTS, True, SharedSegment)
     return made
 
 
