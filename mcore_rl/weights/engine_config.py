@@ -6,13 +6,12 @@ from pathlib import Path
 
 from mcore_rl.config.roles import POLICY
 from mcore_rl.errors import ConfigError
-from mcore_rl.types.json import JsonObject
 from model_converters import families
 from model_converters.errors import ConversionError
 from model_converters.families.parts.hf_config import read_hf_config
 
 
-def engine_overrides(model_dir: str | Path, *, load_weights: bool, key: str = POLICY.checkpoint) -> JsonObject:
+def engine_overrides(model_dir: str | Path, *, load_weights: bool, key: str = POLICY.checkpoint) -> dict[str, object]:
     """Return the config.json fields that the engine must read with other values than `model_dir` has.
 
     `key` names the directory in errors.

@@ -12,7 +12,6 @@ from itertools import chain
 
 import torch
 
-from mcore_rl.types.json import JsonObject
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Message, received_by, sent_by
 from mcore_rl.weights.slices.routes import RankLocations
@@ -57,7 +56,7 @@ class SyncPlan:
     the number of a buffer in `topology.buffers`.
     """
 
-    hf_config: JsonObject
+    hf_config: Mapping[str, object]
     dtype: torch.dtype
     train_layout: TrainLayout
     engine_layout: EngineLayout

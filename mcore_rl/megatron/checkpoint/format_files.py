@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from mcore_rl.errors import CheckpointError
+from mcore_rl.types.json import JsonObject
 
 CONFIG_FILE = "metadata.json"
 
@@ -22,7 +23,7 @@ CONFIG_FILE = "metadata.json"
 class CommonState(TypedDict):
     """State that all ranks share; a converted checkpoint has none. `scheduler`: state of the learning-rate schedule."""
 
-    layout: dict[str, object]
+    layout: JsonObject
     adapters: dict[str, object] | None
     optimizer_updates: int
     scheduler: dict[str, object]

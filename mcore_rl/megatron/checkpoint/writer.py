@@ -25,6 +25,7 @@ from mcore_rl.megatron.checkpoint.objects import extra_states, random_state_obje
 from mcore_rl.megatron.optim.optimizer_state import updates_done
 from mcore_rl.resolved.adapters import adapter_identity
 from mcore_rl.types import SavedFile, SavedState
+from mcore_rl.types.json import JsonObject
 from model_converters.dcp.blocks import CheckpointChunk, ShardedRankState, StateObject
 from model_converters.dcp.metadata import METADATA_NAME
 from model_converters.dcp.partial_checkpoint import Span
@@ -114,7 +115,7 @@ class CheckpointWriter:
             sync(self.directory / name)
         names += sorted(str(file.relative_to(self.directory)) for file in (self.directory / HF_FOLDER).iterdir())
         added = [_with_checksum(self.directory, name) for name in names]
-        description = {
+        description: JsonObject = {
             "world_size": len(reports),
             "layout": self._common["layout"],
             "dtype": self._dtype,

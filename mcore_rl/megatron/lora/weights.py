@@ -14,7 +14,6 @@ from mcore_rl.megatron.lora.adapters import Adapter, Factor, Read, adapters, att
 from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.resolved.adapters import base_rows, bound_adapters, check_adapter, scale_of
-from mcore_rl.types.json import JsonObject
 from model_converters.families.parts.adapter_rows import PREFIX
 from model_converters.hf.adapter_reader import LoraAdapter
 from model_converters.hf.files import TensorFiles
@@ -56,7 +55,7 @@ def merged_tensors(chunks: Sequence[torch.nn.Module]) -> Mapping[str, torch.Tens
 
 
 def attach_adapters(
-    chunks: Sequence[PolicyModel], lora: LoraConfig, hf_config: JsonObject, layout: TrainLayout, *, seed: int
+    chunks: Sequence[PolicyModel], lora: LoraConfig, hf_config: dict[str, object], layout: TrainLayout, *, seed: int
 ) -> None:
     """Freeze the chunks and add adapters: loaded from lora.path, or initialized, identically in every layout.
     Not collective.

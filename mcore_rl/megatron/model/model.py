@@ -37,7 +37,6 @@ from mcore_rl.resolved.implementation import Implementation, build_request, choo
 from mcore_rl.resolved.installed import Installed, here
 from mcore_rl.resolved.layout import check_experts, model_arguments, sequence_parallel
 from mcore_rl.resolved.recompute import recompute_arguments
-from mcore_rl.types.json import JsonObject
 from model_converters.families.parts.family import ModelArguments
 from model_converters.mapping.layout import TrainLayout
 
@@ -46,7 +45,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.sil
 
 
 def build_model(
-    hf_config: JsonObject,
+    hf_config: dict[str, object],
     actor_config: ActorConfig,
     model_config: ModelConfig,
     layout: TrainLayout,

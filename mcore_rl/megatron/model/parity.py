@@ -20,7 +20,6 @@ from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.output import PolicyModel, logits_emitted
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.layout import model_arguments
-from mcore_rl.types.json import JsonObject
 from model_converters.families.parts.mtp import without_mtp
 from model_converters.mapping.layout import TrainLayout
 
@@ -28,7 +27,7 @@ _LENGTHS = (17, 5, 42)
 
 
 def compare_logits(
-    hf_directory: str | Path, checkpoint: str | Path, hf_config: JsonObject, *, seed: int = 0
+    hf_directory: str | Path, checkpoint: str | Path, hf_config: dict[str, object], *, seed: int = 0
 ) -> tuple[float, float]:
     """Compare both models on random tokens in float32: Megatron's model of `hf_config` with weights read from
     `checkpoint` by Megatron, and transformers' model of `hf_directory`.
@@ -44,7 +43,9 @@ def compare_logits(
     return float((logits - expected).abs().max()), float(expected.abs().max())
 
 
-def _megatron_logits(hf_config: JsonObject, checkpoint: str | Path, sequences: list[torch.Tensor]) -> torch.Tensor:
+def _megatron_logits(
+    hf_config: dict[str, object], checkpoint: str | Path, sequences: list[torch.Tensor]
+) -> torch.Tensor:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layout = TrainLayout(1)
     with tempfile.TemporaryDirectory() as store:

@@ -34,7 +34,6 @@ from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.layout import train_layout
-from mcore_rl.types.json import JsonObject
 from model_converters.dcp.blocks import Box, CheckpointChunk, Naming, ShardedRankState, StateObject
 from model_converters.mapping.layout import TrainLayout
 
@@ -51,7 +50,7 @@ _SIZES = {field.name for field in fields(ParallelConfig)}
 
 
 def rank_state(
-    hf_config: JsonObject, layout: TrainLayout, rank: int, *, naming: Naming = "default"
+    hf_config: dict[str, object], layout: TrainLayout, rank: int, *, naming: Naming = "default"
 ) -> ShardedRankState:
     """Compute the checkpoint contents of `rank`, with Megatron's keys, global shapes and offsets. A naming that does
     not apply to the model is ignored.
@@ -72,7 +71,7 @@ def rank_state(
 
 @contextmanager
 def meta_model(
-    hf_config: JsonObject,
+    hf_config: dict[str, object],
     layout: TrainLayout,
     rank: int,
     kind: type[PolicyModel] = PolicyModel,
