@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,9 +65,8 @@ class RolloutWorker:
         attempts = self._attempts(task)
         outcomes: list[EpisodeOutcome | None] = [None] * len(attempts)
         withdrawn: set[int] = set()
-        groups = _groups_of_keys(task, [next(self._keys) for _ in attempts])
-        keys = [key for group in groups for key in group]
-        group_of = [group for group in groups for _ in group]
+        keys = [next(self._keys) for _ in attempts]
+        group_of = _groups_of_keys(task, keys)
         graded_here: list[int] = []
 
         def end(place: int, outcome: EpisodeOutcome | None) -> None:
@@ -115,14 +115,10 @@ class RolloutWorker:
         attempts = []
         for response in range(*task.span):
             prompt, seed = of_group[response // task.samples_per_prompt], int(seeds[response])
-            options = _sampling(task.sampling, prompt)
+            options, spans = _sampling(task.sampling, prompt), task.spans[response] if task.spans else ()
+            name, per_version = task.request_id(response), task.tokens_per_version
             request = GenerationRequest(
-                task.request_id(response),
-                prompt.token_ids,
-                seed,
-                options,
-                tokens_per_version=task.tokens_per_version,
-                spans=task.spans[response] if task.spans else (),
+                name, prompt.token_ids, seed, options, tokens_per_version=per_version, spans=spans
             )
             attempts.append(Attempt(request, prompt, trained=task.is_trained))
         return attempts
@@ -161,11 +157,13 @@ def _packed(
     return buffers, scalars
 
 
-def _groups_of_keys(task: RolloutTask, keys: Sequence[int]) -> list[Sequence[int]]:
-    """Split the keys of the task's responses by prompt."""
-    first, last = task.span
-    edges = [*range(first - first % task.samples_per_prompt + task.samples_per_prompt, last, task.samples_per_prompt)]
-    return [keys[a:b] for a, b in itertools.pairwise([0, *(edge - first for edge in edges), last - first])]
+def _groups_of_keys(task: RolloutTask, keys: Sequence[int]) -> list[list[int]]:
+    """Return, for each response of the task, the keys of all responses to its prompt."""
+    prompts = [response // task.samples_per_prompt for response in range(*task.span)]
+    keys_of = defaultdict[int, list[int]](list)
+    for prompt, key in zip(prompts, keys, strict=True):
+        keys_of[prompt].append(key)
+    return [keys_of[prompt] for prompt in prompts]
 
 
 def _with_extra(prompt: Prompt, outcome: EpisodeOutcome) -> Prompt:

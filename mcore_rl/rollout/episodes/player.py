@@ -126,8 +126,7 @@ class EpisodePlayer:
         traced = self._traces.begin(attempt.request.request_id)
 
         def begin() -> None:
-            if traced is not None:
-                traced.enter(RUNNING)
+            traced.enter(RUNNING)
             callbacks.started()
 
         client = AttemptClient(self.client, recovered, attempt.request.request_id, begin)

@@ -133,7 +133,7 @@ class Session:
         request: GenerationRequest,
         prompt: Prompt,
         limits: EpisodeLimits,
-        traced: EpisodeTrace | None = None,
+        traced: EpisodeTrace,
         *,
         trained: bool = True,
     ) -> None:
@@ -381,13 +381,12 @@ class Session:
     @contextlib.contextmanager
     def _traced_call(self) -> Iterator[None]:
         self._tool_calls_under_way += 1
-        if self._trace is not None:
-            self._trace.enter(trace.TOOL_CALLING)
+        self._trace.enter(trace.TOOL_CALLING)
         try:
             yield
         finally:
             self._tool_calls_under_way -= 1
-            if self._trace is not None and not self._tool_calls_under_way:
+            if not self._tool_calls_under_way:
                 self._trace.enter(trace.RUNNING)
 
     @contextlib.contextmanager

@@ -68,7 +68,8 @@ class EpisodeState:
 
 
 class Tool(Protocol):
-    """Tool in its process. Several episodes call it concurrently, all from one asyncio loop.
+    """Tool in its process. Several episodes call it concurrently, all from one asyncio loop. By default, it has nothing
+    to release.
 
     A user's class of this form is constructed with the keyword arguments in `config` of the YAML.
     """
@@ -80,6 +81,7 @@ class Tool(Protocol):
 
     async def close_episode(self, episode: EpisodeState) -> float | None:
         """Release an episode's resources; returns the tool's reward for the episode, if any."""
+        return None
 
     async def close(self) -> None:
         """Release all resources before the process ends."""

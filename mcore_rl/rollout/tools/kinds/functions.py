@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from mcore_rl.config.functions import load_function
 from mcore_rl.parent_death import die_with
-from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, ToolResult, result_of_function
+from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, Tool, ToolResult, result_of_function
 from mcore_rl.rollout.tools.schemas import Schema
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ def is_async(function: Callable[..., object]) -> bool:
     return inspect.iscoroutinefunction(function)
 
 
-class FunctionTool:
+class FunctionTool(Tool):
     """User's function, called with keyword arguments. The model receives its result as text: strings unchanged, other
     values as JSON."""
 
@@ -38,15 +38,12 @@ class FunctionTool:
             return result_of_function(await self._function(**arguments))
         return result_of_function(await _ended(self._executor.submit(_called, self._function, arguments)))
 
-    async def close_episode(self, episode: EpisodeState) -> float | None:
-        return None
-
     async def close(self) -> None:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-class PooledFunctionTool:
+class PooledFunctionTool(Tool):
     """User's CPU-bound function in separate processes; each process loads it by name."""
 
     def __init__(self, spec: str, schema: Schema, processes: int) -> None:
@@ -64,9 +61,6 @@ class PooledFunctionTool:
                 executor.shutdown(wait=False)
                 self._executor = self._started()
             raise RetryableToolError("a process of the function died") from None
-
-    async def close_episode(self, episode: EpisodeState) -> float | None:
-        return None
 
     async def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

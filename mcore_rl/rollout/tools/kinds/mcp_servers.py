@@ -23,7 +23,7 @@ from mcore_rl import parent_death
 from mcore_rl.config.functions import describe
 from mcore_rl.config.reading.expansion import expand_path
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, ToolError, ToolResult, as_text
+from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, Tool, ToolError, ToolResult, as_text
 from mcore_rl.rollout.tools.schemas import Schema, checked_schema
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ class McpServer:
         return f"{words}{self._settings.proxy_hint}"
 
 
-class McpTool:
+class McpTool(Tool):
     """Tool of an MCP server."""
 
     def __init__(self, server: McpServer, schema: Schema) -> None:
@@ -315,9 +315,6 @@ class McpTool:
 
     async def call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
         return await self._server.call(self.schema["function"]["name"], arguments)
-
-    async def close_episode(self, episode: EpisodeState) -> float | None:
-        return None
 
     async def close(self) -> None:
         await self._server.close()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.rollout.tools.interface import EpisodeState, ToolResult
+from mcore_rl.rollout.tools.interface import EpisodeState, Tool, ToolResult
 from mcore_rl.rollout.tools.schemas import Schema
 from mcore_rl.sandbox.interpreter import Interpreter, Shell
 from mcore_rl.sandbox.local import LocalSandbox
@@ -42,7 +42,7 @@ SCHEMAS: dict[str, Schema] = {
 }
 
 
-class SandboxedTool:
+class SandboxedTool(Tool):
     """Tool with the `name` python or shell. Its session lasts until the episode is closed."""
 
     def __init__(self, name: str, config: SandboxConfig) -> None:

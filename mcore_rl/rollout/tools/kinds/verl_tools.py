@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mcore_rl.config.functions import describe
-from mcore_rl.rollout.tools.interface import EpisodeState, ToolResult, number_of, result_of
+from mcore_rl.rollout.tools.interface import EpisodeState, Tool, ToolResult, number_of, result_of
 from mcore_rl.rollout.tools.schemas import Schema
 
 LIFECYCLES = ("call", "episode")
@@ -32,7 +32,7 @@ def is_verl_tool(kind: type) -> bool:
     return all(callable(getattr(kind, name, None)) for name in ("create", "execute", "release"))
 
 
-class VerlTool:
+class VerlTool(Tool):
     """Adapter of a tool in verl's format."""
 
     def __init__(self, tool: UserTool, schema: Schema, lifecycle: str = "call") -> None:
