@@ -1,12 +1,19 @@
-"""Execution of one command: packs its files, runs it, and collects output and files, with limits of size, time and
-memory."""
+"""Execution of one command: transfer of its files, and its input and output, with limits of size, time and memory.
+
+Packing and unpacking happen inside the sandbox, so that the host never opens a file that untrusted code created. Input
+is a tar archive. Output is a length and the content of each file: a forged archive could contain links, devices, sparse
+files, negative sizes and extended headers.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import selectors
+import tarfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import IO
 
 from mcore_rl.errors import SandboxError
@@ -14,7 +21,78 @@ from mcore_rl.sandbox.confinement.commands import Confinement, in_memory
 from mcore_rl.sandbox.confinement.limits import MIB, RunLimits
 from mcore_rl.sandbox.confinement.start import KILLED, Confined
 from mcore_rl.sandbox.interface import Outcome, Why
-from mcore_rl.sandbox.parcels import READY, RUN, check_path, pack, unpack
+
+RUN = r"""
+in=$1 out=$2 fetched=$3; shift 3
+tar -xf - <&"$in" && printf r >&"$out" || exit 125
+eval "exec $in<&-"
+if [ "$fetched" = 0 ]; then eval "exec $out>&-"; exec "$@"; fi
+names=("${@:1:fetched}"); shift "$fetched"
+(eval "exec $out>&-"; exec "$@")
+code=$?
+for name in "${names[@]}"; do
+  if [[ -f $name && ! -L $name ]] && size=$(stat -c %s -- "$name" 2>/dev/null); then
+    printf '%s\n' "$size" && head -c "$size" -- "$name"
+  else
+    printf -- '-\n'
+  fi
+done >&"$out" 2>/dev/null
+exit $code
+"""
+"""Script for bash inside. Arguments: descriptor of the input archive, descriptor of the output, number of files to
+return, their names, the command. Unpacks the archive, writes READY, runs the command, and writes for each file a line
+with its length (or MISSING), then its content."""
+READY, MISSING = b"r", b"-"
+MAX_HEADER_BYTES = 20
+"""Maximum digits of a length; a longer line is invalid."""
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """Pack files, all executable, into a tar archive.
+
+    Raises: SandboxError for a path outside the working directory.
+    """
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for path, content in files.items():
+            entry = tarfile.TarInfo(check_path(path))
+            entry.size, entry.mode = len(content), 0o755
+            archive.addfile(entry, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def unpack(packed: bytes, wanted: Sequence[str]) -> dict[str, bytes]:
+    """Parse the output of RUN; returns the regular files among `wanted`.
+
+    Untrusted code can write anything to this stream, so only lengths are parsed, and the result is never larger than
+    the input.
+
+    Raises: SandboxError if the stream is malformed.
+    """
+    files, rest = {}, memoryview(packed)
+    if not packed:
+        return {}
+    for path in wanted:
+        header = bytes(rest[:MAX_HEADER_BYTES]).partition(b"\n")[0]
+        rest = rest[len(header) + 1 :]
+        if header == MISSING:
+            continue
+        if not header.isdigit() or int(header) > len(rest):
+            raise SandboxError(f"files of the sandbox cannot be fetched: the length of {path} is damaged")
+        files[path] = bytes(rest[: int(header)])
+        rest = rest[int(header) :]
+    if rest:
+        raise SandboxError("files of the sandbox cannot be fetched: there is more data than the requested files")
+    return files
+
+
+def check_path(path: str) -> str:
+    """Normalize a path below the working directory. Raises: SandboxError for other paths."""
+    pure = PurePosixPath(path)
+    if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path:
+        raise SandboxError(f"file {path!r}: its path must be inside the working directory")
+    return str(pure)
+
 
 _CHUNK_BYTES = 1 << 16
 _MEMORY_CHECK_SECONDS = 0.05

@@ -91,12 +91,6 @@ class _CellRunner:
         with self._lock:
             self._release()
 
-    def __enter__(self) -> _CellRunner:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _await_start(self) -> None:
         process = self._confined.process
         assert process.stdout is not None

@@ -24,12 +24,6 @@ class EpisodeLimits:
     response_tokens: int
     turns: int
 
-    @classmethod
-    def of(cls, config: RolloutConfig, *, response_tokens: int, turns: int | None = None) -> EpisodeLimits:
-        """Build the limits. `response_tokens` is the task's limit; `turns` is the prompt row's limit, None: the
-        configuration's."""
-        return cls(config, response_tokens, config.max_turns if turns is None else min(turns, config.max_turns))
-
     @property
     def context_tokens(self) -> int:
         """Tokens of a sequence including its prompt."""

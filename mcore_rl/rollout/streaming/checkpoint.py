@@ -1,25 +1,188 @@
-"""Saving and loading of groups that no step has trained."""
+"""Saving and loading of groups that no step has trained.
+
+groups.json        all groups: prompt, number, version, state; of finished ones also the scalars and the place of their
+trajectories
+records.jsonl      records of finished groups, in the order of groups.json
+*.npz, *.journal   trajectories of finished groups, and sampled tokens of running ones, by engine. Files of numbers
+only: loading them cannot execute code.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from mcore_rl.data.checksum import file_crc32
+from mcore_rl.data.trajectories import join_rows, split_rows
+from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.rollout.streaming.interface import JOURNAL, Group, TaskStream
-from mcore_rl.rollout.streaming.saved import (
-    GROUPS_FILE,
-    RECORDS_FILE,
-    RUNNING,
-    Bounds,
-    SavedGroup,
-    check_files,
-    read_groups,
-    saved_file,
-    write_groups,
-)
-from mcore_rl.types import BuffersRef, RolloutTask, SavedFile
+from mcore_rl.types import BuffersRef, RolloutScalars, RolloutTask, SavedFile, SavedState, TrajectoryBuffers
 from model_converters.durable_files import durable_write
+
+GROUPS_FILE, RECORDS_FILE = "groups.json", "records.jsonl"
+RUNNING, UNSCORED, FINISHED, ZERO_VARIANCE = "running", "unscored", "finished", "dull"
+COUNTS = "counts"
+"""Additional array in the file: number of trajectories of each buffer."""
+ARRAY = "array"
+SAVED_NAMES = {"episode_metrics": "figures"}
+"""Renamed fields: current name -> name in groups.json, so that checkpoints of earlier versions stay readable."""
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """`state` is RUNNING, UNSCORED, FINISHED or ZERO_VARIANCE. Groups in all but the first state have scalars,
+    trajectories (entry `index` of the file `trajectories`), and `record_bytes` bytes in the records file."""
+
+    number: int
+    row: int
+    version: int
+    state: str
+    scalars: RolloutScalars | None = None
+    trajectories: str = ""
+    index: int = 0
+    record_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Configuration under which groups were submitted: rollout.max_staleness, max_staleness_hard,
+    trainer.prompts_per_step and rollout.samples_per_prompt."""
+
+    max_staleness: int
+    max_staleness_hard: int
+    prompts_per_step: int
+    samples_per_prompt: int
+
+    def require(self, saved: Bounds) -> None:
+        """Check that groups of `saved` can be trained under these bounds.
+
+        Raises: CheckpointError naming a key that was lowered: existing groups could no longer be trained in time.
+        """
+        for name, key in (
+            ("max_staleness", "rollout.max_staleness"),
+            ("max_staleness_hard", "rollout.max_staleness_hard"),
+            ("prompts_per_step", "trainer.prompts_per_step"),
+        ):
+            if getattr(self, name) < getattr(saved, name):
+                raise CheckpointError(
+                    f"the checkpoint has groups that were submitted with {key}={getattr(saved, name)}, but this run "
+                    f"has {getattr(self, name)}, with which they could become too old: restore the value or raise it"
+                )
+        if self.samples_per_prompt != saved.samples_per_prompt:
+            raise CheckpointError(
+                f"the checkpoint has groups with rollout.samples_per_prompt={saved.samples_per_prompt}, but this run "
+                f"has {self.samples_per_prompt}: restore the value"
+            )
+
+
+@dataclass(frozen=True)
+class CompletedSave:
+    """PendingSave of files that already exist."""
+
+    files: tuple[SavedFile, ...]
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> SavedState:
+        return SavedState(self.files, {})
+
+
+def write_groups(path: Path, bounds: Bounds, groups: Sequence[SavedGroup]) -> None:
+    """Write groups.json durably.
+
+    Raises: OSError.
+    """
+    content = {"bounds": vars(bounds), "groups": [_as_json(group) for group in groups]}
+    with durable_write(path) as file:
+        file.write(json.dumps(content, default=_array_as_json).encode())
+
+
+def read_groups(path: Path) -> tuple[Bounds, list[SavedGroup]]:
+    """Read groups.json, whose checksum has been verified.
+
+    Raises: CheckpointError if another version with different fields wrote it.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"), object_hook=_array_from_json)
+    try:
+        return Bounds(**content["bounds"]), [_from_json(group) for group in content["groups"]]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the in-flight groups in {path} were saved by another version of mcore-rl ({error}): resume with that "
+            "version, or start from the weights only (python -m model_converters to-hf) in another run.dir"
+        ) from None
+
+
+def check_files(directory: Path, files: Sequence[SavedFile]) -> None:
+    """Raise DamagedCheckpointError naming the first file whose checksum differs."""
+    for file in files:
+        crc = file_crc32(directory / file.name)
+        if (crc.num_bytes, crc.value) != (file.num_bytes, file.crc32):
+            raise DamagedCheckpointError(
+                f"{directory.parent} is damaged: {directory.name}/{file.name} has another checksum than was saved"
+            )
+
+
+def write_trajectories(path: Path, parts: Sequence[TrajectoryBuffers]) -> SavedFile:
+    """Write at least one part durably; returns the file's name and checksum.
+
+    Raises: OSError.
+    """
+    joined = join_rows(parts)
+    arrays = {name: array for name, array in vars(joined).items() if array is not None}
+    arrays[COUNTS] = np.array([len(part.prompt_tokens) for part in parts], np.int64)
+    with durable_write(path) as file:
+        np.savez(file, **arrays)
+    return saved_file(path)
+
+
+def read_trajectories(path: Path) -> list[TrajectoryBuffers]:
+    """Read the parts in order."""
+    with np.load(path, allow_pickle=False) as arrays:
+        given = {name: arrays[name] for name in arrays.files if name != COUNTS}
+        return split_rows(TrajectoryBuffers(**given), arrays[COUNTS].tolist())
+
+
+def saved_file(path: Path) -> SavedFile:
+    """Return name, size and checksum of a written file.
+
+    Raises: OSError.
+    """
+    crc = file_crc32(path)
+    return SavedFile(path.name, crc.num_bytes, crc.value)
+
+
+def _as_json(group: SavedGroup) -> dict[str, object]:
+    scalars = group.scalars
+    saved = None if scalars is None else {SAVED_NAMES.get(name, name): each for name, each in vars(scalars).items()}
+    return {**vars(group), "scalars": saved}
+
+
+def _from_json(given: dict[str, Any]) -> SavedGroup:
+    saved = given.pop("scalars")
+    if saved is None:
+        return SavedGroup(**given)
+    field_names = {saved_name: name for name, saved_name in SAVED_NAMES.items()}
+    scalars = {field_names.get(name, name): value for name, value in saved.items()}
+    for name in ("errors", "version_tokens"):
+        scalars[name] = tuple((first, second) for first, second in scalars[name])
+    return SavedGroup(**given, scalars=RolloutScalars(**scalars))
+
+
+def _array_as_json(value: object) -> dict[str, object]:
+    """Convert an array to JSON with its type; JSON preserves float32, float64 and NaN exactly."""
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} in the scalars of a group")
+    return {ARRAY: value.dtype.str, "values": value.tolist()}
+
+
+def _array_from_json(value: dict[str, Any]) -> object:
+    return np.array(value["values"], np.dtype(value[ARRAY])) if ARRAY in value else value
 
 
 def save_groups(

@@ -23,11 +23,19 @@ from mcore_rl.ports import Collector, PendingSave, Publisher
 from mcore_rl.rollout.admission import may_submit
 from mcore_rl.rollout.collector import RowSampler, training_sampling
 from mcore_rl.rollout.results import GradingFailures
-from mcore_rl.rollout.streaming.checkpoint import load_groups, save_groups
+from mcore_rl.rollout.streaming.checkpoint import (
+    FINISHED,
+    RUNNING,
+    UNSCORED,
+    ZERO_VARIANCE,
+    Bounds,
+    CompletedSave,
+    load_groups,
+    save_groups,
+)
 from mcore_rl.rollout.streaming.ended_groups import BY_NUMBER, EndedGroups
 from mcore_rl.rollout.streaming.interface import Group, ScoreTasks, TaskStream
 from mcore_rl.rollout.streaming.replay import Replay
-from mcore_rl.rollout.streaming.saved import FINISHED, RUNNING, UNSCORED, ZERO_VARIANCE, Bounds, CompletedSave
 from mcore_rl.rollout.streaming.staleness import QueueLengths, describe_staleness
 from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SavedFile, Total
 from mcore_rl.types.json import JsonObject
@@ -147,15 +155,9 @@ class StreamingCollector:
     def start_save(self, directory: str) -> PendingSave:
         """Save the groups that no step has trained, complete or partial."""
         self._advance()
-        groups: list[tuple[int | None, Group, str]] = [
-            (ticket, group, RUNNING) for ticket, group in self._running.items()
-        ]
-        for state, of_state in (
-            (UNSCORED, self._unscored),
-            (FINISHED, self._ended.finished),
-            (ZERO_VARIANCE, self._ended.zero_variance),
-        ):
-            groups += [(None, group, state) for group in of_state]
+        groups: list[tuple[int | None, Group, str]] = []
+        groups += [(ticket, group, RUNNING) for ticket, group in self._running.items()]
+        groups += [(None, group, state) for state, of_state in self._not_running.items() for group in of_state]
         saved = save_groups(self.stream, Path(directory), self._bounds, groups)
         self._paused = False
         self._admit()
@@ -166,10 +168,18 @@ class StreamingCollector:
 
         Raises: DamagedCheckpointError, CheckpointError.
         """
-        ended = {FINISHED: self._ended.finished, ZERO_VARIANCE: self._ended.zero_variance}
-        lists = {RUNNING: self._restored, UNSCORED: self._unscored, **ended}
+        lists = {RUNNING: self._restored, **self._not_running}
         for group, state in load_groups(self.stream, Path(directory), files, self._bounds, self._task):
             lists[state].append(group)
+
+    @property
+    def _not_running(self) -> dict[str, list[Group]]:
+        """Groups that have ended, by state."""
+        return {
+            UNSCORED: self._unscored,
+            FINISHED: self._ended.finished,
+            ZERO_VARIANCE: self._ended.zero_variance,
+        }
 
     @property
     def _bounds(self) -> Bounds:

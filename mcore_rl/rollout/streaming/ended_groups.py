@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.rollout.admission import take_batch
+from mcore_rl.rollout.streaming.checkpoint import Bounds
 from mcore_rl.rollout.streaming.interface import Group
 from mcore_rl.rollout.streaming.replay import KEY as REPLAY
-from mcore_rl.rollout.streaming.saved import Bounds
 
 BY_NUMBER = operator.attrgetter("number")
 InFlight = Callable[[], Iterator[Group]]

@@ -163,7 +163,7 @@ class EngineProcess(RunProcess):
     def save_tasks(self, path: str, keys: list[int], request_ids: list[str]) -> list[SavedFile]:
         """Write the trajectories under `keys` and the sampled tokens of running requests to files whose names begin
         with `path`. Returns the files written."""
-        from mcore_rl.rollout.streaming.saved import saved_file, write_trajectories
+        from mcore_rl.rollout.streaming.checkpoint import saved_file, write_trajectories
 
         with self.spans.span("save tasks"):
             trajectories, journal, files = Path(f"{path}{TRAJECTORIES}"), Path(f"{path}{JOURNAL}"), []
@@ -176,7 +176,7 @@ class EngineProcess(RunProcess):
     @remote_method(concurrency_group="cut")
     def restore_tasks(self, path: str, request_ids: list[list[str]]) -> list[int]:
         """Keep the trajectories of a file, one entry of `request_ids` per task. Returns their keys."""
-        from mcore_rl.rollout.streaming.saved import read_trajectories
+        from mcore_rl.rollout.streaming.checkpoint import read_trajectories
 
         with self.spans.span("restore tasks"):
             parts = read_trajectories(Path(path))

@@ -1,13 +1,11 @@
 """Model of asynchronous rollouts and their trainer, for tests of the admission rules.
 
-It has no engines and no threads, and no time unless `timed` adds it: a system offers all possible next moves, and a
-test may choose any. It calls the two rules of `admission`; the history is recorded in a ledger that the rules never
-see.
+It has no engines, threads or time: a system offers all possible next moves, and a test may choose any. It calls the two
+rules of `admission`; the history is recorded in a ledger that the rules never see.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -55,11 +53,9 @@ class Ledger:
     trained: list[Batch] = field(default_factory=list)
     rejected: list[Group] = field(default_factory=list)
     failed: list[Group] = field(default_factory=list)
-    accepted: int = 0
-    """Groups that ended and were not rejected when they did; a later filter does not count them out."""
 
     def copy(self) -> Ledger:
-        return Ledger([*self.submitted], [*self.trained], [*self.rejected], [*self.failed], self.accepted)
+        return Ledger([*self.submitted], [*self.trained], [*self.rejected], [*self.failed])
 
 
 @dataclass(frozen=True)
@@ -81,8 +77,6 @@ class System:
         self.closed, self.judged = False, 0
         self.saved = start, self.ledger.copy()
         self._place()
-
-    # The two rules; tests override them with other rules.
 
     def admits(self) -> bool:
         return may_submit(
@@ -165,7 +159,6 @@ class System:
         if not self.running[group]:
             del self.running[group]
             self.judged += 1
-            self.ledger.accepted += not rejected
             (self.ledger.rejected if rejected else self.finished).append(group)
         self._place()
 
@@ -216,11 +209,6 @@ class System:
             self.slots[engine] = 0
         self._place()
 
-    def drop(self, dull: Callable[[Group], bool]) -> None:
-        """Let the trainer's filter remove groups that ended earlier."""
-        self.ledger.rejected += filter(dull, self.finished)
-        self.finished = [group for group in self.finished if not dull(group)]
-
     def _place(self) -> None:
         for engines in self.running.values():
             for index, engine in enumerate(engines):
@@ -257,52 +245,3 @@ def play(
         drawn = int(len(moves) * chance.random() ** schedule.bias)
         moves[schedule.choices[number] % len(moves) if number < len(schedule.choices) else drawn]()
     raise AssertionError(f"goes on for ever, at version {system.version}")
-
-
-def timed(
-    system: System,
-    versions: int,
-    *,
-    training: float,
-    seconds: Callable[[Group], Sequence[float]],
-    dull: Callable[[Group], bool] = lambda group: False,
-) -> None:
-    """Play with durations of a batch's training and of a group's requests; the trainer filters groups that are `dull`.
-    Groups start and batches are taken as soon as the rules allow."""
-    clock, serial = 0.0, itertools.count()
-    events: list[tuple[float, int, Move]] = []
-    while system.version < versions:
-        system.drop(dull)
-        if not system.batch and system.takes() is not None:
-            system.take()
-            heapq.heappush(events, (clock + training, next(serial), system.publish))
-        while system.admits():
-            group = system.submit()
-            for engine, length in zip(system.running[group], seconds(group), strict=True):
-                assert engine is not None
-                ends: Move = partial(system.end, group, engine)
-                heapq.heappush(events, (clock + length, next(serial), ends))
-        if not events:
-            return
-        clock, _, happens = heapq.heappop(events)
-        happens()
-
-
-def areal_capacity(system: System) -> int:
-    """Number of groups that AReaL would submit now; it counts historical events."""
-    shape = system.shape
-    room = (sum(system.slots) - system.num_requests) // shape.samples_per_group
-    history = (shape.max_staleness + system.version + 1) * shape.groups_per_version
-    return min(room, history - (system.ledger.accepted + len(system.running)))
-
-
-class Areal(System):
-    """AReaL's rules: any finished group may be trained, the oldest first."""
-
-    def admits(self) -> bool:
-        return areal_capacity(self) > 0
-
-    def takes(self) -> list[int] | None:
-        oldest = sorted(range(len(self.finished)), key=lambda i: (self.finished[i].submitted, self.finished[i].number))
-        batch = self.shape.groups_per_version
-        return oldest[:batch] if len(oldest) >= batch else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.rollout.admission import may_submit, take_batch
-from tests.unit.rollout.admission_model import Areal, Group, Move, Schedule, Shape, System, areal_capacity, play, timed
+from tests.unit.rollout.admission_model import Group, Move, Schedule, Shape, System, play
 
 VERSIONS = 10
 NO_DEADLINE = 10**6
@@ -113,70 +112,6 @@ def test_take_batch_tightest_bound_trains_in_order(shape: Shape, schedule: Sched
     assert take_batch([1], [0], version=1, groups_per_version=1, max_staleness_hard=4) == [0]
 
 
-@settings(max_examples=500, deadline=None)
-@given(shapes(), SCHEDULES)
-def test_may_submit_equals_areal_rule_with_right_counters(shape: Shape, schedule: Schedule) -> None:
-    """Here the counters are right: rejected and failed groups are subtracted, and a resume restores the counters."""
-
-    def require_the_same(system: System) -> None:
-        assert system.admits() == (areal_capacity(system) > 0)
-
-    play(System(shape), schedule, VERSIONS, require_the_same)
-
-
-@pytest.mark.parametrize("slots", [20, 1000])
-@pytest.mark.parametrize("eta", [0, 1, 2, 4])
-def test_admission_staleness_equals_areal_rules(eta: int, slots: int) -> None:
-    shape = Shape(eta, NO_DEADLINE, groups_per_version=4, samples_per_group=4, engines=(slots,))
-
-    def seconds(group: Group) -> list[float]:
-        chance = random.Random(group.number)
-        return [chance.lognormvariate(0.0, 1.0) for _ in range(4)]
-
-    ours, theirs = System(shape), Areal(shape)
-    for system in (ours, theirs):
-        timed(system, 60, training=2.0, seconds=seconds)
-        assert system.version == 60
-    assert [group.submitted for group in ours.ledger.submitted] == [g.submitted for g in theirs.ledger.submitted]
-    assert staleness(ours) == staleness(theirs)
-    assert (max(staleness(ours)) > eta) == (eta > 0)  # with responses of such lengths order matters
-
-
-@pytest.mark.parametrize(("eta", "stops_at"), [(0, 0), (2, 3), (8, 12)])
-def test_admission_historical_counters_would_deadlock(eta: int, stops_at: int) -> None:
-    """The trainer rejects two of five groups: of 5 (eta + version + 1) that may ever start, 3 in 5 remain, but 5
-    (version + 1) are needed."""
-    shape = Shape(eta, NO_DEADLINE, groups_per_version=5, samples_per_group=2, engines=(1000,))
-    history, exists = Areal(shape), System(shape)
-    for system in (history, exists):
-        timed(system, 40, training=1.0, seconds=lambda group: [1.0, 2.0], dull=lambda group: group.number % 5 in (1, 3))
-    assert history.version == stops_at
-    assert exists.version == 40
-
-
-class Careless(System):
-    """Rule that trains finished groups in time but ignores running ones."""
-
-    def takes(self) -> list[int] | None:
-        return take_batch(
-            [group.submitted for group in self.finished],
-            [],
-            version=self.version,
-            groups_per_version=self.shape.groups_per_version,
-            max_staleness_hard=self.shape.max_staleness_hard,
-        )
-
-
-@pytest.mark.parametrize(("rules", "oldest"), [(System, 2), (Careless, VERSIONS)])
-def test_take_batch_ignoring_running_groups_is_too_late(rules: type[System], oldest: int) -> None:
-    """The first group of version 0 ends when no other move is possible."""
-    shape = Shape(1, 2, groups_per_version=1, samples_per_group=1, engines=(4,))
-    system = play(rules(shape), Schedule(youngest=True, bias=math.inf), VERSIONS)
-    system.closed = True
-    play(system, Schedule(), math.inf)
-    assert max(staleness(system)) == oldest
-
-
 @pytest.mark.parametrize("hard", range(5))
 @pytest.mark.parametrize("version", range(3, 12))
 def test_take_batch_waits_only_for_expiring_groups(version: int, hard: int) -> None:
@@ -263,7 +198,6 @@ def test_may_submit_counts_groups_in_every_state(place: str) -> None:
 @pytest.mark.parametrize("slots", [3, 1000])
 def test_admission_zero_staleness_is_synchronous(slots: int) -> None:
     shape = Shape(0, 0, groups_per_version=4, samples_per_group=3, engines=(slots,))
-    system = System(shape)
-    timed(system, 5, training=10.0, seconds=lambda group: [1.0, 2.0, 3.0])
+    system = play(System(shape), Schedule(), 5)
     assert Counter(group.submitted for group in system.ledger.submitted) == dict.fromkeys(range(5), 4)
     assert staleness(system) == {0: 20}

@@ -15,7 +15,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.batching import positions_in_groups
 from mcore_rl.rollout.collector import RolloutCollector
 from mcore_rl.types import Groups, RolloutScalars, RolloutTask
-from tests.unit.rollout.counting import CountingSampler
+from tests.unit.rollout.made import CountingSampler, made_scalars
 
 SAMPLES = 4
 
@@ -36,39 +36,21 @@ class ScriptedPool:
             Path(str(task.records)).write_text("".join(f"{row}\n" for row in task.prompt_rows))
         accuracies = np.zeros((len(task.prompt_rows), samples), np.float32)
         accuracies[[self.signal(row) for row in task.prompt_rows], 0] = 1
-        count = accuracies.size
-        ones = np.ones(count, np.int32)
-        return RolloutScalars(
-            np.repeat(task.group_ids, samples),
-            np.repeat(task.prompt_rows, samples),
-            ones,
-            ones,
-            ones,
-            accuracies.ravel().copy(),
-            accuracies.ravel(),
-            np.zeros(count, np.uint8),
-            np.zeros((count, 2), np.int32),
-        )
+        given = {"prompt_rows": np.repeat(task.prompt_rows, samples), "accuracies": accuracies.ravel()}
+        return made_scalars(np.repeat(task.group_ids, samples), rewards=accuracies.ravel().copy(), **given)
 
 
-def collect(tmp_path: Path, signal: Any, *, num_engines: int = 1, **dynamic: Any) -> tuple[Groups, ScriptedPool]:
+def collector_of(pool: ScriptedPool, tmp_path: Path, *, dynamic: dict[str, Any], **given: object) -> RolloutCollector:
+    rollout, sampling = RolloutConfig(samples_per_prompt=SAMPLES, top_k=5), DynamicSamplingConfig(**dynamic)
+    return RolloutCollector(pool, CountingSampler(), rollout, sampling, groups_with_variance, 8, 1, tmp_path, **given)
+
+
+def collect(tmp_path: Path, signal: Any, *, num_engines: int = 1, **dynamic: object) -> tuple[Groups, ScriptedPool]:
     pool = ScriptedPool(signal, num_engines)
-    collector = RolloutCollector(
-        pool=pool,
-        sampler=CountingSampler(),
-        rollout=RolloutConfig(samples_per_prompt=SAMPLES),
-        dynamic=DynamicSamplingConfig(enable=True, **dynamic),
-        has_signal=groups_with_variance,
-        prompts_per_step=8,
-        seed=1,
-        records_dir=tmp_path,
-    )
-    return collector.collect(1), pool
+    return collector_of(pool, tmp_path, dynamic={"enable": True, **dynamic}).collect(1), pool
 
 
-def test_collector_checks_failures_once_after_recording(
-    tmp_path: Path,
-) -> None:
+def test_collector_checks_failures_once_after_recording(tmp_path: Path) -> None:
     seen: list[tuple[int, str]] = []
 
     class Failures:
@@ -76,21 +58,15 @@ def test_collector_checks_failures_once_after_recording(
             assert (tmp_path / Path(records).name).exists()
             seen.append((sum(len(part.rewards) for part in graded), what))
 
-    collector = RolloutCollector(
-        ScriptedPool(lambda row: row % 2 == 0, 3), CountingSampler(), RolloutConfig(samples_per_prompt=SAMPLES),
-        DynamicSamplingConfig(enable=True), groups_with_variance, 8, 1, tmp_path, True, Failures(),
-    )  # fmt: skip
-    groups = collector.collect(1)
+    pool = ScriptedPool(lambda row: row % 2 == 0, 3)
+    given = {"with_greedy": True, "failures": Failures()}
+    groups = collector_of(pool, tmp_path, dynamic={"enable": True}, **given).collect(1)
     assert seen == [(groups.groups_sampled * SAMPLES + 8, "step 1")]
 
 
 def test_collector_greedy_responses_for_kept_groups_only(tmp_path: Path) -> None:
     pool = ScriptedPool(lambda row: row % 2 == 0, num_engines=3)
-    collector = RolloutCollector(
-        pool, CountingSampler(), RolloutConfig(samples_per_prompt=SAMPLES, top_k=5), DynamicSamplingConfig(enable=True),
-        groups_with_variance, 8, 1, tmp_path, with_greedy=True,
-    )  # fmt: skip
-    groups = collector.collect(1)
+    groups = collector_of(pool, tmp_path, dynamic={"enable": True}, with_greedy=True).collect(1)
     kept = zip(groups.scalars, groups.keep, strict=True)
     row_of = {int(i): int(row) for s, k in kept for i, row in zip(s.group_ids[k], s.prompt_rows[k], strict=True)}
     greedy = {int(i): int(row) for s in groups.greedy for i, row in zip(s.group_ids, s.prompt_rows, strict=True)}
@@ -136,11 +112,7 @@ def test_collector_max_batches_fills_with_zero_variance(tmp_path: Path) -> None:
 
 def test_collector_without_dynamic_sampling_keeps_all(tmp_path: Path) -> None:
     pool = ScriptedPool(lambda row: False)
-    collector = RolloutCollector(
-        pool, CountingSampler(), RolloutConfig(samples_per_prompt=SAMPLES), DynamicSamplingConfig(),
-        groups_with_variance, 8, 1, tmp_path,
-    )  # fmt: skip
-    assert kept_rows(collector.collect(1)) == list(range(8))
+    assert kept_rows(collector_of(pool, tmp_path, dynamic={}).collect(1)) == list(range(8))
     assert len(pool.tasks) == 1
 
 
@@ -167,11 +139,10 @@ def test_collector_signal_depends_on_the_metric(tmp_path: Path, metric: str) -> 
             return result
 
     pool = Shaped(lambda row: False)
-    collector = RolloutCollector(
-        pool, CountingSampler(), RolloutConfig(samples_per_prompt=SAMPLES),
-        DynamicSamplingConfig(enable=True, max_batches=2, metric=metric), groups_with_variance, 8, 1, tmp_path,
-    )  # fmt: skip
-    assert collector.collect(1).groups_dropped == (16 if metric == "accuracy" else 0)
+    dynamic = {"enable": True, "max_batches": 2, "metric": metric}
+    assert collector_of(pool, tmp_path, dynamic=dynamic).collect(1).groups_dropped == (
+        16 if metric == "accuracy" else 0
+    )
 
 
 def test_collector_handles_groups_of_unequal_sizes(tmp_path: Path) -> None:
@@ -190,12 +161,8 @@ def test_collector_handles_groups_of_unequal_sizes(tmp_path: Path) -> None:
             return RolloutScalars(**arrays, episodes=np.repeat(first, counts))
 
     for max_batches, signal in ((3, lambda row: row % 2 == 0), (1, lambda row: row % 3 == 0)):
-        pool = Several(signal, 2)
-        collector = RolloutCollector(
-            pool, CountingSampler(), RolloutConfig(samples_per_prompt=SAMPLES),
-            DynamicSamplingConfig(enable=True, max_batches=max_batches), groups_with_variance, 8, 1, tmp_path,
-        )  # fmt: skip
-        groups = collector.collect(1)
+        dynamic = {"enable": True, "max_batches": max_batches}
+        groups = collector_of(Several(signal, 2), tmp_path, dynamic=dynamic).collect(1)
         kept = [s.group_ids[k] for s, k in zip(groups.scalars, groups.keep, strict=True)]
         assert len(np.unique(np.concatenate(kept))) == 8
         for scalars, rows in zip(groups.scalars, groups.keep, strict=True):

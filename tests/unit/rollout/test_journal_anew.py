@@ -15,6 +15,7 @@ import pytest
 from mcore_rl.rollout import journal as module
 from mcore_rl.rollout.journal import BEGIN, MAX_GROWTH, WORD, JournaledResponse, TokenJournal, read_journal
 from mcore_rl.types import Completion, Delta, GenerationRequest, SamplingOptions
+from tests.unit.rollout.test_journal import ended
 
 SMALL = 300
 Told = tuple[int, list[int], list[float], list[int], str | None]
@@ -22,11 +23,6 @@ Told = tuple[int, list[int], list[float], list[int], str | None]
 
 def request(name: str, seed: int = 1, partial: Completion | None = None) -> GenerationRequest:
     return GenerationRequest(name, np.array([3, 4], np.int32), seed, SamplingOptions(4096), partial)
-
-
-def ended(name: str, reason: str) -> Completion:
-    nothing = np.zeros(0, np.int32)
-    return Completion(name, nothing, nothing.astype(np.float32), reason, nothing)
 
 
 def told(found: dict[str, JournaledResponse]) -> dict[str, Told]:

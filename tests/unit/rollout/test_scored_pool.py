@@ -13,6 +13,7 @@ import pytest
 from mcore_rl.data.records import amend_part
 from mcore_rl.rollout.scored_pool import ScoredPool, StepGradingPool, WeightedScorer
 from mcore_rl.types import Grades, RolloutScalars, RolloutTask, SamplingOptions
+from tests.unit.rollout.made import made_scalars
 
 
 def task(name: str, groups: list[int]) -> RolloutTask:
@@ -21,20 +22,8 @@ def task(name: str, groups: list[int]) -> RolloutTask:
 
 
 def scalars(rewards: list[float], accuracies: list[float]) -> RolloutScalars:
-    size = len(rewards)
-    whole = np.ones(size, np.int32)
-    return RolloutScalars(
-        group_ids=np.repeat(np.arange(size // 2), 2),
-        prompt_rows=np.zeros(size, np.int64),
-        total_tokens=whole,
-        response_tokens=whole,
-        trained_tokens=whole,
-        rewards=np.array(rewards, np.float32),
-        accuracies=np.array(accuracies, np.float32),
-        clipped=np.zeros(size, np.uint8),
-        versions=np.zeros((size, 2), np.int32),
-        seconds_grading=2.0,
-    )
+    values = {"rewards": np.array(rewards, np.float32), "accuracies": np.array(accuracies, np.float32)}
+    return made_scalars(np.repeat(np.arange(len(rewards) // 2), 2), seconds_grading=2.0, **values)
 
 
 class RulesPool:

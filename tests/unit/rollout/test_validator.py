@@ -1,4 +1,4 @@
-"""Validation: sampling, repeatability, and the order of scalars and records."""
+"""Validation and probes: sampling, repeatability, and the order of scalars and records."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import pytest
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import RewardError
+from mcore_rl.rewards.step_grading import DeferredRewarder
 from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
-from mcore_rl.rollout.validator import RolloutValidator
+from mcore_rl.rollout.validator import MAX_TOKENS, PROBE, PromptProbe, RolloutValidator
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, SamplingOptions, Score
 
 NUM_PROMPTS = 5
+Finish = Callable[[Completion], None]
 
 
 class SeedEngine:
@@ -26,12 +28,7 @@ class SeedEngine:
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
 
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        on_finish: Callable[[Completion], None],
-        begun: Callable[[], None],
-    ) -> None:
+    def generate(self, requests: Sequence[GenerationRequest], on_finish: Finish, begun: Callable[[], None]) -> None:
         self.requests += requests
         for request in reversed(requests):
             ids = np.array([int(digit) for digit in str(request.seed)], np.int32)
@@ -44,7 +41,7 @@ class ParityRewarder:
     def __init__(self) -> None:
         self.scores: dict[int, Score] = {}
 
-    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int, **batch: Any) -> None:
+    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int, **batch: object) -> None:
         right = int(response_text[-1]) % 2 == 0
         parts = {f"of_row_{prompt.row}": float(key), "right": float(right)}
         self.scores[key] = Score(1.0 if right else -1.0, float(right), parts=parts)
@@ -54,7 +51,7 @@ class ParityRewarder:
 
 
 class Digits:
-    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+    def decode(self, token_ids: Sequence[int], **_: object) -> str:
         return "".join(map(str, token_ids))
 
 
@@ -72,7 +69,7 @@ class WorkerPool:
 
 
 def validate(
-    directory: Path, *, num_engines: int = 2, seed: int = 1, step: int = 4, **rollout: Any
+    directory: Path, *, num_engines: int = 2, seed: int = 1, step: int = 4, **rollout: object
 ) -> tuple[RolloutScalars, list[dict[str, Any]], WorkerPool]:
     pool = WorkerPool(num_engines)
     config = RolloutConfig(max_response_tokens=9, **rollout)
@@ -142,3 +139,39 @@ def test_validator_failures_are_recorded_before_the_error(tmp_path: Path) -> Non
 def test_validator_other_run_seed_changes_samples(tmp_path: Path) -> None:
     responses = [[record["response"] for record in validate(tmp_path, seed=seed, **SAMPLED)[1]] for seed in (1, 2)]
     assert not set(responses[0]) & set(responses[1])
+
+
+class ProbedPool:
+    def __init__(self) -> None:
+        self.engine = SeedEngine()
+        own = {"temperature": 0.3}
+        prompts = {
+            PROBE: [
+                Prompt(row, np.arange(row + 1, dtype=np.int32), "", "", "", sampling=own if row == 4 else None)
+                for row in range(5)
+            ]
+        }
+        self.worker = RolloutWorker(SingleTurnPlayer(self.engine, Digits()), DeferredRewarder(), prompts)  # type: ignore
+
+    def probe(self, task: RolloutTask) -> dict[str, Any]:
+        assert task.records is None
+        return {"engine": self.worker.run(task)}
+
+
+def test_probe_takes_long_and_short_prompts_with_training_options() -> None:
+    pool = ProbedPool()
+    rollout = RolloutConfig(temperature=0.7, max_response_tokens=500, samples_per_prompt=8)
+    [(buffers, scalars)] = PromptProbe(pool, np.arange(1, 6), rollout, seed=1).probe(3).values()
+    assert scalars.prompt_rows.tolist() == [4, 2, 0]
+    assert [request.request_id for request in pool.engine.requests] == ["probe.0.0", "probe.1.0", "probe.2.0"]
+    sampling = [request.sampling for request in pool.engine.requests]
+    assert [options.temperature for options in sampling] == [0.3, 0.7, 0.7]
+    assert {options.max_response_tokens for options in sampling} == {MAX_TOKENS}
+    assert len(buffers.logp_rollout) == scalars.response_tokens.sum()
+
+
+def test_probe_few_prompts_repeats_them_under_other_ids() -> None:
+    pool = ProbedPool()
+    [(_, scalars)] = PromptProbe(pool, np.array([1, 2]), RolloutConfig(), seed=1).probe(5).values()
+    assert set(scalars.prompt_rows) == {0, 1}
+    assert len(set(scalars.group_ids)) == 5

@@ -48,12 +48,12 @@ class LengthRewarder:
         self.scores: dict[int, Score] = {}
         self.withdrawn: list[int] = []
 
-    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int, **batch: Any) -> None:
+    def submit(self, key: int, prompt: Prompt, response_text: str, response_tokens: int, **batch: object) -> None:
         parts = {"half": response_tokens / 2, "said": response_text} | ({"long": 1.0} if response_tokens == 4 else {})
         good = Score(float(response_tokens), 1.0, parts=parts)
         self.scores[key] = Score(0.0, 0.0, "raised", f"at {key}") if response_tokens == 3 else good
 
-    def withdraw(self, key: int, **_: Any) -> None:
+    def withdraw(self, key: int, **_: object) -> None:
         self.withdrawn.append(key)
 
     def collect(self, keys: Collection[int]) -> dict[int, Score]:
@@ -67,18 +67,18 @@ class GroupRewarder(LengthRewarder):
         super().__init__()
         self.seen: dict[int, tuple[int, list[int], list[int]]] = {}
 
-    def submit(self, key: int, prompt: Prompt, *rest: Any, **batch: Any) -> None:
+    def submit(self, key: int, prompt: Prompt, *rest: object, **batch: object) -> None:
         self.seen[key] = prompt.row, list(batch["group"]), list(batch["task"])
         super().submit(key, prompt, *rest)
 
 
 class HalfEmojiRewarder(LengthRewarder):
-    def submit(self, key: int, *_: Any, **batch: Any) -> None:
+    def submit(self, key: int, *_: object, **batch: object) -> None:
         self.scores[key] = Score(0.0, 0.0, "not an answer: \ud83d")
 
 
 class Digits:
-    def decode(self, token_ids: Sequence[int], **_: Any) -> str:
+    def decode(self, token_ids: Sequence[int], **_: object) -> str:
         return " ".join(map(str, token_ids))
 
 
@@ -89,15 +89,17 @@ PROMPTS = {
 }
 
 
+def worker_of(engine: object, rewarder: object = None) -> RolloutWorker:
+    player = SingleTurnPlayer(engine, Digits())  # type: ignore[arg-type]
+    return RolloutWorker(player, rewarder or LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
+
+
 def run(
     tmp_path: Path, rows: list[int], group_ids: list[int], samples: int = 2, rewarder: Rewarder | None = None
 ) -> Any:
-    player = SingleTurnPlayer(BackwardsEngine(), Digits())
-    worker = RolloutWorker(player, rewarder or LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
-    task = RolloutTask(
-        "train", np.array(rows), np.array(group_ids), samples, SamplingOptions(4), 1, str(tmp_path / "records")
-    )
-    return worker.run(task)
+    records = str(tmp_path / "records")
+    task = RolloutTask("train", np.array(rows), np.array(group_ids), samples, SamplingOptions(4), 1, records)
+    return worker_of(BackwardsEngine(), rewarder).run(task)
 
 
 def test_worker_submits_keys_of_group_and_task(tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def test_worker_seed_does_not_depend_on_other_responses() -> None:
 
 
 def test_worker_requests_have_limit_and_spans_of_the_task() -> None:
-    worker = RolloutWorker(SingleTurnPlayer(BackwardsEngine(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
+    worker = worker_of(BackwardsEngine())
     spans = tuple(((0, 0, 1), (1, 1, 2 + response)) for response in range(4))
     task = RolloutTask("train", np.array([0, 1]), np.array([4, 5]), 2, SamplingOptions(4), 1, tokens_per_version=3)
     assert [(a.request.tokens_per_version, a.request.spans) for a in worker._attempts(task)] == [(3, ())] * 4
@@ -195,16 +197,11 @@ def of_two_responses(prompts: Sequence[int], responses: Sequence[int]) -> list[T
     """Build routed experts with two layers and one expert per token: 10 * sample + position, and the same plus 100."""
     rows = [np.arange(p + r - 1) + 10 * i for i, (p, r) in enumerate(zip(prompts, responses, strict=True))]
     experts = [np.stack([row, row + 100], 1)[..., None].astype(np.uint8) for row in rows]
-    return [
-        Trajectory(
-            np.full(p, i, np.int32),
-            np.zeros(r, np.int32),
-            np.zeros(r, np.float32),
-            np.zeros(r, np.int32),
-            routed_experts=experts[i],
-        )
-        for i, (p, r) in enumerate(zip(prompts, responses, strict=True))
-    ]
+    made = []
+    for i, (p, r) in enumerate(zip(prompts, responses, strict=True)):
+        zeros = np.zeros(r, np.int32)
+        made.append(Trajectory(np.full(p, i, np.int32), zeros, zeros * 0.0, zeros, routed_experts=experts[i]))
+    return made
 
 
 def test_worker_experts_align_with_tokens() -> None:
@@ -259,7 +256,7 @@ def test_worker_continues_responses_of_lost_engines(tmp_path: Path) -> None:
     nothing = np.zeros(0, np.int32)
     whole = Completion("train.5.1", nothing, nothing.astype(np.float32), "stop", nothing)
     newer.add([Delta("train.5.1", [33], [-1.0], 8), Delta("train.5.2", [34], [-1.0], 8)], [whole])
-    worker = RolloutWorker(SingleTurnPlayer(GoesOn(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
+    worker = worker_of(GoesOn())
     journals = (str(tmp_path / "older"), str(tmp_path / "newer"))
     task = RolloutTask("train", np.array([0]), np.array([5]), 3, sampling, 1, journals=journals)
     ended: list[None] = []
@@ -282,7 +279,7 @@ def test_worker_greedy_baseline_is_not_mixed_up(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     sampled = RolloutTask("train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),))
     greedy = replace(sampled, samples_per_prompt=1, sampling=SamplingOptions(4, temperature=0.0))
-    worker = RolloutWorker(SingleTurnPlayer(BackwardsEngine(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
+    worker = worker_of(BackwardsEngine())
     journal = TokenJournal(path)
     attempts = {}
     for task, token in ((sampled, 31), (greedy, 32)):
@@ -305,7 +302,7 @@ def test_worker_ignores_responses_of_older_tasks(since: int, found: list[str], t
     task = RolloutTask(
         "train", np.array([0]), np.array([5]), 2, SamplingOptions(4), 1, journals=(str(path),), version=since
     )
-    worker = RolloutWorker(SingleTurnPlayer(BackwardsEngine(), Digits()), LengthRewarder(), PROMPTS)  # type: ignore[arg-type]
+    worker = worker_of(BackwardsEngine())
     attempts = worker._attempts(task)
     journal = TokenJournal(path)
     journal.begin([attempt.request for attempt in attempts])
@@ -337,8 +334,7 @@ def test_worker_withdrawn_responses_are_omitted(tmp_path: Path) -> None:
     assert ids == ["train.10.0", "train.10.1", "train.11.0", "train.11.1", "train.12.0", "train.12.1"]
 
     def run(task: RolloutTask, withdrawn: Sequence[str] = ()) -> Any:
-        player = SingleTurnPlayer(Withdrawing(withdrawn), Digits())
-        return RolloutWorker(player, LengthRewarder(), PROMPTS).run(task)  # type: ignore[arg-type]
+        return worker_of(Withdrawing(withdrawn)).run(task)
 
     buffers, scalars = run(whole)
     first = run(replace(whole, records=str(tmp_path / "first")), ids[3:])

@@ -36,7 +36,7 @@ def write_to(path, flags=0):
 """
 
 
-def run(sandbox: LocalSandbox, code: str, **changes: Any) -> Outcome:
+def run(sandbox: LocalSandbox, code: str, **changes: object) -> Outcome:
     return sandbox.run(Program(code, **changes))
 
 

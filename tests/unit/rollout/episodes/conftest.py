@@ -120,7 +120,7 @@ def stage() -> Iterator[SetUp]:
             drops_turns: bool = False,
             journal: TokenJournal | None = None,
             extra_info: dict[str, Any] | None = None,
-            **rollout: Any,
+            **rollout: object,
         ) -> Stage:
             config = RolloutConfig(
                 **({"episode": "a.py:b", "max_prompt_tokens": 200, "max_response_tokens": 600} | rollout)

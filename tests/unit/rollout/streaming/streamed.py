@@ -14,11 +14,11 @@ import numpy as np
 from mcore_rl.algorithms import groups_with_variance
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.streaming.checkpoint import saved_file
 from mcore_rl.rollout.streaming.collector import StreamingCollector
 from mcore_rl.rollout.streaming.interface import SavedTasks
-from mcore_rl.rollout.streaming.saved import saved_file
 from mcore_rl.types import Mean, RolloutResult, RolloutScalars, RolloutTask
-from tests.unit.rollout.counting import CountingSampler
+from tests.unit.rollout.made import CountingSampler, made_scalars
 
 SAMPLES = 4
 SIZE = 4
@@ -87,14 +87,13 @@ class Stream:
     def _scalars(self, task: RolloutTask) -> RolloutScalars:
         Path(str(task.records)).write_text(f"{task.group_ids[0]}\n")
         count = task.num_responses
-        ones, rewards = np.ones(count, np.int32), np.zeros(count, np.float32)
+        rewards = np.zeros(count, np.float32)
         rewards[0] = 0 if self.dull(int(task.group_ids[0])) else 1
         versions = np.full((count, 2), self.version, np.int32)
         versions[:, 0] = task.version
-        return RolloutScalars(
-            np.repeat(task.group_ids, count), np.repeat(task.prompt_rows, count), ones, ones, ones, rewards, rewards,
-            np.zeros(count, np.uint8), versions, version_tokens=((self.version, count),),
-        )  # fmt: skip
+        given = {"prompt_rows": np.repeat(task.prompt_rows, count), "rewards": rewards, "accuracies": rewards}
+        version_tokens = ((self.version, count),)
+        return made_scalars(np.repeat(task.group_ids, count), versions=versions, version_tokens=version_tokens, **given)
 
 
 def all_of_them(tickets: list[int]) -> list[int]:
@@ -107,7 +106,7 @@ def some(seed: int) -> Callable[[list[int]], list[int]]:
     return lambda tickets: chance.sample(tickets, chance.randint(1, min(3, len(tickets))))
 
 
-def collector_of(stream: Stream, tmp_path: Path, *, steps: int = 50, **given: Any) -> StreamingCollector:
+def collector_of(stream: Stream, tmp_path: Path, *, steps: int = 50, **given: object) -> StreamingCollector:
     rollout = {"samples_per_prompt": SAMPLES, "max_staleness": 1, **given.pop("rollout", {})}
     dynamic = given.pop("dynamic", {"enable": False})
     return StreamingCollector(

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
-from mcore_rl.rollout.streaming.collector import StreamingCollector
-from mcore_rl.rollout.streaming.saved import (
+from mcore_rl.rollout.streaming.checkpoint import (
     FINISHED,
     Bounds,
     SavedGroup,
@@ -21,7 +20,9 @@ from mcore_rl.rollout.streaming.saved import (
     write_groups,
     write_trajectories,
 )
+from mcore_rl.rollout.streaming.collector import StreamingCollector
 from mcore_rl.types import RolloutScalars, SavedFile, TrajectoryBuffers
+from tests.unit.rollout.made import made_scalars
 from tests.unit.rollout.streaming.streamed import SAMPLES, SIZE, Stream, collector_of, some
 from tests.unit.rollout.streaming.test_collector import ages, trained
 
@@ -29,7 +30,7 @@ from tests.unit.rollout.streaming.test_collector import ages, trained
 class Run:
     """Collector and publisher as the trainer uses them, with a checkpoint in `directory`."""
 
-    def __init__(self, directory: Path, seed: int, **given: Any) -> None:
+    def __init__(self, directory: Path, seed: int, **given: object) -> None:
         self.directory, self.given, self.saves = directory, given, 0
         self.start(seed)
 
@@ -168,11 +169,8 @@ def test_write_groups_scalars_round_trip_exactly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("renamed", ["version_tokens", "rewards"])
 def test_read_groups_of_another_version_is_rejected(renamed: str, tmp_path: Path) -> None:
-    numbers, ints = np.zeros(1, np.float32), np.zeros(1, np.int32)
-    versions = np.zeros((1, 2), np.int32)
-    scalars = RolloutScalars(ints, ints, ints, ints, ints, numbers, numbers, ints.astype(np.uint8), versions)
     path = tmp_path / "groups.json"
-    write_groups(path, Bounds(1, 2, 3, 4), [SavedGroup(7, 3, 1, FINISHED, scalars, "a.npz", 2, 9)])
+    write_groups(path, Bounds(1, 2, 3, 4), [SavedGroup(7, 3, 1, FINISHED, made_scalars([7]), "a.npz", 2, 9)])
     path.write_text(path.read_text().replace(f'"{renamed}"', '"of_old"'))
     with pytest.raises(CheckpointError, match="another version of mcore-rl"):
         read_groups(path)

@@ -19,9 +19,10 @@ from mcore_rl.rollout.streaming.collector import SwappingPublisher
 from mcore_rl.rollout.streaming.paused_requests import PausedRequests
 from mcore_rl.rollout.streaming.replay import Replay, read_replay
 from mcore_rl.rollout.trajectories import version_spans
-from mcore_rl.types import Completion, Delta, Groups, RolloutScalars
+from mcore_rl.types import Completion, Delta, Groups
+from tests.unit.rollout.made import made_scalars
 from tests.unit.rollout.streaming.streamed import SAMPLES, SIZE, Stream, collector_of, some
-from tests.unit.rollout.streaming.test_collector import trained
+from tests.unit.rollout.streaming.test_collector import FakePublisher, trained
 from tests.unit.rollout.streaming.test_paused_requests import (
     SECONDS,
     Heard,
@@ -113,15 +114,9 @@ def test_paused_requests_early_weights_keep_the_span_limit() -> None:
 
 
 def run(stream: Stream, tmp_path: Path, steps: int, replay: Replay | None = None) -> list[Groups]:
-    collector = collector_of(
-        stream,
-        tmp_path,
-        rollout={"max_staleness": 2, "swap": "recompute"},
-        dynamic={"enable": True, "max_batches": 2},
-        replay=replay,
-        steps=20,
-    )
-    publisher = SwappingPublisher(FakePublisher(stream), collector, finish=False)
+    rollout, dynamic = {"max_staleness": 2, "swap": "recompute"}, {"enable": True, "max_batches": 2}
+    collector = collector_of(stream, tmp_path, rollout=rollout, dynamic=dynamic, replay=replay, steps=20)
+    publisher = SwappingPublisher(FakePublisher(stream, may_run=True), collector, finish=False)
     publisher.publish(0)
     collected = []
     for step in range(1, steps + 1):
@@ -130,18 +125,6 @@ def run(stream: Stream, tmp_path: Path, steps: int, replay: Replay | None = None
             stream.end(stream.choose(sorted(stream.underway)))
         publisher.publish(step)
     return collected
-
-
-class FakePublisher:
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-
-    def publish(self, version: int) -> int:
-        self.stream.version = version
-        return version
-
-    def verify(self) -> int:
-        return 0
 
 
 def told(collected: list[Groups]) -> list[Any]:
@@ -194,9 +177,8 @@ def test_replay_tasks_have_spans_and_results_are_compared(tmp_path: Path) -> Non
 
 def test_replay_diverging_group_is_named() -> None:
     replay = Replay({1: [0]}, [0], {0: (((0, 0, 3),), ((0, 0, 2), (1, 2, 9)))})
-    ones, floats = np.ones(2, np.int32), np.zeros(2, np.float32)
     versions = np.array([[0, 0], [0, 1]], np.int32)
-    scalars = RolloutScalars(ones, ones, ones, np.array([3, 9], np.int32), ones, floats, floats, ones, versions)  # type: ignore[arg-type]
+    scalars = made_scalars([1, 1], response_tokens=np.array([3, 9], np.int32), versions=versions)
     replay.check_same(0, scalars)
     replay.check_same(7, scalars)  # which had not ended
     with pytest.raises(McoreRLError, match=r"replay diverged at group 0: \[3, 8\] tokens instead of \[3, 9\]"):

@@ -6,15 +6,12 @@ import numpy as np
 
 from mcore_rl.rollout.streaming.staleness import QueueLengths, describe_staleness
 from mcore_rl.types import Max, Mean, RolloutScalars
+from tests.unit.rollout.made import made_scalars
 
 
 def scalars(versions: list[list[int]], *drawn: tuple[int, int]) -> RolloutScalars:
     """Build scalars with one response per row of `versions`; `drawn`: (version, tokens)."""
-    ints, numbers = np.ones(len(versions), np.int32), np.zeros(len(versions), np.float32)
-    return RolloutScalars(
-        ints, ints, ints, ints, ints, numbers, numbers, ints.astype(np.uint8), np.array(versions, np.int32),
-        version_tokens=drawn,
-    )  # fmt: skip
+    return made_scalars([1] * len(versions), versions=np.array(versions, np.int32), version_tokens=drawn)
 
 
 def test_describe_staleness_counts_tokens_by_version() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.tools.entries import read_entries
 from mcore_rl.rollout.tools.limits import ToolLimits
+from mcore_rl.rollout.tools.load import read_entries
 
 VERLS = """
 tools:

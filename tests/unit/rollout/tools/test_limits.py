@@ -42,7 +42,7 @@ class FakeTool:
     async def close(self) -> None: ...
 
 
-def limited(tool: FakeTool, stuck: list[str] | None = None, **limits: Any) -> LimitedTool:
+def limited(tool: FakeTool, stuck: list[str] | None = None, **limits: object) -> LimitedTool:
     return LimitedTool(
         tool, ToolLimits(**{"timeout_seconds": 5.0, **limits}), [].append if stuck is None else stuck.append
     )

@@ -168,7 +168,7 @@ class Refusing(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_POST
 
-    def log_message(self, format: str, *args: Any) -> None: ...
+    def log_message(self, format: str, *args: object) -> None: ...
 
 
 @pytest.mark.parametrize("path", ["mcp", "sse"])

@@ -13,7 +13,7 @@ import pytest
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.tools.entries import read_entries
+from mcore_rl.rollout.tools.load import read_entries
 from mcore_rl.rollout.tools.toolbox import ToolBox
 from mcore_rl.sandbox.check import check_local
 

@@ -13,8 +13,8 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.interface import EpisodeState, ToolError, ToolResult, result_of
 from mcore_rl.rollout.tools.kinds import verl_names
+from mcore_rl.rollout.tools.kinds.adapters import VerlTool
 from mcore_rl.rollout.tools.kinds.verl_names import BaseTool, OpenAIFunctionToolSchema, ToolResponse
-from mcore_rl.rollout.tools.kinds.verl_tools import VerlTool
 from mcore_rl.rollout.tools.toolbox import ToolBox, check_tools
 from tests.unit.rollout.tools.made import with_tools
 
@@ -235,7 +235,7 @@ class Recorded(BaseTool):
         super().__init__({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))
         self.seen: list[Any] = []
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: object) -> None:
         self.seen.append(("release", instance_id))
 
 
@@ -253,16 +253,16 @@ class NewForm(Recorded):
         self.seen.append(create_kwargs)
         return "new", ToolResponse()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: object) -> Any:
         return ToolResponse(text=f"{sorted(kwargs)}"), None, None
 
 
 class EitherForm(Recorded):
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+    async def create(self, instance_id: str | None = None, **kwargs: object) -> Any:
         self.seen.append(kwargs.get("create_kwargs", kwargs))
         return "either", ToolResponse()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: object) -> Any:
         raise ValueError("no")
 
 

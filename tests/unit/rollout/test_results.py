@@ -1,27 +1,35 @@
-"""Responses that could not be graded: the first is shown, and too many end the run."""
+"""Concatenation of the scalars of several calls, and failures of grading: the first is shown, and too many end the
+run."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.errors import ConfigError, RewardError
-from mcore_rl.rollout.results import GradingFailures
+from mcore_rl.rollout.results import GradingFailures, join_scalars
 from mcore_rl.types import RolloutScalars
+from tests.unit.rollout.made import made_scalars
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "mine.py", line 3, in f'
 
 
+def test_join_scalars_errors_tokens_and_seconds() -> None:
+    given = {"tokens_taken_over": 5, "seconds_generating": 2.0, "version_tokens": ((3, 7), (4, 1))}
+    first = made_scalars([1, 1, 2], errors=((1, "a"),), **given)
+    given = {"tokens_taken_over": 7, "parts": {"half": np.array([0.5])}, "version_tokens": ((4, 2),)}
+    second = made_scalars([2], errors=((0, "b"),), traceback="at b", **given)
+    joined = join_scalars([first, second])
+    assert joined.group_ids.tolist() == [1, 1, 2, 2]
+    assert joined.version_tokens == ((3, 7), (4, 1), (4, 2))
+    assert joined.errors == ((1, "a"), (3, "b"))
+    assert (joined.traceback, joined.tokens_taken_over, joined.seconds_generating) == ("at b", 12, 2.0)
+    np.testing.assert_array_equal(joined.parts["half"], [np.nan, np.nan, np.nan, 0.5])
+
+
 def graded(size: int, *failed: int, traceback: str | None = None) -> RolloutScalars:
-    ids, numbers = np.zeros(size, np.int64), np.zeros(size, np.float32)
-    counts = np.ones(size, np.int32)
-    scalars = RolloutScalars(
-        ids, ids, counts, counts, counts, numbers, numbers, np.zeros(size, np.uint8), np.zeros((size, 2), np.int32)
-    )
-    return replace(scalars, errors=tuple((i, f"error {i}") for i in failed), traceback=traceback)
+    return made_scalars([0] * size, errors=tuple((i, f"error {i}") for i in failed), traceback=traceback)
 
 
 def watched(**config: float) -> tuple[GradingFailures, list[str]]:
