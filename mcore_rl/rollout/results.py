@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -78,13 +79,12 @@ def grades_of(scores: Sequence[Score]) -> Grades:
 
 def _numbers(scores: Sequence[Score]) -> dict[str, np.ndarray]:
     """Collect the numeric parts of scores by name; NaN if a response has none. Shapes: float64 [B]."""
-    names = {name for score in scores for name, value in score.parts.items() if isinstance(value, float)}
-    numbers = {name: np.full(len(scores), np.nan) for name in sorted(names)}
+    numbers: defaultdict[str, np.ndarray] = defaultdict(lambda: np.full(len(scores), np.nan))
     for index, score in enumerate(scores):
         for name, value in score.parts.items():
             if isinstance(value, float):
                 numbers[name][index] = value
-    return numbers
+    return dict(sorted(numbers.items()))
 
 
 def _episode_metrics(outcomes: Sequence[EpisodeOutcome], counts: np.ndarray) -> dict[str, np.ndarray]:

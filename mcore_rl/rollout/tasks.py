@@ -157,7 +157,7 @@ class TaskRunner:
         """
         reached = {
             Until.ALL: lambda: not self._tasks,
-            Until.ASKS: lambda: not self._tasks or self._asks(),
+            Until.ASKS: lambda: not self._tasks or (not self._unstarted and self._requests_left < self._low),
             Until.ANY: lambda: bool(self._finished),
         }[until]
         with self._changed:
@@ -217,9 +217,6 @@ class TaskRunner:
                 request_ids = [task.request_id(response) for response in range(*task.span)]
                 self._finished.append(Finished(number, request_ids, *result))
             self._changed.notify_all()
-
-    def _asks(self) -> bool:
-        return not self._unstarted and self._requests_left < self._low
 
     def _begin_request(self) -> None:
         with self._changed:

@@ -82,7 +82,9 @@ class RolloutWorker:
                 return
             graded_here.append(keys[place])
             text, tokens = outcome.text, sum(len(trajectory.token_ids) for trajectory in outcome.trajectories)
-            prompt = _with_extra(attempts[place].prompt, outcome)
+            prompt = attempts[place].prompt
+            if outcome.extra:  # graders receive the episode's fields
+                prompt = replace(prompt, extra_info={**prompt.extra_info, **outcome.extra})
             self._rewarder.submit(keys[place], prompt, text, tokens, group=group_of[place], task=keys)
 
         # Each response is graded as soon as it ends (in `end`), so that grading overlaps the generation of the others.
@@ -164,11 +166,6 @@ def _groups_of_keys(task: RolloutTask, keys: Sequence[int]) -> list[list[int]]:
     for prompt, key in zip(prompts, keys, strict=True):
         keys_of[prompt].append(key)
     return [keys_of[prompt] for prompt in prompts]
-
-
-def _with_extra(prompt: Prompt, outcome: EpisodeOutcome) -> Prompt:
-    """Return the prompt with the episode's fields in extra_info, for graders."""
-    return replace(prompt, extra_info={**prompt.extra_info, **outcome.extra}) if outcome.extra else prompt
 
 
 def _sampling(options: SamplingOptions, prompt: Prompt) -> SamplingOptions:

@@ -77,7 +77,17 @@ class _CellRunner:
             os.close(writer)
         self._pipes = PipeLoop(self._confined)
         self._budgets = Budget(self._output_bytes + _SLACK_BYTES), Budget(_RESULT_BYTES)
-        self._await_start()
+        stdout = self._confined.process.stdout
+        assert stdout is not None
+        self._output = self._pipes.receive(stdout.fileno(), self._budgets[0])
+        self._results = self._pipes.receive(self._reader, self._budgets[1])
+        self._released = False
+        why = self._pipes.until(lambda: b"\n" in self._results, START_SECONDS)
+        if why != "exit" or b"\n" not in self._results:
+            message = self._output.decode("utf-8", "replace").strip()
+            self._gone = "it did not start"
+            self._release()
+            raise SandboxError(f"the {self.name} in the sandbox did not start: {message or why}")
 
     @property
     def alive(self) -> bool:
@@ -90,19 +100,6 @@ class _CellRunner:
             self._confined.kill()
         with self._lock:
             self._release()
-
-    def _await_start(self) -> None:
-        process = self._confined.process
-        assert process.stdout is not None
-        self._output = self._pipes.receive(process.stdout.fileno(), self._budgets[0])
-        self._results = self._pipes.receive(self._reader, self._budgets[1])
-        self._released = False
-        why = self._pipes.until(lambda: b"\n" in self._results, START_SECONDS)
-        if why != "exit" or b"\n" not in self._results:
-            message = self._output.decode("utf-8", "replace").strip()
-            self._gone = "it did not start"
-            self._release()
-            raise SandboxError(f"the {self.name} in the sandbox did not start: {message or why}")
 
     def _request(self, request: bytes, seconds: float | None) -> tuple[str, bytes | None, Ended]:
         """Run a cell. Returns its output, its result line (None if the session has ended), and the reason."""

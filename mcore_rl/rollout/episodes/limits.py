@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 from mcore_rl.config.schema import RolloutConfig
 
@@ -16,13 +17,15 @@ class EpisodeLimitError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True)
+@dataclass
 class EpisodeLimits:
     """Limits of an episode: the configured ones, `response_tokens` of a sequence after its prompt, and `turns`."""
 
     config: RolloutConfig
     response_tokens: int
     turns: int
+    reached: str | None = None
+    """Reason of the last EpisodeLimitError, since an episode may catch the error and return a result."""
 
     @property
     def context_tokens(self) -> int:
@@ -36,14 +39,18 @@ class EpisodeLimits:
         Raises: EpisodeLimitError if there is no room.
         """
         if num_turns >= self.turns:
-            raise EpisodeLimitError("turns", f"the limit of {num_turns} turns (rollout.max_turns) is reached")
+            self._end("turns", f"the limit of {num_turns} turns (rollout.max_turns) is reached")
         left = min(self.response_tokens - (num_tokens - num_prompt_tokens), self.context_tokens - num_tokens)
         if left <= 0:
-            raise EpisodeLimitError("length", f"a sequence of {num_tokens} tokens leaves no room for another turn")
+            self._end("length", f"a sequence of {num_tokens} tokens leaves no room for another turn")
         return left if self.config.max_turn_tokens is None else min(left, self.config.max_turn_tokens)
 
     def check_calls(self, num_calls: int) -> None:
         """Raise EpisodeLimitError if the turn may not call another tool."""
         if num_calls >= self.config.max_tool_calls_per_turn:
-            text = f"the limit of {num_calls} calls per turn (rollout.max_tool_calls_per_turn) is reached"
-            raise EpisodeLimitError("tool_calls", text)
+            key = "rollout.max_tool_calls_per_turn"
+            self._end("tool_calls", f"the limit of {num_calls} calls per turn ({key}) is reached")
+
+    def _end(self, reason: str, text: str) -> NoReturn:
+        self.reached = reason
+        raise EpisodeLimitError(reason, text)

@@ -10,7 +10,6 @@ from numbers import Real
 import numpy as np
 
 from mcore_rl.errors import DataError
-from mcore_rl.rollout.episodes.sequences import TokenSequence
 from mcore_rl.rollout.episodes.session import Sampled, Session
 from mcore_rl.types import NOT_SAMPLED, EpisodeOutcome, Trajectory, extra_of_turns
 
@@ -46,7 +45,7 @@ def ended(session: Session, returned: object, *, reason: str | None = None) -> E
         raise DataError("it ended without calling session.generate, so there is nothing to train on")
     trajectories = _chosen(session, result)
     if reason is None:
-        reason = session.limit or (LENGTH if session.truncated else STOP)
+        reason = session.limits.reached or (LENGTH if session.truncated else STOP)
     return _outcome(session, trajectories, reason, result)
 
 
@@ -96,11 +95,11 @@ def _result(returned: object) -> EpisodeResult:
         _finite(returned.reward, "reward")
         return returned
     if isinstance(returned, Mapping):
-        parts = {str(k): v for k, v in returned.items() if k not in ("score", "acc") and v is not None}
         if "score" not in returned:
             raise DataError(f"it returned a dict without score ({', '.join(map(str, returned)) or 'empty'})")
         score, accuracy = _finite(returned["score"], "score"), returned.get("acc")
-        return EpisodeResult(score, None if accuracy is None else _finite(accuracy, "acc"), _parts(parts))
+        parts = {str(k): _part(v) for k, v in returned.items() if k not in ("score", "acc") and v is not None}
+        return EpisodeResult(score, _finite(accuracy, "acc"), parts)
     return EpisodeResult(_finite(returned, "reward"))
 
 
@@ -113,11 +112,8 @@ def _finite(value: object, name: str) -> float | None:
     return float(number)
 
 
-def _parts(values: Mapping[str, object]) -> dict[str, float | str]:
-    return {
-        name: float(value) if isinstance(value, Real) and math.isfinite(float(value)) else str(value)
-        for name, value in values.items()
-    }
+def _part(value: object) -> float | str:
+    return float(value) if isinstance(value, Real) and math.isfinite(float(value)) else str(value)
 
 
 def _chosen(session: Session, result: EpisodeResult) -> list[Trajectory]:
@@ -125,10 +121,7 @@ def _chosen(session: Session, result: EpisodeResult) -> list[Trajectory]:
         return [_as_returned(session, result.token_ids, result.mask)]
     if result.sampled is None:
         return session.book.trajectories()
-    chosen: list[TokenSequence] = []
-    for turn in result.sampled:
-        if turn.sequence not in chosen:
-            chosen.append(turn.sequence)
+    chosen = list(dict.fromkeys(turn.sequence for turn in result.sampled))
     if not chosen:
         raise DataError("EpisodeResult.sampled is empty; omit it to train on everything")
     return session.book.trajectories(chosen)

@@ -39,7 +39,7 @@ class EngineClient:
     """TokenSource for one asyncio loop. It wakes the loop once for all responses that end in the same engine step."""
 
     def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._ended: deque[tuple[asyncio.Future[Completion], Completion | BaseException]] = deque()
         self._wakes = False
         """True while a wake-up is scheduled."""
@@ -60,14 +60,14 @@ class EngineClient:
                 with contextlib.suppress(RuntimeError):  # the asyncio loop has been closed
                     asyncio_loop.call_soon_threadsafe(self._settle)
 
-        self._loop.submit_nowait([request], listener, started)
+        self.loop.submit_nowait([request], listener, started)
         try:
             completion = await ended
             if completion.finish_reason == "abort":
                 raise WithdrawnError
             return completion
         except asyncio.CancelledError:
-            self._loop.abort_nowait([request.request_id])
+            self.loop.abort_nowait([request.request_id])
             raise
 
     def _settle(self) -> None:
@@ -80,10 +80,6 @@ class EngineClient:
                 ended.set_exception(result)
             else:
                 ended.set_result(result)
-
-    async def take_over(self, recovered: JournaledResponse) -> None:
-        """Call EngineLoop.take_over."""
-        await asyncio.wrap_future(self._loop.take_over([recovered]))
 
 
 class AttemptClient:
@@ -128,7 +124,7 @@ class AttemptClient:
         self.taken_over += len(found.completion.token_ids)
         if found.finish_reason is not None:
             self.begin()
-            await self._client.take_over(found)
+            await asyncio.wrap_future(self._client.loop.take_over([found]))
             return replace(found.completion, finish_reason=found.finish_reason)
         return await self._sample(replace(request, partial=found.completion))
 

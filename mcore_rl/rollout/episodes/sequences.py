@@ -34,10 +34,6 @@ class TokenSequence:
         self._rewards: dict[int, float] = {}
         """Rewards of turns, by the position of the turn's last token in the response."""
 
-    @property
-    def num_response_tokens(self) -> int:
-        return len(self.tokens) - len(self.prompt_ids)
-
     def is_prefix_of(self, token_ids: np.ndarray) -> bool:
         """Return True if `token_ids` start with this sequence."""
         return len(token_ids) >= len(self.tokens) and np.array_equal(token_ids[: len(self.tokens)], self.tokens)
@@ -60,7 +56,7 @@ class TokenSequence:
 
     def reward(self, value: float) -> None:
         """Add to the reward of the last sampled turn."""
-        place = self.num_response_tokens - 1
+        place = len(self.tokens) - len(self.prompt_ids) - 1
         self._rewards[place] = self._rewards.get(place, 0.0) + value
 
     def trajectory(self, *, trained: bool = True) -> Trajectory:

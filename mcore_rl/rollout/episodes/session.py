@@ -22,11 +22,11 @@ from mcore_rl.data.transcripts import TextDecoder, response_text
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes import trace
 from mcore_rl.rollout.episodes.history import turn_message
-from mcore_rl.rollout.episodes.limits import EpisodeLimitError, EpisodeLimits
+from mcore_rl.rollout.episodes.limits import EpisodeLimits
 from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
 from mcore_rl.rollout.episodes.trace import EpisodeTrace
 from mcore_rl.rollout.tools.interface import ClosedEpisode, ToolResult
-from mcore_rl.rollout.tools.parsers import ParsedMessage
+from mcore_rl.rollout.tools.parsers import ParsedMessage, ToolCallParser
 from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions
 from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_function
 
@@ -51,12 +51,6 @@ class ToolCaller(Protocol):
     ) -> ToolResult: ...
 
     async def close_episode(self, episode_id: str) -> ClosedEpisode: ...
-
-
-class MessageParser(Protocol):
-    """Parser of the model's turns."""
-
-    def parse(self, text: str, prompt: str = "") -> ParsedMessage: ...
 
 
 @dataclass(frozen=True)
@@ -106,13 +100,13 @@ class EpisodeContext:
     decoder: TextDecoder
     conversation: Conversation
     tools: ToolCaller | None = None
-    parser: MessageParser | None = None
+    parser: ToolCallParser | None = None
     history: str = "keep"
     drops_turns: bool = False
     parallel_calls: bool = True
     """False if the chat template supports only one call per turn."""
     stop_ids: frozenset[int] = frozenset()
-    parser_of: Callable[[Sequence[ToolSchema]], MessageParser] | None = None
+    parser_of: Callable[[Sequence[ToolSchema]], ToolCallParser] | None = None
     """Function that builds a parser for the calls of other tools."""
 
     def offering(self, tools: Sequence[ToolSchema] | None) -> EpisodeContext:
@@ -150,8 +144,6 @@ class Session:
         self.tool_metrics: defaultdict[str, list[float]] = defaultdict(list)
         """Numeric metrics of tool calls, by name."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.limit: str | None = None
-        """Limit that ended the episode."""
         self.truncated = False
         """True if a limit truncated the last turn."""
         self._context, self._source, self._request, self._prompt, self._trace = context, source, request, prompt, traced
@@ -188,8 +180,7 @@ class Session:
         ids = np.asarray(token_ids, np.int32)
         sequence = self.book.find(ids)
         num_prompt = len(ids) if sequence is None else len(sequence.prompt_ids)
-        with self._noted_limit():
-            room = self.limits.room(self.num_turns, num_prompt, len(ids))
+        room = self.limits.room(self.num_turns, num_prompt, len(ids))
         request = self._request_of(ids, self._options(sampling, room))
         self.num_turns += 1
         self._calls_of_turn = 0
@@ -218,8 +209,7 @@ class Session:
         """
         if self._context.tools is None:
             raise ConfigError("an episode calls a tool, but rollout.tools is not set")
-        with self._noted_limit():
-            self.limits.check_calls(self._calls_of_turn)
+        self.limits.check_calls(self._calls_of_turn)
         self._calls_of_turn += 1
         self.num_tool_calls += 1
         # A row may offer only some of the run's tools; others must fail as if they did not exist.
@@ -368,15 +358,6 @@ class Session:
         digest = zlib.crc32(key)
         name, seed = f"{self.id}/{digest:08x}.{again}", turn_seed(self.seed, digest, again)
         return GenerationRequest(name, ids, seed, options, tokens_per_version=self._request.tokens_per_version)
-
-    @contextlib.contextmanager
-    def _noted_limit(self) -> Iterator[None]:
-        """Remember the limit, since an episode may catch the error and return a result."""
-        try:
-            yield
-        except EpisodeLimitError as error:
-            self.limit = error.reason
-            raise
 
     @contextlib.contextmanager
     def _traced_call(self) -> Iterator[None]:

@@ -86,7 +86,8 @@ class SingleTurnPlayer:
             callbacks.ended(place, self._outcome(attempts[place].request, completion, before))
 
         # Journal them before reporting them: if this engine dies, the next one reads only this engine's journal.
-        finished = [recovered[request_id] for request_id in place_of if _is_finished(recovered.get(request_id))]
+        known = [recovered[request_id] for request_id in place_of if request_id in recovered]
+        finished = [found for found in known if found.finish_reason is not None]
         if finished:
             self._generator.take_over(finished).result()
         for attempt in attempts:
@@ -123,7 +124,3 @@ class SingleTurnPlayer:
             extra=extra_of_turns(),
             taken_over=0 if before is None else len(before.completion.token_ids),
         )
-
-
-def _is_finished(found: JournaledResponse | None) -> bool:
-    return found is not None and found.finish_reason is not None

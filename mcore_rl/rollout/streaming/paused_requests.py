@@ -38,12 +38,15 @@ class PausedRequests:
 
     def add(self, requests: Sequence[GenerationRequest], version: int) -> list[str]:
         """Register running requests with weights of `version`; returns the ids of those that must pause at once."""
+        full = []
         for request in requests:
             if request.tokens_per_version is not None or request.spans:
                 sampled = 0 if request.partial is None else len(request.partial.token_ids)
-                limited = LimitedRequest(request, sampled, _remaining(request, sampled, version))
-                self._running[request.request_id] = limited
-        return [request.request_id for request in requests if self._is_full(request.request_id)]
+                left = _remaining(request, sampled, version)
+                self._running[request.request_id] = LimitedRequest(request, sampled, left)
+                if left <= 0:
+                    full.append(request.request_id)
+        return full
 
     def count(self, deltas: Sequence[Delta]) -> list[str]:
         """Count sampled tokens; returns the ids of requests that reached their limit."""
@@ -87,9 +90,6 @@ class PausedRequests:
             if (request := self._paused.pop(request_id, None)) is not None and request.partial is not None:
                 partial.append(request.partial)
         return partial
-
-    def _is_full(self, request_id: str) -> bool:
-        return (limited := self._running.get(request_id)) is not None and limited.left <= 0
 
 
 def _remaining(request: GenerationRequest, sampled: int, version: int) -> float:

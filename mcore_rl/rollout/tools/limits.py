@@ -61,7 +61,8 @@ class LimitedTool:
             except ToolError as error:
                 return failure(str(error))
             except Exception as error:  # any error of the user's tool
-                if attempt == self.limits.retries or not is_transient(error):
+                is_transient = any(kind.__name__ in TRANSIENT for kind in type(error).__mro__)
+                if attempt == self.limits.retries or not is_transient:
                     return failure(describe(error))
             await asyncio.sleep(BACKOFF_SECONDS * 2**attempt)
             attempt += 1
@@ -143,7 +144,3 @@ async def contained(call: Coroutine[object, None, T]) -> T:
 def failure(reason: str) -> ToolResult:
     """Build a result that describes an error to the model."""
     return ToolResult(f"Error: {reason}", error=reason)
-
-
-def is_transient(error: BaseException) -> bool:
-    return any(kind.__name__ in TRANSIENT for kind in type(error).__mro__)

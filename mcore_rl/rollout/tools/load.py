@@ -90,11 +90,6 @@ def read_entries(spec: str, timeout_seconds: float) -> list[ToolEntry]:
     return [_entry(f"{origin}: tools[{i}]", each, path.parent, timeout_seconds) for i, each in enumerate(tools)]
 
 
-def is_code(spec: str) -> bool:
-    """Return True if rollout.tools names code instead of a tool file."""
-    return names_function(spec) and not spec.endswith((".yaml", ".yml"))
-
-
 def _entry(origin: str, given: object, folder: Path, timeout_seconds: float) -> ToolEntry:
     if not isinstance(given, dict):
         raise ConfigError(f"{origin} must be a mapping with {FORMS}")
@@ -222,7 +217,7 @@ async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) ->
     spec, timeout_seconds = settings.rollout.tools, settings.rollout.max_tool_seconds
     assert spec is not None
     derived = {name_of(schema): schema for schema in settings.schemas}
-    if spec.endswith(".py") or is_code(spec):
+    if spec.endswith(".py") or (names_function(spec) and not spec.endswith((".yaml", ".yml"))):
         entries = [(ToolEntry(f"{KEY}={spec}", ToolLimits(timeout_seconds)), each) for each in _objects(spec)]
     else:
         entries = [(entry, None) for entry in read_entries(spec, timeout_seconds)]

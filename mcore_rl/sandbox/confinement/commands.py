@@ -28,6 +28,10 @@ INSIDE_UID = 1000
 """User id inside: programs that refuse to run as root work also in a sandbox that root starts."""
 WORK = "/tmp"
 """Working directory inside: in memory, removed with the run."""
+_ISOLATION = (
+    *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
+    *("--cap-drop", "ALL", "--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID), "--hostname", "sandbox"),
+)
 _ROOT_LINKS = ("bin", "lib", "lib32", "lib64", "sbin")
 SEARCHED = ("/etc/alternatives", "/etc/ld.so.cache")
 """Links to programs, and the dynamic linker's cache of libraries."""
@@ -70,7 +74,8 @@ class Bubblewrap:
         if program is None:
             raise SandboxError("bubblewrap is not installed")
         descriptor = in_memory("filter", self._filter)
-        options = [*self._isolation(), *self._files(limits), *self._environment(), "--seccomp", str(descriptor)]
+        variables = [word for item in environment(WORK).items() for word in ("--setenv", *item)]
+        options = [*_ISOLATION, *self._files(limits), "--clearenv", *variables, "--seccomp", str(descriptor)]
         if may_mount_proc(program):
             options += ["--proc", "/proc"]
         # Must come last: nothing can be mounted on a read-only root.
@@ -82,12 +87,6 @@ class Bubblewrap:
         """Kill bubblewrap. Process 1 of the namespace dies with it, and with process 1 all others."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-    def _isolation(self) -> list[str]:
-        return [
-            *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
-            *("--cap-drop", "ALL", "--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID), "--hostname", "sandbox"),
-        ]
 
     def _files(self, limits: RunLimits) -> list[str]:
         """Return the mount options. Later mounts cover earlier ones.
@@ -110,13 +109,13 @@ class Bubblewrap:
             *("--remount-ro", "/dev"),
         ]
 
-    def _environment(self) -> list[str]:
-        variables = environment(WORK)
-        return ["--clearenv", *(word for item in variables.items() for word in ("--setenv", *item))]
-
 
 def _user() -> list[str]:
-    return run_as(unused_uid(os.getpid())) if os.geteuid() == 0 else []
+    """Return a command prefix that executes the rest without root's rights: as another user, without groups."""
+    if os.geteuid() != 0:
+        return []
+    uid = unused_uid(os.getpid())
+    return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--"]
 
 
 @cache
@@ -194,12 +193,9 @@ def unused_uid(process: int) -> int:
 
 def uid_range() -> tuple[int, int]:
     """Return first and number of user ids that are never accounts and exist in this user namespace."""
-    return _FAR if sum(_FAR) <= _highest_uid() else _NEAR
-
-
-def run_as(uid: int) -> list[str]:
-    """Return a command prefix that executes the rest as another user, without groups."""
-    return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs", "--"]
+    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    highest = max(int(inside) + int(length) for inside, _, length in ranges)
+    return _FAR if sum(_FAR) <= highest else _NEAR
 
 
 def num_threads_of(uid: int) -> int:
@@ -210,12 +206,6 @@ def num_threads_of(uid: int) -> int:
             if path.stat().st_uid == uid:
                 count += len(os.listdir(path / "task"))
     return count
-
-
-def _highest_uid() -> int:
-    """Return the upper bound of user ids in this user namespace."""
-    ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    return max(int(inside) + int(length) for inside, _, length in ranges)
 
 
 def _is_account(uid: int) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -26,20 +25,9 @@ _busy_groups: list[Path] = []
 """Groups that could not be removed in time because killed processes still held them."""
 
 
-class MemoryLimit(Protocol):
-    """Memory limit of one sandbox. The caller calls close() after the run."""
-
-    prefix: list[str]
-    """Command prefix that applies the limit and executes the rest."""
-
-    def exceeded(self, pid: int) -> bool:
-        """Return whether the sandbox below process `pid` exceeds or exceeded the limit."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def limit_memory(limit_bytes: int) -> MemoryLimit:
+def limit_memory(limit_bytes: int) -> ControlGroup | Watcher:
+    """Return a memory limit of one sandbox. The caller runs its command after `prefix` and calls close() after the
+    run."""
     parent = _parent_group()
     return ControlGroup(parent, limit_bytes) if parent else Watcher(limit_bytes)
 
@@ -48,7 +36,10 @@ class ControlGroup:
     """Control group of version 1 or 2. Its limit includes in-memory files, pipes and kernel memory."""
 
     def __init__(self, parent: Path, limit_bytes: int) -> None:
-        _remove_busy_groups()
+        for path in _busy_groups[:]:
+            with suppress(OSError):
+                path.rmdir()
+                _busy_groups.remove(path)
         self._path = parent / f"{PREFIX}{os.getpid()}_{next(_serial)}"
         self._path.mkdir()
         try:
@@ -63,6 +54,7 @@ class ControlGroup:
         self.prefix = ["/bin/sh", "-c", _JOIN, str(self._path / "cgroup.procs")]
 
     def exceeded(self, pid: int) -> bool:
+        """Return whether the sandbox below process `pid` exceeded the limit."""
         for name in ("memory.events", "memory.oom_control"):
             with suppress(FileNotFoundError):
                 fields = dict(line.split() for line in (self._path / name).read_text().splitlines())
@@ -145,13 +137,6 @@ def _is_usable(parent: Path) -> bool:
         return group.limits_memory and subprocess.run([*group.prefix, "true"], capture_output=True).returncode == 0
     finally:
         group.close()
-
-
-def _remove_busy_groups() -> None:
-    for path in _busy_groups[:]:
-        with suppress(OSError):
-            path.rmdir()
-            _busy_groups.remove(path)
 
 
 @contextmanager

@@ -80,7 +80,8 @@ class ServerSettings:
         """
         if not isinstance(given, dict) or not ({"command", "url"} & given.keys()):
             raise ConfigError(f"{origin} has neither command nor url; give one of them")
-        named = given.get("type", given.get("transport", SSE if _is_sse(given.get("url")) else None))
+        is_sse = urlsplit(str(given.get("url"))).path.rstrip("/").endswith("/sse")
+        named = given.get("type", given.get("transport", SSE if is_sse else None))
         if named is not None and named not in _TRANSPORTS:
             raise ConfigError(f"{origin}: type {named!r} must be one of {', '.join(_TRANSPORTS)}")
         environment = _texts(origin, "env", given.get("env"))
@@ -126,10 +127,6 @@ class ServerSettings:
         proxy = urlsplit(proxies[name])
         shown = f"{proxy.scheme}://{proxy.hostname}:{proxy.port}" if proxy.hostname else "a proxy"
         return f" (through {shown} of {name.upper()}_PROXY; NO_PROXY={host} avoids it)"
-
-
-def _is_sse(url: object) -> bool:
-    return isinstance(url, str) and urlsplit(url).path.rstrip("/").endswith("/sse")
 
 
 def _command(origin: str, command: object, environment: Mapping[str, str], directory: str | None) -> str:
