@@ -8,7 +8,6 @@ import re
 import textwrap
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import yaml
 from omegaconf import MISSING
@@ -21,35 +20,29 @@ from mcore_rl.errors import ConfigError
 WIDTH = 80
 """Width of the printed texts, in characters."""
 UNITS = {
-    "gib_per_second": "GiB/s",
+    "GiB/s": "gib_per_second",
+    "%": "percent",
     "bytes": "bytes",
     "buckets": "buckets",
-    "cp": "ranks",
-    "cpus_per_node": "CPUs",
+    "chunks": "vpp",
+    "CPUs": "cpus_per_node",
     "engines": "engines",
-    "ep": "ranks",
-    "epochs": "passes",
-    "etp": "ranks",
-    "gib": "GiB",
-    "gpus_per_node": "slots",
+    "GiB": "gib",
     "layers": "layers",
-    "mib": "MiB",
+    "MiB": "mib",
     "nodes": "nodes",
-    "percent": "%",
-    "pp": "stages",
-    "ranks": "ranks",
-    "requests": "sequences",
-    "samples": "responses",
-    "samples_per_prompt": "responses",
+    "passes": "epochs",
+    "ranks": "cp ep etp ranks tp",
+    "responses": "samples samples_per_prompt",
     "seconds": "seconds",
+    "sequences": "requests",
+    "slots": "gpus_per_node",
+    "stages": "pp",
     "steps": "steps",
-    "tflops": "TFLOP/s",
-    "tokens": "tokens",
-    "tp": "ranks",
-    "tokens_per_microbatch": "tokens",
-    "vpp": "chunks",
+    "TFLOP/s": "tflops",
+    "tokens": "tokens tokens_per_microbatch",
 }
-"""Units by the ending of a key's name; other units are set with the field."""
+"""Units, with the endings of the names of keys that have them; other units are set with the field."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class KeyEntry:
 
     key: str
     type: str
-    default: Any
+    default: object
     required: bool
     unit: str | None
     range: str | None
@@ -92,7 +85,7 @@ def _entry(leaf: Leaf) -> KeyEntry:
     name = getattr(leaf.type, "__name__", str(leaf.type)) if isinstance(leaf.type, type) else str(leaf.type)
     required = leaf.value == MISSING
     unit = leaf.domain.unit or next(
-        (unit for end, unit in UNITS.items() if leaf.name == end or leaf.name.endswith(f"_{end}")), None
+        (unit for unit, ends in UNITS.items() if any(f"_{leaf.name}".endswith(f"_{end}") for end in ends.split())), None
     )
     return KeyEntry(
         leaf.key,
@@ -125,6 +118,7 @@ def _texts(section: type) -> dict[str, str]:
     return texts
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     """Format a value as in a configuration file."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -8,11 +8,14 @@ import operator
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from mcore_rl.config.functions import FORM, absolute_spec, names_function
 from mcore_rl.config.reading.expansion import check_utf8
 from mcore_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 DOMAIN = "domain"
@@ -42,7 +45,7 @@ class Domain:
         """Bounds in words, for messages."""
         return " and ".join(words for words, _, _ in self._bounds()) or None
 
-    def violation(self, value: Any) -> str | None:
+    def violation(self, value: object) -> str | None:
         """Return the requirement that `value` (or a value of a mapping) violates, or None."""
         if isinstance(value, str):
             known = not self.choices or value in self.choices or (self.function and names_function(value))
@@ -57,14 +60,14 @@ class Domain:
         return next((words for words, bound, holds in self._bounds() if not holds(value, bound)), None)
 
     def _bounds(self) -> Iterator[tuple[str, float, Callable[[float, float], bool]]]:
-        if self.minimum is not None:
-            yield f"at least {self.minimum:g}" if self.minimum else "0 or more", self.minimum, operator.ge
-        if self.above is not None:
-            yield f"above {self.above:g}", self.above, operator.gt
-        if self.maximum is not None:
-            yield f"at most {self.maximum:g}", self.maximum, operator.le
-        if self.below is not None:
-            yield f"below {self.below:g}", self.below, operator.lt
+        for words, bound, holds in (
+            ("at least", self.minimum, operator.ge),
+            ("above", self.above, operator.gt),
+            ("at most", self.maximum, operator.le),
+            ("below", self.below, operator.lt),
+        ):
+            if bound is not None:
+                yield "0 or more" if words == "at least" and not bound else f"{words} {bound:g}", bound, holds
 
     def _listed(self) -> str:
         number = f", or a number {self.range}" if self.range else ""
@@ -96,7 +99,7 @@ class Leaf:
     """Key of the configuration and the place of its value."""
 
     key: str
-    section: Any
+    section: DataclassInstance
     name: str
     domain: Domain
 
@@ -105,8 +108,9 @@ class Leaf:
         return getattr(self.section, self.name)
 
     @property
-    def type(self) -> Any:
-        return get_type_hints(type(self.section))[self.name]
+    def type(self) -> object:
+        hint: object = get_type_hints(type(self.section))[self.name]
+        return hint
 
     @property
     def may_be_null(self) -> bool:
@@ -117,11 +121,11 @@ class Leaf:
         return any(get_origin(each) is list for each in (self.type, *get_args(self.type)))
 
 
-def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
+def leaves(section: DataclassInstance, prefix: str = "") -> Iterator[Leaf]:
     """Yield all keys of a section and its subsections, including dataclasses in lists; keys start with `prefix`."""
     for each in fields(section):
         value = getattr(section, each.name)
-        if is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, type):
             yield from leaves(value, f"{prefix}{each.name}.")
         else:
             yield Leaf(f"{prefix}{each.name}", section, each.name, each.metadata.get(DOMAIN, Domain()))
@@ -130,14 +134,14 @@ def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
                     yield from leaves(item, f"{prefix}{each.name}[{number}].")
 
 
-def check_domains(section: Any, prefix: str = "") -> None:
+def check_domains(section: DataclassInstance, prefix: str = "") -> None:
     """Raise ConfigError for the first value that its key does not allow."""
     for leaf in leaves(section, prefix):
         if (demand := leaf.domain.violation(leaf.value)) is not None:
             raise ConfigError(f"{leaf.key}={leaf.value} must be {demand}{', or null' if leaf.may_be_null else ''}")
 
 
-def make_paths_absolute(section: Any) -> None:
+def make_paths_absolute(section: DataclassInstance) -> None:
     """Make all paths absolute, including the paths of users' files, because other processes may run in another
     directory.
 
@@ -152,7 +156,7 @@ def make_paths_absolute(section: Any) -> None:
             setattr(leaf.section, leaf.name, _absolute(leaf.key, leaf.value))
 
 
-def _absolute(key: str, paths: Any) -> Any:
+def _absolute(key: str, paths: object) -> object:
     """Make the paths absolute; a mapping to numbers has paths as keys, other mappings have paths as values."""
     if isinstance(paths, dict):
         in_values = all(isinstance(value, list) for value in paths.values())
@@ -162,6 +166,6 @@ def _absolute(key: str, paths: Any) -> Any:
         }
     if isinstance(paths, list):
         return [_absolute(key, path) for path in paths]
-    path = os.path.abspath(paths)
+    path = os.path.abspath(str(paths))
     check_utf8(key, path)
     return path

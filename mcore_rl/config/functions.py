@@ -16,16 +16,8 @@ from typing import Any
 from mcore_rl.config.user_files import describe, load_file, load_named, provide_user_files
 from mcore_rl.errors import ConfigError
 
-__all__ = [
-    "FORM",
-    "absolute_spec",
-    "check_call",
-    "describe",
-    "load_function",
-    "load_module",
-    "load_object",
-    "names_function",
-]
+__all__ = ["FORM", "absolute_spec", "check_call", "describe", "load_function", "load_module", "load_object"]
+__all__ += ["names_function"]
 
 FORM = "module_or_file.py:function"
 
@@ -54,11 +46,10 @@ def load_function(key: str, spec: str, instead: str = "", *, may_be_async: bool 
         raise ConfigError(
             f"{origin}: {name} must be a plain function, not an async one; write def in place of async def"
         )
-    plain: Callable[..., Any] = function
-    return plain
+    return function
 
 
-def load_object(key: str, spec: str, instead: str = "") -> Any:
+def load_object(key: str, spec: str, instead: str = "") -> object:
     """Load the object that `key=spec` names; it is never None.
 
     Raises: ConfigError naming `key` and the cause.
@@ -69,7 +60,7 @@ def load_object(key: str, spec: str, instead: str = "") -> Any:
     origin = f"{key}={spec}"
     provide_user_files()
     module = load_file(origin, Path(source)) if source.endswith(".py") else load_named(origin, source)
-    found = getattr(module, name, None)
+    found: object = getattr(module, name, None)
     if found is None:
         raise ConfigError(f"{origin}: {source} has no function {name}")
     return found
@@ -85,7 +76,7 @@ def load_module(key: str, path: str) -> ModuleType:
 
 
 def check_call(
-    origin: str, function: Callable[..., Any], given: Collection[str], options: Mapping[str, Any], form: str
+    origin: str, function: Callable[..., object], given: Collection[str], options: Mapping[str, object], form: str
 ) -> None:
     """Check that `function` accepts the keywords `given` and `options`. `origin` (key=value) and `form` (the expected
     signature) are used in the message.
@@ -102,5 +93,5 @@ def check_call(
         raise ConfigError(f"{origin} cannot be called as {form}: {error}") from error
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
+def _is_async(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
@@ -13,14 +12,12 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from omegaconf.errors import MissingMandatoryValue as MissingValueError
 
 from mcore_rl.config.reading.expansion import expand_path
-from mcore_rl.config.reading.unknown_keys import known_keys, reject_unknown
+from mcore_rl.config.reading.unknown_keys import reject_unknown
 from mcore_rl.config.reading.values import normalized, takes_only_text
 from mcore_rl.config.reading.yaml_text import YamlDumper, YamlLoader
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from model_converters.durable_files import durable_write
-
-__all__ = ["OWNER_ONLY", "as_yaml", "known_keys", "load_config", "write_resolved"]
 
 OWNER_ONLY = 0o600
 """Permissions of files with the values of slurm.environment."""
@@ -65,7 +62,7 @@ def write_resolved(config: Config, path: Path) -> None:
         file.write(as_yaml(config).encode())
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def _read_yaml(path: str) -> dict[str, object]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -96,22 +93,22 @@ def _reject_blanks(overrides: Sequence[str]) -> None:
         raise ConfigError(f"write {joined} without blanks around =")
 
 
-def _parse_override(item: str) -> dict[str, Any]:
+def _parse_override(item: str) -> dict[str, object]:
     key, equals, text = item.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {item!r} must have the form key=value")
     try:
-        value = yaml.load(text, Loader=YamlLoader) if text else None
+        value: object = yaml.load(text, Loader=YamlLoader) if text else None
     except (yaml.YAMLError, RecursionError, ValueError):
         value = text
     if isinstance(value, bool | int | float) and takes_only_text(key):
         value = text  # keep `no`, `1.10` and `007` as written
     if isinstance(value, dict | list) and not text.lstrip().startswith(("{", "[")):
         value = text  # 'Score: (\d+)' is a string: on a command line, YAML's block style is not intended
-    tree: Any = value
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    return tree  # type: ignore[no-any-return]
+    first, *parts = key.split(".")
+    for part in reversed(parts):
+        value = {part: value}
+    return {first: value}
 
 
 def _first_line(error: Exception) -> str:

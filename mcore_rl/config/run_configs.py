@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
-from mcore_rl.config.load import OWNER_ONLY, as_yaml, known_keys, write_resolved
+from mcore_rl.config.load import OWNER_ONLY, as_yaml, write_resolved
+from mcore_rl.config.reading.unknown_keys import known_keys
 from mcore_rl.config.reading.values import normalized
 from mcore_rl.config.reading.yaml_text import YamlLoader
 from mcore_rl.config.rules.changed_keys import written
@@ -51,7 +51,7 @@ def _number(path: Path) -> str:
 def _changed(before: str, new: str) -> Iterator[tuple[str, str, str]]:
     """Yield key, old value and new value where two resolved configurations differ. A key that the older file lacks
     counts as its default."""
-    defaults = OmegaConf.to_container(OmegaConf.structured(Config))
+    defaults: object = OmegaConf.to_container(OmegaConf.structured(Config))
     old, now = _tree(before), _tree(new)
     for key in known_keys():
         value, was = _at(now, key), _at(old, key)
@@ -61,7 +61,7 @@ def _changed(before: str, new: str) -> Iterator[tuple[str, str, str]]:
             yield key, written(was), written(value)
 
 
-def _tree(text: str) -> Any:
+def _tree(text: str) -> object:
     try:
         tree = yaml.load(text, Loader=YamlLoader)
     except yaml.YAMLError:
@@ -72,7 +72,7 @@ def _tree(text: str) -> Any:
         return tree
 
 
-def _at(tree: Any, key: str) -> Any:
+def _at(tree: object, key: str) -> object:
     for part in key.split("."):
         if not isinstance(tree, dict) or part not in tree:
             return _UNKNOWN

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 
 from mcore_rl.algorithms import Needs
-from mcore_rl.config import (
-    Config,
-    validate_critic,
-)
+from mcore_rl.config import Config
 from mcore_rl.config.models import LoraConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.rules.judge import has_judge_engines, server_key, template_text, uses_judge
+from mcore_rl.config.rules.validation import validate_critic
 from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.prompts import PromptSet

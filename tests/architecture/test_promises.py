@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import known_keys, load_config
+from mcore_rl.config import load_config
+from mcore_rl.config.reading.unknown_keys import known_keys
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("mcore_rl", "model_converters", "scripts", "benchmarks", "tests")

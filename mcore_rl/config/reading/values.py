@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from mcore_rl.config.fields import DOMAIN, Domain
 from mcore_rl.config.functions import names_function
@@ -14,6 +15,9 @@ from mcore_rl.config.reading.yaml_text import NoneWord
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 _IMAGE_FILE = re.compile(r"[~$/.]")
 """Beginning of a container image that is a file; other images are names in a registry."""
 
@@ -21,7 +25,7 @@ _TEMPLATE_FILE = re.compile(r"(?!.*\{(?:prompt|response|ground_truth)\}).*\.txt"
 """A judge.template that names a file."""
 
 
-def normalized(tree: dict[str, Any], *, expand: bool = True) -> dict[str, Any]:
+def normalized(tree: Mapping[str, object], *, expand: bool = True) -> dict[str, object]:
     """Normalize the values of a file or override for the schema; `expand` replaces `~` and variables.
 
     An empty text and the words None, none and NONE become null for keys that allow null. A single path becomes a list
@@ -34,48 +38,44 @@ def normalized(tree: dict[str, Any], *, expand: bool = True) -> dict[str, Any]:
 
 def takes_only_text(key: str) -> bool:
     """Return True if `key` is a text, or a list of texts, and allows no number or boolean."""
-    hint: Any = Config
+    hint: object = Config
     for part in key.split("."):
-        section: Any = hint
-        if is_dataclass(hint):
-            hint = _described(section)[0].get(part, Any)
+        if isinstance(hint, type) and is_dataclass(hint):
+            hint = _hints(hint).get(part, Any)
         else:
             hint = next((get_args(each)[1] for each in (hint, *get_args(hint)) if get_origin(each) is dict), Any)
-    return _is_text(_types(hint))
+    return _is_text(hint)
 
 
-def _section(tree: dict[str, Any], node: Any, prefix: str, expand: bool) -> dict[str, Any]:
-    hints, domains = _described(node)
+def _section(tree: Mapping[str, object], node: type[DataclassInstance], prefix: str, expand: bool) -> dict[str, object]:
+    hints = _hints(node)
+    domains = {each.name: each.metadata.get(DOMAIN, Domain()) for each in fields(node)}
     if prefix == "data.":
         tree = _with_named_sets(tree)
-    made: dict[str, Any] = {}
+    made: dict[str, object] = {}
     for name, value in tree.items():
         key, hint = f"{prefix}{name}", hints.get(name, Any)
-        if is_dataclass(hint):
+        if isinstance(hint, type) and is_dataclass(hint):
             made[name] = _section(value, hint, f"{key}.", expand) if isinstance(value, dict) else value
         else:
             made[name] = _Key(key, domains.get(name, Domain()), expand).fitted(value, hint)
     return made
 
 
-def _types(hint: Any) -> list[Any]:
-    """Return the type of a field, the members of a union, and the item types of lists."""
+def _is_text(hint: object) -> bool:
+    """Return True if the type of a field allows texts or lists of texts, and neither mappings nor other scalars."""
     members = [hint, *get_args(hint)]
-    return members + [item for each in members if get_origin(each) is list for item in get_args(each)]
-
-
-def _is_text(types: list[Any]) -> bool:
+    types = members + [item for each in members if get_origin(each) is list for item in get_args(each)]
     mappings = any(get_origin(each) is dict for each in types)
     return str in types and not mappings and not {bool, int, float, Any}.intersection(types)
 
 
 @cache
-def _described(node: Any) -> tuple[dict[str, Any], dict[str, Domain]]:
-    """Return types and domains of a section's fields, by name."""
-    return get_type_hints(node), {each.name: each.metadata.get(DOMAIN, Domain()) for each in fields(node)}
+def _hints(node: type[DataclassInstance]) -> dict[str, object]:
+    return get_type_hints(node)
 
 
-def _with_named_sets(tree: dict[str, Any]) -> dict[str, Any]:
+def _with_named_sets(tree: Mapping[str, object]) -> Mapping[str, object]:
     if "val" not in tree or "val_sets" in tree:
         return tree
     # Setting one form resets the other, so that a later file or override replaces an earlier one.
@@ -89,8 +89,8 @@ class _Key:
     def __init__(self, key: str, domain: Domain, expand: bool) -> None:
         self.key, self.domain, self.expand = key, domain, expand
 
-    def fitted(self, value: Any, hint: Any) -> Any:
-        types = [hint, *get_args(hint)]
+    def fitted(self, value: object, hint: object) -> object:
+        types: list[object] = [hint, *get_args(hint)]
         if isinstance(value, NoneWord):
             return self._none_word(value, types)
         if value == "" and (type(None) in types or self.domain.path):
@@ -106,23 +106,23 @@ class _Key:
         if isinstance(value, list):
             item = get_args(listed)[0] if listed is not None else Any
             return [self._inside(f"{self.key}[{place}]", each, item) for place, each in enumerate(value)]
-        if isinstance(value, bool | float) and not self.domain.choices and _is_text(_types(hint)):
+        if isinstance(value, bool | float) and not self.domain.choices and _is_text(hint):
             raise ConfigError(f"{self.key}: YAML reads the value as {value}; put quotes around the text")
         if isinstance(value, dict):
             return self._mapping(value, next((each for each in types if get_origin(each) is dict), dict[str, Any]))
         return value
 
-    def _inside(self, key: str, value: Any, hint: Any) -> Any:
-        if is_dataclass(hint) and isinstance(value, dict):
+    def _inside(self, key: str, value: object, hint: object) -> object:
+        if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
             return _section(value, hint, f"{key}.", self.expand)
         if hint is str and isinstance(value, list | dict):
             raise ConfigError(f"{key} is a {'list' if isinstance(value, list) else 'mapping'}, not a text")
         return _Key(key, self.domain, self.expand).fitted(value, hint)
 
-    def _mapping(self, value: dict[Any, Any], hint: Any) -> dict[Any, Any]:
+    def _mapping(self, value: dict[object, object], hint: object) -> dict[object, object]:
         """Convert a mapping; a mapping to numbers has paths as keys, other mappings have paths as values."""
         item, paths_are_keys = get_args(hint)[1], self.domain.path and get_args(hint)[1] is float
-        made = {}
+        made: dict[object, object] = {}
         for name, each in value.items():
             new = str(name) if isinstance(name, NoneWord) else name
             if paths_are_keys and self.expand and isinstance(new, str):
@@ -130,7 +130,7 @@ class _Key:
             made[new] = self._inside(f"{self.key}.{name}", each, item)
         return made
 
-    def _none_word(self, word: NoneWord, types: list[Any]) -> Any:
+    def _none_word(self, word: NoneWord, types: list[object]) -> str | None:
         if type(None) in types or Any in types:
             return None
         if (str in types and not self.domain.choices) or any(get_origin(each) is list for each in types):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from mcore_rl.config.algorithm import is_supervised
+from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
+from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 
 SGLANG_PYTHON = "MCORE_RL_SGLANG_PYTHON"
@@ -39,15 +40,13 @@ def sglang_version() -> str | None:
 
 def missing_engine(config: Config) -> str | None:
     """Return the remedy if rollout or judge use an engine that is not installed on this machine; else None."""
-    key = next((engines.key for engines in _engines(config) if engines.engine == "sglang"), None)
-    if key is None:
-        return None
+    keys = _sglang_keys(config.algorithm, config.rollout, config.judge)
     python, version = sglang_python(), sglang_version()
-    if python.is_file() and version == SGLANG_VERSION:
+    if not keys or (python.is_file() and version == SGLANG_VERSION):
         return None
     found = f"has {f'SGLang {version}' if version else 'no SGLang'}" if python.is_file() else "is not there"
     return (
-        f"{key}=sglang: {python} {found}, and SGLang {SGLANG_VERSION} is needed; run `make sglang`, or set "
+        f"{keys[0]}=sglang: {python} {found}, and SGLang {SGLANG_VERSION} is needed; run `make sglang`, or set "
         f"{SGLANG_PYTHON} to the interpreter of an environment that has it"
     )
 
@@ -79,38 +78,23 @@ def check_sglang_model(role: EngineRole, hf: dict[str, Any]) -> None:
 
 def cannot_run(config: Config) -> list[str]:
     """Return what this version lacks to run the configuration, each starting with its key; [] if nothing."""
-    cluster, rollout = config.cluster, config.rollout
+    cuda, slices = config.cluster.device == "cuda", config.rollout.expert_parallel
     problems = []
-    for engines in _engines(config):
-        if engines.engine == "vllm":
-            continue
-        limits = {
-            "cluster.device=cuda": cluster.device == "cuda",
-            "rollout.expert_parallel=true": engines.section == "rollout" and rollout.expert_parallel,
-        }
+    for key in _sglang_keys(config.algorithm, config.rollout, config.judge):
+        limits = {"cluster.device=cuda": cuda, "rollout.expert_parallel=true": slices and key == "rollout.engine"}
         problems += [
-            f"{engines.key}=sglang runs on CPUs, with slices of experts: {key} needs {engines.key}=vllm"
-            for key, exceeded in limits.items()
+            f"{key}=sglang runs on CPUs, with slices of experts: {needs} needs {key}=vllm"
+            for needs, exceeded in limits.items()
             if exceeded
         ]
-    return list(dict.fromkeys(problems))
+    return problems
 
 
-class _EngineKind(NamedTuple):
-    """Engines of a section, and the key that selects them."""
-
-    section: str
-    key: str
-    engine: str
-
-
-def _engines(config: Config) -> list[_EngineKind]:
-    """Return the kinds of engines that the run starts, including the judge's."""
-    if is_supervised(config.algorithm):
+def _sglang_keys(algorithm: AlgorithmConfig, rollout: RolloutConfig, judge: JudgeConfig) -> list[str]:
+    """Return the keys that select SGLang for engines that the run starts."""
+    if is_supervised(algorithm):
         return []
-    rollout, judge = config.rollout, config.judge
-    found = [_EngineKind("rollout", "rollout.engine", rollout.engine)]
-    if judge.hf_path is not None:
-        key = "rollout.engine" if judge.engine is None else "judge.engine"
-        found.append(_EngineKind("judge", key, judge.engine or rollout.engine))
-    return found
+    keys = ["rollout.engine"] if rollout.engine == "sglang" else []
+    if judge.hf_path is not None and judge.engine == "sglang":
+        keys.append("judge.engine")
+    return keys

@@ -14,6 +14,11 @@ TURN_KEYS = (
     *("failed_reward", "history", "long_history"),
 )
 """Keys that have no effect on single-turn episodes."""
+TOOL_KEYS = (
+    *("tool_parser", "tool_processes", "max_tool_seconds", "max_tool_calls_per_turn"),
+    *("tool_answer_characters", "tool_answer_keep"),
+)
+"""Keys that have no effect without tools."""
 EPISODES_PER_REQUEST = 4
 """Default number of running episodes per request that an engine decodes."""
 
@@ -61,6 +66,12 @@ def check_episodes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
         remedy = "set rollout.episode, rollout.tools or rollout.environment"
         reject_unless_default("rollout", rollout, remedy, TURN_KEYS)
     _check_limits(rollout)
+
+
+def check_tool_keys(rollout: RolloutConfig) -> None:
+    """Raise ConfigError for a tool key that is set without tools."""
+    if rollout.tools is None:
+        reject_unless_default("rollout", rollout, "set rollout.tools", TOOL_KEYS)
 
 
 def _check_limits(rollout: RolloutConfig) -> None:

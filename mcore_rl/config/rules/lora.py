@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from mcore_rl.config.models import ActorConfig, LoraConfig, ReferenceConfig
 from mcore_rl.config.rules.changed_keys import changed, reject_unless_default
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
+
+UNSUPPORTED = {
+    "model.random_init": "checkpoints contain adapters only, and the base model is read again from model.hf_path; set "
+    "it to false",
+    "actor.mtp_loss_coefficient": "PEFT's adapters have no names for multi-token-prediction layers; set it to 0",
+    "actor.moe.bias_update_rate": "the bias belongs to the frozen weights; set it to 0",
+    "actor.fp8": "models with adapters are built without TransformerEngine, which has the FP8 kernels; set it to none",
+    "reference.refresh_every_steps": "the reference is the base model without adapters and cannot change; set it to 0",
+}
+"""Keys that adapters do not support, with the reason and the remedy."""
 
 
 def uses_lora(actor: ActorConfig) -> bool:
@@ -28,35 +40,14 @@ def check_lora(config: Config) -> None:
         return
     if len(set(lora.target_modules)) != len(lora.target_modules):
         raise ConfigError(f"actor.lora.target_modules={list(lora.target_modules)} names a module twice")
-    refused = {
-        "model.random_init": (
-            config.model.random_init,
-            "checkpoints contain adapters only, and the base model is read again from model.hf_path; set it to false",
-        ),
-        "actor.mtp_loss_coefficient": (
-            config.actor.mtp_loss_coefficient,
-            "PEFT's adapters have no names for multi-token-prediction layers; set it to 0",
-        ),
-        "actor.moe.bias_update_rate": (
-            config.actor.moe.bias_update_rate,
-            "the bias belongs to the frozen weights; set it to 0",
-        ),
-        "actor.fp8": (
-            config.actor.fp8 if config.actor.fp8 != "none" else None,
-            "models with adapters are built without TransformerEngine, which has the FP8 kernels; set it to none",
-        ),
-        "reference.refresh_every_steps": (
-            config.reference.refresh_every_steps,
-            "the reference is the base model without adapters and cannot change; set it to 0",
-        ),
-    }
     if base_is_reference(config.actor, config.reference) and not config.reference.offload:
         raise ConfigError(
             f"reference.offload=False has no effect with actor.lora.rank={lora.rank}: the reference is the policy "
             "without its adapters and has no weights of its own; leave it at True, or set reference.hf_path"
         )
-    for key, (value, reason) in refused.items():
-        if value:
+    for key, reason in UNSUPPORTED.items():
+        value = attrgetter(key)(config)
+        if value and value != "none":
             raise ConfigError(f"{key}={value} is not supported with actor.lora.rank={lora.rank}: {reason}")
 
 

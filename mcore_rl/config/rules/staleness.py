@@ -41,7 +41,17 @@ def check_staleness(config: Config) -> None:
             f"rollout.samples_per_prompt={rollout.samples_per_prompt} exceeds the {slots} concurrent requests of an "
             f"engine, and with {asked} all responses of a group start together; raise rollout.max_concurrent_requests"
         )
-    _reject_unsupported(config, asked)
+    if config.algorithm.advantage == "remax":
+        raise ConfigError(
+            f"{asked}: algorithm.advantage=remax needs a greedy baseline from the weights that sampled the group, but "
+            "these have changed; choose another estimator, or set rollout.max_staleness=0"
+        )
+    if config.actor.moe.router_replay == "engine" and rollout.swap != FINISH:
+        raise ConfigError(
+            f"{asked} with rollout.swap={rollout.swap} changes weights during responses, but "
+            "actor.moe.router_replay=engine replays the experts of one version; set rollout.swap=finish, or "
+            "actor.moe.router_replay=none"
+        )
 
 
 def _check_paused(rollout: RolloutConfig, *, drain: bool) -> None:
@@ -62,19 +72,4 @@ def _check_paused(rollout: RolloutConfig, *, drain: bool) -> None:
         raise ConfigError(
             "checkpoint.drain=true waits until running responses have finished, but with "
             f"rollout.replay_schedule={rollout.replay_schedule} they wait for later weights; set checkpoint.drain=false"
-        )
-
-
-def _reject_unsupported(config: Config, asked: str) -> None:
-    """Reject features that only support synchronous rollouts."""
-    if config.algorithm.advantage == "remax":
-        raise ConfigError(
-            f"{asked}: algorithm.advantage=remax needs a greedy baseline from the weights that sampled the group, but "
-            "these have changed; choose another estimator, or set rollout.max_staleness=0"
-        )
-    if config.actor.moe.router_replay == "engine" and config.rollout.swap != FINISH:
-        raise ConfigError(
-            f"{asked} with rollout.swap={config.rollout.swap} changes weights during responses, but "
-            "actor.moe.router_replay=engine replays the experts of one version; set rollout.swap=finish, or "
-            "actor.moe.router_replay=none"
         )

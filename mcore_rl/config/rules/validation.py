@@ -8,21 +8,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
+from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.fields import check_domains
-from mcore_rl.config.models import MoeConfig, ParallelConfig
+from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
 from mcore_rl.config.rules.changed_keys import changed
 from mcore_rl.config.rules.engine_support import check_sglang_model
-from mcore_rl.config.rules.episodes import check_episodes
+from mcore_rl.config.rules.episodes import check_episodes, check_tool_keys
 from mcore_rl.config.rules.graders import check_graders
 from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
 from mcore_rl.config.rules.reference import check_reference
 from mcore_rl.config.rules.reward_model import check_rewards
 from mcore_rl.config.rules.sampling import check_sampling_keys
 from mcore_rl.config.rules.staleness import check_staleness
-from mcore_rl.config.rules.tools import check_tool_keys
 from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from mcore_rl.errors import ConfigError
 
@@ -47,11 +46,15 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     check_sampling_keys(config.rollout, config.algorithm)
     _check_row(policy, config.rollout)
     _check_engine(config.rollout)
-    _check_layout(policy, config, config.num_trainer_ranks)
+    _check_layout(policy, config.cluster, config.rollout, config.trainer, config.num_trainer_ranks)
     _check_overlap(policy)
-    _check_replay(config.actor.moe, config.algorithm)
+    if config.actor.moe.router_replay == "engine" and is_supervised(config.algorithm):
+        raise ConfigError(
+            "actor.moe.router_replay=engine replays what the engine chose while sampling, and "
+            "algorithm.policy_loss.name=sft samples nothing; set it to none"
+        )
     check_reference(config.algorithm.kl, config.reference)
-    check_rewards(config)
+    check_rewards(config.reward_model, config.judge, config.reward, config.rollout)
     check_graders(config.reward, config.rollout)
     check_lora(config)
     check_tool_keys(config.rollout)
@@ -70,7 +73,8 @@ def validate_critic(config: Config) -> None:
     critic, role = config.critic, ModelRole.critic(config.critic, config.model)
     check_no_critic_lora(critic.lora)
     _check_row(role, config.rollout)
-    _check_layout(role, config, config.critic.num_ranks or config.num_trainer_ranks)
+    ranks = critic.num_ranks or config.num_trainer_ranks
+    _check_layout(role, config.cluster, config.rollout, config.trainer, ranks)
     _check_overlap(role)
     _check_host_optimizer(role)
     _check_offload(role, config.cluster)
@@ -87,7 +91,8 @@ def validate_reward_model(config: Config) -> None:
     """
     role = ModelRole.reward_model(config.reward_model, config.model)
     _check_row(role, config.rollout)
-    _check_layout(role, config, config.reward_model.num_ranks or config.num_trainer_ranks)
+    ranks = role.section.num_ranks or config.num_trainer_ranks
+    _check_layout(role, config.cluster, config.rollout, config.trainer, ranks)
     read_hf_config(role.model, role.checkpoint)
 
 
@@ -154,19 +159,20 @@ def _check_row(role: ModelRole, rollout: RolloutConfig) -> None:
         )
 
 
-def _check_layout(role: ModelRole, config: Config, ranks: int) -> None:
-    parallel, own_nodes = role.section.parallel, config.rollout.nodes
-    if own_nodes and config.cluster.placement == "colocated":
+def _check_layout(
+    role: ModelRole, cluster: ClusterConfig, rollout: RolloutConfig, trainer: TrainerConfig, ranks: int
+) -> None:
+    parallel, own_nodes = role.section.parallel, rollout.nodes
+    if own_nodes and cluster.placement == "colocated":
         raise ConfigError(
             f"rollout.nodes={own_nodes} reserves nodes for engines; set cluster.placement=disaggregated, or "
             "leave it out"
         )
-    if own_nodes >= config.cluster.nodes:
+    if own_nodes >= cluster.nodes:
         raise ConfigError(
-            f"rollout.nodes={own_nodes} of cluster.nodes={config.cluster.nodes} leave no node for the trainer ranks; "
-            "lower it"
+            f"rollout.nodes={own_nodes} of cluster.nodes={cluster.nodes} leave no node for the trainer ranks; lower it"
         )
-    offered = (config.cluster.nodes - own_nodes) * config.cluster.gpus_per_node
+    offered = (cluster.nodes - own_nodes) * cluster.gpus_per_node
     if ranks > offered:
         less = " less rollout.nodes" if own_nodes else ""
         raise ConfigError(
@@ -176,7 +182,7 @@ def _check_layout(role: ModelRole, config: Config, ranks: int) -> None:
     # The default of etp depends on the model, which is not known here. 1 is the weakest requirement.
     check_ranks_divide(parallel, ranks, parallel.etp or 1, role)
     data_ranks = ranks // (parallel.tp * parallel.pp * parallel.cp)
-    if config.trainer.prompts_per_update * config.rollout.samples_per_prompt < data_ranks:
+    if trainer.prompts_per_update * rollout.samples_per_prompt < data_ranks:
         raise ConfigError(
             f"trainer.prompts_per_update x rollout.samples_per_prompt must be at least {data_ranks}, the number of "
             "data-parallel ranks"
@@ -214,16 +220,6 @@ def _check_overlap(role: ModelRole) -> None:
                     f"{role.key('overlap_param_gather')}=true needs {role.key(needed)}=true: "
                     "only sharded parameters are gathered, and in the order in which gradients were reduced"
                 )
-
-
-def _check_replay(moe: MoeConfig, algorithm: AlgorithmConfig) -> None:
-    if moe.router_replay != "engine":
-        return
-    if is_supervised(algorithm):
-        raise ConfigError(
-            "actor.moe.router_replay=engine replays what the engine chose while sampling, and "
-            "algorithm.policy_loss.name=sft samples nothing; set it to none"
-        )
 
 
 def _check_offload(role: ModelRole, cluster: ClusterConfig) -> None:

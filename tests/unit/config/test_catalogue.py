@@ -10,8 +10,8 @@ import pytest
 
 import mcore_rl
 from mcore_rl.cli import main
-from mcore_rl.config import known_keys
 from mcore_rl.config.catalogue import WIDTH, find_keys
+from mcore_rl.config.reading.unknown_keys import known_keys
 
 
 def test_find_keys_every_key_has_a_description() -> None:

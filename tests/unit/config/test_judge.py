@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import load_config, validate
+from mcore_rl.config import load_config
 from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.judge import server_key, template_text, validate_judge
+from mcore_rl.config.rules.validation import validate
 from mcore_rl.errors import ConfigError
 
 HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import known_keys, load_config, write_resolved
-from mcore_rl.config.aliases import ALIASES
+from mcore_rl.config import load_config
+from mcore_rl.config.load import write_resolved
+from mcore_rl.config.reading.unknown_keys import ALIASES, known_keys
 from mcore_rl.errors import ConfigError
 
 MINIMAL = "run: {dir: runs/x}\nmodel: {hf_path: models/x}\ndata: {train: train.jsonl}\n"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import Config, load_config, write_resolved
+from mcore_rl.config import Config, load_config
 from mcore_rl.config.fields import leaves, make_paths_absolute
+from mcore_rl.config.load import write_resolved
 from mcore_rl.errors import ConfigError
 
 REQUIRED = ("run.dir", "model.hf_path", "data.train")

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from mcore_rl.config import Config, load_config, read_hf_config, validate
+from mcore_rl.config import Config, load_config
+from mcore_rl.config.rules.validation import read_hf_config, validate
 from mcore_rl.resolved.layout import train_layout
 from model_converters.families import family_for
 from model_converters.families.parts.mtp import without_mtp

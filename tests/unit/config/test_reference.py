@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import load_config, validate
+from mcore_rl.config import load_config
 from mcore_rl.config.rules.reference import uses_reference
+from mcore_rl.config.rules.validation import validate
 from mcore_rl.errors import ConfigError
 
 KL = "algorithm.kl"

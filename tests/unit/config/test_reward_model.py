@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import load_config, validate, validate_reward_model
+from mcore_rl.config import load_config
 from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.config.rules.validation import validate, validate_reward_model
 from mcore_rl.errors import ConfigError
 
 HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}

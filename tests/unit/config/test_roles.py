@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import load_config, validate
+from mcore_rl.config import load_config
 from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.rules.validation import validate_critic
+from mcore_rl.config.rules.validation import validate, validate_critic
 from mcore_rl.errors import ConfigError
 
 HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}

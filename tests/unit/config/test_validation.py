@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import load_config, validate
+from mcore_rl.config import load_config
+from mcore_rl.config.rules.validation import validate
 from mcore_rl.errors import ConfigError
 
 HF = {

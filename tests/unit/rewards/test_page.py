@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import known_keys
+from mcore_rl.config.reading.unknown_keys import known_keys
 from mcore_rl.config.reward import GRADERS, RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.rewards.functions import Sample
