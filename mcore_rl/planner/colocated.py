@@ -35,10 +35,9 @@ from mcore_rl.planner.model_size import bound_rows
 from mcore_rl.planner.stages import execution_of, planned_stages
 from mcore_rl.planner.state import RankState
 from mcore_rl.planner.sync import staging_bytes
-from mcore_rl.resolved.engine_model import check_engine_model
 from mcore_rl.resolved.installed import planned_machine
 from mcore_rl.resolved.layout import model_arguments
-from mcore_rl.resolved.model import ResolvedModel, policy_config
+from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,9 @@ from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.times import StepSeconds, StepTimes
 from mcore_rl.planner.verdict import Verdict, compare_with_cluster
 from mcore_rl.resolved.adapters import bound_adapters
-from mcore_rl.resolved.engine_model import check_engine_model
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import planned_machine
-from mcore_rl.resolved.model import ResolvedModel
+from mcore_rl.resolved.model import ResolvedModel, check_engine_model
 from model_converters.errors import LayoutError
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import BoundRow

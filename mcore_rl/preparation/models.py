@@ -26,10 +26,9 @@ from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.adapters import bound_adapters, check_adapter, check_peft_names
-from mcore_rl.resolved.engine_model import check_engine_model
 from mcore_rl.resolved.installed import look
 from mcore_rl.resolved.layout import model_arguments
-from mcore_rl.resolved.model import ResolvedModel, policy_config
+from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
 from mcore_rl.rewards.judge.prompts import JudgePrompts, check_room
 from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import try_server

@@ -43,8 +43,7 @@ from mcore_rl.preparation.models import (
     reward_model_layout,
 )
 from mcore_rl.resolved.costs import sequence_cost
-from mcore_rl.resolved.engine_model import check_engine_model, overridden_fields
-from mcore_rl.resolved.model import ResolvedModel
+from mcore_rl.resolved.model import ResolvedModel, check_engine_model, overridden_fields
 from mcore_rl.rewards.graders.loading import check_data_sources, load_grader, runs_code
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function

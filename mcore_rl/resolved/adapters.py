@@ -3,9 +3,7 @@ megatron.core, so that the driver can use it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import sqrt
-from typing import Any
 
 import torch
 
@@ -20,9 +18,9 @@ from model_converters.families.parts.adapter_rows import (
     leaf,
     shared_with_experts,
 )
+from model_converters.families.parts.hf_config import HFConfig
 from model_converters.hf.adapter_reader import CONFIG_NAME, LoraAdapter
 from model_converters.mapping.table import BoundRow, Row, bind
-from model_converters.mapping.transforms import Shape
 
 
 def scale_of(lora: LoraConfig) -> float:
@@ -30,17 +28,17 @@ def scale_of(lora: LoraConfig) -> float:
     return lora.alpha / (sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
-def base_rows(hf_config: dict[str, Any]) -> list[Row]:
+def base_rows(hf_config: HFConfig) -> list[Row]:
     """Return the weight table of the base model."""
     return family_for(hf_config).rows(hf_config)
 
 
-def targets_of(lora: LoraConfig, hf_config: dict[str, Any]) -> list[str]:
+def targets_of(lora: LoraConfig, hf_config: HFConfig) -> list[str]:
     """Return the names of the modules that have an adapter, sorted."""
     return sorted(lora.target_modules or default_targets(base_rows(hf_config)))
 
 
-def bound_adapters(lora: LoraConfig, hf_config: dict[str, Any], dtype: torch.dtype) -> list[BoundRow]:
+def bound_adapters(lora: LoraConfig, hf_config: HFConfig, dtype: torch.dtype) -> list[BoundRow]:
     """Return the weight table of the adapters with exact names.
 
     Raises: ConfigError naming actor.lora.target_modules.
@@ -51,7 +49,7 @@ def bound_adapters(lora: LoraConfig, hf_config: dict[str, Any], dtype: torch.dty
         raise ConfigError(f"actor.lora.target_modules={list(lora.target_modules)}: {error}") from error
 
 
-def check_adapter(lora: LoraConfig, hf_config: dict[str, Any]) -> LoraAdapter:
+def check_adapter(lora: LoraConfig, hf_config: HFConfig) -> LoraAdapter:
     """Read the adapter of lora.path and check that rank, scale and modules match `lora`.
 
     Raises: ConfigError naming the key to change.
@@ -59,7 +57,9 @@ def check_adapter(lora: LoraConfig, hf_config: dict[str, Any]) -> LoraAdapter:
     key = f"actor.lora.path={lora.path}"
     bound = bound_adapters(lora, hf_config, torch.float32)
     shapes = {
-        name: shape for row in bind(base_rows(hf_config), hf_config, torch.float32) for name, shape in _parts(row)
+        name: shape
+        for bound_row in bind(base_rows(hf_config), hf_config, torch.float32)
+        for name, shape in zip(bound_row.hf, bound_row.row.shapes, strict=True)
     }
     try:
         adapter = LoraAdapter(str(lora.path), shapes)
@@ -88,7 +88,7 @@ def check_adapter(lora: LoraConfig, hf_config: dict[str, Any]) -> LoraAdapter:
     return adapter
 
 
-def check_peft_names(lora: LoraConfig, hf_config: dict[str, Any]) -> None:
+def check_peft_names(lora: LoraConfig, hf_config: HFConfig) -> None:
     """Raise ConfigError for modules whose adapters PEFT would apply to other modules."""
     targets = targets_of(lora, hf_config)
     shared = shared_with_experts(base_rows(hf_config), targets)
@@ -101,13 +101,9 @@ def check_peft_names(lora: LoraConfig, hf_config: dict[str, Any]) -> None:
         )
 
 
-def adapter_identity(lora: LoraConfig, hf_config: dict[str, Any]) -> dict[str, Any] | None:
+def adapter_identity(lora: LoraConfig, hf_config: HFConfig) -> dict[str, object] | None:
     """Return the description of the adapters for checkpoints; None if all weights are trained."""
     if not lora.rank:
         return None
     targets = targets_of(lora, hf_config)
     return {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "target_modules": targets}
-
-
-def _parts(bound: BoundRow) -> Iterator[tuple[str, Shape]]:
-    return zip(bound.hf, bound.row.shapes, strict=True)

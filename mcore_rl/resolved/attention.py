@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.roles import POLICY
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.installed import Installed
-from mcore_rl.resolved.versions import dotted, release
+from mcore_rl.resolved.installed import Installed, dotted, release
 
 
 @dataclass(frozen=True)

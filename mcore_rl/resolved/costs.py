@@ -4,15 +4,15 @@ it."""
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.resolved.layout import model_arguments
 from model_converters.families import family_for
 from model_converters.families.parts.family import TransformerArguments
+from model_converters.families.parts.hf_config import HFConfig
 
 
-def sequence_cost(hf_config: dict[str, Any]) -> SequenceCost:
+def sequence_cost(hf_config: HFConfig) -> SequenceCost:
     """Compute FLOPs of the forward pass per token, and per pair of tokens in causal attention.
 
     The backward pass costs twice as much of both, and recomputation once more, so the ratio also holds for a whole

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.config.rules.defaults import resolved_dtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.attention import HeadDims, pick
-from mcore_rl.resolved.fp8 import RECIPES, require_recipe
-from mcore_rl.resolved.installed import Installed
-from mcore_rl.resolved.versions import dotted, release
+from mcore_rl.resolved.installed import Installed, dotted, release
 
 if TYPE_CHECKING:
     from mcore_rl.config.models import ActorConfig
     from mcore_rl.config.schema import ModelConfig
-    from model_converters.families.parts.family import ModelArguments, TransformerArguments
+    from model_converters.families.parts.family import ModelArguments
     from model_converters.mapping.layout import TrainLayout
 
 PERMUTE_FUSION_VERSION = (2, 1)
@@ -26,6 +24,62 @@ GROUPED_GEMM_VERSION = (1, 9)
 """Oldest versions of TransformerEngine whose kernels Megatron (0.16.1) uses."""
 USUAL_HEADS = HeadDims(128, 128)
 """Head sizes of most models, for doctor, which has no model."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """FP8 recipe. `format` is Megatron's name. Requires at least these versions of TransformerEngine and CUDA, a GPU
+    with compute capability from `capability` to below `below`, and rows of a multiple of `tokens` tokens."""
+
+    format: str
+    engine: tuple[int, int]
+    capability: tuple[int, int]
+    tokens: int = 16
+    below: tuple[int, int] | None = None
+    cuda: tuple[int, int] = (12, 1)
+
+    def lacks(self, installed: Installed) -> str:
+        """Return why this machine does not support the recipe, as the rest of a sentence about it; "" if it does."""
+        engine = installed.transformer_engine
+        if engine is None or release(engine) < self.engine:
+            return f"needs transformer-engine {dotted(self.engine)} or newer, but {engine or 'none'} is installed"
+        if installed.cuda_version is not None and installed.cuda_version < self.cuda:
+            return f"needs a torch for CUDA {dotted(self.cuda)} or newer, not {dotted(installed.cuda_version)}"
+        found, before = installed.capability, self.below
+        if found is None or (found >= self.capability and (before is None or found < before)):
+            return ""
+        until = f", before {dotted(before)}" if before else ""
+        return (
+            f"needs a GPU of compute capability {dotted(self.capability)} or newer{until}, but this one has "
+            f"{dotted(found)}"
+        )
+
+
+RECIPES = {
+    "delayed": Recipe("hybrid", (1, 11), (8, 9)),
+    "tensorwise": Recipe("hybrid", (2, 2), (8, 9)),
+    "blockwise": Recipe("e4m3", (2, 3), (9, 0), cuda=(12, 9)),
+    "mxfp8": Recipe("e4m3", (2, 1), (10, 0), tokens=32, below=(12, 0)),
+}
+"""Source: megatron.core.fp8_utils (0.16.1), and the checks in TransformerEngine's pytorch/quantization.py (2.11)."""
+
+
+def row_multiple(fp8: str) -> int:
+    """Return the number of tokens of which each rank's part of a packed row must be a multiple."""
+    return 1 if fp8 == "none" else RECIPES[fp8].tokens
+
+
+def _require_recipe(fp8: str, installed: Installed, *, engine: bool, names: KeyNames) -> None:
+    """Check a recipe. `engine`: the model is built from TransformerEngine's layers.
+
+    Raises: ConfigError for a recipe that this machine does not support.
+    """
+    key = f"{names.key('fp8')}={fp8}"
+    if not installed.cuda:
+        raise ConfigError(f"{key} needs a CUDA device; set it to none")
+    lacks = RECIPES[fp8].lacks(installed) or ("" if engine else "needs layers of transformer-engine")
+    if lacks:
+        raise ConfigError(f"{key} {lacks}; set {names.key('fp8')} to another recipe or none")
 
 
 @dataclass(frozen=True)
@@ -85,10 +139,10 @@ class Implementation:
         for field in fields(self):
             yield field.name.replace("_", " "), getattr(self, field.name)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """Return the arguments of TransformerConfig."""
         deep_ep = self.dispatcher.value == "deepep"
-        arguments: dict[str, Any] = {
+        arguments: dict[str, object] = {
             "apply_rope_fusion": self.rope.value == "fused",
             "bias_dropout_fusion": self.transformer_engine,
             "gradient_accumulation_fusion": self.gradient_accumulation.value == "fused",
@@ -113,11 +167,15 @@ def build_request(
 ) -> BuildRequest:
     """Collect the properties of a model in a layout."""
     sizes = arguments.transformer
+    if sizes.get("multi_latent_attention"):
+        heads = HeadDims(sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"], sizes["v_head_dim"])
+    else:
+        heads = HeadDims(sizes["kv_channels"], sizes["kv_channels"])
     return BuildRequest(
         experts=bool(sizes.get("num_moe_experts")),
         adapters=actor.lora.rank > 0,
         latent_attention=bool(sizes.get("multi_latent_attention")),
-        heads=_heads(sizes),
+        heads=heads,
         dtype=model.dtype,
         fp8=actor.fp8,
         dispatcher=actor.moe.dispatcher,
@@ -131,12 +189,6 @@ def build_request(
     )
 
 
-def _heads(sizes: TransformerArguments) -> HeadDims:
-    if sizes.get("multi_latent_attention"):
-        return HeadDims(sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"], sizes["v_head_dim"])
-    return HeadDims(sizes["kv_channels"], sizes["kv_channels"])
-
-
 def choose(installed: Installed, request: BuildRequest) -> Implementation:
     """Select the best available components. Explicitly requested ones that are missing are rejected.
 
@@ -147,9 +199,9 @@ def choose(installed: Installed, request: BuildRequest) -> Implementation:
     return Implementation(
         layers=layers,
         attention=_attention(installed, engine, request),
-        norm=Component("TransformerEngine", "comes with its layers")
-        if engine
-        else Component("torch RMSNorm", "local layers"),
+        norm=Component(
+            layers.value if engine else "torch RMSNorm", "comes with its layers" if engine else "local layers"
+        ),
         rope=_rope(engine, request),
         experts=_experts(installed, engine, request),
         permute=_permute(installed, engine, request),
@@ -246,10 +298,9 @@ def _check_dispatcher(installed: Installed, request: BuildRequest) -> None:
 
 
 def _fp8(installed: Installed, engine: bool, request: BuildRequest) -> Component:
-    key = f"{request.names.key('fp8')}={request.fp8}"
     if request.fp8 != "none":
-        require_recipe(request.fp8, installed, engine=engine, names=request.names)
-    return Component(request.fp8, key)
+        _require_recipe(request.fp8, installed, engine=engine, names=request.names)
+    return Component(request.fp8, f"{request.names.key('fp8')}={request.fp8}")
 
 
 def _gradient_accumulation(installed: Installed) -> Component:

@@ -6,15 +6,26 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.versions import release
 
 CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 FLASH_ATTENTION_3 = ("flash-attn-3", "flash_attn_3")
 TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch", "transformer_engine")
+
+
+def release(version: str | None) -> tuple[int, ...]:
+    """Return the leading numbers of a version; () for None."""
+    numbers = re.match(r"\d+(\.\d+)*", version or "")
+    return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    """Format (12, 9) as 12.9."""
+    return ".".join(map(str, version))
 
 
 def version_of(distributions: Sequence[str]) -> tuple[str, str] | None:

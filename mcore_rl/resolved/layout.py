@@ -3,8 +3,6 @@ can use it."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from mcore_rl.config.models import MoeConfig, ParallelConfig
 from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.config.rules.validation import check_ranks_divide
@@ -12,10 +10,11 @@ from mcore_rl.errors import ConfigError
 from model_converters.errors import ConversionError, LayoutError
 from model_converters.families import family_for
 from model_converters.families.parts.family import ModelArguments, TransformerArguments
+from model_converters.families.parts.hf_config import HFConfig
 from model_converters.mapping.layout import TrainLayout
 
 
-def model_arguments(hf_config: dict[str, Any], key: str = POLICY.checkpoint) -> ModelArguments:
+def model_arguments(hf_config: HFConfig, key: str = POLICY.checkpoint) -> ModelArguments:
     """Return the model's sizes and settings from its family; `key` names the model's directory in errors.
 
     Raises: ConfigError for a model_type or a setting in config.json that no family supports.
@@ -46,7 +45,7 @@ def check_experts(moe: MoeConfig, sizes: TransformerArguments, names: KeyNames =
 
 
 def train_layout(
-    parallel: ParallelConfig, world_size: int, hf_config: dict[str, Any], names: KeyNames = POLICY
+    parallel: ParallelConfig, world_size: int, hf_config: HFConfig, names: KeyNames = POLICY
 ) -> TrainLayout:
     """Return the layout of `world_size` trainer ranks, checked against the model.
 
@@ -57,10 +56,6 @@ def train_layout(
     etp = parallel.etp
     if etp is None:
         etp = 1 if sizes.get("num_moe_experts") and parallel.ep > 1 else parallel.tp
-    for key in ("tp", "pp", "vpp", "ep", "etp", "cp", "first_stage_layers", "last_stage_layers"):
-        value = getattr(parallel, key)
-        if value is not None and value < 1:
-            raise ConfigError(f"{names.key(f'parallel.{key}')} is {value}; it must be at least 1")
     check_ranks_divide(parallel, world_size, etp, names)
     _check_tensor_axis(parallel, sizes, names)
     _check_expert_axes(parallel, sizes, etp, names)
@@ -68,7 +63,19 @@ def train_layout(
     if parallel.pipeline_layout is None:
         _check_stages(parallel, sizes["num_layers"], names)
     try:
-        layout = _layout(parallel, world_size, etp)
+        layout = TrainLayout(
+            world_size,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            ep=parallel.ep,
+            etp=etp,
+            cp=parallel.cp,
+            # Megatron's interleaved schedule rejects a single chunk per stage.
+            vpp=None if parallel.vpp == 1 else parallel.vpp,
+            first_stage_layers=parallel.first_stage_layers,
+            last_stage_layers=parallel.last_stage_layers,
+            pipeline_layout=parallel.pipeline_layout,
+        )
     except LayoutError as error:
         raise ConfigError(f"{names.key('parallel')}.{error}") from error
     _check_pipeline_layout(layout, arguments, names)
@@ -80,32 +87,13 @@ def sequence_parallel(parallel: ParallelConfig, tp: int) -> bool:
     return tp > 1 if parallel.sequence_parallel is None else parallel.sequence_parallel
 
 
-def _layout(parallel: ParallelConfig, world_size: int, etp: int) -> TrainLayout:
-    return TrainLayout(
-        world_size,
-        tp=parallel.tp,
-        pp=parallel.pp,
-        ep=parallel.ep,
-        etp=etp,
-        cp=parallel.cp,
-        # Megatron's interleaved schedule rejects a single chunk per stage.
-        vpp=parallel.vpp if (parallel.vpp or 1) > 1 else None,
-        first_stage_layers=parallel.first_stage_layers,
-        last_stage_layers=parallel.last_stage_layers,
-        pipeline_layout=parallel.pipeline_layout,
-    )
-
-
 def _check_tensor_axis(parallel: ParallelConfig, sizes: TransformerArguments, names: KeyNames) -> None:
-    divided = {
-        "attention heads": sizes["num_attention_heads"],
-        "units of the feed-forward layer": sizes["ffn_hidden_size"],
-    }
+    divided = {"attention heads": sizes["num_attention_heads"]}
+    # Without dense layers, ffn_hidden_size is not used.
+    if not (sizes.get("num_moe_experts") and all(sizes.get("moe_layer_freq", [1]))):
+        divided["units of the feed-forward layer"] = sizes["ffn_hidden_size"]
     if sizes.get("moe_shared_expert_intermediate_size"):
         divided["units of the shared experts"] = sizes["moe_shared_expert_intermediate_size"]
-    # Without dense layers, ffn_hidden_size is not used.
-    if _all_layers_sparse(sizes):
-        del divided["units of the feed-forward layer"]
     for what, count in divided.items():
         if count % parallel.tp:
             raise ConfigError(f"{names.key('parallel.tp')}={parallel.tp} does not divide the model's {count} {what}")
@@ -115,10 +103,6 @@ def _check_tensor_axis(parallel: ParallelConfig, sizes: TransformerArguments, na
             f"{names.key('parallel.tp')}={parallel.tp} is neither a divisor nor a multiple of the model's "
             f"{groups} key/value heads"
         )
-
-
-def _all_layers_sparse(sizes: TransformerArguments) -> bool:
-    return bool(sizes.get("num_moe_experts")) and all(sizes.get("moe_layer_freq", [1]))
 
 
 def _check_expert_axes(parallel: ParallelConfig, sizes: TransformerArguments, etp: int, names: KeyNames) -> None:

@@ -3,18 +3,22 @@ megatron.core, so that the driver can use it."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
+from mcore_rl.config.roles import POLICY, EngineRole, ModelRole
 from mcore_rl.config.rules.validation import read_hf_config
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import Implementation, build_request, choose
 from mcore_rl.resolved.layout import check_experts, model_arguments, train_layout
 from mcore_rl.resolved.recompute import recompute_arguments
 from model_converters.errors import ConversionError
-from model_converters.families import family_for
+from model_converters.families import check_for_engine, engine_overrides, family_for, missing_engine_fields
 from model_converters.families.parts.family import ModelArguments
+from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.parts.mtp import num_mtp_layers, without_mtp
 from model_converters.hf.value_head import value_model_config
 from model_converters.mapping.layout import TrainLayout
@@ -61,7 +65,7 @@ class ResolvedModel:
         return chosen
 
 
-def policy_config(role: ModelRole) -> tuple[dict[str, Any], int]:
+def policy_config(role: ModelRole) -> tuple[dict[str, object], int]:
     """Return config.json of the policy as it is trained, and the number of omitted multi-token-prediction layers. They
     are omitted unless they have a loss.
 
@@ -87,7 +91,7 @@ def policy_config(role: ModelRole) -> tuple[dict[str, Any], int]:
     return hf_config, 0
 
 
-def value_config(role: ModelRole) -> dict[str, Any]:
+def value_config(role: ModelRole) -> dict[str, object]:
     """Return config.json of a value model.
 
     Raises: ConfigError for a file that cannot be read, or an unknown family.
@@ -100,7 +104,36 @@ def value_config(role: ModelRole) -> dict[str, Any]:
         raise ConfigError(f"{role.checkpoint}={role.model.hf_path}: {error}") from error
 
 
-def _spec(role: ModelRole, hf_config: dict[str, Any], num_ranks: int, left_out: int) -> ResolvedModel:
+def check_engine_model(role: EngineRole, algorithm: AlgorithmConfig, hf_config: HFConfig) -> None:
+    """Reject a config.json from which rollout.engine computes another model than transformers and the trainer. A
+    supervised run has no engine, so every config.json passes.
+
+    Raises: ConfigError naming the field.
+    """
+    if is_supervised(algorithm):
+        return
+    try:
+        check_for_engine(hf_config, role.section.engine)
+    except ConversionError as error:
+        raise ConfigError(f"{role.checkpoint}={role.model.hf_path}: {error}") from error
+
+
+def overridden_fields(model: ModelConfig, hf_config: HFConfig) -> list[str]:
+    """Return a note for the log if engines get values that differ from config.json; [] otherwise."""
+    missing = missing_engine_fields(hf_config)
+    changed = {key: value for key, value in engine_overrides(hf_config).items() if key not in missing}
+    if not changed:
+        return []
+    values = ", ".join(f"{key}={json.dumps(value)}" for key, value in changed.items())
+    note = (
+        f"{POLICY.checkpoint}={model.hf_path}: transformers' {hf_config['model_type']} does not use the "
+        f"values of some fields of config.json, so the engines of this run get {values}; exports keep the values: "
+        "correct config.json before an export is served"
+    )
+    return [note]
+
+
+def _spec(role: ModelRole, hf_config: dict[str, object], num_ranks: int, left_out: int) -> ResolvedModel:
     arguments = model_arguments(hf_config, role.checkpoint)
     layout = train_layout(role.section.parallel, num_ranks, hf_config, role)
     check_experts(role.section.moe, arguments.transformer, role)

@@ -99,11 +99,10 @@ def place(
     placed = {each.section: _shared_slots(cluster, each, len(ranks), on_gpus) for each in guests}
     computing = {"actor": Counter(ranks), "rollout": Counter[int]()}
     for hosts in engines:
-        computing["rollout"] += Counter({slot.node: tp // len(hosts) for slot in hosts})
+        computing["rollout"].update({slot.node: tp // len(hosts) for slot in hosts})
     for each in guests:
-        computing[each.section] = Counter({})
-        for slot in placed[each.section]:
-            computing[each.section][slot.node] += each.num_cpus
+        nodes_of_guests = Counter(slot.node for slot in placed[each.section])
+        computing[each.section] = Counter({node: num * each.num_cpus for node, num in nodes_of_guests.items()})
     # All bundles must be equal, because the order of the nodes is unknown before Ray has placed them.
     cpus_of = sum(computing.values(), Counter[int]())
     gpus_of = computing["actor"] if colocated else computing["actor"] + computing["rollout"]
@@ -124,7 +123,7 @@ def _wide_engines(
     colocated = cluster.placement == "colocated"
     first, end = (0, num_ranks // slots if on_gpus else nodes)
     if not colocated:
-        first, end = _first_free_node(cluster, rollout, num_ranks), nodes
+        first, end = (nodes - rollout.nodes if rollout.nodes else -(-num_ranks // slots)), nodes
     span = tp // slots
     if first + num_engines * span > end:
         raise ConfigError(
@@ -136,13 +135,6 @@ def _wide_engines(
     return tuple(
         tuple(Slot(first + engine * span + node, places) for node in range(span)) for engine in range(num_engines)
     )
-
-
-def _first_free_node(cluster: ClusterConfig, rollout: RolloutConfig, num_ranks: int) -> int:
-    """Return the first node that only engines use."""
-    if rollout.nodes:
-        return cluster.nodes - rollout.nodes
-    return -(-num_ranks // cluster.gpus_per_node)
 
 
 def _shared_slots(cluster: ClusterConfig, guests: Guests, num_ranks: int, on_gpus: bool) -> tuple[Slot, ...]:

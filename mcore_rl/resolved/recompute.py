@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.roles import POLICY, KeyNames
@@ -51,7 +50,7 @@ def recompute_arguments(
     layout: TrainLayout,
     implementation: Implementation,
     names: KeyNames = POLICY,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the arguments of TransformerConfig.
 
     Raises: ConfigError naming the key.
@@ -65,8 +64,6 @@ def recompute_arguments(
             "recompute_method": "uniform",
             "recompute_num_layers": actor.recompute_layers,
         }
-    if actor.recompute != "selective":
-        raise ConfigError(f"{names.key('recompute')} is {actor.recompute!r}; known: none, selective, full")
     modules = recomputed_modules(actor, arguments, implementation)
     key = f"{names.key('recompute_modules')}={','.join(modules)}"
     if len(set(modules)) < len(modules):

@@ -100,8 +100,7 @@ def test_megatron_accepts_all_arguments_for_fully_equipped_gpu() -> None:
     cpu.install()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mcore_rl.resolved.fp8 import RECIPES
-    from mcore_rl.resolved.implementation import BuildRequest, choose
+    from mcore_rl.resolved.implementation import RECIPES, BuildRequest, choose
     from mcore_rl.resolved.installed import Installed
 
     everything = Installed(True, (10, 0), "2.8.0", flash_attention="2.8.3", gradient_fusion=True, deep_ep=True)

@@ -21,7 +21,7 @@ from mcore_rl.megatron.optim.optimizer import in_bfloat16
 from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches
 from mcore_rl.megatron.step.replay import RoutingStore
 from mcore_rl.resolved.costs import sequence_cost
-from mcore_rl.resolved.fp8 import row_multiple
+from mcore_rl.resolved.implementation import row_multiple
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers
 

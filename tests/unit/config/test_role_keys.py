@@ -18,7 +18,6 @@ SHARED = (
     "mcore_rl/resolved/implementation.py",
     "mcore_rl/resolved/recompute.py",
     "mcore_rl/resolved/model.py",
-    "mcore_rl/resolved/fp8.py",
     "mcore_rl/resolved/attention.py",
     "mcore_rl/megatron/model",
     "mcore_rl/megatron/roles/rank_model.py",

@@ -11,8 +11,7 @@ import pytest
 from mcore_rl.config import Config, load_config
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.engine_model import check_engine_model, overridden_fields
-from mcore_rl.resolved.model import policy_config
+from mcore_rl.resolved.model import check_engine_model, overridden_fields, policy_config
 from tests.tiny_models import tiny_fields
 
 

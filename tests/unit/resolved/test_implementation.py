@@ -9,8 +9,7 @@ import pytest
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.fp8 import RECIPES, row_multiple
-from mcore_rl.resolved.implementation import BuildRequest, choose
+from mcore_rl.resolved.implementation import RECIPES, BuildRequest, choose, row_multiple
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.recompute import MODULES, recompute_arguments
@@ -129,7 +128,6 @@ def test_choose_latent_attention_selects_unfused_rope() -> None:
         ({}, {"dtype": "float32"}, r"model\.dtype=float32: attention on GPUs .* set model\.dtype=bfloat16"),
         ({"transformer_engine": None}, {"cp": 2}, r"actor\.parallel\.cp=2: .* install transformer-engine"),
         ({}, {"cp": 2, "adapters": True}, r"actor\.parallel\.cp=2: .* set actor\.lora\.rank=0 or actor"),
-        ({}, {"fp8": "int8"}, r"actor\.fp8=int8 must be one of none, delayed"),
     ],
 )
 def test_choose_unavailable_request_is_rejected(absent: dict[str, Any], wishes: dict[str, Any], message: str) -> None:
