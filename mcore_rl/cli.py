@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mcore_rl import __version__
 from mcore_rl.doctor.command import add_arguments as add_doctor_arguments
@@ -48,7 +48,9 @@ class _Verb(argparse.ArgumentParser):
 
     _intermixed = False
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Parse intermixed arguments; parse_known_intermixed_args calls this method again, hence the flag."""
         if self._intermixed:
             return super().parse_known_args(args, namespace)
@@ -93,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_plan(verbs: Any) -> None:
+def _add_plan(verbs: argparse._SubParsersAction[_Verb]) -> None:
     text = (
         "preflight without a GPU: memory, communication and computation of every rank; exit code 0: fits, 1: does not "
         "fit, 3: fits, but this version cannot run it"

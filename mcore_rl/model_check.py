@@ -15,8 +15,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.rules.lora import uses_lora
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import Config, ModelConfig
 from mcore_rl.data.batching import UpdateSchedule, build_batch
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.errors import CheckpointError, ConfigError
@@ -49,34 +50,35 @@ def model_check(config: Config, num_dp_ranks: int, cost: SequenceCost) -> Iterat
 
     Raises: ConfigError (from the function) naming the directory and the difference.
     """
-    reason = _skip_reason(config)
+    model, actor = config.model, config.actor
+    reason = _skip_reason(model, actor)
     if reason is not None:
         logger.info("log-probabilities are not compared with transformers (%s): %s", KEY, reason)
         yield lambda ranks: None
         return
     # transformers needs a few seconds on the CPU; the processes of the run start during this time.
     with ThreadPoolExecutor(1) as pool:
-        expected = pool.submit(_expected, config, num_dp_ranks)
+        expected = pool.submit(_expected, model.hf_path, actor.tokens_per_microbatch, num_dp_ranks)
         schedule = UpdateSchedule(_NUM_SEQUENCES * num_dp_ranks, num_dp_ranks=num_dp_ranks, cost=cost)
-        yield lambda ranks: _require_equal(config, ranks, _batch(ranks, *expected.result(), schedule))
+        yield lambda ranks: _require_equal(model, ranks, _batch(ranks, *expected.result(), schedule))
 
 
-def _skip_reason(config: Config) -> str | None:
+def _skip_reason(model: ModelConfig, actor: ActorConfig) -> str | None:
     """Return why the comparison is skipped, or None.
 
     Raises: ConfigError if the comparison is required but impossible.
     """
-    mode, reason = config.model.check_logits, None
+    mode, reason = model.check_logits, None
     if mode == "never":
         return "set to never"
-    if config.model.random_init:
+    if model.random_init:
         reason = "model.random_init=true has no weights to compare"
-    elif uses_lora(config.actor) and config.actor.lora.path is not None:
+    elif uses_lora(actor) and actor.lora.path is not None:
         reason = "the adapters of actor.lora.path are not in model.hf_path"
-    elif config.actor.fp8 != "none":
-        reason = f"actor.fp8={config.actor.fp8} rounds too much"
+    elif actor.fp8 != "none":
+        reason = f"actor.fp8={actor.fp8} rounds too much"
     else:
-        with HFCheckpoint(config.model.hf_path) as source:
+        with HFCheckpoint(model.hf_path) as source:
             if source.block is not None:
                 reason = "transformers computes in FP8, the trainer with dequantized weights"
             elif mode == "auto":
@@ -86,12 +88,12 @@ def _skip_reason(config: Config) -> str | None:
     return reason
 
 
-def _expected(config: Config, copies: int) -> tuple[TrajectoryBuffers, RolloutScalars]:
+def _expected(directory: str, max_tokens: int, copies: int) -> tuple[TrajectoryBuffers, RolloutScalars]:
     """Return random sequences with transformers' log-probabilities in place of an engine's, one copy per data-parallel
     rank."""
-    sequences = _sequences(config)
+    sequences = _sequences(directory, max_tokens)
     try:
-        logits = transformers_logits(config.model.hf_path, sequences)
+        logits = transformers_logits(directory, sequences)
     except CheckpointError as error:
         raise ConfigError(f"model.hf_path: {error}; {KEY}=never skips this comparison") from error
     logp = [
@@ -101,10 +103,10 @@ def _expected(config: Config, copies: int) -> tuple[TrajectoryBuffers, RolloutSc
     return _trajectories([tokens.numpy() for tokens in sequences] * copies, logp * copies)
 
 
-def _sequences(config: Config) -> list[torch.Tensor]:
-    with HFCheckpoint(config.model.hf_path) as source:
+def _sequences(directory: str, max_tokens: int) -> list[torch.Tensor]:
+    with HFCheckpoint(directory) as source:
         fields = source.config
-    length = min(_MAX_TOKENS, config.actor.tokens_per_microbatch, fields["max_position_embeddings"])
+    length = min(_MAX_TOKENS, max_tokens, fields["max_position_embeddings"])
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, fields["vocab_size"], (length,), generator=generator) for _ in range(_NUM_SEQUENCES)]
 
@@ -153,12 +155,12 @@ def _batch(
     )
 
 
-def _require_equal(config: Config, ranks: ComparingRanks, batch: Batch) -> None:
+def _require_equal(model: ModelConfig, ranks: ComparingRanks, batch: Batch) -> None:
     metrics = ranks.compare(batch)
     mean, largest = (metrics[f"rollout/logp_diff_{kind}"].value for kind in ("mean", "max"))
-    if not mean <= TOLERANCE[config.model.dtype]:  # also true for NaN
+    if not mean <= TOLERANCE[model.dtype]:  # also true for NaN
         raise ConfigError(
-            f"model.hf_path={config.model.hf_path}: log-probabilities of random tokens differ from transformers by "
+            f"model.hf_path={model.hf_path}: log-probabilities of random tokens differ from transformers by "
             f"{mean:.3g} nats on average, {largest:.3g} at most. The trainer interprets a field of its config.json "
             f"differently; {KEY}=never skips this comparison"
         )

@@ -6,13 +6,16 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.observe.metrics import read_metrics
 from mcore_rl.observe.progress import StartUp
 from mcore_rl.observe.summary import summary_table
 from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
 
+Result = TypeVar("Result")
 CANNOT_RUN = 3
 """Exit code of `plan` if the configuration fits but this version cannot run it."""
 
@@ -23,35 +26,36 @@ def train(config: Config) -> int:
     from mcore_rl.runtime.output import own_stderr
     from mcore_rl.runtime.stops import STOPS
 
+    run_dir = Path(config.run.dir)
     # The block includes the imports of other modules, since they print warnings too.
-    with own_stderr(), STOPS.listening(lambda: _resume_hint(config)), third_party_log() as log:
+    with own_stderr(), STOPS.listening(lambda: _resume_hint(run_dir)), third_party_log() as log:
         try:
-            finished = is_finished(config) or _train(config, StartUp(), log)
+            finished = is_finished(run_dir, config.trainer) or _locked(config, log, _train_locked, exports=True)
         except KeyboardInterrupt:
-            print(f"stopped: {_resume_hint(config)}", file=sys.stderr)
+            print(f"stopped: {_resume_hint(run_dir)}", file=sys.stderr)
             return STOPS.exit_code()
     if not finished:
-        print(f"stopped on request: {_resume_hint(config)}", flush=True)
+        print(f"stopped on request: {_resume_hint(run_dir)}", flush=True)
         return STOPS.exit_code()
-    print(summary_table(read_metrics(Path(config.run.dir) / "metrics.jsonl")))
+    print(summary_table(read_metrics(run_dir / "metrics.jsonl")))
     print(f"run directory: {config.run.dir}")
-    print(f"Hugging Face model: {_export_hint(config)}")
+    print(f"Hugging Face model: {_export_hint(run_dir, config.trainer.export_hf, config.actor)}")
     return 0
 
 
-def is_finished(config: Config) -> bool:
+def is_finished(run_dir: Path, trainer: TrainerConfig) -> bool:
     """Print the progress of the run in run.dir; return True if nothing is left to do."""
-    if not Path(config.run.dir, "checkpoints").is_dir():  # skip slow imports: a mistyped key is reported at once
+    if not (run_dir / "checkpoints").is_dir():  # skip slow imports: a mistyped key is reported at once
         return False
     from mcore_rl.trainer.checkpoints import newest_step
 
-    step, steps = newest_step(Path(config.run.dir)), config.trainer.steps
+    step, steps = newest_step(run_dir), trainer.steps
     if step is None:
         return False
     if step < steps:
-        print(f"resuming from step_{step} in {config.run.dir}", file=sys.stderr)
+        print(f"resuming from step_{step} in {run_dir}", file=sys.stderr)
         return False
-    targets = {f"trainer.{key}": getattr(config.trainer, key) for key in ("export_hf", "export_adapter")}
+    targets = {f"trainer.{key}": getattr(trainer, key) for key in ("export_hf", "export_adapter")}
     missing = [f"{key}={path}" for key, path in targets.items() if path is not None and not Path(path).exists()]
     if missing:
         print(f"step {steps} of {steps} is done; still to export: {' and '.join(missing)}", file=sys.stderr)
@@ -60,32 +64,44 @@ def is_finished(config: Config) -> bool:
     return True
 
 
-def _export_hint(config: Config) -> str:
+def _export_hint(run_dir: Path, export_hf: str | None, actor: ActorConfig) -> str:
     """Return the path of the exported model, or the command that exports it."""
     from mcore_rl.config.rules.lora import uses_lora
     from mcore_rl.trainer.checkpoints import newest_step
 
-    if config.trainer.export_hf is not None:
-        return config.trainer.export_hf
-    if uses_lora(config.actor):
+    if export_hf is not None:
+        return export_hf
+    if uses_lora(actor):
         return "the same command with trainer.export_hf=DIR"
-    newest = Path(config.run.dir, "checkpoints", f"step_{newest_step(Path(config.run.dir))}")
+    newest = run_dir / "checkpoints" / f"step_{newest_step(run_dir)}"
     return f"python -m model_converters to-hf --ckpt {shlex.quote(str(newest))} --out DIR"
 
 
-def _train(config: Config, start_up: StartUp, log: ThirdPartyLog) -> bool:
-    """Return True if the run is finished, False if it was stopped after saving."""
+def _locked(
+    config: Config,
+    log: ThirdPartyLog,
+    run: Callable[[Config, StartUp, ThirdPartyLog, Callable[[], None]], Result],
+    *,
+    exports: bool,
+) -> Result:
+    """Check and isolate the run, and call `run` while its directory is locked.
+
+    The last argument of `run` takes the lock of a directory that it creates.
+    """
     from mcore_rl.preparation.preflight import check_exports, check_run
 
+    start_up = StartUp()
     check_run(config)
-    check_exports(config.trainer)
-    from mcore_rl.preparation.run_lock import run_lock
+    if exports:
+        check_exports(config.trainer)
     from mcore_rl.runtime.isolation.choice import isolate
     from mcore_rl.runtime.stops import STOPS
 
     isolate(config, start_up.show)
+    from mcore_rl.preparation.run_dir import run_lock
+
     with run_lock(config.run.dir, start_up.show, STOPS.give_up) as take_lock:
-        return _train_locked(config, start_up, log, take_lock)
+        return run(config, start_up, log, take_lock)
 
 
 def _train_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lock: Callable[[], None]) -> bool:
@@ -117,13 +133,13 @@ def _train_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lo
     return finished
 
 
-def _resume_hint(config: Config) -> str:
+def _resume_hint(run_dir: Path) -> str:
     """Describe where the next start of a stopped run begins."""
     from mcore_rl.errors import McoreRLError
     from mcore_rl.trainer.checkpoints import newest_step
 
     try:
-        step = newest_step(Path(config.run.dir))
+        step = newest_step(run_dir)
     except McoreRLError as error:
         return str(error)
     if step is None:
@@ -140,20 +156,7 @@ def evaluate(config: Config) -> int:
     if not config.data.validation:
         raise ConfigError("data.val must be set: it names the prompts to evaluate on")
     with own_stderr(), STOPS.listening(), third_party_log() as log:
-        return _evaluate(config, StartUp(), log)
-
-
-def _evaluate(config: Config, start_up: StartUp, log: ThirdPartyLog) -> int:
-    from mcore_rl.preparation.preflight import check_run
-
-    check_run(config)
-    from mcore_rl.preparation.run_lock import run_lock
-    from mcore_rl.runtime.isolation.choice import isolate
-    from mcore_rl.runtime.stops import STOPS
-
-    isolate(config, start_up.show)
-    with run_lock(config.run.dir, start_up.show, STOPS.give_up) as take_lock:
-        return _evaluate_locked(config, start_up, log, take_lock)
+        return _locked(config, log, _evaluate_locked, exports=False)
 
 
 def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lock: Callable[[], None]) -> int:
@@ -229,24 +232,17 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
     script = render_job(config, config_path, overrides, force=force)
     problems = cannot_run(config) + missing_files(config)
     if not force:
-        problems = problems or _plan_errors(config)
+        if not problems:
+            _quiet_megatron()
+            from mcore_rl.planner.plan import make_plan
+
+            problems = list(make_plan(config).verdict.errors)
         if problems:
             raise ConfigError(f"the job cannot run: {'; '.join(problems)}. --force prints the script anyway")
     print(script, end="")
     for problem in problems:
         print(f"note: {problem}", file=sys.stderr)
     return 0
-
-
-def _plan_errors(config: Config) -> list[str]:
-    """Return the reasons why the run does not fit its cluster.
-
-    Raises: ConfigError if it cannot work on any cluster.
-    """
-    _quiet_megatron()
-    from mcore_rl.planner.plan import make_plan
-
-    return list(make_plan(config).verdict.errors)
 
 
 def _quiet_megatron() -> None:

@@ -9,13 +9,12 @@ import logging
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mcore_rl.algorithms import Needs
 from mcore_rl.config import Config
-from mcore_rl.config.models import LoraConfig
+from mcore_rl.config.models import LoraConfig, ReferenceConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.rules.judge import has_judge_engines, server_key, template_text, uses_judge
@@ -33,6 +32,7 @@ from mcore_rl.rewards.judge.prompts import JudgePrompts, check_room
 from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import try_server
 from model_converters.errors import ConversionError
+from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.parts.mtp import num_mtp_layers, resolve_copies, resolve_mtp
 from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.loader import check_copies
@@ -69,17 +69,17 @@ def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
     return layout
 
 
-def reward_model_layout(config: Config, needs: Needs) -> TrainLayout:
-    """Check the reward model and the headers of its weights, and return its layout."""
-    section = config.reward_model
+def reward_model_layout(
+    role: ModelRole, cluster: ClusterConfig, num_ranks: int, loss: str, needs: Needs
+) -> TrainLayout:
+    """Check the reward model and the headers of its weights, and return its layout. `loss` is the policy loss."""
     if not needs.advantages:
         raise ConfigError(
-            f"reward_model.hf_path={section.hf_path} has no effect: algorithm.policy_loss.name="
-            f"{config.algorithm.policy_loss.name} is supervised; set it to null"
+            f"reward_model.hf_path={role.model.hf_path} has no effect: algorithm.policy_loss.name={loss} is "
+            "supervised; set it to null"
         )
-    role = ModelRole.reward_model(config.reward_model, config.model)
-    spec = ResolvedModel.value_model(role, config.reward_model.num_ranks or config.num_trainer_ranks)
-    check_implementation(role, config.cluster, spec)
+    spec = ResolvedModel.value_model(role, num_ranks)
+    check_implementation(role, cluster, spec)
     try:
         with HFCheckpoint(role.model.hf_path) as checkpoint:
             rows, dropped = resolve_value_head(checkpoint, required=True)
@@ -124,7 +124,7 @@ def check_weights(role: ModelRole) -> int:
         raise ConfigError(f"{role.checkpoint}={directory}: {' '.join(str(error).split())}") from None
 
 
-def check_adapters(lora: LoraConfig, hf_config: dict[str, Any], *, exports: bool) -> int:
+def check_adapters(lora: LoraConfig, hf_config: HFConfig, *, exports: bool) -> int:
     """Check the LoRA adapters and return the number of their parameters.
 
     Adapters to start from must fit the model. With `exports`, PEFT must have names for all of them.
@@ -137,21 +137,22 @@ def check_adapters(lora: LoraConfig, hf_config: dict[str, Any], *, exports: bool
     return sum(math.prod(shape) for row in bound for shape in row.row.shapes)
 
 
-def check_reference(config: Config, hf_config: dict[str, Any], needs: Needs) -> None:
-    """Check the reference of a KL term before it is built. `hf_config` is the policy's."""
+def check_reference(
+    reference: ReferenceConfig, policy: ModelRole, loss: str, hf_config: HFConfig, needs: Needs
+) -> None:
+    """Check the reference of a KL term before it is built. `hf_config` is the policy's, and `loss` the policy loss."""
     if not needs.advantages:
         raise ConfigError(
-            f"algorithm.policy_loss.name={config.algorithm.policy_loss.name} is supervised and has no reference; set "
-            "algorithm.kl.in_loss and algorithm.kl.in_reward to 0"
+            f"algorithm.policy_loss.name={loss} is supervised and has no reference; set algorithm.kl.in_loss and "
+            "algorithm.kl.in_reward to 0"
         )
-    path = config.reference.hf_path
-    if path is None:
+    if reference.hf_path is None:
         return
-    role = ModelRole.reference(config.reference, config.actor, config.model)
+    role = ModelRole.reference(reference, policy.section, policy.model)
     if model_arguments(policy_config(role)[0], role.checkpoint) != model_arguments(hf_config):
         raise ConfigError(
-            f"reference.hf_path={path} has another architecture than model.hf_path={config.model.hf_path}; set it to "
-            "a checkpoint of the same model, or to null"
+            f"reference.hf_path={reference.hf_path} has another architecture than model.hf_path="
+            f"{policy.model.hf_path}; set it to a checkpoint of the same model, or to null"
         )
     check_weights(role)
 

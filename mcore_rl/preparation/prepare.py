@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mcore_rl.algorithms import Estimator, Needs, advantage_options, estimator
 from mcore_rl.algorithms.aggregation import check_mode
@@ -19,7 +18,8 @@ from mcore_rl.config.rules.episodes import has_turns
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.rules.reward_model import uses_reward_model
-from mcore_rl.config.schema import DataConfig
+from mcore_rl.config.sandbox import SandboxConfig
+from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.columns import check_keys
 from mcore_rl.data.curriculum import Curriculum
@@ -30,9 +30,8 @@ from mcore_rl.data.sampler import RowWeights
 from mcore_rl.data.sources.paths import file_weights
 from mcore_rl.data.supervised import SupervisedSet
 from mcore_rl.data.templates import PromptRenderer
-from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.errors import ConfigError, CurriculumError
-from mcore_rl.preparation.episodes import check_episode
 from mcore_rl.preparation.models import (
     check_adapters,
     check_implementation,
@@ -47,9 +46,13 @@ from mcore_rl.resolved.model import ResolvedModel, check_engine_model, overridde
 from mcore_rl.rewards.graders.loading import check_data_sources, load_grader, runs_code
 from mcore_rl.rewards.model_inputs import RewardInputs
 from mcore_rl.rewards.processes.trial import rows_to_try, try_reward_function
+from mcore_rl.rollout.episodes.load import conversation_of, load_episode
+from mcore_rl.rollout.tools.parsers import ToolCallParser
+from mcore_rl.rollout.tools.toolbox import check_tools
 from mcore_rl.sandbox.check import check_sandbox
 from mcore_rl.trainer.batches import response_filter
 from mcore_rl.trainer.validation import ValidationParts, validation_parts
+from mcore_rl.types.json import JsonObject
 from model_converters.mapping.layout import TrainLayout
 
 if TYPE_CHECKING:
@@ -83,72 +86,54 @@ class Prepared:
 
 
 def prepare(config: Config) -> Prepared:
-    """Run the checks that `preflight.check_run` leaves out, set defaults for this machine, and load the data.
-
-    Writes no files.
+    """Run the checks that `preflight.check_run` leaves out, set defaults for this machine, and load the data. Writes no
+    files.
 
     Raises: ConfigError, DataError for the first setting or row that cannot work.
     """
     # First, since later checks need the data type.
     resolve_dtype(config.model, cuda=uses_cuda(config.cluster))
-    role = ModelRole.policy(config.actor, config.model)
+    role, actor, algorithm = ModelRole.policy(config.actor, config.model), config.actor, config.algorithm
     spec = ResolvedModel.policy(role, config.num_trainer_ranks)
-    hf_config, layout = spec.hf_config, spec.layout
-    check_engine_model(EngineRole.rollout(config.rollout, config.model), config.algorithm, hf_config)
+    hf_config = spec.hf_config
+    check_engine_model(EngineRole.rollout(config.rollout, config.model), algorithm, hf_config)
     check_implementation(role, config.cluster, spec)
-    parameters = check_weights(role)
-    actor_parameters = parameters
-    if uses_lora(config.actor):
-        actor_parameters = check_adapters(
-            config.actor.lora, hf_config, exports=config.trainer.export_adapter is not None
-        )
-    chosen, needs = _check_algorithm(config.algorithm, config.trainer.critic_warmup_steps)
-    critic = None
-    if needs.advantages and chosen.needs.critic:
-        critic = critic_layout(config, layout)
-    if uses_reference(config.algorithm.kl):
-        check_reference(config, hf_config, needs)
+    parameters = trained = check_weights(role)
+    if uses_lora(actor):
+        trained = check_adapters(actor.lora, hf_config, exports=config.trainer.export_adapter is not None)
+    chosen, needs = _check_algorithm(algorithm, config.trainer.critic_warmup_steps)
+    critic = critic_layout(config, spec.layout) if needs.advantages and chosen.needs.critic else None
+    if uses_reference(algorithm.kl):
+        check_reference(config.reference, role, algorithm.policy_loss.name, hf_config, needs)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
     check_limits(partial(PromptRenderer, tokenizer, config.data), "model.tokenizer_path")
-    reward_model = reward_model_layout(config, needs) if uses_reward_model(config.reward_model) else None
-    prompts: dict[str, PromptSet] = {}
-    targets: SupervisedSet | None = None
-    reports: list[LoadReport]
-    notes: list[str] = []
-    parts = ValidationParts()
-    if needs.advantages:
-        load_grader(config.reward, config.sandbox)  # raises for functions that do not load
-        tools, notes = check_episode(config, tokenizer)
-        prompts, reports, parts = _load_prompts(config, tokenizer, tools)
-        notes += [*parts.notes, *overridden_fields(config.model, hf_config)]
-        if reward_model is not None:
-            inputs = RewardInputs(config.reward_model, config.model, config.rollout)
-            for name, loaded in prompts.items():
-                inputs.check(loaded, f"data.{name}")
-    else:
-        check_keys(config.data, {"data.train": config.data.train})
-        targets, report = load_supervised(config.data.train, tokenizer, config.data, config.rollout)
-        reports = [report]
-    train = prompts["train"] if targets is None else targets.prompts
-    weights, curriculum = _row_order(config.data, train, reports[0], config.run.seed)
-    check_judge(config, needs, prompts)
-    warnings = [*notes, *_try_rewards(config.reward, prompts, multi_turn=has_turns(config.rollout))]
-    trained = actor_parameters if critic is None else actor_parameters + parameters
-    refreshed = parameters if uses_reference(config.algorithm.kl) and config.reference.refresh_every_steps else 0
-    checkpoint_bytes = _checkpoint_bytes(config.model.dtype, trained, refreshed)
+    reward_model = None
+    if uses_reward_model(config.reward_model):
+        ranks = config.reward_model.num_ranks or config.num_trainer_ranks
+        role = ModelRole.reward_model(config.reward_model, config.model)
+        reward_model = reward_model_layout(role, config.cluster, ranks, algorithm.policy_loss.name, needs)
+    loaded = (
+        _load_prompts(config, tokenizer) if needs.advantages else _load_targets(config.data, config.rollout, tokenizer)
+    )
+    train = loaded.prompts["train"] if loaded.targets is None else loaded.targets.prompts
+    weights, curriculum = _row_order(config.data, train, loaded.reports[0], config.run.seed)
+    check_judge(config, needs, loaded.prompts)
+    notes = [*loaded.notes, *(overridden_fields(config.model, hf_config) if needs.advantages else [])]
+    notes += _try_rewards(config.reward, loaded.prompts, multi_turn=has_turns(config.rollout))
+    refreshed = parameters if uses_reference(algorithm.kl) and config.reference.refresh_every_steps else 0
     return Prepared(
-        layout,
+        spec.layout,
         sequence_cost(hf_config),
-        prompts,
-        targets,
-        (*reports, *warnings),
-        checkpoint_bytes,
+        loaded.prompts,
+        loaded.targets,
+        (*loaded.reports, *notes),
+        _checkpoint_bytes(config.model.dtype, trained + (0 if critic is None else parameters), refreshed),
         chosen,
         critic,
         reward_model,
         weights,
         curriculum,
-        parts,
+        loaded.parts,
     )
 
 
@@ -160,34 +145,89 @@ def _checkpoint_bytes(dtype: str, trained: int, refreshed: int) -> int:
     return trained * CHECKPOINT_BYTES_PER_PARAMETER[dtype] + refreshed * (2 if dtype == "bfloat16" else 4)
 
 
-def _load_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, PromptSet], list[LoadReport], ValidationParts]:
-    """Load the prompts of data.train and, joined into one set, of data.val. Prompts show the `tools` to the model."""
-    named = {"data.train": config.data.train, **config.data.validation}
-    check_keys(config.data, named)
+class _LoadedData(NamedTuple):
+    """Data of a run: either `prompts` by split, or `targets`."""
+
+    prompts: dict[str, PromptSet]
+    targets: SupervisedSet | None
+    reports: list[LoadReport]
+    notes: list[str]
+    parts: ValidationParts
+
+
+def _load_targets(data: DataConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> _LoadedData:
+    check_keys(data, {"data.train": data.train})
+    targets, report = load_supervised(data.train, tokenizer, data, rollout)
+    return _LoadedData({}, targets, [report], [], ValidationParts())
+
+
+def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> _LoadedData:
+    """Load the prompts of data.train and, joined into one set, of data.val, after the checks of what renders and grades
+    them."""
+    data, rollout, reward = config.data, config.rollout, config.reward
+    load_grader(reward, config.sandbox)  # raises for functions that do not load
+    tools, notes = _check_episode(rollout, data.template_kwargs, config.model.hf_path, config.sandbox, tokenizer)
+    named = {"data.train": data.train, **data.validation}
+    check_keys(data, named)
     loaded, reports = {}, []
     for key, files in named.items():
         loaded[key], report = load_prompts(
             files,
             tokenizer,
-            config.data,
-            config.rollout,
+            data,
+            rollout,
             key,
-            max_prompts=None if key == "data.train" else config.data.val_max_prompts,
-            runs_tools=has_turns(config.rollout),
+            max_prompts=None if key == "data.train" else data.val_max_prompts,
+            runs_tools=has_turns(rollout),
             tools=tools,
         )
         reports.append(report)
         sources = loaded[key].data_sources
-        check_data_sources(config.reward, key, report.path, sources)
-        if runs_code(config.reward, sources):
+        check_data_sources(reward, key, report.path, sources)
+        if runs_code(reward, sources):
             check_sandbox(config.sandbox)
     prompts = {"train": loaded.pop("data.train")}
     if loaded:
         prompts["val"] = joined(list(loaded.values()))
     sets = {key.removeprefix("data.val").removeprefix("."): part.data_sources for key, part in loaded.items()}
-    return prompts, reports, validation_parts(sets)
+    parts = validation_parts(sets)
+    if uses_reward_model(config.reward_model):
+        inputs = RewardInputs(config.reward_model, config.model, rollout)
+        for name, split in prompts.items():
+            inputs.check(split, f"data.{name}")
+    return _LoadedData(prompts, None, reports, [*notes, *parts.notes], parts)
+
+
+def _check_episode(
+    rollout: RolloutConfig,
+    template_kwargs: dict[str, Any],
+    model_path: str,
+    sandbox: SandboxConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[JsonObject], list[str]]:
+    """Load the episode and its tools. Return the tool schemas for prompts, and notes about the rendering of turns.
+
+    Raises: ConfigError for an episode, tool, parser or chat template that cannot be used.
+    """
+    if not has_turns(rollout):
+        return [], []
+    load_episode(rollout)
+    schemas = check_tools(rollout, sandbox)
+    stop_ids = eos_token_ids(tokenizer, model_path)
+    load = partial(conversation_of, rollout, template_kwargs, tokenizer, schemas, stop_ids)
+    check_limits(load, "model.tokenizer_path")
+    _, facts = load()
+    notes = []
+    if schemas:
+        ToolCallParser(rollout.tool_parser, str(tokenizer.chat_template), schemas)
+        if not facts.parallel_calls:
+            notes.append("rollout.tools: the chat template renders one call per turn; only the first one is executed")
+    notes += [f"rollout.history={rollout.history}: {rewrite}" for rewrite in facts.rewrites]
+    if facts.dated:
+        notes.append(
+            "the chat template writes today's date into prompts: they change if the run resumes on another day"
+        )
+    return schemas, notes
 
 
 def _row_order(

@@ -1,19 +1,263 @@
-"""Creation of the run directory, which only its user can read, and of the resolved configuration in it."""
+"""The run directory: its creation, readable only by its user, and a lock, so that two runs never write into it."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import json
 import os
+import secrets
 import shutil
-from collections.abc import Callable
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from mcore_rl.config import Config
 from mcore_rl.config.run_configs import replace_config
 from mcore_rl.config.schema import RunConfig
-from mcore_rl.errors import ConfigError
+from mcore_rl.errors import ConfigError, RunDirLostError
 from mcore_rl.trainer.checkpoints import Checkpoints
 
+FILE_NAME = "run.lock"
 CHECKPOINTS = "checkpoints"
+SECONDS_BETWEEN_BEATS = 10.0
+"""Interval at which the holder renews the modification time of the file."""
+STALE_AFTER_SECONDS = 60.0
+"""Age of the modification time after which a holder on another host counts as dead: six missed beats. A file server
+may show clients a modification time that is some seconds old."""
+SECONDS_TO_SETTLE = 2.0
+"""Wait before the record is read again where the file system has no locks: the last writer keeps the directory."""
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Process that holds a run directory, recorded as JSON in the lock file."""
+
+    host: str
+    pid: int
+    started: str
+    boot: str
+    """Kernel instance; equal for all containers of a host, different after a restart."""
+    job: str | None = None
+    """SLURM job, if any."""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        """Describe the calling process."""
+        started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return cls(socket.gethostname(), os.getpid(), started, _boot_id(), os.environ.get("SLURM_JOB_ID"))
+
+    def describe(self) -> str:
+        """Return `process 17 on host n3 (SLURM job 5), started 2026-11-25 10:00:00 UTC`."""
+        job = "" if self.job is None else f" (SLURM job {self.job})"
+        return f"process {self.pid} on host {self.host}{job}, started {self.started}"
+
+
+class RunLock:
+    """Lock on one run directory for the lifetime of this process.
+
+    The kernel's lock (flock) decides between processes of one host, and between hosts where the file system shares
+    locks; the kernel releases it when the holder dies. Some shared file systems keep flock local to a host or lack it.
+    Therefore the holder also renews the file's modification time, and a record of another host counts as dead only
+    after STALE_AFTER_SECONDS without renewal.
+    """
+
+    def __init__(self, directory: Path, wait_notice: Callable[[str], None], on_loss: Callable[[str], None]) -> None:
+        """Create a lock that is not held yet.
+
+        wait_notice: receives one line if `take` must wait.
+        on_loss: called once, from another thread, with the reason when the directory is deleted or taken by another
+        process while this one holds it.
+        """
+        self._directory, self._path = directory, directory / FILE_NAME
+        self._wait_notice, self._on_loss = wait_notice, on_loss
+        self._descriptor: int | None = None
+        self._released = threading.Event()
+        self._record = Holder.this_process()
+
+    def take(self) -> None:
+        """Acquire the lock; does nothing if this object holds it.
+
+        Raises: ConfigError if another process holds it; OSError if the file cannot be written.
+        """
+        if self._descriptor is not None:
+            return
+        # O_NOFOLLOW: a link placed here by someone else must not let this process truncate its target.
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            has_locks = self._lock(descriptor)
+            before = read_holder(self._path)
+            # With the kernel's lock acquired, a recorded holder on this host is dead. One on another host may live if
+            # the file system keeps locks local.
+            if before is not None and (before.boot != self._record.boot or not has_locks):
+                self._wait_for_silence(before)
+            self._write(descriptor)
+            if not has_locks:
+                time.sleep(SECONDS_TO_SETTLE)
+                if not self._is_ours(descriptor):
+                    raise self._in_use(read_holder(self._path))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        threading.Thread(target=self._beat, args=(descriptor,), name="run.dir lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Release the lock and erase the record; the file stays, since removing a lock file is a race."""
+        self._released.set()
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                if self._is_ours(self._descriptor):
+                    os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _lock(self, descriptor: int) -> bool:
+        """Take the kernel's lock. Returns whether the file system has locks."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._in_use(read_holder(self._path)) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return False
+        return True
+
+    def _wait_for_silence(self, before: Holder) -> None:
+        """Wait until the record has been without renewal for STALE_AFTER_SECONDS; both times come from the file
+        server, whose clock may differ from this host's."""
+        last = _modified(self._path)
+        with tempfile.TemporaryFile(dir=self._directory) as file:
+            left = STALE_AFTER_SECONDS - (os.fstat(file.fileno()).st_mtime - last)
+        if left <= 0:
+            return
+        self._wait_notice(
+            f"run.dir={self._directory} was held by {before.describe()}: waiting {left:.0f} s for it to renew the lock"
+        )
+        deadline = time.monotonic() + left
+        while time.monotonic() < deadline:
+            time.sleep(min(2.0, left / 10))
+            if _modified(self._path) != last:
+                raise self._in_use(read_holder(self._path) or before)
+
+    def _write(self, descriptor: int) -> None:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, (json.dumps(asdict(self._record)) + "\n").encode(), 0)
+        os.fsync(descriptor)
+
+    def _is_ours(self, descriptor: int) -> bool:
+        """Return whether the path still names our file and the file holds our record."""
+        try:
+            there, here = os.stat(self._path), os.fstat(descriptor)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        same_file = (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+        holder = read_holder(self._path)
+        return same_file and holder is not None and holder.token == self._record.token
+
+    def _beat(self, descriptor: int) -> None:
+        while not self._released.wait(SECONDS_BETWEEN_BEATS):
+            try:
+                if self._is_ours(descriptor):
+                    os.utime(descriptor)
+                    continue
+            except OSError as error:
+                if error.errno != errno.ESTALE:  # NFS reports a deleted file by it
+                    continue  # the file server may come back; the next beat tries again
+            if not self._released.is_set():
+                self._on_loss(self._loss())
+            return
+
+    def loss(self) -> str | None:
+        """Return how this process lost the directory, or None while it holds it or never did."""
+        if self._descriptor is None or self._is_ours(self._descriptor):
+            return None
+        return self._loss()
+
+    def _loss(self) -> str:
+        holder = read_holder(self._path)
+        if holder is None:
+            return f"run.dir={self._directory} was deleted or replaced while this run was using it"
+        return f"run.dir={self._directory} was taken by {holder.describe()} while this run was using it"
+
+    def _in_use(self, holder: Holder | None) -> ConfigError:
+        who = "another process" if holder is None else holder.describe()
+        return ConfigError(
+            f"run.dir={self._directory} is in use by {who}; wait until it ends, stop it, or set run.dir to another "
+            "directory"
+        )
+
+
+@contextlib.contextmanager
+def run_lock(
+    directory: str, wait_notice: Callable[[str], None], on_loss: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Hold the lock of an existing run directory for the block. Yields the function that takes it for a directory that
+    the block creates.
+
+    Raises: ConfigError if another process holds it; RunDirLostError in place of any error of the block if the directory
+    was deleted or taken meanwhile, since a file that is missing then explains nothing.
+    """
+    lock = RunLock(Path(directory), wait_notice, on_loss)
+
+    def take() -> None:
+        with _write_errors(directory):
+            lock.take()
+
+    try:
+        if Path(directory).is_dir():
+            take()
+        yield take
+    except Exception as error:
+        if (loss := lock.loss()) is not None:
+            raise RunDirLostError(loss) from error
+        raise
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _write_errors(directory: str) -> Iterator[None]:
+    """Raise ConfigError in place of an OSError of the block, which writes into the run directory."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"run.dir={directory} cannot be written: {reason}; set run.dir to another place") from None
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Return the recorded holder, or None if there is no readable record."""
+    try:
+        record = json.loads(path.read_bytes())
+        return Holder(**record)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _modified(path: Path) -> float:
+    # Opening the file makes an NFS client ask the server for the current attributes.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def open_run_dir(run: RunConfig) -> Path:
@@ -35,7 +279,7 @@ def make_run_dir(config: Config, checkpoint_bytes: int, take_lock: Callable[[], 
     Raises: ConfigError if it cannot be written, another run holds it, or a checkpoint would not fit.
     """
     directory = Path(config.run.dir)
-    try:
+    with _write_errors(config.run.dir):
         open_run_dir(config.run)
         take_lock()
         for name in ("rollouts", CHECKPOINTS):
@@ -48,6 +292,3 @@ def make_run_dir(config: Config, checkpoint_bytes: int, take_lock: Callable[[], 
                 f"{checkpoint_bytes / 2**20:.0f} MiB; set run.dir to a larger disk"
             )
         return replace_config(config, directory)
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ConfigError(f"run.dir={directory} cannot be written: {reason}; set run.dir to another place") from None

@@ -14,6 +14,7 @@ import pytest
 
 from mcore_rl import verbs
 from mcore_rl.config import load_config
+from mcore_rl.config.models import ActorConfig
 from mcore_rl.errors import DamagedCheckpointError
 from mcore_rl.observe.third_party import ThirdPartyLog
 from mcore_rl.trainer.checkpoints import Checkpoints
@@ -64,7 +65,8 @@ def test_train_finished_run_ends_before_heavy_imports(run_dir: Path, steps: int)
 
 
 def is_finished(run_dir: Path, *overrides: str) -> bool:
-    return verbs.is_finished(load_config(str(run_dir.parent / "config.yaml"), [f"run.dir={run_dir}", *overrides]))
+    config = load_config(str(run_dir.parent / "config.yaml"), [f"run.dir={run_dir}", *overrides])
+    return verbs.is_finished(Path(config.run.dir), config.trainer)
 
 
 def test_an_export_that_is_asked_for_later_is_left_to_do(
@@ -87,10 +89,7 @@ def test_a_resume_says_so_and_a_first_start_says_nothing(run_dir: Path, capsys: 
 def test_train_finished_run_quotes_the_path_in_its_command(tmp_path: Path) -> None:
     directory = tmp_path / "my $run; (1)"
     Checkpoints(directory / "checkpoints", keep_last=1).save(4, {}, lambda path: Saved())
-    (tmp_path / "config.yaml").write_text("run: {dir: x}\ndata: {train: x}\nmodel: {hf_path: x}\n")
-    config = load_config(str(tmp_path / "config.yaml"))
-    config.run.dir = str(directory)
-    words = shlex.split(verbs._export_hint(config))
+    words = shlex.split(verbs._export_hint(directory, None, ActorConfig()))
     assert words[-4:] == ["--ckpt", str(directory / "checkpoints" / "step_4"), "--out", "DIR"]
 
 

@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.errors import ConfigError, RunDirLostError
-from mcore_rl.preparation import run_lock
-from mcore_rl.preparation.run_lock import FILE_NAME, Holder, RunLock, read_holder
+from mcore_rl.preparation import run_dir
+from mcore_rl.preparation.run_dir import FILE_NAME, Holder, RunLock, read_holder
 
 HOLD = """
 import sys
 from pathlib import Path
-from mcore_rl.preparation.run_lock import RunLock
+from mcore_rl.preparation.run_dir import RunLock
 lock = RunLock(Path(sys.argv[1]), print, print)
 lock.take()
 print("held", flush=True)
@@ -50,7 +50,7 @@ class Lock(RunLock):
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("SECONDS_BETWEEN_BEATS", 0.05), ("STALE_AFTER_SECONDS", 1.0), ("SECONDS_TO_SETTLE", 0.2)):
-        monkeypatch.setattr(run_lock, name, seconds)
+        monkeypatch.setattr(run_dir, name, seconds)
 
 
 @pytest.fixture
@@ -214,10 +214,10 @@ def test_run_lock_lost_explains_an_error_of_the_block(tmp_path: Path) -> None:
         shutil.rmtree(directory)
         (directory / "metrics.jsonl").read_text()
 
-    with pytest.raises(RunDirLostError, match="was deleted"), run_lock.run_lock(str(directory), print, print):
+    with pytest.raises(RunDirLostError, match="was deleted"), run_dir.run_lock(str(directory), print, print):
         delete_and_read()
 
 
 def test_run_lock_held_leaves_errors_of_the_block_alone(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), run_lock.run_lock(str(tmp_path), print, print):
+    with pytest.raises(FileNotFoundError), run_dir.run_lock(str(tmp_path), print, print):
         (tmp_path / "metrics.jsonl").read_text()
