@@ -14,21 +14,20 @@ import numpy as np
 
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.algorithms.kl_controller import KLController
-from mcore_rl.config.reward import NO_RULE, STEP
+from mcore_rl.config.reward import NO_RULE, STEP, JudgeConfig
 from mcore_rl.config.rules.episodes import concurrent_episodes
 from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.reference import uses_reference
 from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import FINISH
 from mcore_rl.data.batching import UpdateSchedule, build_batch, rank_balance, spread
-from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.records import remove_unjoined
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.data.supervised import SupervisedSet, supervised_chunk
+from mcore_rl.data.supervised import supervised_chunk
 from mcore_rl.model_check import model_check
 from mcore_rl.observe.journal import RunJournal
 from mcore_rl.observe.signs import Sign, signs_for
-from mcore_rl.ports import Critic, PendingSave, Publisher, Validator
+from mcore_rl.ports import PendingSave, Publisher, Validator
 from mcore_rl.preparation.prepare import Prepared
 from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
 from mcore_rl.rollout.results import GradingFailures
@@ -65,7 +64,7 @@ from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.logp_gap import LogpGapCheck
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.run import Run, SupervisedRun
-from mcore_rl.types import Batch, BuffersRef, Groups, Mean, Metric, TrajectoryBuffers
+from mcore_rl.types import Batch, Groups, Mean, Metric
 from model_converters.mapping.layout import TrainLayout
 
 G = TypeVar("G")
@@ -75,8 +74,8 @@ G = TypeVar("G")
 def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) -> Iterator[Run | SupervisedRun]:
     """Start all processes of the configured run and yield the run; the processes end with the block. `show` prints
     start-up lines."""
-    ranks, roles = _rank_map(prepared.layout), _roles(config, prepared)
-    checking = model_check(config, prepared.layout.dp, prepared.cost)
+    ranks, roles = _rank_map(prepared.layout), _roles(config.judge, prepared)
+    checking = model_check(config.model, config.actor, prepared.layout.dp, prepared.cost)
     with groups_removed(), checking as check, launch(config, ranks, prepared.prompts, roles, show=show) as processes:
         check(processes.trainers)
         site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir), show)
@@ -87,9 +86,9 @@ def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) ->
             run.journal.close()
 
 
-def _roles(config: Config, prepared: Prepared) -> list[Role]:
+def _roles(judge: JudgeConfig, prepared: Prepared) -> list[Role]:
     """Return the roles that need processes in addition to trainer ranks and engines."""
-    roles = [judge_role(config.judge)] if uses_judge(config.judge) else []
+    roles = [judge_role(judge)] if uses_judge(judge) else []
     if prepared.critic is not None:
         own_batch = functools.partial(
             spread, num_ranks=prepared.layout.dp, other_ranks=prepared.critic.dp, cost=prepared.cost
@@ -163,7 +162,7 @@ class _Site:
             batch_of=self._batch_of(journal),
             describe=self._describe,
             estimates_tokens=not self.prepared.estimator.per_response,
-            critic=self._critic(stages),
+            critic=None if (critic := self._group(CriticGroup)) is None else StagedCritic(critic, stages),
             reference=reference,
             logp_gap=self._logp_gap(actor, scheduler, stages),
         )
@@ -246,21 +245,30 @@ class _Site:
         found = describe(groups, unpunished_tokens=unpunished if overlong else None)
         return found | {name: metric for of_group in of_groups for name, metric in of_group.items()}
 
-    def _critic(self, stages: Stages) -> Critic | None:
-        critic = self._group(CriticGroup)
-        return StagedCritic(critic, stages) if critic is not None else None
-
     def supervised(self) -> SupervisedRun:
-        targets = self.prepared.targets
+        targets, config, dp_size, cost = self.prepared.targets, self.config, self.prepared.layout.dp, self.prepared.cost
         assert targets is not None
-        sampler = self._sampler(len(targets))
-        batches = SupervisedBatches(
-            self.config, targets, sampler, self.prepared.layout.dp, self.prepared.cost, self.processes.trainers.store
-        )
+        trainer, sampler = config.trainer, self._sampler(len(targets))
+        schedule = UpdateSchedule(trainer.prompts_per_update, num_dp_ranks=dp_size, cost=cost)
+        weights_of = response_weights(config.algorithm, config.rollout.max_response_tokens)
+
+        def next_batch() -> Batch:
+            """Build a batch of the next prompts_per_step rows, each a group of its own."""
+            rows = sampler.draw(trainer.prompts_per_step)
+            buffers, scalars = supervised_chunk(targets, rows)
+            return build_batch(
+                [self.processes.trainers.store(buffers)],
+                [scalars],
+                [np.arange(len(rows))],
+                advantages=np.zeros(len(rows), np.float32),
+                weights_of=weights_of,
+                schedule=schedule,
+            )
+
         return SupervisedRun(
-            config=self.config,
+            config=config,
             actor=StagedActor(self.processes.trainers, Stages(self.recorder.span)),
-            next_batch=batches.next_batch,
+            next_batch=next_batch,
             journal=self._journal(signs=()),
             checkpoints=self._checkpoints(),
             remove_unfinished=self._remove_unfinished,
@@ -367,30 +375,3 @@ class TimedCheckpoints(Checkpoints):
     ) -> None:
         with self.span("checkpoint"):
             super().save(step, state, start, wait=wait)
-
-
-@dataclass(frozen=True)
-class SupervisedBatches:
-    """Batches of target texts: every sampled row is a group of its own."""
-
-    config: Config
-    targets: SupervisedSet
-    sampler: PromptSampler
-    dp_size: int
-    cost: SequenceCost
-    store: Callable[[TrajectoryBuffers], BuffersRef]
-
-    def next_batch(self) -> Batch:
-        """Build a batch of the next trainer.prompts_per_step rows, divided into updates of prompts_per_update rows."""
-        rows = self.sampler.draw(self.config.trainer.prompts_per_step)
-        buffers, scalars = supervised_chunk(self.targets, rows)
-        longest = self.config.rollout.max_response_tokens
-        weights_of: Callable[[np.ndarray], np.ndarray] = response_weights(self.config.algorithm, longest)
-        return build_batch(
-            [self.store(buffers)],
-            [scalars],
-            [np.arange(len(rows))],
-            advantages=np.zeros(len(rows), np.float32),
-            weights_of=weights_of,
-            schedule=UpdateSchedule(self.config.trainer.prompts_per_update, num_dp_ranks=self.dp_size, cost=self.cost),
-        )

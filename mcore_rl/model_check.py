@@ -17,7 +17,7 @@ import torch
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.rules.lora import uses_lora
-from mcore_rl.config.schema import Config, ModelConfig
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.data.batching import UpdateSchedule, build_batch
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.errors import CheckpointError, ConfigError
@@ -45,12 +45,13 @@ class ComparingRanks(Protocol):
 
 
 @contextlib.contextmanager
-def model_check(config: Config, num_dp_ranks: int, cost: SequenceCost) -> Iterator[Callable[[ComparingRanks], None]]:
+def model_check(
+    model: ModelConfig, actor: ActorConfig, num_dp_ranks: int, cost: SequenceCost
+) -> Iterator[Callable[[ComparingRanks], None]]:
     """Run the transformers model in a thread during the block. The yielded function waits for it and compares.
 
     Raises: ConfigError (from the function) naming the directory and the difference.
     """
-    model, actor = config.model, config.actor
     reason = _skip_reason(model, actor)
     if reason is not None:
         logger.info("log-probabilities are not compared with transformers (%s): %s", KEY, reason)

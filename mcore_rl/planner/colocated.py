@@ -126,7 +126,7 @@ def colocated_ranks(config: Config, *, cuda: bool) -> ColocatedRanks:
         role = ModelRole.reward_model(config.reward_model, config.model)
         model = value_model_ranks(config, role, trained=False, cuda=cuda)
     if has_judge_engines(config.judge):
-        validate_judge(config)
+        validate_judge(config.judge, config.rollout, config.model)
         engines = EngineRole.judge(config.judge, config.rollout, config.model)
         hf_config, _ = policy_config(ModelRole.judge(engines))
         check_engine_model(engines, config.algorithm, hf_config)

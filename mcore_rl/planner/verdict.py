@@ -39,7 +39,19 @@ def compare_with_cluster(
     """Compare the memory of all phases, the engine and the hosts with the cluster."""
     rollout, cluster = config.rollout, config.cluster
     host = host_bytes_per_node(cluster.gpus_per_node, phases, sync)
-    errors = [*_device_errors(config, layout, phases)] if cuda else []
+    errors = []
+    usable = usable_bytes(cluster)
+    for name in PHASES if cuda else ():
+        rank = max(range(len(phases)), key=lambda index: int(getattr(phases[index], name)))
+        needed = getattr(phases[rank], name)
+        if needed > usable:
+            errors.append(
+                f"cluster.gpu_memory_gib={cluster.gpu_memory_gib:g} is too little for phase {name}: rank {rank} needs "
+                f"{needed / GIB:.1f} GiB of {usable / GIB:.1f} usable ({RESERVE_BYTES / GIB:g} GiB and "
+                f"{FRAGMENTATION:.0%} are reserved); {_remedy(config, layout, name, phases[rank])}"
+            )
+    if cuda:
+        errors += _slot_errors(rollout, cluster, layout)
     errors += _engine_errors(rollout, cluster, engine)
     errors += _host_errors(cluster, host)
     return Verdict(tuple(errors), tuple(_warnings(rollout, layout, engine, batch)), host)
@@ -51,21 +63,10 @@ def host_bytes_per_node(size: int, phases: Sequence[Phases], sync: WeightSync) -
     return max(away) + sync.slots_bytes
 
 
-def _device_errors(config: Config, layout: TrainLayout, phases: Sequence[Phases]) -> Iterator[str]:
-    usable = usable_bytes(config.cluster)
-    reserve = f"{RESERVE_BYTES / GIB:g} GiB and {FRAGMENTATION:.0%} are reserved"
-    for name in PHASES:
-        rank = max(range(len(phases)), key=lambda index: int(getattr(phases[index], name)))
-        needed = getattr(phases[rank], name)
-        if needed > usable:
-            yield (
-                f"cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g} is too little for phase {name}: "
-                f"rank {rank} needs {needed / GIB:.1f} GiB of {usable / GIB:.1f} usable ({reserve}); "
-                f"{_remedy(config, layout, name, phases[rank])}"
-            )
-    offered = config.cluster.nodes * config.cluster.gpus_per_node
-    slots = offered if config.cluster.placement == "colocated" else offered - layout.world_size
-    engines = config.rollout.num_engines * config.rollout.tp
+def _slot_errors(rollout: RolloutConfig, cluster: ClusterConfig, layout: TrainLayout) -> Iterator[str]:
+    offered = cluster.nodes * cluster.gpus_per_node
+    slots = offered if cluster.placement == "colocated" else offered - layout.world_size
+    engines = rollout.num_engines * rollout.tp
     if engines > slots:
         yield (
             f"rollout.num_engines x rollout.tp = {engines} GPUs, but {slots} are available for engines; lower "

@@ -14,12 +14,14 @@ import torch
 
 from mcore_rl.algorithms import Needs
 from mcore_rl.config import Config
+from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.models import LoraConfig, ReferenceConfig
+from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.rules.judge import has_judge_engines, server_key, template_text, uses_judge
 from mcore_rl.config.rules.validation import validate_critic
-from mcore_rl.config.schema import ClusterConfig
+from mcore_rl.config.schema import ClusterConfig, ModelConfig, RolloutConfig
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.prompts import PromptSet
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -57,7 +59,7 @@ def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
     """Check the critic and return its layout. `actor` is the layout of the policy."""
     validate_critic(config)
     role = ModelRole.critic(config.critic, config.model)
-    spec = ResolvedModel.value_model(role, config.critic.num_ranks or config.num_trainer_ranks)
+    spec = ResolvedModel.value_model(role, role.section.num_ranks or config.num_trainer_ranks)
     check_implementation(role, config.cluster, spec)
     layout = spec.layout
     # Ranks of one model fetch only from the ranks of the other whose responses overlap theirs (types.TokenRefs).
@@ -157,21 +159,26 @@ def check_reference(
     check_weights(role)
 
 
-def check_judge(config: Config, needs: Needs, prompts: dict[str, PromptSet]) -> None:
-    """Check the judge, if the run has one, before its engines start."""
-    judge = config.judge
+def check_judge(
+    judge: JudgeConfig,
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    algorithm: AlgorithmConfig,
+    prompts: dict[str, PromptSet],
+) -> None:
+    """Check the judge, if the run has one, before its engines start. Supervised runs have no `prompts`."""
     if not uses_judge(judge):
         return
-    if not needs.advantages:
+    if not prompts:
         raise ConfigError(
             f"{'judge.hf_path' if has_judge_engines(judge) else 'judge.url'} names a judge, but "
-            f"algorithm.policy_loss.name={config.algorithm.policy_loss.name} samples no responses; set it to null"
+            f"algorithm.policy_loss.name={algorithm.policy_loss.name} samples no responses; set it to null"
         )
     score_reader(judge)
     if has_judge_engines(judge):
-        engines = EngineRole.judge(judge, config.rollout, config.model)
+        engines = EngineRole.judge(judge, rollout, model)
         hf_config, _ = policy_config(ModelRole.judge(engines))
-        check_engine_model(engines, config.algorithm, hf_config)
+        check_engine_model(engines, algorithm, hf_config)
         check_weights(ModelRole.judge(engines))
     if (path := judge.tokenizer_path or judge.hf_path) is not None:
         key = "judge.tokenizer_path"

@@ -35,10 +35,10 @@ def check_run(config: Config) -> None:
     Raises: ConfigError, DataError for the first setting that cannot work.
     """
     validate(config)
-    validate_judge(config)
+    validate_judge(config.judge, config.rollout, config.model)
     if uses_reward_model(config.reward_model) and not is_supervised(config.algorithm):
         validate_reward_model(config)
-    for problem in (*cannot_run(config), missing_engine(config)):
+    for problem in (*cannot_run(config), missing_engine(config.algorithm, config.rollout, config.judge)):
         if problem is not None:
             raise ConfigError(problem)
     server_key(config.judge)
@@ -63,7 +63,7 @@ def missing_files(config: Config) -> list[str]:
     checks = (
         lambda: _check_data(config.data, config.algorithm),
         lambda: _check_model(config.model),
-        lambda: validate_judge(config),
+        lambda: validate_judge(config.judge, config.rollout, config.model),
     )
     for check in checks:
         try:

@@ -117,7 +117,7 @@ def prepare(config: Config) -> Prepared:
     )
     train = loaded.prompts["train"] if loaded.targets is None else loaded.targets.prompts
     weights, curriculum = _row_order(config.data, train, loaded.reports[0], config.run.seed)
-    check_judge(config, needs, loaded.prompts)
+    check_judge(config.judge, config.rollout, config.model, algorithm, loaded.prompts)
     notes = [*loaded.notes, *(overridden_fields(config.model, hf_config) if needs.advantages else [])]
     notes += _try_rewards(config.reward, loaded.prompts, multi_turn=has_turns(config.rollout))
     refreshed = parameters if uses_reference(algorithm.kl) and config.reference.refresh_every_steps else 0

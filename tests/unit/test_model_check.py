@@ -42,7 +42,7 @@ def configured(hf: Path, *overrides: str) -> Config:
 
 
 def checked(config: Config, ranks: Ranks) -> None:
-    with model_check(config, NUM_DP_RANKS, SequenceCost()) as check:
+    with model_check(config.model, config.actor, NUM_DP_RANKS, SequenceCost()) as check:
         check(ranks)
 
 

@@ -38,9 +38,9 @@ def sglang_version() -> str | None:
     return None
 
 
-def missing_engine(config: Config) -> str | None:
+def missing_engine(algorithm: AlgorithmConfig, rollout: RolloutConfig, judge: JudgeConfig) -> str | None:
     """Return the remedy if rollout or judge use an engine that is not installed on this machine; else None."""
-    keys = _sglang_keys(config.algorithm, config.rollout, config.judge)
+    keys = _sglang_keys(algorithm, rollout, judge)
     python, version = sglang_python(), sglang_version()
     if not keys or (python.is_file() and version == SGLANG_VERSION):
         return None

@@ -11,7 +11,7 @@ from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.changed_keys import reject_unless_default
 from mcore_rl.config.rules.validation import check_engine_sizes, read_hf_config
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import ModelConfig, RolloutConfig
 from mcore_rl.errors import ConfigError
 
 PLACEHOLDERS = re.compile(r"\{(prompt|response|ground_truth)\}")
@@ -31,12 +31,11 @@ def has_judge_engines(judge: JudgeConfig) -> bool:
     return judge.hf_path is not None
 
 
-def validate_judge(config: Config) -> None:
-    """Check the judge's section; needs the configuration, the template and the judge's config.json.
+def validate_judge(judge: JudgeConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
+    """Check the judge's section; reads the template and the judge's config.json.
 
     Raises: ConfigError for the first problem.
     """
-    judge = config.judge
     if not uses_judge(judge):
         reject_unless_default("judge", judge, "set judge.hf_path or judge.url")
         return
@@ -57,7 +56,7 @@ def validate_judge(config: Config) -> None:
             "score; set one of the two"
         )
     if has_judge_engines(judge):
-        role = EngineRole.judge(config.judge, config.rollout, config.model)
+        role = EngineRole.judge(judge, rollout, model)
         check_engine_sizes(role, read_hf_config(role.model, role.checkpoint))
 
 

@@ -24,6 +24,10 @@ from mcore_rl.errors import ConfigError
 ROOT = Path(__file__).parents[3]
 
 
+def _missing(config: Config) -> str | None:
+    return missing_engine(config.algorithm, config.rollout, config.judge)
+
+
 def environment(directory: Path, version: str | None) -> Path:
     """Create an interpreter with the given SGLang version next to it."""
     packages = directory / "lib" / "python3.11" / "site-packages"
@@ -48,9 +52,9 @@ def test_missing_engine_other_sglang_version_is_rejected(
     python = environment(tmp_path, version)
     monkeypatch.setenv(SGLANG_PYTHON, str(python))
     config = Config()
-    assert missing_engine(config) is None
+    assert _missing(config) is None
     config.rollout.engine = "sglang"
-    problem = missing_engine(config)
+    problem = _missing(config)
     assert (problem is None) == (said is None)
     if problem is not None and said is not None:
         assert problem.startswith(
@@ -118,9 +122,9 @@ def test_missing_engine_of_the_judge_names_its_key(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(SGLANG_PYTHON, "nowhere/python")
     config = sglang_everywhere()
     config.rollout.engine, config.judge.engine = "vllm", "sglang"
-    assert (missing_engine(config) or "").startswith("judge.engine=sglang: nowhere/python is not there")
+    assert (_missing(config) or "").startswith("judge.engine=sglang: nowhere/python is not there")
     config.judge.engine = "vllm"
-    assert missing_engine(config) is None
+    assert _missing(config) is None
 
 
 def test_sglang_version_equals_the_locked_version() -> None:

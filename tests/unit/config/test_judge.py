@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config import load_config
+from mcore_rl.config import Config, load_config
 from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.judge import server_key, template_text, validate_judge
 from mcore_rl.config.rules.validation import validate
@@ -15,6 +15,10 @@ from mcore_rl.errors import ConfigError
 
 HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
 GOOD = "judge.template='{prompt} {response}'"
+
+
+def _validate(config: Config) -> None:
+    validate_judge(config.judge, config.rollout, config.model)
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def test_validate_judge_errors_name_its_keys(base: str, judge: str, overrides: l
     config = load_config(base, [judge, *overrides])
     with pytest.raises(ConfigError, match=message):  # noqa: PT012 - as a run does it
         validate(config)
-        validate_judge(config)
+        _validate(config)
 
 
 @pytest.mark.parametrize(
@@ -96,13 +100,13 @@ def test_validate_judge_server_and_engines_exclude_each_other(base: str, overrid
     config = load_config(base, [GOOD, *overrides])
     with pytest.raises(ConfigError, match=message):  # noqa: PT012 - as a run does it
         validate(config)
-        validate_judge(config)
+        _validate(config)
 
 
 def test_server_key_comes_from_the_environment_only(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(base, [GOOD, "judge.url=http://a/v1", "judge.api_key_variable=JUDGE_KEY"])
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    validate_judge(config)  # a plan needs none
+    _validate(config)  # a plan needs none
     with pytest.raises(ConfigError, match=r"^judge\.api_key_variable=JUDGE_KEY: there is no such environment variable"):
         server_key(config.judge)
     monkeypatch.setenv("JUDGE_KEY", "secret")
@@ -118,18 +122,18 @@ def test_judge_role_engine_defaults_to_the_rollout(base: str, judge: str) -> Non
 
 @pytest.mark.parametrize("override", ["judge.weight=2", "judge.tp=2", GOOD, "judge.score_pattern='(x)'"])
 def test_validate_judge_keys_without_judge_are_rejected(base: str, override: str) -> None:
-    validate_judge(load_config(base))
+    _validate(load_config(base))
     key = override.partition("=")[0].replace(".", r"\.")
     with pytest.raises(
         ConfigError, match=rf"^{key}=.* has no effect; set judge\.hf_path or judge\.url, or leave {key} at"
     ):
-        validate_judge(load_config(base, [override]))
+        _validate(load_config(base, [override]))
 
 
 def test_template_text_reads_a_file(base: str, judge: str, tmp_path: Path) -> None:
     (tmp_path / "ask.txt").write_text("Q: {prompt}\nA: {response}\n")
     config = load_config(base, [judge, f"judge.template={tmp_path}/ask.txt"])
-    validate_judge(config)
+    _validate(config)
     assert template_text(config.judge) == "Q: {prompt}\nA: {response}\n"
     config.judge.template = "{prompt} {response} goes to score.txt"
     assert template_text(config.judge) == config.judge.template
