@@ -11,9 +11,7 @@ import numpy as np
 import torch
 
 from mcore_rl.config.roles import POLICY
-from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.layout import model_arguments
-from model_converters.errors import ConversionError
+from mcore_rl.resolved.layout import conversion_errors, model_arguments
 from model_converters.families import family_for
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement, local_shape
@@ -38,10 +36,8 @@ def bound_rows(hf_config: dict[str, Any], dtype: torch.dtype, key: str = POLICY.
 
     Raises: ConfigError.
     """
-    try:
+    with conversion_errors(f"{key}: "):
         return bind(family_for(hf_config).rows(hf_config), hf_config, dtype)
-    except ConversionError as error:
-        raise ConfigError(f"{key}: {error}") from error
 
 
 def is_parameter(bound: BoundRow) -> bool:

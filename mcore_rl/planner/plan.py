@@ -13,7 +13,7 @@ from mcore_rl.config.rules.engine_support import cannot_run
 from mcore_rl.config.rules.lora import uses_lora
 from mcore_rl.config.rules.validation import validate
 from mcore_rl.config.schema import Config
-from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.planner.activations import Execution, StageActivations
 from mcore_rl.planner.batches import BatchArithmetic, batch_arithmetic
@@ -31,8 +31,8 @@ from mcore_rl.planner.verdict import Verdict, compare_with_cluster
 from mcore_rl.resolved.adapters import bound_adapters
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import planned_machine
+from mcore_rl.resolved.layout import conversion_errors
 from mcore_rl.resolved.model import ResolvedModel, check_engine_model
-from model_converters.errors import LayoutError
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import BoundRow
 
@@ -190,10 +190,8 @@ def make_plan(config: Config) -> Plan:
     """
     job = Job.of(config)
     layout, cuda = job.spec.layout, job.run.cuda
-    try:
+    with conversion_errors("actor.parallel: "):
         num_parameters = parameters_by_rank([*job.rows, *job.adapters], layout)
-    except LayoutError as error:
-        raise ConfigError(f"actor.parallel: {error}") from error
     batch = job.batch(layout)
     ranks: list[PlannedRank] = []
     stages = []

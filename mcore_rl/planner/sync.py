@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from itertools import count
 
 from mcore_rl.config.schema import ClusterConfig, RolloutConfig, WeightsConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.planner.engine import GIB, MIB
+from mcore_rl.resolved.layout import conversion_errors
 from mcore_rl.resolved.placement import RunPlacement, Slot, place
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.routes import RankLocations
 from mcore_rl.weights.slices.shard_map import ShardMap
 from mcore_rl.weights.slices.totals import count as count_totals
-from model_converters.errors import LayoutError
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
 from model_converters.mapping.table import BoundRow
@@ -58,13 +57,11 @@ def weight_sync(
     """
     engine = EngineLayout(tp=rollout.tp, expert_parallel=rollout.expert_parallel)
     bucket_bytes = int(weights.bucket_mib * MIB)
-    placement = Placement(rows, layout)  # outside the try: its errors are about the trainer's layout
+    placement = Placement(rows, layout)  # outside the block: its errors are about the trainer's layout
     places = place(cluster, rollout, layout.world_size, on_gpus=cuda, num_engines=rollout.num_engines)
     locations = _locations(places, cluster.gpus_per_node, rollout.tp, cuda=cuda)
-    try:
+    with conversion_errors(f"rollout.tp={rollout.tp}, weights.bucket_mib: "):
         totals = count_totals(placement, ShardMap(rows, engine), locations, bucket_bytes)
-    except LayoutError as error:
-        raise ConfigError(f"rollout.tp={rollout.tp}, weights.bucket_mib: {error}") from error
     bandwidth = network_gib_per_second
     busiest = max(int(totals.sent_across.max()), int(totals.received_across.max()))
     kind = transport(weights, cluster, cuda=cuda)

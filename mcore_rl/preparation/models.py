@@ -28,7 +28,7 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.adapters import bound_adapters, check_adapter, check_peft_names
 from mcore_rl.resolved.installed import look
-from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.resolved.layout import conversion_errors, model_arguments
 from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
 from mcore_rl.rewards.judge.prompts import JudgePrompts, check_room
 from mcore_rl.rewards.judge.scores import score_reader
@@ -82,18 +82,13 @@ def reward_model_layout(
         )
     spec = ResolvedModel.value_model(role, num_ranks)
     check_implementation(role, cluster, spec)
-    try:
-        with HFCheckpoint(role.model.hf_path) as checkpoint:
-            rows, dropped = resolve_value_head(checkpoint, required=True)
-            bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
-            check_complete(bound, checkpoint.shapes, dropped=dropped)
-            checkpoint.unlisted.check_copies()
-    except ConversionError as error:
-        key = role.checkpoint
-        raise ConfigError(
-            f"{key}={role.model.hf_path}: {' '.join(str(error).split())}; set {key} to a sequence classification "
-            "checkpoint with one label"
-        ) from None
+    key = role.checkpoint
+    remedy = f"; set {key} to a sequence classification checkpoint with one label"
+    with conversion_errors(f"{key}={role.model.hf_path}: ", remedy), HFCheckpoint(role.model.hf_path) as checkpoint:
+        rows, dropped = resolve_value_head(checkpoint, required=True)
+        bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
+        check_complete(bound, checkpoint.shapes, dropped=dropped)
+        checkpoint.unlisted.check_copies()
     return spec.layout
 
 
@@ -104,7 +99,7 @@ def check_weights(role: ModelRole) -> int:
     """
     key, coefficient = role.key("mtp_loss_coefficient"), role.section.mtp_loss_coefficient
     directory, keep = role.model.hf_path, coefficient > 0
-    try:
+    with conversion_errors(f"{role.checkpoint}={directory}: "):
         side_files(Path(directory))
         if role.model.random_init:
             return 0
@@ -122,8 +117,6 @@ def check_weights(role: ModelRole) -> int:
             for note in checkpoint.unlisted.notes:
                 logger.warning("%s=%s: %s", role.checkpoint, directory, note)
             return sum(math.prod(shape) for name, shape in checkpoint.shapes.items() if name not in set(dropped))
-    except ConversionError as error:
-        raise ConfigError(f"{role.checkpoint}={directory}: {' '.join(str(error).split())}") from None
 
 
 def check_adapters(lora: LoraConfig, hf_config: HFConfig, *, exports: bool) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from mcore_rl.config.models import LoraConfig
 from mcore_rl.errors import ConfigError
-from model_converters.errors import ConversionError
+from mcore_rl.resolved.layout import conversion_errors
 from model_converters.families import family_for
 from model_converters.families.parts.adapter_rows import (
     PREFIX,
@@ -43,10 +43,8 @@ def bound_adapters(lora: LoraConfig, hf_config: HFConfig, dtype: torch.dtype) ->
 
     Raises: ConfigError naming actor.lora.target_modules.
     """
-    try:
+    with conversion_errors(f"actor.lora.target_modules={list(lora.target_modules)}: "):
         return bind(adapter_rows(base_rows(hf_config), lora.target_modules, lora.rank), hf_config, dtype)
-    except ConversionError as error:
-        raise ConfigError(f"actor.lora.target_modules={list(lora.target_modules)}: {error}") from error
 
 
 def check_adapter(lora: LoraConfig, hf_config: HFConfig) -> LoraAdapter:
@@ -61,10 +59,8 @@ def check_adapter(lora: LoraConfig, hf_config: HFConfig) -> LoraAdapter:
         for bound_row in bind(base_rows(hf_config), hf_config, torch.float32)
         for name, shape in zip(bound_row.hf, bound_row.row.shapes, strict=True)
     }
-    try:
+    with conversion_errors(f"{key}: "):
         adapter = LoraAdapter(str(lora.path), shapes)
-    except ConversionError as error:
-        raise ConfigError(f"{key}: {' '.join(str(error).split())}") from error
     # PEFT allows a different rank and scale per module; the trainer uses the same for all adapters.
     ranks = {update.a.shape[0] for update in adapter.updates.values()}
     if ranks != {lora.rank}:

@@ -3,15 +3,27 @@ can use it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from mcore_rl.config.models import MoeConfig, ParallelConfig
 from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.config.rules.validation import check_ranks_divide
 from mcore_rl.errors import ConfigError
-from model_converters.errors import ConversionError, LayoutError
+from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.families.parts.family import ModelArguments, TransformerArguments
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.mapping.layout import TrainLayout
+
+
+@contextmanager
+def conversion_errors(prefix: str, remedy: str = "") -> Iterator[None]:
+    """Raise ConfigError in place of a ConversionError of the block: its message on one line, after `prefix`."""
+    try:
+        yield
+    except ConversionError as error:
+        raise ConfigError(f"{prefix}{' '.join(str(error).split())}{remedy}") from error
 
 
 def model_arguments(hf_config: HFConfig, key: str = POLICY.checkpoint) -> ModelArguments:
@@ -19,10 +31,8 @@ def model_arguments(hf_config: HFConfig, key: str = POLICY.checkpoint) -> ModelA
 
     Raises: ConfigError for a model_type or a setting in config.json that no family supports.
     """
-    try:
+    with conversion_errors(f"{key}: "):
         return family_for(hf_config).model_arguments(hf_config)
-    except ConversionError as error:
-        raise ConfigError(f"{key}: {error}") from error
 
 
 def check_experts(moe: MoeConfig, sizes: TransformerArguments, names: KeyNames = POLICY) -> None:
@@ -62,7 +72,7 @@ def train_layout(
     _check_sequence_parallel(parallel, sizes, names)
     if parallel.pipeline_layout is None:
         _check_stages(parallel, sizes["num_layers"], names)
-    try:
+    with conversion_errors(f"{names.key('parallel')}."):
         layout = TrainLayout(
             world_size,
             tp=parallel.tp,
@@ -76,8 +86,6 @@ def train_layout(
             last_stage_layers=parallel.last_stage_layers,
             pipeline_layout=parallel.pipeline_layout,
         )
-    except LayoutError as error:
-        raise ConfigError(f"{names.key('parallel')}.{error}") from error
     _check_pipeline_layout(layout, arguments, names)
     return layout
 
@@ -139,10 +147,8 @@ def _check_sequence_parallel(parallel: ParallelConfig, sizes: TransformerArgumen
 def _check_pipeline_layout(layout: TrainLayout, arguments: ModelArguments, names: KeyNames) -> None:
     if layout.pipeline_layout is None:
         return
-    try:
+    with conversion_errors(f"{names.key('parallel')}."):
         layout.stage_layers(arguments.transformer["num_layers"])
-    except LayoutError as error:
-        raise ConfigError(f"{names.key('parallel')}.{error}") from error
     if layout.num_mtp_layers != arguments.mtp_num_layers:
         raise ConfigError(
             f"{names.key('parallel.pipeline_layout')}={layout.pipeline_layout} places {layout.num_mtp_layers} "

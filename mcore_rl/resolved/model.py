@@ -13,9 +13,8 @@ from mcore_rl.config.rules.validation import read_hf_config
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import Implementation, build_request, choose
-from mcore_rl.resolved.layout import check_experts, model_arguments, train_layout
+from mcore_rl.resolved.layout import check_experts, conversion_errors, model_arguments, train_layout
 from mcore_rl.resolved.recompute import recompute_arguments
-from model_converters.errors import ConversionError
 from model_converters.families import check_for_engine, engine_overrides, family_for, missing_engine_fields
 from model_converters.families.parts.family import ModelArguments
 from model_converters.families.parts.hf_config import HFConfig
@@ -74,11 +73,9 @@ def policy_config(role: ModelRole) -> tuple[dict[str, object], int]:
     coefficient = role.section.mtp_loss_coefficient
     path = f"{role.checkpoint}={role.model.hf_path}"
     hf_config = read_hf_config(role.model, role.checkpoint)
-    try:
+    with conversion_errors(f"{path}: "):
         family_for(hf_config)
         layers = num_mtp_layers(hf_config)
-    except ConversionError as error:
-        raise ConfigError(f"{path}: {error}") from error
     # Without a loss, the layers would only cost memory: generation and the main loss do not use them.
     if not coefficient:
         return without_mtp(hf_config), layers
@@ -97,11 +94,9 @@ def value_config(role: ModelRole) -> dict[str, object]:
     Raises: ConfigError for a file that cannot be read, or an unknown family.
     """
     hf_config = read_hf_config(role.model, role.checkpoint)
-    try:
+    with conversion_errors(f"{role.checkpoint}={role.model.hf_path}: "):
         family_for(hf_config)
         return value_model_config(hf_config)
-    except ConversionError as error:
-        raise ConfigError(f"{role.checkpoint}={role.model.hf_path}: {error}") from error
 
 
 def check_engine_model(role: EngineRole, algorithm: AlgorithmConfig, hf_config: HFConfig) -> None:
@@ -110,12 +105,9 @@ def check_engine_model(role: EngineRole, algorithm: AlgorithmConfig, hf_config: 
 
     Raises: ConfigError naming the field.
     """
-    if is_supervised(algorithm):
-        return
-    try:
-        check_for_engine(hf_config, role.section.engine)
-    except ConversionError as error:
-        raise ConfigError(f"{role.checkpoint}={role.model.hf_path}: {error}") from error
+    if not is_supervised(algorithm):
+        with conversion_errors(f"{role.checkpoint}={role.model.hf_path}: "):
+            check_for_engine(hf_config, role.section.engine)
 
 
 def overridden_fields(model: ModelConfig, hf_config: HFConfig) -> list[str]:
