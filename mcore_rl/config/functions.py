@@ -1,25 +1,35 @@
-"""User functions, named as `module_or_file.py:function` in the configuration.
+"""User functions, named as `module_or_file.py:function` in the configuration, and loading of users' files as modules.
 
-A file's path is relative to the working directory. Each process loads the functions that it calls, and each file once.
-Functions are sent between processes by name, never pickled, since the receiver may not have loaded the module.
+A file's path is relative to the working directory. Each process loads the functions that it calls, and each file once;
+spawned child processes can import the files of their parent. Functions are sent between processes by name, never
+pickled, since the receiver may not have loaded the module.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import inspect
+import json
 import os
-from collections.abc import Callable, Collection, Mapping
+import sys
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mcore_rl.config.user_files import describe, load_file, load_named, provide_user_files
+from mcore_rl.config.stand_ins import MissingVerlName, provide_verl_names
+from mcore_rl.config.stand_ins.check import check_verl_names
 from mcore_rl.errors import ConfigError
 
-__all__ = ["FORM", "absolute_spec", "check_call", "describe", "load_function", "load_module", "load_object"]
-__all__ += ["names_function"]
-
 FORM = "module_or_file.py:function"
+FILES_VARIABLE = "MCORE_RL_USER_FILES"
+"""Environment variable with the loaded files by module name (JSON), inherited by spawned processes."""
+_PREFIX = "mcore_rl_user_"
 
 
 def names_function(spec: str) -> bool:
@@ -59,7 +69,7 @@ def load_object(key: str, spec: str, instead: str = "") -> object:
         raise ConfigError(f"{key}={spec} must be {instead + ' or ' if instead else ''}{FORM}")
     origin = f"{key}={spec}"
     provide_user_files()
-    module = load_file(origin, Path(source)) if source.endswith(".py") else load_named(origin, source)
+    module = _load_file(origin, Path(source)) if source.endswith(".py") else _load_named(origin, source)
     found: object = getattr(module, name, None)
     if found is None:
         raise ConfigError(f"{origin}: {source} has no function {name}")
@@ -72,7 +82,7 @@ def load_module(key: str, path: str) -> ModuleType:
     Raises: ConfigError naming `key` and the cause.
     """
     provide_user_files()
-    return load_file(f"{key}={path}", Path(path))
+    return _load_file(f"{key}={path}", Path(path))
 
 
 def check_call(
@@ -95,3 +105,139 @@ def check_call(
 
 def _is_async(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+class _UserFiles(MetaPathFinder):
+    """Finder for modules that a parent process loaded from files."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = _known_files().get(fullname) if fullname.startswith(_PREFIX) else None
+        return None if file is None else importlib.util.spec_from_file_location(fullname, file)
+
+
+_FINDER = _UserFiles()
+
+
+def provide_user_files() -> None:
+    """Make the files of the parent process importable: unpickling functions and classes imports their module."""
+    provide_verl_names()
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)
+    for file in _known_files().values():
+        _add_folder(Path(file).parent)
+
+
+def _load_file(origin: str, path: Path) -> ModuleType:
+    """Load a file as a module. Its folder is appended to the import path, for modules in the same folder.
+
+    Raises: ConfigError that begins with `origin`.
+    """
+    path = Path(os.path.abspath(path))
+    if not path.is_file():
+        raise ConfigError(f"{origin}: there is no file {path}")
+    check_verl_names(origin, path)
+    before = set(sys.modules)
+    # A file with relative imports only works as a module of its package; any other file is loaded on its own.
+    if _imports_relatively(path):
+        package = _package_of(path)
+        _add_folder(path.parents[len(package)])
+        module = _load_by_name(origin, path, ".".join([*package, path.stem]))
+    else:
+        _add_folder(path.parent)
+        module = _load_alone(origin, path)
+    _check_siblings(origin, path.parent, set(sys.modules) - before)
+    return module
+
+
+def _load_named(origin: str, name: str) -> ModuleType:
+    """Import a module by name.
+
+    Raises: ConfigError that begins with `origin`.
+    """
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit, MissingVerlName) as error:
+        hint = "" if "/" not in name else " (a file's name must end in .py)"
+        raise ConfigError(f"{origin}: {name} does not import: {describe(error)}{hint}") from error
+    file = getattr(module, "__file__", None)  # built-in C modules have no file
+    if file is not None and file.endswith(".py") and not name.startswith("mcore_rl."):
+        check_verl_names(origin, Path(file))
+    return module
+
+
+def describe(error: BaseException) -> str:
+    """Format an exception on one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _load_alone(origin: str, path: Path) -> ModuleType:
+    # The module name is the same in every process, so that objects of the file, such as exceptions, can be pickled.
+    name = f"{_PREFIX}{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    os.environ[FILES_VARIABLE] = json.dumps({**_known_files(), name: str(path)})
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit, MissingVerlName) as error:
+        del sys.modules[name]
+        raise ConfigError(f"{origin}: {path} does not import: {describe(error)}") from error
+    return module
+
+
+def _load_by_name(origin: str, path: Path, name: str) -> ModuleType:
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit, MissingVerlName) as error:
+        raise ConfigError(f"{origin}: {path} does not import: {describe(error)}") from error
+    # Another package of this name may come first on the import path.
+    if module.__file__ is None or not path.samefile(module.__file__):
+        raise ConfigError(
+            f"{origin}: {path} has relative imports and would be the module {name}, but that name belongs to "
+            f"{module.__file__}; rename the folder {path.parent.name}"
+        )
+    return module
+
+
+def _package_of(path: Path) -> list[str]:
+    """Return the components of the package's name: the folder, and its parents as long as they contain __init__.py."""
+    folder = path.parent
+    names = [folder.name]
+    while (folder / "__init__.py").is_file() and (folder.parent / "__init__.py").is_file():
+        folder = folder.parent
+        names.insert(0, folder.name)
+    return names
+
+
+def _imports_relatively(path: Path) -> bool:
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return False  # the import reports the error
+    return any(isinstance(node, ast.ImportFrom) and node.level > 0 for node in ast.walk(tree))
+
+
+def _check_siblings(origin: str, folder: Path, loaded: Iterable[str]) -> None:
+    """Check verl names in the imported files of the same folder."""
+    for name in sorted(loaded):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and Path(file).suffix == ".py" and Path(file).is_relative_to(folder) and "site-packages" not in file:
+            check_verl_names(origin, Path(file))
+
+
+def _known_files() -> dict[str, str]:
+    files: dict[str, str] = json.loads(os.environ.get(FILES_VARIABLE, "{}"))
+    return files
+
+
+def _add_folder(folder: Path) -> None:
+    """Append a folder to the import path; at the end, it hides no installed package."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

@@ -23,79 +23,52 @@ from typing import NoReturn
 _TOOLS = "mcore_rl.rollout.tools.kinds.verl_names"
 _SCORES = "mcore_rl.rewards.graders.verl_names"
 _HELPERS = "mcore_rl.rewards.graders.verl_helpers"
-_MATH = {
-    "compute_score": f"{_SCORES}:score_math",
-    **{
-        name: f"{_HELPERS}:{name}"
-        for name in (
-            *("last_boxed_only_string", "remove_boxed", "is_equiv", "strip_string", "fix_fracs", "fix_a_slash_b"),
-            *("fix_sqrt", "remove_right_units", "normalize_final_answer"),
-        )
-    },
-}
 
+
+def _from(source: str, names: str = "", **renamed: str) -> dict[str, str]:
+    """Return the places of `names`, and of names that have another one in `source`."""
+    unchanged = {name: name for name in names.split()}
+    return {name: f"{source}:{own}" for name, own in (unchanged | renamed).items()}
+
+
+_MATH = _from(_SCORES, compute_score="score_math") | _from(
+    _HELPERS,
+    "last_boxed_only_string remove_boxed is_equiv strip_string fix_fracs fix_a_slash_b fix_sqrt remove_right_units "
+    "normalize_final_answer",
+)
 MODULES: dict[str, dict[str, str]] = {
     "verl": {},
     "verl.tools": {},
-    "verl.tools.base_tool": {
-        name: f"{_TOOLS}:{name}" for name in ("BaseTool", "OpenAIFunctionToolSchema", "ToolResponse")
-    },
-    "verl.tools.function_tool": {"function_tool": f"{_TOOLS}:function_tool"},
-    "verl.tools.schemas": {
-        name: f"{_TOOLS}:{name}"
-        for name in (
-            *("OpenAIFunctionPropertySchema", "OpenAIFunctionParametersSchema", "OpenAIFunctionSchema"),
-            *("OpenAIFunctionToolSchema", "OpenAIFunctionParsedSchema", "OpenAIFunctionCallSchema"),
-            *("OpenAIFunctionToolCall", "ToolResponse"),
-        )
-    },
-    "verl.utils": {},
-    "verl.utils.rollout_trace": {"rollout_trace_op": f"{_TOOLS}:rollout_trace_op"},
-    "verl.utils.reward_score": dict.fromkeys(
-        ("default_compute_score", "_default_compute_score"), f"{_SCORES}:default_compute_score"
+    "verl.tools.base_tool": _from(_TOOLS, "BaseTool OpenAIFunctionToolSchema ToolResponse"),
+    "verl.tools.function_tool": _from(_TOOLS, "function_tool"),
+    "verl.tools.schemas": _from(
+        _TOOLS,
+        "OpenAIFunctionPropertySchema OpenAIFunctionParametersSchema OpenAIFunctionSchema OpenAIFunctionToolSchema "
+        "OpenAIFunctionParsedSchema OpenAIFunctionCallSchema OpenAIFunctionToolCall ToolResponse",
     ),
-    "verl.utils.reward_score.geo3k": {
-        "compute_score": f"{_SCORES}:score_geometry3k",
-        "format_reward": f"{_SCORES}:format_geometry3k",
-        "acc_reward": f"{_SCORES}:accuracy_geometry3k",
-    },
-    "verl.utils.reward_score.gsm8k": {
-        "compute_score": f"{_SCORES}:score_gsm8k",
-        "extract_solution": f"{_SCORES}:extract_gsm8k",
-    },
+    "verl.utils": {},
+    "verl.utils.rollout_trace": _from(_TOOLS, "rollout_trace_op"),
+    "verl.utils.reward_score": _from(_SCORES, "default_compute_score", _default_compute_score="default_compute_score"),
+    "verl.utils.reward_score.geo3k": _from(
+        _SCORES, compute_score="score_geometry3k", format_reward="format_geometry3k", acc_reward="accuracy_geometry3k"
+    ),
+    "verl.utils.reward_score.gsm8k": _from(_SCORES, compute_score="score_gsm8k", extract_solution="extract_gsm8k"),
     "verl.utils.reward_score.math": _MATH,
-    "verl.utils.reward_score.math_batch": {"compute_score": f"{_SCORES}:score_math_batch"},
-    "verl.utils.reward_score.math_dapo": {
-        "compute_score": f"{_SCORES}:score_math_dapo",
-        "last_boxed_only_string": f"{_HELPERS}:last_braced_box",
-        **{
-            name: f"{_HELPERS}:{name}"
-            for name in (
-                "remove_boxed",
-                "normalize_final_answer",
-                "is_correct_minerva",
-                "is_correct_strict_box",
-                "verify",
-            )
-        },
-    },
+    "verl.utils.reward_score.math_batch": _from(_SCORES, compute_score="score_math_batch"),
+    "verl.utils.reward_score.math_dapo": _from(_SCORES, compute_score="score_math_dapo")
+    | _from(
+        _HELPERS,
+        "remove_boxed normalize_final_answer is_correct_minerva is_correct_strict_box verify",
+        last_boxed_only_string="last_braced_box",
+    ),
     "verl.utils.reward_score.math_reward": _MATH,
-    "verl.utils.reward_score.math_verify": {"compute_score": f"{_SCORES}:score_math_verify"},
-    "verl.utils.reward_score.prime_math": {
-        "compute_score": f"{_SCORES}:score_prime_math",
-        "match_answer": f"{_SCORES}:match_answer",
-        "grade_answer": f"{_SCORES}:grade_answer",
-        "remove_boxed": f"{_HELPERS}:box_content",
-    },
-    "verl.utils.reward_score.prime_math.grader": {"math_equal": f"{_SCORES}:math_equal"},
-    "verl.utils.reward_score.search_r1_like_qa_em": {
-        "compute_score": f"{_SCORES}:score_search_qa",
-        "normalize_answer": "mcore_rl.rewards.graders.data_sets:normal_form",
-        **{
-            name: f"{_HELPERS}:{name}"
-            for name in ("em_check", "subem_check", "extract_solution", "count_answer_tags", "compute_score_subem")
-        },
-    },
+    "verl.utils.reward_score.math_verify": _from(_SCORES, compute_score="score_math_verify"),
+    "verl.utils.reward_score.prime_math": _from(_SCORES, "match_answer grade_answer", compute_score="score_prime_math")
+    | _from(_HELPERS, remove_boxed="box_content"),
+    "verl.utils.reward_score.prime_math.grader": _from(_SCORES, "math_equal"),
+    "verl.utils.reward_score.search_r1_like_qa_em": _from(_SCORES, compute_score="score_search_qa")
+    | _from("mcore_rl.rewards.graders.data_sets", normalize_answer="normal_form")
+    | _from(_HELPERS, "em_check subem_check extract_solution count_answer_tags compute_score_subem"),
 }
 """Module -> name in it -> `module:name` of the function that provides it."""
 

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
+from mcore_rl.config.functions import provide_user_files
 from mcore_rl.config.reward import NAIVE, RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.config.user_files import provide_user_files
 from mcore_rl.errors import ConfigError
 from mcore_rl.processes import served
 from mcore_rl.rewards.graders.loading import load_grader, needs_math

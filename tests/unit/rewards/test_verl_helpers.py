@@ -204,9 +204,7 @@ def test_stand_ins_yield_to_a_verl_package_and_not_to_a_folder(tmp_path: Path, i
     file.write_text(f"{code}\nprint({value})\n")
     lines = [
         f"import sys; sys.path.append({str(tmp_path)!r})",
-        "from pathlib import Path",
-        "from mcore_rl.config.user_files import load_file, provide_user_files",
-        f"provide_user_files(); load_file('f', Path({str(file)!r}))",
+        f"from mcore_rl.config.functions import load_module; load_module('f', {str(file)!r})",
     ]
     script = "\n".join(lines)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
