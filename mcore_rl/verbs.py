@@ -10,9 +10,7 @@ from typing import TypeVar
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.schema import Config, TrainerConfig
-from mcore_rl.observe.metrics import read_metrics
 from mcore_rl.observe.progress import StartUp
-from mcore_rl.observe.summary import summary_table
 from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
 
 Result = TypeVar("Result")
@@ -37,6 +35,10 @@ def train(config: Config) -> int:
     if not finished:
         print(f"stopped on request: {_resume_hint(run_dir)}", flush=True)
         return STOPS.exit_code()
+    # Imported late: numpy would delay the message about a mistyped key.
+    from mcore_rl.observe.metrics import read_metrics
+    from mcore_rl.observe.summary import summary_table
+
     print(summary_table(read_metrics(run_dir / "metrics.jsonl")))
     print(f"run directory: {config.run.dir}")
     print(f"Hugging Face model: {_export_hint(run_dir, config.trainer.export_hf, config.actor)}")
