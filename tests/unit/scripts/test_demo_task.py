@@ -42,9 +42,10 @@ def test_splits_share_no_problem_and_repeat_none(task: str) -> None:
     assert len(splits["val"]) == 256
 
 
-def test_problems_depend_on_the_seed_alone(task: str) -> None:
-    assert demo_task.problems(task, 3) == demo_task.problems(task, 3)
-    assert demo_task.problems(task, 3) != demo_task.problems(task, 4)
+@pytest.mark.parametrize("name", demo_task.TASKS)
+def test_problems_depend_on_the_seed_alone(name: str) -> None:
+    assert demo_task.problems(name, 3) == demo_task.problems(name, 3)
+    assert demo_task.problems(name, 3) != demo_task.problems(name, 4)
 
 
 def test_work3_shows_its_working_and_think2_mostly_does_not() -> None:
@@ -55,10 +56,11 @@ def test_work3_shows_its_working_and_think2_mostly_does_not() -> None:
     assert all(p.target != p.answer for p in warm_start if p not in shown)
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, task: str) -> Path:
-    directory = tmp_path_factory.mktemp("demo") / task
-    assert demo_task.prepare(directory, task)
+@pytest.fixture(scope="module", params=demo_task.TASKS)
+def prepared(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Directory of a task, with its name."""
+    directory = tmp_path_factory.mktemp("demo") / str(request.param)
+    assert demo_task.prepare(directory, directory.name)
     return directory
 
 
@@ -71,11 +73,11 @@ def test_the_graders_answer_is_the_number_at_the_end(task: str) -> None:
     assert any(is_correct(p.target, p.answer) for p in demo_task.problems(task)["warm_start"])
 
 
-def test_preparing_twice_writes_once_and_leaves_no_other_file(prepared: Path, task: str) -> None:
+def test_preparing_twice_writes_once_and_leaves_no_other_file(prepared: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
-    assert not demo_task.prepare(prepared, task)
+    assert not demo_task.prepare(prepared, prepared.name)
     assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
-    assert [path.name for path in prepared.parent.iterdir()] == [task]
+    assert list(prepared.parent.iterdir()) == [prepared]
 
 
 def test_preparing_over_something_else_is_refused(tmp_path: Path) -> None:
@@ -86,23 +88,19 @@ def test_preparing_over_something_else_is_refused(tmp_path: Path) -> None:
     assert demo_task.main(["--out", str(tmp_path)]) == 2
 
 
-def test_tokenizer_read_back_maps_each_character_to_one_token(prepared: Path, task: str) -> None:
+def test_tokenizer_read_back_knows_every_text_and_model_id(prepared: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(prepared / "model")
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
-    texts = [p.prompt + p.target for split in demo_task.problems(task).values() for p in split]
-    for text, ids in zip(texts, tokenizer(texts, add_special_tokens=True)["input_ids"], strict=True):
-        assert len(ids) == len(text)
-        assert tokenizer.unk_token_id not in ids
-    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts
-    assert tokenizer.decode([*tokenizer("1+2=")["input_ids"], 1], skip_special_tokens=True) == "1+2="
-
-
-def test_every_id_of_the_model_is_a_token(prepared: Path) -> None:
-    """A random model samples any id; one that the tokenizer does not know would vanish from the text."""
-    tokenizer = demo_task.build_tokenizer()
+    # A random model samples any id; one that the tokenizer does not know would vanish from the text.
     assert len(tokenizer) == json.loads((prepared / "model/config.json").read_text())["vocab_size"]
+    texts = [p.prompt + p.target for split in demo_task.problems(prepared.name).values() for p in split]
+    for text, ids in zip(texts, tokenizer(texts, add_special_tokens=True)["input_ids"], strict=True):
+        assert tokenizer.unk_token_id not in ids
+        assert prepared.name in ("tool", "game") or len(ids) == len(text)  # one token per character
+    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts
+    assert tokenizer.decode([*tokenizer(texts[0])["input_ids"], 1], skip_special_tokens=True) == texts[0]
 
 
 def test_the_checkpoint_names_experts_one_by_one_and_has_the_size_it_says(prepared: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,31 +25,6 @@ CALCULATOR = "configs/demos/calculator.py:calculator"
 @pytest.fixture(scope="module")
 def calculator() -> Any:
     return load_function("rollout.tools", CALCULATOR)
-
-
-@pytest.fixture(scope="module", params=["tool", "game"])
-def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    directory = tmp_path_factory.mktemp("demo") / str(request.param)
-    assert demo_task.prepare(directory, request.param)
-    return str(request.param), directory
-
-
-def test_tokenizer_read_back_knows_every_text_and_model_id(prepared: tuple[str, Path]) -> None:
-    from transformers import AutoTokenizer
-
-    name, directory = prepared
-    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    assert len(tokenizer) == json.loads((directory / "model/config.json").read_text())["vocab_size"]
-    texts = [p.prompt + p.target for split in demo_task.problems(name).values() for p in split]
-    for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True):
-        assert tokenizer.unk_token_id not in ids, text
-    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts
-
-
-@pytest.mark.parametrize("name", ["tool", "game"])
-def test_problems_depend_on_the_seed_alone(name: str) -> None:
-    assert demo_task.problems(name, 3) == demo_task.problems(name, 3)
-    assert demo_task.problems(name, 3) != demo_task.problems(name, 4)
 
 
 def test_no_product_that_is_validated_is_trained() -> None:
