@@ -15,9 +15,9 @@ import numpy as np
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.algorithms.kl_controller import KLController
 from mcore_rl.config.reward import NO_RULE, STEP, JudgeConfig
-from mcore_rl.config.rules.episodes import concurrent_episodes
 from mcore_rl.config.rules.judge import uses_judge
-from mcore_rl.config.rules.reference import uses_reference
+from mcore_rl.config.rules.models import uses_reference
+from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import FINISH
 from mcore_rl.data.batching import UpdateSchedule, build_batch, rank_balance, spread

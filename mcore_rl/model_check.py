@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mcore_rl.config.models import ActorConfig
-from mcore_rl.config.rules.lora import uses_lora
+from mcore_rl.config.rules.models import uses_lora
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.data.batching import UpdateSchedule, build_batch
 from mcore_rl.data.packing import SequenceCost

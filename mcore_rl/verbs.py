@@ -68,7 +68,7 @@ def is_finished(run_dir: Path, trainer: TrainerConfig) -> bool:
 
 def _export_hint(run_dir: Path, export_hf: str | None, actor: ActorConfig) -> str:
     """Return the path of the exported model, or the command that exports it."""
-    from mcore_rl.config.rules.lora import uses_lora
+    from mcore_rl.config.rules.models import uses_lora
     from mcore_rl.trainer.checkpoints import newest_step
 
     if export_hf is not None:

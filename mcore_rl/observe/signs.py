@@ -14,7 +14,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.models import ActorConfig, RewardModelConfig
 from mcore_rl.config.reward import NO_RULE, JudgeConfig, RewardConfig
 from mcore_rl.config.rules.judge import uses_judge
-from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.config.rules.models import uses_reward_model
 from mcore_rl.config.schema import Config, RolloutConfig, TrainerConfig
 
 WINDOW = 20

@@ -18,9 +18,7 @@ from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.judge import has_judge_engines, validate_judge
-from mcore_rl.config.rules.lora import base_is_reference
-from mcore_rl.config.rules.reference import uses_reference
-from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.config.rules.models import base_is_reference, uses_reference, uses_reward_model
 from mcore_rl.config.rules.validation import (
     validate_critic,
     validate_reward_model,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_rl.config.models import ActorConfig
-from mcore_rl.config.rules.lora import uses_lora
+from mcore_rl.config.rules.models import uses_lora
 from mcore_rl.planner.batches import BatchArithmetic
 from mcore_rl.planner.model_size import ModelSize
 from mcore_rl.resolved.costs import attention_flops

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from mcore_rl.config.algorithm import is_supervised
-from mcore_rl.config.rules.staleness import check_staleness
+from mcore_rl.config.rules.rollout import check_staleness
 from mcore_rl.config.schema import ClusterConfig, RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.planner.sync import WeightSync

@@ -10,7 +10,7 @@ from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.defaults import resolve_dtype
 from mcore_rl.config.rules.engine_support import cannot_run
-from mcore_rl.config.rules.lora import uses_lora
+from mcore_rl.config.rules.models import uses_lora
 from mcore_rl.config.rules.validation import validate
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError

@@ -26,7 +26,7 @@ from functools import cached_property
 from math import prod
 
 from mcore_rl.config.models import ActorConfig, OffloadConfig, ParallelConfig
-from mcore_rl.config.rules.lora import reject_suggestions
+from mcore_rl.config.rules.models import reject_suggestions
 from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
 from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
 from mcore_rl.planner.candidates import candidate_layouts, parallel_of

@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from mcore_rl.config.rules.episodes import concurrent_episodes
+from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import FINISH, RECOMPUTE
 from mcore_rl.planner.batches import BatchArithmetic

@@ -15,7 +15,7 @@ from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import make_paths_absolute
 from mcore_rl.config.rules.engine_support import cannot_run, missing_engine
 from mcore_rl.config.rules.judge import server_key, template_text, uses_judge, validate_judge
-from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.config.rules.models import uses_reward_model
 from mcore_rl.config.rules.validation import read_hf_config, validate, validate_reward_model
 from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig, TrainerConfig
 from mcore_rl.data.sources.paths import file_weights, find_files

@@ -14,10 +14,8 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.defaults import resolve_dtype, uses_cuda
-from mcore_rl.config.rules.episodes import has_turns
-from mcore_rl.config.rules.lora import uses_lora
-from mcore_rl.config.rules.reference import uses_reference
-from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.config.rules.models import uses_lora, uses_reference, uses_reward_model
+from mcore_rl.config.rules.rollout import has_turns
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.chat.limits import check_limits

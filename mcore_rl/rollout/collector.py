@@ -35,7 +35,7 @@ class RowSampler(Protocol):
 
 
 def training_sampling(rollout: RolloutConfig) -> SamplingOptions:
-    """Return the sampling options for training, which use the full softmax (config.rules.sampling)."""
+    """Return the sampling options for training, which use the full softmax (config.rules.rollout)."""
     return SamplingOptions(rollout.max_response_tokens, rollout.temperature, stop=tuple(rollout.stop))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_rl.config.rules.lora import uses_lora
+from mcore_rl.config.rules.models import uses_lora
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateSchedule, build_batch
 from mcore_rl.data.packing import TOKENS, SequenceCost

@@ -15,13 +15,9 @@ from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
 from mcore_rl.config.rules.changed_keys import changed
 from mcore_rl.config.rules.engine_support import check_sglang_model
-from mcore_rl.config.rules.episodes import check_episodes, check_tool_keys
 from mcore_rl.config.rules.graders import check_graders
-from mcore_rl.config.rules.lora import check_lora, check_no_critic_lora
-from mcore_rl.config.rules.reference import check_reference
-from mcore_rl.config.rules.reward_model import check_rewards
-from mcore_rl.config.rules.sampling import check_sampling_keys
-from mcore_rl.config.rules.staleness import check_staleness
+from mcore_rl.config.rules.models import check_lora, check_no_critic_lora, check_reference, check_rewards
+from mcore_rl.config.rules.rollout import check_episodes, check_sampling_keys, check_staleness, check_tool_keys
 from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from mcore_rl.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import cast
 
 from mcore_rl.config.fields import DOMAIN
 from mcore_rl.config.rules.changed_keys import written
-from mcore_rl.config.rules.sampling import stop_fault, untrainable
+from mcore_rl.config.rules.rollout import stop_fault, untrainable
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import DataError
 from mcore_rl.types import SamplingOptions, SamplingOverrides

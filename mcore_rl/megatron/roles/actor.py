@@ -14,8 +14,7 @@ from megatron.core import parallel_state
 
 from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.rules.lora import base_is_reference, uses_lora
-from mcore_rl.config.rules.reference import uses_reference
+from mcore_rl.config.rules.models import base_is_reference, uses_lora, uses_reference
 from mcore_rl.config.schema import Config
 from mcore_rl.megatron.lora.weights import attach_adapters
 from mcore_rl.megatron.model import parallel

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.episodes import WITH_ENVIRONMENT, WITH_TOOLS
 from mcore_rl.config.functions import check_call, load_function
-from mcore_rl.config.rules.episodes import episode_of
+from mcore_rl.config.rules.rollout import episode_of
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.chat.conversation import Conversation

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from mcore_rl.config.functions import describe
-from mcore_rl.config.rules.episodes import concurrent_episodes
+from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import DataError, WorkerDiedError
 from mcore_rl.rollout.episodes.builtin import Episode

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 
 from mcore_rl.config.reward import NO_RULE, STEP
-from mcore_rl.config.rules.episodes import concurrent_episodes, has_turns
+from mcore_rl.config.rules.rollout import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
-from mcore_rl.config.rules.episodes import check_episodes, episode_of, has_turns
+from mcore_rl.config.rules.rollout import check_episodes, episode_of, has_turns
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 

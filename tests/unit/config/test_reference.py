@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import load_config
-from mcore_rl.config.rules.reference import uses_reference
+from mcore_rl.config.rules.models import uses_reference
 from mcore_rl.config.rules.validation import validate
 from mcore_rl.errors import ConfigError
 

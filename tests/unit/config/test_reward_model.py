@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import load_config
-from mcore_rl.config.rules.reward_model import uses_reward_model
+from mcore_rl.config.rules.models import uses_reward_model
 from mcore_rl.config.rules.validation import validate, validate_reward_model
 from mcore_rl.errors import ConfigError
 

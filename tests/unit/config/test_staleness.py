@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from mcore_rl.config.models import ActorConfig, MoeConfig
-from mcore_rl.config.rules.staleness import check_staleness
+from mcore_rl.config.rules.rollout import check_staleness
 from mcore_rl.config.schema import CheckpointConfig, ClusterConfig, Config, RolloutConfig
 from mcore_rl.errors import ConfigError
 

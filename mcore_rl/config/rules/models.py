@@ -1,0 +1,137 @@
+"""Rules for adapters (LoRA), the reference policy, the reward model, and rewards as a whole."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from mcore_rl.config.algorithm import KLConfig
+from mcore_rl.config.models import ActorConfig, LoraConfig, ReferenceConfig, RewardModelConfig
+from mcore_rl.config.reward import NO_RULE, JudgeConfig, RewardConfig
+from mcore_rl.config.rules.changed_keys import changed, reject_unless_default
+from mcore_rl.config.rules.rollout import has_turns
+from mcore_rl.config.schema import Config, RolloutConfig
+from mcore_rl.errors import ConfigError
+
+UNSUPPORTED = {
+    "model.random_init": "checkpoints contain adapters only, and the base model is read again from model.hf_path; set "
+    "it to false",
+    "actor.mtp_loss_coefficient": "PEFT's adapters have no names for multi-token-prediction layers; set it to 0",
+    "actor.moe.bias_update_rate": "the bias belongs to the frozen weights; set it to 0",
+    "actor.fp8": "models with adapters are built without TransformerEngine, which has the FP8 kernels; set it to none",
+    "reference.refresh_every_steps": "the reference is the base model without adapters and cannot change; set it to 0",
+}
+"""Keys that adapters do not support, with the reason and the remedy."""
+FROZEN_MODEL_KEYS = "hf_path weight num_ranks tokens_per_microbatch moe.dispatcher fp8 offload.params".split()
+"""Keys, in addition to parallel.*, that affect a model without gradients and vocabulary."""
+
+
+def uses_lora(actor: ActorConfig) -> bool:
+    """Return True if adapters are trained instead of the weights."""
+    return actor.lora.rank > 0
+
+
+def base_is_reference(actor: ActorConfig, reference: ReferenceConfig) -> bool:
+    """Return True if the base model of the adapters is the reference of the KL terms."""
+    return uses_lora(actor) and reference.hf_path is None
+
+
+def check_lora(config: Config) -> None:
+    """Raise ConfigError for a key without effect, or one that adapters do not support."""
+    lora = config.actor.lora
+    if not uses_lora(config.actor):
+        remedy = "set actor.lora.rank above 0, so that there are adapters"
+        reject_unless_default("actor.lora", lora, remedy)
+        reject_unless_default("trainer", config.trainer, remedy, ("export_adapter",))
+        return
+    if len(set(lora.target_modules)) != len(lora.target_modules):
+        raise ConfigError(f"actor.lora.target_modules={list(lora.target_modules)} names a module twice")
+    if base_is_reference(config.actor, config.reference) and not config.reference.offload:
+        raise ConfigError(
+            f"reference.offload=False has no effect with actor.lora.rank={lora.rank}: the reference is the policy "
+            "without its adapters and has no weights of its own; leave it at True, or set reference.hf_path"
+        )
+    for key, reason in UNSUPPORTED.items():
+        value = attrgetter(key)(config)
+        if value and value != "none":
+            raise ConfigError(f"{key}={value} is not supported with actor.lora.rank={lora.rank}: {reason}")
+
+
+def reject_suggestions(actor: ActorConfig) -> None:
+    """Raise ConfigError if adapters are trained."""
+    if uses_lora(actor):
+        raise ConfigError(
+            f"--suggest assumes gradients and optimizer state for all weights, but actor.lora.rank="
+            f"{actor.lora.rank} trains only adapters; run plan on your own layout without --suggest, or set "
+            "actor.lora.rank to 0 for layouts that fit with and without adapters"
+        )
+
+
+def check_no_critic_lora(lora: LoraConfig) -> None:
+    """Raise ConfigError naming the key in section `critic`."""
+    for key, value, default in changed("critic.lora", lora):
+        raise ConfigError(
+            f"{key}={value}: a critic is trained completely, since its value head starts random; leave {key} at "
+            f"{default}"
+        )
+
+
+def uses_reference(kl: KLConfig) -> bool:
+    """Return True if the loss or the reward has a KL term."""
+    return kl.in_loss > 0 or kl.in_reward > 0
+
+
+def check_reference(kl: KLConfig, reference: ReferenceConfig) -> None:
+    """Raise ConfigError for a key without effect, or one that needs another."""
+    if kl.controller == "adaptive":
+        _check_adaptive(kl)
+    else:
+        reject_unless_default("algorithm.kl", kl, "set algorithm.kl.controller=adaptive", ("target", "horizon"))
+    for use in ("loss", "reward"):
+        key = f"algorithm.kl.in_{use}"
+        if not getattr(kl, f"in_{use}"):
+            reject_unless_default("algorithm.kl", kl, f"set {key} above 0", (f"{use}_kind",))
+    if not uses_reference(kl):
+        needed = "set algorithm.kl.in_loss or algorithm.kl.in_reward above 0"
+        reject_unless_default("reference", reference, needed)
+
+
+def _check_adaptive(kl: KLConfig) -> None:
+    chosen = "algorithm.kl.controller=adaptive"
+    if kl.in_reward <= 0:
+        raise ConfigError(
+            f"{chosen} multiplies algorithm.kl.in_reward={kl.in_reward}; set algorithm.kl.in_reward to an initial "
+            "value above 0, or algorithm.kl.controller=fixed"
+        )
+    for name in ("target", "horizon"):
+        if getattr(kl, name) is None:
+            raise ConfigError(f"{chosen} needs algorithm.kl.{name} above 0, not null; set it")
+
+
+def uses_reward_model(section: RewardModelConfig) -> bool:
+    """Return True if a reward model on its own ranks scores responses."""
+    return section.hf_path is not None
+
+
+def check_rewards(section: RewardModelConfig, judge: JudgeConfig, reward: RewardConfig, rollout: RolloutConfig) -> None:
+    """Raise ConfigError for a key without effect, and if nothing gives rewards."""
+    if section.hf_path is None:
+        reject_unless_default("reward_model", section, "set reward_model.hf_path")
+    for key, value, default in changed("reward_model", section):
+        name = key.removeprefix("reward_model.")
+        if name not in FROZEN_MODEL_KEYS and not name.startswith("parallel."):
+            raise ConfigError(
+                f"{key}={value} has no effect: a reward model is not trained and predicts no tokens; leave it at "
+                f"{default}"
+            )
+    if section.weight == 0:
+        raise ConfigError(
+            f"reward_model.weight={section.weight} must be a number other than 0; without a reward model set "
+            "reward_model.hf_path to null"
+        )
+    scored = uses_reward_model(section) or judge.hf_path is not None or judge.url is not None
+    if reward.function == NO_RULE and not scored and not has_turns(rollout):
+        raise ConfigError(
+            "reward.function=none leaves responses without a reward; set reward_model.hf_path to a sequence "
+            "classification checkpoint, judge.hf_path or judge.url to a model that judges, rollout.environment or "
+            "rollout.episode to episodes that give rewards, or reward.function to a rule"
+        )
