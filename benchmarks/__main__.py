@@ -53,7 +53,7 @@ def write_json(path: Path, machine: Machine, outcomes: Sequence[BenchmarkOutcome
     content = {"machine": machine.line, **about, "benchmarks": [_as_json(outcome) for outcome in outcomes]}
     path.parent.mkdir(parents=True, exist_ok=True)
     with durable_write(path) as file:
-        file.write(json.dumps(content, indent=1).encode())
+        file.write(json.dumps(content, indent=1, default=float).encode())  # float: numpy numbers
 
 
 def _as_json(outcome: BenchmarkOutcome) -> dict[str, object]:

@@ -46,7 +46,7 @@ class Result:
         if not self.aim:
             return None
         holds, bound = self._bound()
-        return holds(self.ratio, bound)
+        return bool(holds(self.ratio, bound))  # a comparison of numpy numbers returns a numpy bool
 
     def _bound(self) -> tuple[Callable[[float, float], bool], float]:
         sign, _, bound = self.aim.partition(" ")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from benchmarks import isolation
+from benchmarks.__main__ import write_json
 from benchmarks.registry import BENCHMARKS, Benchmark
-from benchmarks.result import BenchmarkOutcome, Result, shares
+from benchmarks.result import BenchmarkOutcome, Machine, Result, compare, shares
 from benchmarks.table import render
 
 ROOT = Path(__file__).parents[3]
@@ -56,6 +59,14 @@ def test_every_outcome_appears_in_the_table() -> None:
     assert "here it goes\n    and there" in text
     assert "absent: skipped: no peer" in text
     assert "broken: FAILED: it broke" in text
+
+
+def test_json_has_numpy_numbers_as_numbers(tmp_path: Path) -> None:
+    machine = Machine("2026-01-02", "x86_64", 8, 0.5, "1", "cpu", "", {})
+    outcome = BenchmarkOutcome("b", (compare("row", np.int64(3), np.float32(2.0), "s", "<= 1"),))
+    write_json(tmp_path / "results.json", machine, [outcome])
+    ((row,),) = (each["results"] for each in json.loads((tmp_path / "results.json").read_text())["benchmarks"])
+    assert (row["ours"], row["limit"], row["ratio"], row["met"]) == (3, 2, 1.5, False)
 
 
 def test_every_registered_benchmark_has_its_module() -> None:
