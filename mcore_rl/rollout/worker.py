@@ -73,11 +73,10 @@ class RolloutWorker:
             outcomes[place] = outcome
             if outcome is None:
                 withdrawn.add(place)
-                self._rewarder.withdraw(keys[place], group=group_of[place], task=keys)
-                return
-            callbacks.ended()
+            else:
+                callbacks.ended()
             # Episodes with their own reward, and failed ones, are not graded: graders of groups must not wait for them.
-            if outcome.reward is not None or outcome.error is not None:
+            if outcome is None or outcome.reward is not None or outcome.error is not None:
                 self._rewarder.withdraw(keys[place], group=group_of[place], task=keys)
                 return
             graded_here.append(keys[place])
@@ -98,7 +97,6 @@ class RolloutWorker:
         attempts = attempts[: len(attempts) - len(withdrawn)]
         collected = self._rewarder.collect(graded_here)
         graded = time.perf_counter()
-
         finished = [outcome for outcome in outcomes[: len(attempts)] if outcome is not None]
         if len(finished) != len(attempts) or len(collected) != len(graded_here):
             raise RuntimeError(
