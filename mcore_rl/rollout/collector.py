@@ -73,9 +73,11 @@ class RolloutCollector:
         while missing > 0 and batches < max_batches:
             tasks = self._tasks(step, batches, self._sample_size(self.prompts_per_step - missing, sampled))
             batch = self.pool.run(tasks)
+            # Engines of a batch run concurrently, so the slowest counts; batches run one after another, so they add up.
             seconds += _slowest([result for _, result in batch])
             for _, result in batch:
                 kept, rest = _split_groups(self._signal(result), result.group_ids)
+                # Surplus groups are dropped from the end: the kept ones depend on rewards only, not on timing.
                 kept, missing = _first_groups(kept, result.group_ids, missing)
                 keep.append(kept)
                 zero_variance.append(rest)
@@ -85,6 +87,7 @@ class RolloutCollector:
             batches += 1
         scalars = [result for _, result in results]
         dropped = sum(num_groups(result.group_ids[rest]) for result, rest in zip(scalars, zero_variance, strict=True))
+        # The trainer needs prompts_per_step groups; groups without signal, whose advantages are 0, fill the step.
         _fill_up(keep, zero_variance, scalars, missing)
         join_parts(records, self.records_dir, f"step_{step}")
         greedy = self._greedy(scalars, keep) if self.with_greedy else []
@@ -166,6 +169,7 @@ def num_groups(group_ids: np.ndarray) -> int:
 
 def _first_groups(rows: np.ndarray, group_ids: np.ndarray, count: int) -> tuple[np.ndarray, int]:
     """Return the part of `rows` that belongs to their first `count` groups, and the number of missing groups."""
+    # ordinals[i]: number of the group of rows[i], counted from 0 in these rows.
     ordinals = np.cumsum(np.diff(group_ids[rows], prepend=group_ids[rows[:1]]) != 0)
     return rows[ordinals < count], max(0, count - num_groups(group_ids[rows]))
 
@@ -182,6 +186,7 @@ def _fill_up(
 def _split_groups(signal: np.ndarray, group_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the response indices of groups with signal and of groups without. Groups are consecutive; their sizes may
     differ if episodes consist of several sequences."""
+    # The prepended id differs from the first one, so that the first response is a start, too.
     starts = np.flatnonzero(np.diff(group_ids, prepend=group_ids[:1] - 1))
     sizes = np.diff([*starts, len(signal)])
     with_signal = np.repeat(np.logical_and.reduceat(signal, starts), sizes) if len(starts) else signal

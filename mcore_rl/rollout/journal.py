@@ -77,6 +77,7 @@ class TokenJournal:
             if request.partial is not None:
                 _append_response(words, number, request.partial)
                 _append_temperature_runs(words, number, request.partial.temperatures)
+                # Tokens of unknown temperature count as sampled at the temperature of this request.
                 place = len(request.partial.token_ids) if request.partial.temperatures is not None else 0
             _append_temperature(words, number, place, request.sampling.temperature)
         self._write(words)
@@ -237,6 +238,7 @@ def read_journal(path: Path) -> dict[str, JournaledResponse]:
     starts = np.flatnonzero(np.diff(sampled[0], prepend=-1))
     responses = {}
     for number, response in zip(sampled[0, starts].tolist(), np.split(sampled, starts[1:], axis=1), strict=False):
+        # Copied, because a slice would keep the tokens of all responses in memory.
         _, tokens, logp, versions = response.copy()
         (name, seed), reason = names[number], REASONS[reasons[number]] if number in reasons else None
         temperatures = _temperatures(runs.get(number, ()), len(tokens))
@@ -270,6 +272,7 @@ class _Contents:
                 at += HEAD
                 if kind == STEP:
                     at += 3 * view[at - 1]
+                # Two words of the seed, then the id, rounded up to whole words.
                 elif kind == BEGIN:
                     at += 2 - (-view[at - 1] // WORD)
                 elif kind == TEMPERATURE:
@@ -306,6 +309,7 @@ class _Contents:
         Shapes: numbers int32 [R] -> int32 [4, T].
         """
         steps, counts = self.places[STEP], self.seconds(STEP).astype(np.int64)
+        # Blocks bound the memory of the copies below; a journal can have the tokens of many long responses.
         blocks = np.flatnonzero(np.diff(np.cumsum(counts) // BLOCK)) + 1
         # A STEP entry stores three columns of `size` words after its head: numbers, tokens, log-probabilities.
         # `places` are the positions of the first column; the others follow at multiples of `size`.
@@ -354,6 +358,7 @@ def _replace(path: Path, frames: Iterable[np.ndarray]) -> tuple[int, int]:
     beside = path.with_name(f"{path.name}.new")
     file = os.open(beside, CREATE, 0o600)
     try:
+        # The descriptor stays open: it becomes the journal's own.
         with os.fdopen(file, "wb", closefd=False) as buffered:
             num_bytes = sum(buffered.write(frame.data) for frame in frames)
         os.replace(beside, path)

@@ -209,6 +209,7 @@ class EngineLoop:
                 self._post(lambda: journal.release(request_ids))
 
     def _submit(self, requests: Sequence[GenerationRequest], listener: Listener, started: Started | None) -> None:
+        # First, since the engine may reject the requests: then nothing of them is registered.
         self.engine.submit(requests)
         if self._journal is not None:
             self._journal.begin(requests)
@@ -246,6 +247,7 @@ class EngineLoop:
             request_ids = choose(self._unstarted.keys())
             if not request_ids:
                 return
+            # Removed before the abort: if the engine dies in it, `_fail` must not call these listeners a second time.
             listeners = {request_id: self._listeners.pop(request_id) for request_id in request_ids}
             for request_id in request_ids:
                 del self._unstarted[request_id]

@@ -110,6 +110,7 @@ def _digests(responses: Sequence[Response]) -> np.ndarray:
 
 def write_records(path: Path, task: RolloutTask, responses: Sequence[Response]) -> None:
     """Write one JSON object per trajectory."""
+    # A text can contain half of a surrogate pair, such as a truncated emoji, which UTF-8 cannot encode.
     with open(path, "w", encoding="utf-8", errors=SURROGATE_ERRORS) as file:
         for index, response in enumerate(responses, start=task.span[0]):
             place = int(task.group_ids[index // task.samples_per_prompt]), index % task.samples_per_prompt
@@ -153,6 +154,7 @@ def join_scalars(parts: Sequence[RolloutScalars]) -> RolloutScalars:
     arrays = {
         field.name: np.concatenate([getattr(part, field.name) for part in parts])
         for field in fields(RolloutScalars)
+        # `episodes` holds row numbers, which shift by the rows of the parts before.
         if isinstance(getattr(parts[0], field.name), np.ndarray) and field.name != "episodes"
     }
     lengths = [len(part.rewards) for part in parts]
@@ -217,6 +219,7 @@ class GradingFailures:
             traceback = next((scalars.traceback for scalars in graded if scalars.traceback), None)
             counted = "its reward is 0; later failures are only counted (reward/errors) and recorded"
             self.note(f"warning: {source}: {errors[0]}; {counted}" + (f"\n{traceback}" if traceback else ""))
+        # Not `>`: with a fraction of 1, a run in which every response fails must end.
         if len(errors) >= self.config.max_error_fraction * responses:
             raise RewardError(
                 f"{source} failed on {len(errors)} of {responses} responses of {what}, which reaches "

@@ -29,6 +29,7 @@ def cut(num_groups: int, samples: int, num_engines: int, num_concurrent: int) ->
     The order of groups is kept, so that the order of responses does not depend on the number or speed of engines.
     Groups stay whole, because their samples share the prompt in an engine's prefix cache.
     """
+    # A single engine has nobody to share with, so more tasks would only cost calls.
     if num_engines == 1:
         return [np.arange(num_groups)] if num_groups else []
     max_groups = max(1, num_concurrent // (TASKS_PER_BATCH * samples))
@@ -59,6 +60,7 @@ def share(tails: Sequence[Tail], free: int) -> list[Tail]:
     for tail in reversed(tails):
         first = tail.last
         while first > tail.first:
+            # Start of the group that contains response `first` - 1, as far as it belongs to this tail.
             begin = max(tail.first, (first - 1) // tail.samples * tail.samples)
             if first - begin > left:
                 break
@@ -68,6 +70,7 @@ def share(tails: Sequence[Tail], free: int) -> list[Tail]:
             shared.append(Tail(tail.task, first, tail.last, tail.samples))
         if first > tail.first:  # the next group is too large
             break
+    # Not even one whole group was small enough: move a part of the last one.
     if left == target > 0:
         last = next(tail for tail in reversed(tails) if tail.last > tail.first)
         return [Tail(last.task, last.last - target, last.last, last.samples)]
@@ -161,6 +164,7 @@ class TaskRunner:
             Until.ANY: lambda: bool(self._finished),
         }[until]
         with self._changed:
+            # The lock of a Condition is reentrant: `begin` acquires it again.
             self.begin(tasks)
             self._changed.wait_for(lambda: self._error or reached())
             if self._error is not None:
@@ -227,5 +231,6 @@ class TaskRunner:
     def _end_request(self) -> None:
         with self._changed:
             self._requests_left -= 1
+            # Only this count can make a waiting `exchange` ready, so its thread is not woken for every request.
             if self._requests_left == self._low - 1:
                 self._changed.notify_all()

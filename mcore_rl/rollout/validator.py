@@ -54,6 +54,7 @@ class RolloutValidator:
         )
         tasks = []
         for number, rows in enumerate(parts):
+            # One file per task, because engines write them concurrently; `join_parts` joins them in order.
             records = part_path(self.records_dir, name, 0, number)
             samples = options.validation_samples
             tasks.append(RolloutTask("val", rows, rows, samples, sampling, self.seed, records))

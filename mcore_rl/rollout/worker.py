@@ -105,6 +105,7 @@ class RolloutWorker:
             )  # internal invariant: a player or rewarder that loses responses would bias training
         responses = [
             Response(attempt, outcome, self._score(outcome, collected.get(key)))
+            # Not strict: `keys` also has those of withdrawn responses, at its end.
             for key, attempt, outcome in zip(keys, attempts, finished, strict=False)
         ]
         return _packed(task, responses, generated - started, graded - generated)
@@ -170,6 +171,7 @@ def _sampling(options: SamplingOptions, prompt: Prompt) -> SamplingOptions:
     """Return the task's sampling options with the overrides of the prompt's row; greedy tasks stay greedy."""
     if not prompt.sampling:
         return options
+    # A row may shorten responses but not lengthen them: the run's limit sizes engines and batches.
     chosen = with_overrides(options, prompt.sampling)
     return replace(chosen, max_response_tokens=min(chosen.max_response_tokens, options.max_response_tokens))
 

@@ -133,6 +133,7 @@ class PipeLoop:
     def send(self, stream: IO[bytes], data: bytes, *, close: bool) -> None:
         """Queue `data` for writing while the loop runs. close: close the stream afterwards."""
         unsent = memoryview(data)
+        # A blocking write of more than the pipe holds would stop the loop, and with it the time limit.
         os.set_blocking(stream.fileno(), False)
 
         def write() -> None:
@@ -173,6 +174,7 @@ class PipeLoop:
             if now >= deadline:
                 return "timeout"
             if now >= next_check:
+                # Not after every event: without control groups, a check reads the memory of every process.
                 if self._confined.memory_exceeded():
                     return "memory"
                 next_check = time.monotonic() + _MEMORY_CHECK_SECONDS
@@ -183,6 +185,7 @@ class PipeLoop:
 
     def drain(self) -> Why:
         """Read data that is already available, without waiting."""
+        # A cell's result has its own pipe and can arrive before the output that was written first.
         while self._poll(0):
             if any(budget.full for budget in self._budgets):
                 return "output"
@@ -213,6 +216,7 @@ def execute(
         try:
             confined = Confined(confinement, inside, limits, inherited=(parcel, writer))
         finally:
+            # `reader` reaches its end only when no process holds the other end any more.
             os.close(parcel)
             os.close(writer)
         return _follow(confined, limits, stdin, reader, fetch)

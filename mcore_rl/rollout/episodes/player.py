@@ -163,6 +163,7 @@ class EpisodePlayer:
         self.client = EngineClient(loop)
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="environment"))
+        # daemon: a blocking call in a user's episode must not keep the process alive.
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
@@ -268,6 +269,7 @@ class EpisodePlayer:
         except EpisodeLimitError as error:
             return self._limited(session, error.reason, str(error))
         except TimeoutError as error:
+            # Only the limit ends an episode normally; a TimeoutError of its own code is a failure.
             if deadline.expired():
                 return self._limited(session, "seconds", f"rollout.max_episode_seconds={seconds:g} passed")
             return self._failed(session, error)

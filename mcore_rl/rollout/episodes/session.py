@@ -247,6 +247,7 @@ class Session:
             return ParsedMessage(sampled.text, "", ())
         decode = self._context.decoder.decode
         prompt = decode(sampled.prompt_end, skip_special_tokens=False)
+        # The row's message may have opened the reasoning more than PROMPT_END tokens before its end.
         if self._begins_in_thought and sampled.prompt_end == self._prompt.token_ids[-PROMPT_END:].tolist():
             prompt = THOUGHT
         return self._context.parser.parse(decode(self._without_stop(sampled), skip_special_tokens=False), prompt)

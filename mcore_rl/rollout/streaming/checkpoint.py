@@ -196,6 +196,7 @@ def save_groups(
     ended = [group for ticket, group, _ in groups if ticket is None]
     saved = stream.save(directory, [group.result[0] for group in ended if group.result is not None], tickets)
     sizes = _copy_records(directory / RECORDS_FILE, [Path(str(group.task.records)) for group in ended])
+    # Both lists cover the ended groups only, in their order in `groups`.
     places = iter(zip(saved.places, sizes, strict=True))
     written = []
     for ticket, group, state in groups:
@@ -245,6 +246,7 @@ def _restored(
 ) -> dict[int, BuffersRef]:
     """Return the trajectories of finished groups, by number."""
     by_file: dict[str, list[SavedGroup]] = {}
+    # A file holds its trajectories in the order of `index`.
     for group in sorted(saved, key=lambda group: group.index):
         if group.trajectories:
             by_file.setdefault(group.trajectories, []).append(group)

@@ -233,6 +233,7 @@ class StreamingCollector:
         # Groups without signal leave the count, except for those beyond max_batches steps' worth (see the class).
         spare = self.prompts_per_step * (self.dynamic.max_batches - 1)
         finished = len(self._unscored) + len(self._ended.finished) + max(0, len(self._ended.zero_variance) - spare)
+        # Groups beyond the last step would never be trained.
         wanted = self.prompts_per_step * (self.steps - self._collected)
         return len(self._running) + finished < wanted and may_submit(
             running=len(self._running),
@@ -275,12 +276,14 @@ class StreamingCollector:
 
     def _as_groups(self, groups: Sequence[Group], taken: set[int], waited: float) -> Groups:
         results = [group.result for group in groups if group.result is not None]
+        # Groups that are given up count in metrics and records, but none of their responses is kept.
         keep = [
             np.arange(len(group.scalars.group_ids) if group.number in taken else 0, dtype=np.int64) for group in groups
         ]
         assert self._version is not None
         idle, now = self.stream.idle_fraction(), time.perf_counter()
         elapsed, self._last = now - self._last, now
+        # The total adds up all engines; the metric is the time of an average engine.
         idle_seconds = idle.total / self.stream.num_engines
         trained = [group for group in groups if group.number in taken]
         submitted, scalars = [group.version for group in trained], [group.scalars for group in trained]

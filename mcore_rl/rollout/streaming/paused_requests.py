@@ -51,6 +51,7 @@ class PausedRequests:
     def count(self, deltas: Sequence[Delta]) -> list[str]:
         """Count sampled tokens; returns the ids of requests that reached their limit."""
         reached = []
+        # Most runs have no limits; they must not pay for every token here.
         for delta in deltas if self._running else ():
             if (limited := self._running.get(delta.request_id)) is not None:
                 limited.sampled += len(delta.token_ids)

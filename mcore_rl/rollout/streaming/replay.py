@@ -41,6 +41,7 @@ class Replay:
         """Raise McoreRLError if the responses of a group differ from the recorded ones."""
         if (spans := self.spans.get(number)) is None:
             return
+        # Scalars have only the first and the last version of a response.
         versions = [[of_response[0][0], of_response[-1][0]] for of_response in spans]
         tokens = [of_response[-1][2] for of_response in spans]
         if scalars.versions.tolist() != versions or scalars.response_tokens.tolist() != tokens:

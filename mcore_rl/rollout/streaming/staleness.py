@@ -21,6 +21,7 @@ def describe_staleness(submitted: Sequence[int], scalars: Sequence[RolloutScalar
     ages = version - np.asarray(submitted, np.int64)
     versions = np.concatenate([part.versions for part in scalars])
     drawn = [entry for part in scalars for entry in part.version_tokens]
+    # reshape: the list is empty if no token is trained.
     drawn_by, counts = np.array(drawn, np.int64).reshape(-1, 2).T
     tokens = np.bincount(version - drawn_by, weights=counts)
     total = float(tokens.sum())

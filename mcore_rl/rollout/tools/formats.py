@@ -88,6 +88,7 @@ def _check_characters(text: str, value: object) -> None:
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+# Possessive quantifiers (*+, ++) never backtrack: malformed text must not take quadratic time.
 _BLANKS = re.compile(r"\s*+")
 
 
@@ -290,6 +291,7 @@ def _of_mistral_list(value: object, text: str, end: int) -> RawCall:
 
 _PYTHON_TAG = "<|python_tag|>"
 _LLAMA_KEYS = r'"(?:type|name|function|parameters|arguments)"\s*+:'
+# A call without a tag begins a line or follows a tag; elsewhere, JSON is part of a sentence.
 _LLAMA_OPENING = rf"<\|python_tag\|>|(?<![^\n>])[ \t]*+(?=\{{\s*+{_LLAMA_KEYS})"
 _LLAMA_BETWEEN = re.compile(rf"\s*+;?+\s*+(?:<\|python_tag\|>\s*+)?(?=\{{\s*+{_LLAMA_KEYS})")
 _LLAMA_START = re.compile(

@@ -78,6 +78,7 @@ class LimitedTool:
         task.add_done_callback(self._ended)  # the slot is freed when the call ends, not when its caller gives up
         seconds = self.limits.timeout_seconds
         try:
+            # Not wait_for: after the time limit it would wait until the cancelled call has ended, which may be never.
             done, _ = await asyncio.wait({task}, timeout=seconds)
         except asyncio.CancelledError:
             self._abandon(task)

@@ -217,6 +217,7 @@ async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) ->
     spec, timeout_seconds = settings.rollout.tools, settings.rollout.max_tool_seconds
     assert spec is not None
     derived = {name_of(schema): schema for schema in settings.schemas}
+    # FILE.py without a name stands for all functions with the decorator in it.
     if spec.endswith(".py") or (names_function(spec) and not spec.endswith((".yaml", ".yml"))):
         entries = [(ToolEntry(f"{KEY}={spec}", ToolLimits(timeout_seconds)), each) for each in _objects(spec)]
     else:

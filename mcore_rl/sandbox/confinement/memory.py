@@ -44,6 +44,7 @@ class ControlGroup:
         self._path.mkdir()
         try:
             if (self._path / "memory.max").exists():
+                # oom.group: the kernel then kills the whole group, not only its largest process.
                 self._set({"memory.max": limit_bytes, "memory.swap.max": 0, "memory.oom.group": 1})
             else:
                 self._set({"memory.limit_in_bytes": limit_bytes, "memory.memsw.limit_in_bytes": limit_bytes})
@@ -119,6 +120,7 @@ def _candidates() -> list[Path]:
     places = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
+        # Version 1 has a line with the names of its controllers, version 2 a line without names.
         if "memory" in controllers.split(","):
             places += [_MOUNT / "memory" / path.lstrip("/"), _MOUNT / "memory"]
         elif not controllers:

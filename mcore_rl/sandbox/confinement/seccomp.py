@@ -146,6 +146,7 @@ _PAIR_RULES = [
     (_RET, 0, 0, _ALLOW),
     (_RET, 0, 0, _ERRNO | errno.EAFNOSUPPORT),
 ]
+# Jumps count from the next rule: 12 leads to the last one, which allows the call.
 _SOCKET_RULES = [
     (_LD, 0, 0, _FIRST_ARGUMENT),
     (_JEQ, 12, 0, AF_UNIX),

@@ -60,6 +60,7 @@ class Confined:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 pass_fds=(*inherited, *descriptors),
+                # The process group is killed as a whole, and Ctrl-C does not reach the sandbox.
                 start_new_session=True,
                 # Code inside can read the environment of process 1 of its namespace.
                 env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
