@@ -223,7 +223,7 @@ def test_dangerous_system_calls_are_refused(sandbox: LocalSandbox) -> None:
         "clone3": "call(435, ctypes.create_string_buffer(88), 88)",
     }
     if os.uname().machine != "x86_64":
-        pytest.skip("numbers are those of x86-64; test_seccomp.py has the other table")
+        pytest.skip("numbers are those of x86-64; test_confinement.py has the other table")
     body = ", ".join(f"{name!r}: {code}" for name, code in calls.items())
     results = answers(sandbox, f"{{{body}}}")
     all_refused(results)

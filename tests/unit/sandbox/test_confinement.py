@@ -1,15 +1,19 @@
-"""The filter's numbers and jumps, against the kernel's headers and a reader of the program."""
+"""The seccomp filter's numbers and jumps, against the kernel's headers and a reader of the program; control groups."""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import struct
+import time
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.errors import ConfigError
+from mcore_rl.sandbox.confinement import memory
+from mcore_rl.sandbox.confinement.memory import ControlGroup
 from mcore_rl.sandbox.confinement.seccomp import CLONE, CLONE3, LAST_KNOWN, REFUSED, SOCKET, SOCKETPAIR, filter_program
 
 HEADERS = ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
@@ -84,3 +88,36 @@ def test_filter_verdict_per_socket_family(machine: str) -> None:
 def test_other_architectures_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"not of riscv64: set sandbox\.url"):
         filter_program(sockets=True, machine="riscv64")
+
+
+@pytest.fixture
+def parent() -> Path:
+    parent = memory._parent_group()
+    if parent is None:
+        pytest.skip("no control groups can be made here")
+    return parent
+
+
+def test_busy_group_is_removed_with_the_next_group(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_REMOVAL_SECONDS", 0.05)
+    group = ControlGroup(parent, 1 << 30)
+    (group._path / "held").mkdir()  # as processes do that are being killed
+    started = time.monotonic()
+    group.close()
+    assert time.monotonic() - started >= 0.05
+    assert group._path.exists()
+    (group._path / "held").rmdir()
+    following = ControlGroup(parent, 1 << 30)
+    assert not group._path.exists()
+    following.close()
+    assert not following._path.exists()
+    assert not memory._busy_groups
+
+
+def test_groups_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_candidates", lambda: [tmp_path])
+    dead, living, foreign = (tmp_path / f"{memory.PREFIX}{name}" for name in ("4194305_0", f"{os.getpid()}_0", "x"))
+    with memory.groups_removed():
+        for group in (dead, living, foreign):
+            group.mkdir()
+    assert [group.exists() for group in (dead, living, foreign)] == [False, True, True]
