@@ -46,13 +46,10 @@ from mcore_rl.runtime.roles.judge import JudgeGroup, judge_role
 from mcore_rl.runtime.roles.reward_model import RewardModelGroup, reward_model_role
 from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.runtime.staged import (
-    StagedActor,
     StagedCollector,
-    StagedCritic,
     StagedPool,
     StagedProbe,
     StagedPublisher,
-    StagedScorer,
     StagedValidator,
     Stages,
 )
@@ -76,9 +73,12 @@ def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) ->
     start-up lines."""
     ranks, roles = _rank_map(prepared.layout), _roles(config.judge, prepared)
     checking = model_check(config.model, config.actor, prepared.layout.dp, prepared.cost)
-    with groups_removed(), checking as check, launch(config, ranks, prepared.prompts, roles, show=show) as processes:
+    recorder = SpanRecorder("driver")
+    stages = Stages(recorder.span)
+    starting = launch(config, ranks, prepared.prompts, roles, stages, show=show)
+    with groups_removed(), checking as check, starting as processes:
         check(processes.trainers)
-        site = _Site(config, prepared, processes, SpanRecorder("driver"), Path(config.run.dir), show)
+        site = _Site(config, prepared, processes, recorder, stages, Path(config.run.dir), show)
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
         try:
             yield run
@@ -116,6 +116,7 @@ class _Site:
     prepared: Prepared
     processes: RunProcesses
     recorder: SpanRecorder
+    stages: Stages
     directory: Path
     show: Callable[[str], None]
 
@@ -123,18 +124,20 @@ class _Site:
         config, engines = self.config, self.processes.engines
         assert engines is not None
         journal = self._journal(signs_for(config))
-        stages = self._stages(journal)
+        if shares_device(config.cluster, config.actor.offload):
+            phases = DevicePhases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
+            self.stages.phases = phases
         publisher = SlicePublisher.connect(self.processes.trainers, engines, config)
         engines.note = journal.note
-        scheduler = self._scheduler(engines, publisher, stages)
-        staged, scorers = StagedPool(scheduler, stages), self._scorers(stages)
+        scheduler = self._scheduler(engines, publisher)
+        staged, scorers = StagedPool(scheduler, self.stages), self._scorers()
         graded: RecordedPool = StepGradingPool(staged) if config.reward.batch == STEP else staged
         has_rules = config.reward.function != NO_RULE
         scored = ScoredPool(graded, scorers, has_rules=has_rules) if scorers else None
         pool = graded if scored is None else scored
         sampler = self._sampler(len(self.prepared.prompts["train"]))
         failures = GradingFailures(config.reward, journal.note)
-        staged_publisher: Publisher = StagedPublisher(publisher, stages)
+        staged_publisher: Publisher = StagedPublisher(publisher, self.stages)
         collector: RolloutCollector | StreamingCollector
         in_flight: StreamingCollector | None = None
         if config.rollout.max_staleness:
@@ -145,13 +148,12 @@ class _Site:
         else:
             collector = self._collector(pool, sampler, failures)
         reference, controllers = self._reference(journal)
-        actor = StagedActor(self.processes.trainers, stages)
         return Run(
             config=config,
-            actor=actor,
-            collector=StagedCollector(collector, stages),
+            actor=self.processes.trainers,
+            collector=StagedCollector(collector, self.stages),
             publisher=staged_publisher,
-            validator=self._validator(pool, stages, failures),
+            validator=self._validator(pool, failures),
             validation_parts=self.prepared.validation_parts,
             journal=journal,
             checkpoints=self._checkpoints(),
@@ -162,16 +164,17 @@ class _Site:
             batch_of=self._batch_of(journal),
             describe=self._describe,
             estimates_tokens=not self.prepared.estimator.per_response,
-            critic=None if (critic := self._group(CriticGroup)) is None else StagedCritic(critic, stages),
+            critic=self._group(CriticGroup),
             reference=reference,
-            logp_gap=self._logp_gap(actor, scheduler, stages),
+            logp_gap=self._logp_gap(scheduler),
         )
 
-    def _logp_gap(self, actor: StagedActor, scheduler: Scheduler, stages: Stages) -> LogpGapCheck:
+    def _logp_gap(self, scheduler: Scheduler) -> LogpGapCheck:
         prepared, config = self.prepared, self.config
         prompt_tokens = np.diff(prepared.prompts["train"].offsets)
         probe = PromptProbe(scheduler, prompt_tokens, config.rollout, config.run.seed)
-        return LogpGapCheck(config, actor, StagedProbe(probe, stages), prepared.layout.dp, self.show, prepared.cost)
+        engines, actor = StagedProbe(probe, self.stages), self.processes.trainers
+        return LogpGapCheck(config, actor, engines, prepared.layout.dp, self.show, prepared.cost)
 
     def _sampler(self, num_rows: int) -> PromptSampler:
         prepared, config = self.prepared, self.config
@@ -183,25 +186,24 @@ class _Site:
             curriculum=prepared.curriculum,
         )
 
-    def _scheduler(self, fleet: Fleet, publisher: SlicePublisher, stages: Stages) -> Scheduler:
+    def _scheduler(self, fleet: Fleet, publisher: SlicePublisher) -> Scheduler:
         config = self.config
         return Scheduler(
             fleet,
             concurrent_episodes(config.rollout),
             streaming=config.rollout.max_staleness > 0,
             steals=config.reward.manager != "batch",  # whose graders need all responses of a task on one engine
-            supply=self._supply(publisher, stages),
-            interrupted=None if stages.phases is None else stages.phases.interrupted,
+            supply=self._supply(publisher),
+            interrupted=None if self.stages.phases is None else self.stages.phases.interrupted,
         )
 
-    @staticmethod
-    def _supply(publisher: SlicePublisher, stages: Stages) -> Callable[[], None]:
+    def _supply(self, publisher: SlicePublisher) -> Callable[[], None]:
         """Return a function that sends the current weights to restarted engines during a generation."""
-        staged = StagedPublisher(publisher, stages)
+        staged = StagedPublisher(publisher, self.stages)
 
         def supply() -> None:
             staged.publish(publisher.version)
-            with stages.stage(phase=Phase.GENERATE):
+            with self.stages.stage(phase=Phase.GENERATE):
                 pass
 
         return supply
@@ -222,14 +224,13 @@ class _Site:
         reference = Reference(controller, recorded if controller and per_response else None, refresh)
         return reference, {KL_CONTROLLER: controller} if controller and kl.controller == "adaptive" else {}
 
-    def _scorers(self, stages: Stages) -> dict[str, WeightedScorer]:
+    def _scorers(self) -> dict[str, WeightedScorer]:
         """Return the reward models by their name in metrics and records."""
         scorers = {}
         if (model := self._group(RewardModelGroup)) is not None:
-            scorer = StagedScorer(model, stages, "reward_model")
-            scorers["model"] = WeightedScorer(scorer, self.config.reward_model.weight)
+            scorers["model"] = WeightedScorer(model, self.config.reward_model.weight)
         if (judge := self._group(JudgeGroup)) is not None:
-            scorers["judge"] = WeightedScorer(StagedScorer(judge, stages, "judge"), self.config.judge.weight)
+            scorers["judge"] = WeightedScorer(judge, self.config.judge.weight)
         return scorers
 
     def _group(self, kind: type[G]) -> G | None:
@@ -267,7 +268,7 @@ class _Site:
 
         return SupervisedRun(
             config=config,
-            actor=StagedActor(self.processes.trainers, Stages(self.recorder.span)),
+            actor=self.processes.trainers,
             next_batch=next_batch,
             journal=self._journal(signs=()),
             checkpoints=self._checkpoints(),
@@ -289,16 +290,6 @@ class _Site:
         trainers, engines, groups = self.processes.trainers, self.processes.engines, self.processes.groups
         sources = [group.spans for group in (trainers, *groups.values(), engines) if group is not None]
         return RunJournal(self.directory, self.config.trainer.steps, self.recorder.drain, sources, signs)
-
-    def _stages(self, journal: RunJournal) -> Stages:
-        """Create the wrapper of remote calls: it records timeline spans and, on a shared device, switches between
-        engines and trainer."""
-        if not shares_device(self.config.cluster, self.config.actor.offload):
-            return Stages(self.recorder.span)
-        engines = self.processes.engines
-        assert engines is not None
-        phases = DevicePhases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
-        return Stages(self.recorder.span, phases)
 
     def _batch_of(self, journal: RunJournal) -> Callable[[Groups, int, int], Batch]:
         dp_size, cost = self.prepared.layout.dp, self.prepared.cost
@@ -350,7 +341,7 @@ class _Site:
             replay=None if source is None else read_replay(Path(source), config.rollout.samples_per_prompt),
         )
 
-    def _validator(self, pool: RolloutPool, stages: Stages, failures: GradingFailures) -> Validator | None:
+    def _validator(self, pool: RolloutPool, failures: GradingFailures) -> Validator | None:
         if "val" not in self.prepared.prompts:
             return None
         validator = RolloutValidator(
@@ -361,7 +352,7 @@ class _Site:
             self.directory / "rollouts",
             failures,
         )
-        return StagedValidator(validator, stages)
+        return StagedValidator(validator, self.stages)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.roles.base import RankProcess, RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import RankMap
 from mcore_rl.runtime.roles.trainer import TrainerGroup
+from mcore_rl.runtime.staged import Stages
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import Mean, Metric, RankShares, RolloutScalars, RolloutTask
 
@@ -171,7 +172,7 @@ def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[Schedule
             nodes = [rank // RANKS_PER_NODE for rank in range(DP_RANKS * peers)]
             fleet = Fleet([FleetEngine(n, Up(f"engine {n}", leader)) for n, leader in enumerate(leaders)], watch)
             scheduler = Scheduler(fleet, Config().rollout.max_concurrent_requests)
-            yield scheduler, TrainerGroup(ranks_of_trainer, nodes, watch, ranks)
+            yield scheduler, TrainerGroup(ranks_of_trainer, nodes, watch, ranks, Stages(lambda name: nullcontext()))
         finally:
             kill_all([*engines, *trainers])
 

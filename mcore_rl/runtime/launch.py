@@ -32,6 +32,7 @@ from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import ActorOptions, RankMap, Role, RoleGroup
 from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.roles.trainer import TrainerActor, TrainerGroup, TrainerProcess
+from mcore_rl.runtime.staged import Stages
 from mcore_rl.weights.transports.hosts import Host, this_host
 
 if TYPE_CHECKING:
@@ -57,14 +58,15 @@ def launch(
     config: Config,
     trainers: RankMap,
     prompts: Mapping[str, PromptSource],
-    roles: Sequence[Role] = (),
+    roles: Sequence[Role],
+    stages: Stages,
     *,
     show: Callable[[str], None] = lambda line: None,
 ) -> Iterator[RunProcesses]:
     """Start Ray and all processes, wait until they are set up, and kill them when the block ends.
 
-    `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `show` prints a
-    line of progress.
+    `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `stages`
+    are those of calls to the groups. `show` prints a line of progress.
     """
     if problem := missing_interface():
         raise ConfigError(problem)
@@ -84,9 +86,9 @@ def launch(
     ):
         starter = _Starter(placement, nodes, watch, config.run.logs, several_threads)
         ranks = starter.ranks(on_gpus)
-        groups = {role.guests.section: starter.role(role) for role in roles}
+        groups = {role.guests.section: starter.role(role, stages) for role in roles}
         fleet = starter.fleet(rollout, on_gpus and cluster.placement == "disaggregated", journals)
-        processes = RunProcesses(TrainerGroup(ranks, placement.ranks, watch, trainers), fleet, groups)
+        processes = RunProcesses(TrainerGroup(ranks, placement.ranks, watch, trainers, stages), fleet, groups)
         watch.places.ask(list(watch.processes.values()))
         show(f"setting up {_counted(processes)}")
         if cluster.nodes > 1:
@@ -188,13 +190,13 @@ class _Starter:
         nodes = enumerate(self.placement.ranks)
         return [self._start(TrainerActor, f"trainer rank {rank}", "actor", node, options) for rank, node in nodes]
 
-    def role(self, role: Role) -> RoleGroup:
+    def role(self, role: Role, stages: Stages) -> RoleGroup:
         section, options = role.guests.section, ActorOptions(num_cpus=role.guests.num_cpus)
         nodes = [slot.node for slot in self.placement.guests[section]]
         processes = [
             self._start(role.actor, f"{role.name} {index}", section, node, options) for index, node in enumerate(nodes)
         ]
-        return role.group(processes, nodes, self.watch)
+        return role.group(processes, nodes, self.watch, stages)
 
     def fleet(self, rollout: RolloutConfig, own_gpus: bool, journals: Path | None) -> Fleet | None:
         """Create all engines. Colocated engines and processes of other roles share GPUs that Ray assigns to trainer

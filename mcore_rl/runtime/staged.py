@@ -1,45 +1,29 @@
-"""Wrappers of the parts of a run, one per Protocol. They record a span for each call and, if engines and trainer ranks
-share devices, enter the phase that the call needs."""
+"""Spans and phases of calls to the parts of a run: each call is timed and, if engines and trainer ranks share devices,
+enters the phase that it needs. Groups of ranks use the decorator `staged`, other parts have a wrapper per Protocol."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-import numpy as np
-
-from mcore_rl.ports import (
-    Actor,
-    Collector,
-    Critic,
-    EngineProbe,
-    PendingSave,
-    Publisher,
-    ResponseScorer,
-    Validator,
-)
+from mcore_rl.ports import Collector, EngineProbe, Publisher, Validator
 from mcore_rl.rollout.scored_pool import DeferredGradingPool
 from mcore_rl.runtime.phases import DevicePhases, Phase
-from mcore_rl.types import (
-    Batch,
-    BatchHandle,
-    Grades,
-    Groups,
-    LogpGap,
-    Metric,
-    RolloutResult,
-    RolloutScalars,
-    RolloutTask,
-    SavedFile,
-    TokenRefs,
-)
+from mcore_rl.types import Grades, Groups, RolloutResult, RolloutScalars, RolloutTask
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Owner = TypeVar("Owner", bound="HasStages")
+StagedMethod: TypeAlias = Callable[Concatenate[Owner, P], T]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stages:
-    """Timing and phases of calls. `span` times a block. Without `phases`, engines and trainer ranks always keep their
-    memory."""
+    """Timing and phases of calls. `span` times a block. `phases` is set when engines and trainer ranks exist; without
+    it, they always keep their memory."""
 
     span: Callable[[str], AbstractContextManager[None]]
     phases: DevicePhases | None = None
@@ -53,83 +37,25 @@ class Stages:
             yield
 
 
-@dataclass(frozen=True)
-class StagedActor:
-    """Actor with spans and phases."""
+class HasStages(Protocol):
+    """Owner of methods that are `staged`."""
 
-    actor: Actor
-    stages: Stages
-
-    def recompute_logp(self, batch: Batch) -> BatchHandle:
-        with self.stages.stage("logp", Phase.REPLACE):
-            return self.actor.recompute_logp(batch)
-
-    def compare_logp(self, batch: Batch) -> list[LogpGap]:
-        with self.stages.stage("compare_logp", Phase.KEEP):  # no sync follows: engines keep their weights
-            return self.actor.compare_logp(batch)
-
-    def reference_logp(self, handle: BatchHandle) -> BatchHandle:
-        with self.stages.stage("reference", Phase.REPLACE):
-            return self.actor.reference_logp(handle)
-
-    def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
-        with self.stages.stage("reference", Phase.REPLACE):
-            return self.actor.kl_penalties(handle, coefficient)
-
-    def with_advantages(self, handle: BatchHandle, advantages: np.ndarray) -> BatchHandle:
-        return self.actor.with_advantages(handle, advantages)
-
-    def refresh_reference(self) -> None:
-        with self.stages.stage("reference", Phase.REPLACE):
-            self.actor.refresh_reference()
-
-    def estimate(self, handle: BatchHandle, values: TokenRefs | None) -> tuple[BatchHandle, TokenRefs]:
-        with self.stages.stage("advantages", Phase.REPLACE):
-            return self.actor.estimate(handle, values)
-
-    def update(self, handle: BatchHandle) -> dict[str, Metric]:
-        with self.stages.stage("update", Phase.REPLACE):
-            return self.actor.update(handle)
-
-    def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
-        with self.stages.stage(phase=Phase.KEEP):
-            return self.actor.start_save(directory, snapshot=snapshot)
-
-    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
-        with self.stages.stage("load", Phase.KEEP):
-            self.actor.load(directory, files)
-
-    def export_hf(self, directory: str, source: str) -> None:
-        with self.stages.stage(phase=Phase.KEEP):
-            self.actor.export_hf(directory, source)
-
-    def export_adapter(self, directory: str, source: str) -> None:
-        with self.stages.stage(phase=Phase.KEEP):
-            self.actor.export_adapter(directory, source)
+    @property
+    def stages(self) -> Stages: ...
 
 
-@dataclass(frozen=True)
-class StagedCritic:
-    """Critic with spans and phases."""
+def staged(name: str | None, phase: Phase) -> Callable[[StagedMethod[Owner, P, T]], StagedMethod[Owner, P, T]]:
+    """Decorate a method that runs in `phase` and is recorded as the span `name`."""
 
-    critic: Critic
-    stages: Stages
+    def decorate(method: StagedMethod[Owner, P, T]) -> StagedMethod[Owner, P, T]:
+        @functools.wraps(method)
+        def call(self: Owner, *arguments: P.args, **options: P.kwargs) -> T:
+            with self.stages.stage(name, phase):
+                return method(self, *arguments, **options)
 
-    def values(self, batch: Batch) -> TokenRefs:
-        with self.stages.stage("values", Phase.REPLACE):
-            return self.critic.values(batch)
+        return call
 
-    def update(self, values: TokenRefs, returns: TokenRefs) -> dict[str, Metric]:
-        with self.stages.stage("critic_update", Phase.REPLACE):
-            return self.critic.update(values, returns)
-
-    def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
-        with self.stages.stage(phase=Phase.KEEP):
-            return self.critic.start_save(directory, snapshot=snapshot)
-
-    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
-        with self.stages.stage(phase=Phase.KEEP):
-            self.critic.load(directory, files)
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -169,20 +95,6 @@ class StagedPool:
 
     def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
         self.pool.amend(tasks, results)
-
-
-@dataclass(frozen=True)
-class StagedScorer:
-    """ResponseScorer with the span `name`, and phases."""
-
-    scorer: ResponseScorer
-    stages: Stages
-    name: str
-
-    def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
-        # Dynamic sampling may generate another batch with the same weights afterwards.
-        with self.stages.stage(self.name, Phase.KEEP):
-            return self.scorer.score(tasks, results)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ import ray
 
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.runtime.calls import remote_method
+from mcore_rl.runtime.phases import Phase
 from mcore_rl.runtime.roles.base import HeldBatch, SetUpContext, TrainedRankProcess, joined
 from mcore_rl.runtime.roles.groups import RankMap, Role, TrainedRankGroup, batch_keys
 from mcore_rl.runtime.roles.origins import marks_errors
+from mcore_rl.runtime.staged import staged
 from mcore_rl.types import Batch, Metric, RankShares, TokenColumn, TokenRefs, TrajectoryBuffers, merge_metrics
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class CriticGroup(TrainedRankGroup[CriticProcess]):
 
     own_batch: Callable[[Batch], Batch]
 
+    @staged("values", Phase.REPLACE)
     def values(self, batch: Batch) -> TokenRefs:
         """Implement Critic.values. The batch stays on the ranks for its updates."""
         key = next(batch_keys)
@@ -73,6 +76,7 @@ class CriticGroup(TrainedRankGroup[CriticProcess]):
         self.watch.get([done for done, _ in calls])
         return TokenRefs(tuple(calls[rank][1] for rank in self.ranks.reporting), key)
 
+    @staged("critic_update", Phase.REPLACE)
     def update(self, values: TokenRefs, returns: TokenRefs) -> dict[str, Metric]:
         size = len(self.ranks.reporting)
         arguments = [(values.key, *returns.overlapping(dp, size)) for dp in self.ranks.dp_rank_of]
@@ -86,5 +90,5 @@ def critic_role(ranks: RankMap, own_batch: Callable[[Batch], Batch]) -> Role:
         name="critic rank",
         actor=CriticActor,
         guests=Guests("critic", len(ranks.dp_rank_of)),
-        group=lambda processes, nodes, watch: CriticGroup(processes, nodes, watch, ranks, own_batch),
+        group=lambda processes, nodes, watch, stages: CriticGroup(processes, nodes, watch, ranks, stages, own_batch),
     )

@@ -17,7 +17,9 @@ from mcore_rl.resolved.placement import Guests
 from mcore_rl.runtime.calls import FanOut, ProcessHandle, Rank_co, Ref, passed
 from mcore_rl.runtime.delivery import Delivery, rows_by_rank
 from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.phases import Phase
 from mcore_rl.runtime.roles.base import RankProcess, RunProcess, SetUpContext, TrainedRankProcess
+from mcore_rl.runtime.staged import Stages, staged
 from mcore_rl.types import Batch, BatchHandle, Metric, RankShares, SavedFile, SavedState, Span, merge_metrics
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class RankGroup(FanOut[Rank_co]):
     """All ranks of a model."""
 
     ranks: RankMap
+    stages: Stages
 
     @cached_property
     def _delivery(self) -> Delivery:
@@ -112,6 +115,7 @@ class TrainedRankGroup(RankGroup[TrainedRank_co]):
         pairs = set(zip(self.ranks.dp_rank_of, self.nodes, strict=True))
         return {dp for dp, nodes in Counter(dp for dp, _ in pairs).items() if nodes > 1}
 
+    @staged(None, Phase.KEEP)
     def start_save(self, directory: str, *, snapshot: bool) -> RanksSave:
         """Begin a checkpoint: every rank plans its files and, with `snapshot`, copies their contents. Then all ranks
         write and rank 0 completes the checkpoint, while the driver continues."""
@@ -120,6 +124,7 @@ class TrainedRankGroup(RankGroup[TrainedRank_co]):
         saved = self.processes[0].call(TrainedRankProcess.finish_save, *map(passed, reports))
         return RanksSave(saved, self.watch)
 
+    @staged("load", Phase.KEEP)
     def load(self, directory: str, files: Sequence[SavedFile]) -> None:
         """Load a checkpoint on all ranks."""
         self.call(TrainedRankProcess.load, directory, files).results()
@@ -154,12 +159,12 @@ class RoleGroup(Protocol):
 @dataclass(frozen=True)
 class Role:
     """Processes of the Ray actor class `actor`; messages name each by `name` and its number. `group` builds the
-    driver's group from the processes, the node of each, and the watch."""
+    driver's group from the processes, the node of each, the watch, and the stages of its calls."""
 
     name: str
     actor: ActorClass
     guests: Guests
-    group: Callable[[Sequence[ProcessHandle[Any]], Sequence[int], Watch], RoleGroup]
+    group: Callable[[Sequence[ProcessHandle[Any]], Sequence[int], Watch, Stages], RoleGroup]
 
 
 def with_metrics(handle: BatchHandle, found: Sequence[Mapping[str, Metric]]) -> BatchHandle:

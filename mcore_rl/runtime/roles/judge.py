@@ -25,9 +25,11 @@ from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader, join_scores,
 from mcore_rl.runtime.calls import ProcessHandle, Ref, passed
 from mcore_rl.runtime.delivery import Delivery, Rows
 from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.phases import Phase
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import Role, drain_spans
 from mcore_rl.runtime.roles.origins import marks_errors
+from mcore_rl.runtime.staged import Stages, staged
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
 
@@ -59,6 +61,7 @@ class JudgeGroup:
 
     processes: Sequence[ProcessHandle[JudgeProcess]]
     watch: Watch
+    stages: Stages
     _metrics: dict[str, Metric] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -72,6 +75,7 @@ class JudgeGroup:
             for process, devices in zip(self.processes, visible, strict=True)
         ]
 
+    @staged("judge", Phase.KEEP)  # dynamic sampling may generate another batch with the same weights
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
         """Implement ResponseScorer.score. Engines score parts with about equally many tokens, and write their answers
         into the tasks' records."""
@@ -105,7 +109,7 @@ def judge_role(config: JudgeConfig) -> Role:
         name="judge engine",
         actor=JudgeActor,
         guests=Guests("judge", config.num_engines, config.tp) if config.url is None else Guests("judge", 1),
-        group=lambda processes, nodes, watch: JudgeGroup(processes, watch),
+        group=lambda processes, nodes, watch, stages: JudgeGroup(processes, watch, stages),
     )
 
 

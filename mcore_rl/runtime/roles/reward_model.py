@@ -12,9 +12,11 @@ from mcore_rl.data.trajectories import split_rows
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.rewards.task_parts import TaskPart, join_scores, split_tasks
 from mcore_rl.runtime.delivery import Rows
+from mcore_rl.runtime.phases import Phase
 from mcore_rl.runtime.roles.base import RankProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import RankGroup, RankMap, Role
 from mcore_rl.runtime.roles.origins import marks_errors
+from mcore_rl.runtime.staged import staged
 from mcore_rl.types import RolloutResult, RolloutTask, TrajectoryBuffers
 
 
@@ -54,6 +56,7 @@ RewardModelActor = ray.remote(concurrency_groups={"watch": 2, "pass_on": 1}, max
 class RewardModelGroup(RankGroup[RewardModelProcess]):
     """All ranks of the reward model: a ports.ResponseScorer."""
 
+    @staged("reward_model", Phase.KEEP)  # dynamic sampling may generate another batch with the same weights
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:
         """Implement ResponseScorer.score. Data-parallel ranks score parts with about equally many tokens."""
         scalars = [of_task for _, of_task in results]
@@ -72,5 +75,5 @@ def reward_model_role(ranks: RankMap) -> Role:
         name="reward model rank",
         actor=RewardModelActor,
         guests=Guests("reward_model", len(ranks.dp_rank_of)),
-        group=lambda processes, nodes, watch: RewardModelGroup(processes, nodes, watch, ranks),
+        group=lambda processes, nodes, watch, stages: RewardModelGroup(processes, nodes, watch, ranks, stages),
     )

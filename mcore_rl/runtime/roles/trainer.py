@@ -13,9 +13,11 @@ import ray
 
 from mcore_rl.runtime.calls import remote_method
 from mcore_rl.runtime.delivery import DriverChunk
+from mcore_rl.runtime.phases import Phase
 from mcore_rl.runtime.roles.base import HeldBatch, SetUpContext, TrainedRankProcess, joined
 from mcore_rl.runtime.roles.groups import TrainedRankGroup, batch_keys, with_metrics
 from mcore_rl.runtime.roles.origins import marks_errors
+from mcore_rl.runtime.staged import staged
 from mcore_rl.types import (
     Batch,
     BatchHandle,
@@ -175,11 +177,13 @@ TrainerActor = ray.remote(concurrency_groups={"watch": 2, "pass_on": 1, "save": 
 class TrainerGroup(TrainedRankGroup[TrainerProcess]):
     """All ranks of the policy; implements ports.Actor."""
 
+    @staged("logp", Phase.REPLACE)
     def recompute_logp(self, batch: Batch) -> BatchHandle:
         """Implement Actor.recompute_logp. A batch with a single update is sent with `update`, which computes them."""
         handle = BatchHandle(batch, next(batch_keys))
         return handle if len(batch.updates) == 1 else self._sent(handle)
 
+    @staged("reference", Phase.REPLACE)
     def reference_logp(self, handle: BatchHandle) -> BatchHandle:
         sent = self._sent(handle)
         self.call(TrainerProcess.reference_logp, sent.key).results()
@@ -189,10 +193,12 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
         """Return metrics of the differences between the policy's log-probabilities and the batch's."""
         return merge_metrics(self.call_each(TrainerProcess.compare, self.batch_refs(batch)).results())
 
+    @staged("compare_logp", Phase.KEEP)  # no sync follows: engines keep their weights
     def compare_logp(self, batch: Batch) -> list[LogpGap]:
         by_rank = self.call_each(TrainerProcess.compare_logp, self.batch_refs(batch)).results()
         return [functools.reduce(operator.add, parts) for parts in zip(*by_rank, strict=True)]
 
+    @staged("reference", Phase.REPLACE)
     def kl_penalties(self, handle: BatchHandle, coefficient: float) -> tuple[BatchHandle, np.ndarray]:
         results = self.call(TrainerProcess.kl_penalties, handle.key, coefficient).results()
         sums = np.zeros(len(handle.batch), np.float32)
@@ -208,9 +214,11 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
             self.call_each(TrainerProcess.replace_shares, shares).results()
         return other
 
+    @staged("reference", Phase.REPLACE)
     def refresh_reference(self) -> None:
         self.call(TrainerProcess.refresh_reference).results()
 
+    @staged("advantages", Phase.REPLACE)
     def estimate(self, handle: BatchHandle, values: TokenRefs | None) -> tuple[BatchHandle, TokenRefs]:
         sent, size = self._sent(handle), len(self.ranks.reporting)
         columns = [values.overlapping(dp, size) if values else () for dp in self.ranks.dp_rank_of]
@@ -219,6 +227,7 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
         returns = TokenRefs(tuple(results[rank][1] for rank in self.ranks.reporting), sent.key)
         return with_metrics(sent, metrics), returns
 
+    @staged("update", Phase.REPLACE)
     def update(self, handle: BatchHandle) -> dict[str, Metric]:
         """Implement Actor.update. A batch that is not on the ranks yet is sent with the call."""
         batch = [()] * len(self.processes) if handle.is_sent else self.batch_refs(handle.batch)
@@ -233,9 +242,11 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
         metrics = self.call_each(TrainerProcess.recompute_logp, arguments).results()
         return with_metrics(replace(handle, is_sent=True), metrics)
 
+    @staged(None, Phase.KEEP)
     def export_hf(self, directory: str, source: str) -> None:
         self.call(TrainerProcess.export_hf, directory, source).results()
 
+    @staged(None, Phase.KEEP)
     def export_adapter(self, directory: str, source: str) -> None:
         self.call(TrainerProcess.export_adapter, directory, source).results()
 

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.config.schema import Config
 from mcore_rl.runtime.phases import DevicePhases, Phase, shares_device
-from mcore_rl.runtime.staged import StagedActor, StagedPool, StagedPublisher, Stages
+from mcore_rl.runtime.staged import StagedPool, StagedPublisher, Stages, staged
 from mcore_rl.types import BatchHandle, Total
 
 
@@ -23,6 +23,7 @@ class Device:
         self.of_engine: set[str] = set()
         self.weights_are_defined = False
         self.metrics: dict[str, Any] = {}
+        self.stages = Stages(self.span, DevicePhases(self, self, record=self.metrics.update, span=self.span))
 
     def offload(self, parts: tuple[str, ...]) -> int:
         self.moves.append("offload " + "+".join(parts))
@@ -52,11 +53,13 @@ class Device:
         assert self.of_engine == {"weights", "kv_cache"}
         assert self.weights_are_defined
 
+    @staged("update", Phase.REPLACE)
     def update(self, handle: Any) -> None:
         self.moves.append("update")
         assert not self.of_engine, "the ranks load beside the engine"
         self.of_trainer = {"params", "grads", "optimizer"}
 
+    @staged(None, Phase.KEEP)
     def start_save(self, directory: str, *, snapshot: bool) -> None:
         self.moves.append("save")
         assert not self.of_engine
@@ -73,9 +76,8 @@ class Turns:
     """The calls of a run, each in its turn."""
 
     def __init__(self, device: Any) -> None:
-        stages = Stages(device.span, DevicePhases(device, device, record=device.metrics.update, span=device.span))
-        self.pool, self.actor = StagedPool(device, stages), StagedActor(device, stages)
-        self.publisher = StagedPublisher(device, stages)
+        self.pool, self.actor = StagedPool(device, device.stages), device
+        self.publisher = StagedPublisher(device, device.stages)
 
     def run(self) -> None:
         self.pool.run([])
