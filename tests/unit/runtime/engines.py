@@ -13,6 +13,7 @@ from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
+from tests.unit import rollouts
 
 SAMPLES = 2
 
@@ -164,13 +165,9 @@ class Watch:
 
 
 def scalars_of(task: RolloutTask) -> RolloutScalars:
-    rows = slice(*task.span)
-    ids = np.repeat(task.group_ids, task.samples_per_prompt)[rows]
-    ints, numbers = np.full(len(ids), 7, np.int32), np.zeros(len(ids), np.float32)
-    return RolloutScalars(
-        ids, np.repeat(task.prompt_rows, task.samples_per_prompt)[rows], ints, ints, ints, numbers, numbers,
-        np.zeros(len(ids), np.uint8), np.zeros((len(ids), 2), np.int32),
-    )  # fmt: skip
+    rows, samples = slice(*task.span), task.samples_per_prompt
+    prompt_rows = np.repeat(task.prompt_rows, samples)[rows]
+    return rollouts.scalars_of(np.repeat(task.group_ids, samples)[rows], prompt_rows=prompt_rows)
 
 
 def tasks_of(count: int) -> list[RolloutTask]:

@@ -1,4 +1,4 @@
-"""Threads of the processes of a run without GPUs."""
+"""Threads and environment of the processes of a run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.engines.sglang.processes import _cores
+from mcore_rl.runtime.cluster import process_environment
 from mcore_rl.runtime.cores import shares_cores
 
 SIZES: dict[str, Any] = {
@@ -84,3 +85,11 @@ def test_ranks_of_sglang_have_cores_of_their_own_as_far_as_there_are_any(monkeyp
     assert _cores(1, "64") == ["4,5,6,7,9"]
     assert _cores(1, "2,4") == ["4,5"]
     assert [_cores(1, threads) for threads in ("0", "", "many")] == [["4"]] * 3
+
+
+def test_process_environment_compiles_and_orders_kernels_on_gpus_only() -> None:
+    """vLLM's compilation wrapper refuses to start under TORCHDYNAMO_DISABLE."""
+    on_gpus, on_cpu = process_environment(on_gpus=True), process_environment(on_gpus=False)
+    assert (on_gpus.get("TORCHDYNAMO_DISABLE"), on_gpus["CUDA_DEVICE_MAX_CONNECTIONS"]) == (None, "1")
+    assert (on_cpu["TORCHDYNAMO_DISABLE"], on_cpu.get("CUDA_DEVICE_MAX_CONNECTIONS")) == ("1", None)
+    assert not RolloutConfig().enforce_eager

@@ -25,6 +25,7 @@ from mcore_rl.runtime.delivery import (
 from mcore_rl.runtime.trajectory_store import FetchRequest, TrajectoryStore, fetch
 from mcore_rl.types import Batch, BuffersRef, TrajectoryBuffers
 from tests.unit.data.test_trajectories import buffers
+from tests.unit.rollouts import batch_of
 from tests.unit.runtime.made import TASK, chunk
 
 NUM_RANKS, SIZES = 3, (4, 0, 5)
@@ -35,19 +36,12 @@ def batch(seed: int, num_updates: int = 2, kept: int = 7) -> Batch:
     random = np.random.default_rng(seed)
     places = [(chunk, row) for chunk, size in enumerate(SIZES) for row in range(size)]
     drawn = [places[i] for i in random.permutation(len(places))[:kept]]
-    numbers = np.zeros(kept, np.float32)
     once = np.array_split(random.permutation(kept - 1), num_updates)
-    return Batch(
+    return batch_of(
+        random.integers(0, NUM_RANKS, kept),
         chunks=tuple(BuffersRef(f"chunk {i}") for i in range(len(SIZES))),
         chunk_ids=np.array([chunk for chunk, _ in drawn], np.int32),
         rows=np.array([row for _, row in drawn], np.int32),
-        group_ids=np.arange(kept),
-        total_tokens=np.full(kept, 5, np.int32),
-        trained_tokens=np.full(kept, 3, np.int32),
-        rewards=numbers,
-        advantages=numbers,
-        loss_weights=numbers,
-        dp_ranks=random.integers(0, NUM_RANKS, kept).astype(np.int32),
         updates=(*once, *once[::-1]),  # two epochs
     )
 

@@ -37,11 +37,6 @@ class Restarted(Exception):
     """Raised in place of the restart of this process."""
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    log_in(monkeypatch, [])
-
-
 def log_in(monkeypatch: pytest.MonkeyPatch, users: Sequence[str], *, possible: bool = True) -> None:
     """Let `users` be logged in on a host where namespaces are `possible`; a restart raises Restarted."""
 
@@ -61,8 +56,12 @@ def config_of(isolation: str, **cluster: str) -> Config:
     return config
 
 
-def test_isolate_alone_on_the_host_does_nothing(alone: None) -> None:
-    choice.isolate(config_of("auto"), print)
+@pytest.mark.parametrize(("isolation", "users"), [("auto", []), ("none", ["alice"])])
+def test_isolate_alone_or_disabled_does_nothing(
+    isolation: str, users: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_in(monkeypatch, users, possible=False)
+    choice.isolate(config_of(isolation), print)
 
 
 def test_isolate_with_other_users_restarts_in_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,12 +94,7 @@ def test_isolate_where_impossible_is_rejected(
     assert wanted in str(raised.value)
 
 
-def test_isolate_none_accepts_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    log_in(monkeypatch, ["alice"], possible=False)
-    choice.isolate(config_of("none"), print)
-
-
-def test_isolate_namespace_with_a_joined_cluster_is_rejected(alone: None) -> None:
+def test_isolate_namespace_with_a_joined_cluster_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.address"):
         choice.isolate(config_of("namespace", address="10.0.0.1:6379"), print)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 
 from mcore_rl.rewards.task_parts import TaskPart
 from mcore_rl.runtime.roles.judge import JudgeGroup
+from mcore_rl.runtime.staged import Stages
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import BuffersRef, Mean, Metric, RolloutScalars, RolloutTask, SamplingOptions
+from tests.unit.rollouts import scalars_of
 from tests.unit.runtime.made import chunk
 
 
@@ -53,16 +56,12 @@ def given(prompt_set: str, sizes: Sequence[int]) -> tuple[list[RolloutTask], lis
     for index, size in enumerate(sizes):
         ids = np.arange(size)
         tasks.append(RolloutTask(prompt_set, ids, ids, 1, SamplingOptions(4), 1))
-        ones, zeros = np.ones(size, np.int32), np.zeros(size, np.float32)
-        scalars = RolloutScalars(
-            ids, ids, ones, ones, ones, zeros, zeros, np.zeros(size, np.uint8), np.zeros((size, 2), np.int32)
-        )
-        results.append((chunk("chunk", None, index), scalars))
+        results.append((chunk("chunk", None, index), scalars_of(ids, 1)))
     return tasks, results
 
 
 def group_of(num_judges: int) -> JudgeGroup:
-    return JudgeGroup([Judge() for _ in range(num_judges)], Waiting())  # type: ignore[arg-type]
+    return JudgeGroup([Judge() for _ in range(num_judges)], Waiting(), Stages(nullcontext))  # type: ignore[arg-type]
 
 
 def test_scores_come_back_by_task_and_each_share_with_its_own_chunk() -> None:

@@ -126,18 +126,6 @@ def test_run_after_too_many_losses_raises_reason_and_key() -> None:
     assert said == ["warning: engine 0 died: killed; it starts again (1 of 1 times)"]
 
 
-def test_run_with_a_failure_without_death_raises_it() -> None:
-    pool, watch = pool_of(2)
-
-    def value(call: Any) -> Any:
-        raise WorkerDiedError("a process failed: Traceback")
-
-    watch.value = value  # type: ignore[method-assign]
-    with pytest.raises(WorkerDiedError, match="a process failed"):
-        pool.run(tasks_of(2))
-    assert pool.fleet.num_restarts == 0
-
-
 def test_renew_generates_lost_trajectories_again_without_records() -> None:
     pool, watch = pool_of(2)
     pool.fleet.version = 5

@@ -79,16 +79,6 @@ def test_failure_without_a_death_is_raised(brings: bool) -> None:
     assert stream.fleet.num_restarts == 0
 
 
-def test_wait_after_too_many_losses_ends_the_run() -> None:
-    stream, watch = stream_of(3, max_restarts=1)
-    begin(stream, [1] * 3, {})
-    watch.kill("engine 2")
-    watch.kill("engine 0")
-    stream.ended([call for call in stream.calls() if call.process_id in watch.dead])
-    with pytest.raises(WorkerDiedError, match=r"engine 2 died: killed \(rollout\.max_engine_restarts=1\)"):
-        stream.wait()
-
-
 @pytest.mark.parametrize("supplied", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 def test_tasks_of_an_engine_restarted_by_a_publish_go_to_others(supplied: bool, late: bool) -> None:

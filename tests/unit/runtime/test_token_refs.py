@@ -8,24 +8,11 @@ import pytest
 from mcore_rl.data.batching import spread
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.types import Batch, TokenColumn, TokenRefs
+from tests.unit.rollouts import batch_of
 
 
 def batch(dp_ranks: list[int]) -> Batch:
-    count = len(dp_ranks)
-    numbers, ints = np.zeros(count, np.float32), np.zeros(count, np.int32)
-    return Batch(
-        chunks=(),
-        chunk_ids=ints,
-        rows=ints,
-        group_ids=np.arange(count),
-        total_tokens=np.arange(1, count + 1, dtype=np.int32),
-        trained_tokens=ints,
-        rewards=numbers,
-        advantages=numbers,
-        loss_weights=numbers,
-        dp_ranks=np.array(dp_ranks, np.int32),
-        updates=(np.arange(count // 2), np.arange(count // 2, count)),
-    )
+    return batch_of(dp_ranks, 2, total_tokens=np.arange(1, len(dp_ranks) + 1, dtype=np.int32))
 
 
 @pytest.mark.parametrize(("mine", "others"), [(1, 1), (4, 4), (4, 2), (4, 1), (2, 4), (1, 4), (2, 6), (6, 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,8 +18,10 @@ from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.roles.critic import CriticGroup, CriticProcess
 from mcore_rl.runtime.roles.groups import RankMap
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
+from mcore_rl.runtime.staged import Stages
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import Batch, Mean, RankShare, TokenRefs, Total
+from tests.unit.rollouts import batch_of
 from tests.unit.runtime.made import chunk
 
 CHUNKS = (("a 7 [0, 3]",), ("a 7 [1, 2]",))
@@ -105,26 +108,14 @@ def make() -> tuple[TrainerGroup, list[str], list[list[tuple[Any, ...]]]]:
     """A group of two data-parallel ranks, the rounds of calls to them (one entry per rank), and what ran on each."""
     rounds: list[str] = []
     handles = [Rank(rounds), Rank(rounds)]
-    group = TrainerGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)))  # type: ignore[arg-type]
+    group = TrainerGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)), Stages(nullcontext))  # type: ignore[arg-type]
     return group, rounds, [handle.process.actor.calls for handle in handles]
 
 
 def batch(num_updates: int) -> Batch:
     """Of four samples; the first and the last lie on rank 0."""
-    ints, numbers = np.zeros(4, np.int32), np.zeros(4, np.float32)
-    return Batch(
-        chunks=(chunk("a", None, 7),),
-        chunk_ids=ints,
-        rows=np.arange(4, dtype=np.int32),
-        group_ids=np.arange(4),
-        total_tokens=ints + 5,
-        trained_tokens=ints + 3,
-        rewards=numbers,
-        advantages=np.arange(4, dtype=np.float32),
-        loss_weights=numbers,
-        dp_ranks=np.array([0, 1, 1, 0], np.int32),
-        updates=tuple(np.split(np.arange(4), num_updates)),
-    )
+    advantages = np.arange(4, dtype=np.float32)
+    return batch_of([0, 1, 1, 0], num_updates, chunks=(chunk("a", None, 7),), advantages=advantages)
 
 
 def test_a_batch_of_one_update_is_one_call() -> None:
@@ -203,7 +194,7 @@ def test_the_critics_updates_are_of_the_batch_that_its_values_are_of() -> None:
     handles = [Rank(rounds, CriticProcess), Rank(rounds, CriticProcess)]
     for handle in handles:
         handle.process.critic = RecordedCritic()
-    critic = CriticGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)), lambda batch: batch)  # type: ignore[arg-type]
+    critic = CriticGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)), Stages(nullcontext), lambda batch: batch)  # type: ignore[arg-type]
     first, second = critic.values(batch(2)), critic.values(batch(1))
     assert critic.update(second, TokenRefs(second.columns, 0)) == {"updated": Mean(2.0, 2)}
     assert handles[0].process.critic.calls == [[[0], [3]], [[0, 3]], ([0, 3], [0, 3])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from mcore_rl.errors import ConfigError, NonFiniteError
 from mcore_rl.rewards.results import TAKEN
 from mcore_rl.trainer.batches import batch_builder, describe
 from mcore_rl.types import RolloutScalars
+from tests.unit.rollouts import scalars_of
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,8 @@ class Groups:
 
 
 def one_group(rewards, trained_tokens):
-    size = len(rewards)
-    tokens, zeros = np.array(trained_tokens, np.int32), np.zeros(size, np.int64)
-    rewards = np.array(rewards, np.float32)
-    scalars = RolloutScalars(
-        zeros,
-        zeros,
-        tokens + 2,
-        tokens,
-        tokens,
-        rewards,
-        rewards,
-        zeros.astype(np.uint8),
-        np.zeros((len(tokens), 2), np.int32),
-    )
-    return Groups((scalars,), (np.arange(size),))
+    scalars = scalars_of([0] * len(rewards), trained_tokens, rewards)
+    return Groups((scalars,), (np.arange(len(rewards)),))
 
 
 def config(advantage):
@@ -82,15 +69,7 @@ def test_greedy_rewards_match_the_group():
 
 def test_score_parts_cannot_have_names_of_metrics():
     groups = replace(one_group([1.0, 0.0], [3, 1]), greedy=one_group([1.0], [3]).scalars)
-    counts = {
-        "groups_sampled": 1,
-        "groups_dropped": 0,
-        "batches": 1,
-        "seconds_generating": 0.0,
-        "seconds_grading": 0.0,
-        "metrics": {},
-    }
-    found = describe(SimpleNamespace(**vars(groups), **counts))
+    found = describe(types.Groups((None,), groups.scalars, groups.keep, 1, 0, 1, greedy=groups.greedy))
     ours = {name.removeprefix("reward/") for name in found if name.startswith("reward/")}
     assert ours
     assert ours <= TAKEN
@@ -162,17 +141,10 @@ def test_response_filter_unloadable_function_names_the_key():
 def several_sequences():
     """Build group 3 with episodes of 2, 1 and 3 sequences, and group 8 with two episodes of one."""
     rewards = np.array([1, 1, 0, 0.5, 0.5, 0.5, 1, 0], np.float32)
-    tokens = np.array([4, 2, 3, 1, 1, 2, 5, 5], np.int32)
-    scalars = RolloutScalars(
-        np.array([3] * 6 + [8] * 2),
-        np.zeros(8, np.int64),
-        tokens + 2,
-        tokens,
-        tokens,
+    scalars = scalars_of(
+        [3] * 6 + [8] * 2,
+        [4, 2, 3, 1, 1, 2, 5, 5],
         rewards,
-        rewards.copy(),
-        np.zeros(8, np.uint8),
-        np.zeros((8, 2), np.int32),
         errors=((2, "raised"), (4, "raised too")),
         parts={"half": rewards / 2},
         episodes=np.array([0, 0, 2, 3, 3, 3, 6, 7]),

@@ -15,6 +15,7 @@ from mcore_rl.trainer.diagnostics import (
     describe_parts,
 )
 from mcore_rl.types import Max, Mean, RolloutScalars
+from tests.unit.rollouts import scalars_of
 
 # Four groups of two in two rollout calls, ids unsorted: both right, one right, none right, none right.
 GROUPS = [[7, 7, 3, 3], [5, 5, 4, 4]]
@@ -25,21 +26,10 @@ CLIPPED = [[0, 0, 0, 1], [0, 0, 1, 1]]
 
 
 def scalars() -> list[RolloutScalars]:
-    def part(index: int) -> RolloutScalars:
-        count = len(GROUPS[index])
-        return RolloutScalars(
-            group_ids=np.array(GROUPS[index], np.int64),
-            prompt_rows=np.zeros(count, np.int64),
-            total_tokens=np.array(TOKENS[index], np.int32) + 5,
-            response_tokens=np.array(TOKENS[index], np.int32),
-            trained_tokens=np.array(TOKENS[index], np.int32),
-            rewards=np.array(REWARDS[index], np.float32),
-            accuracies=np.array(ACCURACIES[index], np.float32),
-            clipped=np.array(CLIPPED[index], np.uint8),
-            versions=np.zeros((count, 2), np.int32),
-        )
-
-    return [part(0), part(1)]
+    return [
+        scalars_of(ids, tokens, rewards, accuracies=np.array(right, np.float32), clipped=np.array(clipped, np.uint8))
+        for ids, tokens, rewards, right, clipped in zip(GROUPS, TOKENS, REWARDS, ACCURACIES, CLIPPED, strict=True)
+    ]
 
 
 def test_describe_groups_computes_solve_rates() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,9 +146,16 @@ def make(tmp_path: Path, steps: int, part: Recorder, every: int = 2, *, async_sa
     )
 
 
+def trained(tmp_path: Path, steps: int, fail_at: str | None = None, **options: Any) -> Recorder:
+    """Train until the end or the failure at `fail_at`."""
+    part = Recorder(fail_at)
+    with pytest.raises(NonFiniteError, match=fail_at) if fail_at else nullcontext():
+        train(make(tmp_path, steps, part, **options))
+    return part
+
+
 def test_train_calls_parts_in_order(tmp_path: Path) -> None:
-    part = Recorder()
-    train(make(tmp_path, 3, part))
+    part = trained(tmp_path, 3)
     assert part.calls == [
         *("remove unfinished", "resume after -1", "publish 0", "validate 0", "figures 0"),
         *("collect 1", "logp 1", "update 1", "publish 1", "figures 1"),
@@ -191,13 +199,9 @@ def test_train_reference_runs_between_logp_and_estimate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fail_at", ["collect 3", "logp 3", "update 3", "publish 3", "figures 3", "save"])
 def test_train_resumed_run_ends_the_same(tmp_path: Path, fail_at: str) -> None:
-    whole = Recorder()
-    train(make(tmp_path / "whole", 4, whole))
-    broken = Recorder(fail_at)
-    with pytest.raises(NonFiniteError):
-        train(make(tmp_path / "broken", 4, broken))
-    resumed = Recorder()
-    train(make(tmp_path / "broken", 4, resumed))
+    whole = trained(tmp_path / "whole", 4)
+    trained(tmp_path / "broken", 4, fail_at)
+    resumed = trained(tmp_path / "broken", 4)
     first = 1 if fail_at == "save" else 3
     assert [call for call in resumed.calls if call.startswith("collect")] == [
         f"collect {step}" for step in range(first, 5)
@@ -227,16 +231,13 @@ def test_steps_left_marks_the_current_step(tmp_path: Path) -> None:
 
 
 def test_train_finished_run_does_nothing(tmp_path: Path) -> None:
-    train(make(tmp_path, 2, Recorder()))
-    again = Recorder()
-    train(make(tmp_path, 2, again))
-    assert again.calls == ["remove unfinished", "load", "resume after 2", "publish 2"]
+    trained(tmp_path, 2)
+    assert trained(tmp_path, 2).calls == ["remove unfinished", "load", "resume after 2", "publish 2"]
 
 
 @pytest.mark.parametrize("stop_at", ["collect 1", "figures 1"])
 def test_train_stop_request_saves_and_resumes(tmp_path: Path, stop_at: str) -> None:
-    whole = Recorder()
-    train(make(tmp_path / "whole", 4, whole))
+    whole = trained(tmp_path / "whole", 4)
     stopped = Recorder()
     stopped.stop_at = stop_at
     assert not train(make(tmp_path / "stopped", 4, stopped))
@@ -255,9 +256,7 @@ def test_train_stop_request_in_last_step_finishes(tmp_path: Path) -> None:
 
 
 def test_train_failed_update_publishes_nothing(tmp_path: Path) -> None:
-    part = Recorder("update 1")
-    with pytest.raises(NonFiniteError):
-        train(make(tmp_path, 2, part, every=1))
+    part = trained(tmp_path, 2, "update 1", every=1)
     assert part.calls[-1] == "update 1"
     assert not (tmp_path / "checkpoints").exists()
 
@@ -276,9 +275,7 @@ def test_train_async_save_overlaps_steps(tmp_path: Path) -> None:
 
 
 def test_train_async_save_is_completed_at_the_next_step(tmp_path: Path) -> None:
-    part = Recorder("collect 4")
-    with pytest.raises(NonFiniteError):
-        train(make(tmp_path, 6, part, async_save=True))
+    trained(tmp_path, 6, "collect 4", async_save=True)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
 
 
@@ -312,27 +309,23 @@ def test_load_latest_other_kind_of_run_is_rejected(tmp_path: Path) -> None:
         train(run)
 
 
-@pytest.mark.parametrize(("before", "message"), [(True, "has an adaptive .* has none"), (False, "has no .* has one")])
-def test_load_latest_adaptive_kl_mismatch_is_rejected(tmp_path: Path, before: bool, message: str) -> None:
-    for steps, adaptive in ((2, before), (4, not before)):
-        run = make(tmp_path, steps, Recorder())
-        if adaptive:
-            run.positions["kl_controller"] = Recorder()
-        if steps == 2:
-            train(run)
-    with pytest.raises(CheckpointError, match=rf"{message}: restore algorithm\.kl\.controller, or set run\.dir"):
-        train(run)
-
-
 @pytest.mark.parametrize(
-    ("before", "message"), [(True, "has a critic, but this run has none"), (False, "has no .* one")]
+    ("part", "before", "message"),
+    [
+        ("kl_controller", True, r"has an adaptive .* has none: restore algorithm\.kl\.controller, or"),
+        ("kl_controller", False, r"has no .* has one: restore algorithm\.kl\.controller, or"),
+        ("critic", True, "has a critic, but this run has none;"),
+        ("critic", False, "has no .* one;"),
+    ],
 )
-def test_load_latest_critic_mismatch_is_rejected(tmp_path: Path, before: bool, message: str) -> None:
-    for steps, criticised in ((2, before), (4, not before)):
+def test_load_latest_other_parts_are_rejected(tmp_path: Path, part: str, before: bool, message: str) -> None:
+    for steps, present in ((2, before), (4, not before)):
         run = make(tmp_path, steps, Recorder())
-        if criticised:
+        if present and part == "critic":
             run.critic = Recorder()  # type: ignore[assignment]
+        elif present:
+            run.positions[part] = Recorder()
         if steps == 2:
             train(run)
-    with pytest.raises(CheckpointError, match=rf"{message}; set run\.dir to a new directory"):
+    with pytest.raises(CheckpointError, match=rf"{message} set run\.dir to a new directory"):
         train(run)

@@ -10,7 +10,8 @@ import pytest
 
 from mcore_rl.algorithms.kl_controller import KLController
 from mcore_rl.trainer.reference import Reference
-from mcore_rl.types import Batch, BatchHandle, Mean
+from mcore_rl.types import BatchHandle, Mean
+from tests.unit.rollouts import batch_of
 
 KL_OF_A_TOKEN = 0.25
 
@@ -40,21 +41,9 @@ class Actor:
 
 
 def handle() -> BatchHandle:
-    ints = np.zeros(4, np.int32)
-    batch = Batch(
-        chunks=(),
-        chunk_ids=ints,
-        rows=ints,
-        group_ids=np.array([0, 0, 1, 1]),
-        total_tokens=ints,
-        trained_tokens=np.array([2, 4, 8, 0], np.int32),
-        rewards=np.array([1, 0, 1, 1], np.float32),
-        advantages=np.zeros(4, np.float32),
-        loss_weights=np.ones(4, np.float32),
-        dp_ranks=ints,
-        updates=(np.arange(4),),
-    )
-    return BatchHandle(batch, key=1)
+    tokens, rewards = np.array([2, 4, 8, 0], np.int32), np.array([1, 0, 1, 1], np.float32)
+    group_ids = np.array([0, 0, 1, 1])
+    return BatchHandle(batch_of([0] * 4, group_ids=group_ids, trained_tokens=tokens, rewards=rewards), key=1)
 
 
 def less_the_mean(groups: Any, rewards: np.ndarray) -> np.ndarray:
