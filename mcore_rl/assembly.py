@@ -21,9 +21,9 @@ from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import FINISH
 from mcore_rl.data.batching import UpdateSchedule, build_batch, rank_balance, spread
+from mcore_rl.data.prompts import supervised_chunk
 from mcore_rl.data.records import remove_unjoined
 from mcore_rl.data.sampler import PromptSampler
-from mcore_rl.data.supervised import supervised_chunk
 from mcore_rl.model_check import model_check
 from mcore_rl.observe.journal import RunJournal
 from mcore_rl.observe.signs import Sign, signs_for

@@ -123,8 +123,8 @@ class Estimator(Protocol):
     """An advantage estimator: a frozen dataclass whose fields are the options.
 
     per_response: the advantage is one number per response, so the driver handles scalars instead of tokens.
-    whitened: `__call__` whitens the result of `raw` over its inputs. If the inputs are only one rank's part of a batch,
-    the ranks call `raw` and whiten with their summed moments.
+    whitened: the caller whitens the result of `raw` over all tokens of the batch. If each rank has only a part of the
+    batch, the ranks whiten with their summed moments.
     """
 
     @property
@@ -137,8 +137,6 @@ class Estimator(Protocol):
     def whitened(self) -> bool: ...
 
     def raw(self, inputs: AdvantageInputs) -> AdvantageResult: ...
-
-    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult: ...
 
 
 class PolicyLoss(Protocol):

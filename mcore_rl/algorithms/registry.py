@@ -43,6 +43,7 @@ from mcore_rl.algorithms.losses.ppo_clip import PPOClip
 from mcore_rl.algorithms.losses.reinforce import Reinforce
 from mcore_rl.algorithms.losses.sft import SFT
 from mcore_rl.algorithms.losses.user import UserLoss
+from mcore_rl.algorithms.whitening import whiten_batch
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
 from mcore_rl.config.functions import FORM, names_function
 from mcore_rl.errors import ConfigError
@@ -160,7 +161,8 @@ def compute_advantages(
     inputs = AdvantageInputs(token_rewards, mask, group_ids, values, baseline_rewards, lengths)
     _check_given(name, chosen.needs, inputs)
     check_advantage_inputs(inputs)
-    return chosen(inputs)
+    result = chosen.raw(inputs)
+    return whiten_batch(result, inputs) if chosen.whitened else result
 
 
 def compute_policy_loss(
@@ -181,17 +183,10 @@ def compute_policy_loss(
     Raises: ConfigError for an unknown name or option; ValueError for a missing tensor or a wrong shape.
     """
     chosen = policy_loss(name, **options)
-    others = {
-        "mask": mask,
-        "old_logp": old_logp,
-        "advantages": advantages,
-        "rollout_logp": rollout_logp,
-        "prox_logp": prox_logp,
-        "staleness": staleness,
-    }
-    inputs = PolicyLossInputs(logp, **{key: None if value is None else value.detach() for key, value in others.items()})
+    others = (None if t is None else t.detach() for t in (old_logp, advantages, rollout_logp, prox_logp, staleness))
+    inputs = PolicyLossInputs(logp, mask.detach(), *others)
     _check_given(name, chosen.needs, inputs)
-    check_shapes("logp", logp.shape, **others)
+    check_shapes("logp", logp.shape, **vars(inputs))
     if chosen.needs.whole_sequence and logp.dim() != 2:
         raise ValueError(f"{name} takes one response per row, [B, T], not {list(logp.shape)}")
     return chosen(inputs)

@@ -15,9 +15,8 @@ from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.chat.messages import chat_messages
 from mcore_rl.data.files import read_rows
 from mcore_rl.data.json_text import parse_json, to_plain
-from mcore_rl.data.sources.overrides import check_sampling, check_turns
 from mcore_rl.data.sources.paths import Names, find_files, format_files
-from mcore_rl.data.sources.row_tools import SELECTION, TOOLS, RowTools
+from mcore_rl.data.sources.row_options import SELECTION, TOOLS, RowTools, check_sampling, check_turns
 from mcore_rl.data.templates import with_system
 from mcore_rl.errors import DataError
 from mcore_rl.types import Prompt

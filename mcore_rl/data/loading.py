@@ -12,9 +12,8 @@ import numpy as np
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.columns import format_notes
-from mcore_rl.data.prompts import LoadReport, PromptSet, prompt_set
+from mcore_rl.data.prompts import LoadReport, PromptSet, SupervisedSet, prompt_set
 from mcore_rl.data.sources.paths import Names, find_files, format_files
-from mcore_rl.data.supervised import SupervisedSet
 from mcore_rl.data.tokenised.blocks import BlockTokeniser
 from mcore_rl.data.tokenised.cache import open_cache
 from mcore_rl.data.tokenised.reader import tokenised_blocks

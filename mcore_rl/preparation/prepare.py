@@ -23,10 +23,9 @@ from mcore_rl.data.columns import check_keys
 from mcore_rl.data.curriculum import Curriculum
 from mcore_rl.data.loading import load_prompts, load_supervised
 from mcore_rl.data.packing import SequenceCost
-from mcore_rl.data.prompts import LoadReport, PromptSet, joined
+from mcore_rl.data.prompts import LoadReport, PromptSet, SupervisedSet, joined
 from mcore_rl.data.sampler import RowWeights
 from mcore_rl.data.sources.paths import file_weights
-from mcore_rl.data.supervised import SupervisedSet
 from mcore_rl.data.templates import PromptRenderer
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
 from mcore_rl.errors import ConfigError, CurriculumError

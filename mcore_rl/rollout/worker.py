@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mcore_rl.data.seeds import request_seeds
-from mcore_rl.data.sources.overrides import with_overrides
+from mcore_rl.data.sources.row_options import with_overrides
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.ports import Rewarder
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks, Player

@@ -20,7 +20,6 @@ from typing import ClassVar
 import torch
 
 from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult, Needs, check_fraction
-from mcore_rl.algorithms.whitening import whiten_batch
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,3 @@ class GAE:
         decay = self.gamma * self.lam
         advantages, returns = discounted_errors(inputs.token_rewards, inputs.values, inputs.mask, self.gamma, decay)
         return AdvantageResult(advantages, returns)
-
-    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
-        result = self.raw(inputs)
-        return whiten_batch(result, inputs) if self.whiten else result

@@ -34,9 +34,6 @@ class PerResponse(ABC):
         advantages = masked(column, inputs.mask > 0)
         return AdvantageResult(advantages, self.returns(rewards, advantages, inputs))
 
-    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
-        return self.raw(inputs)
-
     def returns(self, rewards: Tensor, advantages: Tensor, inputs: AdvantageInputs) -> Tensor:
         """Returns equal the advantages by convention; no critic is trained on them."""
         return advantages

@@ -16,7 +16,6 @@ from typing import ClassVar
 import torch
 
 from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult, Needs, check_fraction
-from mcore_rl.algorithms.whitening import whiten_batch
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,3 @@ class ReinforcePlusPlus:
 
         returns = discounted_sums(inputs.token_rewards, inputs.mask, self.gamma)
         return AdvantageResult(returns, returns)
-
-    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
-        return whiten_batch(self.raw(inputs), inputs)

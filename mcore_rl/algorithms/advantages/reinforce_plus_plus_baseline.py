@@ -18,8 +18,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mcore_rl.algorithms.advantages.per_response import PerResponse
-from mcore_rl.algorithms.interface import AdvantageInputs, AdvantageResult
-from mcore_rl.algorithms.whitening import whiten_batch
+from mcore_rl.algorithms.interface import AdvantageInputs
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,3 @@ class ReinforcePlusPlusBaseline(PerResponse):
 
     def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
         return inputs.groups().centred(rewards)
-
-    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
-        return whiten_batch(self.raw(inputs), inputs)

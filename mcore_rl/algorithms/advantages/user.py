@@ -82,9 +82,6 @@ class UserEstimator:
         advantages, returns = (masked(self._checked(tensor, given), inputs.mask > 0) for tensor in pair)
         return AdvantageResult(advantages, returns)
 
-    def __call__(self, inputs: AdvantageInputs) -> AdvantageResult:
-        return self.raw(inputs)
-
     def _checked(self, tensor: object, given: AdvantageInputs) -> Tensor:
         like = given.token_rewards
         if not isinstance(tensor, Tensor):

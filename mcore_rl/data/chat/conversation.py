@@ -19,8 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
-from mcore_rl.data.chat.call_ids import call_id, chat_call
-from mcore_rl.data.chat.messages import normalized
+from mcore_rl.data.chat.messages import call_id, chat_call, normalized
 from mcore_rl.data.chat.style import ChatStyle
 from mcore_rl.errors import DataError
 from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_name

@@ -54,8 +54,8 @@ def render_all(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
             except (EOFError, OSError):
                 child.join(1)
                 raise TemplateLimitError(f"ended its process ({exit_text(child.exitcode)})", number) from None
-            if isinstance(result, _Exceeded):
-                raise TemplateLimitError(result.problem, number)
+            if isinstance(result, TemplateLimitError):
+                result.job = number
             if isinstance(result, BaseException):
                 raise result
             yield result
@@ -80,11 +80,6 @@ def check_limits(work: Callable[[], object], key: str, remedy: str = "data.templ
             f"{key}: the tokenizer's chat template {error}; set {remedy}{key} to a directory whose tokenizer has "
             "another chat template"
         ) from None
-
-
-class _Exceeded:
-    def __init__(self, problem: str) -> None:
-        self.problem = problem
 
 
 @contextlib.contextmanager
@@ -122,9 +117,9 @@ def _message(job: Callable[[], T]) -> tuple[bytes, bool]:
     try:
         message = pickle.dumps(job())
     except MemoryError:
-        return pickle.dumps(_Exceeded(f"needs more than {MAX_BYTES >> 20} MiB of memory")), False
+        return pickle.dumps(TemplateLimitError(f"needs more than {MAX_BYTES >> 20} MiB of memory")), False
     except McoreRLError as error:
         return pickle.dumps(error), False
     if len(message) > MAX_RESULT_BYTES:
-        return pickle.dumps(_Exceeded(f"writes more than {MAX_RESULT_BYTES >> 20} MiB of text")), False
+        return pickle.dumps(TemplateLimitError(f"writes more than {MAX_RESULT_BYTES >> 20} MiB of text")), False
     return message, True

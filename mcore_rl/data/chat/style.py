@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mcore_rl.data.chat.call_ids import chat_call, kimi_id, nine_characters, with_call_ids, with_new_ids
-from mcore_rl.data.chat.messages import text_of
+from mcore_rl.data.chat.messages import chat_call, kimi_id, nine_characters, text_of, with_call_ids, with_new_ids
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types.chat import ChatCall, ChatMessage, TextPart, ToolSchema
 

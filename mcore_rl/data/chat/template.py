@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.data.chat.call_ids import call_id
 from mcore_rl.data.chat.conversation import QUESTION, Conversation, SampledCall
+from mcore_rl.data.chat.messages import call_id
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types.chat import ChatMessage, tool_name
 

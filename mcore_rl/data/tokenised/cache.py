@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mcore_rl.data.checksum import file_crc32
-from mcore_rl.data.prompts import LoadReport, PromptSet
+from mcore_rl.data.prompts import LoadReport, PromptSet, SupervisedSet
 from mcore_rl.data.sources.paths import is_saved_dataset
-from mcore_rl.data.supervised import SupervisedSet
 from mcore_rl.data.tokenised.blocks import BlockTokeniser
 from mcore_rl.errors import ConfigError
 from model_converters.durable_files import sync

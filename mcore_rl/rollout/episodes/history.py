@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from mcore_rl.data.chat.call_ids import call_id
 from mcore_rl.data.chat.conversation import Conversation, SampledCall
+from mcore_rl.data.chat.messages import call_id
 from mcore_rl.rollout.tools.parsers import MalformedCall, ParsedMessage, ToolCall
 from mcore_rl.types.chat import ChatMessage
 

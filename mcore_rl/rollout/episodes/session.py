@@ -17,7 +17,7 @@ from mcore_rl.data.chat.conversation import Conversation, with_answer_ids
 from mcore_rl.data.chat.messages import text_of, with_answer
 from mcore_rl.data.chat.style import opens_thought
 from mcore_rl.data.seeds import turn_seed
-from mcore_rl.data.sources.overrides import check_sampling, with_overrides
+from mcore_rl.data.sources.row_options import check_sampling, with_overrides
 from mcore_rl.data.transcripts import TextDecoder, response_text
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.episodes import trace

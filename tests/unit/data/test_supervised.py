@@ -6,7 +6,7 @@ import pytest
 from mcore_rl.config.schema import DataConfig, RolloutConfig
 from mcore_rl.data.batching import UpdateSchedule, build_batch
 from mcore_rl.data.loading import load_supervised
-from mcore_rl.data.supervised import supervised_chunk
+from mcore_rl.data.prompts import supervised_chunk
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.errors import ConfigError, DataError
 
