@@ -153,6 +153,19 @@ def test_estimators_with_known_inputs_give_known_values():
     assert column("grpo", [1, 3], [4, 4]) == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-5)
 
 
+def test_grpo_assigns_advantage_to_trained_tokens_only():
+    rewards = torch.zeros(2, 4)
+    rewards[0, 3], rewards[1, 2] = 1.0, 3.0  # the first reward is on a token that is not trained
+    mask, ids = torch.tensor([[1.0, 0, 1, 0], [1, 1, 1, 0]]), torch.tensor([1, 1])
+    result = compute_advantages("grpo", token_rewards=rewards, mask=mask, group_ids=ids, normalize_by_std=False)
+    assert torch.equal(result.advantages, torch.tensor([[-1.0, 0, -1, 0], [1, 1, 1, 0]]))
+    assert torch.equal(result.returns, result.advantages)
+
+
+def test_grpo_with_large_offset_keeps_differences():
+    assert column("grpo", [1e6, 1e6 + 1] * 2, [0] * 4, normalize_by_std=False) == [-0.5, 0.5, -0.5, 0.5]
+
+
 def test_passk_with_shared_or_single_best_is_zero():
     assert column("grpo_passk", [1, 1, 0, 0.5], [0, 0, 0, 1]) == [0, 0, 0, 0]
 
@@ -261,3 +274,13 @@ def test_estimator_with_invalid_discount_names_key(name):
         estimator("rloo", gamma=0.5)
     with pytest.raises(ConfigError, match=r"algorithm\.lam=-1"):
         estimator("gae", lam=-1)
+
+
+def test_compute_advantages_with_unknown_name_or_missing_input_names_it():
+    tensors = {"token_rewards": torch.zeros(1, 1), "mask": torch.ones(1, 1)}
+    with pytest.raises(ValueError, match="grpo needs group_ids"):
+        compute_advantages("grpo", **tensors)
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage=grop .*did you mean grpo"):
+        compute_advantages("grop", **tensors)
+    with pytest.raises(ConfigError, match=r"algorithm\.gamma.*normalize_by_std"):
+        compute_advantages("grpo", **tensors, gamma=0.9)

@@ -18,6 +18,7 @@ from tests.unit.algorithms import loss_oracles
 from tests.unit.algorithms.loss_oracles import loss_and_gradient
 
 CASES = [
+    ("ppo_clip", {}),
     ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.5}),
     ("reinforce", {}),
     ("cispo", {}),
@@ -99,7 +100,7 @@ def test_loss_gradients_with_random_masks_match_paper(data):
     torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["gmpo", "kl_cov", "reinforce", "clip_cov"])
+@pytest.mark.parametrize("name", ["ppo_clip", "sft", "gmpo", "kl_cov", "reinforce", "clip_cov"])
 def test_loss_without_stop_gradient_matches_finite_differences(name):
     given = make(3, (3, 6))
     logp = given.pop("logp").requires_grad_()
