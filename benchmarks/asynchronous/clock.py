@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from benchmarks.driver.load import write_records
 from mcore_rl.rollout.tasks import Until
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER
@@ -29,8 +29,6 @@ SLOTS = 64
 FIXED_SECONDS, SECONDS_PER_REQUEST = 0.016, 0.00025
 """Duration of a decode step: 0.016 s in an empty engine, 0.032 s in a full one."""
 PROMPT_TOKENS = 40
-RECORD_BYTES = 1024
-"""Size of a response record. Engines write records, the driver joins their files."""
 
 
 def step_seconds(running: int) -> float:
@@ -185,8 +183,8 @@ class Begun:
 class SimulatedEngine:
     """Simulated engine: handle, process and decoding."""
 
-    def __init__(self, clock: SimulatedClock, records: Path) -> None:
-        self.clock, self._records = clock, records
+    def __init__(self, clock: SimulatedClock, records_dir: Path) -> None:
+        self.clock, self._records_dir = clock, records_dir
         self.run, self.begin = SimulatedMethod(self, self._run), SimulatedMethod(self, self._begin)
         self.busy_seconds = 0.0
         self._decoded = 0.0
@@ -254,7 +252,7 @@ class SimulatedEngine:
             _, _, begun = heapq.heappop(self._running)
             begun.left -= 1
             if not begun.left:
-                os.link(self._records, str(begun.task.records))
+                write_records(self._records_dir, begun.task)
                 self._ended.append((begun.number, next(self._key), scalars_of(begun, self.clock.version)))
         self._fill()
         self._tell()
@@ -265,13 +263,6 @@ class SimulatedEngine:
             self._poll.report = EngineReport(self._ended, self._received, left, self.busy_seconds, 0)
             self.clock.end(self._poll)
             self._poll, self._ended = None, []
-
-
-def write_ready_records(directory: Path, responses: int) -> Path:
-    """Write the records of a task. Engines link to this file, so that only the driver writes to the disk."""
-    path = directory / "records"
-    path.write_bytes((b"x" * (RECORD_BYTES - 1) + b"\n") * responses)
-    return path
 
 
 def scalars_of(begun: Begun, version: int) -> RolloutScalars:

@@ -10,7 +10,7 @@ from typing import cast
 
 import numpy as np
 
-from benchmarks.asynchronous.clock import SLOTS, SimulatedClock, SimulatedEngine, step_seconds, write_ready_records
+from benchmarks.asynchronous.clock import SLOTS, SimulatedClock, SimulatedEngine, step_seconds
 from benchmarks.driver.ray_ranks import Up
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.config.algorithm import DynamicSamplingConfig
@@ -118,10 +118,9 @@ class _SimulatedRun:
         self.measured = SimulationResult(setting, self.clock)
         self._directory = directory
         self._seconds_per_token = step_seconds(SLOTS) / (SLOTS * setting.engines)
-        records = write_ready_records(directory, SAMPLES)
         engines = []
         for number in range(setting.engines):
-            handle = ProcessHandle[EngineProcess](f"engine {number}", SimulatedEngine(self.clock, records))
+            handle = ProcessHandle[EngineProcess](f"engine {number}", SimulatedEngine(self.clock, directory))
             engines.append(FleetEngine(number, Up(handle.name, handle)))
         scheduler = Scheduler(Fleet(engines, cast(Watch, self.clock)), SLOTS, streaming=True)
         self._collector = _collector(scheduler, setting, directory)

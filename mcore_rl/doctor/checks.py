@@ -162,13 +162,13 @@ def check_apex() -> Check:
     version = version_of(["apex"])
     if has_module(kernel):
         return Check("apex", True, version or "NVIDIA apex", Need.EXTRA, feature)
-    if has_module("apex") or version:
-        if has_subpackage("apex", "optimizers"):
-            return Check("apex", False, f"{version or 'apex'} without {kernel} (built without CUDA extensions)",
-                         Need.EXTRA, feature, remedy)  # fmt: skip
-        explanation = f"{version or 'apex'} is an unrelated package of that name, not NVIDIA's"
-        return Check("apex", False, explanation, Need.EXTRA, feature, f"pip uninstall apex, then {remedy}")
-    return Check("apex", False, "-", Need.EXTRA, feature, remedy)
+    found = "-"
+    if has_subpackage("apex", "optimizers"):
+        found = f"{version or 'apex'} without {kernel} (built without CUDA extensions)"
+    elif has_module("apex") or version:
+        found = f"{version or 'apex'} is an unrelated package of that name, not NVIDIA's"
+        remedy = f"pip uninstall apex, then {remedy}"
+    return Check("apex", False, found, Need.EXTRA, feature, remedy)
 
 
 def check_the_sandbox() -> Check:

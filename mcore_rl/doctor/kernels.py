@@ -73,18 +73,21 @@ def _permutation(device: str) -> None:
     tokens.sum().backward()
 
 
-def _attention(device: str) -> None:
+def _packed_attention(device: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the offsets of two packed sequences, and query, key and value."""
     import torch
+
+    offsets = torch.tensor([0, ROWS // 4, ROWS], dtype=torch.int32, device=device)
+    return offsets, [_rows(device, ROWS, HEADS, HEAD) for _ in range(3)]
+
+
+def _attention(device: str) -> None:
     from transformer_engine.pytorch import DotProductAttention
 
     attention = DotProductAttention(HEADS, HEAD, qkv_format="thd", attn_mask_type="padding_causal")
-    offsets = torch.tensor([0, ROWS // 4, ROWS], dtype=torch.int32, device=device)
-    query, key, value = (_rows(device, ROWS, HEADS, HEAD) for _ in range(3))
-    longest = ROWS - ROWS // 4
-    out = attention(
-        query, key, value, cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
-    out.sum().backward()
+    offsets, inputs = _packed_attention(device)
+    longest = {"max_seqlen_q": ROWS - ROWS // 4, "max_seqlen_kv": ROWS - ROWS // 4}
+    attention(*inputs, cu_seqlens_q=offsets, cu_seqlens_kv=offsets, **longest).sum().backward()
 
 
 def _adam(device: str) -> None:
@@ -99,12 +102,10 @@ def _adam(device: str) -> None:
 
 
 def _flash(device: str) -> None:
-    import torch
     from flash_attn import flash_attn_varlen_func
 
-    offsets = torch.tensor([0, ROWS // 4, ROWS], dtype=torch.int32, device=device)
-    query, key, value = (_rows(device, ROWS, HEADS, HEAD) for _ in range(3))
-    flash_attn_varlen_func(query, key, value, offsets, offsets, ROWS, ROWS, causal=True).sum().backward()
+    offsets, inputs = _packed_attention(device)
+    flash_attn_varlen_func(*inputs, offsets, offsets, ROWS, ROWS, causal=True).sum().backward()
 
 
 def _gradient_accumulation(device: str) -> None:

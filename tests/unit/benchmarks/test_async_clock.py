@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.asynchronous.clock import SLOTS, SimulatedClock, SimulatedEngine, step_seconds, write_ready_records
+from benchmarks.asynchronous.clock import SLOTS, SimulatedClock, SimulatedEngine, step_seconds
 from benchmarks.asynchronous.simulation import SAMPLES, Setting, simulate
 from mcore_rl.rollout.tasks import Until
 from mcore_rl.types import RolloutTask, SamplingOptions
@@ -40,7 +40,7 @@ class Caller:
 
 def caller_of(lengths: list[list[int]], directory: Path) -> Caller:
     clock = SimulatedClock(np.array(lengths, np.int32))
-    caller = clock.attendant = Caller(clock, SimulatedEngine(clock, write_ready_records(directory, 1)))
+    caller = clock.attendant = Caller(clock, SimulatedEngine(clock, directory))
     caller.own.append(caller.engine.run.remote([], Until.ANY, []))
     return caller
 
