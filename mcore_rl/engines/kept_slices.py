@@ -6,15 +6,21 @@ copies: offset and strides of a view show which box of the HF tensor it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore_rl.errors import WeightSyncError
+from mcore_rl.weights.connection import Connection, connect_engine_rank
+from mcore_rl.weights.receive import SliceReceiver
+from mcore_rl.weights.slices.engine_layout import EngineLayout
+from mcore_rl.weights.slices.shard_map import Box, ShardMap
+from mcore_rl.weights.verify import require_planned
 
 Shape = tuple[int, ...]
 _COPY = torch.ops.aten.copy_.default
@@ -50,8 +56,94 @@ class KeptSlice:
         return prod(self.size)
 
 
+@dataclass(frozen=True)
+class ConnectedRank:
+    """Engine rank that is connected to a weight sync.
+
+    boxes: the part of each HF tensor that the plan sends to the rank.
+    kept: the slices that the rank keeps.
+    """
+
+    receiver: SliceReceiver
+    boxes: Mapping[str, Box]
+    kept: Sequence[KeptSlice]
+
+
+def connect_rank(
+    connection: Connection,
+    layout: EngineLayout,
+    rank: int,
+    first_rank: int,
+    record_kept: Callable[[list[TensorSpec]], list[KeptSlice]],
+) -> ConnectedRank:
+    """Connect rank `rank` of an engine with `layout` to the sync and record the parts of tensors that it keeps.
+
+    first_rank: number of the engine's first rank among the ranks of all engines.
+    Collective: all processes of the sync.
+    Raises: WeightSyncError if this rank keeps other parts of tensors than the plan sends.
+    """
+    plan = connection.plan
+    if layout != plan.engine_layout:
+        raise WeightSyncError(f"the engine's layout is {layout}, but the sync was planned for {plan.engine_layout}")
+    receiver = connect_engine_rank(connection, first_rank + rank)
+    shard_map = ShardMap(plan.rows, layout)
+    boxes = shard_map.boxes(rank)
+    specs = [
+        TensorSpec(name, bound.dtype, shape)
+        for bound in shard_map.rows
+        for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
+    ]
+    kept = record_kept(specs)
+    require_planned({each.name: (each.start, each.size) for each in kept}, boxes, rank)
+    return ConnectedRank(receiver, boxes, kept)
+
+
+class PendingSlices:
+    """Kept slices of a rank and the number of elements that the update in progress still lacks of each."""
+
+    def __init__(self, kept: Iterable[KeptSlice]) -> None:
+        self._by_tensor: dict[str, list[KeptSlice]] = {}
+        for each in kept:
+            self._by_tensor.setdefault(each.name, []).append(each)
+        self.missing: Counter[KeptSlice] = Counter()
+
+    def begin(self) -> None:
+        """Begin an update, which must contain every slice."""
+        self.missing = Counter({each: each.numel for kept in self._by_tensor.values() for each in kept})
+
+    def parts(self, name: str, start: Shape, box: torch.Tensor) -> Iterator[tuple[KeptSlice, int, torch.Tensor]]:
+        """Intersect a received box of the HF tensor `name` with the kept slices, and count the parts as received.
+
+        start: indices of the box's first element.
+        Yields the slice, the offset of the part in the slice's parameter (its strides are the slice's), and the part.
+        Raises: WeightSyncError for a part that was already received in this update.
+        """
+        for each in self._by_tensor.get(name, ()):
+            low = tuple(map(max, each.start, start))
+            high = tuple(map(min, _end(each.start, each.size), _end(start, tuple(box.shape))))
+            if all(first < end for first, end in zip(low, high, strict=True)):
+                part = box[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
+                offset = each.offset + sum((a - b) * s for a, b, s in zip(low, each.start, each.strides, strict=True))
+                if part.numel() > self.missing[each]:
+                    raise WeightSyncError(f"received a part of {each.name} twice in one update")
+                self.missing[each] -= part.numel()
+                yield each, offset, part
+
+    def require_complete(self) -> None:
+        """Raise WeightSyncError naming tensors that were not received completely."""
+        missing = sorted({each.name for each, numel in self.missing.items() if numel})
+        if missing:
+            raise WeightSyncError(f"the update lacks all or part of {', '.join(missing[:8])}")
+
+
+class LoadsWeights(Protocol):
+    """Model of an engine."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]], /) -> object: ...
+
+
 def record(
-    model: Any, places: Mapping[int, tuple[str, str]], specs: Iterable[TensorSpec], engine: str
+    model: LoadsWeights, places: Mapping[int, tuple[str, str]], specs: Iterable[TensorSpec], engine: str
 ) -> list[KeptSlice]:
     """Record the slices that `model` keeps of these tensors. Its parameters are not changed.
 
@@ -69,23 +161,6 @@ def record(
             "cannot be sent"
         )
     return recorder.kept
-
-
-def parts_of(
-    kept: Iterable[KeptSlice], start: Shape, box: torch.Tensor
-) -> Iterator[tuple[KeptSlice, int, torch.Tensor]]:
-    """Intersect a received box of an HF tensor with the kept slices of that tensor.
-
-    start: indices of the box's first element.
-    Yields the slice, the offset of the part in the slice's parameter (its strides are the slice's), and the part.
-    """
-    for each in kept:
-        low = tuple(map(max, each.start, start))
-        high = tuple(map(min, _end(each.start, each.size), _end(start, tuple(box.shape))))
-        if all(first < end for first, end in zip(low, high, strict=True)):
-            inside = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-            offset = each.offset + sum((a - b) * s for a, b, s in zip(low, each.start, each.strides, strict=True))
-            yield each, offset, box[inside]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -108,8 +183,12 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[torch.Tensor, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         # Only copies from stand-ins are intercepted; loaders also view, narrow and initialise tensors.
         if func is not _COPY or not args[1].is_meta:
             return func(*args, **(kwargs or {}))

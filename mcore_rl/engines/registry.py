@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
-from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.engines.hosts import EngineHosts
 from mcore_rl.ports import Engine, WeightReceiver
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
@@ -27,21 +25,15 @@ class ReceivingEngine(Engine, Protocol):
 
 def engine_class(name: str) -> Callable[..., ReceivingEngine]:
     """Return the engine's class. Its constructor has the arguments of VllmEngine."""
-    module = importlib.import_module(f"mcore_rl.engines.{name}.engine")
-    engine: Callable[..., ReceivingEngine] = getattr(module, _CLASSES[name])
+    engine: Callable[..., ReceivingEngine] = getattr(_module(name), _CLASSES[name])
     return engine
 
 
-def follow(
-    name: str,
-    model_dir: str | Path,
-    config: RolloutConfig,
-    hosts: EngineHosts,
-    *,
-    dtype: str,
-    seed: int,
-    timeout_seconds: float,
-) -> None:
-    """Run the ranks of an engine on a host other than its first. Returns when one of them has ended."""
-    follower = importlib.import_module(f"mcore_rl.engines.{name}.follower")
-    follower.follow(model_dir, config, hosts, dtype=dtype, seed=seed, timeout_seconds=timeout_seconds)
+def follower(name: str) -> Callable[..., None]:
+    """Return the function that runs an engine's ranks on a host other than its first: see engines.vllm.engine."""
+    follow: Callable[..., None] = _module(name).follow
+    return follow
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"mcore_rl.engines.{name}.engine")

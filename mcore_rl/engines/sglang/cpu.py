@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -40,18 +39,23 @@ class _Kernels(ModuleType):
     __version__ = "0"
     __path__: MutableSequence[str] = []  # noqa: RUF012  (an attribute of every package)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., None]:
         if not name.endswith("_cpu"):
             raise AttributeError(name)
 
-        def missing(*_: Any, **__: Any) -> None:
+        def missing(*_: object, **__: object) -> None:
             raise NotImplementedError(f"SGLang's kernel {name} is not available on this CPU")
 
         return missing
 
     @staticmethod
     def assign_req_to_token_pool_cpu(
-        rows: torch.Tensor, table: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, slots: torch.Tensor, *_: Any
+        rows: torch.Tensor,
+        table: torch.Tensor,
+        starts: torch.Tensor,
+        ends: torch.Tensor,
+        slots: torch.Tensor,
+        *_: object,
     ) -> None:
         """Write `slots` to table[rows[i], starts[i]:ends[i]], request after request."""
         lengths = (ends - starts).tolist()

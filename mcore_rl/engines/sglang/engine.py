@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -11,20 +12,23 @@ import torch
 from mcore_rl.config.roles import ROLLOUT, KeyNames
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
-from mcore_rl.engines.receiver import RanksReceiver
-from mcore_rl.engines.sglang.processes import RankProcesses
+from mcore_rl.engines.rank_engine import RankEngine, RanksReceiver
+from mcore_rl.engines.sglang.processes import RankProcesses, start_rank
 from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
-from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput, SteppedEngine
+from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput
 from mcore_rl.engines.stop_strings import Decode
 from mcore_rl.errors import ConfigError, WeightSyncError
+from mcore_rl.processes.child import kill_all
 from mcore_rl.weights.engine_config import engine_overrides
 
 
-class SglangEngine(SteppedEngine):
+class SglangEngine(RankEngine):
     """SGLang engine of rollout.tp ranks. Arguments: see VllmEngine.
 
     Raises: ConfigError for settings that SGLang does not support, and if SGLang is not installed.
     """
+
+    _ranks: RankProcesses
 
     def __init__(
         self,
@@ -63,48 +67,16 @@ class SglangEngine(SteppedEngine):
         )
         self._ranks = RankProcesses(settings, name, timeout_seconds, hosts)
         self.receiver = RanksReceiver(self._ranks, self._reset_prefix_cache)
-        self._asleep: set[str] = set()
-
-    @property
-    def weight_version(self) -> int:
-        return self.receiver.version
 
     @property
     def vocab_size(self) -> int:
         return self._ranks.vocab_size
 
-    def sleep(self, *, keep_weights: bool) -> int:
-        """Free the KV cache. On CPU the weights stay in memory, as with vLLM."""
-        if self.num_running:
-            raise RuntimeError(f"the engine cannot sleep while {self.num_running} requests are running")
-        if "weights" in self._asleep:
-            return 0
-        self._reset_prefix_cache(recompute=False)
-        released = 0 if "kv_cache" in self._asleep else sum(self._ranks.call("release_kv_cache"))
-        self._asleep = {"weights", "kv_cache"}
-        return released
-
-    def wake_up(self, part: str) -> None:
-        if part not in self._asleep:
-            return
-        if part == "kv_cache":
-            self._ranks.call("restore_kv_cache")
-        self._asleep.remove(part)
-
     def shutdown(self) -> None:
         self._ranks.end()
 
-    def _require_ready(self) -> None:
-        if self._asleep:
-            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}); call wake_up() first")
-        self.receiver.require_complete()
-
     def _reset_prefix_cache(self, *, recompute: bool) -> None:
-        """See VllmEngine._reset_prefix_cache.
-
-        Raises: WeightSyncError if SGLang does not empty its cache.
-        """
-        while not self.num_running and not self._settled():
+        while not self.num_running and not self._ranks.call("is_idle")[0]:
             self._ranks.call("step")  # finished and aborted requests leave in the next step
         if all(self._ranks.call("reset_prefix_cache", recompute)):
             return
@@ -112,9 +84,6 @@ class SglangEngine(SteppedEngine):
             raise WeightSyncError("SGLang did not reset its prefix cache, which belongs to the previous weights")
         # Running requests keep their cache. New requests cannot hit it: their salt contains the new version.
         self._resubmit_unstarted()
-
-    def _settled(self) -> bool:
-        return bool(self._ranks.call("is_idle")[0])
 
     def _add(self, added: Mapping[str, ActiveRequest]) -> None:
         requests = [self._new(engine_id, entry) for engine_id, entry in added.items()]
@@ -147,3 +116,16 @@ class SglangEngine(SteppedEngine):
     def _routing_of(self, engine_ids: Collection[str]) -> dict[str, np.ndarray]:
         routing: dict[str, np.ndarray] = self._ranks.call("routing_of", list(engine_ids))[0]
         return routing
+
+
+def follow(
+    model_dir: str | Path, config: RolloutConfig, hosts: EngineHosts, *, dtype: str, seed: int, timeout_seconds: float
+) -> None:
+    """See engines.vllm.engine.follow. The ranks receive settings and commands from the first host."""
+    address = f"{hosts.address}:{hosts.commands_port}"
+    ranks = [start_rank(rank, config.tp, address, hosts.key) for rank in hosts.ranks(config.tp)]
+    try:
+        while all(rank.exit_code is None for rank in ranks):
+            time.sleep(0.2)
+    finally:
+        kill_all(ranks)

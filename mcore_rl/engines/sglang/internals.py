@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
 
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.io_struct import (
@@ -25,7 +24,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-Call = tuple[Callable[..., Any], int, tuple[str, ...]]
+Call = tuple[Callable[..., object], int, tuple[str, ...]]
 """A callable, its number of positional arguments (including `self`), and its keyword arguments."""
 
 CALLS: tuple[Call, ...] = (

@@ -69,7 +69,7 @@ class RankProcesses:
             raise
         shutil.rmtree(self._directory)  # all ranks are connected
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
+    def call(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of SteppedScheduler on all ranks. Returns the results by rank.
 
         Raises: a rank's McoreRLError; WorkerDiedError if a rank fails, ends, or does not answer in time, and in every

@@ -30,7 +30,7 @@ class Rank:
     def __init__(self) -> None:
         self._scheduler: SteppedScheduler | None = None
 
-    def call(self, call: tuple[str, tuple[Any, ...]]) -> Any:
+    def call(self, call: tuple[str, tuple[Any, ...]]) -> object:
         method, arguments = call
         if method == START:
             self._scheduler = _scheduler(*arguments)

@@ -7,18 +7,22 @@ from the same cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import BatchTokenIDOutput
+    from sglang.srt.managers.scheduler import Scheduler
+
 
 class Routing:
     """Experts of the requests of SGLang's `scheduler`."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         experts = [
             module for module in scheduler.tp_worker.model_runner.model.modules() if isinstance(module, FusedMoE)
@@ -27,7 +31,7 @@ class Routing:
         self._dtype = np.uint8 if max(module.num_experts for module in experts) <= 256 else np.int16
         self._ended: dict[str, np.ndarray] = {}
 
-    def keep(self, outputs: Sequence[Any]) -> None:
+    def keep(self, outputs: Sequence[BatchTokenIDOutput]) -> None:
         """Keep the experts of requests that finished in this step, until the next step."""
         self._ended = {}
         for output in outputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +11,12 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from mcore_rl.engines.noise import noise_keys, sample_tokens
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    FromBatch = Callable[[ScheduleBatch, int], SamplingBatchInfo]
 
 
 class SeededSampler(Sampler):
@@ -21,7 +27,7 @@ class SeededSampler(Sampler):
     """
 
     def _sample_from_probs(
-        self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool
+        self, probs: torch.Tensor, sampling_info: SamplingBatchInfo, positions: torch.Tensor, simple_sampling_case: bool
     ) -> tuple[torch.Tensor, None]:
         greedy = sampling_info.top_ks == 1
         if not simple_sampling_case:
@@ -33,7 +39,7 @@ class SeededSampler(Sampler):
         return torch.where(greedy, probs.argmax(-1), sampled).to(torch.int32), None
 
 
-def _truncated(probs: torch.Tensor, info: Any) -> torch.Tensor:
+def _truncated(probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     """Zero the probabilities of tokens outside top-k, then of tokens outside top-p of the rest."""
     ordered, index = probs.sort(dim=-1, descending=True)
     rank = torch.arange(probs.shape[1], device=probs.device)
@@ -43,10 +49,10 @@ def _truncated(probs: torch.Tensor, info: Any) -> torch.Tensor:
     return torch.zeros_like(probs).scatter_(-1, index, ordered)
 
 
-def with_seeds(original: Callable[..., Any]) -> Callable[..., Any]:
+def with_seeds(original: FromBatch) -> FromBatch:
     """Wrap SamplingBatchInfo.from_schedule_batch, which fills its seeds only in deterministic mode."""
 
-    def from_schedule_batch(batch: Any, vocab_size: int) -> Any:
+    def from_schedule_batch(batch: ScheduleBatch, vocab_size: int) -> SamplingBatchInfo:
         info = original(batch, vocab_size)
         seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
         info.sampling_seed = torch.tensor(seeds, dtype=torch.int64)
@@ -55,7 +61,7 @@ def with_seeds(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_schedule_batch
 
 
-def install(runner: Any) -> None:
+def install(runner: ModelRunner) -> None:
     """Install the sampler in a model runner.
 
     register_sampler_backend does not work: on CPU SGLang overwrites the option that would select it.

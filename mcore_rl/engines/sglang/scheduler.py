@@ -10,12 +10,12 @@ import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.managers.io_struct import (
     AbortReq,
+    BatchTokenIDOutput,
     ContinueGenerationReqInput,
     PauseGenerationReqInput,
     TokenizedGenerateReqInput,
@@ -25,6 +25,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from mcore_rl.engines.kv_memory import free_storages, restore_storages
 from mcore_rl.engines.sglang.internals import check_scheduler, check_signatures
 from mcore_rl.engines.sglang.routing import Routing
 from mcore_rl.engines.sglang.sampler import install
@@ -47,12 +48,12 @@ class _OutputCollector:
     """Replaces a socket: collects the outputs that the scheduler sends."""
 
     def __init__(self) -> None:
-        self._outputs: list[Any] = []
+        self._outputs: list[BatchTokenIDOutput] = []
 
-    def send_output(self, output: Any, recv_obj: Any = None) -> None:
+    def send_output(self, output: BatchTokenIDOutput, recv_obj: object = None) -> None:
         self._outputs.append(output)
 
-    def take(self) -> list[Any]:
+    def take(self) -> list[BatchTokenIDOutput]:
         taken, self._outputs = self._outputs, []
         return taken
 
@@ -75,7 +76,7 @@ class SteppedScheduler:
         instance = f"mcore{os.getpid()}"
         ports = PortArgs(nowhere, nowhere, nowhere, 0, nowhere, nowhere, None, None, instance_id=instance)
         try:
-            self._scheduler: Any = Scheduler(arguments, ports)
+            self._scheduler = Scheduler(arguments, ports)
         finally:
             for path in SHARED_MEMORY.glob(f"sglang_loads_{instance}_*"):  # SGLang never removes it
                 path.unlink(missing_ok=True)
@@ -135,25 +136,13 @@ class SteppedScheduler:
 
     def release_kv_cache(self) -> int:
         """Free the memory of the KV cache but keep its tensors. Returns the freed bytes."""
-        storages = self._kv_storages()
-        self._kv_bytes = [storage.nbytes() for storage in storages]
-        # The tensors stay because SGLang holds references to them; only their storage shrinks.
-        for storage in storages:
-            storage.resize_(0)
-        return sum(self._kv_bytes)
-
-    def restore_kv_cache(self) -> None:
-        """Allocate the memory of the KV cache again, filled with zeros as in SGLang."""
-        for storage, num_bytes in zip(self._kv_storages(), self._kv_bytes, strict=True):
-            storage.resize_(num_bytes)
-            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
-
-    def _kv_storages(self) -> list[torch.UntypedStorage]:
-        """Return the distinct storages of all layers; layers may share one."""
         pool = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
         lists = [getattr(pool, name, None) or [] for name in ("k_buffer", "v_buffer", "kv_buffer")]
-        storages = [tensor.untyped_storage() for tensors in lists for tensor in tensors]
-        return list({storage._cdata: storage for storage in storages}.values())
+        self._freed = free_storages(tensor for tensors in lists for tensor in tensors)
+        return sum(num_bytes for _, num_bytes in self._freed)
+
+    def restore_kv_cache(self) -> None:
+        restore_storages(self._freed)
 
     def is_idle(self) -> bool:
         return bool(self._scheduler.is_fully_idle())
@@ -220,7 +209,7 @@ class SteppedScheduler:
         return self._routing.of(engine_ids)
 
 
-def _rank_outputs(output: Any) -> list[RankOutput]:
+def _rank_outputs(output: BatchTokenIDOutput) -> list[RankOutput]:
     rows = zip(output.rids, output.output_ids, output.output_token_logprobs_val, output.finished_reasons, strict=True)
     return [
         RankOutput(engine_id, list(ids), list(logp), None if reason is None else str(reason["type"]))
@@ -228,8 +217,8 @@ def _rank_outputs(output: Any) -> list[RankOutput]:
     ]
 
 
-def _server_arguments(settings: RankSettings) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
+def _server_arguments(settings: RankSettings) -> dict[str, object]:
+    arguments: dict[str, object] = {
         "model_path": settings.model,
         "json_model_override_args": json.dumps(settings.overrides),
         "device": "cpu",

@@ -6,7 +6,6 @@ import os
 import socket
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class RankSettings:
     """
 
     model: str
-    overrides: dict[str, Any]
+    overrides: dict[str, object]
     rank: int
     num_ranks: int
     init_method: str

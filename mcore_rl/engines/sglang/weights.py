@@ -6,20 +6,18 @@ Slices are copied directly to the places in parameters that were recorded from S
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
 
-from mcore_rl.engines.kept_slices import KeptSlice, TensorSpec, parts_of, record, storage_key
+from mcore_rl.engines import kept_slices
+from mcore_rl.engines.kept_slices import ConnectedRank, KeptSlice, PendingSlices, TensorSpec
 from mcore_rl.engines.sglang.held_weights import held_tensors, vocabulary_padding
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.connection import Connection, connect_engine_rank
-from mcore_rl.weights.receive import SliceReceiver
+from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.shard_map import Box, ShardMap
-from mcore_rl.weights.verify import Comparison, compare, require_planned
+from mcore_rl.weights.verify import Comparison, compare
 
 Indices = tuple[int, ...]
 
@@ -28,61 +26,37 @@ class RankWeights:
     """Receives weight updates into `model`, on rank `rank` of an engine with `layout`."""
 
     def __init__(self, model: torch.nn.Module, rank: int, layout: EngineLayout, device: torch.device) -> None:
-        self._model: Any = model
-        self._rank, self._layout, self._device = rank, layout, device
-        self._receiver: SliceReceiver
-        self._boxes: dict[str, Box] = {}
-        self._kept: dict[str, list[KeptSlice]] = {}
-        self._missing: Counter[KeptSlice] = Counter()
+        self._model, self._rank, self._layout, self._device = model, rank, layout, device
+        self._connected: ConnectedRank
+        self._pending: PendingSlices
 
     def connect(self, connection: Connection, first_rank: int) -> None:
-        """Connect to the sync and record the parts of tensors that this rank keeps (as vLLM's worker_extension).
-
-        Collective: all processes of the sync.
-        Raises: WeightSyncError if this rank keeps other parts of tensors than the plan sends.
-        """
-        plan = connection.plan
-        if self._layout != plan.engine_layout:
-            raise WeightSyncError(
-                f"the engine's layout is {self._layout}, but the sync was planned for {plan.engine_layout}"
-            )
-        self._receiver = connect_engine_rank(connection, first_rank + self._rank)
-        shard_map = ShardMap(plan.rows, self._layout)
-        self._boxes = shard_map.boxes(self._rank)
-        specs = [
-            TensorSpec(name, bound.dtype, shape)
-            for bound in shard_map.rows
-            for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
-        ]
-        kept = self._record(specs)
-        require_planned({each.name: (each.start, each.size) for each in kept}, self._boxes, self._rank)
-        self._kept = {}
-        for each in kept:
-            self._kept.setdefault(each.name, []).append(each)
-        self._clear_padding(kept)
+        """Connect to the sync, see connect_rank."""
+        self._connected = kept_slices.connect_rank(connection, self._layout, self._rank, first_rank, self._record)
+        self._pending = PendingSlices(self._connected.kept)
+        self._clear_padding(self._connected.kept)
 
     def begin(self) -> None:
-        self._missing = Counter({each: each.numel for kept in self._kept.values() for each in kept})
-        self._receiver.begin()
+        self._pending.begin()
+        self._connected.receiver.begin()
         DefaultModelLoader.restore_weights_before_loading(self._model, self._device)
 
     @torch.no_grad()
     def receive(self, sync_round: int) -> int:
-        return self._receiver.receive(sync_round, self._put)
+        return self._connected.receiver.receive(sync_round, self._put)
 
     def finish(self) -> None:
         """Finish the update.
 
         Raises: WeightSyncError if a part that this rank keeps was not received.
         """
-        self._receiver.finish()
-        missing = sorted({each.name for each, numel in self._missing.items() if numel})
-        if missing:
-            raise WeightSyncError(f"the update lacks all or part of {', '.join(missing[:8])}")
+        self._connected.receiver.finish()
+        self._pending.require_complete()
         DefaultModelLoader.postprocess_weights(self._model, self._device)
 
     def compare(self) -> Comparison:
-        return compare(self._receiver.digests(), held_tensors(self._model, self._boxes), self._boxes)
+        boxes = self._connected.boxes
+        return compare(self._connected.receiver.digests(), held_tensors(self._model, boxes), boxes)
 
     @torch.no_grad()
     def _record(self, specs: list[TensorSpec]) -> list[KeptSlice]:
@@ -90,8 +64,8 @@ class RankWeights:
         for name, module in self._model.named_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    places.setdefault(storage_key(parameter), (name, key))
-        kept = record(self._model, places, specs, "SGLang")
+                    places.setdefault(kept_slices.storage_key(parameter), (name, key))
+        kept = kept_slices.record(self._model, places, specs, "SGLang")
         # The name of the root module is empty. No slice is sent for a part of the vocabulary that is padding only.
         without = {".".join(place).lstrip(".") for place in places.values()}
         without -= {f"{each.module}.{each.parameter}" for each in kept}
@@ -101,7 +75,7 @@ class RankWeights:
         return kept
 
     @torch.no_grad()
-    def _clear_padding(self, kept: list[KeptSlice]) -> None:
+    def _clear_padding(self, kept: Sequence[KeptSlice]) -> None:
         """Zero the padding that no update writes: kernels read it, and dummy initialisation leaves random values."""
         by_parameter: dict[tuple[str, str], list[KeptSlice]] = {}
         for each in kept:
@@ -115,9 +89,6 @@ class RankWeights:
                 parameter.masked_fill_(~covered, 0)
 
     def _put(self, name: str, start: Indices, box: torch.Tensor) -> None:
-        for each, offset, source in parts_of(self._kept.get(name, ()), start, box):
-            if source.numel() > self._missing[each]:
-                raise WeightSyncError(f"received a part of {each.name} twice in one update")
+        for each, offset, part in self._pending.parts(name, start, box):
             parameter = getattr(self._model.get_submodule(each.module), each.parameter).data
-            parameter.as_strided(source.shape, each.strides, offset).copy_(source)
-            self._missing[each] -= source.numel()
+            parameter.as_strided(part.shape, each.strides, offset).copy_(part)

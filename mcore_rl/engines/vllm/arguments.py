@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,18 +34,18 @@ def set_environment(timeout_seconds: float) -> None:
 
 def model_arguments(
     model_dir: str | Path, *, dtype: str, seed: int, load_weights: bool, key: str = POLICY.checkpoint
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the EngineArgs of the model. Without `load_weights` the weights are random."""
-    arguments: dict[str, Any] = {"model": str(model_dir), "dtype": dtype, "seed": seed}
+    arguments: dict[str, object] = {"model": str(model_dir), "dtype": dtype, "seed": seed}
     # "auto" prefers consolidated*.safetensors, if present, to the files in the index.
     arguments["load_format"] = "hf" if load_weights else "dummy"
     arguments["hf_overrides"] = engine_overrides(model_dir, load_weights=load_weights, key=key)
     return arguments
 
 
-def engine_arguments(config: RolloutConfig, hosts: EngineHosts) -> dict[str, Any]:
+def engine_arguments(config: RolloutConfig, hosts: EngineHosts) -> dict[str, object]:
     """Return all other EngineArgs."""
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # ignore sampling defaults in the model directory
         "max_model_len": config.max_prompt_tokens + config.max_response_tokens,

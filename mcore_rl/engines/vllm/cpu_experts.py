@@ -7,7 +7,6 @@ would index memory behind the weights. Importing this module makes them apply th
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -30,7 +29,7 @@ def own_experts(
     return own.clamp(min=0).to(topk_ids.dtype), torch.where(own < 0, 0.0, topk_weights)
 
 
-def apply(self: CPUUnquantizedExperts, *args: Any, **kwargs: Any) -> None:
+def apply(self: CPUUnquantizedExperts, *args: object, **kwargs: object) -> None:
     """Replacement of CPUUnquantizedExperts.apply."""
     call = _signature.bind(self, *args, **kwargs)
     given = call.arguments

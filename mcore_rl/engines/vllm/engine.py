@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ import torch
 from mcore_rl.config.roles import ROLLOUT, KeyNames
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
-from mcore_rl.engines.receiver import RanksReceiver
-from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput, SteppedEngine
+from mcore_rl.engines.rank_engine import RankEngine, RanksReceiver
+from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput
 from mcore_rl.engines.stop_strings import Decode
 from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, set_environment
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
@@ -24,8 +24,13 @@ from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.ports import Engine
 from mcore_rl.types import SamplingOptions
 
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.interface import SchedulerInterface
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-class VllmEngine(SteppedEngine):
+
+class VllmEngine(RankEngine):
     """vLLM engine of rollout.tp ranks.
 
     name: the engine's name, for messages.
@@ -36,6 +41,8 @@ class VllmEngine(SteppedEngine):
     decode: required for requests with stop strings.
     Raises: ConfigError for settings that vLLM does not support.
     """
+
+    _ranks: EngineRanks
 
     def __init__(
         self,
@@ -56,7 +63,6 @@ class VllmEngine(SteppedEngine):
         set_environment(timeout_seconds)
         super().__init__(rollout_config, captures_routing=capture_routing, decode=decode)
         self._eos_token_ids = tuple(eos_token_ids)
-        self._asleep: set[str] = set()
         self._routed: dict[str, list[np.ndarray]] = defaultdict(list)
         """Experts that vLLM has returned so far, by request. GPUs only."""
         arguments = model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=load_weights, key=names.checkpoint)
@@ -77,43 +83,27 @@ class VllmEngine(SteppedEngine):
         self._vocab_size = self._engine.model_config.get_vocab_size()
 
     @property
-    def weight_version(self) -> int:
-        return self.receiver.version
-
-    @property
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    def sleep(self, *, keep_weights: bool) -> int:
-        """Free memory: on GPUs through vLLM's sleep mode, level 1 (weights to host memory) or 2 (weights discarded).
+    def _release(self, *, keep_weights: bool) -> int:
+        """On GPUs, use vLLM's sleep mode of level 1 (weights to host memory) or 2 (weights discarded).
 
-        vLLM 0.32 has no sleep mode on CPU. There the KV cache is freed; the weights stay, packed inside the kernels.
+        vLLM 0.32 has no sleep mode on CPU.
         """
-        if self.num_running:
-            raise RuntimeError(f"the engine cannot sleep while {self.num_running} requests are running")
-        if "weights" in self._asleep:
-            return 0
-        if torch.cuda.is_available():
-            free = sum(self._ranks.call("free_device_bytes"))
-            with self._ranks.waiting("sleep"):
-                self._engine.sleep(level=1 if keep_weights else 2)
-            released = sum(self._ranks.call("free_device_bytes")) - free
-        else:
-            self._reset_prefix_cache()
-            # After a weight sync only the weights are awake, and the KV cache is freed already.
-            released = 0 if "kv_cache" in self._asleep else sum(self._ranks.call("release_kv_cache"))
-        self._asleep = {"weights", "kv_cache"}
-        return released
+        if not torch.cuda.is_available():
+            return super()._release(keep_weights=keep_weights)
+        free = sum(self._ranks.call("free_device_bytes"))
+        with self._ranks.waiting("sleep"):
+            self._engine.sleep(level=1 if keep_weights else 2)
+        return sum(self._ranks.call("free_device_bytes")) - free
 
-    def wake_up(self, part: str) -> None:
-        if part not in self._asleep:
-            return
+    def _restore(self, part: str) -> None:
         if torch.cuda.is_available():
             with self._ranks.waiting("wake_up"):
                 self._engine.wake_up(tags=[part])
-        elif part == "kv_cache":
-            self._ranks.call("restore_kv_cache")
-        self._asleep.remove(part)
+        else:
+            super()._restore(part)
 
     def shutdown(self) -> None:
         """End the engine's processes and free its memory. Call once."""
@@ -122,14 +112,7 @@ class VllmEngine(SteppedEngine):
         self._core.shutdown()
         cleanup_dist_env_and_memory()
 
-    def _reset_prefix_cache(self, *, recompute: bool = False) -> None:
-        """Prevent new requests from using KV cache of earlier weights.
-
-        With `recompute`, running requests compute their KV cache again; otherwise requests that have sampled a token
-        keep theirs, and all others start again.
-
-        Raises: WeightSyncError if vLLM does not reset its cache.
-        """
+    def _reset_prefix_cache(self, *, recompute: bool) -> None:
         if self._core.reset_prefix_cache(reset_running_requests=recompute):
             return
         if recompute or not self.num_running:
@@ -138,13 +121,8 @@ class VllmEngine(SteppedEngine):
         self._resubmit_unstarted()
 
     @property
-    def _scheduler(self) -> Any:
+    def _scheduler(self) -> SchedulerInterface:
         return self._core.engine_core.scheduler
-
-    def _require_ready(self) -> None:
-        if self._asleep:
-            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}); call wake_up() first")
-        self.receiver.require_complete()
 
     def _add(self, added: Mapping[str, ActiveRequest]) -> None:
         from vllm.v1.engine import EngineCoreRequest
@@ -205,7 +183,7 @@ class VllmEngine(SteppedEngine):
         return routing
 
 
-def _start(arguments: dict[str, Any], config: RolloutConfig, names: KeyNames) -> Any:
+def _start(arguments: dict[str, object], config: RolloutConfig, names: KeyNames) -> LLMEngine:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -221,7 +199,7 @@ def _start(arguments: dict[str, Any], config: RolloutConfig, names: KeyNames) ->
 
 
 @functools.lru_cache(maxsize=256)
-def _sampling_params(options: SamplingOptions, eos_token_ids: tuple[int, ...]) -> Any:
+def _sampling_params(options: SamplingOptions, eos_token_ids: tuple[int, ...]) -> SamplingParams:
     """Create SamplingParams, cached. Callers copy them: creation takes as long as all other work to add a request."""
     from vllm import SamplingParams
 
@@ -234,6 +212,24 @@ def _sampling_params(options: SamplingOptions, eos_token_ids: tuple[int, ...]) -
         logprobs=0,  # of the sampled token only
         detokenize=False,
     )
+
+
+def follow(
+    model_dir: str | Path, config: RolloutConfig, hosts: EngineHosts, *, dtype: str, seed: int, timeout_seconds: float
+) -> None:
+    """Run the engine's ranks on a host other than its first. Returns when one of them has ended.
+
+    The scheduler on the first host controls the ranks. The end of its process is not detected here: the caller must
+    terminate this process then.
+    """
+    set_environment(timeout_seconds)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    arguments = engine_arguments(config, hosts) | model_arguments(model_dir, dtype=dtype, seed=seed, load_weights=False)
+    vllm_config = EngineArgs(**arguments).create_engine_config(headless=True)
+    executor = MultiprocExecutor(vllm_config, monitor_workers=False)
+    executor.start_worker_monitor(inline=True)
 
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from vllm._custom_ops import cpu_prepack_moe_weight
@@ -165,7 +165,7 @@ def _sizes(module: LinearBase) -> list[int]:
     return [module.output_size]
 
 
-def _weight(module: Any) -> torch.Tensor:
+def _weight(module: LinearBase | VocabParallelEmbedding) -> torch.Tensor:
     """Return the weight of a linear module, unpacked. Shapes: [rows on this rank, columns on this rank]."""
     if not hasattr(module, "cpu_linear"):
         return module.weight.detach()

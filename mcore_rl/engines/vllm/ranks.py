@@ -14,19 +14,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
 from mcore_rl.errors import McoreRLError, WorkerDiedError
 from mcore_rl.weights.transports.segments import SHARED_MEMORY
 
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
 _TRACE_LINES = 12
 """Last lines of a rank's traceback in an error: the frame that failed and the message."""
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """Exception that a method raised on a rank.
 
     kind: type of a McoreRLError, whose message is `text`; None for any other, then `text` is the end of the traceback.
@@ -60,22 +63,22 @@ class RankMethods:
     def unlink_queues(self) -> None:
         unlink_queues()
 
-    def answer(self, method: str, *args: Any) -> Any:
-        """Call a method. Returns its result, or a Failure."""
+    def answer(self, method: str, *args: object) -> object:
+        """Call a method. Returns its result, or a RankFailure."""
         try:
             return getattr(self, method)(*args)
         # The type must survive: callers distinguish errors of a sync from a failed rank.
         except McoreRLError as error:
-            return Failure(self.rank, type(error), str(error))
+            return RankFailure(self.rank, type(error), str(error))
         except Exception as error:
             lines = "".join(traceback.format_exception(error)).splitlines()
-            return Failure(self.rank, None, "\n".join(lines[-_TRACE_LINES:]))
+            return RankFailure(self.rank, None, "\n".join(lines[-_TRACE_LINES:]))
 
 
 class EngineRanks:
-    """Calls all ranks of `engine` (vLLM's LLMEngine). `name`: the engine's name, for messages."""
+    """Calls all ranks of `engine`. `name`: the engine's name, for messages."""
 
-    def __init__(self, engine: Any, name: str, timeout_seconds: float, elsewhere: Sequence[str] = ()) -> None:
+    def __init__(self, engine: LLMEngine, name: str, timeout_seconds: float, elsewhere: Sequence[str] = ()) -> None:
         """`elsewhere`: names of the other hosts with ranks of the engine."""
         self.timeout_seconds = timeout_seconds
         self._name = name
@@ -84,14 +87,14 @@ class EngineRanks:
         self._lost: str | None = None
         self._bound_all_calls()
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str, *args: object) -> list[Any]:
         """Call a worker method on all ranks. Returns the results by rank.
 
         Raises: a rank's McoreRLError; WorkerDiedError for any other exception, and if a rank does not answer in time.
         """
         with self.waiting(method):
             answers: list[Any] = self._engine.collective_rpc("answer", args=(method, *args))
-        failures = [answer for answer in answers if isinstance(answer, Failure)]
+        failures = [answer for answer in answers if isinstance(answer, RankFailure)]
         if failures:
             self._raise(method, failures, len(answers))
         return answers
@@ -120,12 +123,12 @@ class EngineRanks:
         executor = self._engine.model_executor
         unbounded = executor.collective_rpc
 
-        def collective_rpc(method: Any, timeout: float | None = None, *args: Any, **kwargs: Any) -> Any:
+        def collective_rpc(method: str, timeout: float | None = None, *args: object, **kwargs: object) -> object:
             return unbounded(method, self.timeout_seconds if timeout is None else timeout, *args, **kwargs)
 
         executor.collective_rpc = collective_rpc
 
-    def _raise(self, method: str, failures: Sequence[Failure], num_ranks: int) -> NoReturn:
+    def _raise(self, method: str, failures: Sequence[RankFailure], num_ranks: int) -> NoReturn:
         first = failures[0]
         alike = [failure.rank for failure in failures if failure.text == first.text]
         where = self._name if num_ranks == 1 else f"{self._name}, rank {', '.join(map(str, alike))} of {num_ranks}"

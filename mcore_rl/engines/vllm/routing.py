@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,11 +20,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from mcore_rl.engines.routing_cache import RoutingCache
 from mcore_rl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
 
 class RoutingExtension:
     """Mixin for vLLM's Worker. All ranks of an engine choose the same experts, so only rank 0 records them."""
 
-    model_runner: Any
+    model_runner: GPUModelRunner
     rank: int
     _routing_cache: RoutingCache
 
@@ -59,7 +62,7 @@ class RoutingExtension:
             for request, count in num_tokens.items()
         }
 
-    def _build_routing_cache(self, runners: list[Any]) -> RoutingCache:
+    def _build_routing_cache(self, runners: list[MoERunner]) -> RoutingCache:
         groups = self.model_runner.kv_cache_config.kv_cache_groups
         if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
             raise ConfigError(
@@ -83,13 +86,13 @@ class RoutingExtension:
         self._routing_cache.write(layer, next(iter(slots.values())), experts)
 
 
-def _runners(model: torch.nn.Module) -> list[Any]:
+def _runners(model: torch.nn.Module) -> list[MoERunner]:
     """Return the model's layers with experts, from first to last."""
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
     return sorted(runners, key=lambda runner: runner.layer_id)
 
 
-def _check_readable(runners: list[Any]) -> None:
+def _check_readable(runners: list[MoERunner]) -> None:
     readable = [isinstance(runner.router, BaseRouter) and not runner._quant_method.is_monolithic for runner in runners]
     if not runners or not all(readable):
         kinds = sorted({type(runner.router).__name__ for runner in runners}) or ["none"]

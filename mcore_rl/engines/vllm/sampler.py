@@ -6,12 +6,12 @@ request, whose state an abort loses; here only the generator's initial seed is u
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from vllm.platforms import current_platform
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -23,7 +23,9 @@ _noise_keys: torch.Tensor | None = None
 _upstream_sample = GPUModelRunner._sample
 
 
-def _sample(self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+def _sample(
+    self: GPUModelRunner, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None
+) -> SamplerOutput:
     """Wrap GPUModelRunner._sample to compute the noise keys of its rows. Greedy requests have no seed and need none."""
     global _noise_keys
     batch = self.input_batch
@@ -61,7 +63,7 @@ def _forward(
 _upstream_bookkeeping = CPUModelRunner._bookkeeping_sync
 
 
-def _bookkeeping_sync(self: CPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+def _bookkeeping_sync(self: CPUModelRunner, *args: object, **kwargs: object) -> object:
     """Wrap CPUModelRunner._bookkeeping_sync without the generators of rows whose prompt is not complete.
 
     vLLM would rewind their offset, which CPU generators do not have; nothing was sampled from them anyway.

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.platforms import current_platform
 
-from mcore_rl.engines.kept_slices import KeptSlice, parts_of
+from mcore_rl.engines.kept_slices import KeptSlice, PendingSlices
 from mcore_rl.engines.vllm.held_weights import derived_parameters, tied_head
 from mcore_rl.engines.vllm.kept_slices import discard_reload
 from mcore_rl.errors import WeightSyncError
@@ -40,15 +40,12 @@ class SliceLoader:
         self._model = model
         self._vllm_config = vllm_config
         self._modules = dict(model.named_modules())
-        self._kept: dict[str, list[KeptSlice]] = {}
-        for each in kept:
-            self._kept.setdefault(each.name, []).append(each)
+        self._pending = PendingSlices(kept)
         loaded = {f"{each.module}.{each.parameter}" for each in kept}
         without = {name for name, _ in model.named_parameters()} - derived_parameters(model) - loaded
         without -= {f"{name}.weight" for name, module in self._modules.items() if _is_padding(module)}
         if without:
             raise WeightSyncError(f"no tensor of the trainer contains {', '.join(sorted(without))}")
-        self._missing: Counter[KeptSlice] = Counter()
         self._module_missing: Counter[str] = Counter()
         self.updating = False
 
@@ -60,9 +57,9 @@ class SliceLoader:
             # leaves unpacked weights in a kernel that expects packed ones.
             if isinstance(module, RoutedExperts) and current_platform.is_cpu():
                 module.quant_method.moe_kernel = None
-        self._missing = Counter({each: each.numel for kept in self._kept.values() for each in kept})
+        self._pending.begin()
         self._module_missing = Counter()
-        for each, numel in self._missing.items():
+        for each, numel in self._pending.missing.items():
             self._module_missing[each.module] += numel
         self.updating = True
         initialize_layerwise_reload(self._model)
@@ -73,7 +70,7 @@ class SliceLoader:
         start: indices of the box's first element.
         Raises: WeightSyncError for a part that was already received in this update.
         """
-        for each, offset, part in parts_of(self._kept.get(name, ()), start, box):
+        for each, offset, part in self._pending.parts(name, start, box):
             self._copy(each, offset, part)
 
     def finish(self) -> None:
@@ -81,9 +78,7 @@ class SliceLoader:
 
         Raises: WeightSyncError naming tensors that were not received completely.
         """
-        missing = sorted({each.name for each, numel in self._missing.items() if numel})
-        if missing:
-            raise WeightSyncError(f"the update lacks all or part of {', '.join(missing[:8])}")
+        self._pending.require_complete()
         finalize_layerwise_reload(self._model, self._vllm_config.model_config)
         head = tied_head(self._model)
         if head is not None:
@@ -100,9 +95,6 @@ class SliceLoader:
 
     def _copy(self, each: KeptSlice, offset: int, source: torch.Tensor) -> None:
         """Copy a part of a slice to its place in the parameter."""
-        numel = source.numel()
-        if numel > self._missing[each]:
-            raise WeightSyncError(f"received a part of {each.name} twice in one update")
         layer = self._modules[each.module]
         info = get_layerwise_info(layer)
         parameter = getattr(layer, each.parameter)
@@ -113,8 +105,7 @@ class SliceLoader:
             if isinstance(layer, VocabParallelEmbedding):
                 parameter.data.zero_()  # padding rows, which no tensor contains
         parameter.data.as_strided(source.shape, each.strides, offset).copy_(source)
-        self._missing[each] -= numel
-        self._module_missing[each.module] -= numel
+        self._module_missing[each.module] -= source.numel()
         # The module is complete: vLLM converts it and copies it into the memory of its kernels.
         if not self._module_missing[each.module]:
             _layerwise_process(layer, info)

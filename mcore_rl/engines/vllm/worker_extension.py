@@ -8,39 +8,39 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-from mcore_rl.engines.kept_slices import TensorSpec
+from mcore_rl.engines.kept_slices import ConnectedRank, connect_rank
+from mcore_rl.engines.kv_memory import FreedStorages, free_storages, restore_storages
 from mcore_rl.engines.vllm import cpu, cpu_experts, sampler  # noqa: F401  (importing them patches vLLM)
 from mcore_rl.engines.vllm.held_weights import held_modules, held_tensors
 from mcore_rl.engines.vllm.kept_slices import record_kept_slices
 from mcore_rl.engines.vllm.ranks import RankMethods
 from mcore_rl.engines.vllm.routing import RoutingExtension
 from mcore_rl.engines.vllm.slice_loader import SliceLoader
-from mcore_rl.errors import WeightSyncError
-from mcore_rl.weights.connection import Connection, connect_engine_rank
-from mcore_rl.weights.receive import SliceReceiver
+from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.slices.engine_layout import EngineLayout
-from mcore_rl.weights.slices.shard_map import Box, ShardMap
 from mcore_rl.weights.transports.hosts import this_host
 from mcore_rl.weights.transports.segments import SHARED_MEMORY, device_uuid
 from mcore_rl.weights.transports.topology import Endpoint
-from mcore_rl.weights.verify import Comparison, compare, require_planned
+from mcore_rl.weights.verify import Comparison, compare
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 class WeightReceiverExtension(RankMethods, RoutingExtension):
     """Mixin for vLLM's Worker; one instance per engine rank. Its names must not occur in Worker."""
 
     vllm_config: VllmConfig
-    model_runner: Any
-    _slice_receiver: SliceReceiver
+    model_runner: GPUModelRunner
+    _connected: ConnectedRank
     _slice_loader: SliceLoader | None = None
-    _boxes: dict[str, Box]
-    _kv_cache_bytes: list[int]
+    _freed: FreedStorages
 
     def prepare_cpu_worker(self) -> None:
         """Work around bugs of vLLM 0.32 on CPU. Called once on every rank, after all have started."""
@@ -57,56 +57,42 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
         return Endpoint(this_host(), os.environ["VLLM_HOST_IP"], device_uuid())
 
     def connect_weights(self, connection: Connection, first_rank: int) -> None:
-        """Connect to the sync and record the parts of tensors that this rank keeps.
-
-        first_rank: number of the engine's first rank among the ranks of all engines.
-        Collective: all processes of the sync.
-        Raises: WeightSyncError if this rank keeps other parts of tensors than the plan sends.
-        """
+        """Connect to the sync, see connect_rank."""
         self._discard_update()
-        layout, plan = _layout(self.vllm_config), connection.plan
-        if layout != plan.engine_layout:
-            raise WeightSyncError(f"the engine's layout is {layout}, but the sync was planned for {plan.engine_layout}")
-        self._slice_receiver = connect_engine_rank(connection, first_rank + self.rank)
-        shard_map = ShardMap(plan.rows, layout)
-        self._boxes = shard_map.boxes(self.rank)
-        specs = [
-            TensorSpec(name, bound.dtype, shape)
-            for bound in shard_map.rows
-            for name, shape in zip(bound.hf, bound.row.shapes, strict=True)
-        ]
+        layout = _layout(self.vllm_config)
         with self._engine_context():
-            kept = record_kept_slices(self._model, specs)
-            require_planned({each.name: (each.start, each.size) for each in kept}, self._boxes, self.rank)
-            self._slice_loader = SliceLoader(self._model, self.vllm_config, kept)
+            self._connected = connect_rank(
+                connection, layout, self.rank, first_rank, lambda specs: record_kept_slices(self._model, specs)
+            )
+            self._slice_loader = SliceLoader(self._model, self.vllm_config, self._connected.kept)
 
     def begin_update(self) -> None:
         self._discard_update()
-        self._slice_receiver.begin()
+        self._connected.receiver.begin()
         with self._engine_context():
             self._loader.begin()
 
     def receive_bucket(self, sync_round: int) -> int:
         """Receive and load one round of the plan. Returns its bytes."""
         with self._engine_context():
-            return self._slice_receiver.receive(sync_round, self._loader.put)
+            return self._connected.receiver.receive(sync_round, self._loader.put)
 
     def finish_update(self) -> None:
         """Finish the update.
 
         Raises: WeightSyncError if a part that this rank keeps was not received.
         """
-        self._slice_receiver.finish()
+        self._connected.receiver.finish()
         with self._engine_context():
             self._loader.finish()
 
     def compare_weights(self) -> Comparison:
         """Compare the weights of this rank's kernels with the trainer's digests, one module at a time."""
-        expected = self._slice_receiver.digests()
+        expected = self._connected.receiver.digests()
         with self._engine_context():
             held = ((each.name, each.tensor) for name in held_modules(self._model)
                     for each in held_tensors(self._model, name))  # fmt: skip
-            return compare(expected, held, self._boxes)
+            return compare(expected, held, self._connected.boxes)
 
     def _discard_update(self) -> None:
         if self._slice_loader is not None and self._slice_loader.updating:
@@ -123,25 +109,11 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
 
     def release_kv_cache(self) -> int:
         """Free the memory of the KV cache but keep its tensors. Returns the freed bytes."""
-        storages = self._kv_storages()
-        self._kv_cache_bytes = [storage.nbytes() for storage in storages]
-        for storage in storages:
-            storage.resize_(0)
-        return sum(self._kv_cache_bytes)
+        self._freed = free_storages(self.model_runner.kv_caches)
+        return sum(num_bytes for _, num_bytes in self._freed)
 
     def restore_kv_cache(self) -> None:
-        """Allocate the memory of the KV cache again, filled with zeros as in vLLM.
-
-        Attention multiplies masked values too, so they must not be NaN.
-        """
-        for storage, num_bytes in zip(self._kv_storages(), self._kv_cache_bytes, strict=True):
-            storage.resize_(num_bytes)
-            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
-
-    def _kv_storages(self) -> list[torch.UntypedStorage]:
-        """Return the distinct storages of all layers; layers may share one."""
-        storages = [tensor.untyped_storage() for tensor in self.model_runner.kv_caches]
-        return list({storage._cdata: storage for storage in storages}.values())
+        restore_storages(self._freed)
 
     @property
     def _model(self) -> torch.nn.Module:

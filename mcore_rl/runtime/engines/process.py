@@ -16,7 +16,7 @@ from mcore_rl.config.rules.rollout import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
-from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follow
+from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follower
 from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader
 from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
@@ -257,8 +257,7 @@ class FollowerProcess(RunProcess):
         """Run the ranks; returns when they end."""
         context.hide_devices()
         config = context.config
-        follow(
-            config.rollout.engine,
+        follower(config.rollout.engine)(
             config.model.hf_path,
             config.rollout,
             hosts,

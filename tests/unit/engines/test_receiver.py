@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.engines.receiver import RanksReceiver
+from mcore_rl.engines.rank_engine import RanksReceiver
 from mcore_rl.errors import WeightSyncError
 
 

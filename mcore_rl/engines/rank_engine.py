@@ -1,0 +1,134 @@
+"""Engine that consists of ranks: weight updates of all ranks, sleep and wake-up."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mcore_rl.engines.stepped_engine import SteppedEngine
+from mcore_rl.errors import WeightSyncError
+from mcore_rl.ports import WeightReceiver
+from mcore_rl.weights.connection import Connection
+from mcore_rl.weights.transports.topology import Endpoint
+from mcore_rl.weights.verify import Comparison
+
+
+class AllRanks(Protocol):
+    """Ranks of one engine."""
+
+    def call(self, method: str, *args: object) -> list[Any]:
+        """Call a method on all ranks. Returns the results by rank."""
+
+
+class ResetPrefixCache(Protocol):
+    def __call__(self, *, recompute: bool) -> None: ...
+
+
+class RanksReceiver:
+    """Implements ports.WeightReceiver on the ranks of an engine.
+
+    ranks: calls the same methods on the ranks of every engine (`endpoint`, `connect_weights`, `begin_update`, ...).
+    reset_prefix_cache: called after an update, see RankEngine._reset_prefix_cache.
+    """
+
+    def __init__(self, ranks: AllRanks, reset_prefix_cache: ResetPrefixCache) -> None:
+        self.version = 0
+        self._ranks = ranks
+        self._reset_prefix_cache = reset_prefix_cache
+        self._complete = True
+
+    def endpoints(self) -> list[Endpoint]:
+        return self._ranks.call("endpoint")
+
+    def connect(self, connection: Connection, engine: int) -> None:
+        first_rank = engine * connection.plan.topology.ranks_per_engine
+        self._ranks.call("connect_weights", connection, first_rank)
+
+    def begin_update(self) -> None:
+        self._complete = False
+        self._ranks.call("begin_update")
+
+    def receive_bucket(self, sync_round: int) -> list[int]:
+        return self._ranks.call("receive_bucket", sync_round)
+
+    def finish_update(self, version: int, *, recompute: bool = False) -> None:
+        self._ranks.call("finish_update")
+        earlier = self.version
+        # Set before the reset, which may submit requests again: they must run with the new version.
+        self.version, self._complete = version, True
+        try:
+            self._reset_prefix_cache(recompute=recompute)
+        except BaseException:
+            # The cache may contain entries of earlier weights, so only another complete update makes it usable.
+            self.version, self._complete = earlier, False
+            raise
+
+    def compare(self) -> list[Comparison]:
+        self.require_complete()
+        return self._ranks.call("compare_weights")
+
+    def require_complete(self) -> None:
+        """Raise WeightSyncError if an update was begun and no update has been completed since."""
+        if not self._complete:
+            raise WeightSyncError(
+                f"the engine holds a part of the update after version {self.version}; it is usable "
+                "only after a complete update"
+            )
+
+
+class RankEngine(SteppedEngine):
+    """SteppedEngine whose model runs on ranks, which receive weight updates and can sleep."""
+
+    _ranks: AllRanks
+    receiver: RanksReceiver
+    _asleep: frozenset[str] = frozenset()
+    """Parts that are asleep: "weights", "kv_cache"."""
+
+    @property
+    def weight_version(self) -> int:
+        return self.receiver.version
+
+    def sleep(self, *, keep_weights: bool) -> int:
+        """Implement ports.Engine.sleep."""
+        if self.num_running:
+            raise RuntimeError(f"the engine cannot sleep while {self.num_running} requests are running")
+        if "weights" in self._asleep:
+            return 0
+        released = self._release(keep_weights=keep_weights)
+        self._asleep = frozenset({"weights", "kv_cache"})
+        return released
+
+    def wake_up(self, part: str) -> None:
+        """Implement ports.Engine.wake_up."""
+        if part in self._asleep:
+            self._restore(part)
+            self._asleep -= {part}
+
+    def _release(self, *, keep_weights: bool) -> int:
+        """Free memory. Returns its bytes. On CPU only the KV cache is freed: kernels hold the weights, packed."""
+        self._reset_prefix_cache(recompute=False)
+        # After a weight sync only the weights are awake, and the KV cache is freed already.
+        return 0 if "kv_cache" in self._asleep else sum(self._ranks.call("release_kv_cache"))
+
+    def _restore(self, part: str) -> None:
+        if part == "kv_cache":
+            self._ranks.call("restore_kv_cache")
+
+    def _require_ready(self) -> None:
+        if self._asleep:
+            raise RuntimeError(f"the engine is asleep ({', '.join(sorted(self._asleep))}); call wake_up() first")
+        self.receiver.require_complete()
+
+    @abstractmethod
+    def _reset_prefix_cache(self, *, recompute: bool) -> None:
+        """Prevent new requests from using KV cache of earlier weights.
+
+        With `recompute`, running requests compute their KV cache again; otherwise requests that have sampled a token
+        keep theirs, and all others start again.
+
+        Raises: WeightSyncError if the engine does not reset its cache.
+        """
+
+
+if TYPE_CHECKING:
+    _port: type[WeightReceiver[Endpoint, Connection, Comparison]] = RanksReceiver
