@@ -106,10 +106,10 @@ def _expected(directory: str, max_tokens: int, copies: int) -> tuple[TrajectoryB
 
 def _sequences(directory: str, max_tokens: int) -> list[torch.Tensor]:
     with HFCheckpoint(directory) as source:
-        fields = source.config
-    length = min(_MAX_TOKENS, max_tokens, fields["max_position_embeddings"])
+        arguments = source.family.model_arguments(source.config)
+    length = min(_MAX_TOKENS, max_tokens, arguments.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, fields["vocab_size"], (length,), generator=generator) for _ in range(_NUM_SEQUENCES)]
+    return [torch.randint(0, arguments.vocab_size, (length,), generator=generator) for _ in range(_NUM_SEQUENCES)]
 
 
 def _trajectories(

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from model_converters.catalogue import as_lines, as_markdown, write_between_markers
 from model_converters.dcp.convert import to_hf, to_mcore, verify
@@ -60,14 +60,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--into", type=_path, metavar="PAGE", help="write the tables into a Markdown page, between its two markers"
     )
     families.set_defaults(verb=families_verb)
-    _add_to_mcore(verbs)
-    _add_to_hf(verbs)
-    _add_verify(verbs)
+    _add_to_mcore(
+        verbs.add_parser("to-mcore", help="convert an HF directory to a Megatron-Core distributed checkpoint")
+    )
+    _add_to_hf(verbs.add_parser("to-hf", help="convert a distributed checkpoint of any layout to an HF directory"))
+    _add_verify(
+        verbs.add_parser(
+            "verify", help="compare an HF directory and a checkpoint bit for bit; exit code 1 if they differ"
+        )
+    )
     return parser
 
 
-def _add_to_mcore(verbs: Any) -> None:
-    verb = verbs.add_parser("to-mcore", help="convert an HF directory to a Megatron-Core distributed checkpoint")
+def _add_to_mcore(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--hf", type=_path, required=True, metavar="DIR", help="HF directory: config.json, safetensors")
     verb.add_argument("--out", type=_path, required=True, metavar="DIR", help="checkpoint to write; must not exist")
     verb.add_argument("--lora", type=_path, metavar="DIR", help="PEFT adapter to merge into the weights")
@@ -84,8 +89,7 @@ def _add_to_mcore(verbs: Any) -> None:
     verb.set_defaults(verb=to_mcore_verb)
 
 
-def _add_to_hf(verbs: Any) -> None:
-    verb = verbs.add_parser("to-hf", help="convert a distributed checkpoint of any layout to an HF directory")
+def _add_to_hf(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--ckpt", type=_path, required=True, metavar="DIR", help="directory that contains .metadata")
     verb.add_argument("--out", type=_path, required=True, metavar="DIR", help="HF directory to write; must not exist")
     verb.add_argument(
@@ -96,10 +100,7 @@ def _add_to_hf(verbs: Any) -> None:
     verb.set_defaults(verb=to_hf_verb)
 
 
-def _add_verify(verbs: Any) -> None:
-    verb = verbs.add_parser(
-        "verify", help="compare an HF directory and a checkpoint bit for bit; exit code 1 if they differ"
-    )
+def _add_verify(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--hf", type=_path, required=True, metavar="DIR", help="HF directory")
     verb.add_argument("--ckpt", type=_path, required=True, metavar="DIR", help="directory that contains .metadata")
     verb.add_argument("--lora", type=_path, metavar="DIR", help="PEFT adapter that was merged into the weights")
@@ -173,16 +174,14 @@ def layout_from(parsed: argparse.Namespace) -> TrainLayout:
 
 
 def to_mcore_verb(parsed: argparse.Namespace) -> int:
-    max_file_bytes = int(parsed.max_file_gib * 2**30)
-    layout = layout_from(parsed)
     to_mcore(
         parsed.hf,
         parsed.out,
-        layout,
+        layout_from(parsed),
         lora=parsed.lora,
         drop_mtp=parsed.drop_mtp,
         mtp_copies=parsed.mtp_copies,
-        max_file_bytes=max_file_bytes,
+        max_file_bytes=int(parsed.max_file_gib * 2**30),
         logits=parsed.logits,
     )
     print(f"wrote {parsed.out}")
@@ -205,11 +204,7 @@ def verify_verb(parsed: argparse.Namespace) -> int:
         mtp_copies=parsed.mtp_copies,
         logits=parsed.logits,
     )
-    if parsed.json:
-        print(json.dumps(certificate.as_json()))
-    else:
-        for line in certificate.as_table():
-            print(line)
+    print(json.dumps(certificate.as_json()) if parsed.json else "\n".join(certificate.as_table()))
     return 0 if certificate.holds else 1
 
 
@@ -220,20 +215,13 @@ def show_verb(parsed: argparse.Namespace) -> int:
     family_for(config).model_arguments(config)  # rejects unsupported settings before the table is printed
     bound = bind(family_for(config).rows(config), config, weights_dtype(config))
     layout = layout_from(parsed)
-    if parsed.json:
-        print(json.dumps(as_json(config, bound, layout)))
-    else:
-        for line in as_table(config, bound, layout):
-            print(line)
+    print(json.dumps(as_json(config, bound, layout)) if parsed.json else "\n".join(as_table(config, bound, layout)))
     return 0
 
 
 def families_verb(parsed: argparse.Namespace) -> int:
     if parsed.into:
         write_between_markers(parsed.into)
-    elif parsed.markdown:
-        print(as_markdown())
     else:
-        for line in as_lines():
-            print(line)
+        print(as_markdown() if parsed.markdown else "\n".join(as_lines()))
     return 0

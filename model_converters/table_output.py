@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.mapping.layout import TrainLayout
@@ -14,7 +13,7 @@ from model_converters.mapping.table import BoundRow
 _HEADINGS = ("mcore", "HF", "transform", "axis", "ranks", "local shape", "slice of the HF tensors")
 
 
-def as_json(config: HFConfig, bound: Sequence[BoundRow], layout: TrainLayout) -> dict[str, Any]:
+def as_json(config: HFConfig, bound: Sequence[BoundRow], layout: TrainLayout) -> dict[str, object]:
     """Return the table as JSON values.
 
     Keys: model_type, layout, rows. A row has mcore, hf, shapes, dtype, group, transform, axis, dim, exported and
@@ -28,7 +27,7 @@ def as_json(config: HFConfig, bound: Sequence[BoundRow], layout: TrainLayout) ->
     }
 
 
-def _row_json(bound: BoundRow, placement: Placement) -> dict[str, Any]:
+def _row_json(bound: BoundRow, placement: Placement) -> dict[str, object]:
     row = bound.row
     return {
         "mcore": bound.mcore,

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch.distributed.checkpoint import Metadata
@@ -30,17 +30,18 @@ from model_converters.dcp.verify import Certificate, compare
 from model_converters.dcp.writer import PlannedFile, plan_files, plan_metadata, space_needed, write_file, write_metadata
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.families.parts.hf_config import read_hf_config
+from model_converters.families.parts.hf_config import HFConfig, read_hf_config
 from model_converters.families.parts.mtp import Copies, resolve_copies, resolve_mtp, without_mtp
 from model_converters.hf.fp8_export import Fp8Export
 from model_converters.hf.io import HFCheckpoint, HFWriter
 from model_converters.hf.loader import check_copies
 from model_converters.hf.side_files import HF_FOLDER, copy_side_files, side_files, side_files_in
+from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import TensorPlan
-from model_converters.mapping.plan import check_complete, load_plan
+from model_converters.mapping.plan import load_plan
 from model_converters.mapping.table import BoundRow, bind
-from model_converters.progress import ByteProgress
+from model_converters.progress import byte_progress
 
 # A resumed conversion repeats at most one file of this size.
 MAX_FILE_BYTES = 2 * 2**30
@@ -73,6 +74,8 @@ def to_mcore(
 
     Raises: ConversionError; LayoutError.
     """
+    from mcore_rl.megatron.checkpoint.format_files import write_format_files
+
     with HFCheckpoint(hf, lora) as source:
         _check_config("--hf", hf, source.config)
         side_files(hf)
@@ -86,7 +89,7 @@ def to_mcore(
             write_metadata(partial.directory, conversion.metadata, conversion.files, spans)
             copy_side_files(hf, partial.directory / HF_FOLDER, conversion.config)
             write_record(partial.directory, source, _bound(conversion.config))
-            _write_format_files(partial.directory)
+            write_format_files(partial.directory)
             if compared:
                 require_same_logits(hf, partial.directory, conversion.config)
             partial.publish()
@@ -102,7 +105,7 @@ def to_mcore(
             partial.close()
 
 
-def _check_config(flag: str, directory: Path, config: dict[str, Any]) -> None:
+def _check_config(flag: str, directory: Path, config: HFConfig) -> None:
     """Reject a configuration from which no model can be built.
 
     Raises: ConversionError naming the flag and the field.
@@ -116,7 +119,7 @@ def _check_config(flag: str, directory: Path, config: dict[str, Any]) -> None:
 @dataclass(frozen=True)
 class _Conversion:
     source: HFCheckpoint
-    config: dict[str, Any]
+    config: dict[str, object]
     bound: Sequence[BoundRow]
     layout: TrainLayout
     dtypes: Mapping[str, torch.dtype]
@@ -151,7 +154,7 @@ def _print_notes(source: HFCheckpoint, dropped: Sequence[str], dropped_copies: S
         print(f"{source.directory}: {note}", file=sys.stderr)
 
 
-def _identity(conversion: _Conversion, lora: Path | None, max_file_bytes: int) -> dict[str, Any]:
+def _identity(conversion: _Conversion, lora: Path | None, max_file_bytes: int) -> dict[str, object]:
     """Properties that must be equal for a conversion to resume an earlier one."""
     planned = {file.name: file.num_bytes for file in conversion.files}
     return {
@@ -163,7 +166,7 @@ def _identity(conversion: _Conversion, lora: Path | None, max_file_bytes: int) -
     }
 
 
-def _fingerprint(directory: Path) -> dict[str, Any]:
+def _fingerprint(directory: Path) -> dict[str, object]:
     # Sizes and times instead of checksums: hashing a large model would take as long as converting it.
     files = sorted({*directory.glob("*config.json"), *directory.glob("*.safetensors*")})
     sizes_and_times = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
@@ -191,7 +194,7 @@ def _write(partial: PartialCheckpoint, conversion: _Conversion, spans: dict[str,
     done = sum(file.num_bytes for file in files if file.name in spans)
     if spans:
         print(f"{partial.target}: resuming; {len(spans)} of {len(files)} files are finished", file=sys.stderr)
-    with ByteProgress("to-mcore", sum(file.num_bytes for file in files), done) as progress:
+    with byte_progress("to-mcore", sum(file.num_bytes for file in files), done) as advance:
         rank = -1
         for file in files:
             if file.name in spans:
@@ -200,16 +203,18 @@ def _write(partial: PartialCheckpoint, conversion: _Conversion, spans: dict[str,
                 rank = file.rank
                 loads = load_plan(conversion.bound, conversion.layout, rank)
                 chunks = ChunkSource(conversion.source, loads, conversion.dtypes, conversion.states[rank])
-            spans[file.name] = write_file(partial.directory, file, chunks.read, progress.advance)
+            spans[file.name] = write_file(partial.directory, file, chunks.read, advance)
             partial.note(file.name, spans[file.name])
 
 
-def _bound(config: dict[str, Any]) -> list[BoundRow]:
+def _bound(config: HFConfig) -> list[BoundRow]:
     # The dtype argument has no effect here: conversions keep the dtype of every tensor.
     return bind(family_for(config).rows(config), config, torch.bfloat16)
 
 
-def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming = "default") -> list[ShardedRankState]:
+def rank_states(
+    config: dict[str, object], layout: TrainLayout, *, naming: Naming = "default"
+) -> list[ShardedRankState]:
     """Return the chunks and objects that each rank of `layout` saves; see mcore_rl.megatron.model.sharded.rank_state.
 
     Raises: ConversionError.
@@ -225,12 +230,6 @@ def rank_states(config: dict[str, Any], layout: TrainLayout, *, naming: Naming =
             return [rank_state(config, layout, rank, naming=naming) for rank in range(layout.world_size)]
     except McoreRLError as error:
         raise ConversionError(str(error)) from error
-
-
-def _write_format_files(directory: Path) -> None:
-    from mcore_rl.megatron.checkpoint.format_files import write_format_files
-
-    write_format_files(directory)
 
 
 def to_hf(
@@ -258,11 +257,11 @@ def to_hf(
     export = Fp8Export(checkpoint.config, _bound(checkpoint.config), scales, record.scales_of)
     plans = export.plans(sources) if fp8 else sources
     by_name = {plan.hf_name: plan for plan in plans}
-    with HFWriter(out, max_shard_bytes) as writer, ByteProgress("to-hf", sum(map(plan_bytes, sources))) as progress:
+    with HFWriter(out, max_shard_bytes) as writer, byte_progress("to-hf", sum(map(plan_bytes, sources))) as advance:
         writer.begin(plans)
         for source in sources:
             _export(writer, by_name, source.hf_name, checkpoint, export)
-            progress.advance(plan_bytes(source))
+            advance(plan_bytes(source))
         writer.finish(described, checkpoint.config)
 
 
@@ -289,7 +288,7 @@ def side_files_of(ckpt: Path, hf: Path | None = None) -> Path:
     return hf or own
 
 
-def open_checkpoint(ckpt: Path, config: dict[str, Any]) -> McoreCheckpoint:
+def open_checkpoint(ckpt: Path, config: dict[str, object]) -> McoreCheckpoint:
     """Open a checkpoint with the key scheme (`Naming`) that matches most of its keys.
 
     Multi-token prediction is dropped from `config` if the checkpoint has none of its tensors: trainers may not keep it.

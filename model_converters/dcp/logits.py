@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from model_converters.dcp.verify import LogitDifference
 from model_converters.errors import ConversionError
@@ -37,7 +37,7 @@ def should_compare_logits(source: HFCheckpoint, logits: Compare, lora: Path | No
     return reason is None
 
 
-def require_same_logits(hf: Path, ckpt: Path, config: dict[str, Any]) -> None:
+def require_same_logits(hf: Path, ckpt: Path, config: dict[str, object]) -> None:
     """Compare the logits of both models and print the largest difference.
 
     Raises: ConversionError if they differ, or if transformers cannot load the model.
@@ -55,7 +55,7 @@ def require_same_logits(hf: Path, ckpt: Path, config: dict[str, Any]) -> None:
     print(f"logits agree with transformers: the largest difference is {difference.max_abs_diff:.3g}")
 
 
-def compare_logits(hf: Path, ckpt: Path, config: dict[str, Any]) -> LogitDifference:
+def compare_logits(hf: Path, ckpt: Path, config: dict[str, object]) -> LogitDifference:
     """Run both models in float32 on random tokens: transformers on `hf`, Megatron on the checkpoint and `config`.
 
     Raises: ConversionError if either model cannot be loaded.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint import Metadata
@@ -53,7 +53,7 @@ _ALLOWED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         # Dtypes are pickled as attributes of the module torch.
@@ -61,7 +61,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it contains {module}.{name}, which is not part of checkpoint metadata")
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> object:
         raise pickle.UnpicklingError("it refers to external data")
 
 
@@ -127,7 +127,7 @@ def _check(metadata: Metadata) -> None:
         _require(not place.transform_descriptors, f"{index.fqn} is compressed or encrypted")
 
 
-def _check_sizes(key: str, sizes: Any) -> None:
+def _check_sizes(key: str, sizes: object) -> None:
     _require(isinstance(sizes, tuple) and all(type(n) is int and n >= 0 for n in sizes), f"{key} has sizes {sizes!r}")
 
 

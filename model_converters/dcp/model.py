@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
@@ -45,7 +44,7 @@ class McoreCheckpoint:
     """
 
     def __init__(
-        self, config: dict[str, Any], bound: Sequence[BoundRow], chunks: Sequence[CheckpointChunk], reader: DcpReader
+        self, config: dict[str, object], bound: Sequence[BoundRow], chunks: Sequence[CheckpointChunk], reader: DcpReader
     ) -> None:
         self.config, self._reader = config, reader
         self._parts: dict[str, list[_StoredBlock]] = {}

@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from model_converters.durable_files import durable_write, sync
 from model_converters.errors import ConversionError, listing
@@ -32,7 +31,7 @@ class PartialCheckpoint:
         self.directory = self.target.with_name(f".{self.target.name}.partial")
         self._lock: int | None = None
 
-    def open(self, identity: Mapping[str, Any]) -> dict[str, list[Span]]:
+    def open(self, identity: Mapping[str, object]) -> dict[str, list[Span]]:
         """Create the directory, or resume one with the same `identity`. Returns the spans of its finished files.
 
         Raises: ConversionError if the target exists, another process writes it, the directory belongs to another
@@ -52,7 +51,8 @@ class PartialCheckpoint:
             self._start(identity)
             return {}
         # Convert to JSON and back: the recorded identity has lists instead of tuples.
-        differing = _differences(recorded, json.loads(json.dumps(identity)))
+        wanted = json.loads(json.dumps(identity))
+        differing = [key for key in {**wanted, **recorded} if recorded.get(key) != wanted.get(key)]
         if differing:
             self.close()
             raise ConversionError(
@@ -100,14 +100,14 @@ class PartialCheckpoint:
             self.close()
             raise ConversionError(f"another process is writing {self.target}") from None
 
-    def _start(self, identity: Mapping[str, Any]) -> None:
+    def _start(self, identity: Mapping[str, object]) -> None:
         """Empty the directory and record the identity. Files without a readable identity cannot be resumed."""
         for stale in self.directory.iterdir():
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
         with durable_write(self.directory / _IDENTITY) as file:
             file.write(json.dumps(identity, indent=1).encode())
 
-    def _read_identity(self) -> dict[str, Any] | None:
+    def _read_identity(self) -> dict[str, object] | None:
         try:
             recorded = json.loads((self.directory / _IDENTITY).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -128,7 +128,3 @@ class PartialCheckpoint:
             if spans and num_bytes == sum(spans[-1]):
                 spans_by_file[name] = spans
         return spans_by_file
-
-
-def _differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    return [key for key in {**wanted, **recorded} if recorded.get(key) != wanted.get(key)]

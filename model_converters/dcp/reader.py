@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
@@ -27,7 +28,7 @@ class DcpReader:
 
     def __init__(self, directory: Path, metadata: Metadata, cache_bytes: int = 0) -> None:
         self.directory, self.cache_bytes = directory, cache_bytes
-        self._storage: dict[MetadataIndex, Any] = metadata.storage_data
+        self._storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self._stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         self.shapes: dict[str, Shape] = {key: tuple(stored.size) for key, stored in self._stored.items()}
         self._chunks: dict[str, list[Box]] = {}
@@ -120,7 +121,7 @@ class DcpReader:
         """
         return self._unpickle(self._storage[MetadataIndex(key)], key)
 
-    def _unpickle(self, place: Any, what: str) -> Any:
+    def _unpickle(self, place: _StorageInfo, what: str) -> object:
         file = self.directory / place.relative_path
         try:
             with file.open("rb") as stream:

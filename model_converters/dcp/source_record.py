@@ -8,17 +8,17 @@ has two possible power-of-two scales.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from model_converters.durable_files import durable_write, sync
+from model_converters.durable_files import sync
 from model_converters.errors import ConversionError
 from model_converters.hf.files import TensorFiles
 from model_converters.hf.io import HFCheckpoint
-from model_converters.hf.shards import StoredTensor, as_bytes, layout_shard, read_header, write_exactly
+from model_converters.hf.shards import StoredTensor, read_header, write_tensors
 from model_converters.hf.side_files import HF_FOLDER, side_files_in
 from model_converters.hf.writer import write_json
 from model_converters.inputs import read_object
@@ -43,11 +43,8 @@ class SourceRecord:
         stored = self.scales.get(name)
         if stored is None:
             return None
-        files = TensorFiles()
-        try:
+        with closing(TensorFiles()) as files:
             return files.read(name, stored)
-        finally:
-            files.close()
 
 
 def write_record(directory: Path, source: HFCheckpoint, bound: Sequence[BoundRow]) -> None:
@@ -62,17 +59,8 @@ def write_record(directory: Path, source: HFCheckpoint, bound: Sequence[BoundRow
         write_json(folder / _ABSENT_FILE, {"absent": absent})
     scales = {name: source.stored_scales(name) for name in source.quantised}
     if scales:
-        _write_scales(folder / _SCALES_FILE, scales)
+        write_tensors(folder / _SCALES_FILE, scales)
     sync(folder)
-
-
-def _write_scales(file: Path, scales: Mapping[str, torch.Tensor]) -> None:
-    header, places = layout_shard(file, [(name, t.dtype, tuple(t.shape)) for name, t in scales.items()])
-    with durable_write(file) as opened:
-        opened.write(header)
-        opened.flush()
-        for name, tensor in scales.items():
-            write_exactly(opened.fileno(), as_bytes(tensor.contiguous()), places[name].offset)
 
 
 def read_record(directory: Path) -> SourceRecord:
@@ -87,7 +75,7 @@ def read_record(directory: Path) -> SourceRecord:
 
 def _read_absent(file: Path) -> list[str]:
     try:
-        absent: Any = read_object(file).get("absent")
+        absent = read_object(file).get("absent")
     except FileNotFoundError:
         return []
     if not isinstance(absent, list) or not all(isinstance(name, str) for name in absent):

@@ -7,7 +7,6 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -17,10 +16,10 @@ from model_converters.families import family_for
 from model_converters.families.parts.family import ModelArguments
 from model_converters.families.parts.hf_config import HFConfig
 from model_converters.families.parts.mtp import without_mtp
-from model_converters.hf.fp8_export import is_quantised_from
+from model_converters.hf.fp8_export import has_powers, is_quantised_from
 from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.shards import as_bytes
-from model_converters.progress import ByteProgress
+from model_converters.progress import byte_progress
 
 # Tolerance relative to the largest logit, for two float32 implementations of a model. A wrong weight or setting changes
 # logits by far more.
@@ -71,7 +70,7 @@ class Certificate:
         lines = "".join(f"{name} {self.checksums[name]}\n" for name in sorted(self.checksums))
         return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "tensors": len(self.checksums) + len(self.mismatched),
             "mismatched": sorted(self.mismatched),
@@ -124,7 +123,7 @@ def _model_arguments(config: HFConfig) -> ModelArguments | None:
         return None
 
 
-def _exchanged(config: HFConfig, key: str, other: HFConfig) -> dict[str, Any]:
+def _exchanged(config: HFConfig, key: str, other: HFConfig) -> dict[str, object]:
     rest = {name: value for name, value in config.items() if name != key}
     return {**rest, key: other[key]} if key in other else rest
 
@@ -156,14 +155,14 @@ def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint, dropped: Collecti
     checksums, quantised = {}, set()
     common = sorted((name for name in wanted if stored_names[name] in checkpoint.shapes), key=source.position)
     sizes = {name: source.dtype(name).itemsize * torch.Size(source.shapes[name]).numel() for name in common}
-    with ThreadPoolExecutor(2) as pool, ByteProgress("verify", sum(sizes.values())) as progress:
+    with ThreadPoolExecutor(2) as pool, byte_progress("verify", sum(sizes.values())) as advance:
         for name in common:
             try:
                 checksums[name], rounded = _same(source, checkpoint, name, stored_names[name], pool)
                 quantised |= {name} if rounded else set()
             except _DifferenceError as difference:
                 mismatched[name] = str(difference)
-            progress.advance(sizes[name])
+            advance(sizes[name])
     return Certificate(
         checksums, mismatched, missing, frozenset(quantised), config_differences(source.config, checkpoint.config)
     )
@@ -194,7 +193,7 @@ def _same(
     if first == second:
         return first, False
     # The bytes of an FP8 source cannot equal the checkpoint's: compare its codes with the quantised checkpoint values.
-    powers = source.config.get("quantization_config", {}).get("scale_fmt") == "ue8m0" if source.block else False
+    powers = has_powers(source.config)
     if source.block is not None and is_quantised_from(stored, *source.stored(name), source.block, power_of_two=powers):
         return second, True
     # Count elements by their bits: NaN != NaN and 0.0 == -0.0 would give wrong counts.

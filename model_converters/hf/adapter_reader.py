@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from model_converters.hf.directory.saved_modules import saved_tensors
 from model_converters.hf.files import TensorFiles
 from model_converters.hf.quant import TILE_COLUMNS, TILE_ROWS
 from model_converters.hf.shards import StoredTensor, read_header
-from model_converters.inputs import read_object
+from model_converters.inputs import is_number, read_object
 from model_converters.mapping.transforms import Shape
 
 CONFIG_NAME = "adapter_config.json"
@@ -51,7 +51,11 @@ class LoraAdapter:
 
     def __init__(self, directory: Path | str, shapes: Mapping[str, Shape], *, tied: bool = False) -> None:
         self.directory = Path(directory)
-        self.config = _read_config(self.directory / CONFIG_NAME)
+        file = self.directory / CONFIG_NAME
+        try:
+            self.config = read_object(file)
+        except FileNotFoundError:
+            raise ConversionError(f"{file} does not exist; an adapter directory needs it") from None
         weights = self.directory / WEIGHTS_NAME
         if not weights.is_file():
             raise ConversionError(f"{weights} does not exist; save the adapter with safe_serialization=True")
@@ -79,7 +83,7 @@ class LoraAdapter:
             return [*problems, f"the model has no {module}.weight"]
         if len(base) != 2:
             return [*problems, f"{module}.weight {base} is not a matrix"]
-        rank = self._of_module("rank_pattern", module, self.config.get("r"))
+        rank = self._of_module("rank_pattern", module, "r")
         wanted = {"A": (rank, base[1]), "B": (base[0], rank)}
         for side, tensor in sides.items():
             # Float8 factors would need scales, which adapters do not have.
@@ -88,12 +92,16 @@ class LoraAdapter:
         return problems
 
     def _scale(self, module: str) -> float:
-        rank = self._of_module("rank_pattern", module, self.config.get("r"))
-        alpha = self._of_module("alpha_pattern", module, self.config.get("lora_alpha"))
+        rank = self._of_module("rank_pattern", module, "r")
+        alpha = self._of_module("alpha_pattern", module, "lora_alpha")
+        assert is_number(rank)
+        assert is_number(alpha)
         return alpha / (sqrt(rank) if self.config.get("use_rslora") else rank)
 
-    def _of_module(self, field: str, module: str, default: Any) -> Any:
-        return next((value for pattern, value in self._patterns[field] if pattern.match(module)), default)
+    def _of_module(self, field: str, module: str, default: str) -> object:
+        """Return a module's value in a pattern field, or the field `default` if no pattern matches."""
+        values = (value for pattern, value in self._patterns[field] if pattern.match(module))
+        return next(values, self.config.get(default))
 
 
 @dataclass(frozen=True)
@@ -104,9 +112,6 @@ class LowRankUpdate:
     a: StoredTensor
     b: StoredTensor
     scale: float
-
-    def window(self, row: int, column: int, shape: Shape) -> UpdateWindow:
-        return UpdateWindow(self, row, column, shape)
 
 
 class UpdateWindow:
@@ -121,8 +126,7 @@ class UpdateWindow:
         num_rows, rank = update.b.shape
         self._a: dict[int, torch.Tensor] = {}
         self._b: dict[int, torch.Tensor] = {}
-        files = TensorFiles()
-        try:
+        with closing(TensorFiles()) as files:
             a = files.read(f"{update.module}.lora_A", update.a)
             for first in range(column // TILE_COLUMNS * TILE_COLUMNS, column + shape[1], TILE_COLUMNS):
                 self._a[first] = a[:, first : first + TILE_COLUMNS].float().contiguous()
@@ -130,8 +134,6 @@ class UpdateWindow:
                 b = torch.empty(min(TILE_ROWS, num_rows - first), rank, dtype=update.b.dtype)
                 files.fill_rows(f"{update.module}.lora_B", update.b, b, first=first)
                 self._b[first] = b.float()
-        finally:
-            files.close()
 
     def add_to(self, values: torch.Tensor, *, row: int, column: int) -> None:
         """Add the update in place to float32 `values`: part of one tile, starting at element (row, column)."""
@@ -140,14 +142,7 @@ class UpdateWindow:
         values += delta[row - top : row - top + values.shape[0], column - left : column - left + values.shape[1]]
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        return read_object(file)
-    except FileNotFoundError:
-        raise ConversionError(f"{file} does not exist; an adapter directory needs it") from None
-
-
-def _unsupported(config: Mapping[str, Any]) -> list[str]:
+def _unsupported(config: Mapping[str, object]) -> list[str]:
     problems = []
     if config.get("peft_type") != "LORA":
         problems.append(f"peft_type {config.get('peft_type')!r}, only 'LORA'")
@@ -158,16 +153,17 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
             f"init_lora_weights {config['init_lora_weights']!r}, which may have changed the base weights "
             "(save the adapter as plain LoRA: path_initial_model_for_weight_conversion)"
         )
-    if not _is_number(config.get("r")) or config["r"] < 1:
-        problems.append(f"r {config.get('r')!r}, which must be a number of at least 1")
-    if not _is_number(config.get("lora_alpha")):
+    rank = config.get("r")
+    if not is_number(rank) or rank < 1:
+        problems.append(f"r {rank!r}, which must be a number of at least 1")
+    if not is_number(config.get("lora_alpha")):
         problems.append(f"lora_alpha {config.get('lora_alpha')!r}, which must be a number")
     # An unknown field with a true value may change the computation (DoRA, for example), so it is rejected.
     known = _IGNORED | _USED | {"peft_type", "bias", "init_lora_weights"}
     return problems + [f"{key} {value!r}" for key, value in config.items() if key not in known and value]
 
 
-def _compiled(config: Mapping[str, Any], field: str, problems: list[str]) -> list[tuple[re.Pattern[str], Any]]:
+def _compiled(config: Mapping[str, object], field: str, problems: list[str]) -> list[tuple[re.Pattern[str], object]]:
     """Compile a pattern field to (regular expression, value). Appends invalid entries to `problems`."""
     patterns = config.get(field) or {}
     if not isinstance(patterns, Mapping):
@@ -175,17 +171,13 @@ def _compiled(config: Mapping[str, Any], field: str, problems: list[str]) -> lis
         return []
     compiled = []
     for pattern, value in patterns.items():
-        if not _is_number(value) or (field == "rank_pattern" and value < 1):
+        if not is_number(value) or (field == "rank_pattern" and value < 1):
             problems.append(f"{field} {pattern!r}: {value!r}, which is not a valid value")
         try:
             compiled.append((re.compile(rf"(.*\.)?({pattern})$"), value))
         except re.error:
             problems.append(f"{field} {pattern!r}, which is not a regular expression")
     return compiled
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _pairs(header: Mapping[str, StoredTensor]) -> tuple[dict[str, dict[str, StoredTensor]], list[str]]:

@@ -7,14 +7,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from model_converters.durable_files import durable_write, sync
+from model_converters.durable_files import sync
 from model_converters.errors import ConversionError
 from model_converters.hf.adapter_reader import CONFIG_NAME, WEIGHTS_NAME
-from model_converters.hf.shards import as_bytes, layout_shard, write_exactly
+from model_converters.hf.shards import write_tensors
 from model_converters.hf.writer import write_json
 
 
@@ -28,7 +27,7 @@ class LoraDescription:
     target_modules: Sequence[str]
     base: str
 
-    def as_config(self) -> dict[str, Any]:
+    def as_config(self) -> dict[str, object]:
         """Return the fields of adapter_config.json. Source: peft 0.21 LoraConfig."""
         return {
             "peft_type": "LORA",
@@ -58,7 +57,7 @@ def write_adapter(directory: Path | str, tensors: Mapping[str, torch.Tensor], de
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write_tensors(partial / WEIGHTS_NAME, tensors)
+        write_tensors(partial / WEIGHTS_NAME, tensors)
         write_json(partial / CONFIG_NAME, description.as_config())
         sync(partial)
         os.rename(partial, target)
@@ -66,13 +65,3 @@ def write_adapter(directory: Path | str, tensors: Mapping[str, torch.Tensor], de
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ConversionError(f"{target} cannot be written: {error}") from error
-
-
-def _write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    header, stored = layout_shard(file, [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()])
-    with durable_write(file) as opened:
-        opened.write(header)
-        opened.flush()
-        for name, tensor in tensors.items():
-            # One tensor at a time: only its copy on the CPU is needed.
-            write_exactly(opened.fileno(), as_bytes(tensor.cpu().contiguous()), stored[name].offset)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from model_converters.errors import ConversionError
-from model_converters.hf.adapter_reader import LowRankUpdate
+from model_converters.hf.adapter_reader import LowRankUpdate, UpdateWindow
 from model_converters.hf.files import TensorFiles
 from model_converters.hf.quant import TILE_COLUMNS, TILE_ROWS, Block, ScaleWindow
 from model_converters.hf.shards import StoredTensor
@@ -34,7 +34,7 @@ class ComputedTensor:
         Raises: ConversionError if a file cannot be read or the scales are corrupt.
         """
         scales = self._scale_window(files, out, row, column)
-        update = self.update.window(row, column, tuple(out.shape)) if self.update is not None else None
+        update = None if self.update is None else UpdateWindow(self.update, row, column, tuple(out.shape))
         # Only LoRA products depend on the grid. Without an update, use taller tiles for narrow windows.
         height = TILE_ROWS if update is not None else TILE_ROWS * max(1, TILE_COLUMNS // max(out.shape[1], 1))
         read = torch.empty(min(height, out.shape[0]), self.weight.shape[1], dtype=self.weight.dtype)

@@ -13,11 +13,11 @@ Quantisation needs whole blocks, so the caller joins each tensor and writes it i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from model_converters.errors import ConversionError
+from model_converters.families.parts.hf_config import HFConfig, fp8_block, section
 from model_converters.hf.quant import EXPORT_BLOCK, FP8, SCALE_SUFFIX, Block, quantise, scale_shape
 from model_converters.mapping.placement import Piece, TensorPlan
 from model_converters.mapping.table import BoundRow
@@ -37,12 +37,12 @@ class Fp8Export:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        config: HFConfig,
         bound: Sequence[BoundRow],
         scales: Mapping[str, torch.dtype] | None = None,
         scales_of: Callable[[str], torch.Tensor | None] = lambda name: None,
     ) -> None:
-        self.block, self.power_of_two = _block_of(config), _has_powers(config)
+        self.block, self.power_of_two = fp8_block(config) or EXPORT_BLOCK, has_powers(config)
         self._dtypes, self._scales_of = dict(scales or {}), scales_of
         # The record of a release decides which weights are quantised; without one, the rows of the table do.
         self._names = set(self._dtypes) or {name for row in bound if row.row.fp8 for name in row.hf}
@@ -90,15 +90,9 @@ class Fp8Export:
         yield scale_plan, scale_plan.pieces[0], scales
 
 
-def _block_of(config: Mapping[str, Any]) -> Block:
-    """Return the block size of an FP8 release, else the default."""
-    block = (config.get("quantization_config") or {}).get("weight_block_size")
-    return (block[0], block[1]) if block else EXPORT_BLOCK
-
-
-def _has_powers(config: Mapping[str, Any]) -> bool:
-    """Return whether the scales of the release are powers of two."""
-    return (config.get("quantization_config") or {}).get(_SCALE_FORMAT) == "ue8m0"
+def has_powers(config: HFConfig) -> bool:
+    """Return whether the scales of an FP8 release are powers of two."""
+    return section(config, "quantization_config").get(_SCALE_FORMAT) == "ue8m0"
 
 
 def _whole(plan: TensorPlan, name: str, shape: Shape, dtype: torch.dtype) -> TensorPlan:
@@ -131,7 +125,7 @@ def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (first, second)))
 
 
-def exported_config(config: Mapping[str, Any], plans: Iterable[TensorPlan]) -> dict[str, Any]:
+def exported_config(config: HFConfig, plans: Iterable[TensorPlan]) -> dict[str, object]:
     """Return `config` with the dtype of the planned tensors, and with quantization_config only if some are FP8."""
     plans = list(plans)
     quantised = {plan.hf_name for plan in plans if plan.dtype == FP8}
@@ -147,8 +141,8 @@ def exported_config(config: Mapping[str, Any], plans: Iterable[TensorPlan]) -> d
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
-            **({_SCALE_FORMAT: "ue8m0"} if _has_powers(config) else {}),
-            "weight_block_size": list(_block_of(config)),
+            **({_SCALE_FORMAT: "ue8m0"} if has_powers(config) else {}),
+            "weight_block_size": list(fp8_block(config) or EXPORT_BLOCK),
             "modules_to_not_convert": [name.removesuffix(".weight") for name in unquantised],
         }
     return kept

@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -18,8 +18,7 @@ from model_converters.families.parts.quantization import refuse_tensors
 from model_converters.hf.adapter_reader import LoraAdapter
 from model_converters.hf.buffers import check_frequencies, split_buffers
 from model_converters.hf.computed_tensor import ComputedTensor
-from model_converters.hf.directory.fused_experts import refuse_fused_experts
-from model_converters.hf.directory.index import read_headers
+from model_converters.hf.directory.index import read_headers, refuse_fused_experts
 from model_converters.hf.directory.unlisted_files import find_unlisted
 from model_converters.hf.files import TensorFiles
 from model_converters.hf.quant import Block
@@ -59,7 +58,7 @@ class HFCheckpoint:
 
     def __init__(self, directory: Path | str, lora: Path | str | None = None) -> None:
         self.directory = Path(directory)
-        self.config: dict[str, Any] = read_hf_config(self.directory)
+        self.config: dict[str, object] = read_hf_config(self.directory)
         self.family, self.block = self._describe()
         listed = read_headers(self.directory)
         self.unlisted = find_unlisted(self.directory, listed)

@@ -12,6 +12,7 @@ from model_converters.hf.quant import FP8, SCALE_SUFFIX, Block, scale_shape
 from model_converters.hf.shards import StoredTensor
 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+_OTHER_FLOAT8 = (torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 def split_scales(
@@ -26,7 +27,7 @@ def split_scales(
     weights = {name: tensor for name, tensor in stored.items() if name not in scales}
     # Check every combination of weight and scale, and report all problems together.
     quantised = {name for name, tensor in weights.items() if tensor.dtype == FP8}
-    problems = [f"{name} is {tensor.dtype}" for name, tensor in weights.items() if _is_other_float8(tensor.dtype)]
+    problems = [f"{name} is {tensor.dtype}" for name, tensor in weights.items() if tensor.dtype in _OTHER_FLOAT8]
     if (quantised or scales) and block is None:
         names = sorted(quantised or scales)
         problems.append(
@@ -47,10 +48,6 @@ def split_scales(
     if problems:
         raise ConversionError(f"{directory}: FP8 weights and scales do not match: {listing(problems)}")
     return weights, {name: scales[name + SCALE_SUFFIX] for name in quantised}
-
-
-def _is_other_float8(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 def _misfit(name: str, weight: StoredTensor, scale: StoredTensor | None, block: Block) -> list[str]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from model_converters.durable_files import durable_write
 from model_converters.errors import ConversionError
 from model_converters.inputs import open_regular, parse_object
 from model_converters.mapping.transforms import Shape
@@ -83,7 +84,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _parse(file: Path, raw: bytes) -> dict[str, Any]:
+def _parse(file: Path, raw: bytes) -> dict[str, object]:
     try:
         header = parse_object(raw)
     except (ValueError, RecursionError) as error:
@@ -94,7 +95,7 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
     return header
 
 
-def _stored(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
+def _stored(file: Path, name: str, entry: object, data_start: int) -> StoredTensor:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ConversionError(f"{file}: the header entry of {name} is malformed: {entry}")
     dtype_name = entry["dtype"]
@@ -109,7 +110,7 @@ def _stored(file: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     return StoredTensor(file, dtype, shape, data_start + extent[0], num_bytes)
 
 
-def _sizes(file: Path, name: str, field: str, value: Any) -> Shape:
+def _sizes(file: Path, name: str, field: str, value: object) -> Shape:
     """Check a list of non-negative integers. bool is rejected, although it is a subclass of int."""
     if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
         raise ConversionError(f"{file}: {name} has {field} {value}; it must be a list of whole numbers, none negative")
@@ -133,7 +134,7 @@ def layout_shard(
     file: Path, tensors: Sequence[tuple[str, torch.dtype, Shape]]
 ) -> tuple[bytes, dict[str, StoredTensor]]:
     """Return the header of a new shard and the location of each tensor. Wider dtypes come first, for alignment."""
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    header: dict[str, object] = {_METADATA: {"format": "pt"}}
     begin = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):
         if dtype not in _NAMES:
@@ -147,6 +148,19 @@ def layout_shard(
     data_start = _PREFIX_BYTES + len(raw)
     stored = {name: _stored(file, name, entry, data_start) for name, entry in header.items() if name != _METADATA}
     return struct.pack("<Q", len(raw)) + raw, stored
+
+
+def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a durable shard of whole tensors. One at a time is copied to the CPU.
+
+    Raises: OSError.
+    """
+    header, stored = layout_shard(file, [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()])
+    with durable_write(file) as opened:
+        opened.write(header)
+        opened.flush()
+        for name, tensor in tensors.items():
+            write_exactly(opened.fileno(), as_bytes(tensor.cpu().contiguous()), stored[name].offset)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

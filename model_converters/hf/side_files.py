@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from model_converters.durable_files import durable_write, sync
 from model_converters.errors import ConversionError
@@ -34,7 +33,7 @@ _PATTERNS = (
 _SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 
 
-def copy_side_files(source: Path | str, target: Path | str, config: Mapping[str, Any] | None = None) -> None:
+def copy_side_files(source: Path | str, target: Path | str, config: Mapping[str, object] | None = None) -> None:
     """Copy configuration, generation and tokenizer files into `target`, which is created, and fsync them.
 
     `config` replaces the config.json of `source`, which may then be missing.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from math import prod
-from pathlib import Path
 
+import psutil
 import torch
 
 from model_converters.hf.io import HFCheckpoint
@@ -21,11 +21,6 @@ def reason_not_to_compare(source: HFCheckpoint) -> str | None:
     needed = _COPIES * torch.float32.itemsize * parameters
     if parameters > COMPARED_PARAMETERS:
         return f"the model has {parameters / 1e9:.1f} billion parameters"
-    if needed > _available_bytes() / 2:
+    if needed > psutil.virtual_memory().available / 2:
         return f"the comparison needs {needed / 2**30:.1f} GiB, more than half of the free memory"
     return None
-
-
-def _available_bytes() -> int:
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

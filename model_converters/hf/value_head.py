@@ -9,8 +9,6 @@ A causal model has no value head: its trunk is loaded, its `lm_head` is ignored,
 
 from __future__ import annotations
 
-from typing import Any
-
 from model_converters.errors import ConversionError
 from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.families.parts.mtp import resolve_mtp, without_mtp
@@ -22,7 +20,7 @@ VALUE_HEAD = "output_layer.weight"
 _SCORE, _BIAS, _VOCABULARY = "score.weight", "score.bias", "lm_head.weight"
 
 
-def value_model_config(config: HFConfig) -> dict[str, Any]:
+def value_model_config(config: HFConfig) -> dict[str, object]:
     """Return the configuration of the value model: no tied embeddings and no multi-token prediction."""
     return {**without_mtp(config), "tie_word_embeddings": False}
 

@@ -9,8 +9,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -111,7 +110,7 @@ class HFWriter:
         note = self.partial / f"pieces.{uuid.uuid4().hex}.json"
         write_json(note, {name: sorted(starts) for name, starts in self._written.items()})
 
-    def finish(self, source: Path | str | None = None, config: Mapping[str, Any] | None = None) -> None:
+    def finish(self, source: Path | str | None = None, config: Mapping[str, object] | None = None) -> None:
         """Check that every piece was written, add the index, config.json and tokenizer files, and rename the directory.
 
         source: HF directory from which config.json, generation_config.json and tokenizer files are copied.
@@ -145,9 +144,7 @@ class HFWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.abort()
 
@@ -216,7 +213,7 @@ class HFWriter:
         weight_map = {name: stored.file.name for name, stored in sorted(self._stored.items())}
         write_json(self.partial / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
-    def _add_files(self, source: Path | str | None, config: Mapping[str, Any] | None) -> None:
+    def _add_files(self, source: Path | str | None, config: Mapping[str, object] | None) -> None:
         if source is not None:
             copy_side_files(source, self.partial)
             config = config or read_hf_config(Path(source))
@@ -238,7 +235,7 @@ def _shard_groups(plans: Sequence[TensorPlan], max_shard_bytes: int) -> list[lis
     return groups
 
 
-def write_json(file: Path, value: Any) -> None:
+def write_json(file: Path, value: object) -> None:
     """Write a JSON file and fsync it."""
     with durable_write(file) as opened:
         opened.write(json.dumps(value, indent=2).encode() + b"\n")

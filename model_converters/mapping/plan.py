@@ -10,24 +10,10 @@ from math import prod
 import torch
 
 from model_converters.errors import ConversionError
-from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Piece, Placement, TensorPlan, local_shape, segments_of
 from model_converters.mapping.table import BoundRow
 from model_converters.mapping.transforms import Shape
-
-__all__ = [
-    "Piece",
-    "TensorLoad",
-    "TensorPlan",
-    "check_complete",
-    "export_pieces",
-    "export_plan",
-    "load_plan",
-    "local_shapes",
-    "local_shapes_by_rank",
-    "local_slice",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -63,12 +63,13 @@ class BoundRow:
     expert: int | None
 
 
-def bind(rows: Sequence[Row], hf_config: Mapping[str, Any], dtype: torch.dtype) -> list[BoundRow]:
+def bind(rows: Sequence[Row], hf_config: Mapping[str, object], dtype: torch.dtype) -> list[BoundRow]:
     """Bind all placeholders. Rows are ordered by group: embedding, layers, head, multi-token prediction.
 
     Raises: ConversionError listing every name that two rows claim and every layer that the model does not have.
     """
-    num_layers = int(hf_config["num_hidden_layers"])
+    num_layers = hf_config["num_hidden_layers"]
+    assert isinstance(num_layers, int)  # the family's rows are built from it
     # A row applies to several layers; sort the bound rows by group, so that the tensors of one layer are consecutive.
     parts: dict[str, list[BoundRow]] = {
         "embedding": [],

@@ -20,8 +20,9 @@ import torch
 
 from model_converters.families import family_for
 from model_converters.hf.quant import SCALE_SUFFIX, scale_shape
+from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
-from model_converters.mapping.plan import check_complete, export_plan, local_shapes_by_rank
+from model_converters.mapping.plan import export_plan, local_shapes_by_rank
 from model_converters.mapping.table import BoundRow, bind
 from tests.unit.converters.test_published_moe import DEEPSEEK_V3, SHARED, expanded, published
 

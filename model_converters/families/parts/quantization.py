@@ -50,13 +50,10 @@ _TENSORS = (
 def method_of(quantised: Mapping[str, object]) -> str:
     """Return the method that an object in config.json describes, followed by the algorithm if it names one."""
     named = quantised.get("quant_method")
-    method = named if isinstance(named, str) and named else _method_by_fields(quantised)
+    by_fields = next((method for field, method in _FIELDS.items() if quantised.get(field)), "unknown")
+    method = named if isinstance(named, str) and named else by_fields
     detail = quantised.get("quant_algo") or quantised.get("format")
     return f"{method}, {detail}" if isinstance(detail, str) else method
-
-
-def _method_by_fields(quantised: Mapping[str, object]) -> str:
-    return next((method for field, method in _FIELDS.items() if quantised.get(field)), "unknown")
 
 
 def refuse_nested(config: Mapping[str, object]) -> None:
@@ -71,8 +68,7 @@ def refuse_nested(config: Mapping[str, object]) -> None:
         for key in _SECTIONS:
             if section == "" and key == "quantization_config":
                 continue  # checked by hf_config.fp8_block
-            found = inside.get(key)
-            if found:
+            if found := inside.get(key):
                 where = f"{section}.{key}" if section else key
                 method = method_of(found) if isinstance(found, Mapping) else "unknown"
                 method = "mlx" if key == "quantization" and method == "unknown" else method

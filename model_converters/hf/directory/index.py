@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from model_converters.errors import ConversionError, listing
 from model_converters.hf.shards import StoredTensor, read_header
@@ -12,6 +12,8 @@ from model_converters.inputs import read_object, require_inside
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_FUSED = re.compile(r".*\.experts\.(gate_up_proj|gate_proj|up_proj|down_proj)(\.weight|_bias)?")
+"""Tensors with all experts of a layer: the in-memory format of transformers 5, saved on request."""
 
 
 def read_headers(directory: Path) -> dict[str, StoredTensor]:
@@ -37,6 +39,20 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     if problems:
         raise ConversionError(f"{index} does not fit its shards: {'; '.join(problems)}")
     return stored
+
+
+def refuse_fused_experts(stored: Mapping[str, StoredTensor], directory: Path) -> None:
+    """Reject directories with fused experts.
+
+    Raises: ConversionError naming the first such tensor.
+    """
+    fused = [name for name in stored if _FUSED.fullmatch(name)]
+    if fused:
+        shape = list(stored[fused[0]].shape)
+        raise ConversionError(
+            f"{directory}: {fused[0]} {shape} and {len(fused) - 1} more tensors hold all experts of a layer; only one "
+            "tensor per expert is supported: save the model with save_pretrained(..., save_original_format=True)"
+        )
 
 
 def _exists(file: Path) -> bool:
@@ -68,9 +84,9 @@ def _read_index(index: Path) -> dict[str, str]:
     return found
 
 
-def _bad_places(weight_map: Mapping[str, Any]) -> list[str]:
+def _bad_places(weight_map: Mapping[str, object]) -> list[str]:
     """Return the entries whose value is not a relative path inside the directory."""
-    places: dict[Any, str] = {}
+    places: dict[str, str] = {}
     for name, place in weight_map.items():
         places.setdefault(place if isinstance(place, str) else repr(place), name)
         if not isinstance(place, str):
@@ -83,5 +99,5 @@ def _is_inside(place: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in place
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "absent" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"

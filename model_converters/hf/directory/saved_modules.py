@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeGuard
 
 from model_converters.hf.directory.unlisted_files import same_bytes
 from model_converters.hf.shards import StoredTensor
@@ -24,7 +24,7 @@ class SavedModules:
     sources: names of the replacements in the adapter.
     """
 
-    modules: Any
+    modules: object
     tensors: dict[str, StoredTensor]
     sources: frozenset[str]
 
@@ -61,7 +61,7 @@ class SavedModules:
         return []
 
 
-def saved_tensors(header: Mapping[str, StoredTensor], modules: Any) -> SavedModules:
+def saved_tensors(header: Mapping[str, StoredTensor], modules: object) -> SavedModules:
     """Return the tensors of an adapter that belong to `modules`, the value of modules_to_save."""
     tensors: dict[str, StoredTensor] = {}
     sources = set()
@@ -83,7 +83,7 @@ def _is_inside(name: str, modules: Sequence[str]) -> bool:
     return any(path.endswith(module) for path in paths for module in modules)
 
 
-def _is_list_of_names(modules: Any) -> bool:
+def _is_list_of_names(modules: object) -> TypeGuard[list[str] | None]:
     return modules is None or (isinstance(modules, list) and all(isinstance(name, str) and name for name in modules))
 
 

@@ -14,8 +14,9 @@ from safetensors import safe_open
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES, family_for
 from model_converters.families.parts.rotary import RotarySettings
+from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
-from model_converters.mapping.plan import check_complete, export_plan
+from model_converters.mapping.plan import export_plan
 from model_converters.mapping.table import bind
 from tests.exported import export_through
 from tests.tiny_models import LLAMA3

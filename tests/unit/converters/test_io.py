@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from model_converters.errors import ConversionError
 from model_converters.hf.io import HFCheckpoint, HFWriter
-from model_converters.mapping.plan import Piece, TensorPlan
+from model_converters.mapping.placement import Piece, TensorPlan
 
 
 def sharded(directory, config, shards):

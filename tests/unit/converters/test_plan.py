@@ -9,8 +9,9 @@ import torch
 
 from model_converters.errors import ConversionError, LayoutError
 from model_converters.families import family_for
+from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
-from model_converters.mapping.plan import check_complete, export_pieces, export_plan, load_plan, local_shapes
+from model_converters.mapping.plan import export_pieces, export_plan, load_plan, local_shapes
 from model_converters.mapping.table import bind
 
 

@@ -14,8 +14,9 @@ from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.hf.io import HFCheckpoint, HFWriter
 from model_converters.hf.loader import load_tensors
+from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
-from model_converters.mapping.plan import check_complete, export_pieces, export_plan, local_shapes
+from model_converters.mapping.plan import export_pieces, export_plan, local_shapes
 from model_converters.mapping.table import bind
 
 

@@ -9,7 +9,7 @@ import torch
 from model_converters.families import FAMILIES
 from model_converters.families.parts.mtp import resolve_mtp
 from model_converters.hf.io import HFCheckpoint
-from model_converters.mapping.plan import check_complete
+from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.table import bind
 
 
