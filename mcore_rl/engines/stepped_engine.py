@@ -14,21 +14,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stop_strings import Decode, StopScanner
 from mcore_rl.errors import ConfigError, DataError, McoreRLError
 from mcore_rl.types import Completion, Delta, GenerationRequest
 
 FINISHED = ("stop", "length")
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """Result of one engine step for one request, identified by the engine's own id."""
-
-    engine_id: str
-    token_ids: list[int]
-    logp: list[float]
-    finish_reason: str | None
 
 
 @dataclass

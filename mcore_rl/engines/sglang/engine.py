@@ -15,7 +15,8 @@ from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.rank_engine import RankEngine, RanksReceiver
 from mcore_rl.engines.sglang.processes import RankProcesses, start_rank
 from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
-from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput
+from mcore_rl.engines.step_output import StepOutput
+from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.engines.stop_strings import Decode
 from mcore_rl.errors import ConfigError, WeightSyncError
 from mcore_rl.processes.child import kill_all
@@ -104,11 +105,8 @@ class SglangEngine(RankEngine):
         )
 
     def _run_step(self) -> list[StepOutput]:
-        return [
-            StepOutput(each.engine_id, each.token_ids, each.logp, each.finish_reason)
-            for each in self._ranks.call("step")[0]
-            if each.engine_id in self._running  # SGLang steps an aborted request once more
-        ]
+        # SGLang steps an aborted request once more.
+        return [output for output in self._ranks.call("step")[0] if output.engine_id in self._running]
 
     def _cancel(self, engine_ids: Sequence[str]) -> None:
         self._ranks.call("abort", list(engine_ids))

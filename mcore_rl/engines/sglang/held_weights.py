@@ -41,7 +41,7 @@ def held_tensors(model: torch.nn.Module, boxes: Mapping[str, Box]) -> Iterator[H
     Raises: WeightSyncError for a module whose layout is unknown, and for padding that is not zero.
     """
     for name, module in model.named_modules():
-        if any(parameter is not None for parameter in module._parameters.values()):
+        if any(True for _ in module.parameters(recurse=False)):
             for hf_name, tensor in _read(module, name, boxes):
                 yield hf_name, _without_padding(hf_name, tensor, boxes)
 
@@ -78,9 +78,8 @@ def _read(module: torch.nn.Module, name: str, boxes: Mapping[str, Box]) -> Itera
         # The boxes show which of the two naming schemes the model has.
         yield from _experts(module, name, EXPERT_PARTS[f"{name}.0.w1.weight" in boxes])
     elif method is None:
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{name}.{key}", parameter
+        for key, parameter in module.named_parameters(recurse=False):
+            yield f"{name}.{key}", parameter
     else:
         raise WeightSyncError(
             f"{name}: the layout of {type(method).__name__} is unknown; set weights.verify_every to 0"

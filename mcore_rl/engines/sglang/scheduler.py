@@ -29,14 +29,13 @@ from mcore_rl.engines.kv_memory import free_storages, restore_storages
 from mcore_rl.engines.sglang.internals import check_scheduler, check_signatures
 from mcore_rl.engines.sglang.routing import Routing
 from mcore_rl.engines.sglang.sampler import install
-from mcore_rl.engines.sglang.settings import NewRequest, RankOutput, RankSettings
+from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.sglang.weights import RankWeights
-from mcore_rl.weights.connection import Connection
+from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.transports.hosts import this_host
 from mcore_rl.weights.transports.segments import device_uuid
 from mcore_rl.weights.transports.topology import Endpoint
-from mcore_rl.weights.verify import Comparison
 
 SHARED_MEMORY = Path("/dev/shm")
 SPARE_TOKENS = 6
@@ -58,7 +57,7 @@ class _OutputCollector:
         return taken
 
 
-class SteppedScheduler:
+class SteppedScheduler(RankWeights):
     """SGLang's scheduler and model of one rank.
 
     Raises: SGLang's error for a model or settings that it does not support.
@@ -93,7 +92,7 @@ class SteppedScheduler:
         self._routing = Routing(self._scheduler) if settings.captures_routing else None
         install(self._scheduler.tp_worker.model_runner)
         model = self._scheduler.tp_worker.model_runner.model
-        self._weights = RankWeights(model, rank, EngineLayout(settings.num_ranks), torch.device("cpu"))
+        super().__init__(model, rank, EngineLayout(settings.num_ranks), torch.device("cpu"))
 
     @property
     def vocab_size(self) -> int:
@@ -102,22 +101,6 @@ class SteppedScheduler:
     def endpoint(self) -> Endpoint:
         """Return this rank's endpoint for weight updates."""
         return Endpoint(this_host(), os.environ.get("VLLM_HOST_IP", "127.0.0.1"), device_uuid())
-
-    def connect_weights(self, connection: Connection, first_rank: int) -> None:
-        """Connect to the sync. `first_rank`: number of the engine's first rank among the ranks of all engines."""
-        self._weights.connect(connection, first_rank)
-
-    def begin_update(self) -> None:
-        self._weights.begin()
-
-    def receive_bucket(self, sync_round: int) -> int:
-        return self._weights.receive(sync_round)
-
-    def finish_update(self) -> None:
-        self._weights.finish()
-
-    def compare_weights(self) -> Comparison:
-        return self._weights.compare()
 
     def reset_prefix_cache(self, recompute: bool) -> bool:
         """Empty the prefix cache. Returns whether it is empty now.
@@ -187,7 +170,7 @@ class SteppedScheduler:
             self._scheduler.process_input_requests([AbortReq(rid=engine_id)])
 
     @torch.inference_mode()
-    def step(self) -> list[RankOutput]:
+    def step(self) -> list[StepOutput]:
         """Run one batch: the body of Scheduler.event_loop_normal."""
         scheduler = self._scheduler
         plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
@@ -209,10 +192,10 @@ class SteppedScheduler:
         return self._routing.of(engine_ids)
 
 
-def _rank_outputs(output: BatchTokenIDOutput) -> list[RankOutput]:
+def _rank_outputs(output: BatchTokenIDOutput) -> list[StepOutput]:
     rows = zip(output.rids, output.output_ids, output.output_token_logprobs_val, output.finished_reasons, strict=True)
     return [
-        RankOutput(engine_id, list(ids), list(logp), None if reason is None else str(reason["type"]))
+        StepOutput(engine_id, list(ids), list(logp), None if reason is None else str(reason["type"]))
         for engine_id, ids, logp, reason in rows
     ]
 

@@ -1,4 +1,4 @@
-"""Values that are exchanged with the ranks in SGLang's environment: settings, requests and the outputs of a step."""
+"""Values that are exchanged with the ranks in SGLang's environment: settings and requests."""
 
 from __future__ import annotations
 
@@ -45,16 +45,6 @@ class NewRequest:
     top_k: int
     stop_token_ids: list[int]
     salt: str
-
-
-@dataclass(frozen=True)
-class RankOutput:
-    """Tokens that a step added to a request. `finish_reason`: see Completion; None while the request is running."""
-
-    engine_id: str
-    token_ids: list[int]
-    logp: list[float]
-    finish_reason: str | None
 
 
 def disable_nagle(pipe: Connection) -> None:

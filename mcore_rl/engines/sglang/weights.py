@@ -30,22 +30,22 @@ class RankWeights:
         self._connected: ConnectedRank
         self._pending: PendingSlices
 
-    def connect(self, connection: Connection, first_rank: int) -> None:
+    def connect_weights(self, connection: Connection, first_rank: int) -> None:
         """Connect to the sync, see connect_rank."""
         self._connected = kept_slices.connect_rank(connection, self._layout, self._rank, first_rank, self._record)
         self._pending = PendingSlices(self._connected.kept)
         self._clear_padding(self._connected.kept)
 
-    def begin(self) -> None:
+    def begin_update(self) -> None:
         self._pending.begin()
         self._connected.receiver.begin()
         DefaultModelLoader.restore_weights_before_loading(self._model, self._device)
 
     @torch.no_grad()
-    def receive(self, sync_round: int) -> int:
+    def receive_bucket(self, sync_round: int) -> int:
         return self._connected.receiver.receive(sync_round, self._put)
 
-    def finish(self) -> None:
+    def finish_update(self) -> None:
         """Finish the update.
 
         Raises: WeightSyncError if a part that this rank keeps was not received.
@@ -54,7 +54,7 @@ class RankWeights:
         self._pending.require_complete()
         DefaultModelLoader.postprocess_weights(self._model, self._device)
 
-    def compare(self) -> Comparison:
+    def compare_weights(self) -> Comparison:
         boxes = self._connected.boxes
         return compare(self._connected.receiver.digests(), held_tensors(self._model, boxes), boxes)
 
@@ -62,9 +62,8 @@ class RankWeights:
     def _record(self, specs: list[TensorSpec]) -> list[KeptSlice]:
         places: dict[int, tuple[str, str]] = {}
         for name, module in self._model.named_modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    places.setdefault(kept_slices.storage_key(parameter), (name, key))
+            for key, parameter in module.named_parameters(recurse=False):
+                places.setdefault(kept_slices.storage_key(parameter), (name, key))
         kept = kept_slices.record(self._model, places, specs, "SGLang")
         # The name of the root module is empty. No slice is sent for a part of the vocabulary that is padding only.
         without = {".".join(place).lstrip(".") for place in places.values()}

@@ -1,12 +1,19 @@
-"""Compiled norms for vLLM 0.32 on CPU, which otherwise runs norms in eager torch.
+"""Compiled norms and expert parallelism for vLLM 0.32 on CPU.
 
-Importing this module registers vLLM's own compiled norms; the engine argument IR_OP_PRIORITY selects them.
+Importing this module
+- registers vLLM's own compiled norms, which the engine argument IR_OP_PRIORITY selects: otherwise vLLM runs norms in
+  eager torch on CPU;
+- makes vLLM's CPU experts apply the map from the model's expert numbers to the rank's own. They get it but ignore it:
+  experts of other ranks would index memory behind the weights.
 """
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from vllm import ir
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.platforms import current_platform
 
 PROVIDER = "mcore_rl_cpu"
@@ -18,14 +25,10 @@ _LANES = 8
 """Vector length of the kernels. They reject rows whose length is not a multiple."""
 
 
-def _supports(x: torch.Tensor, weight: torch.Tensor | None, variance_size: int | None) -> bool:
-    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.shape[-1] % _LANES == 0
-
-
 def _supports_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    return _supports(x, weight, variance_size)
+    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.shape[-1] % _LANES == 0
 
 
 def _supports_fused_norm(
@@ -35,7 +38,7 @@ def _supports_fused_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    return _supports(x, weight, variance_size)
+    return _supports_norm(x, weight, epsilon, variance_size)
 
 
 def rms_norm(
@@ -59,7 +62,35 @@ def fused_add_rms_norm(
     return x, x_residual
 
 
+_upstream_experts = CPUUnquantizedExperts.apply
+_experts_signature = inspect.signature(_upstream_experts)
+
+
+def own_experts(
+    expert_map: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Map the chosen experts to this rank's numbers. Experts of other ranks become expert 0 with weight 0.
+
+    The other ranks add their experts' outputs in the all-reduce.
+
+    Shapes: expert_map [experts of the model], -1 for other ranks'; topk_ids, topk_weights [tokens, k].
+    """
+    own = expert_map[topk_ids.long()]
+    return own.clamp(min=0).to(topk_ids.dtype), torch.where(own < 0, 0.0, topk_weights)
+
+
+def _apply_experts(self: CPUUnquantizedExperts, *args: object, **kwargs: object) -> None:
+    """Replacement of CPUUnquantizedExperts.apply."""
+    call = _experts_signature.bind(self, *args, **kwargs)
+    given = call.arguments
+    if given["expert_map"] is not None:
+        ids, weights = own_experts(given["expert_map"], given["topk_ids"], given["topk_weights"])
+        given["topk_ids"], given["topk_weights"] = ids, weights
+    _upstream_experts(*call.args, **call.kwargs)
+
+
 if current_platform.is_cpu():
+    CPUUnquantizedExperts.apply = _apply_experts
     current_platform.import_kernels()
     ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_supports_norm)(rms_norm)
     register = ir.ops.fused_add_rms_norm.register_impl

@@ -16,7 +16,8 @@ from mcore_rl.config.roles import ROLLOUT, KeyNames
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.rank_engine import RankEngine, RanksReceiver
-from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput
+from mcore_rl.engines.step_output import StepOutput
+from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.engines.stop_strings import Decode
 from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, set_environment
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues

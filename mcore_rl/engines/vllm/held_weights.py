@@ -54,7 +54,7 @@ class HeldTensor(NamedTuple):
 
 def held_modules(model: torch.nn.Module) -> list[str]:
     """Return the names of the modules that own parameters."""
-    return [name for name, module in model.named_modules() if any(p is not None for p in module._parameters.values())]
+    return [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
 
 
 @torch.no_grad()
@@ -89,8 +89,7 @@ def derived_parameters(model: torch.nn.Module) -> set[str]:
         f"{name}.{key}"
         for name, module in model.named_modules()
         if isinstance(module, MLAAttention)
-        for key, parameter in module._parameters.items()
-        if parameter is not None
+        for key, _ in module.named_parameters(recurse=False)
     }
 
 
@@ -99,7 +98,7 @@ def _absorbed(module: MLAAttention, name: str) -> HeldTensor:
 
     Shapes: W_UK_T [heads, P, L] and W_UV [heads, L, V] -> [heads * (P + V), L].
     """
-    names = {key for key, parameter in module._parameters.items() if parameter is not None}
+    names = {key for key, _ in module.named_parameters(recurse=False)}
     if names != {"W_UK_T", "W_UV"}:
         raise WeightSyncError(
             f"{name}: the layout of latent attention's {', '.join(sorted(names))} is unknown; set weights.verify_every "
@@ -118,9 +117,8 @@ def _read(module: torch.nn.Module, name: str) -> Iterator[HeldTensor]:
     elif isinstance(module, RoutedExperts) and isinstance(method, UnquantizedFusedMoEMethod):
         yield from _experts(module, name.removesuffix(".routed_experts"))
     elif method is None:
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                yield HeldTensor(f"{name}.{key}", parameter.detach())
+        for key, parameter in module.named_parameters(recurse=False):
+            yield HeldTensor(f"{name}.{key}", parameter.detach())
     else:
         raise WeightSyncError(
             f"{name}: the layout of {type(method).__name__} is unknown; set weights.verify_every to 0"
@@ -142,8 +140,8 @@ def _linear(module: LinearBase, name: str) -> Iterator[HeldTensor]:
     if len(parts) != len(sizes):
         raise WeightSyncError(f"{name}: {type(module).__name__} of {len(sizes)} parts has no entry in PARTS")
     bias = getattr(module, "bias", None)
-    for key, parameter in module._parameters.items():
-        if parameter is not None and key not in ("weight", "bias"):  # the correction bias of a router
+    for key, parameter in module.named_parameters(recurse=False):
+        if key not in ("weight", "bias"):  # the correction bias of a router
             yield HeldTensor(f"{name}.{key}", parameter.detach())
     weights = _weight(module).split(sizes, dim=0)
     for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):

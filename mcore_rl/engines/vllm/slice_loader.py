@@ -1,5 +1,7 @@
-"""Loads received boxes of HF tensors into a vLLM rank.
+"""Loads received boxes of HF tensors into a vLLM rank. Checked with vLLM 0.32.
 
+The places of the boxes are recorded from vLLM's loaders, which write parameters in the checkpoint format; a layer-wise
+reload restores this format temporarily.
 Each box is copied directly to its recorded places in the parameters, which have the checkpoint format during an update.
 When a module is complete, vLLM converts it to the format of its kernels. Not checked on a GPU.
 """
@@ -7,27 +9,59 @@ When a module is complete, vLLM converts it to the format of its kernels. Not ch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
     _layerwise_process,
+    _place_kernel_tensors,
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
 
-from mcore_rl.engines.kept_slices import KeptSlice, PendingSlices
+from mcore_rl.engines.kept_slices import KeptSlice, PendingSlices, TensorSpec, record, storage_key
 from mcore_rl.engines.vllm.held_weights import derived_parameters, tied_head
-from mcore_rl.engines.vllm.kept_slices import discard_reload
 from mcore_rl.errors import WeightSyncError
 
 Indices = tuple[int, ...]
+
+
+@torch.no_grad()
+def record_kept_slices(model: torch.nn.Module, specs: Iterable[TensorSpec]) -> list[KeptSlice]:
+    """See engines.kept_slices.record. No reload may be in progress."""
+    initialize_layerwise_reload(model)  # parameters in the checkpoint format, on meta
+    try:
+        places: dict[int, tuple[str, str]] = {}
+        for name, module in model.named_modules():
+            for parameter, tensor in get_layer_tensors(module).items():
+                places.setdefault(storage_key(tensor), (name, parameter))
+                if hasattr(tensor, "weight_loader"):
+                    tensor.weight_loader = _get_original_loader(tensor)  # without counting and building kernels
+        return record(model, places, specs, "vLLM")
+    finally:
+        discard_reload(model)
+
+
+def discard_reload(model: torch.nn.Module) -> None:
+    """Cancel an unfinished reload. Kernels keep their earlier weights, except in modules that were complete.
+
+    Unlike vLLM's own end of a reload, this does not convert incomplete layers to the kernels' format: their weights are
+    of two versions or uninitialised.
+    """
+    model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+            info.reset()
 
 
 class SliceLoader:

@@ -16,12 +16,11 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
 from mcore_rl.engines.kept_slices import ConnectedRank, connect_rank
 from mcore_rl.engines.kv_memory import FreedStorages, free_storages, restore_storages
-from mcore_rl.engines.vllm import cpu, cpu_experts, sampler  # noqa: F401  (importing them patches vLLM)
+from mcore_rl.engines.vllm import cpu, sampler  # noqa: F401  (importing them patches vLLM)
 from mcore_rl.engines.vllm.held_weights import held_modules, held_tensors
-from mcore_rl.engines.vllm.kept_slices import record_kept_slices
 from mcore_rl.engines.vllm.ranks import RankMethods
 from mcore_rl.engines.vllm.routing import RoutingExtension
-from mcore_rl.engines.vllm.slice_loader import SliceLoader
+from mcore_rl.engines.vllm.slice_loader import SliceLoader, record_kept_slices
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.transports.hosts import this_host

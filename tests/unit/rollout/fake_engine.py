@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput, SteppedEngine
+from mcore_rl.engines.step_output import StepOutput
+from mcore_rl.engines.stepped_engine import ActiveRequest, SteppedEngine
 
 VOCABULARY = 50
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenizer import plain_decoder
-from mcore_rl.engines.stepped_engine import ActiveRequest, StepOutput, SteppedEngine
+from mcore_rl.engines.step_output import StepOutput
+from mcore_rl.engines.stepped_engine import ActiveRequest, SteppedEngine
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.journal import TokenJournal
 from mcore_rl.rollout.loop import EngineLoop

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mcore_rl.engines.stepped_engine import StepOutput
+from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.rollout.journal import TokenJournal, read_journal
 from mcore_rl.rollout.loop import EngineLoop
