@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from model_converters.progress import ByteProgress
+from model_converters.progress import byte_progress
 
 
 class Terminal(io.StringIO):
@@ -15,8 +15,8 @@ class Terminal(io.StringIO):
 def test_progress_prints_only_on_terminal() -> None:
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        with ByteProgress("verify", 2 << 30, 1 << 30, stream=stream) as progress:
-            progress.advance(1 << 30)
+        with byte_progress("verify", 2 << 30, 1 << 30, stream=stream) as advance:
+            advance(1 << 30)
     assert "verify" in terminal.getvalue()
     assert "100%" in terminal.getvalue()
     assert "2.0/2.0 GiB" in terminal.getvalue()
