@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mcore_rl.engines.stepped_engine import SteppedEngine
@@ -20,10 +21,6 @@ class AllRanks(Protocol):
         """Call a method on all ranks. Returns the results by rank."""
 
 
-class ResetPrefixCache(Protocol):
-    def __call__(self, *, recompute: bool) -> None: ...
-
-
 class RanksReceiver:
     """Implements ports.WeightReceiver on the ranks of an engine.
 
@@ -31,7 +28,7 @@ class RanksReceiver:
     reset_prefix_cache: called after an update, see RankEngine._reset_prefix_cache.
     """
 
-    def __init__(self, ranks: AllRanks, reset_prefix_cache: ResetPrefixCache) -> None:
+    def __init__(self, ranks: AllRanks, reset_prefix_cache: Callable[[bool], None]) -> None:
         self.version = 0
         self._ranks = ranks
         self._reset_prefix_cache = reset_prefix_cache
@@ -57,7 +54,7 @@ class RanksReceiver:
         # Set before the reset, which may submit requests again: they must run with the new version.
         self.version, self._complete = version, True
         try:
-            self._reset_prefix_cache(recompute=recompute)
+            self._reset_prefix_cache(recompute)
         except BaseException:
             # The cache may contain entries of earlier weights, so only another complete update makes it usable.
             self.version, self._complete = earlier, False
@@ -106,7 +103,7 @@ class RankEngine(SteppedEngine):
 
     def _release(self, *, keep_weights: bool) -> int:
         """Free memory. Returns its bytes. On CPU only the KV cache is freed: kernels hold the weights, packed."""
-        self._reset_prefix_cache(recompute=False)
+        self._reset_prefix_cache(False)
         # After a weight sync only the weights are awake, and the KV cache is freed already.
         return 0 if "kv_cache" in self._asleep else sum(self._ranks.call("release_kv_cache"))
 
@@ -120,7 +117,7 @@ class RankEngine(SteppedEngine):
         self.receiver.require_complete()
 
     @abstractmethod
-    def _reset_prefix_cache(self, *, recompute: bool) -> None:
+    def _reset_prefix_cache(self, recompute: bool) -> None:
         """Prevent new requests from using KV cache of earlier weights.
 
         With `recompute`, running requests compute their KV cache again; otherwise requests that have sampled a token

@@ -50,6 +50,8 @@ class SteppedEngine(ABC):
     decode: required for requests with stop strings.
     """
 
+    vocab_size: int
+
     def __init__(self, config: RolloutConfig, *, captures_routing: bool, decode: Decode | None = None) -> None:
         self._config = config
         self._decode = decode
@@ -62,10 +64,6 @@ class SteppedEngine(ABC):
     @property
     @abstractmethod
     def weight_version(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int: ...
 
     @property
     def num_running(self) -> int:

@@ -67,16 +67,13 @@ class SglangEngine(RankEngine):
             seed=seed,
         )
         self._ranks = RankProcesses(settings, name, timeout_seconds, hosts)
+        self.vocab_size = self._ranks.vocab_size
         self.receiver = RanksReceiver(self._ranks, self._reset_prefix_cache)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._ranks.vocab_size
 
     def shutdown(self) -> None:
         self._ranks.end()
 
-    def _reset_prefix_cache(self, *, recompute: bool) -> None:
+    def _reset_prefix_cache(self, recompute: bool) -> None:
         while not self.num_running and not self._ranks.call("is_idle")[0]:
             self._ranks.call("step")  # finished and aborted requests leave in the next step
         if all(self._ranks.call("reset_prefix_cache", recompute)):

@@ -94,7 +94,8 @@ class RankProcesses:
     def _connected(self, num_ranks: int, address: str, key: bytes) -> list[Worker]:
         """Start the ranks of this host and accept the connections of all ranks."""
         connections: dict[int, Connection] = {}
-        with self._listener(address, num_ranks, key) as listener:
+        place = address if self._hosts.num == 1 else (self._hosts.address, self._hosts.commands_port)
+        with Listener(place, backlog=num_ranks, authkey=key) as listener:
             for rank in self._hosts.ranks(num_ranks):
                 self._processes.append(start_rank(rank, num_ranks, address, key))
             # A rank that ends during the start never connects: wake up to check the processes.
@@ -126,12 +127,6 @@ class RankProcesses:
         address = f"{self._directory}/ranks"
         assert len(address) < _MAX_SOCKET_PATH, "TMPDIR is too long for a socket"
         return address, f"file://{self._directory}/meeting", secrets.token_bytes(32)  # no TCP port
-
-    def _listener(self, address: str, num_ranks: int, key: bytes) -> Listener:
-        if self._hosts.num == 1:
-            return Listener(address, family="AF_UNIX", backlog=num_ranks, authkey=key)
-        place = (self._hosts.address, self._hosts.commands_port)
-        return Listener(place, family="AF_INET", backlog=num_ranks, authkey=key)
 
 
 def start_rank(rank: int, num_ranks: int, address: str, key: bytes) -> Child:

@@ -81,11 +81,7 @@ class VllmEngine(RankEngine):
             if capture_routing:
                 self._ranks.call("start_routing_capture")
         self._routed_layers = self._ranks.call("routed_layers")[0] if capture_routing else None
-        self._vocab_size = self._engine.model_config.get_vocab_size()
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
+        self.vocab_size = self._engine.model_config.get_vocab_size()
 
     def _release(self, *, keep_weights: bool) -> int:
         """On GPUs, use vLLM's sleep mode of level 1 (weights to host memory) or 2 (weights discarded).
@@ -113,7 +109,7 @@ class VllmEngine(RankEngine):
         self._core.shutdown()
         cleanup_dist_env_and_memory()
 
-    def _reset_prefix_cache(self, *, recompute: bool) -> None:
+    def _reset_prefix_cache(self, recompute: bool) -> None:
         if self._core.reset_prefix_cache(reset_running_requests=recompute):
             return
         if recompute or not self.num_running:

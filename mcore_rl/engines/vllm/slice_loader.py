@@ -81,7 +81,7 @@ class SliceLoader:
         if without:
             raise WeightSyncError(f"no tensor of the trainer contains {', '.join(sorted(without))}")
         self._module_missing: Counter[str] = Counter()
-        self.updating = False
+        self._updating = False
 
     def begin(self) -> None:
         """Begin an update. Discards an unfinished one, which vLLM would silently continue with wrong results."""
@@ -95,7 +95,7 @@ class SliceLoader:
         self._module_missing = Counter()
         for each, numel in self._pending.missing.items():
             self._module_missing[each.module] += numel
-        self.updating = True
+        self._updating = True
         initialize_layerwise_reload(self._model)
 
     def put(self, name: str, start: Indices, box: torch.Tensor) -> None:
@@ -118,14 +118,14 @@ class SliceLoader:
         if head is not None:
             # A reload treats a tied head as a layer without tensors and does not update its packed copy.
             head.quant_method.process_weights_after_loading(head)
-        self.updating = False
+        self._updating = False
 
     def discard(self) -> None:
         """Discard an unfinished update. The kernels then hold weights of two versions."""
-        if self.updating:
+        if self._updating:
             discard_reload(self._model)
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
-            self.updating = False
+            self._updating = False
 
     def _copy(self, each: KeptSlice, offset: int, source: torch.Tensor) -> None:
         """Copy a part of a slice to its place in the parameter."""

@@ -57,16 +57,16 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
 
     def connect_weights(self, connection: Connection, first_rank: int) -> None:
         """Connect to the sync, see connect_rank."""
-        self._discard_update()
         layout = _layout(self.vllm_config)
         with self._engine_context():
+            if self._slice_loader is not None:
+                self._slice_loader.discard()
             self._connected = connect_rank(
                 connection, layout, self.rank, first_rank, lambda specs: record_kept_slices(self._model, specs)
             )
             self._slice_loader = SliceLoader(self._model, self.vllm_config, self._connected.kept)
 
     def begin_update(self) -> None:
-        self._discard_update()
         self._connected.receiver.begin()
         with self._engine_context():
             self._loader.begin()
@@ -92,11 +92,6 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
             held = ((each.name, each.tensor) for name in held_modules(self._model)
                     for each in held_tensors(self._model, name))  # fmt: skip
             return compare(expected, held, self._connected.boxes)
-
-    def _discard_update(self) -> None:
-        if self._slice_loader is not None and self._slice_loader.updating:
-            with self._engine_context():
-                self._slice_loader.discard()
 
     @property
     def _loader(self) -> SliceLoader:

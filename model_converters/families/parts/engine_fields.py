@@ -25,8 +25,8 @@ class NeutralSize:
     name: Literal["num_query_groups", "num_attention_heads"]
 
 
-# Attention to a window or chunk of the tokens.
-_WINDOWS = {
+NEUTRAL: HFConfig = {
+    # Attention to a window or chunk of the tokens.
     "sliding_window": None,
     "sliding_window_size": None,
     "window_size": None,
@@ -34,9 +34,7 @@ _WINDOWS = {
     "is_hybrid_swa": False,
     "hybrid_layer_pattern": None,
     "rswa_window": None,
-}
-# Scaling, capping or another dtype of logits.
-_SCALES = {
+    # Scaling, capping or another dtype of logits.
     "logit_scale": 1.0,
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
@@ -45,17 +43,13 @@ _SCALES = {
     "head_dtype": None,
     "enable_lm_head_fp32": False,
     "enable_lm_head_output_fp32": False,
-}
-# Additional parameters.
-_PARAMETERS = {
+    # Additional parameters.
     "bias": False,
     "qkv_bias": False,
     "qk_norm": False,
     "shared_expert_intermediate_size": 0,
     "use_ngram_embedding": False,
-}
-# Other names for sizes, and sizes that differ between layers.
-_SHAPES = {
+    # Other names for sizes, and sizes that differ between layers.
     "n_head_kv": NeutralSize("num_query_groups"),
     "num_kv_heads": NeutralSize("num_query_groups"),
     "multi_query": False,
@@ -69,18 +63,14 @@ _SHAPES = {
     "loop_num": 1,
     "num_loops": 1,
     "hc_mult": 1,
-}
-# Other names for rotary settings, and rotations of multimodal models.
-_ROTATION = {
+    # Other names for rotary settings, and rotations of multimodal models.
     "rope_is_neox_style": True,
     "rotary_pct": None,
     "rotary_emb_fraction": None,
     "rotary_emb_base": None,
     "mrope_section": None,
     "xdrope_section": None,
-}
-# Models that are not causal decoders with full attention.
-_KIND_OF_MODEL = {
+    # Models that are not causal decoders with full attention.
     "is_encoder_decoder": False,
     "canvas_length": None,
     "index_topk": None,
@@ -88,7 +78,6 @@ _KIND_OF_MODEL = {
     "use_bidirectional_attention": False,
     "is_mm_prefix_lm": False,
 }
-NEUTRAL: HFConfig = {**_WINDOWS, **_SCALES, **_PARAMETERS, **_SHAPES, **_ROTATION, **_KIND_OF_MODEL}
 """Field -> value with which an engine that reads it computes the model of transformers. Does not apply to a family's
 `own_fields`."""
 

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,94 +98,95 @@ def replace_by_socket(file):
         opened.bind(file.name)
 
 
-def rewrite_json(file, value):
-    file.write_text(json.dumps(value))
+CONFIG, INDEX, SHARD, OTHER = "config.json", "model.safetensors.index.json", "part0.safetensors", "part1.safetensors"
+
+
+def on(name, damage, *arguments):
+    """Return a function that damages one file of a directory."""
+    return lambda directory: damage(directory / name, *arguments)
+
+
+def header(change, shard=SHARD):
+    return on(shard, rewrite_header, change)
+
+
+def entry(shard=SHARD, tensor="a", **fields):
+    return header(lambda header: header[tensor].update(fields), shard)
+
+
+def replaced(name, content):
+    return on(name, lambda file: file.write_bytes(content))
 
 
 BREAKAGES = {
-    "no config": (lambda d: (d / "config.json").unlink(), r"hf/config\.json does not exist"),
+    "no config": (on(CONFIG, Path.unlink), r"hf/config\.json does not exist"),
     "config is nested without end": (
-        lambda d: (d / "config.json").write_text('{"a": ' + "[" * 100_000),
+        replaced(CONFIG, b'{"a": ' + b"[" * 100_000),
         r"hf/config\.json cannot be read as JSON",
     ),
     "index is nested without end": (
-        lambda d: (d / "model.safetensors.index.json").write_text('{"a": ' + "[" * 100_000),
+        replaced(INDEX, b'{"a": ' + b"[" * 100_000),
         r"index\.json cannot be read as JSON: maximum recursion depth",
     ),
     "header is nested without end": (
-        lambda d: (d / "part0.safetensors").write_bytes(struct.pack("<Q", 100_000) + b"[" * 100_000),
+        replaced(SHARD, struct.pack("<Q", 100_000) + b"[" * 100_000),
         r"part0\.safetensors is not a safetensors file: its header is not JSON",
     ),
-    "config is not JSON": (lambda d: (d / "config.json").write_text("{"), r"hf/config\.json cannot be read as JSON"),
+    "config is not JSON": (replaced(CONFIG, b"{"), r"hf/config\.json cannot be read as JSON"),
     "unknown model_type": (
-        lambda d: (d / "config.json").write_text('{"model_type": "bert"}'),
+        replaced(CONFIG, b'{"model_type": "bert"}'),
         r"hf/config\.json: model_type 'bert' is not supported; known: .*qwen3_moe",
     ),
-    "no weights": (
-        lambda d: (d / "model.safetensors.index.json").unlink(),
-        r"neither model\.safetensors\.index\.json nor model\.safetensors",
-    ),
-    "missing shard": (lambda d: (d / "part1.safetensors").unlink(), r"part1\.safetensors cannot be read: No such file"),
-    "truncated data": (lambda d: truncate(d / "part1.safetensors", 1), r"part1\.safetensors is truncated: c ends at"),
-    "truncated header": (lambda d: os.truncate(d / "part0.safetensors", 20), r"part0\.safetensors is truncated: its"),
-    "empty shard": (lambda d: os.truncate(d / "part0.safetensors", 0), r"part0\.safetensors is not a safetensors file"),
+    "no weights": (on(INDEX, Path.unlink), r"neither model\.safetensors\.index\.json nor model\.safetensors"),
+    "missing shard": (on(OTHER, Path.unlink), r"part1\.safetensors cannot be read: No such file"),
+    "truncated data": (on(OTHER, truncate, 1), r"part1\.safetensors is truncated: c ends at"),
+    "truncated header": (on(SHARD, os.truncate, 20), r"part0\.safetensors is truncated: its"),
+    "empty shard": (on(SHARD, os.truncate, 0), r"part0\.safetensors is not a safetensors file"),
     "a pointer instead of the file": (
-        lambda d: (d / "part0.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        replaced(SHARD, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
         r"part0\.safetensors is not a safetensors file",
     ),
     "trailing bytes": (
-        lambda d: (d / "part0.safetensors").open("ab").write(b"x"),
+        on(SHARD, lambda file: file.open("ab").write(b"x")),
         r"part0\.safetensors is corrupt: 1 bytes follow",
     ),
     "tensor not in its shard": (
-        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header.update(z=header.pop("b"))),
+        header(lambda header: header.update(z=header.pop("b"))),
         r"index\.json does not fit its shards: part0\.safetensors lacks b; part0\.safetensors holds z",
     ),
-    "shape and extent disagree": (
-        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header["a"].update(shape=[4, 7])),
-        r"part0\.safetensors: a F32 \(4, 7\) does not have 96 bytes",
-    ),
-    "unknown dtype": (
-        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header["a"].update(dtype="F4")),
-        r"part0\.safetensors: a has dtype F4",
-    ),
-    "index is a pipe": (
-        lambda d: replace_by_pipe(d / "model.safetensors.index.json"),
-        r"index\.json is a named pipe; it must be a regular file",
-    ),
-    "config is a pipe": (lambda d: replace_by_pipe(d / "config.json"), r"config\.json is a named pipe"),
-    "shard is a pipe": (lambda d: replace_by_pipe(d / "part1.safetensors"), r"part1\.safetensors is a named pipe"),
+    "shape and extent disagree": (entry(shape=[4, 7]), r"part0\.safetensors: a F32 \(4, 7\) does not have 96 bytes"),
+    "unknown dtype": (entry(dtype="F4"), r"part0\.safetensors: a has dtype F4"),
+    "index is a pipe": (on(INDEX, replace_by_pipe), r"index\.json is a named pipe; it must be a regular file"),
+    "config is a pipe": (on(CONFIG, replace_by_pipe), r"config\.json is a named pipe"),
+    "shard is a pipe": (on(OTHER, replace_by_pipe), r"part1\.safetensors is a named pipe"),
     "shard is a directory": (
-        lambda d: ((d / "part1.safetensors").unlink(), (d / "part1.safetensors").mkdir()),
+        on(OTHER, lambda file: (file.unlink(), file.mkdir())),
         r"part1\.safetensors is a directory",
     ),
-    "shard is a socket": (lambda d: replace_by_socket(d / "part1.safetensors"), r"part1\.safetensors is a socket"),
-    "shard is a device": (lambda d: link(d / "part1.safetensors", "/dev/zero"), r"points to /dev/zero"),
+    "shard is a socket": (on(OTHER, replace_by_socket), r"part1\.safetensors is a socket"),
+    "shard is a device": (on(OTHER, link, "/dev/zero"), r"points to /dev/zero"),
     "shard is a link that leaves": (
-        lambda d: link(d / "part1.safetensors", (d / "part1.safetensors").rename(d.parent / "elsewhere")),
+        on(OTHER, lambda file: link(file, file.rename(file.parents[1] / "elsewhere"))),
         r"part1\.safetensors leaves the model directory: it points to .*/elsewhere",
     ),
     "shard is a loop of links": (
-        lambda d: link(d / "part1.safetensors", d / "part1.safetensors"),
+        on(OTHER, lambda file: link(file, file)),
         r"part1\.safetensors is a loop of symbolic links",
     ),
     "index is a link that leaves": (
-        lambda d: link(d / "model.safetensors.index.json", "/etc/passwd"),
+        on(INDEX, link, "/etc/passwd"),
         r"index\.json leaves the model directory: it points to /etc/passwd",
     ),
     **{
         f"weight_map has {place!r}": (
-            lambda d, place=place: rewrite_json(d / "model.safetensors.index.json", {"weight_map": {"a": place}}),
+            replaced(INDEX, json.dumps({"weight_map": {"a": place}}).encode()),
             r"index\.json: weight_map places a in .*; each value must be the name of a file",
         )
         for place in ("../part0.safetensors", "/etc/passwd", "x/../../y", "", 3, None, ["part0"], "part0\0")
     },
     **{
-        f"{file} has {text[:20]!r}": (
-            lambda d, file=file, text=text: (d / file).write_bytes(text),
-            rf"{file} cannot be read as JSON: .*{problem}",
-        )
-        for file in ("config.json", "model.safetensors.index.json")
+        f"{file} has {text[:20]!r}": (replaced(file, text), rf"{file} cannot be read as JSON: .*{problem}")
+        for file in (CONFIG, INDEX)
         for text, problem in (
             (b'{"a": 1, "a": 1}', "the key 'a' appears twice"),
             (b'{"b": {"a": [NaN]}}', "the key 'a' holds NaN or infinity"),
@@ -198,65 +200,42 @@ BREAKAGES = {
     },
     **{
         f"header has {field} {value}": (
-            lambda d, field=field, value=value: rewrite_header(
-                d / "part0.safetensors", lambda header: header["a"].update({field: value})
-            ),
+            entry(**{field: value}),
             rf"part0\.safetensors: a has {field} .*; (it|they) must be",
         )
-        for field, value in (
-            ("shape", [-4, -6]),
-            ("shape", [4.0, 6]),
-            ("shape", [4, True, 6]),
-            ("shape", ["4", 6]),
-            ("shape", "46"),
-            ("shape", 24),
-            ("data_offsets", [-1, 95]),
-            ("data_offsets", [0.0, 96]),
-            ("data_offsets", [96, 0]),
-            ("data_offsets", [0, 96, 96]),
-            ("data_offsets", None),
-        )
+        for field, values in {
+            "shape": ([-4, -6], [4.0, 6], [4, True, 6], ["4", 6], "46", 24),
+            "data_offsets": ([-1, 95], [0.0, 96], [96, 0], [0, 96, 96], None),
+        }.items()
+        for value in values
     },
-    "dtype is a list": (
-        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header["a"].update(dtype=["F32"])),
-        r"a has dtype \['F32'\], which is not supported",
-    ),
+    "dtype is a list": (entry(dtype=["F32"]), r"a has dtype \['F32'\], which is not supported"),
     "weight is of integers": (
-        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header["a"].update(dtype="I32")),
+        entry(dtype="I32"),
         r"part0\.safetensors: a has dtype torch\.int32; weights must be floating point",
     ),
-    "entry is a list": (
-        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header.update(a=["F32"])),
-        r"the header entry of a is malformed",
-    ),
+    "entry is a list": (header(lambda header: header.update(a=["F32"])), r"the header entry of a is malformed"),
     "metadata is no map of texts": (
-        lambda d: rewrite_header(d / "part0.safetensors", lambda header: header.update(__metadata__={"format": 1})),
+        header(lambda header: header.update(__metadata__={"format": 1})),
         r"__metadata__ must map strings to strings",
     ),
     "tensors overlap": (
-        lambda d: rewrite_header(
-            d / "part0.safetensors", lambda header: header["b"].update(dtype="F32", shape=[24], data_offsets=[0, 96])
-        ),
+        entry(tensor="b", dtype="F32", shape=[24], data_offsets=[0, 96]),
         r"part0\.safetensors: b does not start where a ends|a does not start where b ends",
     ),
     "tensor ends beyond the file": (
-        lambda d: rewrite_header(
-            d / "part1.safetensors", lambda header: header["c"].update(shape=[2**40], data_offsets=[0, 2**41])
-        ),
+        entry(OTHER, "c", shape=[2**40], data_offsets=[0, 2**41]),
         r"part1\.safetensors is truncated: c ends at byte",
     ),
     "header is longer than the file": (
-        lambda d: (d / "part0.safetensors").write_bytes(struct.pack("<Q", 99_999_999) + b"{}"),
+        replaced(SHARD, struct.pack("<Q", 99_999_999) + b"{}"),
         r"part0\.safetensors is truncated: its header of 99999999 bytes",
     ),
     "header names a tensor twice": (
-        lambda d: (d / "part0.safetensors").write_bytes(struct.pack("<Q", 15) + b'{"a":{},"a":{}}'),
+        replaced(SHARD, struct.pack("<Q", 15) + b'{"a":{},"a":{}}'),
         r"its header is not JSON \(the key 'a' appears twice\)",
     ),
-    "index without map": (
-        lambda d: (d / "model.safetensors.index.json").write_text("{}"),
-        r"index\.json cannot be read as a safetensors index",
-    ),
+    "index without map": (replaced(INDEX, b"{}"), r"index\.json cannot be read as a safetensors index"),
 }
 
 
@@ -275,6 +254,12 @@ def two_tensors():
         TensorPlan("a", (4, 6), torch.float32, "embedding", a),
         TensorPlan("b", (3,), torch.bfloat16, "head", (Piece(0, "b", 0, 0, 0, 3, 0),)),
     ]
+
+
+def write_all(writer, plans, values):
+    for plan in plans:
+        for piece in plan.pieces:
+            writer.write(plan, piece, values[plan.hf_name].narrow(piece.dim, piece.start, piece.length))
 
 
 def test_writer_incomplete_tensors_are_named_and_not_published(tmp_path):
@@ -333,9 +318,7 @@ def test_writer_replaces_files_of_killed_writer(tmp_path):
     with HFWriter(tmp_path / "out") as writer:
         writer.begin(plans)
         values = {"a": torch.arange(24.0).view(4, 6), "b": torch.tensor([0.5, 2.0, -1.0])}
-        for plan in plans:
-            for piece in plan.pieces:
-                writer.write(plan, piece, values[plan.hf_name].narrow(piece.dim, piece.start, piece.length))
+        write_all(writer, plans, values)
         writer.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -368,9 +351,7 @@ def test_writer_finish_copies_config_and_tokenizer(tmp_path, dense_config):
     plans = two_tensors()
     with HFWriter(tmp_path / "out", max_shard_bytes=1) as writer:
         writer.begin(plans)
-        for plan in plans:
-            for piece in plan.pieces:
-                writer.write(plan, piece, torch.ones(plan.piece_shape(piece)))
+        write_all(writer, plans, {"a": torch.ones(4, 6), "b": torch.ones(3)})
         writer.finish(source)
     shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
     found = {path.name for path in (tmp_path / "out").iterdir()}

@@ -26,12 +26,12 @@ class Ranks:
             return self.loaded
         return [[], []]
 
-    def reset_prefix_cache(self, *, recompute: bool) -> None:
+    def reset_prefix_cache(self, recompute: bool) -> None:
         self.call(f"reset_prefix_cache {recompute}")
 
 
 def receiver_of(ranks: Ranks) -> RanksReceiver:
-    return RanksReceiver(ranks, ranks.reset_prefix_cache)  # type: ignore[arg-type]
+    return RanksReceiver(ranks, ranks.reset_prefix_cache)
 
 
 @pytest.mark.parametrize("fails", ["begin_update", "receive_bucket", "finish_update", "reset_prefix_cache False"])
