@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.families.parts.adapter_rows import adapter_rows, default_targets, shared_with_experts
-from model_converters.hf import adapter_writer as lora_writer
+from model_converters.hf import shards
 from model_converters.hf.adapter_writer import LoraDescription, write_adapter
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement, local_shape, segments_of
@@ -162,7 +162,7 @@ def test_write_adapter_failure_leaves_no_directory(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(lora_writer, "write_exactly", fail)
+        patched.setattr(shards, "write_exactly", fail)
         with pytest.raises(ConversionError, match=r"out cannot be written: .*No space left"):
             write_adapter(tmp_path / "out", tensors, DESCRIPTION)
     assert list(tmp_path.iterdir()) == []

@@ -106,7 +106,8 @@ def test_fp8_export_repeated_has_same_bytes(exported, tmp_path):
 
 
 def test_exported_config_matches_tensor_dtypes():
-    config = tiny_fields("qwen3_moe", torch_dtype="float32", quantization_config={"quant_method": "fp8"})
+    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = tiny_fields("qwen3_moe", torch_dtype="float32", quantization_config=quantisation)
     bound, plans = plans_of(config | {"quantization_config": None})
     plain = {key: value for key, value in config.items() if key != "quantization_config"} | {"torch_dtype": "bfloat16"}
     assert exported_config(config, plans) == plain
