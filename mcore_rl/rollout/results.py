@@ -45,24 +45,19 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
     edges = buffers.response_offsets[:-1], buffers.response_offsets[1:] - 1
     trained = np.add.reduceat(buffers.trained, edges[0], dtype=np.int64) if scores else np.empty(0)
     drawn_by, drawn = np.unique(buffers.versions[buffers.trained != 0], return_counts=True)
-    several, grades = bool((counts > 1).any()), grades_of(scores)
     return RolloutScalars(
         group_ids=np.repeat(task.group_ids[groups], counts),
         prompt_rows=np.repeat(task.prompt_rows[groups], counts),
         total_tokens=np.diff(buffers.token_offsets).astype(np.int32),
         response_tokens=np.diff(buffers.response_offsets).astype(np.int32),
         trained_tokens=trained.astype(np.int32),
-        rewards=grades.rewards,
-        accuracies=grades.accuracies,
         clipped=np.repeat([r.outcome.finish_reason in LIMIT_REASONS for r in responses], counts).astype(np.uint8),
         versions=np.stack([buffers.versions[edge] for edge in edges], axis=1).astype(np.int32),
-        errors=grades.errors,
-        parts=grades.parts,
-        traceback=grades.traceback,
-        episodes=first if several else None,
+        episodes=first if (counts > 1).any() else None,
         episode_metrics=_episode_metrics([r.outcome for r in responses], counts),
         digests=_digests(responses),
         version_tokens=tuple(zip(drawn_by.tolist(), drawn.tolist(), strict=True)),
+        **vars(grades_of(scores)),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,20 +43,20 @@ def pack_trajectories(trajectories: Sequence[Trajectory], names: Sequence[str] =
 
 def version_spans(versions: np.ndarray) -> list[list[int]]:
     """Return [version, start, end) of consecutive tokens sampled with the same weights. Shapes: versions [T]."""
-    edges = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1)).tolist()
-    spans = zip(edges, [*edges[1:], len(versions)], strict=True)
-    return [[int(versions[start]), start, end] for start, end in spans if versions[start] != NOT_SAMPLED]
+    return [[int(version), first, last] for version, first, last in _runs(versions) if version != NOT_SAMPLED]
 
 
 def temperature_spans(temperatures: np.ndarray) -> list[list[float]]:
     """Return [temperature, start, end) of consecutive tokens with the same sampling temperature. Shapes: temperatures
     [T]."""
-    cuts = np.flatnonzero(temperatures[1:] != temperatures[:-1]) + 1 if len(temperatures) else np.empty(0, np.int64)
-    edges = [0, *cuts.tolist(), len(temperatures)]
-    spans = [
-        (float(str(temperatures[first])), first, last) for first, last in itertools.pairwise(edges) if first < last
-    ]
-    return [[value, first, last] for value, first, last in spans if not math.isnan(value)]
+    return [[float(str(value)), first, last] for value, first, last in _runs(temperatures) if not np.isnan(value)]
+
+
+def _runs(values: np.ndarray) -> list[tuple[np.generic, int, int]]:
+    """Return (value, start, end) of consecutive equal values; each NaN is a run of its own."""
+    cuts = np.flatnonzero(values[1:] != values[:-1]) + 1
+    edges = itertools.pairwise([0, *cuts.tolist(), len(values)])
+    return [(values[first], first, last) for first, last in edges if first < last]
 
 
 def _filled(given: Sequence[np.ndarray | None], lengths: np.ndarray, value: float, dtype: type) -> np.ndarray:

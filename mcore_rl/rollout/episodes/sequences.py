@@ -26,10 +26,8 @@ class TokenSequence:
         self.prompt_ids = prompt_ids
         self.tokens = prompt_ids
         """All tokens including the prompt, int32 [S]."""
-        self._logp: list[np.ndarray] = []
-        self._versions: list[np.ndarray] = []
-        self._sampled: list[np.ndarray] = []
-        self._temperatures: list[np.ndarray] = []
+        self._pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        """Log-probabilities, versions, temperatures, and 1 for sampled tokens, in the order of the response."""
         self._experts: np.ndarray | None = None
         self._rewards: dict[int, float] = {}
         """Rewards of turns, by the position of the turn's last token in the response."""
@@ -44,9 +42,10 @@ class TokenSequence:
         # Tokens between the last sampled one and the new completion: tool results, user messages, template tokens.
         said = token_ids[len(self.tokens) :]
         if len(said):
-            unknown = np.full(len(said), np.nan, np.float32)
-            self._append(np.zeros(len(said)), np.full(len(said), NOT_SAMPLED), unknown, sampled=0)
-        self._append(completion.logp, completion.versions, completion.sampled_at(temperature), sampled=1)
+            zeros, unknown = np.zeros(len(said), np.uint8), np.full(len(said), np.nan, np.float32)
+            self._pieces.append((zeros, np.full(len(said), NOT_SAMPLED), unknown, zeros))
+        ones, temperatures = np.ones(len(completion.logp), np.uint8), completion.sampled_at(temperature)
+        self._pieces.append((completion.logp, completion.versions, temperatures, ones))
         if completion.routed_experts is not None:
             # Keep the experts recorded when a token was sampled: the prefix may have been computed again with newer
             # weights.
@@ -61,26 +60,20 @@ class TokenSequence:
 
     def trajectory(self, *, trained: bool = True) -> Trajectory:
         """Return the trajectory. With `trained` False, no token is trained."""
-        sampled = np.concatenate(self._sampled)
+        logp, versions, temperatures, sampled = (np.concatenate(column) for column in zip(*self._pieces, strict=True))
         rewards = np.zeros(len(sampled), np.float32)
         for place, value in self._rewards.items():
             rewards[place] = value
         return Trajectory(
             self.prompt_ids,
             self.tokens[len(self.prompt_ids) :],
-            np.concatenate(self._logp).astype(np.float32, copy=False),
-            np.concatenate(self._versions).astype(np.int32, copy=False),
+            logp.astype(np.float32, copy=False),
+            versions.astype(np.int32, copy=False),
             sampled if trained else np.zeros_like(sampled),
             rewards,
             self._experts,
-            np.concatenate(self._temperatures),
+            temperatures,
         )
-
-    def _append(self, logp: np.ndarray, versions: np.ndarray, temperatures: np.ndarray, *, sampled: int) -> None:
-        self._logp.append(logp)
-        self._versions.append(versions)
-        self._temperatures.append(temperatures)
-        self._sampled.append(np.full(len(logp), sampled, np.uint8))
 
 
 class SequenceBook:
