@@ -245,13 +245,11 @@ def _restored(
     stream: TaskStream, directory: Path, saved: Sequence[SavedGroup], task_of: Callable[[int, int, int], RolloutTask]
 ) -> dict[int, BuffersRef]:
     """Return the trajectories of finished groups, by number."""
-    by_file: dict[str, list[SavedGroup]] = {}
     # A file holds its trajectories in the order of `index`.
-    for group in sorted(saved, key=lambda group: group.index):
-        if group.trajectories:
-            by_file.setdefault(group.trajectories, []).append(group)
+    finished = sorted((group for group in saved if group.trajectories), key=lambda group: group.index)
     chunks: dict[int, BuffersRef] = {}
-    for file, groups in by_file.items():
+    for file in dict.fromkeys(group.trajectories for group in finished):
+        groups = [group for group in finished if group.trajectories == file]
         made = [(task_of(g.number, g.row, g.version), g.scalars) for g in groups if g.scalars is not None]
         restored = stream.restore(directory / file, made)
         chunks |= {group.number: chunk for group, chunk in zip(groups, restored, strict=True)}

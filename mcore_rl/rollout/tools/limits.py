@@ -56,10 +56,8 @@ class LimitedTool:
         while True:
             try:
                 return await self._attempt(episode, arguments)
-            except TimeoutError as error:
+            except (TimeoutError, ToolError) as error:
                 return failure(str(error) or describe(error))
-            except ToolError as error:
-                return failure(str(error))
             except Exception as error:  # any error of the user's tool
                 is_transient = any(kind.__name__ in TRANSIENT for kind in type(error).__mro__)
                 if attempt == self.limits.retries or not is_transient:
