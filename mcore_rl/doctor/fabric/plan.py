@@ -48,14 +48,12 @@ class Stage:
     unit: None if the probe only checks.
     groups: ranks that communicate with each other -> name for the report. Single ranks if the stage does not
     communicate; ranks in no group are idle.
-    link: the groups are links; a slow link does not show which of its two nodes causes the slowness.
     """
 
     name: str
     probe: Probe
     unit: str | None
     groups: Groups
-    link: bool = False
 
     def group_of(self, rank: int) -> tuple[int, ...] | None:
         return next((group for group in self.groups if rank in group), None)
@@ -112,7 +110,7 @@ def stages(fabric: Fabric) -> list[Stage]:
             for one, other in pairs
             for a, b in zip(fabric.ranks_of(one), fabric.ranks_of(other), strict=True)
         }
-        plan.append(Stage("all-reduce between two nodes", Bench.all_reduce, BANDWIDTH, links, link=True))
+        plan.append(Stage("all-reduce between two nodes", Bench.all_reduce, BANDWIDTH, links))
     if len(hosts) > 1:
         everyone: Groups = {tuple(range(fabric.num_ranks)): "all nodes"}
         plan.append(Stage("all-reduce of all nodes", Bench.all_reduce, BANDWIDTH, everyone))

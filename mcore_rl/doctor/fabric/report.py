@@ -48,6 +48,13 @@ class FabricReport:
     figures: list[Figure]
     problems: list[FabricProblem]
 
+    def by_stage(self) -> dict[str, list[Figure]]:
+        """Return the figures of each measurement, by name in order."""
+        by_stage: dict[str, list[Figure]] = {}
+        for figure in self.figures:
+            by_stage.setdefault(figure.stage, []).append(figure)
+        return by_stage
+
     def blamed(self) -> dict[str, FabricProblem]:
         """Return the nodes to exclude, each with its first problem; failures precede slowness."""
         blamed: dict[str, FabricProblem] = {}
@@ -75,8 +82,7 @@ class FabricReport:
         fabric = self.fabric
         devices = "GPUs" if fabric.device == "cuda" else "slots"
         lines = [f"fabric test: nodes: {len(fabric.hosts)}, {devices} per node: {fabric.slots} ({self.device})"]
-        for name in dict.fromkeys(figure.stage for figure in self.figures):
-            figures = [figure for figure in self.figures if figure.stage == name]
+        for name, figures in self.by_stage().items():
             lowest = min(figures, key=lambda figure: figure.value)
             typical = median(figure.value for figure in figures)
             beside = f"   lowest {lowest.value:9.4g}: {lowest.subject}" if len(figures) > 1 else ""
@@ -122,26 +128,25 @@ def find_failures(
     return problems
 
 
-def find_slow(stage: Stage, figures: Sequence[Figure], fabric: Fabric, percent: float) -> list[FabricProblem]:
-    """Return the measured values of a stage that are below `percent` of the median of the others.
+def find_slow(figures: Sequence[Figure], fabric: Fabric, percent: float) -> list[FabricProblem]:
+    """Return the values of one measurement that are below `percent` of the median of the others.
 
     A slow link alone does not blame its nodes; a node with two slow links is blamed.
     """
-    figures = [figure for figure in figures if figure.stage == stage.name]
-    if len(figures) < 2:
-        return []
-    problems = []
-    for figure in figures:
+    problems: list[FabricProblem] = []
+    slow_links: set[frozenset[str]] = set()
+    for figure in figures if len(figures) > 1 else ():
         value, typical = figure.value, median(other.value for other in figures if other is not figure)
         if value < percent / 100 * typical:
             reason = f"{value:.4g} {figure.unit}, {100 * value / typical:.0f} % of the others' {typical:.4g}"
-            hosts = () if stage.link else (fabric.host_of(figure.ranks[0]),)
+            hosts = tuple(dict.fromkeys(map(fabric.host_of, figure.ranks)))
+            if len(hosts) == 2:
+                slow_links.add(frozenset(hosts))
+                hosts = ()
             problems.append(
-                FabricProblem("slow", stage.name, figure.subject, reason, figure.ranks, hosts, value, typical)
+                FabricProblem("slow", figure.stage, figure.subject, reason, figure.ranks, hosts, value, typical)
             )
-    if stage.link:
-        pairs = {frozenset(map(fabric.host_of, problem.ranks)) for problem in problems}
-        for host in fabric.hosts:
-            if sum(host in pair for pair in pairs) == 2:
-                problems.append(FabricProblem("slow", stage.name, host, "slow in both of its pairs", (), (host,)))
+    for host in fabric.hosts:
+        if sum(host in link for link in slow_links) == 2:
+            problems.append(FabricProblem("slow", figures[0].stage, host, "slow in both of its pairs", (), (host,)))
     return problems

@@ -125,8 +125,8 @@ def supervise(
         if not problems:
             with _started(fabric, place, timeout_seconds, rank_main) as ranks:
                 _run_stages(store, place.index, ranks, report, timeout_seconds)
-            for stage in {stage.name: stage for stage in stages(fabric)}.values():
-                report.problems.extend(find_slow(stage, report.figures, fabric, slow_percent))
+            for figures in report.by_stage().values():
+                report.problems.extend(find_slow(figures, fabric, slow_percent))
         store.set(f"done {place.index}", "")
         if place.index == 0:
             _wait(store, [f"done {node}" for node in range(place.num_nodes)], END_SECONDS)

@@ -25,7 +25,7 @@ def slow(fabric: Fabric, name: str, values: dict[tuple[int, ...], float]) -> lis
     for stage in stages_of(fabric, name):
         results = {rank: StageResult(values.get(group, 100.0)) for group in stage.groups for rank in group}
         figures += figures_of(stage, results)
-    return find_slow(stage, figures, fabric, 80)
+    return find_slow(figures, fabric, 80)
 
 
 def test_slow_device_is_named_with_the_median_of_the_others() -> None:
