@@ -195,6 +195,7 @@ def memory_gib() -> tuple[float, float]:
     """Return total and available memory in GiB, limited by the container's limit."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, available = (int(fields[key].split()[0]) * 1024 / GIB for key in ("MemTotal", "MemAvailable"))
+    # Inside a container, /proc/meminfo shows the host's memory. cgroup v2 has the container's limit.
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text()) / GIB
     except (OSError, ValueError):  # no such file, or "max"

@@ -94,7 +94,7 @@ def _test_fabric(options: argparse.Namespace) -> int:
     timeout = TIMEOUT_SECONDS if options.timeout is None else options.timeout
     percent = SLOW_PERCENT if options.slow_percent is None else options.slow_percent
     report = supervise(place, options.slots, timeout, percent)
-    if place.index == 0:
+    if place.index == 0:  # the report is the same on every node
         print(report.as_json() if options.json else report.as_text())
     exit_code = 1 if report.problems else 0
     exit_if_unkillable(exit_code)

@@ -154,11 +154,12 @@ def trials(
         except subprocess.TimeoutExpired as error:
             output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
             ended = f"gave no answer within {seconds * len(left):g} s"
-        for line in output.splitlines():
+        for line in output.splitlines():  # libraries print there too
             if line.startswith('{"kernel"'):
                 answer = json.loads(line)
                 left.remove(answer["kernel"])
                 yield answer["kernel"], answer["error"]
+        # The child calls kernels in order, so the first one without a line ended it.
         if left:
             yield left.pop(0), ended
 

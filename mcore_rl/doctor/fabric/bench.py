@@ -62,6 +62,7 @@ class Bench:
         a, b = (torch.randn(shape, generator=generator, device=self.device).to(self.sizes.dtype) for _ in range(2))
         product = torch.empty_like(a)
         seconds = self._median_seconds(lambda: torch.matmul(a, b, out=product))
+        # The timed product has rounding errors. Products of these integers are exact, so any difference is a fault.
         a, b = (sparse_signs(shape, generator).to(self.sizes.dtype) for _ in range(2))
         torch.matmul(a, b, out=product)
         # Freivalds' check: a single wrong entry changes the sum of its row for any signs.
@@ -111,6 +112,7 @@ class Bench:
         return torch.empty_like(source, device="cpu", pin_memory=self.device.type == "cuda").copy_(source)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> float:
+        # A blocking copy synchronizes the host after each repetition, and the events would include its delay.
         seconds = self._median_seconds(lambda: target.copy_(source, non_blocking=True))
         self._check_equal(target.to(self.device), source.to(self.device), "what was copied")
         return source.nbytes / seconds / GIB

@@ -98,6 +98,7 @@ def stages(fabric: Fabric) -> list[Stage]:
     """
     hosts = fabric.hosts
     devices: Groups = {(rank,): fabric.rank_name(rank) for rank in range(fabric.num_ranks)}
+    # These stages do not communicate, so a broken device cannot delay or fail other ranks.
     plan = [Stage(name, probe, unit, devices) for name, (probe, unit) in DEVICE_STAGES.items()]
     if fabric.slots > 1:
         inside = map(fabric.ranks_of, range(len(hosts)))
@@ -125,6 +126,7 @@ def rounds_of_neighbours(num_nodes: int) -> list[list[tuple[int, int]]]:
     """
     if num_nodes < 2:
         return []
+    # Two nodes form one pair: the pairs (0, 1) and (1, 0) would measure the same link twice.
     ring = [(node, (node + 1) % num_nodes) for node in range(num_nodes if num_nodes > 2 else 1)]
     closing = [ring.pop()] if len(ring) % 2 and len(ring) > 1 else []
     return [pairs for pairs in (ring[::2], ring[1::2], closing) if pairs]

@@ -77,6 +77,7 @@ def connect(address: Address, timeout_seconds: float, listener: socket.socket | 
         is_master=listener is not None,
         timeout=timedelta(seconds=timeout_seconds),
         wait_for_workers=False,
+        # The socket was opened in advance, so that a free port is known before the other nodes start.
         **({} if listener is None else {"master_listen_fd": listener.detach()}),
     )
 
@@ -97,7 +98,7 @@ def place_of(options: argparse.Namespace, environment: Mapping[str, str]) -> Nod
         raise ConfigError("the fabric test needs one task per node: srun --ntasks-per-node=1 mcore-rl doctor --node")
     if options.port is not None and not hosts:
         raise ConfigError("--port is for a SLURM job step: start the test with srun, or set --rendezvous HOST:PORT")
-    if len(hosts) < 2:
+    if len(hosts) < 2:  # also in a batch script, outside of any step
         return open_place(0, 1, host, Address("127.0.0.1", 0))
     address = Address(hosts[0], DEFAULT_PORT if options.port is None else options.port)
     return open_place(int(environment["SLURM_NODEID"]), len(hosts), host, address, tuple(hosts))

@@ -102,6 +102,7 @@ def figures_of(stage: Stage, results: Mapping[int, StageResult]) -> list[Figure]
         values = [results[rank].value for rank in ranks if rank in results]
         measured = [value for value in values if value is not None]
         if stage.unit and len(measured) == len(ranks):
+            # A collective is as fast as its slowest rank, whatever the others measured.
             figures.append(Figure(stage.name, stage.unit, subject, ranks, min(measured)))
     return figures
 
@@ -140,7 +141,7 @@ def find_slow(figures: Sequence[Figure], fabric: Fabric, percent: float) -> list
         if value < percent / 100 * typical:
             reason = f"{value:.4g} {figure.unit}, {100 * value / typical:.0f} % of the others' {typical:.4g}"
             hosts = tuple(dict.fromkeys(map(fabric.host_of, figure.ranks)))
-            if len(hosts) == 2:
+            if len(hosts) == 2:  # either of the two can be the cause
                 slow_links.add(frozenset(hosts))
                 hosts = ()
             problems.append(

@@ -60,6 +60,7 @@ def run_rank(rank: int, fabric: Fabric, address: Address, timeout_seconds: float
         os.environ.setdefault(name, value)
     torch.set_num_threads(max(1, usable_cores() // fabric.slots))
     bench = Bench(fabric.device, rank % fabric.slots)
+    # Longer than any stage: a rank that is done waits here for the slowest one, and would be blamed if it raised.
     store = connect(address, COLLECTIVE_TIMEOUTS * timeout_seconds)
     for number, stage in enumerate(stages(fabric)):
         ranks = stage.group_of(rank)
@@ -82,6 +83,7 @@ def _join(
     if dist.is_initialized():
         dist.destroy_process_group()
     if len(ranks) > 1:
+        # A client of its own: NCCL's threads use it while the main thread waits on the other one.
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             store=dist.PrefixStore(prefix, connect(address, timeout_seconds)),
@@ -127,6 +129,7 @@ def supervise(
                 _run_stages(store, place.index, ranks, report, timeout_seconds)
             for figures in report.by_stage().values():
                 report.problems.extend(find_slow(figures, fabric, slow_percent))
+        # The store ends with node 0's process, so node 0 leaves last.
         store.set(f"done {place.index}", "")
         if place.index == 0:
             _wait(store, [f"done {node}" for node in range(place.num_nodes)], END_SECONDS)
@@ -146,6 +149,7 @@ def plan_fabric(
     hosts: names of all nodes.
     slots: devices per node; None: the highest number that a node offers.
     """
+    # A node whose driver is broken offers a CPU: it is reported as a node that lacks GPUs.
     device = "cuda" if any(offer.device == "cuda" for offer in offers.values()) else "cpu"
     expected = slots or max(offer.slots for offer in offers.values() if offer.device == device)
     if len(set(hosts)) < len(hosts):  # nodes simulated on one machine
@@ -194,6 +198,7 @@ def _gather(
     Node 0 publishes the list as `name`, so the result is the same on every node.
     """
     if node == 0:
+        # The list starts the next stage on all ranks, also after a failure. Their supervisors then kill them.
         _wait(store, keys, timeout_seconds, meanwhile)
         store.set(name, json.dumps([store.get(key).decode() if store.check([key]) else None for key in keys]))
     else:
@@ -217,6 +222,7 @@ def _note_deaths(store: dist.Store, number: int, ranks: Mapping[int, SpawnProces
     """Write the results of this node's ranks that died in a stage."""
     for rank, process in ranks.items():
         code, key = process.exitcode, result_key(number, rank)
+        # A rank writes its result before it exits, so it died in this stage, or while it was idle before.
         if code is not None and not store.check([key]):
             ending = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             store.set(key, json.dumps(StageResult(error=f"its process {ending}", died=True)))
@@ -227,7 +233,7 @@ def _started(
     fabric: Fabric, place: NodePlace, timeout_seconds: float, rank_main: RankMain
 ) -> Iterator[dict[int, SpawnProcess]]:
     """Start the processes of this node's ranks; kill them at the end of the block."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     ranks = {}
     try:
         for rank in fabric.ranks_of(place.index):
