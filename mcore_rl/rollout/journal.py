@@ -76,7 +76,6 @@ class TokenJournal:
             place = 0
             if request.partial is not None:
                 _append_response(words, number, request.partial)
-                _append_temperature_runs(words, number, request.partial.temperatures)
                 # Tokens of unknown temperature count as sampled at the temperature of this request.
                 place = len(request.partial.token_ids) if request.partial.temperatures is not None else 0
             _append_temperature(words, number, place, request.sampling.temperature)
@@ -91,7 +90,6 @@ class TokenJournal:
             assert reason is not None, f"{name} has not ended"
             number = self._append_begin(words, name, sampled.seed)
             _append_response(words, number, sampled.completion)
-            _append_temperature_runs(words, number, sampled.completion.temperatures)
             self._append_end(words, name, number, reason)
         self._write(words)
 
@@ -370,7 +368,8 @@ def _replace(path: Path, frames: Iterable[np.ndarray]) -> tuple[int, int]:
 
 
 def _append_response(words: array[int], number: int, response: Completion) -> None:
-    """Append STEP entries, one for each run of tokens with the same version."""
+    """Append a STEP entry for each run of tokens with the same version, and a TEMPERATURE entry for each run with the
+    same temperature."""
     if not len(response.token_ids):
         return
     cuts = np.flatnonzero(np.diff(response.versions)) + 1
@@ -379,20 +378,14 @@ def _append_response(words: array[int], number: int, response: Completion) -> No
         words.extend([number] * (last - first))
         words.extend(response.token_ids[first:last].tolist())
         words.frombytes(np.asarray(response.logp[first:last], np.float32).tobytes())
+    if response.temperatures is not None:
+        for place in [0, *(np.flatnonzero(np.diff(response.temperatures)) + 1).tolist()]:
+            _append_temperature(words, number, place, float(response.temperatures[place]))
 
 
 def _append_temperature(words: array[int], number: int, place: int, temperature: float) -> None:
     words.extend((TEMPERATURE, number, place))
     words.frombytes(np.float32(temperature).tobytes())
-
-
-def _append_temperature_runs(words: array[int], number: int, temperatures: np.ndarray | None) -> None:
-    """Append TEMPERATURE entries, one for each run of tokens with the same temperature."""
-    if temperatures is None or not len(temperatures):
-        return
-    cuts = np.flatnonzero(np.diff(temperatures)) + 1
-    for place in [0, *cuts.tolist()]:
-        _append_temperature(words, number, place, float(temperatures[place]))
 
 
 def _temperatures(runs: Sequence[tuple[int, float]], num_tokens: int) -> np.ndarray | None:
