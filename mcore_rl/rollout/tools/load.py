@@ -45,6 +45,7 @@ KEYS = {
     "class_name": ("class_name", "config", "tool_schema", "lifecycle", *LIMIT_KEYS),
 }
 """Keys of each form of an entry, which the form's own key selects."""
+FORM = "a function with type hints, a class of verl's form or with `schema` and `call`, or a list of them"
 FORMS = (
     "function: file.py:name, or class_name: pkg.module.Class, or mcp: {mcp_servers_config_path: FILE}, or builtin: "
     "python or shell"
@@ -194,9 +195,6 @@ def _beside(origin: str, folder: Path, path: str) -> Path:
     path = expand_path(origin, path)
     near = folder / path
     return Path(os.path.abspath(near if near.exists() else path))
-
-
-FORM = "a function with type hints, a class of verl's form or with `schema` and `call`, or a list of them"
 
 
 @dataclass(frozen=True)
