@@ -10,7 +10,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -69,20 +69,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mcore-rl", description="Reinforcement learning on Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"mcore-rl {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Verb)
-    for name, run, text in (
-        ("train", _train, "start a run, or resume what run.dir holds"),
-        ("eval", _eval, "validate only: the newest checkpoint in run.dir, or model.hf_path if there is none"),
-    ):
-        verb = verbs.add_parser(name, help=text, description=text)
-        verb.add_argument("config", metavar="CONFIG.yaml")
-        verb.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as trainer.steps=3")
-        verb.set_defaults(run=run)
-    _add_plan(verbs)
-    slurm = verbs.add_parser("slurm", help="print a job script for sbatch")
-    slurm.add_argument("config", metavar="CONFIG.yaml")
-    slurm.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as cluster.nodes=64")
+    _add_verb(verbs, "train", _train, "start a run, or resume what run.dir holds")
+    text = "validate only: the newest checkpoint in run.dir, or model.hf_path if there is none"
+    _add_verb(verbs, "eval", _eval, text)
+    text = (
+        "preflight without a GPU: memory, communication and computation of every rank; exit code 0: fits, 1: does not "
+        "fit, 3: fits, but this version cannot run it"
+    )
+    plan = _add_verb(verbs, "plan", _plan, text, "actor.parallel.ep=16")
+    plan.add_argument("--json", action="store_true", help="print one JSON object on stdout, also if it does not fit")
+    plan.add_argument("--suggest", action="store_true", help="search for layouts that fit and print them, best first")
+    slurm = _add_verb(verbs, "slurm", _slurm, "print a job script for sbatch", "cluster.nodes=64")
     slurm.add_argument("--force", action="store_true", help="print the script even if plan rejects the job")
-    slurm.set_defaults(run=_slurm)
     text = "every configuration key: its type, default, unit, range and meaning"
     keys = verbs.add_parser("keys", help=text, description=text)
     keys.add_argument("word", metavar="WORD", nargs="?", default="", help="only keys with WORD in name or description")
@@ -95,17 +93,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_plan(verbs: argparse._SubParsersAction[_Verb]) -> None:
-    text = (
-        "preflight without a GPU: memory, communication and computation of every rank; exit code 0: fits, 1: does not "
-        "fit, 3: fits, but this version cannot run it"
-    )
-    plan = verbs.add_parser("plan", help=text, description=text)
-    plan.add_argument("config", metavar="CONFIG.yaml")
-    plan.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as actor.parallel.ep=16")
-    plan.add_argument("--json", action="store_true", help="print one JSON object on stdout, also if it does not fit")
-    plan.add_argument("--suggest", action="store_true", help="search for layouts that fit and print them, best first")
-    plan.set_defaults(run=_plan)
+def _add_verb(
+    verbs: argparse._SubParsersAction[_Verb],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    example: str = "trainer.steps=3",
+) -> _Verb:
+    """Add a verb that takes a configuration."""
+    verb = verbs.add_parser(name, help=text, description=text)
+    verb.add_argument("config", metavar="CONFIG.yaml")
+    verb.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"such as {example}")
+    verb.set_defaults(run=run)
+    return verb
 
 
 def _train(options: argparse.Namespace) -> int:

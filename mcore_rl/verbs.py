@@ -232,7 +232,8 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
     from mcore_rl.slurm.script import render_job
 
     script = render_job(config, config_path, overrides, force=force)
-    problems = cannot_run(config) + missing_files(config)
+    files = missing_files(config.data, config.algorithm, config.model, config.judge, config.rollout)
+    problems = cannot_run(config) + files
     if not force:
         if not problems:
             _quiet_megatron()

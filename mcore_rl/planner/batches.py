@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import PlanConfig, RolloutConfig, TrainerConfig
 from mcore_rl.planner.engine import longest_sequence
 from model_converters.mapping.layout import TrainLayout
 
@@ -42,14 +42,14 @@ class BatchArithmetic:
         return self.responses * self.mean_tokens
 
 
-def batch_arithmetic(config: Config, layout: TrainLayout) -> BatchArithmetic:
-    """Compute the sizes of one training step."""
-    trainer, rollout = config.trainer, config.rollout
+def batch_arithmetic(
+    trainer: TrainerConfig, rollout: RolloutConfig, plan: PlanConfig, row: int, layout: TrainLayout
+) -> BatchArithmetic:
+    """Compute the sizes of one training step. `row` is actor.tokens_per_microbatch."""
     responses = trainer.prompts_per_step * rollout.samples_per_prompt
     per_update = trainer.prompts_per_update * rollout.samples_per_prompt
-    fraction = config.plan.mean_response_fraction
+    fraction = plan.mean_response_fraction
     prompt, response = rollout.max_prompt_tokens * fraction, rollout.max_response_tokens * fraction
-    row = config.actor.tokens_per_microbatch
     return BatchArithmetic(
         responses=responses,
         updates=trainer.prompts_per_step // trainer.prompts_per_update * trainer.update_epochs,

@@ -23,7 +23,7 @@ from mcore_rl.config.rules.validation import (
     validate_critic,
     validate_reward_model,
 )
-from mcore_rl.config.schema import ClusterConfig, Config
+from mcore_rl.config.schema import ClusterConfig, Config, PlanConfig, RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.megatron.model.value_model import ValueModel
@@ -115,14 +115,18 @@ def colocated_ranks(config: Config, *, cuda: bool) -> ColocatedRanks:
     critic: tuple[ColocatedRank, ...] = ()
     model: tuple[ColocatedRank, ...] = ()
     judge = None
+
+    def ranks_of(role: ModelRole, *, trained: bool) -> tuple[ColocatedRank, ...]:
+        ranks, size = role.section.num_ranks or config.num_trainer_ranks, config.trainer.prompts_per_update
+        sections = config.cluster, config.plan, config.rollout
+        return value_model_ranks(role, ranks, *sections, prompts_per_update=size, trained=trained, cuda=cuda)
+
     if estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).needs.critic:
         validate_critic(config)
-        role = ModelRole.critic(config.critic, config.model)
-        critic = value_model_ranks(config, role, trained=True, cuda=cuda)
+        critic = ranks_of(ModelRole.critic(config.critic, config.model), trained=True)
     if uses_reward_model(config.reward_model):
         validate_reward_model(config)
-        role = ModelRole.reward_model(config.reward_model, config.model)
-        model = value_model_ranks(config, role, trained=False, cuda=cuda)
+        model = ranks_of(ModelRole.reward_model(config.reward_model, config.model), trained=False)
     if has_judge_engines(config.judge):
         validate_judge(config.judge, config.rollout, config.model)
         engines = EngineRole.judge(config.judge, config.rollout, config.model)
@@ -153,16 +157,26 @@ def _judge_rank(role: EngineRole, hf_config: dict[str, object], cluster: Cluster
     return ColocatedRank(resident=ASLEEP_BYTES, working=engine.total_bytes, host_bytes=engine.weights_bytes)
 
 
-def value_model_ranks(config: Config, role: ModelRole, *, trained: bool, cuda: bool) -> tuple[ColocatedRank, ...]:
+def value_model_ranks(
+    role: ModelRole,
+    num_ranks: int,
+    cluster: ClusterConfig,
+    plan: PlanConfig,
+    rollout: RolloutConfig,
+    *,
+    prompts_per_update: int,
+    trained: bool,
+    cuda: bool,
+) -> tuple[ColocatedRank, ...]:
     """Compute the memory of every rank of a critic (`trained`) or a reward model.
 
     Raises: ConfigError.
     """
-    spec = ResolvedModel.value_model(role, role.section.num_ranks or config.num_trainer_ranks)
-    implementation = spec.implementation(role, config.cluster.gpus_per_node, planned_machine(cuda=cuda))
-    longest = longest_sequence(config.rollout)
-    run = execution_of(role, spec, implementation, config.plan, longest=longest, cuda=cuda)
-    responses = config.trainer.prompts_per_update * config.rollout.samples_per_prompt
+    spec = ResolvedModel.value_model(role, num_ranks)
+    implementation = spec.implementation(role, cluster.gpus_per_node, planned_machine(cuda=cuda))
+    longest = longest_sequence(rollout)
+    run = execution_of(role, spec, implementation, plan, longest=longest, cuda=cuda)
+    responses = prompts_per_update * rollout.samples_per_prompt
     microbatches = num_microbatches(responses, run.section.tokens_per_microbatch, spec.layout, longest)
     ranks: list[ColocatedRank] = []
     for activations, states in planned_stages(spec, run, microbatches, ValueModel, role):

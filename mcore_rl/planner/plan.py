@@ -174,7 +174,9 @@ class Job:
 
     def batch(self, layout: TrainLayout) -> BatchArithmetic:
         """Compute the sizes of one training step in a layout."""
-        return batch_arithmetic(self.config, layout)
+        config = self.config
+        row = config.actor.tokens_per_microbatch
+        return batch_arithmetic(config.trainer, config.rollout, config.plan, row, layout)
 
     def phases(
         self, actor: ActorConfig, state: RankState, activations: StageActivations, models: ColocatedModels

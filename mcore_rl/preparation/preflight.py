@@ -13,11 +13,12 @@ from pathlib import Path
 from mcore_rl.config import Config
 from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
 from mcore_rl.config.fields import make_paths_absolute
+from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.rules.engine_support import cannot_run, missing_engine
 from mcore_rl.config.rules.judge import server_key, template_text, uses_judge, validate_judge
 from mcore_rl.config.rules.models import uses_reward_model
 from mcore_rl.config.rules.validation import read_hf_config, validate, validate_reward_model
-from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig, TrainerConfig
+from mcore_rl.config.schema import ClusterConfig, DataConfig, ModelConfig, RolloutConfig, TrainerConfig
 from mcore_rl.data.sources.paths import file_weights, find_files
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.placement import place
@@ -57,15 +58,16 @@ def check_run(config: Config) -> None:
         config.judge.template = template_text(config.judge)
 
 
-def missing_files(config: Config) -> list[str]:
+def missing_files(
+    data: DataConfig, algorithm: AlgorithmConfig, model: ModelConfig, judge: JudgeConfig, rollout: RolloutConfig
+) -> list[str]:
     """Return one message for each group of the run's files that is missing on this machine."""
     messages = []
-    checks = (
-        lambda: _check_data(config.data, config.algorithm),
-        lambda: _check_model(config.model),
-        lambda: validate_judge(config.judge, config.rollout, config.model),
-    )
-    for check in checks:
+    for check in (
+        lambda: _check_data(data, algorithm),
+        lambda: _check_model(model),
+        lambda: validate_judge(judge, rollout, model),
+    ):
         try:
             check()
         except ConfigError as error:
