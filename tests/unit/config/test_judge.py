@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,11 @@ from mcore_rl.config.rules.judge import server_key, template_text, validate_judg
 from mcore_rl.config.rules.validation import validate
 from mcore_rl.errors import ConfigError
 
-HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
 GOOD = "judge.template='{prompt} {response}'"
 
 
 def _validate(config: Config) -> None:
     validate_judge(config.judge, config.rollout, config.model)
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> str:
-    for name in ("model", "judge"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(HF))
-    path = tmp_path / "config.yaml"
-    path.write_text(f"run: {{dir: {tmp_path}/run}}\nmodel: {{hf_path: {tmp_path}/model}}\ndata: {{train: t.jsonl}}\n")
-    return str(path)
 
 
 @pytest.fixture

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from mcore_rl.config import load_config
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.validation import validate, validate_critic
 from mcore_rl.errors import ConfigError
-
-HF = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> str:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(HF))
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        f"run: {{dir: {tmp_path}/run}}\nmodel: {{hf_path: {tmp_path}/model}}\ndata: {{train: t.jsonl}}\n"
-        "cluster: {gpus_per_node: 4}\n"
-    )
-    return str(path)
 
 
 def test_critic_config_actor_keys_with_own_defaults(base: str) -> None:
