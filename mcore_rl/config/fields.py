@@ -8,7 +8,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from mcore_rl.config.functions import FORM, absolute_spec, names_function
 from mcore_rl.config.reading.expansion import check_utf8
@@ -115,10 +115,6 @@ class Leaf:
     @property
     def may_be_null(self) -> bool:
         return type(None) in get_args(self.type)
-
-    @property
-    def is_list(self) -> bool:
-        return any(get_origin(each) is list for each in (self.type, *get_args(self.type)))
 
 
 def leaves(section: DataclassInstance, prefix: str = "") -> Iterator[Leaf]:

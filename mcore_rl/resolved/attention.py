@@ -33,7 +33,6 @@ class Backend:
     name: str
     needs: str
     lacks: Callable[[Installed, HeadDims], str]
-    source: str
 
 
 FLASH_VERSIONS = ((2, 1, 1), (2, 8, 3))
@@ -95,22 +94,14 @@ def _fused(installed: Installed, heads: HeadDims) -> str:
 
 
 BACKENDS = (
-    Backend(
-        "FusedAttention", "cuDNN 9.6, compute capability 9 to 11, heads of multiples of 8", _fused,
-        "common/fused_attn/fused_attn.cpp",
-    ),
-    Backend(
-        "FlashAttention 3", "flash-attn-3, compute capability 9.0", _flash_3,
-        "pytorch/attention/dot_product_attention/utils.py",
-    ),
-    Backend(
-        "FlashAttention 2", "flash-attn 2.1.1 to 2.8.3, capability 8, heads of multiples of 8 up to 256", _flash,
-        "pytorch/attention/dot_product_attention/utils.py",
-    ),
-)  # fmt: skip
+    Backend("FusedAttention", "cuDNN 9.6, compute capability 9 to 11, heads of multiples of 8", _fused),
+    Backend("FlashAttention 3", "flash-attn-3, compute capability 9.0", _flash_3),
+    Backend("FlashAttention 2", "flash-attn 2.1.1 to 2.8.3, capability 8, heads of multiples of 8 up to 256", _flash),
+)
 """TransformerEngine's order of preference from Hopper on; before Hopper, FusedAttention does not support packed rows.
-All support bfloat16 only. Sources: TransformerEngine 2.11. Its unfused attention, which supports float32, is excluded:
-it stores the scores of all pairs of tokens and does not support context parallelism."""
+All support bfloat16 only. Sources: TransformerEngine 2.11, common/fused_attn/fused_attn.cpp and
+pytorch/attention/dot_product_attention/utils.py. Its unfused attention, which supports float32, is excluded: it stores
+the scores of all pairs of tokens and does not support context parallelism."""
 
 
 def pick(installed: Installed, dtype: str, heads: HeadDims, checkpoint_key: str = POLICY.checkpoint) -> Backend:

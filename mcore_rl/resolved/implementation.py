@@ -196,6 +196,10 @@ def choose(installed: Installed, request: BuildRequest) -> Implementation:
     """
     layers = _layers(installed, request)
     engine = layers.value == "TransformerEngine"
+    experts = permute = Component("none", "the model has no experts")
+    if request.experts:
+        experts = _expert_kernel("grouped GEMM", GROUPED_GEMM_VERSION, "grouped GEMM", "one by one", installed, engine)
+        permute = _expert_kernel("fused permutation", PERMUTE_FUSION_VERSION, "fused", "unfused", installed, engine)
     return Implementation(
         layers=layers,
         attention=_attention(installed, engine, request),
@@ -203,8 +207,8 @@ def choose(installed: Installed, request: BuildRequest) -> Implementation:
             layers.value if engine else "torch RMSNorm", "comes with its layers" if engine else "local layers"
         ),
         rope=_rope(engine, request),
-        experts=_experts(installed, engine, request),
-        permute=_permute(installed, engine, request),
+        experts=experts,
+        permute=permute,
         dispatcher=_dispatcher(installed, request),
         fp8=_fp8(installed, engine, request),
         gradient_accumulation=_gradient_accumulation(installed),
@@ -243,24 +247,14 @@ def _rope(engine: bool, request: BuildRequest) -> Component:
     return Component("fused", "TransformerEngine's")
 
 
-def _experts(installed: Installed, engine: bool, request: BuildRequest) -> Component:
-    if not request.experts:
-        return Component("none", "the model has no experts")
+def _expert_kernel(
+    name: str, version: tuple[int, int], chosen: str, otherwise: str, installed: Installed, engine: bool
+) -> Component:
     if not engine:
-        return Component("one by one", "grouped GEMM needs TransformerEngine's layers")
-    if release(installed.transformer_engine) < GROUPED_GEMM_VERSION:
-        return Component("one by one", f"grouped GEMM needs transformer-engine {dotted(GROUPED_GEMM_VERSION)}")
-    return Component("grouped GEMM", "TransformerEngine's")
-
-
-def _permute(installed: Installed, engine: bool, request: BuildRequest) -> Component:
-    if not request.experts:
-        return Component("none", "the model has no experts")
-    if not engine:
-        return Component("unfused", "fused permutation needs TransformerEngine's layers")
-    if release(installed.transformer_engine) < PERMUTE_FUSION_VERSION:
-        return Component("unfused", f"fused permutation needs transformer-engine {dotted(PERMUTE_FUSION_VERSION)}")
-    return Component("fused", "TransformerEngine's")
+        return Component(otherwise, f"{name} needs TransformerEngine's layers")
+    if release(installed.transformer_engine) < version:
+        return Component(otherwise, f"{name} needs transformer-engine {dotted(version)}")
+    return Component(chosen, "TransformerEngine's")
 
 
 def _dispatcher(installed: Installed, request: BuildRequest) -> Component:
