@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from mcore_rl.config.rules.models import uses_lora
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.data.batching import UpdateSchedule, build_batch
 from mcore_rl.data.packing import SequenceCost
+from mcore_rl.data.prompts import trained_chunk
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron.hf_logits import transformers_logits
 from mcore_rl.types import Batch, BuffersRef, Metric, RolloutScalars, TrajectoryBuffers
@@ -101,7 +102,9 @@ def _expected(directory: str, max_tokens: int, copies: int) -> tuple[TrajectoryB
         part[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
         for part, tokens in zip(logits, sequences, strict=True)
     ]
-    return _trajectories([tokens.numpy() for tokens in sequences] * copies, logp * copies)
+    tokens, rows = [each.numpy() for each in sequences] * copies, np.arange(len(sequences) * copies)
+    prompts, responses = [each[:1] for each in tokens], [each[1:] for each in tokens]
+    return trained_chunk(prompts, responses, rows, np.concatenate(logp * copies, dtype=np.float32))
 
 
 def _sequences(directory: str, max_tokens: int) -> list[torch.Tensor]:
@@ -110,36 +113,6 @@ def _sequences(directory: str, max_tokens: int) -> list[torch.Tensor]:
     length = min(_MAX_TOKENS, max_tokens, arguments.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, arguments.vocab_size, (length,), generator=generator) for _ in range(_NUM_SEQUENCES)]
-
-
-def _trajectories(
-    sequences: Sequence[np.ndarray], logp: Sequence[np.ndarray]
-) -> tuple[TrajectoryBuffers, RolloutScalars]:
-    """Build trajectories with a prompt of one token; all other tokens are the response."""
-    totals = np.array([len(tokens) for tokens in sequences], np.int32)
-    prompts, responses = np.ones(len(totals), np.int32), totals - 1
-    num_trained = int(responses.sum())
-    buffers = TrajectoryBuffers(
-        tokens=np.concatenate(sequences).astype(np.int32),
-        token_offsets=np.concatenate(([0], np.cumsum(totals, dtype=np.int64))),
-        prompt_tokens=prompts,
-        response_offsets=np.concatenate(([0], np.cumsum(responses, dtype=np.int64))),
-        logp_rollout=np.concatenate(logp).astype(np.float32),
-        versions=np.zeros(num_trained, np.int32),
-        trained=np.ones(num_trained, np.uint8),
-    )
-    scalars = RolloutScalars(
-        group_ids=np.arange(len(totals), dtype=np.int64),
-        prompt_rows=np.zeros(len(totals), np.int64),
-        total_tokens=totals,
-        response_tokens=responses,
-        trained_tokens=responses,
-        rewards=np.zeros(len(totals), np.float32),
-        accuracies=np.zeros(len(totals), np.float32),
-        clipped=np.zeros(len(totals), np.uint8),
-        versions=np.zeros((len(totals), 2), np.int32),
-    )
-    return buffers, scalars
 
 
 def _batch(

@@ -123,33 +123,41 @@ class SupervisedSet:
         return len(self.prompts)
 
 
-def supervised_chunk(
-    data: SupervisedSet, rows: np.ndarray, *, first_group: int = 0
-) -> tuple[TrajectoryBuffers, RolloutScalars]:
+def supervised_chunk(data: SupervisedSet, rows: np.ndarray) -> tuple[TrajectoryBuffers, RolloutScalars]:
     """Convert rows to one chunk of trajectories, with one group per row. Only targets are trained.
 
     Log-probabilities of a sampling policy do not exist and are 0, as are versions, rewards and accuracies.
 
-    Shapes: rows integer [B]; group ids are [first_group, first_group + B).
+    Shapes: rows integer [B]; group ids are [0, B).
     """
     prompts = [data.prompts.tokens[a:b] for a, b in _bounds(data.prompts.offsets, rows)]
     targets = [data.target_tokens[a:b] for a, b in _bounds(data.target_offsets, rows)]
+    return trained_chunk(prompts, targets, rows)
+
+
+def trained_chunk(
+    prompts: Sequence[np.ndarray], targets: Sequence[np.ndarray], rows: np.ndarray, logp: np.ndarray | None = None
+) -> tuple[TrajectoryBuffers, RolloutScalars]:
+    """Build a chunk in which all target tokens are trained, with one group per row.
+
+    `logp` are the log-probabilities of the target tokens, by default 0.
+    """
     prompt_tokens = np.array([len(prompt) for prompt in prompts], np.int32)
     target_tokens = np.array([len(target) for target in targets], np.int32)
     pieces = [piece for pair in zip(prompts, targets, strict=True) for piece in pair]
     num_trained = int(target_tokens.sum())
     buffers = TrajectoryBuffers(
-        tokens=np.concatenate([*pieces, np.empty(0, np.int32)]),
+        tokens=np.concatenate([*pieces, np.empty(0, np.int32)], dtype=np.int32),
         token_offsets=offsets_of(prompt_tokens + target_tokens),
         prompt_tokens=prompt_tokens,
         response_offsets=offsets_of(target_tokens),
-        logp_rollout=np.zeros(num_trained, np.float32),
+        logp_rollout=np.zeros(num_trained, np.float32) if logp is None else logp,
         versions=np.zeros(num_trained, np.int32),
         trained=np.ones(num_trained, np.uint8),
     )
     zeros = np.zeros(len(rows), np.float32)
     scalars = RolloutScalars(
-        group_ids=np.arange(first_group, first_group + len(rows), dtype=np.int64),
+        group_ids=np.arange(len(rows), dtype=np.int64),
         prompt_rows=np.asarray(rows, np.int64),
         total_tokens=prompt_tokens + target_tokens,
         response_tokens=target_tokens,
