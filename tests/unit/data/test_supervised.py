@@ -28,7 +28,7 @@ def load(tmp_path, tokenizer, rows, *, prompt=64, response=64, **data):
 def test_supervised_chunk_trains_only_target_and_eos(tmp_path, tokenizer):
     data, report = load(tmp_path, tokenizer, ROWS)
     rows = np.array([2, 0, 2])
-    buffers, scalars = supervised_chunk(data, rows, first_group=5)
+    buffers, scalars = supervised_chunk(data, rows)
     assert (len(data), report.kept) == (4, 4)
     for b, row in enumerate(rows):
         tokens = buffers.tokens[buffers.token_offsets[b] : buffers.token_offsets[b + 1]]
@@ -38,7 +38,7 @@ def test_supervised_chunk_trains_only_target_and_eos(tmp_path, tokenizer):
         assert buffers.response_offsets[b + 1] - buffers.response_offsets[b] == len(target) + 1
         assert scalars.total_tokens[b] == len(prompt) + len(target) + 1
         assert scalars.trained_tokens[b] == scalars.response_tokens[b] == len(target) + 1
-    assert scalars.group_ids.tolist() == [5, 6, 7]
+    assert scalars.group_ids.tolist() == [0, 1, 2]
     assert scalars.prompt_rows.tolist() == [2, 0, 2]
     assert buffers.trained.all()
     assert len(buffers.trained) == len(buffers.versions) == len(buffers.logp_rollout) == buffers.response_offsets[-1]
