@@ -49,6 +49,7 @@ def version_spans(versions: np.ndarray) -> list[list[int]]:
 def temperature_spans(temperatures: np.ndarray) -> list[list[float]]:
     """Return [temperature, start, end) of consecutive tokens with the same sampling temperature. Shapes: temperatures
     [T]."""
+    # str gives the shortest form of a float32: 0.7 instead of 0.699999988079071.
     return [[float(str(value)), first, last] for value, first, last in _runs(temperatures) if not np.isnan(value)]
 
 
@@ -81,6 +82,7 @@ def _routed_experts(trajectories: Sequence[Trajectory], names: Sequence[str]) ->
             f"actor.moe.router_replay=engine: {len(lacking)} of {len(trajectories)} responses ended without the "
             f"experts of their tokens: {', '.join(lacking[:MAX_NAMED])}"
         )
+    # Engines give no experts for a response's last token, which was never an input; its row stays 0.
     ends = np.cumsum([len(experts) + 1 for experts in given])
     rows = np.zeros((int(ends[-1]), *given[0].shape[1:]), given[0].dtype)
     for experts, end in zip(given, ends, strict=True):

@@ -61,6 +61,7 @@ class FusionSandbox:
             "files": {path: base64.b64encode(content).decode() for path, content in program.files.items()},
             "fetch_files": list(program.fetch),
         }
+        # The compiler may take sandbox.seconds in addition to the program.
         response = self._post(json.dumps(request).encode(), self._config.seconds + seconds + GRACE_SECONDS)
         try:
             return _outcome(response)
@@ -90,6 +91,7 @@ class FusionSandbox:
         limit = RESPONSE_BYTES + JSON_BYTES_PER_BYTE * (
             2 * (self._config.output_kib << 10) + self._config.tmp_mib * MIB
         )
+        # The timeout of the socket applies to each read: a server that sends slowly would never reach it.
         body, deadline = bytearray(), time.monotonic() + seconds
         while piece := response.read1(READ_BYTES):
             body += piece

@@ -95,6 +95,7 @@ class _CellRunner:
 
     def close(self) -> None:
         """Kill the process tree; a running cell returns. Idempotent."""
+        # Without the lock, which a running cell holds: the kill makes it return.
         if self._gone is None:
             self._gone = f"the {self.name} was closed"
             self._confined.kill()
@@ -104,6 +105,7 @@ class _CellRunner:
     def _request(self, request: bytes, seconds: float | None) -> tuple[str, bytes | None, Ended]:
         """Run a cell. Returns its output, its result line (None if the session has ended), and the reason."""
         limit = self._seconds if seconds is None else min(seconds, self._seconds)
+        # In this order: a cell that waits for another cell of its session takes no slot.
         with self._lock, self._slots:
             if self._gone is not None:
                 return self._gone, None, "gone"
@@ -179,5 +181,6 @@ class Shell(_CellRunner):
 
     def cell(self, code: str, seconds: float | None = None) -> CellOutcome:
         """Run commands. ok: the last one exited with 0. seconds: limit, at most sandbox.seconds."""
+        # A zero byte ends the request, so the code must not contain one.
         output, result, why = self._request(code.replace("\0", "").encode("utf-8", "replace") + b"\0", seconds)
         return CellOutcome(output, result == b"0", why)

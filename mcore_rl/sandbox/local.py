@@ -89,6 +89,7 @@ class LocalSandbox:
             command = resolve_command(language.compile, self._config)
             compilation = self.execute(command, files=files, fetch=(language.binary,))
             if not compilation.ok:
+                # A failed compiler may leave a part of the binary, which nobody should run.
                 return replace(compilation, stage="compile", files={})
             if language.binary not in compilation.files:
                 raise SandboxError(f"{program.language}: the compiled program is larger than sandbox.tmp_mib allows")

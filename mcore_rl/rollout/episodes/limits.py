@@ -40,6 +40,7 @@ class EpisodeLimits:
         """
         if num_turns >= self.turns:
             self._end("turns", f"the limit of {num_turns} turns (rollout.max_turns) is reached")
+        # The task limits the response only; the context includes the prompt.
         left = min(self.response_tokens - (num_tokens - num_prompt_tokens), self.context_tokens - num_tokens)
         if left <= 0:
             self._end("length", f"a sequence of {num_tokens} tokens leaves no room for another turn")

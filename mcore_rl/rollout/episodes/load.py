@@ -56,10 +56,12 @@ def load_episode(rollout: RolloutConfig) -> Episode:
     named: Any = load_function(KEY, chosen, may_be_async=True)
     origin = f"{KEY}={chosen}"
     if not inspect.isclass(named):
+        # All episodes of an engine share one thread: a plain function would block the others.
         if not inspect.iscoroutinefunction(named):
             raise ConfigError(f"{origin} must be a class with {FORM}, or async def {named.__name__}(session, prompt)")
         check_call(origin, named, ("session", "prompt"), options, "f(session, prompt, **rollout.episode_kwargs)")
         return FunctionEpisode(named, options)
+    # Checked before the run, because otherwise every episode would fail with the same TypeError.
     check_call(origin, named, (), options, "a class with rollout.episode_kwargs")
     if not inspect.iscoroutinefunction(getattr(named, "run", None)):
         raise ConfigError(f"{origin} has no {FORM}")
@@ -83,6 +85,7 @@ def start_episodes(
     Raises: ConfigError if something cannot be loaded or rendered.
     """
     player = EpisodePlayer(load_episode(rollout), loop, rollout, record)
+    # Started on the episodes' thread, which outlives the tool processes and makes all calls.
     tools = player.run(ToolBox.start(rollout, sandbox)) if rollout.tools is not None else None
     schemas = tools.schemas if tools is not None else []
     conversation, facts = conversation_of(rollout, template_kwargs, tokenizer, schemas, stop_ids)

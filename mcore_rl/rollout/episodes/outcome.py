@@ -45,6 +45,7 @@ def ended(session: Session, returned: object, *, reason: str | None = None) -> E
         raise DataError("it ended without calling session.generate, so there is nothing to train on")
     trajectories = _chosen(session, result)
     if reason is None:
+        # An episode that catches EpisodeLimitError and returns a result was still ended by the limit.
         reason = session.limits.reached or (LENGTH if session.truncated else STOP)
     return _outcome(session, trajectories, reason, result)
 
@@ -130,6 +131,7 @@ def _chosen(session: Session, result: EpisodeResult) -> list[Trajectory]:
 def _as_returned(session: Session, token_ids: Sequence[int], mask: Sequence[int] | None) -> Trajectory:
     """Return the sequence that an episode gave as tokens; it must be one that it sampled."""
     ids = np.asarray(token_ids, np.int32)
+    # Only sampled tokens have log-probabilities; text that was tokenized again usually gives other tokens.
     sequence = next((s for s in session.book.sequences if np.array_equal(s.tokens, ids)), None)
     if sequence is None:
         raise DataError(

@@ -85,6 +85,7 @@ class SequenceBook:
     def find(self, token_ids: np.ndarray) -> TokenSequence | None:
         """Return the longest sequence with which `token_ids` start, or None."""
         found = [sequence for sequence in self.sequences if sequence.is_prefix_of(token_ids)]
+        # The longest one: branches of an episode share their first turns.
         return max(found, key=lambda sequence: len(sequence.tokens), default=None)
 
     def add(self, token_ids: np.ndarray, completion: Completion, temperature: float) -> TokenSequence:

@@ -113,6 +113,7 @@ class EpisodeContext:
         """Return a context with the tools of a row; None: the run's tools."""
         if tools is None:
             return self
+        # Without tools, a turn that looks like a call is text.
         parser = self.parser_of(tools) if tools and self.parser_of is not None else None
         return replace(self, conversation=self.conversation.with_tools(tools), parser=parser)
 
@@ -179,6 +180,7 @@ class Session:
         """
         ids = np.asarray(token_ids, np.int32)
         sequence = self.book.find(ids)
+        # The limit counts from the prompt of the sequence; other tokens than its own start a new one.
         num_prompt = len(ids) if sequence is None else len(sequence.prompt_ids)
         room = self.limits.room(self.num_turns, num_prompt, len(ids))
         request = self._request_of(ids, self._options(sampling, room))
@@ -226,6 +228,7 @@ class Session:
         if answer.reward is not None:
             self.tool_rewards.append(answer.reward)
         for name, value in answer.metrics.items():
+            # Metrics are means over calls, so other values of a tool cannot be used.
             if isinstance(value, int | float) and math.isfinite(value):
                 self.tool_metrics[name].append(float(value))
         return answer
@@ -300,6 +303,7 @@ class Session:
 
     def transcript(self) -> list[ChatMessage]:
         """Return the conversation including the last sampled turn."""
+        # Once messages followed the last turn, the conversation already contains it.
         if self._last is None or self._turn_messages[-1]:
             return list(self.messages)
         return [*with_answer(self.messages, {"role": "assistant", "content": self._last.text})]

@@ -98,6 +98,7 @@ class SingleTurnPlayer:
             elif found.finish_reason is None:
                 left.append(replace(request, partial=found.completion))
             else:
+                # This response never reaches the engine, which reports the start of the others.
                 callbacks.started()
                 end(replace(found.completion, finish_reason=found.finish_reason))
         self._generator.generate(left, end, callbacks.started)

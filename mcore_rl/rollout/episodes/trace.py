@@ -48,4 +48,5 @@ class EpisodeTraces:
         """End a trace; the final state appears as a span of zero length."""
         self._traced.discard(trace)
         trace.enter(state)
+        # Leaving the final state records it.
         trace.enter("")

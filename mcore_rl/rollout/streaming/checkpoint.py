@@ -169,6 +169,7 @@ def _from_json(given: dict[str, Any]) -> SavedGroup:
         return SavedGroup(**given)
     field_names = {saved_name: name for name, saved_name in SAVED_NAMES.items()}
     scalars = {field_names.get(name, name): value for name, value in saved.items()}
+    # JSON has no tuples.
     for name in ("errors", "version_tokens"):
         scalars[name] = tuple((first, second) for first, second in scalars[name])
     return SavedGroup(**given, scalars=RolloutScalars(**scalars))
@@ -221,6 +222,7 @@ def load_groups(
 
     Raises: DamagedCheckpointError; CheckpointError if they cannot be trained under `bounds`.
     """
+    # Before anything is parsed: a damaged file could fail there in any way.
     check_files(directory, files)
     saved_bounds, saved = read_groups(directory / GROUPS_FILE)
     bounds.require(saved_bounds)

@@ -87,6 +87,7 @@ def _check_characters(text: str, value: object) -> None:
 
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
+# Python's decoder accepts NaN, Infinity and 1e999 by default, which are no JSON values.
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 # Possessive quantifiers (*+, ++) never backtrack: malformed text must not take quadratic time.
 _BLANKS = re.compile(r"\s*+")
@@ -143,6 +144,7 @@ def _closed(tag: str, read: Body) -> Decoder:
             if not text.startswith(tag, end):
                 raise UnreadableError(f"something else than {tag} follows the call", end, calls[-1].name, calls[-1].id)
         except UnreadableError as error:
+            # The call cannot be read, so it ends at the first end tag after the fault.
             close = text.find(tag, error.end)
             if close < 0:
                 return [RawCall(text[begin:], reason=f"the call is not closed by {tag}")], len(text)
@@ -322,6 +324,7 @@ def _llama_call(text: str, place: int) -> RawCall | None:
     meant = _LLAMA_START.match(text, place) is not None
     try:
         value, end = _json_at(text, place)
+        # _LLAMA_BETWEEN has matched an opening brace at this place.
         assert isinstance(value, dict)
         inner = value.get("function")
         if not meant and not any(key in (inner if isinstance(inner, dict) else value) for key in ARGUMENT_KEYS):

@@ -105,6 +105,7 @@ def result_of(result: object) -> ToolResult:
     Raises: ToolError for images and videos.
     """
     parts = result if isinstance(result, tuple) and result else (result,)
+    # Reward and metrics may be missing.
     response, reward, metrics = (*parts, None, None)[:3]
     for kind in ("image", "video"):
         if getattr(response, kind, None):
@@ -123,6 +124,7 @@ def result_of_function(result: object) -> ToolResult:
 def number_of(value: object) -> float | None:
     if value is None:
         return None
+    # NumPy scalars and tensors with one element.
     number = value.item() if hasattr(value, "item") else value
     if not isinstance(number, Real) or not math.isfinite(number):
         raise TypeError(f"the reward is {number!r} instead of a finite number or None")

@@ -131,6 +131,7 @@ def _mcp_entry(
     selected = mcp.get("tool_selected_list")
     if selected is not None and not (isinstance(selected, list) and all(isinstance(name, str) for name in selected)):
         raise ConfigError(f"{origin}.mcp.tool_selected_list must be a list of names of tools")
+    # Under verl's names in `config`; keys of the entry itself take precedence.
     verls = {"timeout_seconds": config.get("timeout"), "rate_per_second": config.get("rate_limit")}
     limits = {**{key: value for key, value in verls.items() if value is not None}, **given}
     return ToolEntry(
@@ -238,6 +239,7 @@ def _objects(spec: str) -> list[object]:
     if not spec.endswith(".py"):
         given = load_object(KEY, spec)
         return list(given) if isinstance(given, list | tuple) else [given]
+    # By id, because a function can have several names in its file.
     functions = {id(each): each for each in vars(load_module(KEY, spec)).values() if hasattr(each, MARK_ATTRIBUTE)}
     if not functions:
         raise ConfigError(f"{KEY}={spec} has no function with @function_tool; add it, or name one: {KEY}={spec}:NAME")
@@ -248,6 +250,7 @@ async def _made(
     entry: ToolEntry, given: object, derived: Mapping[str, Schema], sandbox: SandboxConfig
 ) -> Sequence[tuple[Tool, ToolLimits]]:
     if entry.builtin is not None:
+        # Fails at the start of the run instead of at the model's first call.
         check_local(sandbox)
         return [(SandboxedTool(entry.builtin, sandbox), entry.limits)]
     if entry.servers is not None:

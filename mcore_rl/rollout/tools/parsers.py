@@ -90,6 +90,7 @@ class ToolCallParser:
             content, reasoning, raw = _read(self._form, text, prompt)
             return ParsedMessage(content, reasoning, tuple(self._checked(call) for call in raw))
         message = self._by_user(text)
+        # A user's parser may return NumPy values or tuples, for which JSON schemas have no types.
         calls = (
             call
             if isinstance(call, MalformedCall)

@@ -124,6 +124,7 @@ class ToolProcess:
         if self._writer is not None:
             self._writer.close()
         else:
+            # The connection had not been opened, so no writer owns the socket.
             self._socket.close()
         if not self.ready.done():
             self.ready.set_exception(refusal or WorkerDiedError(self.cause))

@@ -33,6 +33,7 @@ class RunLimits(SandboxConfig):
             "cpu": (self.cpu_seconds, resource.RLIMIT_CPU),
             "fsize": (self.file_mib * MIB, resource.RLIMIT_FSIZE),
             "nofile": (self.open_files, resource.RLIMIT_NOFILE),
+            # A core dump could be as large as the memory limit.
             "core": (0, resource.RLIMIT_CORE),
         }
         if self.address_space:
