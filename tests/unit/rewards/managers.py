@@ -1,12 +1,15 @@
-"""Reward managers for tests."""
+"""Reward managers for tests, and grading with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+import numpy as np
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.types import Prompt, Score
 
 
 @contextmanager
@@ -17,3 +20,18 @@ def running_manager(config: RewardConfig, max_response_tokens: int = 10) -> Iter
         yield manager
     finally:
         manager.shutdown()
+
+
+def prompt(truth: object = "0", **extra: object) -> Prompt:
+    return Prompt(0, np.zeros(1, np.int32), "q", "test", truth, extra)
+
+
+def graded(config: RewardConfig, texts: Sequence[str], truth: object = "0", group_size: int = 1) -> list[Score]:
+    """Grade responses to one prompt, in groups of consecutive ones."""
+    with running_manager(config) as manager:
+        manager.wait_ready()
+        for key, text in enumerate(texts):
+            start = key - key % group_size
+            manager.submit(key, prompt(truth), text, 1, group=range(start, start + group_size))
+        scores = manager.collect(range(len(texts)))
+    return [scores[key] for key in range(len(texts))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from mcore_rl.config.reward import RewardConfig
@@ -13,8 +12,7 @@ from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.loading import load_grader
 from mcore_rl.rewards.processes import dispatcher
 from mcore_rl.rewards.processes.trial import try_reward_function
-from mcore_rl.types import Prompt
-from tests.unit.rewards.managers import running_manager
+from tests.unit.rewards.managers import graded, prompt, running_manager
 
 FUNCTIONS = """
 import asyncio, statistics, time
@@ -45,10 +43,6 @@ async def array(data_sources, solution_strs, ground_truths, extra_infos, bonus):
     await asyncio.sleep(0)
     return np.array([float(text) + float(bonus) for text in solution_strs])
 """
-
-
-def prompt(truth="0"):
-    return Prompt(0, np.zeros(1, np.int32), "q", "test", truth, {})
 
 
 @pytest.fixture(scope="module")
@@ -96,37 +90,24 @@ def test_error_fails_its_group_only(config, monkeypatch):
         "raise": "LookupError: a key",
         "hang": "did not finish within reward.timeout_seconds=0.5",
     }
-    with running_manager(config(timeout_seconds=0.5)) as manager:
-        texts = [text for word in bad for text in (word, "1", "2", "3")]
-        for key, text in enumerate(texts):
-            first = key - key % 2
-            manager.submit(key, prompt(), text, 1, group=[first, first + 1])
-        scores = manager.collect(range(len(texts)))
-    for number, message in enumerate(bad.values()):
-        for key in (4 * number, 4 * number + 1):
-            assert message in scores[key].error
-            assert scores[key].reward == 0.0
-        assert [(scores[key].reward, scores[key].error) for key in (4 * number + 2, 4 * number + 3)] == [
-            (0, None),
-            (1, None),
-        ]
+    texts = [text for word in bad for text in (word, "1", "2", "3")]
+    scores = iter(graded(config(timeout_seconds=0.5), texts, group_size=2))
+    for message in bad.values():
+        for score in (next(scores), next(scores)):
+            assert message in score.error
+            assert score.reward == 0.0
+        assert [(score.reward, score.error) for score in (next(scores), next(scores))] == [(0, None), (1, None)]
 
 
 def test_result_without_a_number_fails_its_response_only(config):
-    with running_manager(config()) as manager:
-        for key, text in enumerate(["6", "7", "8"]):
-            manager.submit(key, prompt(), text, 1, group=range(3))
-        scores = manager.collect(range(3))
+    scores = graded(config(), ["6", "7", "8"], group_size=3)
     assert [scores[key].reward for key in (0, 2)] == [0.0, 2.0]
     assert "nan instead of a finite number" in scores[1].error
 
 
 def test_async_batch_function_receives_its_arguments(config):
-    with running_manager(config("array", kwargs={"bonus": "0.5"})) as manager:
-        for key in range(40):
-            manager.submit(key, prompt(), str(key), 1, group=range(key - key % 4, key - key % 4 + 4))
-        scores = manager.collect(range(40))
-    assert [scores[key].reward for key in range(40)] == [key + 0.5 for key in range(40)]
+    scores = graded(config("array", kwargs={"bonus": "0.5"}), [*map(str, range(40))], group_size=4)
+    assert [score.reward for score in scores] == [key + 0.5 for key in range(40)]
 
 
 def test_withdrawn_response_ends_the_wait_of_its_group(config):

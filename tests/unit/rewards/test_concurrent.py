@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import sys
 
-import numpy as np
 import pytest
 
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.rewards.processes import dispatcher
-from mcore_rl.types import Prompt
-from tests.unit.rewards.managers import running_manager
+from tests.unit.rewards.managers import graded
 
 FUNCTIONS = """
 import asyncio, os, subprocess, sys, time
@@ -91,15 +89,6 @@ def pids(scores):
     return {score.parts["pid"] for score in scores if score.error is None}
 
 
-def graded(config, texts):
-    with running_manager(config) as manager:
-        manager.wait_ready()
-        for key, text in enumerate(texts):
-            manager.submit(key, Prompt(0, np.zeros(1, np.int32), "q", "test", "0", {}), text, 1)
-        scores = manager.collect(range(len(texts)))
-    return [scores[key] for key in range(len(texts))]
-
-
 def test_max_concurrent_calls_is_reached_and_not_exceeded(functions):
     config = RewardConfig(function=f"{functions}:meet", max_concurrent_calls=6, timeout_seconds=20.0)
     scores = graded(config, ["6"] * 30)
@@ -131,10 +120,8 @@ def test_time_limit_applies_to_each_call(functions):
     ("text", "message"),
     [
         ("block", "did not finish within reward.timeout_seconds=0.5"),
-        ("stubborn", "did not finish within reward.timeout_seconds=0.5"),
-        ("exit", "SystemExit: 3"),
-        ("die", "exit code 3"),
-        ("words", "ValueError: could not convert"),
+        *(("stubborn", "did not finish within reward.timeout_seconds=0.5"), ("exit", "SystemExit: 3")),
+        *(("die", "exit code 3"), ("words", "ValueError: could not convert")),
     ],
 )
 def test_call_that_fails_among_concurrent_ones_fails_alone(functions, text, message):

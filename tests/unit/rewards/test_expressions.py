@@ -12,15 +12,8 @@ from mcore_rl.rewards.expressions import MAX_BYTES, is_small, within_limits
 from mcore_rl.rewards.processes.deadline import Deadline, DeadlineExceeded
 
 SMALL = [
-    "x^2+2x+1",
-    r"\frac{\sqrt{1+\sqrt{5}}}{2}",
-    r"3x^2y^2",
-    "2^{100}",
-    "52!",
-    r"\binom{20}{3}",
-    r"(x+1)^{10}",
-    r"\left( \frac{3}{2}, -13 \right)",
-    r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}",
+    *("x^2+2x+1", r"\frac{\sqrt{1+\sqrt{5}}}{2}", r"3x^2y^2", "2^{100}", "52!", r"\binom{20}{3}", r"(x+1)^{10}"),
+    *(r"\left( \frac{3}{2}, -13 \right)", r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}"),
     "x^8 + x^7 + x^6 + x^5 + x^4 + x^3 + x^2 + x + 1",
 ]
 LARGE = [

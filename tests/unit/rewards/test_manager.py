@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mcore_rl.config.reward import OverlongConfig, RewardConfig
@@ -17,8 +16,7 @@ from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.ports import Rewarder
 from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.rewards.processes import dispatcher
-from mcore_rl.types import Prompt
-from tests.unit.rewards.managers import running_manager
+from tests.unit.rewards.managers import graded, prompt, running_manager
 
 ROOT = Path(__file__).parents[3]
 GRADERS = """
@@ -99,10 +97,6 @@ EXPECTED = {
 }
 
 
-def prompt(truth="0", **extra):
-    return Prompt(0, np.zeros(1, np.int32), "q", "test", truth, extra)
-
-
 @pytest.fixture(scope="module")
 def graders(tmp_path_factory):
     path = tmp_path_factory.mktemp("graders") / "graders.py"
@@ -169,46 +163,31 @@ def test_collect_from_several_threads_returns_each_its_own_scores(graders):
 
 def test_grader_that_raises_hangs_or_dies_fails_its_own_sample_only(graders):
     config = RewardConfig(function=graders, timeout_seconds=0.4, workers=2)
-    with running_manager(config) as manager:
-        manager.wait_ready()
-        texts = {}
-        for name in EXPECTED:
-            for text in (name, *map(str, range(8))):
-                texts[len(texts)] = text
-                manager.submit(len(texts) - 1, prompt(), text, 1)
-        scores = manager.collect(texts)
-        assert scores.keys() == texts.keys()
-        for key, text in texts.items():
-            if text in EXPECTED:
-                assert EXPECTED[text] in scores[key].error
-                assert (scores[key].reward, scores[key].accuracy) == (0.0, 0.0)
-            else:
-                assert (scores[key].reward, scores[key].error) == (float(text), None)
+    texts = [text for name in EXPECTED for text in (name, *map(str, range(8)))]
+    for text, score in zip(texts, graded(config, texts), strict=True):
+        if text in EXPECTED:
+            assert EXPECTED[text] in score.error
+            assert (score.reward, score.accuracy) == (0.0, 0.0)
+        else:
+            assert (score.reward, score.error) == (float(text), None)
 
 
 def test_async_function_has_the_same_limits(graders):
     config = RewardConfig(function=graders.replace(":grade", ":grade_later"), timeout_seconds=0.4)
     texts = ["1", "wait", "2", "raise", "loop", "3", "stubborn", "exit", "4"]
-    with running_manager(config) as manager:
-        manager.wait_ready()
-        for key, text in enumerate(texts):
-            manager.submit(key, prompt(), text, 1)
-        scores = manager.collect(range(len(texts)))
-    failed = {text: scores[key].error for key, text in enumerate(texts) if scores[key].error is not None}
+    scores = graded(config, texts)
+    failed = {text: score.error for text, score in zip(texts, scores, strict=True) if score.error is not None}
     assert failed.keys() == {"wait", "raise", "loop", "stubborn", "exit"}
     for text in ("wait", "loop", "stubborn"):
         assert "did not finish within reward.timeout_seconds=0.4" in failed[text]
-    assert [score.reward for _, score in sorted(scores.items()) if score.error is None] == [1, 2, 3, 4]
+    assert [score.reward for score in scores if score.error is None] == [1, 2, 3, 4]
     line = next(i for i, line in enumerate(GRADERS.splitlines(), 1) if "where it waits" in line)
     assert f'graders.py", line {line}, in grade_later' in scores[1].traceback
 
 
 def test_first_failure_of_a_batch_has_a_traceback(graders):
-    with running_manager(RewardConfig(function=graders)) as manager:
-        for key in range(20):
-            manager.submit(key, prompt(), "raise" if key % 2 else "1", 1)
-        scores = manager.collect(range(20))
-    shown = [scores[key].traceback for key in range(20) if scores[key].traceback]
+    scores = graded(RewardConfig(function=graders), ["1", "raise"] * 10)
+    shown = [score.traceback for score in scores if score.traceback]
     assert 1 <= len(shown) < 10  # ten samples failed
     lines = shown[0].splitlines()
     assert lines[0].startswith("Traceback")
@@ -246,10 +225,7 @@ def test_reward_file_from_verls_documentation_runs_unchanged(tmp_path):
     assert [(scores[key].reward, scores[key].accuracy) for key in range(4)] == [(1, 1), (0, 0), (1, 1), (-1, 0)]
     assert [scores[key].parts for key in range(4)] == [{}, {}, {"pred": "72"}, {"pred": "71"}]
     config = RewardConfig(function=f"{path}:compute_score_with", kwargs={"threshold": "3"})
-    with running_manager(config) as manager:
-        for key, text in enumerate(["long", "not"]):
-            manager.submit(key, prompt(), text, 1)
-        assert [score.reward for score in manager.collect([0, 1]).values()] == [1.0, 0.0]
+    assert [score.reward for score in graded(config, ["long", "not"])] == [1.0, 0.0]
 
 
 def test_death_of_a_grader_kills_the_processes_it_forked(graders, tmp_path, monkeypatch):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mcore_rl.config.reward import RewardConfig
-from mcore_rl.types import Prompt
-from tests.unit.rewards.managers import running_manager
+from tests.unit.rewards.managers import graded
 
 SPAWNS = """
 import multiprocessing
@@ -36,7 +34,5 @@ def test_processes_spawned_by_a_reward_function_find_its_module(tmp_path: Path, 
     (tmp_path / "beside_spawning.py").write_text("def length(text): return float(len(text))\n")
     (tmp_path / f"mine_{method}.py").write_text(SPAWNS.format(method=method))
     config = RewardConfig(function=f"{tmp_path}/mine_{method}.py:f", workers=1, timeout_seconds=120.0)
-    with running_manager(config) as manager:
-        manager.submit(0, Prompt(0, np.zeros(1, np.int32), "q", "d", "5", {}), "four", 1)
-        score = manager.collect([0])[0]
+    (score,) = graded(config, ["four"])
     assert (score.error, score.reward) == (None, 4.0)

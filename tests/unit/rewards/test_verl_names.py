@@ -21,11 +21,8 @@ from mcore_rl.rewards.graders.verl_names import (
 @pytest.mark.parametrize(
     ("response", "method", "score"),
     [
-        ("so #### 1,042", "strict", 2.0),
-        ("so #### 41", "strict", 0.1),
-        ("so 1042", "strict", 0.0),
-        ("so 1042, I think.", "flexible", 2.0),
-        ("first 1042, then 7", "flexible", 0.1),
+        *(("so #### 1,042", "strict", 2.0), ("so #### 41", "strict", 0.1), ("so 1042", "strict", 0.0)),
+        *(("so 1042, I think.", "flexible", 2.0), ("first 1042, then 7", "flexible", 0.1)),
         ("nothing .", "flexible", 0.0),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from mcore_rl.config.reward import RewardConfig, WeightedFunctionConfig
@@ -10,8 +9,7 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.loading import load_grader
-from mcore_rl.types import Prompt
-from tests.unit.rewards.managers import running_manager
+from tests.unit.rewards import managers
 
 FUNCTIONS = """
 import asyncio
@@ -68,16 +66,12 @@ def test_async_and_plain_ones_go_together_in_a_grading_process(entry):
         weighted=[WeightedFunctionConfig("math"), entry("polite", weight=0.1)], max_concurrent_calls=4
     )
     texts = ["5", "please take 5", "please", "raise"] * 5
-    with running_manager(config) as manager:
-        for key, text in enumerate(texts):
-            manager.submit(key, Prompt(0, np.zeros(1, np.int32), "q", "test", "5", {}), text, 1)
-        scores = manager.collect(range(len(texts)))
-    for key, text in enumerate(texts):
+    for text, score in zip(texts, managers.graded(config, texts, "5"), strict=True):
         if text == "raise":
-            assert "LookupError: no manners" in scores[key].error
+            assert "LookupError: no manners" in score.error
         else:
-            assert scores[key].reward == pytest.approx(float("5" in text) + 0.1 * ("please" in text))
-            assert scores[key].parts["polite"] == float("please" in text)
+            assert score.reward == pytest.approx(float("5" in text) + 0.1 * ("please" in text))
+            assert score.parts["polite"] == float("please" in text)
 
 
 def test_an_error_of_one_is_an_error_of_all_and_says_whose(entry):
