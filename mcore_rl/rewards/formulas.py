@@ -8,7 +8,7 @@ letters, and LaTeX commands. A number between words is the shortest formula. The
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from mcore_rl.rewards.notation.decimals import expand_repeating
@@ -66,15 +66,9 @@ class _Token(NamedTuple):
 def last_formula(text: str) -> str | None:
     """Return the last formula or number of a text, searching lines from the end; None if there is none."""
     head, tail = text[:-MAX_TAIL_CHARS], text[-MAX_TAIL_CHARS:]
-    for line in reversed(_DISPLAY.sub(_on_one_line, _CALCULATIONS.sub("", tail)).splitlines()):
-        formula = _in_line(line)
-        if formula is not None:
-            return formula
-    for line in reversed(head.splitlines()):
-        formula = _in_line(_CALCULATIONS.sub("", line[-MAX_LINE_CHARS:]))
-        if formula is not None:
-            return formula
-    return None
+    tail_lines = reversed(_DISPLAY.sub(_on_one_line, _CALCULATIONS.sub("", tail)).splitlines())
+    head_lines = (_CALCULATIONS.sub("", line[-MAX_LINE_CHARS:]) for line in reversed(head.splitlines()))
+    return next((found for line in chain(tail_lines, head_lines) if (found := _in_line(line)) is not None), None)
 
 
 def without_dollars(line: str) -> str:

@@ -90,7 +90,13 @@ class RewardInputs:
         if not self.reencoded:
             sequences = [trajectory_ids(buffers, row) for row in range(len(buffers.prompt_tokens))]
             for row, ids in zip(prompt_rows, sequences, strict=True):
-                self._check_known(int(ids.max()), f"{key}, row {row}")
+                # The policy can generate ids above its tokenizer's, up to its padded vocabulary.
+                if ids.max() >= self._vocabulary:
+                    raise DataError(
+                        f"{key}, row {row}: the response has token {ids.max()}, which the reward model with vocab_size="
+                        f"{self._vocabulary} does not have; set reward_model.hf_path to a checkpoint with the policy's "
+                        "vocabulary"
+                    )
             return sequences
         assert prompts is not None
         read = transcripts(buffers, prompt_rows, prompts, self._policy_tokenizer, self._stop)
@@ -111,17 +117,6 @@ class RewardInputs:
         where = f"{key}, row {transcript.prompt.row}: reward_model"
         answered = with_answer(transcript.prompt.messages, {"role": "assistant", "content": transcript.response})
         return style.render(style.canonical(answered, where), where, opens_turn=False)
-
-    def _check_known(self, token: int, where: str) -> None:
-        """Check a sequence's largest token id.
-
-        Equal tokenizers do not suffice: the policy can generate ids above its tokenizer's, up to its padded vocabulary.
-        """
-        if token >= self._vocabulary:
-            raise DataError(
-                f"{where}: the response has token {token}, which the reward model with vocab_size={self._vocabulary} "
-                "does not have; set reward_model.hf_path to a checkpoint with the policy's vocabulary"
-            )
 
     def _check_length(self, length: int, where: str) -> None:
         if length == 0:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Collection, Mapping, Sequence
 from functools import cache, partial
 
 from mcore_rl.config.functions import names_function
-from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, GRADERS, NO_RULE, RewardConfig, WeightedFunctionConfig
+from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, GRADERS, NO_RULE, RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import BUILTIN, Grader, Rule, Sample, then, user_batch_grader, user_rule
@@ -67,7 +67,7 @@ def load_grader(config: RewardConfig, sandbox: SandboxConfig) -> Grader:
 
     if config.manager == BATCH:
         return user_batch_grader(KEY, config.function, config.kwargs)
-    rule = _weighted(config, run) if config.weighted else _rule(KEY, config.entries[0], config, run)
+    rule = _weighted(config, run) if config.weighted else _rule(KEY, config.function, config.kwargs, config, run)
 
     def grade(samples: Sequence[Sample]) -> list[Score] | Awaitable[list[Score]]:
         (sample,) = samples
@@ -76,17 +76,12 @@ def load_grader(config: RewardConfig, sandbox: SandboxConfig) -> Grader:
     return Grader(grade, rule.is_async)
 
 
-def _rule(key: str, entry: WeightedFunctionConfig, config: RewardConfig, run: RunProgram) -> Rule:
-    if entry.function == NO_RULE:
+def _rule(key: str, name: str, kwargs: Mapping[str, str], config: RewardConfig, run: RunProgram) -> Rule:
+    if name == NO_RULE:
         return Rule(lambda sample: Score(0.0, 0.0))
-    if entry.function == BY_DATA_SOURCE:
-        return _by_data_source(entry.kwargs, config, run)
-    return _named(key, entry.function, entry.kwargs, config, run)
-
-
-def _named(key: str, name: str, kwargs: Mapping[str, str], config: RewardConfig, run: RunProgram) -> Rule:
-    """Build the rule of a user's function or a built-in grader."""
-    if names_function(name) or name not in GRADERS:  # for unknown names, user_rule raises the error
+    if name == BY_DATA_SOURCE:
+        return _by_data_source(kwargs, config, run)
+    if name not in GRADERS:  # for unknown names, user_rule raises the error
         return user_rule(key, name, kwargs)
     if name == BUILTIN:
         return _math(config)
@@ -116,7 +111,7 @@ def _by_data_source(kwargs: Mapping[str, str], config: RewardConfig, run: RunPro
         name = grader_of(source, config.functions)
         if name is None:  # check_data_sources has rejected such rows before the run
             return Rule(lambda sample: failed(f"the data_source {source!r} has no grader"))
-        return users[name] if name in users else _named(f"reward.functions.{source}", name, {}, config, run)
+        return users[name] if name in users else _rule(f"reward.functions.{source}", name, {}, config, run)
 
     def grade(sample: Sample) -> Score | Awaitable[Score]:
         if sample.data_source not in rules:
@@ -128,7 +123,10 @@ def _by_data_source(kwargs: Mapping[str, str], config: RewardConfig, run: RunPro
 
 def _weighted(config: RewardConfig, run: RunProgram) -> Rule:
     names = _names(config)
-    rules = [_rule(f"reward.weighted[{i}].function", entry, config, run) for i, entry in enumerate(config.weighted)]
+    rules = [
+        _rule(f"reward.weighted[{i}].function", entry.function, entry.kwargs, config, run)
+        for i, entry in enumerate(config.weighted)
+    ]
     weights = [entry.weight for entry in config.weighted]
     accurate = names.index(config.accuracy_of) if config.accuracy_of is not None else 0
 

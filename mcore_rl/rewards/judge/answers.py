@@ -79,7 +79,9 @@ class EngineAnswerer:
             if len(ids) <= self._limit
             for nth, seed in enumerate(question.seeds)
         ]
-        written = self._generate(requests)
+        written: dict[str, Reply] = {}
+        if requests:
+            self.engine.generate(requests, lambda each: written.update({each.request_id: self._reply(each)}))
         return [
             [written[f"{index}.{nth}"] for nth in range(len(question.seeds))]
             if len(ids) <= self._limit
@@ -93,12 +95,6 @@ class EngineAnswerer:
             self.engine.wake_up(part)
         yield
         self.engine.sleep(keep_weights=True)
-
-    def _generate(self, requests: Sequence[GenerationRequest]) -> dict[str, Reply]:
-        finished: dict[str, Reply] = {}
-        if requests:
-            self.engine.generate(requests, lambda each: finished.update({each.request_id: self._reply(each)}))
-        return finished
 
     def _reply(self, completion: Completion) -> Reply:
         text = self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)

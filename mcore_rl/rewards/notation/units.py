@@ -24,6 +24,7 @@ _DIMENSIONS = {"square": 2, "sq": 2, "cubic": 3, "squared": 2, "cubed": 3}
 _TEXT_COMMAND = r"\\(?:text|textrm|mathrm|mbox|textbf|operatorname)\s*\{"
 _TEXT = re.compile(rf"{_TEXT_COMMAND}((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 _START = re.compile(rf"(?:\\[dt]?frac\s*\{{\s*)?{_TEXT_COMMAND}\s*[A-Za-z]")
+_VALUE = re.compile(r"[0-9\\]")
 _INSIDE = r"((?:[^{}]|\{[^{}]*\})*)"
 _FRACTION = re.compile(rf"\\[dt]?frac\s*\{{{_INSIDE}\}}\s*\{{{_INSIDE}\}}")
 _MICRO = re.compile(rf"(?:\\mu|\u00b5|\u03bc)\s*{_TEXT_COMMAND}\s*([msg])\s*\}}")
@@ -48,7 +49,7 @@ def split_unit(text: str) -> tuple[str, str]:
     if text.isdecimal():
         return text, ""
     text = _OHM.sub(r"\\text{ \1ohm}", _MICRO.sub(r"\\text{u\1}", text))
-    start = next((match.start() for match in _START.finditer(text) if _is_value(text[: match.start()])), None)
+    start = next((match.start() for match in _START.finditer(text) if _VALUE.search(text[: match.start()])), None)
     if start is not None:
         unit = _parsed(text[start:], _LETTERS_OF_TEXT)
         if unit is not None:
@@ -59,10 +60,6 @@ def split_unit(text: str) -> tuple[str, str]:
         if unit is not None and re.search(r"[/^\u00b2\u00b3]", plain["unit"]):
             return plain["body"].strip(), unit
     return text, _last_word(text)
-
-
-def _is_value(body: str) -> bool:
-    return bool(re.search(r"[0-9\\]", body))
 
 
 def _last_word(text: str) -> str:
@@ -103,7 +100,10 @@ class _UnitReader:
             self._sign = -1
             return True
         if word.lower() in _DIMENSIONS:
-            return self._change_dimension(word.lower())
+            if word.lower().endswith("ed"):
+                return self._raise(_DIMENSIONS[word.lower()])
+            self._dimension = _DIMENSIONS[word.lower()]
+            return True
         return self._add(word)
 
     def unit(self) -> str | None:
@@ -117,12 +117,6 @@ class _UnitReader:
         if not self._last:
             return False
         self._exponents[self._last] *= power
-        return True
-
-    def _change_dimension(self, word: str) -> bool:
-        if word.endswith("ed"):
-            return self._raise(_DIMENSIONS[word])
-        self._dimension = _DIMENSIONS[word]
         return True
 
     def _add(self, word: str) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Sequence
 from itertools import dropwhile
 from pathlib import Path
-from traceback import FrameSummary, StackSummary, TracebackException
+from traceback import StackSummary, TracebackException
 from typing import TypeVar
 
 from mcore_rl.config.functions import describe
@@ -108,17 +108,9 @@ def traceback_of(error: BaseException) -> str:
         error.__context__ = None
     traceback = TracebackException.from_exception(error)
     frames = [frame for frame in traceback.stack if frame.filename != deadline.__file__]
-    users = list(dropwhile(_is_caller, frames))
+    users = list(dropwhile(lambda frame: frame.filename.startswith(_CALLERS), frames))
     traceback.stack = StackSummary.from_list(users or frames)
-    return "\n".join(_shortened("".join(traceback.format()).splitlines()))
-
-
-def _is_caller(frame: FrameSummary) -> bool:
-    return frame.filename.startswith(_CALLERS)
-
-
-def _shortened(lines: list[str]) -> Iterable[str]:
-    half = MAX_LINES // 2
+    lines, half = "".join(traceback.format()).splitlines(), MAX_LINES // 2
     if len(lines) > MAX_LINES:
         lines = [*lines[:half], f"  ... {len(lines) - 2 * half} more lines ...", *lines[-half:]]
-    return (line[:MAX_LINE_CHARS] for line in lines)
+    return "\n".join(line[:MAX_LINE_CHARS] for line in lines)
