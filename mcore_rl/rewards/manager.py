@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mcore_rl.config.reward import BATCH, GROUP, RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.rewards.batches import Batches
+from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
-from mcore_rl.rewards.overlong import SoftOverlong
 from mcore_rl.rewards.processes.pool import GradingPool
 from mcore_rl.types import Prompt, Score
 
@@ -86,3 +86,87 @@ class RewardManager:
             return score
         punishment = self._overlong.reward(response_tokens) if self._overlong is not None else 0.0
         return replace(score, reward=self._weight * score.reward + punishment)
+
+
+class Batches:
+    """Incomplete batches of responses, which a batch reward function grades in one call. Thread-safe.
+
+    `add` and `withdraw` return a batch that they complete, as {key: sample} in the batch's order, and drop it here.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._batches: dict[int, dict[int, Sample | None]] = {}
+        """Batch of each response key: all of its keys in order, None for missing responses."""
+
+    def add(self, key: int, sample: Sample, members: Collection[int]) -> dict[int, Sample] | None:
+        """Add a response; returns its batch if that is now complete.
+
+        members: all keys of the batch, including `key`. Only the value given with the batch's first response counts.
+        """
+        with self._lock:
+            batch = self._batch_of(key, members)
+            batch[key] = sample
+            return self._completed(batch)
+
+    def withdraw(self, key: int, members: Collection[int]) -> dict[int, Sample] | None:
+        """Remove a response that will not be submitted; returns its batch if that is now complete."""
+        with self._lock:
+            batch = self._batch_of(key, members)
+            del batch[key], self._batches[key]
+            return self._completed(batch) or None  # an empty batch, after all responses were withdrawn, is not graded
+
+    def _batch_of(self, key: int, members: Collection[int]) -> dict[int, Sample | None]:
+        if key not in self._batches:  # this is the first response of the batch
+            if key not in members:
+                raise ValueError(f"key {key} is not in its batch, which has the keys {list(members)[:8]}")
+            self._batches |= dict.fromkeys(members, dict.fromkeys(members))
+        return self._batches[key]
+
+    def _completed(self, batch: dict[int, Sample | None]) -> dict[int, Sample] | None:
+        whole = {key: sample for key, sample in batch.items() if sample is not None}
+        if len(whole) < len(batch):
+            return None
+        for key in whole:
+            del self._batches[key]
+        return whole
+
+
+@dataclass(frozen=True)
+class SoftOverlong:
+    """DAPO's soft penalty for responses near their token limit.
+
+        R(n) = 0                                      n <= L - buffer
+             = penalty * ((L - buffer) - n) / buffer  up to L
+             = -penalty                               beyond
+
+    n is the response length and L its limit, in tokens. The penalty changes the reward, never the accuracy.
+    Source: DAPO, arXiv 2503.14476, equation 13 (where penalty is 1).
+    """
+
+    max_response_tokens: int
+    buffer_tokens: int
+    penalty: float
+
+    @classmethod
+    def of(cls, reward: RewardConfig, max_response_tokens: int) -> SoftOverlong | None:
+        """Build the penalty that reward.overlong configures; None if it is off.
+
+        Raises: ConfigError for a buffer or penalty out of range.
+        """
+        if not reward.punishes_overlong:
+            return None
+        config = reward.overlong
+        if not 0 < config.buffer_tokens <= max_response_tokens:
+            raise ConfigError(
+                f"reward.overlong.buffer_tokens={config.buffer_tokens} must be between 1 and "
+                f"rollout.max_response_tokens={max_response_tokens}"
+            )
+        if not config.penalty >= 0:
+            raise ConfigError(f"reward.overlong.penalty={config.penalty} must not be negative")
+        return cls(max_response_tokens, config.buffer_tokens, config.penalty)
+
+    def reward(self, response_tokens: int) -> float:
+        """Return the reward's change, between -penalty and 0."""
+        over = response_tokens - (self.max_response_tokens - self.buffer_tokens)
+        return -self.penalty * min(max(over, 0) / self.buffer_tokens, 1.0) if over > 0 else 0.0

@@ -100,18 +100,12 @@ def join_scores(
     assert len(whole) == ends[-1], f"{len(whole)} scores for {ends[-1]} responses"
     joined = np.split(whole, ends[:-1])
     for task, scalars, task_scores in zip(tasks, results, joined, strict=True):
-        _require_finite(task, scalars, task_scores)
+        bad = np.flatnonzero(~np.isfinite(task_scores))
+        if len(bad):
+            index, more = int(bad[0]), f"; further scores that are not finite: {len(bad) - 1}" if len(bad) > 1 else ""
+            raise NonFiniteError(
+                f"the reward model's score of group {scalars.group_ids[index]}, sample "
+                f"{positions_in_groups(scalars.group_ids)[index]} (row {scalars.prompt_rows[index]} of "
+                f"data.{task.prompt_set}) is {task_scores[index]}{more}"
+            )
     return joined
-
-
-def _require_finite(task: RolloutTask, scalars: RolloutScalars, scores: np.ndarray) -> None:
-    bad = np.flatnonzero(~np.isfinite(scores))
-    if not len(bad):
-        return
-    index = int(bad[0])
-    sample = positions_in_groups(scalars.group_ids)[index]
-    more = f"; further scores that are not finite: {len(bad) - 1}" if len(bad) > 1 else ""
-    raise NonFiniteError(
-        f"the reward model's score of group {scalars.group_ids[index]}, sample {sample} (row "
-        f"{scalars.prompt_rows[index]} of data.{task.prompt_set}) is {scores[index]}{more}"
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from mcore_rl.config.reward import JudgeConfig
@@ -25,27 +25,22 @@ TRIAL_TOKENS = 16
 MAX_MESSAGE_CHARS = 200
 
 
+@dataclass(frozen=True)
 class ServerAnswerer:
     """An external server. It may return different answers for equal seeds.
 
     prompts: questions with the judge's tokenizer if judge.tokenizer_path is set; it detects questions that are too
     long and removes control tokens from them.
+    key: API key.
     max_failed: fraction of failed requests of a call that ends the run.
     """
 
-    def __init__(
-        self,
-        config: JudgeConfig,
-        template: Template,
-        prompts: JudgePrompts | None,
-        *,
-        model: str,
-        key: str | None,
-        max_failed: float,
-    ) -> None:
-        self.config, self.model = config, model
-        self._template, self._prompts = template, prompts
-        self._key, self._max_failed = key, max_failed
+    config: JudgeConfig
+    template: Template
+    prompts: JudgePrompts | None
+    model: str
+    key: str | None
+    max_failed: float
 
     def replies(self, questions: Sequence[JudgeQuestion]) -> list[list[Reply]]:
         """Send the questions concurrently. A request that fails after judge.max_retries gives a reply without text.
@@ -55,10 +50,10 @@ class ServerAnswerer:
         found = asyncio.run(self._replies(questions))
         asked = [reply for replies in found for reply in replies if reply.asked]
         errors = [reply.error for reply in asked if reply.finish_reason is None]
-        if errors and len(errors) >= self._max_failed * len(asked):
+        if errors and len(errors) >= self.max_failed * len(asked):
             raise RewardError(
                 f"judge.url={self.config.url} failed on {len(errors)} of {len(asked)} questions, and "
-                f"reward.max_error_fraction={self._max_failed:g} ends the run; the first: {errors[0]}"
+                f"reward.max_error_fraction={self.max_failed:g} ends the run; the first: {errors[0]}"
             )
         return found
 
@@ -68,7 +63,7 @@ class ServerAnswerer:
 
     async def _replies(self, questions: Sequence[JudgeQuestion]) -> list[list[Reply]]:
         slots = asyncio.Semaphore(self.config.max_concurrent_requests)
-        async with client_of(self.config, self._key) as client:
+        async with client_of(self.config, self.key) as client:
 
             async def asked(text: str, seed: int) -> Reply:
                 async with slots:
@@ -77,15 +72,15 @@ class ServerAnswerer:
             async def of_question(question: JudgeQuestion) -> list[Reply]:
                 if (reply := self._refused(question)) is not None:
                     return [reply]
-                text = self._template.filled(question.prompt, question.response)
+                text = self.template.filled(question.prompt, question.response)
                 return await asyncio.gather(*(asked(text, seed) for seed in question.seeds))
 
             return await asyncio.gather(*map(of_question, questions))
 
     def _refused(self, question: JudgeQuestion) -> Reply | None:
-        if self._prompts is None:
+        if self.prompts is None:
             return None
-        (ids,) = self._prompts.encode([self._prompts.render(question.prompt, question.response)])
+        (ids,) = self.prompts.encode([self.prompts.render(question.prompt, question.response)])
         limit = self.config.max_prompt_tokens
         return too_long(len(ids), limit) if len(ids) > limit else None
 

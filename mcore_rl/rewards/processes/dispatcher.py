@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 
 from mcore_rl.config.reward import RewardConfig
@@ -98,6 +98,7 @@ class GradingProcess:
             self.connection.send(message)
 
 
+@dataclass
 class Dispatcher:
     """The grading processes of a pool. One thread calls all methods and must outlive the processes.
 
@@ -105,33 +106,30 @@ class Dispatcher:
     MAX_FAILED_STARTS processes in a row end before they are ready.
     """
 
-    def __init__(
-        self,
-        config: RewardConfig,
-        sandbox: SandboxConfig,
-        queue: deque[GradingTask],
-        on_scores: Callable[[list[tuple[int, Score]]], None],
-    ) -> None:
-        self._config, self._sandbox = config, sandbox
-        self._queue = queue
-        self._on_scores = on_scores
-        self._answer_seconds = config.timeout_seconds + FLUSH_SECONDS + GRACE_SECONDS
-        self._workers: list[GradingProcess] = []
-        self._failed_starts = 0
-        self._memory_check_due = 0.0
+    config: RewardConfig
+    sandbox: SandboxConfig
+    queue: deque[GradingTask]
+    on_scores: Callable[[list[tuple[int, Score]]], None]
+    _workers: list[GradingProcess] = field(default_factory=list, init=False)
+    _failed_starts: int = field(default=0, init=False)
+    _memory_check_due: float = field(default=0.0, init=False)
+
+    @property
+    def _answer_seconds(self) -> float:
+        return self.config.timeout_seconds + FLUSH_SECONDS + GRACE_SECONDS
 
     @property
     def num_ready(self) -> int:
         return sum(worker.ready for worker in self._workers)
 
     def start_missing(self) -> None:
-        while len(self._workers) < self._config.workers:
-            self._workers.append(GradingProcess(self._config, self._sandbox))
+        while len(self._workers) < self.config.workers:
+            self._workers.append(GradingProcess(self.config, self.sandbox))
 
     def feed(self) -> None:
         """Send queued tasks to every process that accepts some."""
         for worker in self._workers:
-            if self._queue and (batch := self._next_batch(worker)):
+            if self.queue and (batch := self._next_batch(worker)):
                 worker.give(batch, self._answer_seconds)
 
     def await_answers(self, wake: int) -> bool:
@@ -143,8 +141,8 @@ class Dispatcher:
                 self._receive(by_connection[connection])
         for worker in list(self._workers):
             self._check_alive(worker)
-        if self._config.memory_mib is not None and time.monotonic() >= self._memory_check_due:
-            self._check_memory(self._config.memory_mib)
+        if self.config.memory_mib is not None and time.monotonic() >= self._memory_check_due:
+            self._check_memory(self.config.memory_mib)
             self._memory_check_due = time.monotonic() + MEMORY_CHECK_SECONDS
         return wake in readable
 
@@ -153,23 +151,23 @@ class Dispatcher:
             self._workers.pop().kill()
 
     def _next_batch(self, worker: GradingProcess) -> list[GradingTask]:
-        if self._queue[0].alone:
-            return [self._queue.popleft()] if worker.idle else []
+        if self.queue[0].alone:
+            return [self.queue.popleft()] if worker.idle else []
         if worker.max_calls > 1:
-            share = math.ceil(len(self._queue) / self._config.workers)
+            share = math.ceil(len(self.queue) / self.config.workers)
         else:  # large enough to amortise the message, small enough that all processes finish at about the same time
-            share = max(1, len(self._queue) // (2 * self._config.workers))
+            share = max(1, len(self.queue) // (2 * self.config.workers))
         size = min(worker.room(), share)
         batch: list[GradingTask] = []
-        while len(batch) < size and self._queue and not self._queue[0].alone:
-            batch.append(self._queue.popleft())
+        while len(batch) < size and self.queue and not self.queue[0].alone:
+            batch.append(self.queue.popleft())
         return batch
 
     def _wait_seconds(self) -> float | None:
         waiting = [worker.deadline for worker in self._workers if not worker.idle]
         if not waiting:
             return None
-        check = DEATH_CHECK_SECONDS if self._config.memory_mib is None else MEMORY_CHECK_SECONDS
+        check = DEATH_CHECK_SECONDS if self.config.memory_mib is None else MEMORY_CHECK_SECONDS
         return min(check, max(0.0, min(waiting) - time.monotonic()))
 
     def _receive(self, worker: GradingProcess) -> None:
@@ -186,7 +184,7 @@ class Dispatcher:
         else:
             for number, scores in message:
                 task = worker.answered(number, self._answer_seconds)
-                self._on_scores(list(zip(task.keys, scores, strict=True)))
+                self.on_scores(list(zip(task.keys, scores, strict=True)))
 
     def _check_alive(self, worker: GradingProcess) -> None:
         if worker.idle or worker.connection.poll():
@@ -195,7 +193,7 @@ class Dispatcher:
         if worker.child.exit_code is not None:
             self._replace(worker, None)
         elif time.monotonic() > worker.deadline:
-            limit = f"reward.timeout_seconds={self._config.timeout_seconds:g}"
+            limit = f"reward.timeout_seconds={self.config.timeout_seconds:g}"
             self._replace(worker, f"the grader did not finish within {limit} and could not be interrupted")
 
     def _check_memory(self, limit_mib: int) -> None:
@@ -213,7 +211,7 @@ class Dispatcher:
                 raise WorkerDiedError(f"grading processes cannot start: {cause}; see its output above")
         unanswered = list(worker.given.values())
         if len(unanswered) == 1:  # this task ended the process
-            self._on_scores([(key, failed(cause)) for key in unanswered[0].keys])
+            self.on_scores([(key, failed(cause)) for key in unanswered[0].keys])
             return
         # One of several tasks has ended the process: grade each of them alone.
-        self._queue.extendleft(replace(task, alone=True) for task in reversed(unanswered))
+        self.queue.extendleft(replace(task, alone=True) for task in reversed(unanswered))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
 from mcore_rl.config.functions import provide_user_files
@@ -71,6 +71,7 @@ def _grade_batch(connection: Connection, limited: LimitedGrader, tasks: list[Gra
     connection.send(finished)
 
 
+@dataclass
 class ConcurrentCalls:
     """Concurrent grading of tasks from a connection. Each result is sent when it is ready.
 
@@ -78,10 +79,9 @@ class ConcurrentCalls:
     `serve` has returned.
     """
 
-    def __init__(self, connection: Connection, grade: Callable[[GradingTask], Awaitable[list[Score]]]) -> None:
-        self._connection = connection
-        self._grade = grade
-        self._running: set[asyncio.Task[None]] = set()
+    connection: Connection
+    grade: Callable[[GradingTask], Awaitable[list[Score]]]
+    _running: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     async def serve(self, tasks: Sequence[GradingTask]) -> None:
         """Grade `tasks` and the tasks that arrive meanwhile, until none is running.
@@ -90,16 +90,16 @@ class ConcurrentCalls:
         """
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self._connection.fileno(), self._receive)
+        loop.add_reader(self.connection.fileno(), self._receive)
         try:
             self._start(tasks)
             await self._end
         finally:
-            loop.remove_reader(self._connection.fileno())
+            loop.remove_reader(self.connection.fileno())
 
     def _receive(self) -> None:
         try:
-            self._start(self._connection.recv())
+            self._start(self.connection.recv())
         except (EOFError, OSError) as error:
             self._finish(error)
 
@@ -108,15 +108,15 @@ class ConcurrentCalls:
             self._running.add(asyncio.get_running_loop().create_task(self._answer(task)))
 
     async def _answer(self, task: GradingTask) -> None:
-        scores = await self._grade(task)
+        scores = await self.grade(task)
         this = asyncio.current_task()
         assert this is not None
         self._running.discard(this)
         if not self._running:
             # Stop reading before sending: the parent's next message belongs to the caller of `serve`.
-            asyncio.get_running_loop().remove_reader(self._connection.fileno())
+            asyncio.get_running_loop().remove_reader(self.connection.fileno())
         try:
-            self._connection.send([(task.number, scores)])
+            self.connection.send([(task.number, scores)])
         except OSError as error:
             self._finish(error)
         if not self._running:

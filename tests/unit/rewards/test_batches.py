@@ -7,9 +7,9 @@ import pytest
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rewards.batches import Batches
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.loading import load_grader
+from mcore_rl.rewards.manager import Batches
 from mcore_rl.rewards.processes import dispatcher
 from mcore_rl.rewards.processes.trial import try_reward_function
 from tests.unit.rewards.managers import graded, prompt, running_manager

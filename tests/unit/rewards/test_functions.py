@@ -12,7 +12,7 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.loading import load_grader
-from mcore_rl.rewards.overlong import SoftOverlong
+from mcore_rl.rewards.manager import SoftOverlong
 from mcore_rl.rewards.processes.limited_grader import EventLoop
 from mcore_rl.rewards.results import score_of
 from mcore_rl.types import Score

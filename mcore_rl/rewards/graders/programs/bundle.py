@@ -10,7 +10,7 @@ _NEEDED = {
     "script": ("prelude",),
     "call": ("wire", "prelude"),
     "candidate": ("wire", "peer", "prelude"),
-    "tester": ("wire", "peer", "prelude", "names", "fixtures", "suite"),
+    "tester": ("wire", "peer", "prelude", "names", "suite"),
 }
 _LOADER = """import sys, types
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mcore_rl.rewards.graders.programs.prelude import NODES, SOLUTION, execute
-from mcore_rl.rewards.graders.programs.wire import Decoder, PlainOwner
+from mcore_rl.rewards.graders.programs.wire import Decoder, Owner
 
 
 def main(program: str, name: str) -> None:
     """Read the arguments from standard input and print the result as JSON on the last line."""
     message = json.loads(sys.stdin.buffer.read())
-    arguments = Decoder(PlainOwner(), message["nodes"]).value(message["root"])
+    arguments = Decoder(Owner(), message["nodes"]).value(message["root"])
     # The program may redirect standard output, and finds standard input empty.
     results = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

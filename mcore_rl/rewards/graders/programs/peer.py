@@ -18,7 +18,7 @@ import types
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from mcore_rl.rewards.graders.programs.wire import TYPES, Decoder, Encoder, WireError
+from mcore_rl.rewards.graders.programs.wire import TYPES, Decoder, Encoder, Owner, WireError
 
 MAX_FRAME_BYTES = 32 << 20
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -136,7 +136,7 @@ def _forwarder(method: str) -> Callable[..., object]:
     return named.get(method, forward)
 
 
-class CallPeer:
+class CallPeer(Owner):
     """One end of the connection. reader, writer: descriptors of pipes."""
 
     def __init__(self, reader: int, writer: int) -> None:
@@ -238,9 +238,7 @@ class CallPeer:
 
     def new_record(self, name: str) -> object:
         kind = self.record_class(name)
-        if kind is None:
-            raise WireError(f"unknown class {name}")
-        return kind.__new__(kind)
+        return super().new_record(name) if kind is None else kind.__new__(kind)
 
     def export(self, value: object) -> list[object]:
         if isinstance(value, RemoteObject):
@@ -263,7 +261,7 @@ class CallPeer:
         if node[0] == "yours":
             return self._exported[node[1]]
         if node[0] != "remote":
-            raise WireError(f"unknown node {node[0]!r}")
+            return super().resolve(node)
         handle, kind, name, special, bases = node[1:]
         if handle not in self._remotes:
             if bases:

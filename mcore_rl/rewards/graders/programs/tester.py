@@ -16,7 +16,6 @@ import sys
 import types
 from collections.abc import Mapping
 
-from mcore_rl.rewards.graders.programs.fixtures import UnknownFixture
 from mcore_rl.rewards.graders.programs.names import NameOwners
 from mcore_rl.rewards.graders.programs.peer import HIDDEN, CallPeer, RemoteObject
 from mcore_rl.rewards.graders.programs.prelude import (
@@ -27,7 +26,7 @@ from mcore_rl.rewards.graders.programs.prelude import (
     module_names,
     starred_names,
 )
-from mcore_rl.rewards.graders.programs.suite import run_suite
+from mcore_rl.rewards.graders.programs.suite import UnknownFixture, run_suite
 
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
 UNPROTECTED, NO_FIXTURE, LACKS = "unprotected", "fixture", "lacks"

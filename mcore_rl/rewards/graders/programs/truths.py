@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.rewards.graders.programs.wire import Encoder, PlainOwner, WireError
+from mcore_rl.rewards.graders.programs.wire import Encoder, Owner, WireError
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def encoded_arguments(given: object) -> str:
 
     Raises: ValueError for arguments that are not plain data.
     """
-    encoder = Encoder(PlainOwner())
+    encoder = Encoder(Owner())
     try:
         root = encoder.encode(_arguments(given))
     except WireError as error:

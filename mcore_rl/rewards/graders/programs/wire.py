@@ -16,7 +16,7 @@ import fractions
 import pathlib
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 _LIBRARY_TYPES = (
     *(collections.deque, collections.defaultdict, collections.OrderedDict, collections.Counter),
@@ -59,20 +59,24 @@ class WireError(Exception):
     """A malformed message."""
 
 
-class Owner(Protocol):
-    """The encoding or decoding side, which keeps the objects behind handles."""
+class Owner:
+    """The encoding or decoding side: plain data only here; CallPeer keeps other objects behind handles."""
 
     def fields_of(self, value: object) -> tuple[str, Mapping[str, object]] | None:
         """Return class name and attributes of an object that is passed by value, else None."""
+        return None
 
     def new_record(self, name: str) -> object:
         """Create an empty object of a class that both sides define. Raises: WireError."""
+        raise WireError(f"unknown class {name}")
 
     def export(self, value: object) -> list[object]:
-        """Return a node with a handle of the object."""
+        """Return a node with a handle of the object. Raises: WireError."""
+        raise WireError(f"a value of type {type(value).__name__} is not plain data")
 
     def resolve(self, node: list[Any]) -> object:
         """Return the object behind a node with a handle. Raises: WireError."""
+        raise WireError(f"unknown node {node[0]!r}")
 
 
 class Encoder:
@@ -297,19 +301,3 @@ _FROM_NODE: dict[str, Callable[[list[Any]], object]] = {
     "timedelta": lambda node: datetime.timedelta(*node[1:]),
     "numpy": _numpy_value,
 }
-
-
-class PlainOwner:
-    """Owner for the arguments of one call. It rejects every object that is not plain data."""
-
-    def fields_of(self, value: object) -> tuple[str, Mapping[str, object]] | None:
-        return None
-
-    def new_record(self, name: str) -> object:
-        raise WireError(f"unknown class {name}")
-
-    def export(self, value: object) -> list[object]:
-        raise WireError(f"a value of type {type(value).__name__} is not plain data")
-
-    def resolve(self, node: list[object]) -> object:
-        raise WireError(f"unknown node {node[0]!r}")
