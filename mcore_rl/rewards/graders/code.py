@@ -71,16 +71,16 @@ class CodeGrader:
             return _share(0, len(tests))
         source = bundle("script", program) if examples.name is None else bundle("call", program, examples.name)
         end, passed = time.monotonic() + SHARE_OF_TIME * self.seconds, 0
-        for test in tests:
+        for given, expected in tests:
             left = min(MAX_TEST_SECONDS, end - time.monotonic())
             if left <= 0:
                 break  # the remaining tests have failed
-            stdin = as_text(test.given) if examples.name is None else encoded_arguments(test.given)
+            stdin = as_text(given) if examples.name is None else encoded_arguments(given)
             outcome = self.run(Program(source, stdin=stdin, seconds=left))
             if examples.name is None:
-                passed += outcome.ok and same_output(outcome.stdout, as_text(test.expected))
+                passed += outcome.ok and same_output(outcome.stdout, as_text(expected))
             else:
-                passed += outcome.ok and same_result(outcome.stdout, test.expected)
+                passed += outcome.ok and same_result(outcome.stdout, expected)
         return _share(passed, len(tests))
 
     def grade_asserts(self, response: str, ground_truth: object) -> Score:

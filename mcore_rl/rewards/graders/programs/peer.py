@@ -192,7 +192,7 @@ class CallPeer(Owner):
                 return
             self.answer(message)
 
-    def answer(self, message: Mapping[str, Any]) -> None:
+    def answer(self, message: Mapping[str, object]) -> None:
         """Perform a requested operation and send its result."""
         decoder = Decoder(self, message.get("nodes"))
         parts = decoder.value(message.get("root"))

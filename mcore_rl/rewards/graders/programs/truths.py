@@ -12,18 +12,10 @@ from mcore_rl.rewards.graders.programs.wire import Encoder, Owner, WireError
 
 
 @dataclass(frozen=True)
-class Example:
-    """One test of a competition problem."""
-
-    given: object
-    expected: object
-
-
-@dataclass(frozen=True)
 class Examples:
-    """Tests of a program by standard input and output, or of its function `name`."""
+    """Tests of a program by standard input and output, or of its function `name`: pairs (input, expected output)."""
 
-    tests: list[Example]
+    tests: list[tuple[object, object]]
     name: str | None
 
 
@@ -68,15 +60,13 @@ def read_assertions(ground_truth: object) -> Assertions:
     prompt = _parseable(str(truth.get("prompt") or ""))
     test, entry_point = truth.get("test"), truth.get("entry_point")
     test = None if test is None else str(test)
-    if test is not None and entry_point:
-        _check_syntax([test], str(entry_point))
-        lacks_check = "check" not in _defined(test)
-        if lacks_check and not _has_tests(test) and not _asserts(test):
+    if test is not None and (entry_point or _has_tests(test)):
+        _check_syntax([test], str(entry_point or "0"))
+        has_check = bool(entry_point) and "check" in _defined(test)
+        if not has_check and not _has_tests(test) and not _asserts(test):
             raise ValueError("the test of the ground truth has neither check, test functions nor assertions")
-        return Assertions([test], str(entry_point), prompt, collect=lacks_check and _has_tests(test))
-    if test is not None and _has_tests(test):
-        _check_syntax([test])
-        return Assertions([test], None, prompt, collect=True)
+        collect = _has_tests(test) and not has_check
+        return Assertions([test], str(entry_point) if entry_point else None, prompt, collect)
     asserts = truth.get("test_list")
     if asserts is None or not len(asserts):
         raise ValueError("the ground truth has neither test and entry_point nor test_list")
@@ -119,7 +109,7 @@ def _cases(cases: Sequence[Mapping[str, object]]) -> Examples:
 
 
 def _examples(pairs: Iterable[tuple[object, object]], name: object) -> Examples:
-    tests = [Example(_native(given), _native(expected)) for given, expected in pairs]
+    tests = [(_native(given), _native(expected)) for given, expected in pairs]
     return Examples(tests, str(name) if name else None)
 
 
