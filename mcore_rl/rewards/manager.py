@@ -56,6 +56,7 @@ class RewardManager:
         whole = {key: sample} if self._batches is None else self._batches.add(key, sample, members)
         if whole is not None:
             self._pool.submit(whole)
+        # Last, so that no key stays pending if the pool refuses the sample.
         self._response_tokens[key] = response_tokens
 
     def withdraw(self, key: int, *, group: Collection[int] = (), task: Collection[int] = ()) -> None:
@@ -79,6 +80,7 @@ class RewardManager:
         self._pool.shutdown()
 
     def _members(self, key: int, group: Collection[int], task: Collection[int]) -> Collection[int]:
+        # A response without other members is a batch of its own.
         return (task if self._whole_tasks else group) or (key,)
 
     def _shaped(self, score: Score, response_tokens: int) -> Score:
@@ -120,6 +122,7 @@ class Batches:
         if key not in self._batches:  # this is the first response of the batch
             if key not in members:
                 raise ValueError(f"key {key} is not in its batch, which has the keys {list(members)[:8]}")
+            # All members share one dict. Its order is the order in which the function receives the responses.
             self._batches |= dict.fromkeys(members, dict.fromkeys(members))
         return self._batches[key]
 

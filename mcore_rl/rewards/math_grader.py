@@ -72,6 +72,7 @@ def same_answer(answer: str, reference: str) -> bool:
     """
     if len(answer) > MAX_ANSWER_CHARS:
         return answer.strip() == reference.strip()
+    # Fast path: most answers are plain numbers.
     numbers = parse_number(answer), parse_number(reference)
     if numbers[0] is not None and numbers[1] is not None:
         return _same_value(numbers[0], answer, numbers[1], reference)
@@ -86,6 +87,7 @@ def _same_time_or_choice(answer: str, reference: str) -> bool | None:
         return time is not None and same_time(time, expected_time)
     if time is not None and ":" not in plain_colons(reference):
         return False  # a time such as 6:15 is not the ratio 2/5
+    # An answer may name the letter, its content, or both: `C`, `5`, and `(C) 5` are equal if the reference is `(C) 5`.
     choice, expected_choice = parse_choice(answer), parse_choice(reference)
     if expected_choice is None:
         return same_answer(choice.content, reference) if choice is not None and choice.content else None
@@ -99,6 +101,7 @@ def _same_time_or_choice(answer: str, reference: str) -> bool | None:
 
 def _same_text_or_value(answer: str, reference: str) -> bool:
     (given, unit), (expected, expected_unit) = normalise(answer), normalise(reference)
+    # A missing or unknown unit contradicts nothing.
     if unit and expected_unit and unit != expected_unit:
         return False
     if _flat(given) == _flat(expected):
@@ -108,10 +111,12 @@ def _same_text_or_value(answer: str, reference: str) -> bool:
     value = _value_of_words(expected)
     if value is not None:
         known = _value_of_words(given)
+        # Only a reference that is no integer permits a decimal comma: `3,14` is a list otherwise.
         if known is None and value.denominator != 1:
             known = parse_decimal_comma(given)
         if known is not None:
             return _same_value(known, given, value, expected)
+    # In LaTeX, a word is a product of its letters, which would make anagrams equal.
     if not given or given.replace(" ", "").isalpha():
         return False
     return within_limits(lambda: _same_in_parts(given, expected, value))
@@ -127,7 +132,7 @@ def _same_in_parts(given: str, expected: str, value: Fraction | None) -> bool:
     ours = elements(given)
     theirs = elements(expected) if value is None else [_ungrouped(expected)]
     if len(ours) != len(theirs):
-        ours = elements(_ungrouped(given))
+        ours = elements(_ungrouped(given))  # 1,234 is a number here, not a list of two
     if len(ours) == len(theirs) == 1:
         given, expected = (given, expected) if _BRACKETS.match(given) else (ours[0], theirs[0])
         if _other_ends(given, expected):
@@ -139,13 +144,14 @@ def _same_in_parts(given: str, expected: str, value: Fraction | None) -> bool:
     if value is not None or max(len(ours), len(theirs)) > MAX_ELEMENTS:
         return False
     if len(ours) != len(theirs):
+        # The point (1, 2) may be written as the list 1, 2, but the set \{1, 2\} is no point.
         braces = given.startswith("\\{") or expected.startswith("\\{")
         return not braces and _same_in_order(_coordinates(given) or ours, _coordinates(expected) or theirs)
     for one in ours:
         match = next((other for other in theirs if _same_element(one, other)), None)
         if match is None:
             return False
-        theirs.remove(match)
+        theirs.remove(match)  # an element matches once, so 1, 1 is not 1, 2
     return True
 
 

@@ -51,6 +51,7 @@ def scores_of(results: object, count: int) -> list[Score]:
 
     If `results` is not a sequence of that length, every score is an error.
     """
+    # Arrays and tensors are no Sequences. One without dimensions is a single number.
     is_array = hasattr(results, "tolist") and getattr(results, "ndim", None) != 0
     values = list(results) if is_array and isinstance(results, Iterable) else results
     if not isinstance(values, Sequence) or isinstance(values, str):
@@ -92,6 +93,7 @@ def _repr(value: object) -> str:
 def _number(value: object) -> float | None:
     """Return a finite number; None for anything else. Arrays and tensors of one element count as that element."""
     value = _element(value)
+    # Real includes bool and the numbers of NumPy.
     if not isinstance(value, Real | Decimal):
         return None
     try:

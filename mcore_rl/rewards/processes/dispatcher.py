@@ -151,6 +151,7 @@ class Dispatcher:
             self._workers.pop().kill()
 
     def _next_batch(self, worker: GradingProcess) -> list[GradingTask]:
+        # Tasks that run alone are at the front of the queue and wait for a process without other tasks.
         if self.queue[0].alone:
             return [self.queue.popleft()] if worker.idle else []
         if worker.max_calls > 1:
@@ -166,7 +167,7 @@ class Dispatcher:
     def _wait_seconds(self) -> float | None:
         waiting = [worker.deadline for worker in self._workers if not worker.idle]
         if not waiting:
-            return None
+            return None  # the death of an idle process makes its connection readable
         check = DEATH_CHECK_SECONDS if self.config.memory_mib is None else MEMORY_CHECK_SECONDS
         return min(check, max(0.0, min(waiting) - time.monotonic()))
 
@@ -178,7 +179,7 @@ class Dispatcher:
             return
         if isinstance(message, Ready):
             worker.max_calls = message.max_calls
-            self._failed_starts = 0
+            self._failed_starts = 0  # only failures in a row count
         elif isinstance(message, Refused):
             raise ConfigError(message.cause)
         else:
@@ -198,6 +199,7 @@ class Dispatcher:
 
     def _check_memory(self, limit_mib: int) -> None:
         for worker in list(self._workers):
+            # An idle process has no task that could be blamed.
             if worker.given and resident_bytes(worker.child.pid) > limit_mib * MIB:
                 self._replace(worker, f"the grader used more memory than reward.memory_mib={limit_mib}")
 
@@ -213,5 +215,5 @@ class Dispatcher:
         if len(unanswered) == 1:  # this task ended the process
             self.on_scores([(key, failed(cause)) for key in unanswered[0].keys])
             return
-        # One of several tasks has ended the process: grade each of them alone.
+        # Each of several tasks may have ended the process: grade every one alone.
         self.queue.extendleft(replace(task, alone=True) for task in reversed(unanswered))

@@ -75,6 +75,7 @@ class LimitedGrader:
     def grade(self, task: GradingTask) -> list[Score]:
         """Grade a task while no other task runs; after an error, return a failed score for every sample."""
         try:
+            # Unpickling is limited too, because objects in extra_info may run the user's code.
             return self._deadline.call(lambda: self._grade(pickle.loads(task.pickled)))
         except BaseException as error:  # SystemExit of a grader must also fail its own sample only
             return self._failed(task, error, late=isinstance(error, DeadlineExceeded))
@@ -84,6 +85,7 @@ class LimitedGrader:
         limit = asyncio.timeout(self._deadline.seconds)
         try:
             async with limit:
+                # The deadline covers plain functions, which return without an await; asyncio.timeout covers the awaits.
                 result = self._deadline.call(lambda: self._grader.grade(pickle.loads(task.pickled)))
                 return await result if inspect.isawaitable(result) else result
         except BaseException as error:

@@ -35,12 +35,14 @@ class GradingPool:
         self._failure: McoreRLError | RuntimeError | None = None
         self._wake = os.eventfd(0)
         """Counter that the grading thread waits on, beside its connections. It is open until `_failure` is set."""
+        # A daemon, so that a process that ends without `shutdown` does not wait for it.
         self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
         self._thread.start()
 
     def submit(self, samples: Mapping[int, Sample]) -> None:
         """Queue samples, by key, for one call of the grader; return immediately."""
         keys = tuple(samples)
+        # Pickle in the caller's thread: an object that cannot be pickled fails its own samples only.
         try:
             task = GradingTask(keys, pickle.dumps(list(samples.values()), pickle.HIGHEST_PROTOCOL))
         except Exception as error:  # pickle calls methods of objects in the user's extra_info
@@ -77,6 +79,7 @@ class GradingPool:
         self._thread.join()
 
     def _future(self, key: int) -> Future[Score]:
+        # `collect` may come before `submit`: a response waits in the manager until its batch is complete.
         return self._scores.setdefault(key, Future())
 
     def _check_usable(self) -> None:
@@ -84,6 +87,7 @@ class GradingPool:
             raise self._failure
 
     def _run(self) -> None:
+        # This thread starts the processes, because they end with the thread that started them (child.Child).
         dispatcher = Dispatcher(self._config, self._sandbox, self._queue, self._finish)
         try:
             while self._failure is None:

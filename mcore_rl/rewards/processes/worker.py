@@ -42,7 +42,7 @@ def serve(connection: Connection) -> None:
     if needs_math(config):
         from mcore_rl.rewards.math_grader import warm_up
 
-        warm_up()
+        warm_up()  # before Ready: imports must not take the time of the first response
     is_concurrent = grader.is_async and config.manager != NAIVE
     max_calls = config.max_concurrent_calls if is_concurrent else 1
     limited = LimitedGrader(grader, config.timeout_seconds)
@@ -105,6 +105,7 @@ class ConcurrentCalls:
 
     def _start(self, tasks: Sequence[GradingTask]) -> None:
         for task in tasks:
+            # The set keeps the tasks alive: the event loop itself has weak references only.
             self._running.add(asyncio.get_running_loop().create_task(self._answer(task)))
 
     async def _answer(self, task: GradingTask) -> None:

@@ -9,7 +9,7 @@ from mcore_rl.sandbox.interface import Outcome, Program
 
 
 def run_trusted(program: Program) -> Outcome:
-    command = [sys.executable, "-I", "-S", "-c", program.code]
+    command = [sys.executable, "-I", "-c", program.code]
     try:
         done = subprocess.run(
             command, input=program.stdin, capture_output=True, text=True, timeout=program.seconds, check=False
