@@ -9,13 +9,17 @@ import numpy as np
 
 from mcore_rl.types import Batch, RolloutScalars
 
+Numbers = float | Sequence[float] | np.ndarray
 
-def scalars_of(group_ids: Sequence[int] | np.ndarray, tokens: Any = 7, rewards: Any = 0.0, **columns: Any) -> Any:
+
+def scalars_of(
+    group_ids: Sequence[int] | np.ndarray, tokens: Numbers = 7, rewards: Numbers = 0.0, **columns: Any
+) -> RolloutScalars:
     """Responses after prompts of 2 tokens. `tokens` and `rewards` are numbers or columns; accuracies equal rewards."""
     ids = np.asarray(group_ids, np.int64)
     lengths = np.zeros(len(ids), np.int32) + np.asarray(tokens, np.int32)
     grades = np.zeros(len(ids), np.float32) + np.asarray(rewards, np.float32)
-    defaults = {
+    defaults: dict[str, Any] = {
         "group_ids": ids,
         "prompt_rows": ids,
         "total_tokens": lengths + np.int32(2),
@@ -33,7 +37,7 @@ def batch_of(dp_ranks: Sequence[int] | np.ndarray, num_updates: int = 1, **colum
     """Samples of 5 tokens, 3 of them trained, one per group."""
     count = len(dp_ranks)
     ints, numbers = np.zeros(count, np.int32), np.zeros(count, np.float32)
-    defaults = {
+    defaults: dict[str, Any] = {
         "chunks": (),
         "chunk_ids": ints,
         "rows": np.arange(count, dtype=np.int32),

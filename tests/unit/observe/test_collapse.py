@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from mcore_rl.algorithms.registry import POLICY_LOSSES
@@ -57,7 +55,7 @@ def test_sign_is_reported_once(change: dict[str, float], words: str) -> None:
 
 def test_unchanged_metrics_are_no_collapse() -> None:
     signs = CollapseSigns(signs_for(Config()))
-    values: dict[str, Any] = {"actor/entropy": 0.01, "response_tokens/mean": 2.0, "actor/grad_norm": 1e6}
+    values: dict[str, float | None] = {"actor/entropy": 0.01, "response_tokens/mean": 2.0, "actor/grad_norm": 1e6}
     values["response_tokens/clipped_fraction"] = 0.9
     assert [line for step in range(1, 40) for line in signs.check(step, values)] == []
 
@@ -85,7 +83,7 @@ def warning(config: Config, **change: float) -> str:
     return line
 
 
-REMEDIES: list[tuple[dict[str, float], str, str, Any]] = [
+REMEDIES: list[tuple[dict[str, float], str, str, object]] = [
     ({"rollout__logp_diff_fresh_mean": 0.3}, "weights.verify_every=1", "weights.verify_every", 1),
     ({"rollout__logp_diff_fresh_mean": 0.3}, "router_replay=engine", "actor.moe.router_replay", "engine"),
     ({"response_tokens__clipped_fraction": 0.9}, "reward.overlong.enable", "reward.overlong.enable", True),
@@ -93,7 +91,7 @@ REMEDIES: list[tuple[dict[str, float], str, str, Any]] = [
     ({"actor__entropy": 0.01}, "clip_high", "algorithm.policy_loss.name", "kl_cov"),
     ({"actor__entropy": 0.01}, "clip_high", "algorithm.policy_loss.name", "reinforce"),
 ]
-LEFT_OUT: list[tuple[dict[str, float], str, str, Any]] = [
+LEFT_OUT: list[tuple[dict[str, float], str, str, object]] = [
     ({"actor__clip_fraction": 0.9}, "number of updates", "trainer.prompts_per_update", 8),
     ({"actor__ppo_kl": 0.9}, "number of updates", "trainer.update_epochs", 2),
     ({"actor__ppo_kl": 0.9}, "rollout.max_staleness", "rollout.max_staleness", 2),
@@ -104,10 +102,10 @@ LEFT_OUT: list[tuple[dict[str, float], str, str, Any]] = [
 ]
 
 
-def config_with(key: str, value: Any) -> Config:
+def config_with(key: str, value: object) -> Config:
     config = Config()
     *sections, name = key.split(".")
-    section: Any = config
+    section: object = config
     for each in sections:
         section = getattr(section, each)
     setattr(section, name, value)
@@ -115,13 +113,13 @@ def config_with(key: str, value: Any) -> Config:
 
 
 @pytest.mark.parametrize(("change", "remedy", "key", "value"), REMEDIES)
-def test_warning_omits_remedy_already_set(change: dict[str, float], remedy: str, key: str, value: Any) -> None:
+def test_warning_omits_remedy_already_set(change: dict[str, float], remedy: str, key: str, value: object) -> None:
     assert remedy in warning(Config(), **change)
     assert remedy not in warning(config_with(key, value), **change)
 
 
 @pytest.mark.parametrize(("change", "remedy", "key", "value"), LEFT_OUT)
-def test_warning_omits_remedy_without_effect(change: dict[str, float], remedy: str, key: str, value: Any) -> None:
+def test_warning_omits_remedy_without_effect(change: dict[str, float], remedy: str, key: str, value: object) -> None:
     assert remedy not in warning(Config(), **change)
     assert remedy in warning(config_with(key, value), **change)
 

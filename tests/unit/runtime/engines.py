@@ -11,6 +11,7 @@ import numpy as np
 from mcore_rl.rollout.tasks import GivenUp, Tail, Until, share
 from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
 from tests.unit import rollouts
@@ -41,7 +42,7 @@ class GiveUp(Call):
     free: int
 
 
-class Process(ProcessHandle[Any]):
+class Process(ProcessHandle[EngineProcess]):
     """Handle of a fake engine's process. It notes its calls; they end when the test's Watch says so. The oldest of its
     tasks has started, and all that it had at its last report."""
 
@@ -53,25 +54,25 @@ class Process(ProcessHandle[Any]):
         self.left: list[tuple[int, int]] = []
         """Number and key of unfinished tasks."""
 
-    def call(self, method: Any, *arguments: Any, **options: Any) -> Any:
+    def call(self, method: Callable[..., object], *arguments: object, **options: object) -> Any:
         return getattr(self, method.__name__)(*arguments)
 
-    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, released: list[int]) -> Any:
+    def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, released: list[int]) -> object:
         self.take(tasks)
         self.released.extend(released)
         self.runs += 1
         return Run(id(self), self.runs)
 
-    def begin(self, tasks: list[tuple[int, RolloutTask]]) -> Any:
+    def begin(self, tasks: list[tuple[int, RolloutTask]]) -> object:
         self.take(tasks)
         self.begins += 1
         return Begin(id(self), self.begins)
 
-    def give_up(self, free: int) -> Any:
+    def give_up(self, free: int) -> object:
         self.asked += 1
         return GiveUp(id(self), self.asked, free)
 
-    def sleep(self, keep_weights: bool) -> Any:
+    def sleep(self, keep_weights: bool) -> object:
         self.sleeps += 1
         return 0
 
@@ -124,7 +125,7 @@ class Start:
     def kill(self) -> None:
         self.killed.append(self.leader)
 
-    def again(self) -> Any:
+    def again(self) -> object:
         self.all.append(Process(self.name))
         return f"{self.name} starts"
 
@@ -152,15 +153,15 @@ class Watch:
     def any_lost(self) -> bool:
         return bool(self.dead)
 
-    def blame_the_dead(self, handles: Sequence[Any] = ()) -> None: ...
+    def blame_the_dead(self, handles: Sequence[object] = ()) -> None: ...
 
-    def get_started(self, starts: Mapping[Any, Sequence[Any]]) -> None:
+    def get_started(self, starts: Mapping[object, Sequence[Process]]) -> None:
         self.slow -= {process.name for processes in starts.values() for process in processes}
 
     def start_deadline(self) -> float:
         return 0.0
 
-    def has_started(self, start: Any, handles: Sequence[Any], deadline: float) -> bool:
+    def has_started(self, start: object, handles: Sequence[Process], deadline: float) -> bool:
         return handles[0].name not in self.slow
 
 

@@ -11,21 +11,22 @@ from typing import Any, cast
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from mcore_rl.runtime.calls import ProcessHandle
+from mcore_rl.runtime.roles.base import RunProcess
 
 
 class Call:
     """Of a process that is not there. `task_id` and `actor_id` are those of an ObjectRef, in one object."""
 
     ended = False
-    answer: Any = None
+    answer: object = None
 
-    def __init__(self, owner: Any = None) -> None:
+    def __init__(self, owner: object = None) -> None:
         self._owner = owner
 
     def task_id(self) -> Call:
         return self
 
-    def actor_id(self) -> Any:
+    def actor_id(self) -> object:
         return self._owner
 
 
@@ -45,11 +46,11 @@ class Ray:
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
 
-    def end(self, call: Call, answer: Any = None) -> Call:
+    def end(self, call: Call, answer: object = None) -> Call:
         call.ended, call.answer = True, answer
         return call
 
-    def call(self, seconds: float, answer: Any = None) -> Call:
+    def call(self, seconds: float, answer: object = None) -> Call:
         """One that ends after so long."""
         call = Call()
         self.after(seconds, lambda: self.end(call, answer) and None)
@@ -72,7 +73,7 @@ class Ray:
             self.now = deadline
         return ended, [call for call in calls if call not in ended]
 
-    def get(self, call: Call, timeout: float = 0.0) -> Any:
+    def get(self, call: Call, timeout: float = 0.0) -> object:
         if not call.ended:
             raise GetTimeoutError
         if isinstance(call.answer, Exception):
@@ -80,7 +81,7 @@ class Ray:
         return call.answer
 
 
-class Process(ProcessHandle[Any]):
+class Process(ProcessHandle[RunProcess]):
     """A fake process that answers at once, or as a subclass does; its unanswered calls fail when it dies."""
 
     def __init__(self, ray: Ray, name: str = "process") -> None:
@@ -92,16 +93,16 @@ class Process(ProcessHandle[Any]):
     def actor_id(self) -> int:
         return id(self)
 
-    def call(self, method: Any, *arguments: Any, **options: Any) -> Any:
+    def call(self, method: Callable[..., object], *arguments: object, **options: object) -> Any:
         return getattr(self, method.__name__)(*arguments)
 
-    def watch(self) -> Any:
+    def watch(self) -> object:
         return self.open_call()
 
-    def seconds_stuck(self) -> Any:
+    def seconds_stuck(self) -> object:
         return self.open_call() if self.is_stopped else self.ended(0.0)
 
-    def pending_collectives(self) -> Any:
+    def pending_collectives(self) -> object:
         return self.ended([])
 
     def open_call(self) -> Call:
@@ -110,7 +111,7 @@ class Process(ProcessHandle[Any]):
         self.open.append(call)
         return self._fail(call) if self.dead else call
 
-    def ended(self, answer: Any) -> Call:
+    def ended(self, answer: object) -> Call:
         call = Call()
         return self._fail(call) if self.dead else self.ray.end(call, answer)
 

@@ -13,7 +13,7 @@ from mcore_rl.runtime.delivery import Chunk
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutResult, RolloutTask, SamplingOptions
-from tests.unit.runtime.engines import Begin, Process, Watch, scalars_of, scheduler_over
+from tests.unit.runtime.engines import Begin, Call, Process, Watch, scalars_of, scheduler_over
 
 MOST_WAITS = 10_000
 """Who waits more often would wait without end."""
@@ -33,7 +33,7 @@ class StreamWatch(Watch):
         """Requests of tasks that have not ended, of whatever engine reports next."""
         self.killed: dict[int, str] = {}
         """Processes that are dead, whether or not anybody has noticed it (`dead`), by id."""
-        self.answers: dict[Any, EngineReport] = {}
+        self.answers: dict[Call, EngineReport] = {}
         """Of waiting calls that have ended, and have not been looked at."""
 
     def kill(self, name: str, *, noticed: bool = True) -> None:
@@ -41,17 +41,17 @@ class StreamWatch(Watch):
         if noticed:
             self.blame_the_dead()
 
-    def blame_the_dead(self, handles: Sequence[Any] = ()) -> None:
+    def blame_the_dead(self, handles: Sequence[object] = ()) -> None:
         those = {id(handle) for handle in handles} or set(self.killed)
         self.dead |= {process: why for process, why in self.killed.items() if process in those}
 
-    def waiting_call(self, process: Process) -> Any:
+    def waiting_call(self, process: Process) -> Call:
         """The one that waits until something ends there."""
         of_process = [call for call in self.attendant.calls() if call.process_id == id(process)]
         [call] = [call for call in of_process if not isinstance(call, Begin)]
         return call
 
-    def finish(self, name: str, *places: int) -> Any:
+    def finish(self, name: str, *places: int) -> Call:
         """The waiting call of an engine, in which the tasks in these places of its own have ended."""
         process = self.present(name)
         call = self.waiting_call(process)
@@ -63,7 +63,7 @@ class StreamWatch(Watch):
         self.answers[call] = EngineReport(of_tasks, process.received, requests - self.ended_early, self.busy_seconds, 0)
         return call
 
-    def value(self, call: Any) -> EngineReport | None:
+    def value(self, call: Call) -> EngineReport | None:
         """Of a call that has ended."""
         if call in self.answers:
             return self.answers.pop(call)
@@ -72,7 +72,7 @@ class StreamWatch(Watch):
         assert isinstance(call, Begin)
         return None
 
-    def wait(self, calls: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
+    def wait(self, calls: Sequence[object], num_returns: int) -> tuple[list[object], list[object]]:
         self.waits += 1
         assert self.waits < MOST_WAITS
         if self.random is not None:
@@ -90,7 +90,7 @@ class StreamWatch(Watch):
             if count and process is self.present(process.name) and not self._has_ended(call):
                 self.finish(process.name, *chance.sample(range(len(process.left)), count))
 
-    def _has_ended(self, call: Any) -> bool:
+    def _has_ended(self, call: Call) -> bool:
         return isinstance(call, Begin) or call in self.answers or call.process_id in self.killed
 
 

@@ -60,7 +60,9 @@ def test_hosts_that_have_the_same_pass_and_leave_nothing(config: Config) -> None
         (lambda q: {"files": answer(q).files | {"reward.function": "x"}}, r"reward\.function=.* differs between node7"),
     ],
 )
-def test_what_differs_is_named(config: Config, changes: Callable[[FactsRequest], dict[str, Any]], message: str) -> None:
+def test_what_differs_is_named(
+    config: Config, changes: Callable[[FactsRequest], dict[str, object]], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check_hosts(config.run.dir, named_paths(config), lambda request: other(request, **changes(request)))
     assert list(Path(config.run.dir).iterdir()) == []
@@ -94,7 +96,7 @@ class _Taken(socket.socket):
 
     free: tuple[int, ...] = ()
 
-    def bind(self, address: Any) -> None:
+    def bind(self, address: object) -> None:
         if address[1] not in self.free:
             raise OSError(errno.EADDRINUSE, "Address already in use")
         super().bind(address)

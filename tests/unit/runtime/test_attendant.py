@@ -17,7 +17,7 @@ from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER, Watch
-from mcore_rl.types import RolloutResult, RolloutScalars
+from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask
 from tests.unit.runtime.engines import scalars_of, tasks_of
 from tests.unit.runtime.fake_ray import Call, Process, Ray
 
@@ -180,13 +180,13 @@ class Engine(Process):
         self.runs, self._done, self._waiting = 0, [], None
         self._requests_received = self._requests_ended = 0
 
-    def begin(self, tasks: Sequence[Any]) -> Any:
+    def begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> object:
         self._requests_received += sum(task.num_responses for _, task in tasks)
         for number, task in tasks:
             self.ray.after(1.0, partial(self._end, number, scalars_of(task)))
         return self.ended(None)
 
-    def run(self, tasks: Sequence[Any], until: Until, released: Sequence[int]) -> Any:
+    def run(self, tasks: Sequence[tuple[int, RolloutTask]], until: Until, released: Sequence[int]) -> object:
         assert until is Until.ANY
         self.runs += 1
         self.begin(tasks)
@@ -229,7 +229,7 @@ class Start:
     def kill(self) -> None:
         self.leader.die()
 
-    def again(self) -> Any:
+    def again(self) -> object:
         before = self.leader
         self.kill()
         self.lost.append(before)

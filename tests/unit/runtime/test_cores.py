@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from mcore_rl.engines.sglang.processes import _cores
 from mcore_rl.runtime.cluster import process_environment
 from mcore_rl.runtime.cores import shares_cores
 
-SIZES: dict[str, Any] = {
+SIZES: dict[str, object] = {
     "model_type": "qwen3",
     "vocab_size": 1024,
     "hidden_size": 1024,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +77,7 @@ class Reader:
 
     calls: list[FetchRequest] = field(default_factory=list)
 
-    def call_for_two(self, method: Any, wanted: FetchRequest) -> tuple[FetchRequest, str]:
+    def call_for_two(self, method: object, wanted: FetchRequest) -> tuple[FetchRequest, str]:
         self.calls.append(wanted)
         return wanted, f"call {len(self.calls)}"
 
@@ -92,7 +91,7 @@ class Come:
 
     def blame_the_dead(self) -> None: ...
 
-    def get(self, references: Sequence[FetchRequest], needs: Sequence[Any]) -> None:
+    def get(self, references: Sequence[FetchRequest], needs: Sequence[object]) -> None:
         assert {*needs} >= {handle for wanted in references for handle in wanted.handles.values()}
         for wanted in references:
             if gone := self.lost & {*wanted.producers}:
@@ -190,7 +189,7 @@ def test_rows_of_many_makers_come_in_the_order_of_the_chunks(monkeypatch: pytest
     class Cut:
         producer: str
 
-        def call(self, method: Any, *arguments: Any) -> Any:
+        def call(self, method: object, *arguments: np.ndarray) -> object:
             calls.append(self.producer)
             return kept[self.producer].cut(*arguments)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -22,14 +21,14 @@ from tests.unit.runtime.made import chunk
 class Judge:
     """Handle of a fake judge process. It fetches the rows of each chunk in words."""
 
-    scored: list[tuple[Any, ...]] = field(default_factory=list)
+    scored: list[tuple[object, ...]] = field(default_factory=list)
 
-    def call(self, method: Any, *arguments: Any) -> Any:
+    def call(self, method: Callable[..., object], *arguments: object) -> object:
         return getattr(self, method.__name__)(*arguments)
 
     call_for_two = call
 
-    def score(self, given: Sequence[TaskPart], fetched: Any) -> tuple[dict[int, float], dict[str, Metric]]:
+    def score(self, given: Sequence[TaskPart], fetched: object) -> tuple[dict[int, float], dict[str, Metric]]:
         self.scored.append((given, fetched))
         parts = zip(fetched, given, strict=True)
         scores = {n: 10.0 * task + row for (task, _), part in parts for n, row in _numbered(part)}
@@ -43,7 +42,7 @@ class Judge:
 class Waiting:
     dependent_seconds = 1.0
 
-    def get(self, found: Sequence[Any], needs: Sequence[Any] = ()) -> list[Any]:
+    def get(self, found: Sequence[object], needs: Sequence[object] = ()) -> list[object]:
         return list(found)
 
 

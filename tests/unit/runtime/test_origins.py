@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ class Base:
 
 @marks_errors
 class Rank(Base):
-    def call(self, other: Any, error: Exception) -> None:
+    def call(self, other: Base, error: Exception) -> None:
         """An error of another process arrives as Ray brings it."""
         try:
             other.fail(error)
@@ -54,7 +53,7 @@ def test_message_names_the_origin_once() -> None:
 
 
 @pytest.mark.parametrize("process", PROCESSES)
-def test_every_public_method_of_every_process_marks_its_errors(process: Any) -> None:
+def test_every_public_method_of_every_process_marks_its_errors(process: object) -> None:
     methods = inspect.getmembers(process, inspect.isfunction)
     public = [(name, method) for name, method in methods if not name.startswith("_")]
     unmarked = [name for name, method in public if not hasattr(method, "__wrapped__")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Any
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -22,7 +22,7 @@ class Device:
         self.of_trainer: set[str] = {"params", "grads", "optimizer"}
         self.of_engine: set[str] = set()
         self.weights_are_defined = False
-        self.metrics: dict[str, Any] = {}
+        self.metrics: dict[str, object] = {}
         self.stages = Stages(self.span, DevicePhases(self, self, record=self.metrics.update, span=self.span))
 
     def offload(self, parts: tuple[str, ...]) -> int:
@@ -44,17 +44,17 @@ class Device:
         assert part == "weights" or "weights" in self.of_engine
         self.of_engine.add(part)
 
-    def span(self, name: str) -> Any:
+    def span(self, name: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     # What a run calls:
-    def run(self, tasks: Any) -> None:
+    def run(self, tasks: object) -> None:
         self.moves.append("generate")
         assert self.of_engine == {"weights", "kv_cache"}
         assert self.weights_are_defined
 
     @staged("update", Phase.REPLACE)
-    def update(self, handle: Any) -> None:
+    def update(self, handle: object) -> None:
         self.moves.append("update")
         assert not self.of_engine, "the ranks load beside the engine"
         self.of_trainer = {"params", "grads", "optimizer"}
@@ -75,7 +75,7 @@ class Device:
 class Turns:
     """The calls of a run, each in its turn."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Device) -> None:
         self.pool, self.actor = StagedPool(device, device.stages), device
         self.publisher = StagedPublisher(device, device.stages)
 

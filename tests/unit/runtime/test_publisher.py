@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
@@ -58,14 +57,14 @@ class _Plan:
 class _Call:
     """A GroupCall of one rank that has ended."""
 
-    def __init__(self, result: Any = None) -> None:
+    def __init__(self, result: object = None) -> None:
         self.references = [None]
         self._result = result
 
-    def results(self) -> list[Any]:
+    def results(self) -> list[object]:
         return [self._result]
 
-    def in_order(self, _: Any) -> list[list[int]]:
+    def in_order(self, _: object) -> list[list[int]]:
         return [[0]]
 
 
@@ -75,7 +74,7 @@ class _Trainers:
     def __init__(self, processes: Processes) -> None:
         self.watch, self.processes = SimpleNamespace(get=list), ()
 
-    def call(self, method: Any, *arguments: Any) -> _Call:
+    def call(self, method: Callable[..., object], *arguments: object) -> _Call:
         return _Call({} if method.__name__ == "create_buffers" else None)
 
 
@@ -86,13 +85,13 @@ class _Engine:
         self.start, self._processes, self._number = SimpleNamespace(name=f"rollout engine {number}"), processes, number
         self.process = self
 
-    def call(self, method: Any, *arguments: Any) -> Any:
+    def call(self, method: Callable[..., object], *arguments: object) -> object:
         return getattr(self, method.__name__)(*arguments)
 
-    def receive_update(self, version: int, recompute: bool) -> list[Any]:
+    def receive_update(self, version: int, recompute: bool) -> list[object]:
         return self._answer("receive_update", [0])
 
-    def compare_weights(self) -> list[Any]:
+    def compare_weights(self) -> list[object]:
         return self._answer("compare_weights", [Comparison()])
 
     def connect(self, connection: Connection, place: int) -> None:
@@ -100,7 +99,7 @@ class _Engine:
         assert topology.name(topology.member(place)) == f"{self.start.name} on here"
         self._processes.events.append(f"meet {self._number}")
 
-    def _answer(self, method: str, well: list[Any]) -> list[Any]:
+    def _answer(self, method: str, well: list[object]) -> list[object]:
         fate = self._processes.asked(method) if self._number == 0 else ""
         if fate == "dies":
             raise _DiedError(self)
@@ -144,7 +143,7 @@ class _Engines:
         self.processes.without_weights.add(self.engines.index(engine))
         self.processes.starting[self.engines.index(engine)] = self.processes.slow
 
-    def retry_on_engine_loss(self, call: Callable[[], Any]) -> Any:
+    def retry_on_engine_loss(self, call: Callable[[], object]) -> object:
         while True:
             try:
                 return call()

@@ -20,7 +20,7 @@ from mcore_rl.runtime.delivery import Chunk
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutTask, SamplingOptions, Total
-from tests.unit.runtime.engines import SAMPLES, GiveUp, Watch, groups, scalars_of, scheduler_over, tasks_of
+from tests.unit.runtime.engines import SAMPLES, Call, GiveUp, Watch, groups, scalars_of, scheduler_over, tasks_of
 
 
 class DyingWatch(Watch):
@@ -34,10 +34,10 @@ class DyingWatch(Watch):
         self.dying, self.waits = dying, 0
         self.random = None if seed is None else random.Random(seed)
 
-    def get(self, results: list[Any]) -> list[Any]:
+    def get(self, results: list[object]) -> list[object]:
         return results
 
-    def wait(self, calls: Sequence[Any], num_returns: int) -> tuple[list[Any], list[Any]]:
+    def wait(self, calls: Sequence[object], num_returns: int) -> tuple[list[object], list[object]]:
         self.waits += 1
         for name in self.dying.pop(self.waits, []):
             self.dead[id(self.present(name))] = f"{name} died: killed"
@@ -46,7 +46,7 @@ class DyingWatch(Watch):
         self.attendant.ended(own[:1] if self.random is None else self.random.sample(own, count))
         return list(calls), []
 
-    def value(self, call: Any) -> EngineReport | GivenUp:
+    def value(self, call: Call) -> EngineReport | GivenUp:
         if call.process_id in self.dead:
             raise WorkerDiedError("a process died")
         process = self.process(call.process_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_failure_without_a_death_is_raised(brings: bool) -> None:
     process = watch.present("engine 1" if brings else "engine 0")
     [call] = [call for call in stream.calls() if call.process_id == id(process) and isinstance(call, Begin) == brings]
 
-    def value(call: Any) -> Any:
+    def value(call: object) -> None:
         raise WorkerDiedError("a process failed: Traceback")
 
     watch.value = value  # type: ignore[method-assign]

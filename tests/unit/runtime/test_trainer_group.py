@@ -36,14 +36,14 @@ class RecordedActor:
             values = False
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
 
-    def note(self, call: str, shares: Sequence[RankShare], chunks: Sequence[Any]) -> None:
+    def note(self, call: str, shares: Sequence[RankShare], chunks: Sequence[object]) -> None:
         samples = [share.samples.tolist() for share in shares]
         advantages = [float(advantage) for share in shares for advantage in share.advantages]
         self.calls.append((call, samples, advantages, tuple(chunks)))
 
-    def recompute_logp(self, shares: list[RankShare], chunks: list[Any]) -> tuple[RankBatch, dict[str, Any]]:
+    def recompute_logp(self, shares: list[RankShare], chunks: list[object]) -> tuple[RankBatch, dict[str, object]]:
         self.note("logp", shares, chunks)
         return RankBatch(shares, chunks), {"recomputed": Total(len(shares))}
 
@@ -51,18 +51,18 @@ class RecordedActor:
         self.note("reference", batch.shares, batch.chunks)
         return replace(batch, ref_logp={0: torch.zeros(1)})
 
-    def estimate(self, batch: RankBatch, values: Any) -> tuple[RankBatch, dict[str, Any], dict[int, np.ndarray]]:
+    def estimate(self, batch: RankBatch, values: object) -> tuple[RankBatch, dict[str, object], dict[int, np.ndarray]]:
         self.note("estimate", batch.shares, batch.chunks)
         return replace(batch, token_advantages={0: np.ones(1, np.float32)}), {"estimated": Total(1)}, {}
 
-    def kl_penalties(self, batch: RankBatch, coefficient: float) -> tuple[RankBatch, dict[str, Any]]:
+    def kl_penalties(self, batch: RankBatch, coefficient: float) -> tuple[RankBatch, dict[str, object]]:
         assert batch.ref_logp, "what the reference's pass found is gone"
         self.note("penalties", batch.shares, batch.chunks)
         halves = np.array([coefficient / 2] * 2, np.float32)
         own = {int(sample): halves for share in batch.shares for sample in share.samples}
         return replace(batch, penalties=own), {"penalized": Total(1)}
 
-    def update(self, batch: RankBatch, index: int) -> dict[str, Any]:
+    def update(self, batch: RankBatch, index: int) -> dict[str, object]:
         self.note(f"update {index}", batch.shares[index : index + 1], batch.chunks)
         return {"updated": Mean(1.0, 1)}
 
@@ -70,25 +70,25 @@ class RecordedActor:
         self.calls.append(("gather",))
 
 
-class Rank(ProcessHandle[Any]):
+class Rank(ProcessHandle[object]):
     """A rank in this process: a call runs at once, and its result is its own reference."""
 
-    def __init__(self, rounds: list[str], process: Any = TrainerProcess) -> None:
+    def __init__(self, rounds: list[str], process: type[Any] = TrainerProcess) -> None:
         super().__init__("rank", cast(Any, self))
         self.process = process("rank")
         self.process.actor = RecordedActor()
         self.rounds = rounds
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         """A remote method of the handle, which is this object too."""
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: object) -> object:
             self.rounds.append(name)
             return getattr(self.process, name)(*arguments)
 
         return SimpleNamespace(remote=call)
 
-    def call_for_two(self, method: Any, request: FetchRequest) -> Any:  # RunProcess.fetch
+    def call_for_two(self, method: object, request: FetchRequest) -> object:  # RunProcess.fetch
         (producer,), (key,) = request.producers, request.keys
         return None, f"{producer} {key} {request.rows.tolist()}"
 
@@ -97,14 +97,14 @@ class Rank(ProcessHandle[Any]):
 class Ready:
     """A Watch of calls that have run."""
 
-    names: dict[Any, str] = field(default_factory=dict)
+    names: dict[object, str] = field(default_factory=dict)
     dependent_seconds: float = 1.0
 
-    def get(self, references: list[Any], needs: Sequence[Any] = ()) -> list[Any]:
+    def get(self, references: list[object], needs: Sequence[object] = ()) -> list[object]:
         return list(references)
 
 
-def make() -> tuple[TrainerGroup, list[str], list[list[tuple[Any, ...]]]]:
+def make() -> tuple[TrainerGroup, list[str], list[list[tuple[object, ...]]]]:
     """A group of two data-parallel ranks, the rounds of calls to them (one entry per rank), and what ran on each."""
     rounds: list[str] = []
     handles = [Rank(rounds), Rank(rounds)]
@@ -208,14 +208,14 @@ class RecordedCritic:
     update_epochs = 1
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
+        self.calls: list[object] = []
         self.memory = SimpleNamespace(offload=lambda: None)
 
-    def values(self, shares: list[RankShare], chunks: list[Any]) -> ValuedBatch:
+    def values(self, shares: list[RankShare], chunks: list[object]) -> ValuedBatch:
         self.calls.append([share.samples.tolist() for share in shares])
         return ValuedBatch(shares, chunks, {int(s): np.ones(1, np.float32) for share in shares for s in share.samples})
 
-    def update(self, batch: ValuedBatch, index: int, returns: dict[int, np.ndarray]) -> dict[str, Any]:
+    def update(self, batch: ValuedBatch, index: int, returns: dict[int, np.ndarray]) -> dict[str, object]:
         self.calls.append((batch.shares[index].samples.tolist(), sorted(returns)))
         return {"updated": Mean(1.0, 1)}
 

@@ -46,7 +46,7 @@ class Actor:
         return self.gaps
 
 
-def settled(**rollout: Any) -> Config:
+def settled(**rollout: object) -> Config:
     config = Config()
     config.model.dtype, config.model.hf_path = "float32", "/model"
     for name, value in rollout.items():
@@ -107,7 +107,7 @@ def test_check_own_routing_compares_the_median() -> None:
         ("float32", "none", None, None),
     ],
 )
-def test_logp_gap_limit_depends_on_dtype_unless_set(dtype: str, fp8: str, limit: Any, wanted: float | None) -> None:
+def test_logp_gap_limit_depends_on_dtype_unless_set(dtype: str, fp8: str, limit: object, wanted: float | None) -> None:
     config = settled(max_logp_gap=limit)
     config.model.dtype, config.actor.fp8 = dtype, fp8
     assert logp_gap_limit(config) == wanted

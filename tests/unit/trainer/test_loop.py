@@ -18,7 +18,7 @@ from mcore_rl.ports import PendingSave
 from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.loop import train
 from mcore_rl.trainer.run import Run, save
-from mcore_rl.types import BatchHandle, SavedFile, SavedState, Total
+from mcore_rl.types import BatchHandle, Metric, SavedFile, SavedState, Total
 
 
 class Recorder:
@@ -28,7 +28,7 @@ class Recorder:
         self.calls: list[str] = []
         self.stop_at: str | None = None
         self.fail_at, self.updates, self.position, self.rows = fail_at, 0, 0, {}
-        self.pending: dict[str, Any] = {}
+        self.pending: dict[str, Metric] = {}
         self.saves_last = False
         self.under_way = 0
 
@@ -42,11 +42,11 @@ class Recorder:
         self.note(f"collect {step}")
         return f"groups {step}"
 
-    def recompute_logp(self, batch: Any) -> BatchHandle:
+    def recompute_logp(self, batch: object) -> BatchHandle:
         self.note(f"logp {batch}")
         return BatchHandle(batch, key=1, is_sent=True, metrics={"of/pass": Total(1)})
 
-    def update(self, handle: BatchHandle) -> dict[str, Any]:
+    def update(self, handle: BatchHandle) -> dict[str, Metric]:
         self.updates += 1
         self.note(f"update {handle.batch}")
         return {"actor/updates": Total(self.updates)}
@@ -59,7 +59,7 @@ class Recorder:
         self.note("verify")
         return 5
 
-    def validate(self, step: int) -> Any:
+    def validate(self, step: int) -> object:
         self.note(f"validate {step}")
         ones, parts = np.ones(2), {"format": np.array([0.5, np.nan])}
         return SimpleNamespace(
@@ -76,12 +76,12 @@ class Recorder:
         self.note("start save" if snapshot else "save")
         return RecordedSave(self, Path(directory), self.updates)
 
-    def load(self, directory: str, files: Any) -> None:
+    def load(self, directory: str, files: object) -> None:
         assert {file.name for file in files} == {"updates", "state.json"}
         self.note("load")
         self.updates = int(Path(directory, "updates").read_text())
 
-    def record(self, metrics: dict[str, Any]) -> None:
+    def record(self, metrics: dict[str, Metric]) -> None:
         self.pending.update(metrics)
 
     def finish_step(self, step: int) -> None:
@@ -100,10 +100,10 @@ class Recorder:
     def requested(self) -> bool:
         return self.stop_at is not None and self.stop_at in self.calls
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
 
 
@@ -180,12 +180,12 @@ def test_train_reference_runs_between_logp_and_estimate(tmp_path: Path) -> None:
     run = make(tmp_path, 1, part)
 
     class Recorded:
-        def apply(self, actor: Any, groups: Any, logp: BatchHandle) -> BatchHandle:
+        def apply(self, actor: object, groups: object, logp: BatchHandle) -> BatchHandle:
             part.note(f"compare {groups}")
             metrics = {**logp.metrics, "reward/kl": Total(3)}
             return replace(logp, batch=f"{logp.batch} less KL", metrics=metrics)  # type: ignore[arg-type]
 
-        def refresh(self, actor: Any, step: int) -> None:
+        def refresh(self, actor: object, step: int) -> None:
             part.note(f"refresh {step}")
 
     run.reference = Recorded()  # type: ignore[assignment]

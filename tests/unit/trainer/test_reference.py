@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +45,7 @@ def handle() -> BatchHandle:
     return BatchHandle(batch_of([0] * 4, group_ids=group_ids, trained_tokens=tokens, rewards=rewards), key=1)
 
 
-def less_the_mean(groups: Any, rewards: np.ndarray) -> np.ndarray:
+def less_the_mean(groups: object, rewards: np.ndarray) -> np.ndarray:
     assert groups == "groups"
     return rewards - rewards.mean()
 
