@@ -48,6 +48,7 @@ class StepGradingPool:
         results = self.pool.run(tasks)
         started = time.perf_counter()
         grades = self.pool.grade(tasks, results)
+        # Counts as grading time: the step waits for it after all responses have been generated.
         seconds = time.perf_counter() - started
         graded = [
             (chunk, replace(scalars, **vars(of_task), seconds_grading=scalars.seconds_grading + seconds))

@@ -196,12 +196,14 @@ class TaskRunner:
                 self._changed.notify_all()
             return request_ids
 
+        # Returns after the engine's thread has called `choose` between two steps.
         self._withdraw(choose)
         with self._changed:
             return GivenUp(ends, self._unstarted)
 
     def _tail(self, number: int, task: RolloutTask, unstarted: Collection[str]) -> Tail:
         first, last = task.span
+        # Only from the end, because a task is one range of responses.
         begin = last
         while begin > first and task.request_id(begin - 1) in unstarted:
             begin -= 1

@@ -65,6 +65,7 @@ def run_cell(code: str, name: str, namespace: dict[str, Any]) -> bool:
 
 def main() -> None:
     results_descriptor, limit = int(sys.argv[1]), int(sys.argv[2])
+    # Programs that a cell starts must not inherit it.
     os.set_inheritable(results_descriptor, False)
     requests = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)  # a cell that reads standard input must not read requests

@@ -125,6 +125,7 @@ def _stage(result: dict[str, Any], files: dict[str, bytes]) -> Outcome:
             raise TypeError(f"{name} is not text")
     return Outcome(
         why=why,
+        # The server gives no code for a program that it killed.
         return_code=KILLED if code is None else int(code),
         stdout=result.get("stdout") or "",
         stderr=result.get("stderr") or "",

@@ -69,6 +69,7 @@ class _CellRunner:
         self._reader, writer = os.pipe()
         command = [*inside, str(writer), str(self._output_bytes)]
         try:
+            # One pipe for stdout and stderr keeps their order.
             self._confined = Confined(confinement, command, limits, inherited=(writer,), one_output=True)
         except BaseException:
             os.close(self._reader)

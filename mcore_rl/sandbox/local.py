@@ -76,6 +76,7 @@ class LocalSandbox:
         self._config = config
         self._limits = RunLimits(**vars(config))
         self._confinement = confinement_of(config)
+        # Shared by programs and cells; an interpreter without a running cell takes none.
         self._slots = threading.Semaphore(config.max_running or len(os.sched_getaffinity(0)))
 
     def run(self, program: Program) -> Outcome:

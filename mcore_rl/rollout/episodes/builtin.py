@@ -95,6 +95,7 @@ class EnvironmentEpisode:
         done = False
         while not done:
             sampled = await session.generate(ids)
+            # A truncated action is not an action.
             if sampled.finish_reason != "stop":
                 return
             observation, reward, done = _step(await _called(environment.step, sampled.text))

@@ -67,6 +67,7 @@ class EngineClient:
                 raise WithdrawnError
             return completion
         except asyncio.CancelledError:
+            # Otherwise the engine would sample a response that nobody receives.
             self.loop.abort_nowait([request.request_id])
             raise
 

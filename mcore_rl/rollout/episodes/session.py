@@ -371,6 +371,7 @@ class Session:
         try:
             yield
         finally:
+            # Calls of a turn may run at the same time: the state ends with the last one.
             self._tool_calls_under_way -= 1
             if not self._tool_calls_under_way:
                 self._trace.enter(trace.RUNNING)

@@ -67,6 +67,7 @@ def read_replay(run_dir: Path, samples: int) -> Replay:
     of_step: dict[int, list[int]] = {}
     spans: dict[int, dict[int, Spans]] = {}
     submitted: dict[int, int] = {}
+    # Up to the first missing step: the steps after it depend on it.
     while (path := run_dir / "rollouts" / f"step_{len(of_step) + 1}.jsonl").exists():
         numbers = set()
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -23,6 +23,7 @@ def describe_staleness(submitted: Sequence[int], scalars: Sequence[RolloutScalar
     drawn = [entry for part in scalars for entry in part.version_tokens]
     # reshape: the list is empty if no token is trained.
     drawn_by, counts = np.array(drawn, np.int64).reshape(-1, 2).T
+    # tokens[n]: trained tokens that were sampled n versions before `version`.
     tokens = np.bincount(version - drawn_by, weights=counts)
     total = float(tokens.sum())
     return {

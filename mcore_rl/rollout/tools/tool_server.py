@@ -60,6 +60,7 @@ async def serve(connection: socket.socket) -> None:
 
 
 async def _beat(writer: asyncio.StreamWriter) -> None:
+    # A blocked event loop sends no beat, by which the parent detects it.
     while True:
         frames.write(writer, "beat")
         await asyncio.sleep(BEAT_SECONDS)
@@ -86,6 +87,7 @@ class ToolServer:
                     task = asyncio.create_task(self._answer_close(key, episode))
                     self._closing.add(task)
                     task.add_done_callback(self._closing.discard)
+        # Users' tools may hold resources that do not end with this process.
         await asyncio.gather(*(self._close(episode) for episode in list(self._episodes)))
         for tool in self._tools.values():
             with contextlib.suppress(Exception):  # user code; the process ends in any case

@@ -88,6 +88,7 @@ def become(orders: Orders, work: str, uid: int | None, abi: int) -> NoReturn:
     try:
         for number in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
+        # The launcher must not be in the process group that code inside can signal.
         os.setsid()
         if uid is not None:
             os.setgroups([])

@@ -57,6 +57,7 @@ class FunctionTool(Tool):
 
     async def close(self) -> None:
         if self._executor is not None:
+            # A function that never returns must not delay the end of the process.
             self._executor.shutdown(wait=False, cancel_futures=True)
 
 

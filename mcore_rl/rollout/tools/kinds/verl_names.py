@@ -169,6 +169,7 @@ def function_tool(named: Any = None, *, schema: Any = None) -> Any:
         return function_tool()(named)
 
     def mark(function: F) -> F:
+        # A mark instead of a wrapper: other code of the file can still call the function.
         setattr(function, MARK_ATTRIBUTE, FunctionMark(named, schema))
         return function
 
