@@ -36,16 +36,13 @@ def replace_config(config: Config, directory: Path) -> list[str]:
 
 
 def _keep(path: Path, text: str) -> None:
-    taken = {int(number): other for other in path.parent.glob("config.*.yaml") if (number := _number(other)).isdigit()}
+    numbered = ((other.name.split(".")[1], other) for other in path.parent.glob("config.*.yaml"))
+    taken = {int(number): other for number, other in numbered if number.isdigit()}
     last = max(taken, default=0)
     if last and taken[last].read_text(encoding="utf-8") == text:
         return  # already kept by a start that ended before it wrote its own configuration
     with durable_write(path.with_name(f"config.{last + 1}.yaml"), mode=OWNER_ONLY) as file:
         file.write(text.encode())
-
-
-def _number(path: Path) -> str:
-    return path.name.removeprefix("config.").removesuffix(".yaml")
 
 
 def _changed(before: str, new: str) -> Iterator[tuple[str, str, str]]:

@@ -40,10 +40,8 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     check_episodes(config.rollout, config.algorithm)
     check_staleness(config)
     check_sampling_keys(config.rollout, config.algorithm)
-    _check_row(policy, config.rollout)
     _check_engine(config.rollout)
     _check_layout(policy, config.cluster, config.rollout, config.trainer, config.num_trainer_ranks)
-    _check_overlap(policy)
     if config.actor.moe.router_replay == "engine" and is_supervised(config.algorithm):
         raise ConfigError(
             "actor.moe.router_replay=engine replays what the engine chose while sampling, and "
@@ -56,8 +54,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     check_tool_keys(config.rollout)
     if run_here:
         _check_run_dir(config.run)
-    _check_host_optimizer(policy)
-    _check_offload(policy, config.cluster)
+    _check_training(policy, config.cluster)
     check_engine_sizes(EngineRole.rollout(config.rollout, config.model), read_hf_config(config.model))
 
 
@@ -68,12 +65,9 @@ def validate_critic(config: Config) -> None:
     """
     critic, role = config.critic, ModelRole.critic(config.critic, config.model)
     check_no_critic_lora(critic.lora)
-    _check_row(role, config.rollout)
     ranks = critic.num_ranks or config.num_trainer_ranks
     _check_layout(role, config.cluster, config.rollout, config.trainer, ranks)
-    _check_overlap(role)
-    _check_host_optimizer(role)
-    _check_offload(role, config.cluster)
+    _check_training(role, config.cluster)
     read_hf_config(role.model, role.checkpoint)
     for key, value, default in changed("critic", critic):
         if key in NO_CRITIC_KEYS:
@@ -86,7 +80,6 @@ def validate_reward_model(config: Config) -> None:
     Raises: ConfigError naming the key.
     """
     role = ModelRole.reward_model(config.reward_model, config.model)
-    _check_row(role, config.rollout)
     ranks = role.section.num_ranks or config.num_trainer_ranks
     _check_layout(role, config.cluster, config.rollout, config.trainer, ranks)
     read_hf_config(role.model, role.checkpoint)
@@ -159,6 +152,7 @@ def _check_layout(
     role: ModelRole, cluster: ClusterConfig, rollout: RolloutConfig, trainer: TrainerConfig, ranks: int
 ) -> None:
     parallel, own_nodes = role.section.parallel, rollout.nodes
+    _check_row(role, rollout)
     if own_nodes and cluster.placement == "colocated":
         raise ConfigError(
             f"rollout.nodes={own_nodes} reserves nodes for engines; set cluster.placement=disaggregated, or "
@@ -200,29 +194,22 @@ def check_ranks_divide(parallel: ParallelConfig, num_ranks: int, etp: int, names
             )
 
 
-def _check_host_optimizer(role: ModelRole) -> None:
+def _check_training(role: ModelRole, cluster: ClusterConfig) -> None:
+    """Check the keys of a model that is trained: its optimizer, and what moves to host memory."""
     section, key = role.section, role.key("optimizer.cpu_offload")
-    if section.optimizer.cpu_offload and not section.distributed_optimizer:
-        raise ConfigError(f"{key}=true needs {role.key('distributed_optimizer')}=true")
-    if section.optimizer.cpu_offload and section.offload.optimizer:
-        raise ConfigError(f"{role.key('offload.optimizer')}=true has no effect with {key}=true; set it to false")
-
-
-def _check_overlap(role: ModelRole) -> None:
-    if role.section.overlap_param_gather:
+    if section.overlap_param_gather:
         for needed in ("distributed_optimizer", "overlap_grad_reduce"):
-            if not getattr(role.section, needed):
+            if not getattr(section, needed):
                 raise ConfigError(
                     f"{role.key('overlap_param_gather')}=true needs {role.key(needed)}=true: "
                     "only sharded parameters are gathered, and in the order in which gradients were reduced"
                 )
-
-
-def _check_offload(role: ModelRole, cluster: ClusterConfig) -> None:
-    if cluster.placement == "colocated":
-        return
-    for part in ("params", "grads", "optimizer"):
-        if getattr(role.section.offload, part):
+    if section.optimizer.cpu_offload and not section.distributed_optimizer:
+        raise ConfigError(f"{key}=true needs {role.key('distributed_optimizer')}=true")
+    if section.optimizer.cpu_offload and section.offload.optimizer:
+        raise ConfigError(f"{role.key('offload.optimizer')}=true has no effect with {key}=true; set it to false")
+    for part in ("params", "grads", "optimizer") if cluster.placement != "colocated" else ():
+        if getattr(section.offload, part):
             raise ConfigError(
                 f"{role.key('offload')}.{part}=true makes room for an engine on the same device, which "
                 f"cluster.placement={cluster.placement} does not have; set it to false"
