@@ -22,6 +22,7 @@ from model_converters.durable_files import durable_write
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0, or 1 if a benchmark failed. A missed target and a missing peer or GPU are not failures."""
     options = _options(arguments)
+    # Before any benchmark imports torch; child processes inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.smallest:
         os.environ[SMALLEST] = "1"
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if path is not None:
             write_json(path, machine, outcomes)
             print(f"\nresults: {path}")
+    # A machine that is busy or slower misses targets, so only benchmarks that did not finish are errors.
     return int(any(outcome.reason and not outcome.skipped for outcome in outcomes))
 
 

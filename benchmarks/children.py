@@ -45,6 +45,7 @@ class PipedChild:
         try:
             self._pipe.send(message)
         except (BrokenPipeError, ConnectionResetError):
+            # The child has ended: its traceback, if it sent one, is still in the pipe.
             self.recv(object)
             raise ChildError(f"child process {self.name} no longer reads") from None
 
@@ -65,7 +66,7 @@ class PipedChild:
 
     def end(self, last: object = None) -> None:
         """Send `last`, after which the child should return; kill it if it does not."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it may have ended
             self._pipe.send(last)
         self._process.join(SECONDS_TO_END)
         self.kill()
@@ -80,7 +81,7 @@ def _serve(target: Callable[..., None], pipe: Connection, *arguments: object) ->
         target(pipe, *arguments)
     except Exception:  # process boundary: the parent raises it
         pipe.send(_ChildTraceback(traceback.format_exc().strip()))
-        raise SystemExit(1) from None
+        raise SystemExit(1) from None  # without a second traceback on stderr
 
 
 def run_command(command: Sequence[str], cwd: Path, timeout: float | None = None) -> None:
@@ -101,6 +102,7 @@ class LineProgram:
 
     def __init__(self, name: str, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None) -> None:
         self._name = name
+        # A file, not a pipe: nobody would read the pipe, and a full one blocks the program.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with this object
         self._process = subprocess.Popen(
             command, cwd=cwd, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True

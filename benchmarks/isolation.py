@@ -34,6 +34,7 @@ def run_isolated(name: str, benchmark: Benchmark) -> BenchmarkOutcome:
         answer = Path(directory) / "answer.pickle"
         command = [sys.executable, "-m", "benchmarks.isolation", name, benchmark.module, str(answer)]
         environment = dict(os.environ) if benchmark.gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        # stdout contains only the table.
         process = subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment)
         try:
             code = process.wait(benchmark.timeout_seconds)
@@ -54,7 +55,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """End a running process and its descendants."""
     if process.poll() is not None:
         return
-    family = psutil.Process(process.pid).children(recursive=True)
+    family = psutil.Process(process.pid).children(recursive=True)  # before it ends: orphans lose their parent
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(GRACE_SECONDS)
@@ -82,6 +83,7 @@ def _answer(name: str, module: str) -> BenchmarkOutcome:
 
 def main(name: str, module: str, path: str) -> None:
     answer = pickle.dumps(_answer(name, module))
+    # Atomic: the answer of a benchmark that is killed meanwhile must not be read.
     temporary = Path(path).with_suffix(".tmp")
     temporary.write_bytes(answer)
     temporary.replace(path)

@@ -33,7 +33,7 @@ def look(*, gpu: bool) -> Machine:
         date=str(datetime.date.today()),
         processor=platform.machine(),
         cores=len(os.sched_getaffinity(0)),
-        load=os.getloadavg()[0],
+        load=os.getloadavg()[0],  # of the last minute: other processes distort the results
         threads=os.environ.get("OMP_NUM_THREADS", "all"),
         device=device,
         driver=driver,

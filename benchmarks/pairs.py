@@ -37,6 +37,7 @@ def pair_row(name: str, aim: str, make: Callable[..., Pair], *arguments: object)
     peaks = {side: peak_bytes(make, arguments, side) for side in ("ours", "limit")}
     note = ", ".join(f"{side} needs {peak / 2**20:.0f} MiB beyond its buffers" for side, peak in peaks.items())
     title = f"{name}, {pair.num_bytes / 1e6:.0f} MB"
+    # The limit follows from the ratio, the median over rounds. Its own median may belong to another load.
     return Result(title, rate, rate / ratio, "GB/s", ratio, aim, note)
 
 
@@ -46,6 +47,7 @@ def alternate(
     """Time both sides alternately. Returns the median of limit / ours, and the median seconds of ours. The first round
     is a warm-up; its duration determines how often a short action is repeated per timed round."""
     repeats = max(1, round(shortest / max(seconds_of(limit), seconds_of(ours))))
+    # Both sides of a round see the same load of the machine.
     times = [(seconds_of(limit, repeats), seconds_of(ours, repeats)) for _ in range(rounds)]
     return statistics.median(theirs / own for theirs, own in times), statistics.median(own for _, own in times)
 
@@ -61,4 +63,5 @@ def peak_bytes(make: Callable[..., Pair], arguments: tuple[object, ...], side: s
 
 def _measure_peak(pipe: Connection, make: Callable[..., Pair], arguments: tuple[object, ...], side: str) -> None:
     torch.set_num_threads(1)
+    # In a process of its own: memory that the other side has freed would hide an increase.
     pipe.send(peak_increase(getattr(make(*arguments), side)))

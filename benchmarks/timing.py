@@ -24,7 +24,7 @@ def alternating(calls: Sequence[Callable[[], object]], repeats: int) -> list[lis
 
 def medians(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     """Return the median duration of each call; the calls alternate after a warm-up."""
-    alternating(calls, 1)
+    alternating(calls, 1)  # compiles kernels and fills caches
     return [statistics.median(seconds) for seconds in alternating(calls, repeats)]
 
 

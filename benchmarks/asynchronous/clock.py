@@ -97,7 +97,7 @@ class SimulatedClock:
     _ready: dict[Call, None] = field(default_factory=dict)
     """Finished calls that have not been collected, in order."""
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    _order: Iterator[int] = field(default_factory=itertools.count)
+    _order: Iterator[int] = field(default_factory=itertools.count)  # breaks ties: functions cannot be compared
 
     def at(self, when: float, happens: Callable[[], None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), happens))
@@ -123,10 +123,12 @@ class SimulatedClock:
         self.waits += 1
         own = self.attendant.calls()
         before = self.meter.turn(False)
+        # The same numbers as in Watch.wait, because the driver's cost depends on the calls per wait.
         enough = max(1, len(own) // PART_OF_CALLS)
         self._pass_time(enough, self.now + (SECONDS_BETWEEN_LOOKS if enough == 1 else SECONDS_TO_GATHER))
         ended, self._ready = self._ready, {}
         there = [ref for ref in refs if ref in ended]
+        # Watch passes every other ended call to the attendant, whose work counts as the driver's.
         of_attendant = [call for call in ended if call not in refs]
         self.meter.turn(before)
         if of_attendant:
@@ -227,6 +229,7 @@ class SimulatedEngine:
     def _decode(self) -> None:
         """Advance decoding to the current time."""
         if self._running:
+            # All running requests advance together, so one number per engine tells how far each of them is.
             elapsed = self.clock.now - self._since
             self._decoded += elapsed / step_seconds(len(self._running))
             self.busy_seconds += elapsed
@@ -236,7 +239,7 @@ class SimulatedEngine:
         while self._waiting and len(self._running) < SLOTS:
             length, begun = self._waiting.popleft()
             heapq.heappush(self._running, (self._decoded + length, next(self._order), begun))
-        self._turn += 1
+        self._turn += 1  # makes the event of the previous next request obsolete: the step time has changed
         if self._running:
             seconds = (self._running[0][0] - self._decoded) * step_seconds(len(self._running))
             turn = self._turn
@@ -247,7 +250,7 @@ class SimulatedEngine:
         if turn != self._turn:
             return
         self._decode()
-        self._decoded = self._running[0][0]
+        self._decoded = self._running[0][0]  # removes rounding errors, which could leave the request unfinished
         while self._running and self._running[0][0] <= self._decoded:
             _, _, begun = heapq.heappop(self._running)
             begun.left -= 1
@@ -258,6 +261,7 @@ class SimulatedEngine:
         self._tell()
 
     def _tell(self) -> None:
+        # Like an engine: a call for results ends as soon as there is one, and a later one gets the rest.
         if self._poll is not None and self._ended:
             left = len(self._running) + len(self._waiting)
             self._poll.report = EngineReport(self._ended, self._received, left, self.busy_seconds, 0)

@@ -61,6 +61,7 @@ def _cpu(measured: SimulationResult) -> Result:
 
 def _growth(measured: SimulationResult) -> Result:
     name = f"last tenth of {measured.setting.steps} steps beside the second, {_named(measured)}"
+    # The first tenth warms up.
     late, early = measured.cpu_in_tenth(10), measured.cpu_in_tenth(2)
     return compare(name, late, early, "CPU s", f"<= {LIMIT_GROWTH}", "medians of steps, per 1,000 responses")
 

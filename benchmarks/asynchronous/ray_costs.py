@@ -56,6 +56,7 @@ def ray_costs(engines: list[int], samples: int) -> RayCosts:
             tasks = [(number, _task(number, samples, records)) for number in range(TIMES * CALLS)]
             parts = iter([tasks[first : first + CALLS] for first in range(0, len(tasks), CALLS)])
             call = _cpu_seconds(lambda: _round_trips(engine, next(parts))) / CALLS
+            # Calls that never end while the engine lives, so that every check finds all of them pending.
             pending = [engine.call(EngineProcess.watch) for _ in range(max(engines))]
             return RayCosts(call, {count: _look(pending[:count]) for count in engines})
         finally:
@@ -83,6 +84,7 @@ def _look(pending: list[ray.ObjectRef]) -> float:
 
     def looks() -> None:
         for _ in range(LOOKS):
+            # As in Watch.wait, but with a timeout that ends the wait at once.
             ray.wait(pending, num_returns=enough, timeout=0.001, fetch_local=False)
 
     return _cpu_seconds(looks) / LOOKS
@@ -92,6 +94,7 @@ def _cpu_seconds(action: Callable[[], None]) -> float:
     """Return the CPU seconds of all threads, minimum over TIMES repetitions."""
     seconds = []
     for _ in range(TIMES):
+        # Ray's threads of this process count too: they use the core that the driver needs.
         started = time.process_time()
         action()
         seconds.append(time.process_time() - started)

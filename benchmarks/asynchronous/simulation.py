@@ -117,6 +117,7 @@ class _SimulatedRun:
         self.clock = SimulatedClock((TIMES * drawn).astype(np.int32))
         self.measured = SimulationResult(setting, self.clock)
         self._directory = directory
+        # The trainer takes as long as fully busy engines, so that both sides are equally fast.
         self._seconds_per_token = step_seconds(SLOTS) / (SLOTS * setting.engines)
         engines = []
         for number in range(setting.engines):
@@ -144,6 +145,7 @@ class _SimulatedRun:
             del groups
         measured.driver_seconds.append(meter.driver_seconds - before)
         measured.ended.append(clock.now)
+        # The records of all steps would fill the disk.
         (self._directory / f"step_{step}.jsonl").unlink()
 
     def _note(self, groups: Groups) -> None:
@@ -151,6 +153,7 @@ class _SimulatedRun:
             share = groups.metrics.get(f"staleness/groups_{age}")
             if isinstance(share, Mean) and share.total:
                 self.measured.ages[age] += int(share.total)
+        # The shares above come from other metrics; both must agree on the oldest group.
         oldest = int(groups.metrics["staleness/max"].value)
         assert oldest in self.measured.ages
 

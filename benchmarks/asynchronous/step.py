@@ -67,6 +67,7 @@ def _compare(workload: EpochWorkload, task: Path, runs: Path) -> list[Result]:
     colocated = measure(SHAPE, task, runs / "colocated", [epochs, *COLOCATED])
     sync_step = (before.step + after.step) / 2
     generating, training = (before.generating + after.generating) / 2, (before.training + after.training) / 2
+    # With perfect overlap, a step takes as long as the slower side, plus the weight update, which stops both.
     busy = ours.step * (1 - ours.engine_idle)
     bound = sync_step / (max(busy, training) + ours.publishing)
     note = (

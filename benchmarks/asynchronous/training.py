@@ -73,7 +73,7 @@ def _settings(shape: Shape, task: Path, run_dir: Path) -> list[str]:
     settings: dict[str, object] = {
         "run.dir": run_dir,
         "model.hf_path": task / "model",
-        "model.tokenizer_path": task / "endless_tokenizer",
+        "model.tokenizer_path": task / "endless_tokenizer",  # only the sampled length ends a response
         "model.check_logits": "never",
         "data.train": task / "train.jsonl",
         "data.val": "null",
@@ -90,6 +90,7 @@ def _settings(shape: Shape, task: Path, run_dir: Path) -> list[str]:
         "actor.num_ranks": 1,
         "actor.parallel.ep": 1,
         "actor.optimizer.lr": 1e-6,
+        # Validation, checks and checkpoints would add to a step.
         "weights.verify_every": 0,
         "trainer.steps": shape.steps,
         "trainer.prompts_per_step": shape.groups,

@@ -99,6 +99,7 @@ def load_pair(source: Path, tp: int) -> Pair:
     """Compare our read of rank 0's slices with safetensors reading the same slices into the same kind of memory."""
     bound, layout = bound_rows(), TrainLayout(tp, tp=tp)
     shapes = local_shapes(bound, layout, 0)
+    # Written once, so that the pages exist before the first timed round.
     local = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     wanted = _stretches(load_plan(bound, layout, 0))
     apart = {name: torch.ones(shape, dtype=torch.bfloat16) for name, (shape, *_) in wanted.items()}
@@ -126,6 +127,7 @@ def _stretches(loads: Sequence[TensorLoad]) -> dict[str, tuple[tuple[int, ...], 
     found: dict[str, tuple[tuple[int, ...], int, slice]] = {}
     for load in loads:
         for name, piece in load.sources:
+            # One range per tensor: a rank's pieces of a tensor are adjacent.
             known = found[name][2] if name in found else slice(piece.start, piece.start)
             rows = slice(min(known.start, piece.start), max(known.stop, piece.start + piece.length))
             shape = list(load.bound.row.shapes[piece.part])
@@ -143,7 +145,8 @@ def bucket_pair(tp: int) -> Pair:
     outgoing = plan.outgoing(0)
     slot_bytes = max(message.num_bytes for (message,) in outgoing.values())
     segment = SharedSegment.create(2 * slot_bytes)
-    segment.unlink()
+    segment.unlink()  # the mapping stays valid, and nothing is left if this process is killed
+    # Rounds alternate between two slots, as in a sync.
     places = [
         pair
         for sync_round, (message,) in outgoing.items()

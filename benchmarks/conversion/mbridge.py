@@ -45,6 +45,7 @@ def load_pair(source: Path) -> Pair:
     peer = MBridgePeer(source, local)
     ours.ours()
     peer.load()
+    # A faster conversion with other results would be no comparison.
     assert all(torch.equal(tensor, local[name]) for name, tensor in ours.local.items()), "mbridge loads other bits"
     return Pair(ours.ours, peer.load, ours.num_bytes)
 
@@ -71,6 +72,7 @@ class _NamedTensors(torch.nn.Module):
     def __init__(self, tensors: Mapping[str, torch.Tensor], num_layers: int) -> None:
         super().__init__()
         self._tensors = tensors
+        # mbridge reads the number of each layer to translate local into global names.
         self.decoder = SimpleNamespace(layers=[SimpleNamespace(layer_number=1 + layer) for layer in range(num_layers)])
 
     def state_dict(self, *_: object, **__: object) -> Mapping[str, torch.Tensor]:
@@ -108,6 +110,7 @@ class MBridgePeer:
     """mbridge on one rank, with existing process groups. `local` has its tensors by our names."""
 
     def __init__(self, source: Path, local: Mapping[str, torch.Tensor]) -> None:
+        # At the end of the path: packages beside mbridge must not replace the installed ones.
         if str(FOLDER) not in sys.path:
             sys.path.append(str(FOLDER))
         from mbridge import AutoBridge

@@ -42,7 +42,7 @@ def run() -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_driver_") as directory:
         run_dir = Path(directory)
         results = [_measure("in process", run_dir / "local", ReadyPool(run_dir / "local"), SilentRanks(), "<= 1.0")]
-        for peers in (1, 8):
+        for peers in (1, 8):  # tensor or pipeline peers, which receive the same share
             name = f"through Ray, {DP_RANKS * peers} trainer ranks"
             with ray_groups(peers) as (pool, ranks):
                 results.append(_measure(name, run_dir / f"ray{peers}", pool, ranks, "<= 1.0"))
@@ -64,6 +64,7 @@ def _measure(
     driver = Driver(run_dir, pool, ranks)
     steps = [driver.step(step) for step in range(1, STEPS + 2)][1:]  # the first step includes imports and compilation
     driver.journal.close()
+    # One real step, so that its phases add up to its time; medians of the phases would not.
     by_total = sorted(steps, key=lambda step: sum(step.phases.values()))
     typical = by_total[len(by_total) // 2]
     seconds = sum(typical.phases.values())
@@ -105,7 +106,7 @@ class Driver:
         )
         self.batch_of = batch_builder(config, DP_RANKS)
         self.journal = RunJournal(self.run_dir, STEPS + 1, SpanRecorder("driver").drain, [])
-        self.journal.resume_after(-1)
+        self.journal.resume_after(-1)  # a new run
 
     def step(self, step: int) -> DriverSeconds:
         """Run a step. Time that the in-process pool spends on its simulated results is subtracted."""
@@ -114,6 +115,7 @@ class Driver:
         with _timed(seconds, "collect"):
             groups = self.collector.collect(step)
         wall, cpu = self.pool.seconds_pretending() if isinstance(self.pool, ReadyPool) else (0.0, 0.0)
+        # On a cluster, other hosts would spend this time.
         seconds["collect"] -= wall
         with _timed(seconds, "batch"):
             batch = self.batch_of(groups, step, step - 1)

@@ -36,9 +36,10 @@ RECORD_BYTES = 1024
 def make_scalars(task: RolloutTask) -> RolloutScalars:
     """Return lognormal lengths and rewards 0 or 1; DULL_FRACTION of the groups have equal rewards."""
     groups, samples = len(task.group_ids), task.samples_per_prompt
-    rng = np.random.default_rng(int(task.group_ids[0]))
+    rng = np.random.default_rng(int(task.group_ids[0]))  # the same in every process and run
     responses = np.clip(rng.lognormal(7.0, 1.0, groups * samples), 1, LONGEST).astype(np.int32)
     rewards = rng.integers(0, 2, (groups, samples)).astype(np.float32)
+    # Dynamic sampling drops these groups, and the collector has to ask for others.
     rewards[rng.random(groups) < DULL_FRACTION] = 1.0
     rewards = rewards.ravel()
     return RolloutScalars(

@@ -48,6 +48,7 @@ def run() -> list[Result]:
 
 def _measure(sigma: float) -> list[Result]:
     lengths = _lognormal(sigma)
+    # Before all others, which would warm up its caches.
     first_ms, _ = _time(_both, 1, lengths)
     balance_ms, ranks = _time(balance, REPEATS, lengths, NUM_RANKS)
     pack_ms, bins = _time(pack, REPEATS, lengths, CAPACITY)
@@ -114,6 +115,7 @@ def largest_differencing(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
     while len(heap) > 1:
         _, order, left = heapq.heappop(heap)
         _, _, right = heapq.heappop(heap)
+        # Largest with smallest, so that the sums differ as little as possible.
         parts = [(a + b, x + y) for (a, x), (b, y) in zip(left, reversed(right), strict=True)]
         parts.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (parts[-1][0] - parts[0][0], order, parts))

@@ -21,7 +21,7 @@ def run() -> list[Result]:
     started = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - started
-    if not done.stdout:
+    if not done.stdout:  # a plan that does not fit exits with 1, but prints its numbers
         raise ChildError(f"mcore-rl plan ended with code {done.returncode}:\n{done.stderr.strip()}")
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # the plan is the only child
     sync = json.loads(done.stdout)["weight_sync"]

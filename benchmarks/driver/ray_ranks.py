@@ -110,6 +110,7 @@ class SilentTrainer(RankProcess):
         values = dict(zip(named, ray.get(named), strict=True))  # one per share, however many ranks read it
         read = [[values[a] if isinstance(a, ray.ObjectRef) else a for a in given] for given in arguments]
         found = [getattr(self, method)(*given) for given in read]
+        # Of the ranks with the same share, only one returns metrics.
         return [metrics if rank % self.peers == 0 else type(metrics)() for rank, metrics in enumerate(found)]
 
     @remote_method(num_returns=2)
@@ -149,7 +150,7 @@ def seconds_to_pass_on(calls: int) -> float:
                 started = time.perf_counter()
                 calls_of.call(IdleRank.nothing).results()
                 seconds.append(time.perf_counter() - started)
-            return statistics.median(seconds[1:])
+            return statistics.median(seconds[1:])  # the first call also passes the handles of the other ranks
         finally:
             kill_all(ranks)
 

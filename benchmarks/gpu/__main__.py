@@ -14,6 +14,7 @@ from benchmarks.table import render
 
 def main() -> None:
     """Run all benchmarks and print a table. Errors propagate."""
+    # Before any benchmark is imported: sizes are constants of the modules.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", SMALLEST: "1"}
     outcomes = []
     for name, benchmark in BENCHMARKS.items():

@@ -56,7 +56,7 @@ def run(device: str = "cuda") -> list[Result]:
     for way, bucket_mib in WAYS.items():
         for pinned in (False, True) if device == "cuda" else (False,):
             over = measure(device, layers=LAYERS, bucket_mib=bucket_mib, rounds=ROUNDS, pinned=pinned)
-            assert over.arrived == over.sent
+            assert over.arrived == over.sent  # otherwise the rate means nothing
             rate, limit = over.rate / 1e9, over.copy_rate / 1e9
             amount = f"{over.num_bytes / 2**20:.0f} MiB, {over.num_rounds} buckets"
             name = f"{way}, {'pinned' if pinned else 'unpinned'}, {amount}"

@@ -30,6 +30,7 @@ def run(device: str = "cuda") -> list[Result]:
     require(device)
     with one_actor(LOAD, device, cpu_offload=True) as (actor, fields):
         share, buffers = trajectories(np.full(LOAD.responses, LOAD.longest))
+        # Only the optimizer step is timed; repeating it with the same gradients costs the same.
         actor.accumulate_gradients(actor.recompute_logp([share], [buffers])[0], 0)
         (seconds,) = medians([lambda: actor.optimizer.step()], device)
     parameters = size_of(fields).total
@@ -45,6 +46,7 @@ def _both_ways(num_bytes: int, device: str) -> float:
     host = [torch.zeros(PIECE_BYTES, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
     there = [torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)] if cuda else [None, None]
+    # Rounded up; the time is scaled back to the exact number of bytes.
     pieces = -(-num_bytes // PIECE_BYTES)
 
     def copy() -> None:

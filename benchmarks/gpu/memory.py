@@ -57,6 +57,7 @@ def planned_bytes(load: ModelLoad, device: str) -> int:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_gpu_") as root:
         config = configure(write_model(Path(root) / "model", **filled(load, device)), load)
         config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = PROMPT, load.longest
+        # A plan for exactly this batch, not for a mean over the batches of a run.
         config.plan.mean_response_fraction = 1.0
         config.rollout.samples_per_prompt = 1
         config.trainer.prompts_per_step = config.trainer.prompts_per_update = load.responses

@@ -89,6 +89,7 @@ def filled(load: ModelLoad, device: str) -> JsonObject:
         return fields | {"num_hidden_layers": load.layers}
     assert device == "cuda", "only a GPU is filled with layers: set ModelLoad.layers for a CPU"
     room = STATE_SHARE * torch.cuda.get_device_properties(0).total_memory / BYTES_PER_PARAMETER
+    # Layers have equal sizes, so two models show the size of a layer and of everything else.
     one, two = (size_of(fields | {"num_hidden_layers": layers}).total for layers in (1, 2))
     return fields | {"num_hidden_layers": max(int((room - one) // (two - one)) + 1, 1)}
 
@@ -117,6 +118,7 @@ def one_actor(load: ModelLoad, device: str, *, cpu_offload: bool = False) -> Ite
         config = configure(write_model(Path(root) / "model", **fields), load)
         config.actor.optimizer.cpu_offload = cpu_offload
         try:
+            # No checkpoint is read: model.random_init of actor_config.
             yield MegatronActor(config, 0, 1, f"file://{root}/store"), fields
         finally:
             parallel.destroy()

@@ -39,6 +39,7 @@ def _measure(load: ModelLoad, device: str, product: float) -> list[Result]:
     with one_actor(load, device) as (actor, fields):
         equal = np.full(load.responses, load.longest)
         tailed = long_tailed(load)
+        # The padded variant has the same number of sequences, all as long as the longest one.
         seconds, packed, padded = medians(
             [_update(actor, equal), _update(actor, tailed), _update(actor, np.full(len(tailed), tailed.max()))],
             device,
@@ -68,6 +69,7 @@ def long_tailed(load: ModelLoad) -> np.ndarray:
 def update_flops(fields: JsonObject, responses: np.ndarray) -> float:
     """Return the FLOP of a forward pass and a backward pass (twice as much), with causal attention."""
     lengths = responses + PROMPT
+    # A token attends to the tokens of its own sequence, so long sequences count by their squares.
     attended = float((lengths**2).sum() / lengths.sum())
     predicted = float(responses.sum() / lengths.sum())
     forward = forward_flops(model_arguments(fields), size_of(fields), attended, predicted)

@@ -51,6 +51,7 @@ def run() -> list[Result]:
         finally:
             ours.kill()
             theirs.kill()
+    # The first round warms up.
     rates = [{way: tokens / seconds for way, (tokens, seconds) in each.items()} for each in rounds[1:]]
     results = [_row(rates, f"{n} running, beside batches of {BATCH}", str(n), "batches", aim) for n, aim in RUNNING]
     results.append(_row(rates, "a whole batch, beside LLM.generate", "ours", "vllm", ">= 0.95"))
@@ -132,12 +133,13 @@ def _serve_ours(pipe: Pipe, model: str) -> None:
     def continuous(running: int) -> int:
         """Keep `running` requests active until as many have ended as in the batches."""
         tokens, ended, drawn = 0, 0, requests()
+        # Ids are unique per engine, and the requests start anew when all of them have been submitted.
         more = (replace(each, request_id=f"{turn}.{each.request_id}") for turn in itertools.count() for each in drawn)
         while ended < len(drawn):
             engine.submit(list(itertools.islice(more, running - engine.num_running)))
             deltas, completions = engine.step()
             tokens, ended = tokens + sum(len(delta.token_ids) for delta in deltas), ended + len(completions)
-        engine.abort(engine.running_ids)
+        engine.abort(engine.running_ids)  # the next variant starts with an idle engine
         return tokens
 
     ways: dict[str, Callable[[], TokensAndSeconds]] = {
@@ -159,6 +161,7 @@ def _own_cost(engine: VllmEngine, work: Callable[[], int]) -> TokensAndSeconds:
         inside, steps = inside + time.process_time() - started, steps + 1
         return output
 
+    # Everything outside of this call is the cost of our loop.
     engine._core.get_output = timed
     started = time.process_time()
     work()
@@ -176,7 +179,7 @@ def _serve_vllm(pipe: Pipe, model: str) -> None:
     llm = LLM(
         model=model,
         dtype="float32",
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=True,  # as in our engine: token ids in, token ids out
         max_model_len=PROMPT_TOKENS + LONGEST,
         max_num_seqs=2 * BATCH,
         kv_cache_memory_bytes=2**28,

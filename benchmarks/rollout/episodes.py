@@ -59,11 +59,13 @@ def _measure(model: str) -> list[Result]:
     )
     engine = VllmEngine(model, config, dtype="float32", eos_token_ids=[], seed=1, name="engine", timeout_seconds=600)
     loop = EngineLoop(engine)
+    # A daemon: the loop never ends, and must not keep the process alive.
     threading.Thread(target=loop.serve, daemon=True).start()
     single = SingleTurnPlayer(loop, _NoText())
     one_turn = _with_context(EpisodePlayer(FunctionEpisode(_one_turn, {}), loop, config))
     talking = _with_context(EpisodePlayer(FunctionEpisode(_conversation, {}), loop, config))
     rounds = [_both(single, one_turn, single_first=bool(number % 2)) for number in range(ROUNDS + 1)][1:]
+    # Both values of a round see the same load.
     ratio = statistics.median(as_episode / alone for alone, as_episode in rounds)
     alone = statistics.median(rate for rate, _ in rounds)
     idle = _idle_percent(talking, lambda: loop.busy_seconds)
@@ -96,8 +98,9 @@ async def _conversation(session: Session, prompt: EpisodePrompt) -> None:
     for turn in range(TURNS):
         ids = ids + (await session.generate(ids)).token_ids
         if turn + 1 < TURNS:
+            # The tool. Its duration varies, so that conversations do not return to the engine all at once.
             await asyncio.sleep(rng.uniform(0, SLOWEST_TOOL_SECONDS))
-            ids = [*ids, 5]
+            ids = [*ids, 5]  # the tool's answer, any token
 
 
 def _attempts(count: int, tokens: int) -> list[Attempt]:

@@ -37,6 +37,7 @@ def run() -> list[Result]:
     lengths = np.minimum(rng.lognormal(MEAN_LOG, SPREAD_LOG, (GROUPS, SAMPLES)), LONGEST).astype(np.int64)
     routed, kept = Routed(lengths, steals=True), Routed(lengths, steals=False)
     dealt = [TickEngine(SLOTS, ticks) for ticks in TICKS]
+    # Dealt out by groups, as many to a slow engine as to a fast one.
     for engine, rows in zip(dealt, np.array_split(lengths, ENGINES), strict=True):
         engine.add(0, 0, rows.ravel().tolist(), 0)
     ticks = max(engine.drain() for engine in dealt)
@@ -99,6 +100,7 @@ class TickEngine:
             waiting.setdefault(piece, []).append(response)
         given_up = share([Tail(piece, rows[0], rows[-1] + 1, SAMPLES) for piece, rows in waiting.items()], free)
         first = {tail.task: tail.first for tail in given_up}
+        # Requests at or beyond the first response that was given up leave the queue.
         self.waiting = deque(each for each in self.waiting if each[2] < first.get(each[1], each[2] + 1))
         for tail in given_up:
             self.left[tail.task] -= tail.last - tail.first
@@ -148,6 +150,7 @@ class Routed:
         self._assign()
         while self._clock:
             self._advance(heapq.heappop(self._clock)[1])
+        # Every request has ended on exactly one engine.
         assert not any(engine.left for engine in self._engines)
 
     @property
@@ -162,6 +165,7 @@ class Routed:
         """Advance to the next end of a request of this engine."""
         engine = self._engines[index]
         self.ticks, piece = engine.end_one()
+        # An engine reports when it has free slots and nothing waits, unless the last answer was that there is no more.
         asks = not engine.running or (self._more[index] and not engine.waiting and engine.requests < SLOTS)
         with self._timed():
             if piece is not None:

@@ -95,15 +95,16 @@ def engine(model: str) -> Generate:
 
 def server(model: str) -> Generate:
     _see_shim()
+    # Below the range from which Linux assigns ports to clients.
     port = 20_000 + os.getpid() % 10_000
     flags = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in ARGUMENTS.items()]
     command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={model}", f"--port={port}", *flags]
     process = subprocess.Popen([*command, "--host=127.0.0.1", "--skip-server-warmup"], stdout=sys.stderr)
-    while not _answers(port):
+    while not _answers(port):  # it loads the model
         if process.poll() is not None:
             raise RuntimeError("SGLang's server has ended")
         time.sleep(0.5)
-    pool = ThreadPoolExecutor(RUNNING)
+    pool = ThreadPoolExecutor(RUNNING)  # its threads count as cost of the client, as our loop counts for ours
 
     def one(request: Request) -> int:
         prompt, length, _ = request

@@ -65,6 +65,7 @@ class _SglangVariant:
         before = self._cpu_seconds()
         tokens = self._program.ask()["tokens"]
         seconds = self._cpu_seconds() - before
+        # SGLang's schedulers spin while they have nothing to do, which would slow the next variant down.
         for process in self._processes():
             process.suspend()
         return tokens / seconds
@@ -78,6 +79,6 @@ class _SglangVariant:
         return sum(spent.user + spent.system for spent in times)
 
     def end(self) -> None:
-        for process in self._processes():
+        for process in self._processes():  # also those of its scheduler
             process.kill()
         self._program.kill()

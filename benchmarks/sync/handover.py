@@ -33,7 +33,7 @@ def run() -> list[Result]:
         with processes(plan, keep=name != "mapped") as sync:
             ratios, rates = [], []
             source, target = (torch.ones(sync.sent_bytes, dtype=torch.uint8) for _ in range(2))
-            sync.update()
+            sync.update()  # touches all pages
             for _ in range(ROUNDS):
                 limit = seconds_of(partial(target.copy_, source))
                 seconds, received = sync.update()

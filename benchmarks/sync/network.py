@@ -59,6 +59,7 @@ def _counted(name: str, train_layout: TrainLayout, engine_layout: EngineLayout, 
         _, received = sync.update()
     needs = ShardMap(plan.rows, engine_layout)
     totals = count(Placement(plan.rows, train_layout), needs, plan.topology.locations, plan.bucket_bytes)
+    # Alignment of slices in a bucket adds some bytes.
     ratios = [n / totals.needed[rank % engine_layout.num_ranks] for rank, n in enumerate(received)]
     fullest = max(range(len(received)), key=ratios.__getitem__)
     floor = float(totals.needed[fullest % engine_layout.num_ranks])
@@ -91,6 +92,7 @@ def _take(pipe: Pipe, num_bytes: int) -> None:
     while True:
         taken = 0
         while taken < num_bytes:
+            # Into the same memory each time, like a staging buffer.
             received = connection.recv_into(target[taken:], 0)
             if not received:
                 return

@@ -67,6 +67,7 @@ class SyncProcesses:
     def update(self) -> tuple[float, list[int]]:
         """Run one update. Returns its seconds and the bytes received by each engine rank."""
         started = time.perf_counter()
+        # Engines first, so that they are ready when the first bucket arrives.
         for pipe in (*self.engines, *self.trainers):
             pipe.send("update")
         received = [pipe.recv(int) for pipe in self.engines]
@@ -94,7 +95,7 @@ def processes(
 ) -> Iterator[SyncProcesses]:
     """Start and connect the processes of a sync. keep: engine ranks copy received slices to their own tensors; these
     and the trainers' tensors are on `device`. pinned: the staging buffers are registered with CUDA."""
-    store = open_store("127.0.0.1")
+    store = open_store("127.0.0.1")  # must live as long as the processes
     with ExitStack() as stack:
 
         def start(target: Callable[..., None], rank: int, *arguments: object) -> PipedChild:
@@ -110,6 +111,7 @@ def processes(
             pipe.send(Connection(plan, rendezvous, segments, TIMEOUT_SECONDS))
         for pipe in (*trainers, *engines):
             assert pipe.recv(str) == "connected"
+        # Only now: a process maps a segment by its name.
         for pipe in trainers:
             pipe.send("unlink")
         yield SyncProcesses(plan, trainers, engines)
@@ -122,7 +124,7 @@ def _trainer(pipe: Pipe, plan: SyncPlan, rank: int, device: str, pinned: bool) -
     sender = end.connect(pipe.recv())
     shapes = local_shapes(plan.rows, plan.train_layout, rank)
     tensors = {name: _random(name, shape, plan.dtype, device) for name, shape in shapes.items()}
-    if pinned:
+    if pinned:  # the driver copies pageable memory through a small pinned buffer
         for segment in end._segments.values():
             memory = segment.memory
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
@@ -162,6 +164,7 @@ def _engine(pipe: Pipe, plan: SyncPlan, rank: int, device: str, keep: bool) -> N
     def put(name: str, start: tuple[int, ...], box: torch.Tensor) -> None:
         if keep:
             first = boxes[name][0]
+            # `held` has this rank's box of the tensor; a message has a part of that box.
             places = zip(start, first, box.shape, strict=True)
             held[name][tuple(slice(a - b, a - b + n) for a, b, n in places)].copy_(box)
 

@@ -41,12 +41,12 @@ def run() -> list[Result]:
             _pair(_missing, directory) as missing,
         ):
             actions: list[Callable[[], object]] = [sync.update, export, missing]
-            alternating(actions, 1)
+            alternating(actions, 1)  # the first calls connect the process groups and touch all pages
             times = alternating(actions, ROUNDS)
     ours, theirs, floor = map(statistics.median, times)
     faster = statistics.median(theirs / ours for ours, theirs, _ in zip(*times, strict=True))
     over = statistics.median(ours / floor for ours, _, floor in zip(*times, strict=True))
-    num_bytes = sync.sent_bytes / 2
+    num_bytes = sync.sent_bytes / 2  # two engines
     return [
         Result(f"{num_bytes / 1e6:.0f} MB to each engine, beside mbridge's export", ours, theirs, "s", faster, ">= 3"),
         Result("the same, beside the bytes that a host lacks", ours, floor, "s", over, "<= 1.3"),

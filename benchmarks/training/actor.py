@@ -51,7 +51,7 @@ def _measure(directory: Path) -> list[Result]:
         ]
         return [*rows, _logp_row(actor)]
     finally:
-        parallel.destroy()
+        parallel.destroy()  # Megatron's groups are global: the next actor of this process needs new ones
 
 
 def long_tailed(count: int) -> np.ndarray:
@@ -87,6 +87,7 @@ def _plain_update(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, share: RankShare, buffers: TrajectoryBuffers
 ) -> None:
     """Run the update with padded batches, as a simple implementation would."""
+    # Sorted, so that sequences of one batch have similar lengths: the usual way to reduce padding.
     order = np.argsort(-share.total_tokens, kind="stable")
     optimizer.zero_grad()
     while len(order):
@@ -111,7 +112,7 @@ def _padded_loss(
     with torch.no_grad():
         (-(log_p.exp() * log_p).sum(-1) * trained).sum()  # the entropy metric, which ours computes too
     advantages = torch.from_numpy(share.advantages[members])[:, None]
-    ratio = torch.exp(logp - logp.detach())
+    ratio = torch.exp(logp - logp.detach())  # 1 in the first update, as in ours
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
     return (loss * trained * torch.from_numpy(share.loss_weights[members])[:, None]).sum()
 
@@ -119,10 +120,12 @@ def _padded_loss(
 def _logp_row(actor: MegatronActor) -> Result:
     share, buffers = trajectories(EQUAL)
     arrays = {name: values for name, values in vars(share).items() if name != "version"}
+    # An empty first update makes the second one need old log-probabilities.
     nothing = RankShare(**{name: values[:0] for name, values in arrays.items()})
     tokens, trained = int(share.total_tokens.sum()) - len(EQUAL), int(EQUAL.sum())
     products = [(tokens, inner, outer) for inner, outer in _layer_products()] * integer(MODEL, "num_hidden_layers")
     products.append((trained, integer(MODEL, "hidden_size"), integer(MODEL, "vocab_size")))
+    # Written once: torch.empty's pages do not exist until the first product.
     operands = [(torch.randn(m, k), torch.randn(n, k), torch.empty(m, n).fill_(0)) for m, k, n in products]
 
     def ours() -> None:

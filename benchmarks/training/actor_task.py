@@ -76,6 +76,7 @@ def trajectories(responses: np.ndarray) -> tuple[RankShare, TrajectoryBuffers]:
             token_offsets=np.cumsum([0, *lengths]).astype(np.int64),
             prompt_tokens=np.full(count, PROMPT, np.int32),
             response_offsets=np.cumsum([0, *responses]).astype(np.int64),
+            # About log(1 / vocabulary), as a random model samples.
             logp_rollout=np.full(responses.sum(), -9.0, np.float32),
             versions=np.zeros(responses.sum(), np.int32),
             trained=np.ones(responses.sum(), np.uint8),

@@ -48,6 +48,7 @@ def _groups() -> list[Result]:
 
     results = []
     for order, ids in (("in order", in_order), ("shuffled", shuffled)):
+        # The peer must compute the same, apart from float32 rounding.
         torch.testing.assert_close(ours("grpo", ids)(), scatter_form(rewards, mask, ids), rtol=1e-4, atol=1e-4)
         ratio, seconds = _alternate(ours("grpo", ids), partial(scatter_form, rewards, mask, ids))
         title = f"grpo, {PROMPTS:,} x {SAMPLES}, groups {order}"
@@ -65,6 +66,7 @@ def _tokens() -> list[Result]:
     mask = (torch.rand(ROWS, TOKENS, generator=random) < 0.9).float()
     rewards = torch.zeros(ROWS, TOKENS)
     rewards[:, -1] = 1.0
+    # Five arrays: the clones stand for the outputs.
     arrays = [rewards, values, mask, values.clone(), values.clone()]
 
     def read() -> list[Tensor]:

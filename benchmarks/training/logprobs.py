@@ -37,6 +37,7 @@ def _forward(tokens: int, vocabulary: int) -> list[Result]:
         for first in range(0, tokens, CHUNK_TOKENS):
             torch.mm(states[first : first + CHUNK_TOKENS], weight.t(), out=logits)
 
+    # Before the peer's logits exist, whose memory would be reused.
     extra = peak_increase(ours) / 1e9
     logits = torch.empty(CHUNK_TOKENS, vocabulary).fill_(0)
     seconds, alone = map(min, alternating([ours, product], 1))
@@ -61,6 +62,7 @@ def _forward_backward(tokens: int, vocabulary: int) -> list[Result]:
 
     def products() -> None:
         with torch.no_grad():
+            # Logits, gradient of the states, gradient of the weight.
             torch.mm(states, weight.t(), out=logits)
             torch.mm(logits, weight)
             torch.mm(logits.t(), states)

@@ -37,6 +37,7 @@ def run() -> list[Result]:
     results = []
     for name in POLICY_LOSSES:
         loss = policy_loss(name)
+        # Most losses see a packed micro-batch, without rows.
         inputs = rows if loss.needs.whole_sequence else flat
         if loss.needs.selection:
             results.append(_row(f"{name}: choosing", partial(choose_tokens, loss, flat), reference))
@@ -68,7 +69,7 @@ def step_of(loss: PolicyLoss, inputs: PolicyLossInputs) -> Callable[[], object]:
     """Return a function that computes loss, metrics and gradient."""
 
     def step() -> None:
-        logp = inputs.logp.detach().requires_grad_()
+        logp = inputs.logp.detach().requires_grad_()  # a fresh leaf: gradients do not accumulate
         loss(replace(inputs, logp=logp)).loss.sum().backward()
 
     return step

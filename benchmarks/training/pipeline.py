@@ -36,8 +36,10 @@ def run() -> list[Result]:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(STAGES, mp_context=context) as pool:  # raises if a process dies
             ranks = list(pool.map(_rank, range(STAGES), [directory] * STAGES))
+    # An update ends on its slowest rank.
     seconds = {count: max(rank[count] for rank in ranks) for count in COUNTS}
     few, many = COUNTS[-2:]
+    # The difference contains no bubble and no fixed cost.
     each = (seconds[many] - seconds[few]) / (many - few)
     note = f"{STAGES} stages, 1F1B, {each * 1e3:.0f} ms per micro-batch; medians of {REPEATS}"
     rows = []
@@ -69,7 +71,7 @@ def _seconds(actor: MegatronActor, count: int) -> float:
     times = []
     for repeat in range(REPEATS + 1):
         batch, _ = actor.recompute_logp([share], [buffers])
-        dist.barrier()
+        dist.barrier()  # the forward pass ends on one stage before the other
         start = time.perf_counter()
         actor.accumulate_gradients(batch, 0)
         if repeat:

@@ -69,7 +69,7 @@ class StepTimer:
 
     def finish_step(self, step: int) -> None:
         self._journal.finish_step(step)
-        if step > 0:
+        if step > 0:  # step 0 is the validation before training
             self.seconds.append(time.perf_counter() - self._started)
             self._between()
         self._started = time.perf_counter()
@@ -87,11 +87,13 @@ def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None
         fleet = run.collector.collector.pool.pool.fleet  # type: ignore[union-attr]
         handles = [engine.calls.handle for engine in fleet.engines]
         force = [handle.__ray_call__.options(concurrency_group="run") for handle in handles]
+        # Ray runs a function in the engine's process; its group `run` is where tasks are accepted.
         fleet.watch.get([call.remote(force_lengths, lengths) for call in force])
         timer = StepTimer(run.journal, between)
         run.journal = timer
         train(run)  # type: ignore[arg-type]
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] > 0]
+    # A response that ended early would make this side look faster.
     _check_lengths(rows, lengths)
     phases = ("generate", "reward", "rollout", "logp", "update", "weight_sync")
     return [

@@ -55,6 +55,7 @@ def run() -> list[Result]:
             end = 0
             for workload in WORKLOADS:
                 end += workload.steps
+                # The first steps of each workload warm up.
                 counted = slice(end - workload.steps + WARM_UP, end)
                 results.append(_compare(workload, ranks, ours[counted], theirs[counted]))
         # `counted` is the last workload, which is long-tailed, with two ranks.
@@ -78,6 +79,7 @@ def _compare(
     on a busy machine both slow down together."""
     our, their = _typical(ours), _typical(theirs)
     ratio = statistics.median(peer["step"] / own["step"] for own, peer in zip(ours, theirs, strict=True))
+    # TRL's phases are nested: generation is a part of scoring, and both are a part of the step.
     scoring = their["generate and score"] - their["generate"]
     training = their["step"] - their["generate and score"]
     own_parts = [(phase, our[phase]) for phase in ("generate", "logp", "update", "weight_sync")]
@@ -123,6 +125,7 @@ def write_task(directory: Path) -> Path:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    # Its id lies beyond the model's vocabulary.
     tokenizer.add_special_tokens({"eos_token": "<never>"})
     tokenizer.save_pretrained(directory / "endless_tokenizer")
     return directory

@@ -46,6 +46,7 @@ def lengths(workload: LengthWorkload, step: int) -> np.ndarray:
     """Return the response lengths of a step, int64 [RESPONSES]; they differ between steps."""
     if not workload.long_tailed:
         return np.full(RESPONSES, EQUAL_TOKENS, np.int64)
+    # Seeded by the step: both sides compute the same lengths in different processes.
     drawn = np.random.default_rng(step).lognormal(np.log(MEDIAN_TOKENS), SIGMA, RESPONSES)
     return np.clip(drawn, 1, LONGEST).astype(np.int64)
 

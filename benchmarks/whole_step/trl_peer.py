@@ -45,7 +45,7 @@ class ForcedLengthProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._generated += 1
-        scores[:, self._eos] = -torch.inf
+        scores[:, self._eos] = -torch.inf  # a row must not end earlier
         ends = self._lengths <= self._generated
         scores[ends] = -torch.inf
         scores[ends, self._eos] = 0.0
@@ -78,7 +78,7 @@ class OnCommand(TrainerCallback):
         self._started = 0.0
 
     def on_step_begin(self, *args: object, **kwargs: object) -> None:
-        if not sys.stdin.readline():
+        if not sys.stdin.readline():  # the other side takes its step first
             raise SystemExit("the other side has ended")
         self._stopwatch.seconds.clear()
         self._started = time.perf_counter()
@@ -94,6 +94,7 @@ def settings(directory: str, workload: LengthWorkload) -> GRPOConfig:
         output_dir=directory,
         max_steps=workload.steps,
         per_device_train_batch_size=workload.peer_microbatch,
+        # Together one update of all responses.
         gradient_accumulation_steps=RESPONSES // workload.peer_microbatch,
         num_generations=SAMPLES,
         max_completion_length=LONGEST,
@@ -129,6 +130,7 @@ def main(model_dir: str, prompts: str, index: str) -> None:
         forced = LogitsProcessorList([ForcedLengthProcessor(wanted, tokenizer.eos_token_id)])
         return generate(*args, logits_processor=forced, **kwargs)
 
+    # GRPOTrainer calls generate itself and has no option for a logits processor.
     model.generate = generate_to_length
     rows = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
     stopwatch = Stopwatch()
