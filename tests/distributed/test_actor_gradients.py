@@ -1,7 +1,7 @@
 """Gradient of every parameter after one update, in every layout and division into micro-batches, compared with plain
 torch on transformers' model.
 
-One launch per number of ranks runs all its cases. Gradients are compared whole and by HF name, never by their norm.
+One launch per number of ranks runs all its cases.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import pytest
 import torch
 
 from tests.distributed import policy_batch
-from tests.distributed.launch import launch
+from tests.distributed.gradient_oracle import (
+    ONE_MICROBATCH,
+    SMALL,
+    accumulate,
+    case_parameters,
+    check_gradients,
+    gradient_pieces,
+    launch_cases,
+)
 from tests.tiny_models import GROUPS, VOCABULARY, YARN, write_tiny_model
 
-# Relative to the tensor's largest entry. Gradients are float32 sums of some hundred terms, in an order that depends on
-# the layout;
-# 2e-6 was the largest difference measured, against float64. A factor of the DP size, a lost or doubled token or a
-# missing reduction is off by 1e-2 or more.
-TOLERANCE = 1e-5
-# TIGHT is the longest sequence; SMALL a little above it, and a multiple of 2 * cp.
-ONE_MICROBATCH, SMALL, TIGHT = 10_000, 24, 16
+TIGHT = 16
+"""Tokens of a micro-batch: the longest sequence."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {}),
@@ -84,7 +87,6 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "v3 tp2 cp2": ("v3", {"tp": 2, "cp": 2}, SMALL),
     },
 }
-ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
 
 
 @pytest.fixture(scope="module")
@@ -100,30 +102,18 @@ def references(directories: dict[str, str]) -> dict[str, tuple[float, dict[str, 
 
 
 @pytest.fixture(scope="module")
-def results(directories: dict[str, str]) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
-    """By case: the loss, and the gradients assembled from the slices of all ranks."""
-    joined = {}
-    for size, cases in CASES.items():
-        ranks = launch(_worker, size, directories, cases, timeout_seconds=300)
-        for name in cases:
-            parts = [rank[name] for rank in ranks]
-            joined[name] = (sum(loss for loss, _ in parts), policy_batch.assemble([pieces for _, pieces in parts]))
-    return joined
+def results(directories: dict[str, str]) -> dict[str, list[tuple[float, list[Any]]]]:
+    """Loss and slices of gradients of all ranks, by case."""
+    return launch_cases(_worker, CASES, directories)
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_actor_gradients_in_every_layout_equal_transformers(
     size: int, case: str, results: Any, references: Any
 ) -> None:
     expected_loss, expected = references[CASES[size][case][0]]
-    loss, gradients = results[case]
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    assert gradients.keys() == expected.keys()
-    errors = {
-        name: float((gradients[name] - tensor).abs().max() / tensor.abs().max()) for name, tensor in expected.items()
-    }
-    worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+    assert sum(loss for loss, _ in results[case]) == pytest.approx(expected_loss, rel=1e-5)
+    check_gradients([pieces for _, pieces in results[case]], expected)
 
 
 def test_policy_batch_covers_every_branch_of_the_loss() -> None:
@@ -145,23 +135,10 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
     from mcore_rl.megatron.roles.actor import MegatronActor
 
     results = {}
-    samples = policy_batch.UPDATES[0]
     for name, (kind, parallel, tokens, *moe) in cases.items():
         config = policy_batch.config(directories[kind], parallel, tokens)
-        for key, value in dict(*moe).items():
-            setattr(config.actor.moe, key, value)
+        vars(config.actor.moe).update(*moe)
         actor = MegatronActor(config, rank, dist.get_world_size(), None)
-        chunks = policy_batch.chunks()
-        share = policy_batch.share(samples, actor.layout.coordinates(rank).dp, actor.layout.dp)
-        first = policy_batch.share(policy_batch.UPDATES[1], actor.layout.coordinates(rank).dp, actor.layout.dp)
-        batch, _ = actor.recompute_logp([first, share], chunks)  # like a second update, with old log-probabilities
-        for sample, logp in batch.old_logp.items():
-            logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
-        _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
-        with torch.no_grad():
-            for chunk in actor.chunks:
-                for parameter in chunk.parameters():
-                    parameter.copy_(parameter.main_grad)
-        counted = actor.layout.coordinates(rank).tp == 0
-        results[name] = (sum(report.loss for report in reports) * counted, policy_batch.hf_pieces(actor))
+        loss, _ = accumulate(actor)
+        results[name] = loss, gradient_pieces(actor)
     return results

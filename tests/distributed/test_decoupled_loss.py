@@ -12,10 +12,10 @@ import torch
 from mcore_rl.megatron.step.objective import Objective
 from mcore_rl.types import merge_metrics
 from tests.distributed import policy_batch
+from tests.distributed.gradient_oracle import accumulate, check_gradients, gradient_pieces, reference_update
 from tests.distributed.launch import launch
-from tests.tiny_models import checkpoint_tensors, write_tiny_model
+from tests.tiny_models import write_tiny_model
 
-SAMPLES = policy_batch.UPDATES[0]
 CLIP = 0.3
 
 
@@ -27,23 +27,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def reference(directory: str) -> tuple[float, float, dict[str, torch.Tensor]]:
     """Loss, mean weight of tokens, and gradients by HF name, in float64."""
-    model = policy_batch.reference_model(directory)
-    weights, advantages = policy_batch.loss_weights(SAMPLES).astype(float), policy_batch.advantages().astype(float)
-    total, behave_weights = torch.zeros((), dtype=torch.float64), []
-    for sample in SAMPLES:
-        logp, entropy = policy_batch.reference_logp(model, sample)
+    advantages = policy_batch.advantages().astype(float)
+
+    def loss_of(sample: int, logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         trained = policy_batch.trained(sample).astype(bool)
         behave = torch.from_numpy(policy_batch.logp_rollout(sample)[trained]).double()
         behind = torch.from_numpy(policy_batch.VERSION - policy_batch.versions(sample)[trained]).double()
         proximal = behave + behind / (behind + 1) * (logp.detach() - behave)
         ratio, weight, a = (logp - proximal).exp(), (proximal - behave).exp(), advantages[sample]
-        bounded = torch.minimum(a * ratio, a * ratio.clamp(1 - CLIP, 1 + CLIP))
-        tokens = -(weight * bounded).sum() - policy_batch.ENTROPY_COEFFICIENT * entropy.sum()
-        total = total + weights[sample] * tokens
-        behave_weights.append(weight)
-    total.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return float(total.detach()), float(torch.cat(behave_weights).mean()), checkpoint_tensors(model, gradients)
+        return -(weight * torch.minimum(a * ratio, a * ratio.clamp(1 - CLIP, 1 + CLIP))).sum(), weight
+
+    return reference_update(directory, loss_of)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"cp": 2}, {"pp": 2}], ids=str)
@@ -55,10 +49,7 @@ def test_decoupled_ppo_interpolates_by_version_of_each_token(
     assert sum(loss for loss, _, _ in ranks) == pytest.approx(expected_loss, rel=1e-5)
     metrics = merge_metrics([metrics for _, metrics, _ in ranks])
     assert metrics["actor/behave_weight"].value == pytest.approx(expected_weight, rel=1e-5)
-    gradients = policy_batch.assemble([pieces for _, _, pieces in ranks])
-    errors = {name: float((gradients[name] - t).abs().max() / t.abs().max()) for name, t in expected.items()}
-    worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] <= 1e-5, f"{worst}: {errors[worst]:.1e}"
+    check_gradients([pieces for _, _, pieces in ranks], expected)
 
 
 def _worker(rank: int, directory: str, parallel: dict[str, int]) -> tuple[float, dict[str, Any], list[Any]]:
@@ -67,18 +58,7 @@ def _worker(rank: int, directory: str, parallel: dict[str, int]) -> tuple[float,
     from mcore_rl.megatron.roles.actor import MegatronActor
 
     actor = MegatronActor(_config(directory, parallel), rank, dist.get_world_size(), None)
-    chunks = policy_batch.chunks()
-    shares = [policy_batch.share(samples, 0, 1) for samples in reversed(policy_batch.UPDATES)]
-    batch, metrics = actor.recompute_logp(shares, chunks)
-    assert metrics == {}
-    _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
-    assert batch.old_logp == {}
-    with torch.no_grad():
-        for chunk in actor.chunks:
-            for parameter in chunk.parameters():
-                parameter.copy_(parameter.main_grad)
-    metrics = merge_metrics([report.metrics for report in reports])
-    return sum(report.loss for report in reports), metrics, policy_batch.hf_pieces(actor)
+    return *accumulate(actor), gradient_pieces(actor)
 
 
 def _config(directory: str, parallel: dict[str, int]) -> Any:

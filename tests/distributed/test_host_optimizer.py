@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.errors import OffloadedError
-from tests.distributed.two_steps import Cases, configure, differences, held_tensors, run_cases, train_two_steps
+from tests.distributed.gradient_oracle import Cases, case_parameters
+from tests.distributed.two_steps import configure, differences, held_tensors, run_cases, train_two_steps
 
 PIECE_ELEMENTS = 5000
 """Size that gives several pieces with several parameters each."""
@@ -28,7 +29,6 @@ CASES: Cases = {
         "dense pp2 vpp2 bfloat16": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}),
     },
 }
-ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     return run_cases(_train_both_ways, CASES, tmp_path_factory.mktemp("host_optimizer"))
 
 
-def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, Any], root: str) -> dict[str, Any]:
+def _train_both_ways(rank: int, directories: dict[str, str], root: str, cases: dict[str, Any]) -> dict[str, Any]:
     from mcore_rl.megatron.optim import host_optimizer
 
     host_optimizer.PIECE_ELEMENTS = PIECE_ELEMENTS
@@ -131,12 +131,12 @@ def _save_and_load(trained: Any, fresh: Any, directory: Path) -> list[str]:
     return differences(held_tensors(trained), held_tensors(fresh))
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_host_optimizer_trains_bitwise_like_device_optimizer(size: int, case: str, results: Any) -> None:
     assert [rank["training"] for rank in results[case]] == [[]] * size
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_host_optimizer_keeps_at_most_a_piece_on_the_device(size: int, case: str, results: Any) -> None:
     for rank in results[case]:
         assert (rank["built"], rank["trained"]) == (0, 0)
@@ -148,7 +148,7 @@ def test_host_optimizer_keeps_at_most_a_piece_on_the_device(size: int, case: str
         assert len(rank["pieces"]) > 3 * 4
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_host_optimizer_reading_main_parameters_raises(size: int, case: str, results: Any) -> None:
     for rank in results[case]:
         if "bfloat16" in case:
@@ -157,6 +157,6 @@ def test_host_optimizer_reading_main_parameters_raises(size: int, case: str, res
             assert all("actor.offload.params" in message for message in rank["refusals"])
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_host_optimizer_checkpoint_resumes_bitwise(size: int, case: str, results: Any) -> None:
     assert [rank["checkpoint"] for rank in results[case]] == [[]] * size

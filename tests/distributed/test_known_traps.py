@@ -20,9 +20,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed import policy_batch
+from tests.distributed.gradient_oracle import accumulate, gradient_pieces
 from tests.distributed.launch import launch
 from tests.tiny_models import YARN, write_tiny_model
 
@@ -79,17 +79,8 @@ def _gradient(rank: int, directory: str, parallel: dict[str, Any], removed: str)
     actor = _build_without(removed, policy_batch.config(directory, parallel, 24), rank)
     if parallel.get("vpp"):  # equal lengths; otherwise stages would fail on different shapes
         actor.packing = replace(actor.packing, row_multiple=32)
-    place, chunks = actor.layout.coordinates(rank), policy_batch.chunks()
-    other, share = (policy_batch.share(policy_batch.UPDATES[i], place.dp, actor.layout.dp) for i in (1, 0))
-    batch, _ = actor.recompute_logp([other, share], chunks)
-    for sample, logp in batch.old_logp.items():
-        logp += torch.from_numpy(policy_batch.drift(sample))
-    actor.accumulate_gradients(batch, 1, on_every_replica=True)
-    with torch.no_grad():
-        for chunk in actor.chunks:
-            for parameter in chunk.parameters():
-                parameter.copy_(parameter.main_grad)
-    return policy_batch.hf_pieces(actor)
+    accumulate(actor)
+    return gradient_pieces(actor)
 
 
 def _build_without(removed: str, config: Any, rank: int) -> Any:

@@ -13,11 +13,15 @@ import torch
 
 from mcore_rl.config.models import MoeConfig
 from tests.distributed import lora, policy_batch
-from tests.distributed.launch import launch
+from tests.distributed.gradient_oracle import (
+    ONE_MICROBATCH,
+    SMALL,
+    accumulate,
+    case_parameters,
+    check_gradients,
+    launch_cases,
+)
 
-# See test_actor_gradients.
-TOLERANCE = 1e-5
-ONE_MICROBATCH, SMALL = 10_000, 24
 CASES: dict[int, dict[str, tuple[Any, ...]]] = {
     1: {
         "dense": ("dense", {}, ONE_MICROBATCH),
@@ -62,7 +66,6 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
     },
 }
 ROUTED = MoeConfig(load_balancing="seq_aux_loss", aux_loss_coefficient=0.5, z_loss_coefficient=0.1)
-ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
 
 
 @pytest.fixture(scope="module")
@@ -76,40 +79,29 @@ def references(directories: dict[str, str]) -> dict[str, tuple[float, dict[str, 
 
 
 @pytest.fixture(scope="module")
-def results(directories: dict[str, str]) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
-    """By case: the loss, and the gradients assembled from the slices of all ranks."""
-    joined = {}
-    for size, cases in CASES.items():
-        ranks = launch(_worker, size, directories, cases, timeout_seconds=300)
-        for name in cases:
-            parts = [rank[name] for rank in ranks]
-            joined[name] = (sum(loss for loss, _ in parts), policy_batch.assemble([pieces for _, pieces in parts]))
-    return joined
+def results(directories: dict[str, str]) -> dict[str, list[tuple[float, list[Any]]]]:
+    """Loss and slices of gradients of all ranks, by case."""
+    return launch_cases(_worker, CASES, directories)
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_lora_gradients_in_every_layout_equal_peft(size: int, case: str, results: Any, references: Any) -> None:
     expected_loss, expected = references[CASES[size][case][0]]
-    loss, gradients = results[case]
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    assert gradients.keys() == expected.keys()
-    errors = {
-        name: float((gradients[name] - tensor).abs().max() / tensor.abs().max()) for name, tensor in expected.items()
-    }
-    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
-    assert not wrong, f"{len(wrong)} of {len(errors)}, the worst {max(wrong.items(), key=lambda item: item[1])}"
+    assert sum(loss for loss, _ in results[case]) == pytest.approx(expected_loss, rel=1e-5)
+    check_gradients([pieces for _, pieces in results[case]], expected)
 
 
 def test_lora_router_losses_are_equal_in_every_layout(directories: dict[str, str], references: Any) -> None:
     """Routers are frozen, but their losses reach the adapters through their inputs."""
-    found = {}
-    for size, parallel in ((1, {}), (2, {"tp": 2}), (2, {"ep": 2})):
-        ranks = launch(_worker, size, directories, {"moe": ("moe", parallel, SMALL, {"moe": ROUTED})})
-        found[str(parallel)] = policy_batch.assemble([rank["moe"][1] for rank in ranks])
-    one = found.pop("{}")
-    for parallel, gradients in found.items():
-        for name, tensor in one.items():
-            assert (gradients[name] - tensor).abs().max() <= TOLERANCE * tensor.abs().max(), f"{parallel} {name}"
+    layouts = {1: {"one": {}}, 2: {"tp2": {"tp": 2}, "ep2": {"ep": 2}}}
+    cases = {
+        size: {name: ("moe", parallel, SMALL, {"moe": ROUTED}) for name, parallel in of_size.items()}
+        for size, of_size in layouts.items()
+    }
+    found = {name: [pieces for _, pieces in ranks] for name, ranks in launch_cases(_worker, cases, directories).items()}
+    one = policy_batch.assemble(found["one"])
+    for name in ("tp2", "ep2"):
+        check_gradients(found[name], one)
     first_layer = [name for name in one if ".layers.0." in name]
     without = references["moe"][1]
     assert all((one[name] - without[name]).abs().max() > 1e-3 * without[name].abs().max() for name in first_layer)
@@ -121,21 +113,10 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
     from mcore_rl.megatron.roles.actor import MegatronActor
 
     results = {}
-    samples = policy_batch.UPDATES[0]
     for name, (model, parallel, tokens, *settings) in cases.items():
         config = lora.lora_config(model, directories[model], parallel, tokens)
-        for key, value in dict(*settings).items():
-            setattr(config.actor, key, value)
+        vars(config.actor).update(*settings)
         actor = MegatronActor(config, rank, dist.get_world_size(), None)
-        chunks = policy_batch.chunks()
-        dp = actor.layout.coordinates(rank).dp
-        share = policy_batch.share(samples, dp, actor.layout.dp)
-        first = policy_batch.share(policy_batch.UPDATES[1], dp, actor.layout.dp)
-        batch, _ = actor.recompute_logp([first, share], chunks)  # like a second update, with old log-probabilities
-        for sample, logp in batch.old_logp.items():
-            logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
-        _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
-        counted = actor.layout.coordinates(rank).tp == 0
-        loss = sum(report.loss for report in reports) * counted
+        loss, _ = accumulate(actor)
         results[name] = loss, lora.adapter_pieces(actor, gradients=True)
     return results

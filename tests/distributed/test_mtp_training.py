@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed import policy_batch
+from tests.distributed.gradient_oracle import ONE_MICROBATCH, SMALL, check_gradients, launch_cases
 from tests.distributed.launch import RankFailedError, launch
 from tests.distributed.syncing import synced_slices
 from tests.tiny_models import add_mtp_layer, checkpoint_tensors, write_tiny_model
@@ -20,9 +21,6 @@ from tests.tiny_models import add_mtp_layer, checkpoint_tensors, write_tiny_mode
 COEFFICIENT = 0.3
 LAYERS = 2  # of the policy
 MODELS = {"v3": ("deepseek_v3", 2), "glm": ("glm4_moe", 1)}  # kind of model, number of depths
-ONE_MICROBATCH, SMALL = 10_000, 24
-# See test_actor_gradients: relative to a tensor's largest entry, float32 sums in a different order.
-TOLERANCE = 1e-5
 # By number of ranks: model, layout, tokens of a micro-batch, recomputation.
 CASES: dict[int, dict[str, tuple[str, dict[str, Any], int, str]]] = {
     1: {
@@ -140,11 +138,7 @@ def references(oracles: dict[str, Oracle]) -> dict[str, dict[str, torch.Tensor]]
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     """Results of all ranks by case."""
-    joined: dict[str, list[dict[str, Any]]] = {}
-    for size, cases in CASES.items():
-        ranks = launch(_worker, size, directories, cases, timeout_seconds=300)
-        joined |= {name: [rank[name] for rank in ranks] for name in cases}
-    return joined
+    return launch_cases(_worker, CASES, directories)
 
 
 def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
@@ -198,9 +192,7 @@ def test_mtp_gradients_in_every_layout_equal_reference(case: str, results: Any, 
     expected = torch.cat([oracles[kind].cross_entropies(sample).detach() for sample in SAMPLES])
     assert sum(rank["mtp_loss"][1] for rank in ranks) == len(expected)
     assert sum(rank["mtp_loss"][0] for rank in ranks) == pytest.approx(float(expected.sum()), rel=1e-5)
-    errors = _differences(policy_batch.assemble([rank["gradients"] for rank in ranks]), references[kind])
-    worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+    check_gradients([rank["gradients"] for rank in ranks], references[kind])
 
 
 @pytest.mark.parametrize("case", ["recomputed", "tp2", "pp2", "cp2", "tp2 pp2", "alone on a stage"])

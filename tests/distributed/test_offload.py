@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mcore_rl.errors import OffloadedError
-from tests.distributed.two_steps import Cases, configure, differences, held_tensors, run_cases, train_two_steps
+from tests.distributed.gradient_oracle import Cases, case_parameters
+from tests.distributed.two_steps import configure, differences, held_tensors, run_cases, train_two_steps
 
 CASES: Cases = {
     1: {
@@ -30,7 +31,6 @@ CASES: Cases = {
         "dense pp2 vpp2 bfloat16": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}),
     },
 }
-ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     return run_cases(_train_both_ways, CASES, tmp_path_factory.mktemp("offload"))
 
 
-def _train_both_ways(rank: int, directories: dict[str, str], cases: dict[str, Any], root: str) -> dict[str, Any]:
+def _train_both_ways(rank: int, directories: dict[str, str], root: str, cases: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, (kind, dtype, parallel) in cases.items():
         stays = _actor(rank, directories[kind], dtype, parallel, offload=False)
@@ -180,7 +180,7 @@ def _save_away_and_load(actor: Any, directory: Path, expected: dict[str, torch.T
     return differences(expected, held_tensors(actor))
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_offload_frees_bytes_of_each_part_and_load_restores_them(size: int, case: str, results: Any) -> None:
     for rank in results[case]:
         for when in ("before any update", "after updates"):
@@ -191,12 +191,12 @@ def test_offload_frees_bytes_of_each_part_and_load_restores_them(size: int, case
             assert (found["back"], found["left"]) == (0, 0)
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_offload_between_phases_trains_bitwise_equal(size: int, case: str, results: Any) -> None:
     assert [rank["training"] for rank in results[case]] == [[]] * size
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_offload_parts_in_any_order(size: int, case: str, results: Any) -> None:
     for rank in results[case]:
         found = rank["part by part"]
@@ -205,7 +205,7 @@ def test_offload_parts_in_any_order(size: int, case: str, results: Any) -> None:
         assert found["differ"] == []
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_offloaded_tensors_raise_when_read(size: int, case: str, results: Any) -> None:
     for rank in results[case]:
         params, grads, masters = rank["refusals"][:4], rank["refusals"][4:8], rank["refusals"][8:]
@@ -215,6 +215,6 @@ def test_offloaded_tensors_raise_when_read(size: int, case: str, results: Any) -
         assert all(f"actor.offload.{owner}" in message for message in masters)
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_checkpoints_are_saved_and_loaded_while_offloaded(size: int, case: str, results: Any) -> None:
     assert [rank["checkpoint"] for rank in results[case]] == [[]] * size

@@ -18,6 +18,14 @@ import torch
 from mcore_rl.algorithms import estimator
 from mcore_rl.types import merge_metrics
 from tests.distributed import policy_batch
+from tests.distributed.gradient_oracle import (
+    ONE_MICROBATCH,
+    SMALL,
+    case_parameters,
+    check_gradients,
+    gradient_pieces,
+    launch_cases,
+)
 from tests.distributed.launch import launch
 from tests.tiny_models import checkpoint_tensors, write_tiny_model
 
@@ -27,7 +35,6 @@ LOGP_TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 2e-5
 SAME = 5e-6
 """Tolerance for two passes with the same weights: on some AMD CPUs logits differ in the last digit, by 1e-6."""
-ONE_MICROBATCH, SMALL = 10_000, 24
 IN_LOSS, IN_REWARD = 0.7, 0.3
 Case = tuple[str, dict[str, Any], int]
 CASES: dict[int, dict[str, Case]] = {
@@ -41,7 +48,6 @@ CASES: dict[int, dict[str, Case]] = {
         "moe tp2": ("moe", {"tp": 2}, SMALL),
     },
 }
-ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
 SAMPLES = sorted(s for update in policy_batch.UPDATES for s in update)
 SAVED, RESUMED = "dense tp2", "dense pp2"
 
@@ -125,7 +131,7 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
     counts = actor.counts_tokens
     found["loss"] = sum(report.loss for report in reports) if counts else 0.0
     found["metrics"] = merge_metrics([report.metrics for report in reports]) if counts else {}
-    found["gradients"] = _gradients(actor)
+    found["gradients"] = gradient_pieces(actor)
     return found
 
 
@@ -138,28 +144,13 @@ def _own_logp(actor: Any, share: Any, chunks: list[Any]) -> dict[int, torch.Tens
     }
 
 
-def _gradients(actor: Any) -> list[Any]:
-    from model_converters.mapping.plan import export_pieces
-
-    found = {p.data_ptr(): p.main_grad for chunk in actor.chunks for p in chunk.parameters()}
-    held = {name: found[tensor.data_ptr()] for name, tensor in actor.tensors().items()}
-    return [
-        (plan.hf_name, plan.shape, piece.dim, piece.start, view.detach().float().numpy().copy())
-        for plan, piece, view in export_pieces(actor.export_plan(), held, actor.rank)
-    ]
-
-
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     """Results of all ranks by case."""
-    found = {}
-    for size, cases in CASES.items():
-        ranks = launch(_measure, size, directories, cases, timeout_seconds=300)
-        found |= {name: [rank[name] for rank in ranks] for name in cases}
-    return found
+    return launch_cases(_measure, CASES, directories)
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_reference_logp_in_every_layout_equals_transformers(size: int, case: str, results: Any, expected: Any) -> None:
     wanted = expected[CASES[size][case][0]].ref
     whole = {s: np.full(len(logp), np.nan) for s, logp in wanted.items()}
@@ -169,7 +160,7 @@ def test_reference_logp_in_every_layout_equals_transformers(size: int, case: str
     assert max(np.abs(whole[s] - wanted[s].numpy()).max() for s in SAMPLES) <= LOGP_TOLERANCE
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_reference_penalties_cover_whole_responses(size: int, case: str, results: Any, expected: Any) -> None:
     logp, ref = expected[CASES[size][case][0]].logp, expected[CASES[size][case][0]].ref
     wanted = {s: IN_REWARD * (logp[s] - ref[s]).numpy() for s in SAMPLES}  # k1, for every sample of both updates
@@ -185,7 +176,7 @@ def test_reference_penalties_cover_whole_responses(size: int, case: str, results
     assert mean.value == pytest.approx(np.concatenate(list(wanted.values())).mean() / IN_REWARD, abs=LOGP_TOLERANCE)
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_token_returns_subtract_later_penalties(size: int, case: str, results: Any, expected: Any) -> None:
     logp, ref = expected[CASES[size][case][0]].logp, expected[CASES[size][case][0]].ref
     seen = set()
@@ -199,17 +190,13 @@ def test_token_returns_subtract_later_penalties(size: int, case: str, results: A
     assert sorted(seen) == SAMPLES
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_loss_contains_kl_and_its_gradient(size: int, case: str, results: Any, expected: Any) -> None:
     wanted = expected[CASES[size][case][0]]
     assert sum(rank["loss"] for rank in results[case]) == pytest.approx(wanted.loss, rel=1e-5)
     metrics = merge_metrics([rank["metrics"] for rank in results[case]])
     assert metrics["actor/kl_reference"].value == pytest.approx(wanted.kl, rel=1e-4)
-    found = policy_batch.assemble([rank["gradients"] for rank in results[case]])
-    assert found.keys() == wanted.gradients.keys()
-    for name, gradient in wanted.gradients.items():
-        error = (found[name] - gradient).abs().max() / gradient.abs().max()
-        assert error <= GRADIENT_TOLERANCE, f"{name}: {error:.1e}"
+    check_gradients([rank["gradients"] for rank in results[case]], wanted.gradients, GRADIENT_TOLERANCE)
 
 
 def _live(rank: int, directories: dict[str, str], size: int) -> dict[str, Any]:

@@ -14,13 +14,13 @@ import torch
 
 from mcore_rl.errors import ConfigError
 from tests.distributed import policy_batch
+from tests.distributed.gradient_oracle import ONE_MICROBATCH, SMALL, case_parameters, launch_cases
 from tests.distributed.launch import launch
 from tests.tiny_models import VOCABULARY, write_tiny_classifier, write_tiny_model
 
 # Float32 against float64, in a different order for each layout. The value of a neighboring token differs by 1e-1.
 TOLERANCE = 1e-5  # scores are of size 1
 BFLOAT16_TOLERANCE = 0.1  # 8 bits of four layers
-ONE_MICROBATCH, SMALL = 10_000, 24
 PADDING = 7
 Case = tuple[str, dict[str, Any], int, dict[str, Any]]
 OFFLOADED = {"offload": True}
@@ -44,7 +44,6 @@ CASES: dict[int, dict[str, Case]] = {
         "moe pp2": ("moe", {"pp": 2}, SMALL, {}),
     },
 }
-ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
 LENGTHS = [1, 2, 17, 9, 24, 1, 13, 5, 8, 3]
 ALL_PADDING = 5
 
@@ -128,14 +127,10 @@ def _measure_one(rank: int, directory: str, case: Case) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     """Results of all ranks by case."""
-    found = {}
-    for size, cases in CASES.items():
-        ranks = launch(_measure, size, directories, cases, timeout_seconds=300)
-        found |= {name: [rank[name] for rank in ranks] for name in cases}
-    return found
+    return launch_cases(_measure, CASES, directories)
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_reward_model_scores_equal_transformers_logits(size: int, case: str, results: Any, expected: Any) -> None:
     model, _, _, options = CASES[size][case]
     tolerance = BFLOAT16_TOLERANCE if "dtype" in options else TOLERANCE
@@ -148,7 +143,7 @@ def test_reward_model_scores_equal_transformers_logits(size: int, case: str, res
     assert seen == set(range(len(LENGTHS)))
 
 
-@pytest.mark.parametrize(("size", "case"), ALL_CASES)
+@pytest.mark.parametrize(("size", "case"), case_parameters(CASES))
 def test_reward_model_weights_are_offloaded_between_passes(size: int, case: str, results: Any, expected: Any) -> None:
     model, _, _, options = CASES[size][case]
     for rank in results[case]:

@@ -10,13 +10,20 @@ import pytest
 import torch
 
 from tests.distributed import policy_batch
+from tests.distributed.gradient_oracle import (
+    ONE_MICROBATCH,
+    SMALL,
+    TOLERANCE,
+    accumulate,
+    check_gradients,
+    gradient_pieces,
+    launch_cases,
+)
 from tests.distributed.launch import launch
 from tests.tiny_models import GROUPS, checkpoint_tensors, write_tiny_model
 
 BALANCE, Z, RATE = 0.7, 0.05, 0.01
 SAMPLES = policy_batch.UPDATES[0]
-ONE_MICROBATCH, SMALL = 10_000, 24
-TOLERANCE = 1e-5  # see test_actor_gradients
 LAYERS = 2
 MODELS = {"moe": ("qwen3_moe", {}), "v3": ("deepseek_v3", GROUPS)}
 # Samples of each group whose load is balanced.
@@ -61,11 +68,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    joined: dict[str, list[dict[str, Any]]] = {}
-    for size, cases in CASES.items():
-        ranks = launch(_worker, size, directories, cases, timeout_seconds=300)
-        joined |= {name: [rank[name] for rank in ranks] for name in cases}
-    return joined
+    return launch_cases(_worker, CASES, directories)
 
 
 def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> dict[str, Any]:
@@ -81,20 +84,10 @@ def _worker(rank: int, directories: dict[str, str], cases: dict[str, Any]) -> di
         moe.bias_update_rate = RATE if kind == "v3" else 0.0
         config.actor.recompute = recompute
         actor = MegatronActor(config, rank, dist.get_world_size(), None)
-        place, chunks = actor.layout.coordinates(rank), policy_batch.chunks()
-        share = policy_batch.share(SAMPLES, place.dp, actor.layout.dp)
-        first = policy_batch.share(policy_batch.UPDATES[1], place.dp, actor.layout.dp)
-        batch, _ = actor.recompute_logp([first, share], chunks)
-        for sample, logp in batch.old_logp.items():
-            logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
-        actor.accumulate_gradients(batch, 1, on_every_replica=True)
-        before = _bias(actor)
-        with torch.no_grad():
-            for parameter in (p for chunk in actor.chunks for p in chunk.parameters()):
-                parameter.copy_(parameter.main_grad)
+        accumulate(actor)
         results[name] = {
-            "gradients": policy_batch.hf_pieces(actor),
-            "before": before,
+            "before": _bias(actor),
+            "gradients": gradient_pieces(actor),
             "metrics": actor.routers.finish_update(),
             "after": _bias(actor),
         }
@@ -185,14 +178,7 @@ def references(directories: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("case", NAMES)
 def test_router_loss_gradients_equal_formula(case: str, results: Any, references: Any) -> None:
-    gradients = policy_batch.assemble([rank["gradients"] for rank in results[case]])
-    expected = references[case]["gradients"]
-    assert gradients.keys() == expected.keys()
-    errors = {
-        name: float((gradients[name] - tensor).abs().max() / tensor.abs().max()) for name, tensor in expected.items()
-    }
-    worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+    check_gradients([rank["gradients"] for rank in results[case]], references[case]["gradients"])
 
 
 @pytest.mark.parametrize("case", NAMES)

@@ -12,14 +12,13 @@ import torch
 
 from mcore_rl.types import TrajectoryBuffers, merge_metrics
 from tests.distributed import policy_batch
+from tests.distributed.gradient_oracle import SMALL, check_gradients, launch_cases
 from tests.distributed.launch import RankFailedError, launch
 from tests.distributed.test_router_losses import len_computed
 from tests.tiny_models import checkpoint_tensors, write_tiny_model
 
 SAMPLES = policy_batch.UPDATES[1]  # in the second update; the first starts from the old policy
 ALIKE = 3
-ONE_MICROBATCH, SMALL = 10_000, 24
-TOLERANCE = 1e-5  # see test_actor_gradients
 LAYERS = 4
 # By number of ranks: layout, recomputation.
 CASES: dict[int, dict[str, tuple[dict[str, int], str]]] = {
@@ -41,11 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def results(directory: str) -> dict[str, list[dict[str, Any]]]:
-    joined: dict[str, list[dict[str, Any]]] = {}
-    for size, cases in CASES.items():
-        ranks = launch(_worker, size, directory, cases, timeout_seconds=300)
-        joined |= {name: [rank[name] for rank in ranks] for name in cases}
-    return joined
+    return launch_cases(_worker, CASES, directory)
 
 
 def _imposed() -> dict[int, np.ndarray]:
@@ -203,14 +198,8 @@ def _part_of_loss(model: Any, sample: int, old: dict[int, torch.Tensor]) -> torc
 def test_replay_gradients_equal_transformers_with_given_experts(
     case: str, routing: str, results: Any, reference: Any
 ) -> None:
-    gradients, expected = policy_batch.assemble([rank[routing] for rank in results[case]]), reference[routing]
-    assert gradients.keys() == expected.keys()
-    errors = {
-        name: float((gradients[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12))
-        for name, tensor in expected.items()
-    }
-    worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.1e}"
+    expected = reference[routing]
+    check_gradients([rank[routing] for rank in results[case]], expected)
     assert all(float(expected[f"model.layers.{layer}.mlp.gate.weight"].abs().max()) > 0 for layer in range(LAYERS))
 
 

@@ -13,10 +13,10 @@ import torch
 from mcore_rl.algorithms.interface import Needs, PolicyLossInputs, PolicyLossResult
 from mcore_rl.types import Mean, merge_metrics
 from tests.distributed import policy_batch
+from tests.distributed.gradient_oracle import accumulate, check_gradients, gradient_pieces, reference_update
 from tests.distributed.launch import launch
-from tests.tiny_models import checkpoint_tensors, write_tiny_model
+from tests.tiny_models import write_tiny_model
 
-SAMPLES = policy_batch.UPDATES[0]
 TOKENS = 40  # several responses in one micro-batch
 
 
@@ -43,19 +43,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def reference(directory: str) -> tuple[float, float, dict[str, torch.Tensor]]:
     """Loss, mean ratio over responses, and gradients by HF name, in float64."""
-    model = policy_batch.reference_model(directory)
-    weights, advantages = policy_batch.loss_weights(SAMPLES).astype(float), policy_batch.advantages().astype(float)
-    total, ratios = torch.zeros((), dtype=torch.float64), []
-    for sample in SAMPLES:
-        logp, entropy = policy_batch.reference_logp(model, sample)
-        drift = torch.from_numpy(policy_batch.drift(sample)).double()
-        ratio = (logp - logp.detach() - drift).mean().exp()
-        tokens = -advantages[sample] * ratio * len(logp) - policy_batch.ENTROPY_COEFFICIENT * entropy.sum()
-        total = total + weights[sample] * tokens
-        ratios.append(float(ratio.detach()))
-    total.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return float(total.detach()), sum(ratios) / len(ratios), checkpoint_tensors(model, gradients)
+    advantages = policy_batch.advantages().astype(float)
+
+    def loss_of(sample: int, logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ratio = (logp - logp.detach() - torch.from_numpy(policy_batch.drift(sample)).double()).mean().exp()
+        return -advantages[sample] * ratio * len(logp), ratio.detach()[None]
+
+    return reference_update(directory, loss_of)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -64,13 +58,9 @@ def test_whole_sequence_loss_on_context_ranks_equals_transformers(size: int, dir
     ranks = launch(_worker, size, directory)
     assert sum(loss for loss, _, _ in ranks) == pytest.approx(expected_loss, rel=1e-5)
     ratio = merge_metrics([metrics for _, metrics, _ in ranks])["actor/ratio"]
-    assert ratio.count == len(SAMPLES)
+    assert ratio.count == len(policy_batch.UPDATES[0])
     assert ratio.value == pytest.approx(expected_ratio, rel=1e-5)
-    gradients = policy_batch.assemble([pieces for _, _, pieces in ranks])
-    errors = {name: float((gradients[name] - t).abs().max() / t.abs().max()) for name, t in expected.items()}
-    worst = max(errors, key=errors.__getitem__)
-    # float32 sums in a different order; a gradient that stays on one rank causes an error of 1e-1.
-    assert errors[worst] <= 1e-5, f"{worst}: {errors[worst]:.1e}"
+    check_gradients([pieces for _, _, pieces in ranks], expected)  # one that stays on one rank is off by 1e-1
 
 
 def _worker(rank: int, directory: str) -> tuple[float, dict[str, Any], list[Any]]:
@@ -81,14 +71,4 @@ def _worker(rank: int, directory: str) -> tuple[float, dict[str, Any], list[Any]
     size = dist.get_world_size()
     actor = MegatronActor(policy_batch.config(directory, {"cp": size}, TOKENS), rank, size, None)
     actor.objective = replace(actor.objective, loss=SequenceRatio())
-    chunks = policy_batch.chunks()
-    first, share = (policy_batch.share(samples, 0, 1) for samples in (policy_batch.UPDATES[1], SAMPLES))
-    batch, _ = actor.recompute_logp([first, share], chunks)
-    for sample, logp in batch.old_logp.items():
-        logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
-    _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
-    with torch.no_grad():
-        for parameter in actor.chunks[0].parameters():
-            parameter.copy_(parameter.main_grad)
-    metrics = merge_metrics([report.metrics for report in reports])
-    return sum(report.loss for report in reports), metrics, policy_batch.hf_pieces(actor)
+    return *accumulate(actor), gradient_pieces(actor)

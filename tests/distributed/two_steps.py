@@ -10,23 +10,18 @@ import torch
 
 from mcore_rl.config.schema import Config
 from tests.distributed import policy_batch
-from tests.distributed.launch import launch
+from tests.distributed.gradient_oracle import Cases, launch_cases
 from tests.tiny_models import write_tiny_model
-
-Cases = dict[int, dict[str, tuple[str, str, dict[str, Any]]]]
-"""Cases by number of ranks and name: kind of model, dtype, layout, and settings of the actor under `actor`."""
 
 
 def run_cases(worker: Callable[..., dict[str, Any]], cases: Cases, root: Path) -> dict[str, list[dict[str, Any]]]:
-    """Run `worker` (rank, directories of models, cases, root) on the ranks. Returns the results of all ranks by
-    case."""
+    """Run `worker` (rank, directories of models, root, cases) on the ranks. Returns the results of all ranks by case.
+
+    A case: kind of model, dtype, layout, and settings of the actor under `actor`.
+    """
     kinds = ("qwen3", "qwen3_moe")
     directories = {kind: str(write_tiny_model(root / kind, kind, num_hidden_layers=4)) for kind in kinds}
-    found = {}
-    for size, of_size in cases.items():
-        ranks = launch(worker, size, directories, of_size, str(root))
-        found |= {name: [rank[name] for rank in ranks] for name in of_size}
-    return found
+    return launch_cases(worker, cases, directories, str(root))
 
 
 def configure(directory: str, dtype: str, layout: dict[str, Any]) -> Config:
