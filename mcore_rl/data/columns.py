@@ -195,14 +195,14 @@ class Columns:
 
     def _row_tools(self, row: Row, extra_info: Row, where: str) -> list[ToolSchema] | None:
         given, selection = row.get(TOOLS), _source_of(SELECTION, row, extra_info, where).get(SELECTION)
-        if not self._tools.are_called:
+        if not self._tools.executes:
             if not is_empty(selection) and given is None:
                 self.notes[f"have {SELECTION}, which is ignored: rollout.tools is empty"] += 1
                 selection = None
             if not is_empty(given):
                 self.notes[f"have {TOOLS}, shown in prompts: calls are text for the reward, nothing is executed"] += 1
         unknown = self._tools.unknown(extra_info.get("tools_kwargs"))
-        if unknown and self._tools.are_called:
+        if unknown and self._tools.executes:
             self.notes[f"have tools_kwargs of {', '.join(unknown)}, which rollout.tools does not have"] += 1
         return self._tools.of(given, selection, where, struct_nulls=self._struct_nulls)
 

@@ -7,10 +7,10 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from mcore_rl.types.json import JsonObject
 from model_converters.durable_files import durable_write
 
 FIELDS = ".fields"
@@ -50,7 +50,7 @@ def _join(sources: Sequence[str], path: Path) -> None:
             os.unlink(name)
 
 
-def add_fields(part: str, lines: Sequence[int], fields: Sequence[Mapping[str, Any]]) -> None:
+def add_fields(part: str, lines: Sequence[int], fields: Sequence[Mapping[str, object]]) -> None:
     """Store additional fields for lines of a part, until amend_part merges them.
 
     Several processes may call this concurrently for different lines.
@@ -60,9 +60,9 @@ def add_fields(part: str, lines: Sequence[int], fields: Sequence[Mapping[str, An
             file.write(json.dumps([line, line_fields], ensure_ascii=False) + "\n")
 
 
-def _take_fields(part: str) -> dict[int, dict[str, Any]]:
+def _take_fields(part: str) -> dict[int, JsonObject]:
     """Load and remove the fields that add_fields stored. Returns line -> fields."""
-    fields_by_line: dict[int, dict[str, Any]] = {}
+    fields_by_line: dict[int, JsonObject] = {}
     for path in Path(part).parent.glob(f"{Path(part).name}.*{FIELDS}"):
         with open(path, encoding="utf-8") as source:
             fields_by_line |= dict(map(json.loads, source))

@@ -144,14 +144,10 @@ class RowTools:
 
     def __init__(self, tools: Sequence[ToolSchema], *, executes: bool) -> None:
         self._tools = {tool_name(schema): schema for schema in tools}
-        self._executes = executes and bool(tools)
+        self.executes = executes and bool(tools)
+        """True if calls are executed."""
         self._checked: dict[str, list[ToolSchema]] = {}
         """JSON text -> checked list of schemas, shared by rows with equal tools."""
-
-    @property
-    def are_called(self) -> bool:
-        """True if calls are executed."""
-        return self._executes
 
     def unknown(self, tools_kwargs: object) -> list[str]:
         """Return the names in a row's tools_kwargs that are not tools of the run."""
@@ -209,7 +205,7 @@ class RowTools:
             function["parameters"] = parameters = parse_json(parameters, f"{context}: parameters of {name}")
         if not isinstance(parameters, dict | None):
             raise DataError(f"{context}: parameters of {name} is {type(parameters).__name__}, not a JSON schema")
-        if self._executes:
+        if self.executes:
             self._check_implemented(name, parameters or {}, context)
         return {"type": "function", "function": function}
 
