@@ -6,8 +6,10 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import get_args
 
 from model_converters.catalogue import as_lines, as_markdown, write_between_markers
@@ -20,7 +22,6 @@ from model_converters.families.parts.mtp import Copies, without_mtp
 from model_converters.hf.size import COMPARED_PARAMETERS
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
-from model_converters.paths import expanded_path as _path
 from model_converters.table_output import as_json, as_table
 
 
@@ -124,6 +125,33 @@ def _add_mtp_flags(verb: argparse.ArgumentParser) -> None:
         help="treatment of the copies of embedding and head that multi-token-prediction layers store: equal rejects a "
         "copy that differs from the main model's tensor (default), main ignores the copies",
     )
+
+
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+
+
+def _path(text: str) -> Path:
+    """Expand `~`, `~user`, `$NAME` and `${NAME}` in a path, for arguments that the shell did not expand.
+
+    Raises: argparse.ArgumentTypeError for an empty path, an unknown user, a variable that is not set, and a path that
+    is not UTF-8.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise argparse.ArgumentTypeError(f"{text}: {path.partition('/')[0]} has no home directory")
+    if not os.path.lexists(path):
+        for match in _VARIABLE.finditer(path):
+            if (match[1] or match[2]) not in os.environ:
+                raise argparse.ArgumentTypeError(f"{text}: the environment variable {match[1] or match[2]} is not set")
+        path = os.path.expandvars(path)
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        shown = path.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        raise argparse.ArgumentTypeError(f"{shown} is not UTF-8; rename the file or directory") from None
+    return Path(path)
 
 
 def _positive(text: str) -> float:

@@ -119,18 +119,6 @@ def _column_block_maxima(magnitudes: torch.Tensor, width: int) -> torch.Tensor:
     return torch.cat(maxima)
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, block: Block, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise a whole weight [M, N] to `dtype`."""
-    out = torch.empty(codes.shape, dtype=dtype)
-    window = ScaleWindow(scales, block, row=0, column=0, shape=tuple(codes.shape))
-    buffer = torch.empty(TILE_ROWS, codes.shape[1])
-    for first in range(0, codes.shape[0], TILE_ROWS):
-        values = buffer[: codes.shape[0] - first]
-        window.dequantise(codes[first : first + TILE_ROWS], values, row=first, column=0)
-        out[first : first + TILE_ROWS] = values
-    return out
-
-
 class ScaleWindow:
     """Scales of a window of a weight, expanded to one float32 per block row and element column.
 

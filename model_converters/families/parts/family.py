@@ -15,7 +15,6 @@ from model_converters.families.parts.hf_config import (
     flag,
     integer,
     number,
-    refuse_sliding_window,
     refuse_unsupported,
     with_defaults,
 )
@@ -161,7 +160,6 @@ def attention_sizes(config: HFConfig, *, bias_of_qkv_only: bool = False) -> Atte
     bias_of_qkv_only: attention_bias of this family applies to q, k and v but not to o_proj.
     """
     refuse_unsupported(config)
-    refuse_sliding_window(config)
     if flag(config, "attention_bias") and not bias_of_qkv_only:
         raise ConversionError("config.json: attention_bias is not supported: it also adds a bias to o_proj")
     num_heads = integer(config, "num_attention_heads")

@@ -265,13 +265,11 @@ def refuse_unsupported(config: HFConfig) -> None:
     if activation != "silu":
         raise ConversionError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")
     require(config, "per_layer_config", None, {}, reason="all layers of a table have the same sizes")
+    _refuse_sliding_window(config)
 
 
-def refuse_sliding_window(config: HFConfig) -> None:
-    """Reject sliding-window attention.
-
-    Raises: ConversionError if any layer attends to a window instead of all tokens.
-    """
+def _refuse_sliding_window(config: HFConfig) -> None:
+    """Reject models in which any layer attends to a window instead of all tokens."""
     layer_types = config.get("layer_types")
     if layer_types is not None:
         if not isinstance(layer_types, list | tuple) or not all(isinstance(kind, str) for kind in layer_types):

@@ -24,7 +24,6 @@ from model_converters.families.parts.hf_config import (
     HFConfig,
     integer,
     number,
-    refuse_sliding_window,
     refuse_unsupported,
     require,
 )
@@ -87,7 +86,6 @@ def latent_sizes(config: HFConfig) -> LatentSizes:
     Raises: ConversionError naming a setting that the rows or Megatron's attention cannot represent.
     """
     refuse_unsupported(config)
-    refuse_sliding_window(config)
     require(config, "attention_bias", False, reason="the table has no row for attention biases")
     require(config, "rope_interleave", True, reason="megatron pairs neighbouring elements of a latent head")
     for key in ("index_topk", "index_n_heads", "index_head_dim"):

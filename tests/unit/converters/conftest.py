@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from model_converters.mapping.layout import TrainLayout
-from tests.unit.converters import deepseek_oracle
+from model_converters.mapping.layout import Coordinates, TrainLayout
 
 Tensors = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
 
 DENSE = {
     "model_type": "qwen3",
@@ -48,17 +49,55 @@ MIXTRAL = {
     "num_experts_per_tok": 2,
     "sliding_window": None,
 }
-LLAMA_PARTS, MIXTRAL_PARTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
-
-
-FAMILY_CONFIGS = {
+_COMMON: dict[str, Any] = {
+    "vocab_size": 24,
+    "hidden_size": 12,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "intermediate_size": 20,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 4,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 2.5,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 5,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+}
+_SIGMOID: dict[str, Any] = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "num_nextn_predict_layers": 1}
+FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": DENSE,
     "qwen3_moe": MOE,
     "qwen2": {**DENSE, "model_type": "qwen2"},
     "llama": {**DENSE, "model_type": "llama"},
     "mixtral": MIXTRAL,
-    **deepseek_oracle.CONFIGS,
+    "deepseek_v2": {**_COMMON, **_LATENT, "model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "deepseek_v3"},
+    "glm4_moe": {
+        **_COMMON,
+        **_SIGMOID,
+        "model_type": "glm4_moe",
+        "num_key_value_heads": 4,
+        "head_dim": 6,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    "kimi_k2": {**_COMMON, **_LATENT, **_SIGMOID, "model_type": "kimi_k2", "num_nextn_predict_layers": 0},
 }
+LLAMA_PARTS, MIXTRAL_PARTS = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 @pytest.fixture
@@ -77,134 +116,6 @@ def moe_config() -> dict:
     return dict(MOE)
 
 
-def _random_hf(config: dict, seed: int = 0) -> Tensors:
-    """Return random HF tensors of a model of any family, built without the table."""
-    if config["model_type"] in deepseek_oracle.CONFIGS:
-        return deepseek_oracle.random_hf(config, seed)
-    generator = torch.Generator().manual_seed(seed)
-    hidden, head_dim = config["hidden_size"], config["head_dim"]
-    q_rows, kv_rows = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        shapes |= {
-            f"{prefix}input_layernorm.weight": (hidden,),
-            f"{prefix}post_attention_layernorm.weight": (hidden,),
-            f"{prefix}self_attn.q_proj.weight": (q_rows, hidden),
-            f"{prefix}self_attn.k_proj.weight": (kv_rows, hidden),
-            f"{prefix}self_attn.v_proj.weight": (kv_rows, hidden),
-            f"{prefix}self_attn.o_proj.weight": (hidden, q_rows),
-        }
-        if config["model_type"].startswith("qwen3"):
-            shapes |= {f"{prefix}self_attn.{part}_norm.weight": (head_dim,) for part in "qk"}
-        if config["model_type"] == "qwen2":
-            for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
-                shapes[f"{prefix}self_attn.{part}_proj.bias"] = (rows,)
-        mlps = {f"{prefix}mlp.": config["intermediate_size"]}
-        if config["model_type"] == "qwen3_moe" and layer not in config["mlp_only_layers"]:
-            shapes[f"{prefix}mlp.gate.weight"] = (config["num_experts"], hidden)
-            experts = range(config["num_experts"])
-            mlps = {f"{prefix}mlp.experts.{expert}.": config["moe_intermediate_size"] for expert in experts}
-        gate, up, down = LLAMA_PARTS
-        if config["model_type"] == "mixtral":
-            block = f"{prefix}block_sparse_moe."
-            shapes[f"{block}gate.weight"] = (config["num_local_experts"], hidden)
-            mlps = {f"{block}experts.{e}.": config["intermediate_size"] for e in range(config["num_local_experts"])}
-            gate, up, down = MIXTRAL_PARTS
-        for name, size in mlps.items():
-            shapes[f"{name}{gate}.weight"] = shapes[f"{name}{up}.weight"] = (size, hidden)
-            shapes[f"{name}{down}.weight"] = (hidden, size)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def _fuse_qkv(hf: Tensors, prefix: str, config: dict, kind: str) -> torch.Tensor:
-    """Fuse q, k and v in Megatron's order: for each group its q heads, its k head, its v head."""
-    head_dim, groups = config["head_dim"], config["num_key_value_heads"]
-    per_group = config["num_attention_heads"] // groups
-    rows = []
-    for group in range(groups):
-        for head in range(group * per_group, (group + 1) * per_group):
-            rows.append(hf[f"{prefix}q_proj.{kind}"][head * head_dim : (head + 1) * head_dim])
-        for part in "kv":
-            rows.append(hf[f"{prefix}{part}_proj.{kind}"][group * head_dim : (group + 1) * head_dim])
-    return torch.cat(rows)
-
-
-def _column(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
-    return tensor.chunk(size, dim=0)[index]
-
-
-def _vocabulary(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
-    """Append zero rows until the ranks' shares are equal, and return one share."""
-    while len(tensor) % size:
-        tensor = torch.cat([tensor, torch.zeros_like(tensor[:1])])
-    return _column(tensor, index, size)
-
-
-def _row(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
-    return tensor.chunk(size, dim=1)[index]
-
-
-def _gated(hf: Tensors, ours: tuple[str, str], theirs: str, index: int, size: int) -> Tensors:
-    parts = MIXTRAL_PARTS if f"{theirs}w1.weight" in hf else LLAMA_PARTS
-    gate, up, down = (hf[f"{theirs}{part}.weight"] for part in parts)
-    return {
-        ours[0]: torch.cat([_column(gate, index, size), _column(up, index, size)]),
-        ours[1]: _row(down, index, size),
-    }
-
-
-def _local_mcore(hf: Tensors, config: dict, layout: TrainLayout, rank: int) -> Tensors:
-    """Return the tensors of Megatron's parallel layers on `rank`."""
-    if config["model_type"] in deepseek_oracle.CONFIGS:
-        return deepseek_oracle.local_mcore(hf, config, layout, rank)
-    at = layout.coordinates(rank)
-    embedding = hf["model.embed_tokens.weight"]
-    head = embedding if config["tie_word_embeddings"] else hf["lm_head.weight"]
-    local: Tensors = {}
-    if at.pp == 0:
-        local["embedding.word_embeddings.weight"] = _vocabulary(embedding, at.tp, layout.tp)
-    for layers in layout.stage_layers(config["num_hidden_layers"])[at.pp]:
-        for layer in layers:
-            local |= _local_layer(hf, config, layout, at, layer)
-    if at.pp == layout.pp - 1:
-        local["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
-        if not config["tie_word_embeddings"] or layout.pp > 1:
-            local["output_layer.weight"] = _vocabulary(head, at.tp, layout.tp)
-    return local
-
-
-def _local_layer(hf: Tensors, config: dict, layout: TrainLayout, at, layer: int) -> Tensors:
-    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    local = {
-        f"{ours}input_layernorm.weight": hf[f"{theirs}input_layernorm.weight"],
-        f"{ours}pre_mlp_layernorm.weight": hf[f"{theirs}post_attention_layernorm.weight"],
-        f"{ours}self_attention.linear_qkv.weight": _column(
-            _fuse_qkv(hf, f"{theirs}self_attn.", config, "weight"), at.tp, layout.tp
-        ),
-        f"{ours}self_attention.linear_proj.weight": _row(hf[f"{theirs}self_attn.o_proj.weight"], at.tp, layout.tp),
-    }
-    for part in "qk":
-        if f"{theirs}self_attn.{part}_norm.weight" in hf:
-            local[f"{ours}self_attention.{part}_layernorm.weight"] = hf[f"{theirs}self_attn.{part}_norm.weight"]
-    if f"{theirs}self_attn.q_proj.bias" in hf:
-        bias = _fuse_qkv(hf, f"{theirs}self_attn.", config, "bias")
-        local[f"{ours}self_attention.linear_qkv.bias"] = _column(bias, at.tp, layout.tp)
-    block = f"{theirs}{'block_sparse_moe' if config['model_type'] == 'mixtral' else 'mlp'}."
-    if f"{block}gate.weight" not in hf:
-        names = (f"{ours}mlp.linear_fc1.weight", f"{ours}mlp.linear_fc2.weight")
-        return local | _gated(hf, names, block, at.tp, layout.tp)
-    local[f"{ours}mlp.router.weight"] = hf[f"{block}gate.weight"]
-    held = len(local[f"{ours}mlp.router.weight"]) // layout.ep
-    for expert in range(at.ep * held, (at.ep + 1) * held):
-        names = (f"{ours}mlp.experts.linear_fc1.weight{expert}", f"{ours}mlp.experts.linear_fc2.weight{expert}")
-        local |= _gated(hf, names, f"{block}experts.{expert}.", at.etp, layout.etp)
-    return local
-
-
 @pytest.fixture
 def random_hf() -> Callable[..., Tensors]:
     return _random_hf
@@ -213,3 +124,190 @@ def random_hf() -> Callable[..., Tensors]:
 @pytest.fixture
 def local_mcore() -> Callable[[Tensors, dict, TrainLayout, int], Tensors]:
     return _local_mcore
+
+
+def _random_hf(config: dict[str, Any], seed: int = 0) -> Tensors:
+    """Return random HF tensors of a model of any family, built without the table."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, layers, mtp = config["hidden_size"], config["num_hidden_layers"], _mtp_layers(config)
+    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    for layer in range(layers + len(mtp)):
+        named = _attention_shapes(config) | _mlp_shapes(config, layer)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in named.items()}
+    for layer in mtp:
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            shapes[f"model.layers.{layer}.{name}.weight"] = (hidden,)
+        shapes[f"model.layers.{layer}.eh_proj.weight"] = (hidden, 2 * hidden)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    for layer in mtp:
+        tensors[f"model.layers.{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"model.layers.{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return tensors
+
+
+def _mtp_layers(config: dict[str, Any]) -> range:
+    layers = config["num_hidden_layers"]
+    return range(layers, layers + config.get("num_nextn_predict_layers", 0))
+
+
+def _attention_shapes(config: dict[str, Any]) -> Shapes:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    norms = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    if "kv_lora_rank" not in config:
+        d, groups = config["head_dim"], config["num_key_value_heads"]
+        has_bias = config["attention_bias"] or config["model_type"] == "qwen2"
+        has_norms = config.get("use_qk_norm") or config["model_type"].startswith("qwen3")
+        rows = {"q": heads * d, "k": groups * d, "v": groups * d}
+        return {
+            **norms,
+            **{f"self_attn.{part}_proj.weight": (size, hidden) for part, size in rows.items()},
+            **{f"self_attn.{part}_proj.bias": (size,) for part, size in rows.items() if has_bias},
+            **{f"self_attn.{part}_norm.weight": (d,) for part in "qk" if has_norms},
+            "self_attn.o_proj.weight": (hidden, heads * d),
+        }
+    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
+    query = {"q_proj": (heads * (nope + rope), hidden)}
+    if q_rank:
+        query = {"q_a_proj": (q_rank, hidden), "q_b_proj": (heads * (nope + rope), q_rank)}
+        norms["self_attn.q_a_layernorm.weight"] = (q_rank,)
+    norms["self_attn.kv_a_layernorm.weight"] = (kv_rank,)
+    projections = query | {
+        "kv_a_proj_with_mqa": (kv_rank + rope, hidden),
+        "kv_b_proj": (heads * (nope + value), kv_rank),
+        "o_proj": (hidden, heads * value),
+    }
+    return norms | {f"self_attn.{name}.weight": shape for name, shape in projections.items()}
+
+
+def _mlp_shapes(config: dict[str, Any], layer: int) -> Shapes:
+    mixtral = config["model_type"] == "mixtral"
+    block, (gate, up, down) = ("block_sparse_moe.", MIXTRAL_PARTS) if mixtral else ("mlp.", LLAMA_PARTS)
+    hidden, widths = config["hidden_size"], {block: config["intermediate_size"]}
+    counts = [config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config]
+    dense = layer < config.get("first_k_dense_replace", 0) or layer in config.get("mlp_only_layers", ())
+    shapes: Shapes = {}
+    if counts and not dense:
+        size = config.get("moe_intermediate_size", config["intermediate_size"])
+        widths = {f"{block}experts.{expert}.": size for expert in range(counts[0])}
+        shapes[f"{block}gate.weight"] = (counts[0], hidden)
+        if "n_shared_experts" in config:
+            widths["mlp.shared_experts."] = size * config["n_shared_experts"]
+            if config["model_type"] != "deepseek_v2":
+                shapes["mlp.gate.e_score_correction_bias"] = (counts[0],)
+    for prefix, width in widths.items():
+        shapes[f"{prefix}{gate}.weight"] = shapes[f"{prefix}{up}.weight"] = (width, hidden)
+        shapes[f"{prefix}{down}.weight"] = (hidden, width)
+    return shapes
+
+
+def _local_mcore(hf: Tensors, config: dict[str, Any], layout: TrainLayout, rank: int) -> Tensors:
+    """Return the tensors of Megatron's parallel layers on `rank`."""
+    at, local = layout.coordinates(rank), {}
+    if at.pp == 0:
+        local["embedding.word_embeddings.weight"] = _vocabulary(hf["model.embed_tokens.weight"], at.tp, layout.tp)
+    for layers in layout.stage_layers(config["num_hidden_layers"])[at.pp]:
+        for layer in layers:
+            local |= _local_layer(hf, config, f"model.layers.{layer}.", f"decoder.layers.{layer}.", layout, at)
+    if at.pp == layout.pp - 1:
+        local["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
+        if not config["tie_word_embeddings"] or layout.pp > 1:
+            head = hf.get("lm_head.weight", hf["model.embed_tokens.weight"])
+            local["output_layer.weight"] = _vocabulary(head, at.tp, layout.tp)
+        for depth, layer in enumerate(_mtp_layers(config)):
+            ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{layer}."
+            copy = hf[f"{theirs}embed_tokens.weight"]
+            local["embedding.word_embeddings.weight"] = _vocabulary(copy, at.tp, layout.tp)
+            local[f"{ours}enorm.weight"] = hf[f"{theirs}enorm.weight"]
+            local[f"{ours}hnorm.weight"] = hf[f"{theirs}hnorm.weight"]
+            local[f"{ours}eh_proj.weight"] = _rows(hf[f"{theirs}eh_proj.weight"], at.tp, layout.tp)
+            local[f"{ours}final_layernorm.weight"] = hf[f"{theirs}shared_head.norm.weight"]
+            local |= _local_layer(hf, config, theirs, f"{ours}transformer_layer.", layout, at)
+    return local
+
+
+def _rows(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
+    return tensor.chunk(size, dim=0)[index]
+
+
+def _columns(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
+    return tensor.chunk(size, dim=1)[index]
+
+
+def _vocabulary(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
+    """Append zero rows until the ranks' shares are equal, and return one share."""
+    while len(tensor) % size:
+        tensor = torch.cat([tensor, torch.zeros_like(tensor[:1])])
+    return _rows(tensor, index, size)
+
+
+def _local_layer(
+    hf: Tensors, config: dict[str, Any], theirs: str, ours: str, layout: TrainLayout, at: Coordinates
+) -> Tensors:
+    local = {
+        f"{ours}input_layernorm.weight": hf[f"{theirs}input_layernorm.weight"],
+        f"{ours}pre_mlp_layernorm.weight": hf[f"{theirs}post_attention_layernorm.weight"],
+    }
+    attention = (f"{theirs}self_attn.", f"{ours}self_attention.", layout, at)
+    if f"{theirs}self_attn.kv_b_proj.weight" in hf:
+        local |= _latent_attention(hf, *attention)
+    else:
+        local |= _grouped_attention(hf, config, *attention)
+    block = "block_sparse_moe" if f"{theirs}block_sparse_moe.gate.weight" in hf else "mlp"
+    return local | _mlp(hf, f"{theirs}{block}.", f"{ours}mlp.", layout, at)
+
+
+def _latent_attention(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, at: Coordinates) -> Tensors:
+    whole = {
+        "linear_q_down_proj": "q_a_proj",
+        "q_layernorm": "q_a_layernorm",
+        "linear_kv_down_proj": "kv_a_proj_with_mqa",
+        "kv_layernorm": "kv_a_layernorm",
+    }
+    by_heads = {"linear_q_proj": "q_proj", "linear_q_up_proj": "q_b_proj", "linear_kv_up_proj": "kv_b_proj"}
+    local = {f"{ours}{mine}.weight": hf.get(f"{theirs}{name}.weight") for mine, name in whole.items()}
+    for mine, name in by_heads.items():
+        if f"{theirs}{name}.weight" in hf:
+            local[f"{ours}{mine}.weight"] = _rows(hf[f"{theirs}{name}.weight"], at.tp, layout.tp)
+    local[f"{ours}linear_proj.weight"] = _columns(hf[f"{theirs}o_proj.weight"], at.tp, layout.tp)
+    return {name: tensor for name, tensor in local.items() if tensor is not None}
+
+
+def _grouped_attention(
+    hf: Tensors, config: dict[str, Any], theirs: str, ours: str, layout: TrainLayout, at: Coordinates
+) -> Tensors:
+    """Fuse q, k and v in Megatron's order: for each group its q heads, its k head, its v head."""
+    groups = config["num_key_value_heads"]
+    local = {f"{ours}linear_proj.weight": _columns(hf[f"{theirs}o_proj.weight"], at.tp, layout.tp)}
+    for kind in ("weight", "bias"):
+        if f"{theirs}q_proj.{kind}" in hf:
+            parts = [hf[f"{theirs}{part}_proj.{kind}"].unflatten(0, (groups, -1)) for part in "qkv"]
+            local[f"{ours}linear_qkv.{kind}"] = _rows(torch.cat(parts, 1).flatten(0, 1), at.tp, layout.tp)
+    for part in "qk":
+        if f"{theirs}{part}_norm.weight" in hf:
+            local[f"{ours}{part}_layernorm.weight"] = hf[f"{theirs}{part}_norm.weight"]
+    return local
+
+
+def _mlp(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, at: Coordinates) -> Tensors:
+    def gated(name: str, fc1: str, fc2: str, index: int, size: int) -> Tensors:
+        parts = MIXTRAL_PARTS if f"{theirs}{name}w1.weight" in hf else LLAMA_PARTS
+        gate, up, down = (hf[f"{theirs}{name}{part}.weight"] for part in parts)
+        joined = torch.cat([_rows(gate, index, size), _rows(up, index, size)])
+        return {f"{ours}{fc1}": joined, f"{ours}{fc2}": _columns(down, index, size)}
+
+    if f"{theirs}gate.weight" not in hf:
+        return gated("", "linear_fc1.weight", "linear_fc2.weight", at.tp, layout.tp)
+    local = {f"{ours}router.weight": hf[f"{theirs}gate.weight"]}
+    if f"{theirs}shared_experts.gate_proj.weight" in hf:
+        shared = ("shared_experts.", "shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight")
+        local |= gated(*shared, at.tp, layout.tp)
+    if f"{theirs}gate.e_score_correction_bias" in hf:
+        local[f"{ours}router.expert_bias"] = hf[f"{theirs}gate.e_score_correction_bias"]
+    held = len(hf[f"{theirs}gate.weight"]) // layout.ep
+    for e in range(at.ep * held, (at.ep + 1) * held):
+        names = (f"experts.linear_fc1.weight{e}", f"experts.linear_fc2.weight{e}")
+        local |= gated(f"experts.{e}.", *names, at.etp, layout.etp)
+    return local

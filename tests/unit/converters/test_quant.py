@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from model_converters.errors import ConversionError
-from model_converters.hf.quant import FP8, ScaleWindow, dequantise, quantise, scale_shape
+from model_converters.hf.quant import FP8, ScaleWindow, quantise, scale_shape
 
 BLOCK = (128, 128)
+
+
+def dequantise(codes, scales, block, dtype):
+    """Dequantise a whole weight [M, N] to `dtype`."""
+    values = torch.empty(codes.shape)
+    ScaleWindow(scales, block, row=0, column=0, shape=tuple(codes.shape)).dequantise(codes, values, row=0, column=0)
+    return values.to(dtype)
 
 
 def naive(codes, scales, block):
