@@ -17,11 +17,11 @@ from model_converters.mapping.table import bind
 from tests.tiny_models import GROUPS, LLAMA3, YARN, checkpoint_tensors, tiny_fields
 
 ABSENT: Any = object()
-Change = dict[str, Any]
+Change = dict[str, object]
 
 _DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
-_WRONG: list[Any] = [ABSENT, None, 0, "x", [1], True, math.nan]
-_VALUES: dict[str, list[Any]] = {
+_WRONG: list[object] = [ABSENT, None, 0, "x", [1], True, math.nan]
+_VALUES: dict[str, list[object]] = {
     "rms_norm_eps": [*_WRONG, 1e-3],
     "attention_dropout": [ABSENT, None, "x", [1], True, math.nan, 0.1],
     "initializer_range": _WRONG,
@@ -59,7 +59,7 @@ _VALUES: dict[str, list[Any]] = {
     "layer_types": [None, 3, "x", ["full_attention"] * 2, ["sliding_attention"] * 2],
     "per_layer_config": [None, {"0": {"rms_norm_eps": 1e-2}}],
 }
-_EXPERTS: dict[str, list[Any]] = {
+_EXPERTS: dict[str, list[object]] = {
     "num_experts": [*_WRONG, 4],
     "num_local_experts": [*_WRONG, 4],
     "n_routed_experts": [*_WRONG, 4],
@@ -76,14 +76,14 @@ _EXPERTS: dict[str, list[Any]] = {
     "topk_method": [ABSENT, None, "greedy", "noaux_tc", 3],
     "use_qk_norm": [ABSENT, None, True, False, 0],
 }
-_LATENT: dict[str, list[Any]] = {
+_LATENT: dict[str, list[object]] = {
     "q_lora_rank": [*_WRONG, 8],
     "kv_lora_rank": _WRONG[1:],
     "qk_rope_head_dim": [None, 0, 4, 7],
     "v_head_dim": [None, 0, 8],
     "rope_interleave": [ABSENT, None, False, True, 0],
 }
-_YARN_VALUES: dict[str, list[Any]] = {
+_YARN_VALUES: dict[str, list[object]] = {
     "rope_theta": [ABSENT, None, 0, "x", 5e5],
     "factor": [ABSENT, None, "x", 1, 8],
     "original_max_position_embeddings": [None, "x", 64],
@@ -95,7 +95,7 @@ _YARN_VALUES: dict[str, list[Any]] = {
     "truncate": [None, True, False, 0],
     "partial_rotary_factor": [None, 0.5, 1.0],
 }
-_LLAMA3_VALUES: dict[str, list[Any]] = {
+_LLAMA3_VALUES: dict[str, list[object]] = {
     "rope_theta": [ABSENT, None, 0, "x", 1e4],
     "factor": [ABSENT, None, "x", 1, 4.0],
     "low_freq_factor": [ABSENT, None, "x", 2.0],
@@ -135,15 +135,15 @@ def changes(kind: str) -> Iterator[Change]:
     yield from _TOGETHER
 
 
-def grid_fields(kind: str, change: Change) -> dict[str, Any]:
+def grid_fields(kind: str, change: Change) -> dict[str, object]:
     return _changed(tiny_fields(kind, **_BASE), change)
 
 
-def _changed(fields: dict[str, Any], change: Change) -> dict[str, Any]:
+def _changed(fields: dict[str, object], change: Change) -> dict[str, object]:
     return {key: value for key, value in {**fields, **change}.items() if value is not ABSENT}
 
 
-def facts_of_transformers(fields: dict[str, Any]) -> dict[str, Any]:
+def facts_of_transformers(fields: dict[str, object]) -> dict[str, object]:
     """Return facts about transformers' model. Raises the errors of transformers for a model that it cannot run."""
     # transformers modifies its arguments.
     config = AutoConfig.for_model(**copy.deepcopy(fields))
@@ -180,7 +180,7 @@ def _pairs_neighbours(config: Any) -> bool:
     return config.model_type == "deepseek_v2" or (config.model_type == "deepseek_v3" and bool(config.rope_interleave))
 
 
-def _routing(gate: Any) -> dict[str, Any]:
+def _routing(gate: Any) -> dict[str, object]:
     groups = (getattr(gate, "num_group", None), getattr(gate, "topk_group", None))
     limited = getattr(gate, "topk_method", "group_limited_greedy") == "group_limited_greedy"
     return {
@@ -192,7 +192,7 @@ def _routing(gate: Any) -> dict[str, Any]:
     }
 
 
-def facts_of_ours(fields: dict[str, Any]) -> dict[str, Any]:
+def facts_of_ours(fields: dict[str, object]) -> dict[str, object]:
     """Return the same facts from the family's table and arguments."""
     family = FAMILIES[fields["model_type"]]
     arguments = family.model_arguments(fields)
@@ -237,7 +237,7 @@ def _rotation(arguments: Any, head_dim: int) -> tuple[torch.Tensor, float, float
     return frequencies, float(cosine_scale), scale**2 * head_dim**-0.5
 
 
-def _our_routing(sizes: dict[str, Any]) -> dict[str, Any]:
+def _our_routing(sizes: dict[str, object]) -> dict[str, object]:
     sigmoid = sizes["moe_router_score_function"] == "sigmoid"
     groups = (sizes.get("moe_router_num_groups"), sizes.get("moe_router_group_topk"))
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ MIXTRAL = {
     "num_experts_per_tok": 2,
     "sliding_window": None,
 }
-_COMMON: dict[str, Any] = {
+_COMMON: dict[str, object] = {
     "vocab_size": 24,
     "hidden_size": 12,
     "num_hidden_layers": 4,
@@ -69,7 +68,7 @@ _COMMON: dict[str, Any] = {
     "first_k_dense_replace": 2,
     "routed_scaling_factor": 2.5,
 }
-_LATENT: dict[str, Any] = {
+_LATENT: dict[str, object] = {
     "num_key_value_heads": 8,
     "q_lora_rank": 5,
     "kv_lora_rank": 6,
@@ -77,8 +76,8 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 2,
     "v_head_dim": 3,
 }
-_SIGMOID: dict[str, Any] = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "num_nextn_predict_layers": 1}
-FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
+_SIGMOID: dict[str, object] = {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "num_nextn_predict_layers": 1}
+FAMILY_CONFIGS: dict[str, dict[str, object]] = {
     "qwen3": DENSE,
     "qwen3_moe": MOE,
     "qwen2": {**DENSE, "model_type": "qwen2"},
@@ -126,7 +125,7 @@ def local_mcore() -> Callable[[Tensors, dict, TrainLayout, int], Tensors]:
     return _local_mcore
 
 
-def _random_hf(config: dict[str, Any], seed: int = 0) -> Tensors:
+def _random_hf(config: dict[str, object], seed: int = 0) -> Tensors:
     """Return random HF tensors of a model of any family, built without the table."""
     generator = torch.Generator().manual_seed(seed)
     hidden, layers, mtp = config["hidden_size"], config["num_hidden_layers"], _mtp_layers(config)
@@ -147,12 +146,12 @@ def _random_hf(config: dict[str, Any], seed: int = 0) -> Tensors:
     return tensors
 
 
-def _mtp_layers(config: dict[str, Any]) -> range:
+def _mtp_layers(config: dict[str, object]) -> range:
     layers = config["num_hidden_layers"]
     return range(layers, layers + config.get("num_nextn_predict_layers", 0))
 
 
-def _attention_shapes(config: dict[str, Any]) -> Shapes:
+def _attention_shapes(config: dict[str, object]) -> Shapes:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     norms = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
     if "kv_lora_rank" not in config:
@@ -182,7 +181,7 @@ def _attention_shapes(config: dict[str, Any]) -> Shapes:
     return norms | {f"self_attn.{name}.weight": shape for name, shape in projections.items()}
 
 
-def _mlp_shapes(config: dict[str, Any], layer: int) -> Shapes:
+def _mlp_shapes(config: dict[str, object], layer: int) -> Shapes:
     mixtral = config["model_type"] == "mixtral"
     block, (gate, up, down) = ("block_sparse_moe.", MIXTRAL_PARTS) if mixtral else ("mlp.", LLAMA_PARTS)
     hidden, widths = config["hidden_size"], {block: config["intermediate_size"]}
@@ -203,7 +202,7 @@ def _mlp_shapes(config: dict[str, Any], layer: int) -> Shapes:
     return shapes
 
 
-def _local_mcore(hf: Tensors, config: dict[str, Any], layout: TrainLayout, rank: int) -> Tensors:
+def _local_mcore(hf: Tensors, config: dict[str, object], layout: TrainLayout, rank: int) -> Tensors:
     """Return the tensors of Megatron's parallel layers on `rank`."""
     at, local = layout.coordinates(rank), {}
     if at.pp == 0:
@@ -244,7 +243,7 @@ def _vocabulary(tensor: torch.Tensor, index: int, size: int) -> torch.Tensor:
 
 
 def _local_layer(
-    hf: Tensors, config: dict[str, Any], theirs: str, ours: str, layout: TrainLayout, at: Coordinates
+    hf: Tensors, config: dict[str, object], theirs: str, ours: str, layout: TrainLayout, at: Coordinates
 ) -> Tensors:
     local = {
         f"{ours}input_layernorm.weight": hf[f"{theirs}input_layernorm.weight"],
@@ -276,7 +275,7 @@ def _latent_attention(hf: Tensors, theirs: str, ours: str, layout: TrainLayout, 
 
 
 def _grouped_attention(
-    hf: Tensors, config: dict[str, Any], theirs: str, ours: str, layout: TrainLayout, at: Coordinates
+    hf: Tensors, config: dict[str, object], theirs: str, ours: str, layout: TrainLayout, at: Coordinates
 ) -> Tensors:
     """Fuse q, k and v in Megatron's order: for each group its q heads, its k head, its v head."""
     groups = config["num_key_value_heads"]

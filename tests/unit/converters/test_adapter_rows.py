@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -28,7 +27,7 @@ RANK = 3
 DESCRIPTION = LoraDescription(3, 6.0, rslora=False, target_modules=["q_proj"], base="/base")
 
 
-def rows_of(kind: str, **changes: Any) -> tuple[list[Row], dict[str, Any]]:
+def rows_of(kind: str, **changes: object) -> tuple[list[Row], dict[str, object]]:
     config = tiny_fields(kind, **changes)
     return family_for(config).rows(config), config
 
@@ -47,7 +46,7 @@ def rows_of(kind: str, **changes: Any) -> tuple[list[Row], dict[str, Any]]:
     ],
 )
 def test_adapter_rows_default_targets_exclude_routed_experts(
-    kind: str, changes: dict[str, Any], targets: list[str]
+    kind: str, changes: dict[str, object], targets: list[str]
 ) -> None:
     rows, _ = rows_of(kind, **changes)
     found = default_targets(rows)
@@ -74,7 +73,7 @@ def test_adapter_rows_unsupported_target_raises_reason(kind: str, target: str, w
         adapter_rows(rows_of(kind)[0], ["q_proj", target], RANK)
 
 
-def held(kind: str, targets: list[str], layout: TrainLayout, rank: int, **changes: Any) -> Iterator[Any]:
+def held(kind: str, targets: list[str], layout: TrainLayout, rank: int, **changes: object) -> Iterator[object]:
     """Yield (adapter row, shard, num_shards, base row) for the adapters on a rank."""
     rows, config = rows_of(kind, **changes)
     base = bind(rows, config, torch.float32)
@@ -104,7 +103,7 @@ def put_together(row: BoundRow, shard: int, num_shards: int, whole: dict[str, to
     ],
 )
 def test_adapter_rows_product_equals_shard_of_whole_update(
-    kind: str, targets: list[str], layout: TrainLayout, changes: dict[str, Any]
+    kind: str, targets: list[str], layout: TrainLayout, changes: dict[str, object]
 ) -> None:
     """The reference is the shard of whole modules' B A, divided like the weight; modules without adapter give zero."""
     seen: set[str] = set()
@@ -158,7 +157,7 @@ def test_write_adapter_config_is_read_by_peft(tmp_path: Path) -> None:
 def test_write_adapter_failure_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"base_model.model.q_proj.lora_A.weight": torch.zeros(3, 8)}
 
-    def fail(*_: Any) -> None:
+    def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:

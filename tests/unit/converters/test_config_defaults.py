@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from model_converters.errors import ConversionError
@@ -26,7 +24,7 @@ ABSENT = [
 
 @pytest.mark.parametrize(("kind", "key", "changes", "message"), ABSENT, ids=lambda value: str(value)[:30])
 def test_error_about_absent_field_states_transformers_default(
-    kind: str, key: str, changes: dict[str, Any], message: str
+    kind: str, key: str, changes: dict[str, object], message: str
 ) -> None:
     fields = {name: value for name, value in (tiny_fields(kind) | changes).items() if name != key}
     with pytest.raises(ConversionError, match=message):

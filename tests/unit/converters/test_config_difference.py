@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from model_converters.dcp.verify import config_differences
@@ -29,7 +27,7 @@ THETA = {"rope_type": "default", "rope_theta": 500000.0}
         ("deepseek_v3", {"num_nextn_predict_layers": 1}, set()),
     ],
 )
-def test_config_differences_names_decisive_fields(kind: str, changes: dict[str, Any], fields: set[str]) -> None:
+def test_config_differences_names_decisive_fields(kind: str, changes: dict[str, object], fields: set[str]) -> None:
     ours = tiny_fields(kind)
     assert set(config_differences(ours | changes, ours)) == fields
     assert set(config_differences(ours, ours | changes)) == fields

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.unit.converters.config_grid import changes, facts_of_ours, facts_of_t
 KINDS = sorted(name for name, family in FAMILIES.items() if not family.transformers_type)
 
 
-def _named(change: dict[str, Any], message: str) -> bool:
+def _named(change: dict[str, object], message: str) -> bool:
     """Return whether the message names the changed field or the object that contains it."""
     inside = {key for value in change.values() if isinstance(value, dict) for key in value}
     words = {
@@ -26,7 +25,7 @@ def _named(change: dict[str, Any], message: str) -> bool:
     return any(word in message for word in words)
 
 
-def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+def _differences(ours: dict[str, object], theirs: dict[str, object]) -> list[str]:
     found = []
     for name, value in theirs.items():
         if isinstance(value, torch.Tensor):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from tests.tiny_models import YARN, tiny_fields
 HUB = Path(__file__).parents[3].parent / "shared" / "data" / "hf_configs"
 
 
-def fields_of(name: str, **changes: Any) -> dict[str, Any]:
+def fields_of(name: str, **changes: object) -> dict[str, object]:
     family = FAMILIES[name]
     fields = tiny_fields(family.transformers_type or name) | {"model_type": name}
     if "head_dim" in family.unread_by_engines:
@@ -26,7 +25,7 @@ def fields_of(name: str, **changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
-def added(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+def added(name: str, fields: dict[str, object]) -> dict[str, object]:
     """Return the overrides that the family's plain configuration does not have."""
     plain = engine_overrides(fields_of(name))
     return {key: value for key, value in engine_overrides(fields).items() if plain.get(key, ...) != value}
@@ -59,7 +58,7 @@ def test_field_that_only_engines_read_gets_its_neutral_value(name: str) -> None:
     ],
 )
 def test_rotation_that_engines_read_differently_is_overridden(
-    name: str, changes: dict[str, Any], expected: dict[str, Any]
+    name: str, changes: dict[str, object], expected: dict[str, object]
 ) -> None:
     found = added(name, fields_of(name, **changes))
     assert found.keys() == {"rope_parameters"}
@@ -87,7 +86,7 @@ def test_engine_overrides_other_architecture_is_replaced() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_check_for_engine_unfixable_field_is_rejected(name: str, engine: str) -> None:
     check_for_engine(fields_of(name), engine)
-    rejected: list[dict[str, Any]] = [{key: {"num_hidden_layers": 2}} for key in SUBMODELS]
+    rejected: list[dict[str, object]] = [{key: {"num_hidden_layers": 2}} for key in SUBMODELS]
     rejected += [{"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, key: 8}} for key in ROTATION_INSIDE]
     rejected += [{key: None} for key in FAMILIES[name].absent_for_engines]
     values = {"head_dim": 24, "tie_word_embeddings": True, "moe_layer_freq": 2}

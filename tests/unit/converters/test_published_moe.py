@@ -38,7 +38,7 @@ IGNORED_BY_THE_MATHS = {
     "seq_aux": False,  # part of DeepSeek's auxiliary loss, with aux_loss_alpha
     "aux_loss_alpha": 0.5,
 }
-DEEPSEEK_V3: dict[str, Any] = {
+DEEPSEEK_V3: dict[str, object] = {
     **LATENT,
     **{key: value for key, value in IGNORED_BY_THE_MATHS.items() if key not in ("seq_aux", "aux_loss_alpha")},
     "model_type": "deepseek_v3",
@@ -72,7 +72,7 @@ DEEPSEEK_V3: dict[str, Any] = {
     "topk_method": "noaux_tc",
     "vocab_size": 129280,
 }
-DEEPSEEK_V2_LITE: dict[str, Any] = {
+DEEPSEEK_V2_LITE: dict[str, object] = {
     **LATENT,
     **IGNORED_BY_THE_MATHS,
     "model_type": "deepseek_v2",
@@ -122,7 +122,7 @@ BILLIONS = {
 }
 
 
-def published(name: str) -> dict[str, Any]:
+def published(name: str) -> dict[str, object]:
     known = {"DeepSeek-V3": DEEPSEEK_V3, "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE}
     if name in known:
         return dict(known[name])
@@ -149,7 +149,7 @@ def test_published_config_has_published_parameter_count(name):
     assert round(sum(prod(shape) for row in bound for shape in row.row.shapes) / 1e9, 3) == BILLIONS[name]
 
 
-def other_values(value: Any) -> list[Any]:
+def other_values(value: Any) -> list[object]:
     """Return other values of the field's type."""
     if isinstance(value, bool):
         return [not value]
@@ -186,7 +186,7 @@ def inclusive(bounds: list[int] | None) -> range:
     return range(bounds[0], bounds[1] + 1) if bounds else range(1)
 
 
-def patterns() -> list[dict[str, Any]]:
+def patterns() -> list[dict[str, object]]:
     """Return name patterns and shapes of the published DeepSeek-V3 tensors, without FP8 scales (inclusive ranges)."""
     everywhere, sparse, dense = [0, 61], [3, 61], [0, 2]
     h, heads, layer = 7168, 128, "model.layers.{L}."
@@ -222,7 +222,7 @@ def patterns() -> list[dict[str, Any]]:
     return [dict(zip(("pattern", "layers", "experts", "shape"), row, strict=True)) for row in rows]
 
 
-def expanded(rows: list[dict[str, Any]]) -> dict[str, tuple[int, ...]]:
+def expanded(rows: list[dict[str, object]]) -> dict[str, tuple[int, ...]]:
     return {
         row["pattern"].replace("{L}", str(layer)).replace("{E}", str(expert)): tuple(row["shape"])
         for row in rows

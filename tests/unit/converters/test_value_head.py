@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from model_converters.mapping.table import bind
 Tensors = dict[str, torch.Tensor]
 
 
-def _write(directory: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+def _write(directory: Path, config: dict[str, object], tensors: Tensors) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -31,13 +30,13 @@ class Executor:
     """Ranks in this process. `silent` ranks do not answer. Unread answers are returned first, as from a queue."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.queues: list[tuple[Worker, list[Any]]] = [(Worker(rank), []) for rank in range(num_ranks)]
+        self.queues: list[tuple[Worker, list[object]]] = [(Worker(rank), []) for rank in range(num_ranks)]
         self.silent: set[int] = set()
         self.timeouts: list[float | None] = []
 
     def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> list[Any]:
+        self, method: str, timeout: float | None = None, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> list[object]:
         self.timeouts.append(timeout)
         for worker, answers in self.queues:
             answers.append(getattr(worker, method)(*args) if method == "answer" else method)
@@ -52,7 +51,7 @@ class Engine:
     def __init__(self, num_ranks: int) -> None:
         self.model_executor = Executor(num_ranks)
 
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[object, ...] = ()) -> list[object]:
         return self.model_executor.collective_rpc(method, timeout, args)
 
 

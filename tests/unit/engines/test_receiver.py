@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from mcore_rl.engines.rank_engine import RanksReceiver
@@ -18,7 +16,7 @@ class Ranks:
         self.fails: str | None = None
         self.loaded = [64, 32]
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str, *args: object) -> list[object]:
         self.calls.append(method)
         if method == self.fails:
             raise WeightSyncError(method)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
-from typing import Any
 
 import psutil
 import pytest
@@ -101,6 +100,6 @@ def test_failed_start_raises_config_error_and_leaves_no_process(monkeypatch: pyt
     assert set(psutil.Process().children(recursive=True)) <= children
 
 
-def _repeat(call: Callable[[], Any]) -> None:
+def _repeat(call: Callable[[], object]) -> None:
     while True:
         call()
