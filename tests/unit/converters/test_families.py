@@ -20,6 +20,7 @@ from model_converters.mapping.plan import export_plan
 from model_converters.mapping.table import bind
 from tests.exported import export_through
 from tests.tiny_models import LLAMA3
+from tests.unit.converters.hf_models import bound_rows
 
 SIZES = {
     "vocab_size": 40,
@@ -83,10 +84,6 @@ def saved_by_transformers(name, directory):
         torch.nn.init.normal_(tensor, std=0.3)  # transformers initialises biases to 0, which would hide errors
     model.save_pretrained(directory)
     return model
-
-
-def bound_rows(config):
-    return bind(family_for(config).rows(config), config, torch.float32)
 
 
 @pytest.mark.parametrize("name", MODELS)

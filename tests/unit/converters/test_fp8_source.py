@@ -18,6 +18,7 @@ from model_converters.hf.quant import FP8, quantise
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import local_shapes
 from model_converters.mapping.table import bind
+from tests.unit.converters.hf_models import write_hf
 
 BLOCK = (5, 3)
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
@@ -25,11 +26,8 @@ SCALE = "_scale_inv"
 
 
 def write(directory, config, tensors, **quantisation):
-    directory.mkdir(exist_ok=True)
     config = {**config, "torch_dtype": "bfloat16", "quantization_config": FP8_CONFIG | quantisation}
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    return directory
+    return write_hf(directory, config, tensors)
 
 
 def quantised(tensors, block=BLOCK):

@@ -20,6 +20,7 @@ from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import local_shapes
 from model_converters.mapping.table import bind
 from tests.tiny_models import tiny_model
+from tests.unit.converters.hf_models import write_hf
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj", "lm_head"]
 OPTIONS = {
@@ -65,13 +66,6 @@ def test_lora_merge_equals_peft(options, tmp_path):
             assert torch.equal(checkpoint.stored(name)[0], original[name])
 
 
-def write(directory, config, tensors):
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    return directory
-
-
 def write_adapter(directory, pairs, **config):
     directory.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "bias": "none", "target_modules": ["x"]} | config
@@ -102,7 +96,7 @@ def merged_moe(tmp_path, moe_config, random_hf):
     values = dict(hf)
     for module, (a, b) in pairs.items():
         values[f"{module}.weight"] = hf[f"{module}.weight"].double() + 2 * (b.double() @ a.double())
-    return write(tmp_path / "hf", moe_config, hf), adapter, values
+    return write_hf(tmp_path / "hf", moe_config, hf), adapter, values
 
 
 @pytest.mark.parametrize(
@@ -116,7 +110,7 @@ def test_lora_merge_ranks_load_merged_slices(layout, merged_moe, tmp_path, moe_c
         whole = {name: checkpoint.read(name) for name in checkpoint.shapes}
         for name, value in values.items():
             torch.testing.assert_close(whole[name], value.float(), rtol=1e-6, atol=1e-6)
-        with HFCheckpoint(write(tmp_path / "whole", moe_config, whole)) as plain:
+        with HFCheckpoint(write_hf(tmp_path / "whole", moe_config, whole)) as plain:
             bound = bind(family_for(plain.config).rows(plain.config), plain.config, torch.float32)
             for rank in range(layout.world_size):
                 shapes = local_shapes(bound, layout, rank).items()
@@ -134,7 +128,7 @@ def wide(tmp_path_factory):
     codes, scales = quantise(weight, (50, 96))
     quantisation = {"quant_method": "fp8", "weight_block_size": [50, 96]}
     config = {"model_type": "qwen3", "torch_dtype": "bfloat16", "quantization_config": quantisation}
-    write(directory, config, {"a.weight": weight, "b.weight": codes, "b.weight_scale_inv": scales})
+    write_hf(directory, config, {"a.weight": weight, "b.weight": codes, "b.weight_scale_inv": scales})
     pairs = {"a": random_pair(weight.shape, 5), "b": random_pair(weight.shape, 5)}
     adapter = write_adapter(directory / "adapter", pairs, r=5, lora_alpha=2.5)
     delta = 0.5 * (pairs["a"][1].double() @ pairs["a"][0].double())
@@ -210,7 +204,7 @@ def test_saved_modules_replace_base_tensors_like_peft(case, dtype, tmp_path):
 )
 def test_saved_modules_that_untie_embeddings_are_rejected(saved, message, tmp_path, dense_config, random_hf):
     config = dense_config | {"tie_word_embeddings": True, "vocab_size": 24}
-    directory = write(tmp_path / "hf", config, random_hf(config))
+    directory = write_hf(tmp_path / "hf", config, random_hf(config))
     modules = [name.split(".")[-2] for name in saved]
     adapter = write_adapter(tmp_path / "adapter", {Q: random_pair((48, 12))}, modules_to_save=modules)
     tensors = load_file(adapter / "adapter_model.safetensors")

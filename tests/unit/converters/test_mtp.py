@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
@@ -16,21 +13,10 @@ from model_converters.hf.loader import load_tensors
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import load_plan, local_shapes
-from model_converters.mapping.table import bind
+from tests.unit.converters.hf_models import bound_rows, write_hf
 
 FAMILIES = ("deepseek_v3", "glm4_moe")
 EMBEDDING = "embedding.word_embeddings.weight"
-
-
-def bound_rows(config):
-    return bind(family_for(config).rows(config), config, torch.float32)
-
-
-def write_hf(directory, config, tensors):
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
 
 
 @pytest.mark.parametrize("family", FAMILIES)

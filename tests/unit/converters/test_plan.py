@@ -8,15 +8,10 @@ import pytest
 import torch
 
 from model_converters.errors import ConversionError, LayoutError
-from model_converters.families import family_for
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_pieces, export_plan, load_plan, local_shapes
-from model_converters.mapping.table import bind
-
-
-def bound_rows(config):
-    return bind(family_for(config).rows(config), config, torch.bfloat16)
+from tests.unit.converters.hf_models import bound_rows
 
 
 def test_export_plan_orders_tensors_by_layer(moe_config):

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from model_converters.errors import ConversionError
-from model_converters.families import family_for
 from model_converters.hf.io import HFCheckpoint, HFWriter
 from model_converters.hf.loader import load_tensors
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_pieces, export_plan, local_shapes
-from model_converters.mapping.table import bind
+from tests.unit.converters.hf_models import bound_rows, write_hf
 
 
 def grid():
@@ -30,17 +28,6 @@ def grid():
     yield {"world_size": 3, "pp": 3, "first_stage_layers": 1, "last_stage_layers": 1}
     yield {"world_size": 6, "tp": 2, "pp": 3, "last_stage_layers": 2}
     yield {"world_size": 8, "tp": 2, "pp": 2, "cp": 2, "ep": 4}
-
-
-def bound_rows(config, dtype=torch.float32):
-    return bind(family_for(config).rows(config), config, dtype)
-
-
-def write_hf(directory, config, tensors):
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
 
 
 def assert_same(found, wanted):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from model_converters.errors import ConversionError
 from model_converters.hf.io import HFCheckpoint
@@ -16,15 +14,9 @@ from model_converters.hf.value_head import VALUE_HEAD, resolve_value_head, value
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.plan import export_plan, local_shapes
 from model_converters.mapping.table import bind
+from tests.unit.converters.hf_models import write_hf
 
 Tensors = dict[str, torch.Tensor]
-
-
-def _write(directory: Path, config: dict[str, object], tensors: Tensors) -> Path:
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
 
 
 def _load(directory: Path, layout: TrainLayout, rank: int) -> Tensors:
@@ -43,7 +35,7 @@ def test_value_head_is_whole_on_last_stage_ranks(family, family_configs, random_
     config = family_configs[family]
     tensors = {name: t for name, t in random_hf(config).items() if name != "lm_head.weight"}
     tensors["score.weight"] = torch.randn(1, config["hidden_size"])
-    directory = _write(tmp_path / "hf", config, tensors)
+    directory = write_hf(tmp_path / "hf", config, tensors)
     layout = TrainLayout(4, tp=2, pp=2, etp=2)
     for rank in range(4):
         held = _load(directory, layout, rank)
@@ -58,7 +50,7 @@ def test_value_head_causal_model_loads_trunk_only(tied, family_configs, random_h
     tensors = random_hf(config)
     if tied:
         del tensors["lm_head.weight"]
-    held = _load(_write(tmp_path / "hf", config | {"tie_word_embeddings": tied}, tensors), TrainLayout(1), 0)
+    held = _load(write_hf(tmp_path / "hf", config | {"tie_word_embeddings": tied}, tensors), TrainLayout(1), 0)
     assert VALUE_HEAD not in held
     assert torch.equal(held["embedding.word_embeddings.weight"], tensors["model.embed_tokens.weight"])
 
@@ -67,7 +59,7 @@ def test_value_head_model_drops_mtp_layers(family_configs, random_hf, tmp_path):
     config = family_configs["deepseek_v3"]
     assert config["num_nextn_predict_layers"]
     assert not [
-        name for name in _load(_write(tmp_path / "hf", config, random_hf(config)), TrainLayout(1), 0) if "mtp" in name
+        name for name in _load(write_hf(tmp_path / "hf", config, random_hf(config)), TrainLayout(1), 0) if "mtp" in name
     ]
 
 
@@ -82,7 +74,7 @@ def test_value_head_model_drops_mtp_layers(family_configs, random_hf, tmp_path):
 )
 def test_value_head_unsupported_head_is_rejected(extra, message, family_configs, random_hf, tmp_path):
     config = family_configs["qwen3"]
-    directory = _write(tmp_path / "hf", config, random_hf(config) | extra)
+    directory = write_hf(tmp_path / "hf", config, random_hf(config) | extra)
     with pytest.raises(ConversionError, match=message.replace(".", r"\.")):
         _load(directory, TrainLayout(1), 0)
 
@@ -90,7 +82,7 @@ def test_value_head_unsupported_head_is_rejected(extra, message, family_configs,
 def test_value_head_zero_bias_is_accepted(family_configs, random_hf, tmp_path):
     config = family_configs["qwen3"]
     score = {"score.weight": torch.randn(1, 12), "score.bias": torch.zeros(1)}
-    held = _load(_write(tmp_path / "hf", config, random_hf(config) | score), TrainLayout(1), 0)
+    held = _load(write_hf(tmp_path / "hf", config, random_hf(config) | score), TrainLayout(1), 0)
     assert torch.equal(held[VALUE_HEAD], score["score.weight"])
 
 
