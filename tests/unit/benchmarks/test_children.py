@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.children import ChildError, PipedChild
+from benchmarks.children import ChildError, LineProgram, PipedChild
 
 
 def answer(pipe: Connection, factor: int) -> None:
@@ -61,3 +63,29 @@ def test_child_that_ends_without_an_answer_brings_its_exit_code() -> None:
             started.recv(int)
         with pytest.raises(ChildError, match="answer ended with exit code 3"):
             started.send(2)
+
+
+PROGRAM = """
+import json, sys
+print("loading")
+print(json.dumps({"threads": 2}), flush=True)
+for number, _ in enumerate(sys.stdin, 1):
+    if number == 3:
+        sys.exit("out of memory")
+    print(json.dumps({"step": number / 2}), flush=True)
+"""
+
+
+def test_line_program_answers_requests_and_brings_its_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = LineProgram("the peer", [sys.executable, "-c", PROGRAM], tmp_path)
+    try:
+        assert program.answer() == {"threads": 2}
+        assert capsys.readouterr().err == "loading\n"
+        assert [program.ask(), program.ask()] == [{"step": 0.5}, {"step": 1.0}]
+        for _ in range(2):  # it does not read any more
+            with pytest.raises(ChildError, match="the peer ended with code 1:\nout of memory"):
+                program.ask()
+    finally:
+        program.kill()
