@@ -73,11 +73,7 @@ class RewardInputs:
             self._encode([Transcript(prompts[row], "") for row in range(len(prompts))], key)
 
     def of(
-        self,
-        buffers: TrajectoryBuffers,
-        prompt_rows: np.ndarray,
-        prompts: PromptSource | None,
-        key: str,
+        self, buffers: TrajectoryBuffers, prompt_rows: np.ndarray, prompts: PromptSource | None, key: str
     ) -> list[np.ndarray]:
         """Return the token ids of each trajectory. `key` names the prompt set in errors.
 

@@ -117,10 +117,7 @@ def client_of(config: JudgeConfig, key: str | None) -> AsyncOpenAI:
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(
-        base_url=config.url,
-        api_key=key or NO_KEY,
-        timeout=config.timeout_seconds,
-        max_retries=config.max_retries,
+        base_url=config.url, api_key=key or NO_KEY, timeout=config.timeout_seconds, max_retries=config.max_retries
     )
 
 

@@ -286,10 +286,8 @@ def test_tests_that_import_a_missing_module_are_an_error() -> None:
     [
         ("```python\nx = '```'\ny = 1\n```\nthen ``` text", "x = '```'\ny = 1\n"),
         ("1. So:\n   ```python\n   def f():\n       return 1\n   ```\nDone.", "def f():\n    return 1\n"),
-        ("```Python3 title=a.py\r\nx = 1\r\n```", "x = 1\n"),
-        ("~~~python\nx = 1\n~~~", "x = 1\n"),
-        ("Code: ```python\nx = 1```", "x = 1"),
-        ("````python\n```\n````", "```\n"),
+        *(("```Python3 title=a.py\r\nx = 1\r\n```", "x = 1\n"), ("~~~python\nx = 1\n~~~", "x = 1\n")),
+        *(("Code: ```python\nx = 1```", "x = 1"), ("````python\n```\n````", "```\n")),
         ("```py\na = 1\n```\n```python\nb = 2\n```", "b = 2\n"),
     ],
 )

@@ -31,9 +31,7 @@ def read(reader: Reader, text: str, finish_reason: str = "stop") -> float:
 @pytest.mark.parametrize(
     ("text", "score"),
     [
-        ("Score: 7", 7),
-        ("score:\n-1.5 points", -1.5),
-        ("I first thought Score: 3, but then: Score: 8. Done", 8),
+        *(("Score: 7", 7), ("score:\n-1.5 points", -1.5), ("I first thought Score: 3, but then: Score: 8. Done", 8)),
         ("Score: 10/10", 10),
     ],
 )

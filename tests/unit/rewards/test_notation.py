@@ -38,10 +38,7 @@ SAME = {
         ),
     ],
     r"5\ \text{m/s}": [
-        "5",
-        r"5\text{ meters per second}",
-        r"5\,\mathrm{m}/\mathrm{s}",
-        r"5\ \text{m}\cdot\text{s}^{-1}",
+        *("5", r"5\text{ meters per second}", r"5\,\mathrm{m}/\mathrm{s}", r"5\ \text{m}\cdot\text{s}^{-1}"),
     ],
     r"60\text{ mph}": [r"60\ \text{miles per hour}", "60"],
     "1/3": [
