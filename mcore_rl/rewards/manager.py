@@ -98,8 +98,8 @@ class Batches:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Batch of each response key: all of its keys in order, None for missing responses.
         self._batches: dict[int, dict[int, Sample | None]] = {}
-        """Batch of each response key: all of its keys in order, None for missing responses."""
 
     def add(self, key: int, sample: Sample, members: Collection[int]) -> dict[int, Sample] | None:
         """Add a response; returns its batch if that is now complete.

@@ -35,8 +35,8 @@ _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 _BASE = re.compile(r"[0-9]\s*_")  # 52_8 is a numeral, not the number 52
 _BRACKETS = re.compile(r"[(\[]|\\\{")
 _EXPONENT = re.compile(r"[0-9][eE][-+]?[0-9]")
+# E notation inside a point or interval, such as 1e-20. The expression is first compared with e as Euler's number.
 _E_NOTATION = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([-+]?[0-9]{1,3})(?![\w.])")
-"""E notation inside a point or interval, such as 1e-20. The expression is first compared with e as Euler's number."""
 _PAIR = re.compile(r"([(\[])[^()\[\]]*,[^()\[\]]*([)\]])")
 _MULTIPLE = re.compile(
     r"(?P<number>\S+) (?P<unit>hundred|thousand|million|billion|trillion|dozen)s?(?P<rest>(?: [a-z]{3,})*)"

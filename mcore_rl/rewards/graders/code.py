@@ -38,6 +38,7 @@ MAX_TESTS = 10
 MAX_TEST_SECONDS = 10.0
 SHARE_OF_TIME = 0.9
 """Fraction of a response's time limit for running programs; the rest is for process starts and comparisons."""
+# Errors for the tester's reports that no verdict is possible.
 _NO_VERDICT = {
     UNPROTECTED: "sandbox.python cannot hide the tests from the program (prctl by ctypes); set another",
     NO_FIXTURE: "the tests of the ground truth use the fixture {names}, which this grader does not provide (it has "
@@ -45,7 +46,6 @@ _NO_VERDICT = {
     LACKS: "the tests of the ground truth import {names}, which sandbox.python lacks; set it to a Python that has "
     "them, with sandbox.read_only",
 }
-"""Errors for the tester's reports that no verdict is possible."""
 
 
 RunProgram = Callable[[Program], Outcome]

@@ -22,10 +22,10 @@ from sympy import Basic, Expr, Float, MatrixBase, Mul, Rational, UnevaluatedExpr
 
 PLACES = 6
 _DIGITS = 25
+# Maximum digits for evaluating a difference; if more digits cancel, the difference counts as 0.
 _MAX_DIGITS = 400
-"""Maximum digits for evaluating a difference; if more digits cancel, the difference counts as 0."""
+# First value and increment of the variables' values, in alphabetical order of the variables.
 _POINTS = ((Rational(7, 5), Rational(11, 13)), (Rational(-19, 17), Rational(5, 23)))
-"""First value and increment of the variables' values, in alphabetical order of the variables."""
 
 Comparison = Callable[..., bool]
 

@@ -6,6 +6,7 @@ import re
 
 from mcore_rl.rewards.numbers import DECIMAL, NOT_UNITS
 
+# Names of units, the canonical name first; a plural s is removed before the lookup.
 _NAMES = """
 cm centimeter centimetre, mm millimeter millimetre, km kilometer kilometre, m meter metre, in inch inche, ft foot feet,
 yard yd, mile mi, micrometer micrometre micron um, kg kilogram, mg milligram, g gram, microgram ug, pound lb,
@@ -13,12 +14,11 @@ liter litre l, ml milliliter millilitre, hour h hr, minute min, second s sec, mi
 dollar usd, cent, newton n, joule j, watt w, volt v, ampere amp a, ohm, degree deg, radian rad, celsius c, fahrenheit f,
 kelvin k
 """
-"""Names of units, the canonical name first; a plural s is removed before the lookup."""
 _CANONICAL = {name: names[0] for unit in _NAMES.split(",") for names in [unit.split()] for name in names}
 _SPEEDS = {"mph": "mile / hour", "kph": "km / hour", "kmh": "km / hour", "kmph": "km / hour", "mps": "m / s"}
 _LETTERS = frozenset("msghlLJNWV")
+# One-letter units inside a text command. Outside of one, C, F, K and A are more likely variables.
 _LETTERS_OF_TEXT = _LETTERS | frozenset("CFKA")
-"""One-letter units inside a text command. Outside of one, C, F, K and A are more likely variables."""
 _DIMENSIONS = {"square": 2, "sq": 2, "cubic": 3, "squared": 2, "cubed": 3}
 
 _TEXT_COMMAND = r"\\(?:text|textrm|mathrm|mbox|textbf|operatorname)\s*\{"

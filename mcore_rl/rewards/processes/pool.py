@@ -33,8 +33,8 @@ class GradingPool:
         self._scores: dict[int, Future[Score]] = {}
         self._ready = threading.Event()
         self._failure: McoreRLError | RuntimeError | None = None
+        # Counter that the grading thread waits on, beside its connections. It is open until `_failure` is set.
         self._wake = os.eventfd(0)
-        """Counter that the grading thread waits on, beside its connections. It is open until `_failure` is set."""
         # A daemon, so that a process that ends without `shutdown` does not wait for it.
         self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
         self._thread.start()

@@ -24,6 +24,7 @@ _LIBRARY_TYPES = (
 )
 TYPES = {value.__name__: value for value in (*vars(builtins).values(), *_LIBRARY_TYPES) if isinstance(value, type)}
 """Classes that are sent by name."""
+# Type, encoder, and decoder of each tag. An instance of a subclass is sent as its base, without its methods.
 _LEAVES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], object]]] = {
     "int": (int, lambda value: hex(int(value)), lambda text: int(text, 16)),
     "float": (float, float.hex, float.fromhex),
@@ -41,7 +42,6 @@ _LEAVES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], object]]] =
     "ellipsis": (type(...), repr, lambda text: ...),
     "notimplemented": (type(NotImplemented), repr, lambda text: NotImplemented),
 }
-"""Type, encoder, and decoder of each tag. An instance of a subclass is sent as its base, without its methods."""
 _MAPPINGS = {"OrderedDict": collections.OrderedDict, "Counter": collections.Counter, "dict": dict}
 _SEQUENCES = {"deque": collections.deque, "list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _NEW: dict[str, Callable[[], object]] = {
@@ -51,8 +51,8 @@ _NEW: dict[str, Callable[[], object]] = {
 _FROZEN = ("tuple", "frozenset", "namedtuple", "slice")
 _CONTAINERS = (*_NEW, "record")
 _SHELLS = (*_CONTAINERS, "bytearray")
+# Larger integers are sent in hexadecimal, which parses in linear time and without a digit limit.
 _MAX_INTEGER = 1 << 62
-"""Larger integers are sent in hexadecimal, which parses in linear time and without a digit limit."""
 
 
 class WireError(Exception):
