@@ -112,9 +112,6 @@ async def _later(result: Awaitable[T], finish: Callable[[T], U]) -> U:
 
 def _loaded(key: str, spec: str, given: Sequence[str], kwargs: Mapping[str, str]) -> Callable[..., object]:
     function = load_function(key, spec, instead=BUILTIN, may_be_async=True)
-    check_call(f"{key}={spec}", function, given, kwargs, f"f({', '.join(given)}, **{_kwargs_key(key)})")
+    kwargs_key = f"{key.rpartition('.')[0]}.kwargs" if key.endswith(".function") else "reward.kwargs"
+    check_call(f"{key}={spec}", function, given, kwargs, f"f({', '.join(given)}, **{kwargs_key})")
     return function
-
-
-def _kwargs_key(key: str) -> str:
-    return f"{key.rpartition('.')[0]}.kwargs" if key.endswith(".function") else "reward.kwargs"

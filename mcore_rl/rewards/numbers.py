@@ -74,14 +74,9 @@ def parse_decimal_comma(text: str) -> Fraction | None:
     return Fraction(f"{sign}{whole}.{digits}") / (100 if percent else 1)
 
 
-def numbers_in(text: str) -> list[str]:
-    """Return the spellings of all numbers in a text."""
-    return [match.group().strip() for match in _IN_TEXT.finditer(text)]
-
-
 def number_in_words(text: str) -> str:
     """Return the number of a text of one number and words (`72 apples`); empty for any other text."""
-    numbers = numbers_in(text)
+    numbers = [match.group().strip() for match in _IN_TEXT.finditer(text)]
     if len(numbers) != 1:
         return ""
     before, _, after = text.partition(numbers[0])

@@ -63,16 +63,17 @@ def read_assertions(ground_truth: object) -> Assertions:
     if test is not None and (entry_point or _has_tests(test)):
         _check_syntax([test], str(entry_point or "0"))
         has_check = bool(entry_point) and "check" in _defined(test)
-        if not has_check and not _has_tests(test) and not _asserts(test):
+        asserts = any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(test)))
+        if not (has_check or asserts or _has_tests(test)):
             raise ValueError("the test of the ground truth has neither check, test functions nor assertions")
         collect = _has_tests(test) and not has_check
         return Assertions([test], str(entry_point) if entry_point else None, prompt, collect)
-    asserts = truth.get("test_list")
-    if asserts is None or not len(asserts):
+    test_list = truth.get("test_list")
+    if test_list is None or not len(test_list):
         raise ValueError("the ground truth has neither test and entry_point nor test_list")
     imports = [] if truth.get("test_imports") is None else [str(each) for each in truth["test_imports"]]
     setup = str(truth.get("test_setup_code") or "")
-    statements = [*imports, setup, *map(str, asserts)]
+    statements = [*imports, setup, *map(str, test_list)]
     _check_syntax(statements)
     return Assertions(statements, None, prompt)
 
@@ -213,10 +214,6 @@ def _defined(test: str) -> list[str]:
 
 def _has_tests(test: str) -> bool:
     return any(name.lower().startswith("test") for name in _defined(test)) or "TestCase" in test
-
-
-def _asserts(test: str) -> bool:
-    return any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(test)))
 
 
 def _parseable(prompt: str) -> str:
