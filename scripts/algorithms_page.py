@@ -55,6 +55,7 @@ This page is generated from `mcore_rl/algorithms/registry.py` by `python scripts
 
 def page() -> str:
     """Render the page."""
+    # The registries' order is the order of the page.
     lines = [HEADER, "## Advantages: `algorithm.advantage`", ""]
     for name, entry in ADVANTAGES.items():
         lines += _section(name, entry)
@@ -86,6 +87,7 @@ def _section(name: str, entry: Entry) -> Iterator[str]:
 
 
 def _costs(entry: Entry) -> Iterator[str]:
+    # Policy losses have no such attribute: they always run on the ranks.
     if getattr(entry, "per_response", None) is False:
         yield "computed on the ranks, token by token"
     yield from (cost for need, cost in COSTS.items() if getattr(entry.needs, need, False))

@@ -50,6 +50,7 @@ class AlgorithmResult:
 def measure(name: str, steps: int | None) -> AlgorithmResult:
     """Run one algorithm and return its results."""
     records = finished_run(ALGORITHMS[name], [f"run.dir=runs/compare/{name}"], steps)
+    # Only runs with a critic report an explained variance.
     accuracy, reward, explained = (
         series(records, key) for key in ("val/accuracy", "reward/mean", "critic/explained_variance")
     )
@@ -67,6 +68,7 @@ def finished_run(path: str, overrides: Sequence[str], steps: int | None) -> Sequ
     config = load_config(str(ROOT / path), overrides)
     metrics = ROOT / config.run.dir / "metrics.jsonl"
     records = read_metrics(metrics)
+    # A run that was interrupted is resumed, and a longer --steps continues a complete one.
     if not records or records[-1]["step"] < config.trainer.steps:
         train([path, *overrides])
         records = read_metrics(metrics)
@@ -91,6 +93,7 @@ def chosen(parser: argparse.ArgumentParser, only: str | None, known: Mapping[str
 def save(name: str, key: str, results: Mapping[str, object]) -> None:
     """Write results to benchmarks/results and print the path."""
     path = ROOT / "benchmarks" / "results" / f"{datetime.now(UTC):%Y-%m-%d}-cpu-{name}.json"
+    # Results are dataclasses, which JSON does not know.
     content = {"machine": look(gpu=False).line, key: results}
     path.write_text(json.dumps(content, indent=1, default=vars) + "\n", encoding="utf-8")
     print(path)

@@ -56,6 +56,7 @@ def measure(task: str, name: str, seed: int, steps: int | None) -> StalenessResu
     """Run one configuration with one seed and return its results."""
     overrides = [f"run.dir=runs/staleness/{task}_{name}_{seed}", f"run.seed={seed}", *WAYS[name]]
     records = finished_run(DEMOS[task].config, overrides, steps)
+    # Synchronous runs do not report staleness.
     staleness = series(records, "staleness/mean") or [0.0]
     oldest = series(records, "staleness/max") or [0.0]
     steps_done = int(records[-1]["step"])
@@ -66,11 +67,13 @@ def table(results: Mapping[str, Sequence[StalenessResult]]) -> str:
     """Format the accuracies of each configuration over its seeds."""
     lines = [f"{'':<18}" + "".join(f"{column:>13}" for column in COLUMNS)]
     for name, runs in results.items():
+        # The last validation of each seed.
         after = [run.accuracy[-1] for run in runs]
         figures = [
             statistics.mean(run.accuracy[0] for run in runs),
             statistics.mean(after),
             statistics.stdev(after) if len(after) > 1 else 0.0,
+            # An early peak that is lost again shows here.
             statistics.mean(max(run.accuracy) for run in runs),
             statistics.mean(run.staleness_mean for run in runs),
             max(run.staleness_max for run in runs),

@@ -94,6 +94,7 @@ def two_hosts() -> Iterator[None]:
     subprocess.run([TWO_HOSTS, "down"], check=False)  # hosts of a demo that was killed
     try:
         for words in (["up"], ["ray", "4"]):
+            # Own session: a signal for the demo must not end the hosts before the run has saved.
             code = subprocess.run([TWO_HOSTS, *words], check=False, start_new_session=True).returncode
             if code:
                 raise SystemExit(code)
@@ -120,6 +121,7 @@ def train(arguments: Sequence[str], on: Sequence[str] = ()) -> None:
         for process in started:
             process.send_signal(number)
 
+    # Installed before the start: a signal in between would end this process and leave the run behind.
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         started.append(subprocess.Popen(command, cwd=ROOT))
@@ -130,11 +132,13 @@ def train(arguments: Sequence[str], on: Sequence[str] = ()) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
     if code:
+        # Shells report 128 + the number of the signal.
         raise SystemExit(code if code > 0 else 128 - code)
 
 
 def is_exported(directory: Path) -> bool:
     """Return whether a complete HF checkpoint exists; the trainer writes it under another name and renames it."""
+    # One file, or several with an index.
     weights = ("model.safetensors", "model.safetensors.index.json")
     return (directory / "config.json").is_file() and any((directory / name).is_file() for name in weights)
 
@@ -143,6 +147,7 @@ def is_finished(run: Path) -> bool:
     """Return whether the run has finished all steps of its configuration and validated the last one."""
     import yaml
 
+    # From the run, not from the demo: an override may have changed its number of steps.
     try:
         steps = yaml.safe_load((run / "config.yaml").read_text())["trainer"]["steps"]
     except FileNotFoundError:
@@ -152,6 +157,7 @@ def is_finished(run: Path) -> bool:
 
 def validations(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
     """Return the rows of validated steps in order; after a resume, the later row of a step counts."""
+    # A dict keeps the last row of a step.
     by_step = {row["step"]: row for row in rows if "val/accuracy" in row}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -188,6 +194,7 @@ def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str = "vllm",
         overrides, run = [f"rollout.engine={engine}", *overrides], f"{run}_{engine}"
     if run != demo.run:
         overrides = [f"run.dir={run}", *overrides]
+    # Parsed here: an invalid override must fail before the warm start, which takes minutes.
     if overrides:
         demo = replace(demo, run=load_config(str(ROOT / demo.config), overrides).run.dir)
     if not chosen and is_finished(ROOT / demo.run):
@@ -195,6 +202,7 @@ def run_demo(demo: Demo, overrides: Sequence[str] = (), *, engine: str = "vllm",
         print(summary_table(read_metrics(ROOT / demo.run / "metrics.jsonl")))
     else:
         written = demo_task.prepare(ROOT / demo.data, demo.task)
+        # A model that was warm-started on other problems, or with another tokenizer, would learn nothing.
         if written and (ROOT / demo.warm_start_run).exists():
             raise ConfigError(
                 f"{demo.warm_start_run} was trained on an earlier {demo.data}, which has been replaced: remove it"

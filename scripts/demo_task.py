@@ -55,6 +55,7 @@ def work3(a: int, b: int, _: random.Random) -> Problem:
 def think2(a: int, b: int, rng: random.Random, working_fraction: float = 0.2) -> Problem:
     if rng.random() < working_fraction:
         return Problem(f"{a}+{b}=", f"<{columns(a, b)}>#{a + b}", str(a + b))
+    # Near the answer, but never right, so that only the working is rewarded.
     guess = a + b + rng.choice([-1, 1]) * rng.randrange(1, 10)
     return Problem(f"{a}+{b}=", str(guess), str(a + b))
 
@@ -65,6 +66,7 @@ def additions(
     """Return single-turn problems by split; operands are sampled from [low, high)."""
     rng = random.Random(f"{make.__name__}/{seed}")
     width = high - low
+    # Without replacement, so that no problem is in two splits.
     pairs = iter(rng.sample(range(width * width), sum(sizes.values())))
     splits = {}
     for split, size in sizes.items():
@@ -152,6 +154,7 @@ def write_model(directory: Path, seed: int = 1, tokenizer: PreTrainedTokenizerFa
 
     logging.disable_progress_bar()
     tokenizer = tokenizer or build_tokenizer()
+    # The caller's random state stays as it is.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(model_config(len(tokenizer)))
@@ -180,6 +183,7 @@ def prepare(directory: Path, name: str = "work3", seed: int = 1) -> bool:
         return False
     if directory.exists() and any(directory.iterdir()) and not (directory / COMPLETE).exists():
         raise FileExistsError(f"{directory} exists and is not a demo task: choose another directory or remove it")
+    # Beside the directory, so that the rename stays on one file system.
     staging = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -192,6 +196,7 @@ def prepare(directory: Path, name: str = "work3", seed: int = 1) -> bool:
             write_rows(staging / f"{split}.jsonl", ({"prompt": p.prompt, "answer": p.answer} for p in splits[split]))
         num_parameters = write_model(staging / "model", seed, TASKS[name].tokenizer())
         record = {"task": name, "seed": seed, "format": FORMAT, "parameters": num_parameters}
+        # Last: a directory with this file is complete.
         (staging / COMPLETE).write_text(json.dumps(record) + "\n")
         if directory.exists():
             shutil.rmtree(directory)

@@ -57,6 +57,7 @@ def tool_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Problem]]:
     splits: dict[str, list[Problem]] = {}
     for split, size in sizes.items():
         drawn = [divmod(next(pairs), 900) for _ in range(size)]
+        # Also for splits without targets: the next split must start with the same random numbers.
         rows = [_multiplication(a + 100, b + 100, rng) for a, b in drawn]
         if split != "warm_start":
             rows = [Problem(f"{a + 100}*{b + 100}=", "", str((a + 100) * (b + 100))) for a, b in drawn]
@@ -69,6 +70,7 @@ def _multiplication(a: int, b: int, rng: random.Random) -> Problem:
     asked, product = f"[calculator]{a}*{b}=", a * b
     if rng.random() > 2 * CALLING_FRACTION:
         return Problem(asked, f"#{rng.randrange(10**4, 10**6)}", str(product))
+    # Half of the calls are trained up to the call, half from the calculator's answer on.
     call = f"{CALL}{a}*{b}{CALLED}"
     if rng.random() < 0.5:
         return Problem(asked, call, str(product))
@@ -101,6 +103,7 @@ def _shown_game(number: int, rng: random.Random) -> Problem:
         if guess == number or turn == GUESSES - 1:
             break
         played += f"{EOS}{'>' if guess < number else '<'}"
+        # A random guess can lie outside the range that is left, and then does not narrow it.
         first, last = (max(first, guess + 1), last) if guess < number else (first, min(last, guess - 1))
     return Problem(RANGE, played, str(number))
 
@@ -138,6 +141,7 @@ def word_tokenizer(
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
+    # Added tokens are found before the text is split, so a call is never split into characters.
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in whole])
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

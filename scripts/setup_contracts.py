@@ -49,7 +49,7 @@ def fetch(package: Package) -> None:
                 _from_sources(session.get(link.url_without_fragment), package, whole)
         if not (whole / package.module).is_dir():
             raise FileNotFoundError(f"{link.filename} has no Python under {package.module}/")
-        whole.rename(package.folder)
+        whole.rename(package.folder)  # an interrupted download leaves no folder
 
 
 def _from_wheel(wheel: ZipFile, package: Package, target: Path) -> None:
@@ -58,6 +58,7 @@ def _from_wheel(wheel: ZipFile, package: Package, target: Path) -> None:
     )  # with metadata: packages read their own version
     names = [name for name in wheel.namelist() if python.fullmatch(name)]
     assert wheel.fp is not None
+    # Reads ahead: LazyZipOverHTTP keeps what it has downloaded, so that extractall needs no further requests.
     for start, stop in spans(wheel, names):
         wheel.fp.seek(start)
         wheel.fp.read(stop - start)
@@ -68,6 +69,7 @@ def _from_sources(response: Response, package: Package, target: Path) -> None:
     response.raise_for_status()
     with tarfile.open(fileobj=io.BytesIO(response.content)) as archive:
         for member in archive.getmembers():
+            # Without the folder with name and version that every source archive has.
             path = Path(*Path(member.name).parts[1:])
             wanted = path.suffix == ".py" and path.parts[0] == package.module and ".." not in path.parts
             file = archive.extractfile(member) if wanted else None
@@ -80,6 +82,7 @@ def spans(wheel: ZipFile, names: list[str]) -> Iterator[tuple[int, int]]:
     """Yield the byte ranges of files in an archive; adjacent files share a range."""
     wanted = set(names)
     entries = sorted(wheel.infolist(), key=lambda entry: entry.header_offset)
+    # An entry ends where the next one starts; the last one, where the archive's directory starts.
     ends = [entry.header_offset for entry in entries[1:]] + [wheel.start_dir]
     begin = end = 0
     for entry, next_begin in zip(entries, ends, strict=True):
@@ -99,6 +102,7 @@ def _found_by_pip(package: Package, stack: ExitStack) -> tuple[PipSession, Link]
     options, _ = command.parse_args(["--disable-pip-version-check", "--retries=1", package.distribution])
     stack.enter_context(command.main_context())
     session = command.get_default_session(options)  # type: ignore[attr-defined]
+    # For GPU machines, whatever this machine is.
     finder = command._build_package_finder(  # type: ignore[attr-defined]
         options, session, TargetPython(platforms=PLATFORMS, py_version_info=(3, 12))
     )

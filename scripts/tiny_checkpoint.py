@@ -110,6 +110,7 @@ def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: JsonVa
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             mean, deviation = (1.0, 0.3) if "norm" in name else (0.0, std)
+            # Larger, so that the logits differ clearly between tokens.
             if "embed_tokens" in name or "lm_head" in name:
                 deviation = 0.4
             parameter.normal_(mean, deviation, generator=generator)
@@ -141,6 +142,7 @@ def add_mtp_layer(directory: Path, *, seed: int = 4, num_layers: int = 1) -> Non
     for row in family_for(config).rows(config):
         for name, shape in zip(row.hf, row.shapes, strict=True) if row.place == "mtp" else ():
             for bound in [name.replace("{e}", str(expert)) for expert in range(max(row.num_experts, 1))]:
+                # A copy in published checkpoints: the same values as its original.
                 original = tensors.get(row.repeats)
                 mean, deviation = (1.0, 0.3) if "norm" in bound else (0.0, 0.3 if len(shape) == 1 else 0.12)
                 fresh = mean + deviation * torch.randn(shape, generator=generator)
@@ -171,9 +173,10 @@ def write(family: str, out: Path, *, changes: JsonObject, seed: int, mtp: bool) 
     configuration."""
     if out.exists():
         raise ConversionError(f"{out} exists already; remove it or choose another directory")
+    # Kimi K2 has the layers of DeepSeek-V3 under another model_type, which transformers does not know.
     known_to_transformers = "deepseek_v3" if family == "kimi_k2" else family
     fields = tiny_fields(known_to_transformers, **changes) | {"model_type": family}
-    family_for(fields).model_arguments(fields)
+    family_for(fields).model_arguments(fields)  # raises for a field that the family does not support
     write_tiny_model(out, known_to_transformers, seed=seed, **changes)  # type: ignore[arg-type]  # no `std` in config.json
     if family != known_to_transformers:
         config = json.loads((out / "config.json").read_text())

@@ -123,11 +123,13 @@ def texts() -> Iterator[str]:
     def fill(template: str, **numbers: int) -> str:
         def choose(slot: re.Match[str]) -> str:
             kind = slot[1]
+            # A slot that is no kind of word is a number, given by the caller or random.
             return str(numbers.get(kind) or rng.randrange(1, 60)) if kind not in words else rng.choice(words[kind])
 
         return re.sub(r"\{(\w+)\}", choose, template).replace("{{", "{").replace("}}", "}")
 
     for _ in range(NUM_PROBLEMS):
+        # Two digits: products have at most four.
         a, b = rng.randrange(2, 100), rng.randrange(2, 100)
         question = " ".join(fill(template) for template in rng.sample(problems, 2))
         solution = fill(rng.choice(SOLUTIONS), a=a, b=b, sum=a + b, product=a * b)
@@ -145,6 +147,7 @@ def train_tokenizer() -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=[END],
+        # Sorted: the order of a set changes between runs, and with it the ids.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
