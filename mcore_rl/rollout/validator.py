@@ -41,13 +41,8 @@ class RolloutValidator:
         """Return the scalars of all responses in the order of the prompts; the group id is the number of the prompt."""
         name = f"val_step_{step}"
         options = self.rollout
-        sampling = SamplingOptions(
-            options.max_response_tokens,
-            options.validation_temperature,
-            options.validation_top_p,
-            options.validation_top_k,
-            tuple(options.stop),
-        )
+        temperature, top_p, top_k = options.validation_temperature, options.validation_top_p, options.validation_top_k
+        sampling = SamplingOptions(options.max_response_tokens, temperature, top_p, top_k, tuple(options.stop))
         # Prompts are the groups: their numbers serve as rows and as group ids.
         parts = cut(
             self.num_prompts, options.validation_samples, self.pool.num_engines, options.max_concurrent_requests

@@ -56,15 +56,9 @@ def failed(session: Session, error: str, traceback: str | None, end_id: int, ver
     # Every response needs a trajectory, since groups have a fixed number of responses.
     trajectories = session.book.trajectories(trained=False)
     if not trajectories:
-        nothing = Trajectory(
-            np.asarray(session.prompt_ids, np.int32),
-            np.array([end_id], np.int32),
-            np.zeros(1, np.float32),
-            np.array([version], np.int32),
-            np.zeros(1, np.uint8),
-            np.zeros(1, np.float32),
-        )
-        trajectories = [nothing]
+        prompt_ids, zero = np.asarray(session.prompt_ids, np.int32), np.zeros(1, np.float32)
+        token, versions = np.array([end_id], np.int32), np.array([version], np.int32)
+        trajectories = [Trajectory(prompt_ids, token, zero, versions, np.zeros(1, np.uint8), zero)]
     outcome = _outcome(session, [replace(t, rewards=np.zeros_like(t.rewards)) for t in trajectories], ERROR)
     return replace(outcome, error=error, traceback=traceback)
 

@@ -64,16 +64,10 @@ class TokenSequence:
         rewards = np.zeros(len(sampled), np.float32)
         for place, value in self._rewards.items():
             rewards[place] = value
-        return Trajectory(
-            self.prompt_ids,
-            self.tokens[len(self.prompt_ids) :],
-            logp.astype(np.float32, copy=False),
-            versions.astype(np.int32, copy=False),
-            sampled if trained else np.zeros_like(sampled),
-            rewards,
-            self._experts,
-            temperatures,
-        )
+        response = self.tokens[len(self.prompt_ids) :]
+        logp, versions = logp.astype(np.float32, copy=False), versions.astype(np.int32, copy=False)
+        mask = sampled if trained else np.zeros_like(sampled)
+        return Trajectory(self.prompt_ids, response, logp, versions, mask, rewards, self._experts, temperatures)
 
 
 class SequenceBook:

@@ -67,15 +67,8 @@ class EpisodePrompt:
 
     @classmethod
     def of(cls, prompt: Prompt) -> EpisodePrompt:
-        return cls(
-            prompt.token_ids.tolist(),
-            prompt.text,
-            prompt.messages,
-            prompt.data_source,
-            prompt.ground_truth,
-            dict(prompt.extra_info),
-            prompt.row,
-        )
+        ids, extra_info, source = prompt.token_ids.tolist(), dict(prompt.extra_info), prompt.data_source
+        return cls(ids, prompt.text, prompt.messages, source, prompt.ground_truth, extra_info, prompt.row)
 
 
 @dataclass(frozen=True)
@@ -191,15 +184,9 @@ class Session:
         sequence = self.book.add(ids, completion, request.sampling.temperature)
         self.truncated = completion.finish_reason == "length"
         found = completion.token_ids.tolist()
-        self._last = Sampled(
-            found,
-            completion.logp.tolist(),
-            completion.versions.tolist(),
-            completion.finish_reason,
-            response_text(self._context.decoder, found, request.sampling.stop),
-            sequence,
-            ids[-PROMPT_END:].tolist(),
-        )
+        logp, versions, reason = completion.logp.tolist(), completion.versions.tolist(), completion.finish_reason
+        text = response_text(self._context.decoder, found, request.sampling.stop)
+        self._last = Sampled(found, logp, versions, reason, text, sequence, ids[-PROMPT_END:].tolist())
         self._turn_messages.append([])
         self._texts.append(self._last.text)
         return self._last

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -253,19 +253,12 @@ class StreamingCollector:
         self._running[self.stream.begin(task, self._results)] = Group(task, version)
 
     def _task(self, number: int, row: int, version: int) -> RolloutTask:
-        options = self.rollout
-        return RolloutTask(
-            "train",
-            np.array([row], np.int64),
-            np.array([number], np.int64),
-            options.samples_per_prompt,
-            training_sampling(options),
-            self.seed,
-            part_path(self.records_dir, "group", 0, number),
-            version=version,
-            tokens_per_version=options.partial_tokens,
-            spans=() if self.replay is None else self.replay.spans.get(number, ()),
-        )
+        rows, numbers = np.array([row], np.int64), np.array([number], np.int64)
+        samples, sampling = self.rollout.samples_per_prompt, training_sampling(self.rollout)
+        records = part_path(self.records_dir, "group", 0, number)
+        task = RolloutTask("train", rows, numbers, samples, sampling, self.seed, records, version=version)
+        spans = () if self.replay is None else self.replay.spans.get(number, ())
+        return replace(task, tokens_per_version=self.rollout.partial_tokens, spans=spans)
 
     def _take(self) -> list[Group] | None:
         """Return the groups to train now, or None if the step must wait."""
