@@ -246,11 +246,6 @@ def _follow(confined: Confined, limits: RunLimits, stdin: bytes, parcel: int, fe
     message = stderr.decode("utf-8", "replace")
     if why == "exit" and not packed.startswith(READY):
         raise SandboxError(f"the sandbox did not start: {message.strip() or f'it ended with code {code}'}")
-    return Outcome(
-        why=why,
-        return_code=code if why == "exit" else KILLED,
-        stdout=stdout.decode("utf-8", "replace"),
-        stderr=message,
-        seconds=time.monotonic() - started,
-        files=unpack(bytes(packed[len(READY) :]), fetch) if why == "exit" else {},
-    )
+    files = unpack(bytes(packed[len(READY) :]), fetch) if why == "exit" else {}
+    return_code, seconds = code if why == "exit" else KILLED, time.monotonic() - started
+    return Outcome(why, return_code, stdout.decode("utf-8", "replace"), message, seconds, files)

@@ -110,18 +110,14 @@ class SingleTurnPlayer:
     def _outcome(
         self, request: GenerationRequest, completion: Completion, before: JournaledResponse | None
     ) -> EpisodeOutcome:
-        trajectory = Trajectory(
-            request.token_ids,
-            completion.token_ids,
-            completion.logp,
-            completion.versions,
-            routed_experts=completion.routed_experts,
-            temperatures=completion.sampled_at(request.sampling.temperature),
+        sampled, temperature = (
+            (completion.token_ids, completion.logp, completion.versions),
+            request.sampling.temperature,
         )
+        experts, temperatures = completion.routed_experts, completion.sampled_at(temperature)
+        trajectory = Trajectory(request.token_ids, *sampled, routed_experts=experts, temperatures=temperatures)
+        text = response_text(self._decoder, completion.token_ids.tolist(), request.sampling.stop)
+        taken_over = 0 if before is None else len(before.completion.token_ids)
         return EpisodeOutcome(
-            (trajectory,),
-            response_text(self._decoder, completion.token_ids.tolist(), request.sampling.stop),
-            completion.finish_reason,
-            extra=extra_of_turns(),
-            taken_over=0 if before is None else len(before.completion.token_ids),
+            (trajectory,), text, completion.finish_reason, extra=extra_of_turns(), taken_over=taken_over
         )

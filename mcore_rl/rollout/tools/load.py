@@ -134,12 +134,9 @@ def _mcp_entry(
     # Under verl's names in `config`; keys of the entry itself take precedence.
     verls = {"timeout_seconds": config.get("timeout"), "rate_per_second": config.get("rate_limit")}
     limits = {**{key: value for key, value in verls.items() if value is not None}, **given}
-    return ToolEntry(
-        origin,
-        _limits(origin, limits, timeout_seconds),
-        servers=_beside(f"{origin}.mcp.mcp_servers_config_path", folder, mcp["mcp_servers_config_path"]),
-        selected=None if selected is None else tuple(selected),
-    )
+    servers = _beside(f"{origin}.mcp.mcp_servers_config_path", folder, mcp["mcp_servers_config_path"])
+    chosen = None if selected is None else tuple(selected)
+    return ToolEntry(origin, _limits(origin, limits, timeout_seconds), servers=servers, selected=chosen)
 
 
 def _limits(origin: str, given: Mapping[str, object], timeout_seconds: float) -> ToolLimits:
