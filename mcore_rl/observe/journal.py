@@ -71,6 +71,7 @@ class RunJournal:
         values = {f"time/{name}": took for name, took in seconds.items()}
         values["time/step"] = sum(seconds.get(phase, 0.0) for phase in STEP_PHASES)
         training = sum(seconds.get(phase, 0.0) for phase in TRAINING_PHASES)
+        # After the times of spans: a recorded metric overrides them.
         values |= {name: metric.value for name, metric in self._pending.items()}
         if training > 0 and "tokens/trained_sequences" in values:
             values["throughput/tokens_per_second"] = values["tokens/trained_sequences"] / training

@@ -50,6 +50,7 @@ class MetricsLog:
             return
         lines = self.path.read_bytes().splitlines(keepends=True)
         is_later = [record["step"] > step for record in self.read()]
+        # The target first: a crash between the two writes leaves records in both files, not in neither.
         for path, chosen in ((target, True), (self.path, False)):
             with durable_write(path) as file:
                 file.writelines(line for line, later in zip(lines, is_later, strict=True) if later is chosen)
@@ -126,5 +127,6 @@ def _remove_incomplete_line(path: Path) -> None:
         return
     content = path.read_bytes()
     complete = content.rfind(b"\n") + 1
+    # A crash in `append` leaves a line without a newline.
     if complete < len(content):
         os.truncate(path, complete)

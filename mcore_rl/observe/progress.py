@@ -49,6 +49,7 @@ class Progress:
     def _seconds_left(self, step: int) -> float | None:
         """Estimate from the wall-clock time per step since this process started."""
         done, left = step - self._first_step, self._total_steps - step
+        # Steps of earlier processes do not count, because their times are unknown here.
         return (time.monotonic() - self._started) / done * left if done > 0 and left > 0 else None
 
     def note(self, line: str) -> None:

@@ -65,6 +65,7 @@ class CollapseSigns:
             now = values.get(sign.figure)
             if now is None:
                 continue
+            # A resumed run compares with its first step after the resume.
             first = self._first.setdefault(sign.figure, now)
             if step > sign.after_step and sign.holds(now, first):
                 found[sign.figure] = sign.text.format(now=now, first=first, reward=values.get("reward/mean") or 0.0)
@@ -72,6 +73,7 @@ class CollapseSigns:
         if norm is not None:
             # Until WINDOW norms are known, a norm is compared with itself, so nothing is reported.
             usual = statistics.median(self._norms) if len(self._norms) == WINDOW else norm
+            # Steps without signal can have a norm of 0, and any norm would exceed a median of 0.
             if norm > 20 * usual > 0:
                 found[GRADIENT] = GRADIENT_TEXT.format(now=norm, times=norm / usual)
             self._norms.append(norm)

@@ -45,6 +45,7 @@ def summary_table(records: Sequence[Mapping[str, float]]) -> str:
 def _parts(records: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str, str]]:
     """Return rows for the accuracy of each set and source, if there are several."""
     keys = dict.fromkeys(key for record in records for key in record if key.startswith(f"{_HAS_BEST}/"))
+    # A single part equals the overall accuracy.
     if len(keys) < 2:
         return []
     return [(f"  {key.removeprefix(f'{_HAS_BEST}/')}", key, *_ROWS[0][2:]) for key in keys]

@@ -63,6 +63,7 @@ class Timeline:
         body = _lines(events) if self._empty else b",\n" + _lines(events)
         self._empty = False
         with self.path.open("r+b") as file:
+            # Overwrite the closing bracket, so that the file is valid JSON after every append.
             file.seek(-len(_TAIL), os.SEEK_END)
             file.write(body + _TAIL)
 

@@ -26,6 +26,7 @@ def free_port() -> int:
     """
     end = int(EPHEMERAL.read_text().split()[0])
     below = range(max(end - CANDIDATES, 1024), end)
+    # A random order, because processes that start together would all choose the first free port. 0: the kernel chooses.
     for port in [*random.SystemRandom().sample(below, min(TRIED, len(below))), 0]:
         with socket.socket() as listener:
             try:

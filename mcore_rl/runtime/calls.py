@@ -143,6 +143,7 @@ class FanOut(Generic[Rank_co]):
         first, actors = ranks[0], [self.processes[rank].actor for rank in ranks]
         if len(ranks) == 1:
             return cast("Ref[T]", getattr(actors[0], method).remote(*arguments[first]))
+        # Handles take time to serialize, so only the first call passes them.
         neighbours = None if first in self._introduced else actors
         self._introduced.add(first)
         return cast("Ref[list[T]]", actors[0].pass_on.remote(method, [arguments[rank] for rank in ranks], neighbours))

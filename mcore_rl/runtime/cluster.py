@@ -77,6 +77,7 @@ def ray_cluster(
         with _reserved(cluster, bundle) as nodes:
             yield nodes
     finally:
+        # The daemons end on purpose from here on. The guard stays, because `ray.shutdown` hangs if one died before.
         guard.let_end()
         ray.shutdown()
         guard.stop()
@@ -125,6 +126,7 @@ def _start_local(cluster: ClusterConfig, num_cpus: int, directory: Path) -> None
 @contextlib.contextmanager
 def _reserved(cluster: ClusterConfig, bundle: Mapping[str, float]) -> Iterator[list[PlacementGroupSchedulingStrategy]]:
     """Reserve the bundle on all nodes at once, or on none."""
+    # STRICT_SPREAD places every bundle on a node of its own.
     group = placement_group([dict(bundle)] * cluster.nodes, strategy="STRICT_SPREAD")
     try:
         if not group.wait(SECONDS_TO_RESERVE):

@@ -76,6 +76,7 @@ class ReleasedKeys:
     def refer(self, producer: str, process: ProcessHandle[EngineProcess], key: int) -> TrajectoryPlace:
         """Return a reference to trajectories. Their key is released when the reference is garbage-collected."""
         place = TrajectoryPlace(producer, process, key)
+        # Not at exit: the producers end with the driver.
         weakref.finalize(place, self._keys[producer].append, key).atexit = False
         return place
 
@@ -165,6 +166,8 @@ class Delivery:
         Raises: WorkerDiedError.
         """
         while True:
+            # The driver made the chunks of supervised training itself; all other chunks are kept by engines. A batch
+            # has one kind.
             produced = [chunk for chunk in chunks if isinstance(chunk, Chunk)]
             index = TrajectoryIndex(produced) if produced else None
             fetched = {
@@ -200,6 +203,7 @@ def _put(chunks: Sequence[BuffersRef], rows: Rows) -> tuple[Ref[None], Ref[Traje
 def rows_by_rank(batch: Batch, num_dp_ranks: int) -> tuple[list[Rows], np.ndarray]:
     """Select the rows of the batch's chunks for each data-parallel rank. Also returns the position of each sample in
     the rows delivered to its rank, int32 [B]."""
+    # With several epochs, a sample is in several updates. It is delivered once.
     samples = np.unique(np.concatenate([*batch.updates, np.empty(0, np.int64)]))
     order = samples[np.lexsort((batch.rows[samples], batch.chunk_ids[samples], batch.dp_ranks[samples]))]
     starts = np.searchsorted(batch.dp_ranks[order], np.arange(num_dp_ranks + 1))

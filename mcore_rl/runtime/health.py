@@ -153,6 +153,8 @@ class Watch:
                 ready, pending = self.wait(pending, len(pending))
                 for ref in ready:
                     self.value(ref)
+                    # From now on a missing answer counts as silence. During the set-up it does not: loading a model
+                    # blocks a process for minutes.
                     self._answered.update(starts[ref])
                 self._require_in_time([process for ref in pending for process in starts[ref]], deadline)
 
@@ -221,6 +223,8 @@ class Watch:
         if (name := self.daemons.dead()) is not None:
             raise ClusterDiedError(f"Ray's {name} died, and with it every process of the run")
         ready, pending = self._ended(refs, num_returns)
+        # A wait whose results are all there returns at once. Waits without references are the driver's idle time, which
+        # always looks.
         if self._ends and (pending or not refs) and time.monotonic() - self._looked >= SECONDS_BETWEEN_LOOKS:
             elapsed, self._looked = time.monotonic() - self._looked, time.monotonic()
             self.places.update()
@@ -265,6 +269,7 @@ class Watch:
         self._require_moving({self._probes.pop(call): call for call in answered})
         if silent_processes and self._waited > self.timeout_seconds:
             self._give_up(silent_processes, f"did not answer for {self.timeout_seconds:g} s")
+        # New probes only while no process is silent, so that `_waited` measures the silence.
         if not silent_processes and self._waited > self.timeout_seconds / PROBES_PER_TIMEOUT:
             self._probes = {process.call(RunProcess.seconds_stuck): process for process in self.processes.values()}
             self._waited = 0.0
@@ -299,8 +304,10 @@ class Watch:
             return value
         except RayTaskError as error:
             cause = error.cause
+            # A rank that waited for a dead peer reports only a timeout. The death itself is the better explanation.
             if isinstance(cause, PeerLostError):
                 self.blame_the_dead()
+            # A full disk, for example, becomes an error that names the key of the path.
             if isinstance(cause, OSError):
                 cause = storage_error(cause) or cause
             process = self._called(ref)

@@ -115,6 +115,7 @@ def _set_up(
     context = SetUpContext(config, {name: ray.put(prompt_set) for name, prompt_set in prompts.items()})
     starting: Starts = {}
     for engine, slots in zip([] if fleet is None else fleet.engines, placement.engines, strict=True):
+        # Ray numbers the GPUs of a node in its own order, so a colocated engine gets the devices that its ranks report.
         visible = [visible_devices(placement, slot, devices) for slot in slots]
         starting[engine.start.set_up(context, visible)] = engine.start.processes
     takes_turns = fleet is not None and shares_device(config.cluster, config.actor.offload)
@@ -254,6 +255,7 @@ def _check_hosts(run_dir: str, paths: Mapping[str, str], watch: Watch) -> None:
     Raises: ConfigError if hosts differ.
     """
     others: dict[object, AnyProcess] = {}
+    # Processes with the same /dev/shm count as one host, so containers of one machine are checked separately.
     for process, host in _hosts_of(watch).items():
         process.name = f"{process.name} on {host.name}"
         if host != this_host():

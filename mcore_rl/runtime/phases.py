@@ -87,6 +87,8 @@ class DevicePhases:
             if phase is Phase.REPLACE:
                 self._weights = "discarded"  # engines may still have them in host memory, but the sync replaces them
         elif phase is Phase.SYNC:
+            # The trainer's parameters need the memory of the KV cache. The weights return before the sync, which writes
+            # into them.
             if self._kv_cache_awake:
                 self._put_to_sleep(keep_weights=True)
             self._offload(NOT_SYNCED)

@@ -83,6 +83,7 @@ class SlicePublisher:
 
         def publish() -> None:
             members = self.engines.up()
+            # A restarted engine is a new process, which has not joined the transfer group.
             if self._broken or members != self._members or self.engines.lack_weights(members):
                 self._connect(members)
             self._send(version)
@@ -139,6 +140,7 @@ class SlicePublisher:
         """Create a transfer group of trainer ranks and engines: create staging buffers, map them in all processes, and
         remove their names at once, so that no crash leaves them behind."""
         trainers, watch = self.trainers, self.trainers.watch
+        # A group that failed may have left keys in the store; the number keeps them apart.
         self._generation += 1
         self._members = list(members)
         self._member_plan = replace(self.plan, topology=self.plan.topology.for_engines(members))

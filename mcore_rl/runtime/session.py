@@ -33,6 +33,7 @@ def private_directory() -> Iterator[Path]:
     Ray (2.60) opens its own directory to all users, regardless of the umask; give it a subdirectory of this one.
     """
     parent = Path(tempfile.gettempdir())
+    # A longer TMPDIR would make the paths of Ray's sockets too long.
     parent = parent if len(str(parent)) <= MAX_PARENT_CHARACTERS else Path("/tmp")
     with _removed_directory(parent, PREFIX) as directory:
         yield directory
@@ -66,6 +67,7 @@ def _removed_directory(parent: Path, prefix: str) -> Iterator[Path]:
         while directory.exists() and time.monotonic() < deadline:
             shutil.rmtree(directory, ignore_errors=True)
             time.sleep(0.1)
+        # The lock is released only now, after the directory is gone.
         os.close(descriptor)
 
 

@@ -41,6 +41,7 @@ class Stops:
         self._what_follows = what_follows
         handlers = {signal.SIGINT: self.stop, signal.SIGTERM: self.stop, signal.SIGUSR1: self.request}
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        # Python reports exceptions that cannot propagate to this hook.
         hook, sys.unraisablehook = sys.unraisablehook, self._after_swallowed(sys.unraisablehook)
         try:
             yield
@@ -62,6 +63,7 @@ class Stops:
 
         Raises: KeyboardInterrupt if the signal does not wait for a step.
         """
+        # The timer of `raise_again` has sent this signal: only raise what the callback swallowed.
         if self._was_swallowed:
             self._was_swallowed = False
             raise KeyboardInterrupt(f"signal {self._interrupted_by}")
@@ -111,6 +113,8 @@ class Stops:
     def give_up(self, reason: str) -> None:
         """Exit from any thread because the main thread is stuck: as a stopped run after an INT or TERM, else as a
         failed run with `reason`."""
+        # Without a request to stop, the death of the cluster is a failure. After one, a scheduler may have killed the
+        # daemons.
         if self._interrupted_by is None and self._requested_by in (None, signal.SIGUSR1):
             _print(f"error: {reason}")
             os._exit(1)

@@ -50,6 +50,7 @@ def seconds(time_limit: str) -> int | None:
     if match["days"] is not None:  # hours follow days
         units = (3600, 60, 1)
         return int(match["days"]) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
+    # minutes, minutes:seconds, or hours:minutes:seconds
     units = {1: (60, 0, 0), 2: (60, 1, 0), 3: (3600, 60, 1)}[len(numbers)]
     return sum(n * unit for n, unit in zip(numbers, units, strict=False))
 

@@ -34,6 +34,7 @@ def packages() -> str | None:
     for name in NEEDED:
         try:
             is_installed = importlib.util.find_spec(name) is not None
+        # For `megatron.core`, find_spec imports `megatron`, which may be missing.
         except ModuleNotFoundError:
             is_installed = False
         if not is_installed:

@@ -38,6 +38,7 @@ def _run(options: argparse.Namespace, temporary: Path) -> int:
     try:
         deadline = time.monotonic() + options.timeout_seconds
         while True:
+            # Variables that the user has set take precedence.
             ray = subprocess.Popen(_command(options, temporary, deadline), env=RAYLET_VARIABLES | os.environ)
             address = wait_for(temporary / "ray_current_cluster", deadline, ray)
             if address is not None:

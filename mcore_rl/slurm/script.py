@@ -52,7 +52,9 @@ def _options(slurm: SlurmConfig, cluster: ClusterConfig) -> list[str]:
         "gpus-per-node": str(cluster.gpus_per_node) if cluster.device == "cuda" else None,
         "cpus-per-task": str(slurm.cpus_per_node) if slurm.cpus_per_node is not None else None,
         "time": slurm.time_limit,
+        # To the batch script only (B), which passes it on to the run, `grace_seconds` before the time limit.
         "signal": f"B:USR1@{slurm.grace_seconds}",
+        # A job that was queued again continues the same log.
         "open-mode": "append",
         "output": "%x.%j.log",
     }

@@ -94,6 +94,7 @@ def response_advantages(algorithm: AlgorithmConfig) -> Callable[[Groups, np.ndar
         _, first, episode = np.unique(kept.episodes, return_index=True, return_inverse=True)
         group_ids, lengths = kept.group_ids[first], np.bincount(episode, kept.trained_tokens).astype(np.int32)
         baseline = greedy_rewards(groups.greedy, group_ids) if chosen.needs.baseline_rewards else None
+        # One token per response stands for the whole response, because these estimators use no per-token rewards.
         estimates = compute_advantages(
             algorithm.advantage,
             token_rewards=torch.from_numpy(rewards[first])[:, None],
@@ -124,6 +125,7 @@ def greedy_rewards(greedy: Sequence[RolloutScalars], group_ids: np.ndarray) -> n
     """
     ids, rewards = column(greedy, "group_ids"), column(greedy, "rewards")
     order = np.argsort(ids)
+    # The greedy responses may be in another order than the groups.
     place = np.searchsorted(ids[order], group_ids)
     assert np.array_equal(ids[order][place], group_ids), "a group has no greedy response"
     return rewards[order][place].astype(np.float32)

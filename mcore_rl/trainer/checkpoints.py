@@ -98,6 +98,7 @@ class Checkpoints:
 
         Raises: errors of the ranks, also from the previous save.
         """
+        # One save at a time: errors of the previous one must appear before another directory is written.
         self.settle()
         if self._is_complete(self.directory / f"step_{step}"):
             return
@@ -124,6 +125,7 @@ class Checkpoints:
         """
         if self._running is None:
             return
+        # Cleared first, so that a save that fails is not completed again by the next call.
         save, self._running = self._running, None
         write_proof(save.directory, save.ranks.result(), [STATE_FILE])
         # Each rank has already synced its own files to disk.
@@ -133,6 +135,8 @@ class Checkpoints:
         final = self.directory / f"step_{save.step}"
         if final.exists():
             self._discard(final)
+        # The rename makes the checkpoint visible, so everything is on disk before. Syncing the directory makes the
+        # rename durable.
         os.replace(save.directory, final)
         sync(self.directory)
         complete = self._complete()
@@ -153,6 +157,7 @@ class Checkpoints:
 
     def clean(self) -> None:
         """Remove directories that a crash left partly written or partly removed."""
+        # Names with a leading dot are never read as checkpoints.
         for path in self.directory.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
 

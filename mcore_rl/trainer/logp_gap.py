@@ -81,6 +81,7 @@ class LogpGapCheck:
             scalars,
             keep,
             advantages=np.zeros(sum(map(len, keep)), np.float32),
+            # Advantages and loss weights are not used: nothing is trained.
             weights_of=lambda trained_tokens: np.zeros(len(trained_tokens), np.float32),
             schedule=UpdateSchedule(
                 num_prompts, num_dp_ranks=self.num_dp_ranks, cost=self.cost

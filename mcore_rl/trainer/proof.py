@@ -112,6 +112,8 @@ def _damage(directory: Path, file: SavedFile, *, whole: bool) -> str | None:
     try:
         if whole or file.num_bytes <= _SMALL_BYTES:
             return None if _saved(directory, file.name) == file else f"{file.name} has another checksum than was saved"
+        # A file that was cut off or overwritten from the start is found with two reads. Ranks compare the rest while
+        # they load.
         with (directory / file.name).open("rb") as opened:
             first = opened.read(len(_FIRST_BYTES))
             opened.seek(-_LAST_RECORD_BYTES, os.SEEK_END)

@@ -157,6 +157,7 @@ CRITIC, GROUPS = "critic", "rollouts"
 
 def _load_models(run: TrainingRun, path: Path, files: Sequence[SavedFile]) -> None:
     """Verify and load the files of actor, critic and in-flight groups."""
+    # All checks come before any rank loads: a run with half-loaded models could not continue.
     others, critics = split_files(files, CRITIC)
     actor_files, groups = split_files(others, GROUPS)
     if groups and run.in_flight is None:

@@ -46,6 +46,7 @@ def validation_parts(sets: Mapping[str, Sequence[str]]) -> ValidationParts:
     labels = np.array([names.get(source, "") for source in sources], object)
     candidates = [(label, np.flatnonzero(labels == label)) for label in dict.fromkeys(names.values())]
     for name, of_set in places.items():
+        # Unlike a set, a dict keeps the order of the first appearance.
         inside = dict.fromkeys(labels[of_set]) if name else {}
         if len(inside) > 1:
             candidates += [(f"{name}/{label}", of_set[labels[of_set] == label]) for label in inside]
@@ -82,6 +83,7 @@ def _means(result: RolloutScalars, chosen: np.ndarray, suffix: str) -> dict[str,
     }
     metrics: dict[str, Metric] = {}
     for name, values in columns.items():
+        # NaN marks responses without this number.
         there = values[chosen & ~np.isnan(values)]
         if len(there):
             metrics[f"val/{name}{suffix}"] = Mean(float(there.sum()), len(there))

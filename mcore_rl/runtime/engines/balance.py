@@ -51,6 +51,7 @@ class LoadBalancer:
         self, room: int | None, *, steals: bool = True, serves: Callable[[EngineKey], bool] = lambda engine: True
     ) -> None:
         """Create an empty queue without engines. `serves` returns whether an engine can be given pieces now."""
+        # The scheduler sets `room` to ROOM times the number of requests that an engine decodes concurrently.
         self._room, self._slots, self._serves = room, max(1, (room or 0) // ROOM), serves
         self._steals = steals and room is not None
         self.pieces: dict[int, TaskPiece] = {}
@@ -110,6 +111,7 @@ class LoadBalancer:
     def requeue(self, numbers: Sequence[int], *, first: bool = False) -> None:
         """Put pieces that no engine has at the end of the queue, or in front of everything else."""
         if first:
+            # `extendleft` reverses its argument.
             self._queue.extendleft(sorted(numbers, reverse=True))
         else:
             self._queue.extend(numbers)
@@ -158,6 +160,7 @@ class LoadBalancer:
             requests = self.pieces[number].num_requests
             numbers = given.setdefault(engine, [])
             if self._room is not None and self._given[engine] and self._loads[engine] + requests > self._room:
+                # The entry in the heap stays; `_least_loaded` drops entries of engines that are no candidates.
                 self._candidates.discard(engine)
                 continue
             numbers.append(self._queue.popleft())
@@ -178,6 +181,7 @@ class LoadBalancer:
             return []
         steals: list[tuple[EngineKey, int]] = []
         loads = sorted((self._loads[engine], engine) for engine in self._candidates)
+        # The steals in progress will supply as many candidates, the ones with the fewest requests.
         candidates = iter(loads[len(self._asked) :])
         while (victim := self._top_victim()) is not None and (candidate := next(candidates, None)) is not None:
             heapq.heappop(self._victims)
@@ -203,6 +207,7 @@ class LoadBalancer:
         assert piece.first <= end < piece.last, f"{piece} has no response {end}"
         rest = self._new(piece.task, end, piece.last)
         piece.last = end
+        # The engine had not started any response of the piece, so it has nothing to finish.
         if not piece.num_requests:
             self.finished(number)
             self._of_task[piece.task].remove(number)
@@ -247,6 +252,7 @@ class LoadBalancer:
             if engine in self._asked:
                 self._asked[engine] += requests
             self._set_unstarted(engine, self._unstarted[engine] + requests)
+        # Their reports could not lead to new pieces, so let these engines finish everything before they report again.
         if not self._queue and not self._may_steal():
             for engine in self._candidates - given.keys():
                 if self._given[engine]:

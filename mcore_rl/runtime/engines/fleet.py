@@ -139,6 +139,8 @@ class Fleet:
         # Before the restart, which changes `producer` and the name of the journal.
         if engine.start.journal is not None:
             self._journals[engine.producer] = engine.start.journal
+        # A new incarnation gives the process a new name as a producer, so keys of the lost one are never requested from
+        # it.
         engine.incarnation += 1
         engine.busy_seconds, engine.has_weights = 0.0, False
         engine.starting, engine.deadline = engine.start.again(), self.watch.start_deadline()
@@ -173,6 +175,7 @@ class Fleet:
                     self.watch.get_started({engine.starting: engine.start.processes})
                     engine.starting = None
 
+        # An engine may have died while it started: restart it before waiting for it.
         self.reap_failed()
         self.retry_on_engine_loss(wait)
 
@@ -200,7 +203,7 @@ class Fleet:
             before = self.num_restarts
             try:
                 return call()
-            except ClusterDiedError:
+            except ClusterDiedError:  # without Ray's daemons, no engine can be restarted
                 raise
             except WorkerDiedError:
                 self.watch.blame_the_dead()

@@ -116,6 +116,8 @@ class EngineProcess(RunProcess):
     def run(self, tasks: list[tuple[int, RolloutTask]], until: Until, released: list[int]) -> EngineReport:
         """Start `tasks` and wait (TaskRunner.exchange). Trajectories, and their requests in the journal, are kept until
         a later call has their keys in `released`."""
+        # The driver has dropped its last reference to these trajectories, so neither readers nor other engines need
+        # them.
         self.loop.release(self._kept.release(released))
         with self.spans.span(f"generate {tasks[0][1].prompt_set}" if tasks else "generate"):
             finished, received, left = self._runner.exchange(tasks, until)

@@ -63,7 +63,7 @@ class Scheduler:
     supply: Callable[[], None] = _no_supply
     """Publishes the current weights to restarted engines."""
     interrupted: Callable[[], AbstractContextManager[None]] | None = None
-    """Phases.interrupted, if engines and trainer ranks share devices."""
+    """DevicePhases.interrupted, if engines and trainer ranks share devices."""
     _balance: LoadBalancer = field(init=False)
     _submissions: dict[int, Submission] = field(default_factory=dict, init=False)
     """Unfinished tasks by ticket, and finished tasks of `run`: if an engine is lost, they must be generated again."""
@@ -117,6 +117,7 @@ class Scheduler:
         Raises: WorkerDiedError if an engine is lost after `max_restarts` restarts.
         """
         if not self.streaming:
+            # Start a new interval: between two batches the engines have nothing to do on purpose.
             self.idle_fraction()
         results = self._run([replace(task, version=self.fleet.version) for task in tasks])
         if not self.streaming and all(task.prompt_set == "train" for task in tasks):
@@ -214,6 +215,7 @@ class Scheduler:
         elapsed, self._looked = now - self._looked, now
         seconds = elapsed * self.num_engines
         busy = {engine.key: engine.busy_seconds for engine in self.fleet.engines}
+        # A report also covers time before the last call, so an engine counts as busy for at most the elapsed time.
         worked = sum(min(elapsed, value - self._busy_before.get(key, 0.0)) for key, value in busy.items())
         self._busy_before = busy
         return Mean(max(0.0, seconds - max(0.0, worked)), seconds)
@@ -287,6 +289,8 @@ class Scheduler:
     def _take_given_up(self, key: EngineKey, given_up: GivenUp | None) -> None:
         if given_up is None:
             return
+        # The engine may have reported the rest of a shortened piece already. The cut-off responses are a new piece, so
+        # its task is unfinished again.
         self._unfinished |= {self._balance.pieces[number].task for number, _ in given_up.ends}
         moved = self._balance.gave_up(key, given_up.ends, given_up.num_unstarted)
         if moved:
@@ -312,6 +316,7 @@ class Scheduler:
         except WorkerDiedError:
             if not self.fleet.is_lost(engine):
                 raise
+            # The engine is restarted later, by `wait` or by a publish. Until then, no task may go to it.
             self._dead.add(key)
             return None
 
@@ -330,6 +335,7 @@ class Scheduler:
         given = self._balance.assign()
         if self.streaming:  # one call always waits at each engine
             given |= {key: [] for key in idle if key not in given}
+        # In a batch, an engine reports before its tasks have ended only if it might be given more requests then.
         until = Until.ANY if self.streaming else Until.ASKS if self._balance.has_more else Until.ALL
         for key, numbers in given.items():
             engine, tasks = engines[key.number], [(number, self._task_of(number)) for number in numbers]
@@ -351,6 +357,7 @@ class Scheduler:
         if self._num_restarts != self.fleet.num_restarts:
             self._num_restarts = self.fleet.num_restarts
             self._requeue_lost()
+        # Every engine was replaced since its last weights: without new ones, no task would ever run.
         if not any(engine.serves for engine in self.fleet.engines):
             self.supply()
         self._assign()
@@ -360,6 +367,7 @@ class Scheduler:
         serving = {engine.key for engine in self.fleet.serving}
         lost = [key for key in {*self._balance.engines, *self._carried} if key not in serving]
         again: set[tuple[int, EngineKey]] = set()
+        # Trajectories of finished pieces are lost with their engine, too.
         for ticket, submission in self._submissions.items():
             gone = {number: piece.engine for number, piece in submission.pieces.items() if piece.engine in lost}
             again |= {(ticket, key) for key in gone.values()}
@@ -368,6 +376,7 @@ class Scheduler:
             if gone:
                 self._unfinished.add(ticket)
                 self._balance.requeue(sorted(gone))
+        # Before `leave`, which forgets the engine of a piece.
         for piece in self._balance.pieces.values():
             if piece.engine is not None and piece.engine in lost:
                 again.add((piece.task, piece.engine))
@@ -376,6 +385,7 @@ class Scheduler:
             self._submissions[ticket].continue_from(self.fleet.journal_of(self.fleet.producer_of(key)))
         for key in lost:
             self._carried.pop(key, None)
+        # The replacements have no `run` call yet. Results of calls to the lost processes are not awaited any more.
         self._idle |= {key.number for key in self._runs.values() if key in lost}
         for calls in (self._runs, self._begins, self._steals):
             for call in [call for call, key in calls.items() if key in lost]:

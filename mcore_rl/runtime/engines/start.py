@@ -63,6 +63,8 @@ class EngineStart:
         hosts = self._hosts() if self.followers else ONE_HOST
         first, *others = self._contexts
         ready = self.leader.call(EngineProcess.setup, first, hosts, self.journal)
+        # `serve` never returns. If its call ends, the thread that steps the engine has failed, even if the process
+        # lives.
         self.watch.add_call(self.leader, self.leader.call(EngineProcess.serve))
         for index, (follower, context) in enumerate(zip(self.followers, others, strict=True), 1):
             follow = follower.call(FollowerProcess.follow, context, replace(hosts, index=index))
@@ -75,6 +77,7 @@ class EngineStart:
 
     def again(self) -> Ref[None]:
         """Replace all processes and begin their set-up, with a new journal; returns a reference of its end."""
+        # The next journal is a new file, because other engines read the old one to continue its responses.
         self._starts += 1
         self.kill()
         for before, after in zip(self.processes, self._create(), strict=True):
@@ -87,6 +90,7 @@ class EngineStart:
         rendezvous, commands = map(urlsplit, addresses)
         places = self.watch.get([process.call(RunProcess.where) for process in self.processes])
         names = tuple(host.name for host, _ in places)
+        # A key per start: the ranks accept only connections with it, so none from another run or an earlier start.
         key, ports = secrets.token_bytes(32), (int(rendezvous.port or 0), int(commands.port or 0))
         return EngineHosts(names, 0, str(rendezvous.hostname), *ports, key)
 

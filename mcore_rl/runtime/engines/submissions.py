@@ -67,6 +67,7 @@ class Submission:
             span = piece.first, piece.last
             parts.append(Part(finished.place, row, row + rows, span, finished.scalars.digests))
             row += rows
+        # Each piece has written its own file.
         if len(parts) > 1 and self.task.records is not None:
             join_pieces(self.task.records, [part.responses[0] - self.task.span[0] for part in parts])
         scalars = [self.pieces[number].scalars for number in pieces]

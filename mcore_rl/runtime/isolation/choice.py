@@ -59,6 +59,7 @@ def isolate(config: Config, show: Callable[[str], None]) -> None:
             f"kernel.unprivileged_userns_clone=1 or an AppArmor profile); {REMEDY}"
         )
     show(f"{reason}: this run gets a network of its own, and its processes cannot reach other machines")
+    # `execv` replaces this process and drops buffered output.
     sys.stdout.flush()
     sys.stderr.flush()
     python = sys.executable

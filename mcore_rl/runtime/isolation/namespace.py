@@ -56,6 +56,7 @@ def can_enter() -> bool:
         try:
             enter()
         except OSError:
+            # `_exit` skips exit handlers, which belong to the parent.
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

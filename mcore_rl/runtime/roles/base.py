@@ -135,7 +135,7 @@ class RankProcess(RunProcess):
     def pass_on(
         self, method: str, arguments: list[tuple[object, ...]], neighbours: list[ActorHandle] | None
     ) -> list[object]:
-        """Call a method of all ranks of this node, including this one (see fanout). Only the first call passes their
+        """Call a method of all ranks of this node, including this one (see FanOut). Only the first call passes their
         handles."""
         if neighbours is not None:
             self._neighbours = neighbours

@@ -112,6 +112,7 @@ class TrainedRankGroup(RankGroup[TrainedRank_co]):
     @cached_property
     def _spread_ranks(self) -> set[int]:
         """Data-parallel ranks whose peers run on several nodes."""
+        # Each pair is one node with peers of a data-parallel rank.
         pairs = set(zip(self.ranks.dp_rank_of, self.nodes, strict=True))
         return {dp for dp, nodes in Counter(dp for dp, _ in pairs).items() if nodes > 1}
 
@@ -120,6 +121,8 @@ class TrainedRankGroup(RankGroup[TrainedRank_co]):
         """Begin a checkpoint: every rank plans its files and, with `snapshot`, copies their contents. Then all ranks
         write and rank 0 completes the checkpoint, while the driver continues."""
         self.call(TrainedRankProcess.plan_save, directory, snapshot).results()
+        # Rank 0 receives the references as arguments, so the reports do not pass through the driver, which continues at
+        # once.
         reports = [rank.call(TrainedRankProcess.write_save) for rank in self.processes]
         saved = self.processes[0].call(TrainedRankProcess.finish_save, *map(passed, reports))
         return RanksSave(saved, self.watch)

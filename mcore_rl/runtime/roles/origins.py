@@ -36,6 +36,7 @@ def _marking(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *arguments, **keywords)
         except Exception as error:
+            # An error of a process that was called from here already names that process.
             if origin_of(error) is None:
                 setattr(error, _ORIGIN, f"{self.name} on {this_host().name}")
             raise

@@ -47,6 +47,7 @@ class Places:
             with contextlib.suppress(RayError):  # the process is dead
                 host, pid = ray.get(call)
                 self._hosts[process] = host.name
+                # The kernel reports exit statuses only of processes on this host.
                 if host == this_host():
                     self._exits.follow(id(process), pid)
 
