@@ -46,19 +46,13 @@ class RemoteObject:
     untrusted object, which must not receive arguments.
     """
 
-    _peer: CallPeer
-    _handle: int
-    _kind: str
-    _type_name: str
-    _trusted: bool
-    _guarded: bool
-
+    # No annotations of attributes here: a test that reads f.__annotations__ would get them in place of the program's.
     def __init__(self, peer: CallPeer, handle: int, kind: str, type_name: str, *, trusted: bool) -> None:
         vars(self).update(
             _peer=peer, _handle=handle, _kind=kind, _type_name=type_name, _trusted=trusted, _guarded=False
         )
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         value = self._peer.ask("get", self, name)
         if isinstance(value, RemoteObject) and self._kind == "instance":
             value.__dict__.update(_trusted=self._trusted, _guarded=not self._trusted)
