@@ -1,13 +1,34 @@
-"""Roles: checks of the critic and the keys that errors name."""
+"""Roles: checks of the critic, and errors of shared code name the role's own keys."""
 
 from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
 
 import pytest
 
 from mcore_rl.config import load_config
-from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.models import CriticConfig, RewardModelConfig
+from mcore_rl.config.roles import POLICY, ModelRole
 from mcore_rl.config.rules.validation import validate, validate_critic
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+SHARED = (
+    "mcore_rl/resolved/layout.py",
+    "mcore_rl/resolved/implementation.py",
+    "mcore_rl/resolved/recompute.py",
+    "mcore_rl/resolved/model.py",
+    "mcore_rl/resolved/attention.py",
+    "mcore_rl/megatron/model",
+    "mcore_rl/megatron/roles/rank_model.py",
+    "mcore_rl/megatron/roles/trained_model.py",
+    "mcore_rl/weights/engine_config.py",
+)
+"""Code that more than one role runs."""
+OF_A_POLICY = re.compile(r"\b(actor|rollout)\.[a-z]|\bmodel\.(hf_path|tokenizer_path)\b")
 
 
 def test_critic_config_actor_keys_with_own_defaults(base: str) -> None:
@@ -23,17 +44,6 @@ def test_num_critic_ranks_defaults_to_the_policy(base: str) -> None:
     validate_critic(load_config(base, slots))
     with pytest.raises(ConfigError, match=r"critic\.parallel\.ep=2 .* does not divide the 3 trainer ranks"):
         validate_critic(load_config(base, [*slots, "critic.num_ranks=3"]))
-
-
-def test_critic_role_has_its_own_section_checkpoint_and_keys(base: str) -> None:
-    config = load_config(base, ["critic.recompute=full", "model.dtype=bfloat16"])
-    role = ModelRole.critic(config.critic, config.model)
-    assert (role.section, role.model, role.checkpoint) == (config.critic, config.model, "model.hf_path")
-    config.critic.hf_path = "/elsewhere"
-    role = ModelRole.critic(config.critic, config.model)
-    assert (role.model.hf_path, role.model.dtype, role.checkpoint) == ("/elsewhere", "bfloat16", "critic.hf_path")
-    assert role.key("parallel.tp") == "critic.parallel.tp"
-    assert config.model.hf_path != "/elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -62,3 +72,34 @@ def test_critic_clip_range_may_be_null(base: str) -> None:
     config = load_config(base, ["critic.clip_range=null"])
     validate_critic(config)
     assert config.critic.clip_range is None
+
+
+def test_policy_keys_have_the_prefix_actor() -> None:
+    assert (POLICY.key("parallel.tp"), POLICY.checkpoint) == ("actor.parallel.tp", "model.hf_path")
+
+
+def test_value_roles_name_the_key_of_their_checkpoint() -> None:
+    policy = ModelConfig(hf_path="/policy", dtype="bfloat16")
+    for path, key, used in ((None, "model.hf_path", "/policy"), ("/own", "{}.hf_path", "/own")):
+        critic = ModelRole.critic(CriticConfig(hf_path=path), policy)
+        reward_model = ModelRole.reward_model(RewardModelConfig(hf_path=path), policy)
+        for role, prefix in ((critic, "critic"), (reward_model, "reward_model")):
+            found = (role.key("lr"), role.checkpoint, role.model.hf_path, role.model.dtype)
+            assert found == (f"{prefix}.lr", key.format(prefix), used, "bfloat16")
+    assert policy.hf_path == "/policy"
+
+
+@pytest.mark.parametrize("part", SHARED)
+def test_shared_code_contains_no_key_of_the_policy(part: str) -> None:
+    """A literal key would be the policy's in an error about a critic or a judge."""
+    path = ROOT / part
+    for file in [path] if path.is_file() else path.rglob("*.py"):
+        wrong = [f"{file.name}:{text.lineno}: {text.value}" for text in _texts(ast.parse(file.read_text()))]
+        assert not wrong
+
+
+def _texts(tree: ast.Module) -> list[ast.Constant]:
+    """Strings that contain a key of the policy, except docstrings."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return [node for node in constants if isinstance(node.value, str) and OF_A_POLICY.search(node.value)]

@@ -99,13 +99,21 @@ def test_validate_invalid_settings_name_the_key(base: str, overrides: list[str],
     assert "\n" not in str(caught.value)
 
 
-def test_validate_valid_configuration_writes_nothing(base: str, tmp_path: Path) -> None:
-    validate(load_config(base, ["actor.parallel.tp=2", "actor.parallel.ep=2", "trainer.prompts_per_update=16"]))
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["actor.parallel.tp=2", "actor.parallel.ep=2", "trainer.prompts_per_update=16"],
+        [ENGINE_REPLAY],
+        ["rollout.temperature=0", "rollout.top_p=0.5", "rollout.top_k=3", "algorithm.policy_loss.name=sft"],
+        [
+            *("rollout.validation_samples=32", "rollout.validation_temperature=1", "rollout.validation_top_p=0.7"),
+            "rollout.validation_top_k=40",
+        ],
+    ],
+)
+def test_validate_valid_configuration_writes_nothing(base: str, tmp_path: Path, overrides: list[str]) -> None:
+    validate(load_config(base, overrides))
     assert not (tmp_path / "run").exists()
-
-
-def test_validate_engine_router_replay_passes(base: str) -> None:
-    validate(load_config(base, [ENGINE_REPLAY]))
 
 
 def test_num_trainer_ranks_defaults_to_all_slots(base: str) -> None:
@@ -191,16 +199,6 @@ def test_load_config_single_stop_string_becomes_a_list(base: str) -> None:
         validate(config)
         assert config.rollout.stop == expected
     assert load_config(base).rollout.stop == []
-
-
-def test_check_sampling_supervised_run_passes(base: str) -> None:
-    sampled = ["rollout.temperature=0", "rollout.top_p=0.5", "rollout.top_k=3"]
-    validate(load_config(base, [*sampled, "algorithm.policy_loss.name=sft"]))
-
-
-def test_check_sampling_sampled_validation_passes(base: str) -> None:
-    sampled = ["rollout.validation_samples=32", "rollout.validation_temperature=1", "rollout.validation_top_p=0.7"]
-    validate(load_config(base, [*sampled, "rollout.validation_top_k=40"]))
 
 
 @pytest.mark.parametrize("content", ["{", "[" * 100_000])
