@@ -58,17 +58,18 @@ class StageParameter:
 
 @dataclass(frozen=True)
 class RankState:
-    """Training state of one rank. Units: elements, bytes."""
+    """Training state of one rank. Units: elements, bytes.
+
+    `host_bytes`: optimizer state that is always in host memory. `piece_bytes`: optimizer state on the device during a
+    step that updates it on the host. Neither is part of total_bytes.
+    """
 
     parameters: int
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-
     host_bytes: int = 0
-    """Optimizer state that is always in host memory. Not part of total_bytes."""
     piece_bytes: int = 0
-    """Optimizer state on the device during a step that updates it on the host. Not part of total_bytes."""
 
     @classmethod
     def of(

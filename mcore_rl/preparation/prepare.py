@@ -61,7 +61,12 @@ CHECKPOINT_BYTES_PER_PARAMETER = {"float32": 12, "bfloat16": 14}
 
 @dataclass(frozen=True)
 class Prepared:
-    """Checked inputs of a run: `prompts` for reinforcement learning, `targets` for supervised training."""
+    """Checked inputs of a run: `prompts` for reinforcement learning, `targets` for supervised training.
+
+    `critic` and `reward_model` are the layouts of these models, if the run has them. Training rows are ordered by
+    `weights` (data.weights) or `curriculum` (data.curriculum), if set. `validation_parts` are validation prompts that
+    have a metric of their own.
+    """
 
     layout: TrainLayout
     cost: SequenceCost
@@ -71,15 +76,10 @@ class Prepared:
     checkpoint_bytes: int
     estimator: Estimator
     critic: TrainLayout | None = None
-    """Layout of the critic, if the estimator needs one."""
     reward_model: TrainLayout | None = None
-    """Layout of the reward model, if the run has one."""
     weights: RowWeights | None = None
-    """Sampling weights of the training rows, if data.weights is set."""
     curriculum: Curriculum | None = None
-    """Order of the training rows, if data.curriculum is set."""
     validation_parts: ValidationParts = field(default_factory=ValidationParts)
-    """Validation prompts that have a metric of their own."""
 
 
 def prepare(config: Config) -> Prepared:

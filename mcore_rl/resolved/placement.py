@@ -36,20 +36,21 @@ class Guests:
 
 @dataclass(frozen=True)
 class RunPlacement:
-    """Nodes of all processes. `ranks[r]` is the node of trainer rank r; nodes count from 0 in the order of their names,
-    the driver's node first."""
+    """Nodes of all processes. Nodes count from 0 in the order of their names, the driver's node first.
+
+    `ranks[r]` is the node of trainer rank r. `engines` has the slots of each engine: one per node that it spans, with
+    equal numbers of ranks; the first one leads the engine. `guests` has slots by configuration section. `bundle` are
+    the Ray resources required of every node; they are equal, since the order of the nodes is not known in advance.
+    `computing` is the number of ranks on each node by configuration section: actor, rollout, and the guests' sections.
+    `takes_turns` is true if engines and trainer ranks never compute at the same time.
+    """
 
     ranks: tuple[int, ...]
     engines: tuple[tuple[Slot, ...], ...]
-    """Slots of each engine: one per node that it spans, with equal numbers of ranks; the first one leads the engine."""
     guests: dict[str, tuple[Slot, ...]]
-    """Slots by configuration section."""
     bundle: dict[str, float]
-    """Ray resources required of every node. They are equal, since the order of the nodes is not known in advance."""
     computing: dict[str, Counter[int]]
-    """Number of ranks on each node by configuration section: actor, rollout, and the guests' sections."""
     takes_turns: bool
-    """True if engines and trainer ranks never compute at the same time."""
 
     def peers(self, section: str, node: int) -> int:
         """Return the number of ranks on a node that compute at the same time as a rank of the section, including it."""
