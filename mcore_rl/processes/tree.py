@@ -43,8 +43,8 @@ def kill_tree(process: subprocess.Popen[bytes], mark: str, known: Iterable[psuti
     known: descendants that `descendants_of` found earlier, because the child may have ended since.
 
     The child and its process group receive KILL immediately, except multiprocessing's resource trackers. Remaining
-    descendants receive TERM, then KILL after TERM_SECONDS. A process that has left its parents and cleared its
-    environment is not found.
+    descendants receive TERM, then KILL after TERM_SECONDS, or after KILL_SECONDS if only trackers remain. A process
+    that has left its parents and cleared its environment is not found.
     """
     descendants = list(known)
     if process.returncode is None:  # afterwards the kernel may give the process id to another process
@@ -84,7 +84,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 def _end(known: list[psutil.Process], mark: str, number: signal.Signals, seconds: float) -> None:
     """Signal the remaining processes and those that they start meanwhile, until none is left or time is up."""
-    deadline = time.monotonic() + seconds
+    start = time.monotonic()
     signalled: set[psutil.Process] = set()
     while left := {*filter(_runs, known), *_marked(mark)}:
         for process in left - signalled:
@@ -92,7 +92,9 @@ def _end(known: list[psutil.Process], mark: str, number: signal.Signals, seconds
             with contextlib.suppress(psutil.Error):  # psutil compares the start time, so no other process is hit
                 process.send_signal(number)
         signalled |= left
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - start
+        # Resource trackers end by themselves, but on a busy machine they may need more than TERM_SECONDS.
+        if waited > KILL_SECONDS or (waited > seconds and not all(map(_is_resource_tracker, left))):
             return
         time.sleep(_POLL_SECONDS)
 
