@@ -119,16 +119,10 @@ def _outcome(response: dict[str, Any]) -> Outcome:
 
 def _stage(result: dict[str, Any], files: dict[str, bytes]) -> Outcome:
     why: Why = "timeout" if result["status"] == "TimeLimitExceeded" else "exit"
-    code = result.get("return_code")
-    for name in ("stdout", "stderr"):
-        if not isinstance(result.get(name) or "", str):
+    stdout, stderr = result.get("stdout") or "", result.get("stderr") or ""
+    for name, text in (("stdout", stdout), ("stderr", stderr)):
+        if not isinstance(text, str):
             raise TypeError(f"{name} is not text")
-    return Outcome(
-        why=why,
-        # The server gives no code for a program that it killed.
-        return_code=KILLED if code is None else int(code),
-        stdout=result.get("stdout") or "",
-        stderr=result.get("stderr") or "",
-        seconds=float(result.get("execution_time") or 0.0),
-        files=files,
-    )
+    code, seconds = result.get("return_code"), float(result.get("execution_time") or 0.0)
+    # The server gives no code for a program that it killed.
+    return Outcome(why, KILLED if code is None else int(code), stdout, stderr, seconds, files)

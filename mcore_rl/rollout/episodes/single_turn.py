@@ -110,11 +110,8 @@ class SingleTurnPlayer:
     def _outcome(
         self, request: GenerationRequest, completion: Completion, before: JournaledResponse | None
     ) -> EpisodeOutcome:
-        sampled, temperature = (
-            (completion.token_ids, completion.logp, completion.versions),
-            request.sampling.temperature,
-        )
-        experts, temperatures = completion.routed_experts, completion.sampled_at(temperature)
+        sampled = completion.token_ids, completion.logp, completion.versions
+        experts, temperatures = completion.routed_experts, completion.sampled_at(request.sampling.temperature)
         trajectory = Trajectory(request.token_ids, *sampled, routed_experts=experts, temperatures=temperatures)
         text = response_text(self._decoder, completion.token_ids.tolist(), request.sampling.stop)
         taken_over = 0 if before is None else len(before.completion.token_ids)

@@ -278,13 +278,8 @@ class McpServer:
 
         if timeout is None:
             timeout = httpx2.Timeout(HTTP_SECONDS, read=SSE_IDLE_SECONDS)
-        return httpx2.AsyncClient(
-            headers=headers,
-            timeout=timeout,
-            auth=auth,
-            trust_env=not self._settings.is_on_this_host,
-            event_hooks={"response": [self._note_status]},
-        )
+        trusted, hooks = not self._settings.is_on_this_host, {"response": [self._note_status]}
+        return httpx2.AsyncClient(headers=headers, timeout=timeout, auth=auth, trust_env=trusted, event_hooks=hooks)
 
     async def _note_status(self, response: httpx2.Response) -> None:
         """Remember failed responses, since the package reports some errors without their status."""
