@@ -15,7 +15,7 @@ import re
 from fractions import Fraction
 
 from mcore_rl.rewards.answers import MAX_ANSWER_CHARS, after_hashes, extract_answer, is_prose, last_boxed
-from mcore_rl.rewards.expressions import same_expression, warm_up, within_limits
+from mcore_rl.rewards.expressions import same_expression, within_limits
 from mcore_rl.rewards.formulas import last_formula
 from mcore_rl.rewards.notation.choices import named_choice, parse_choice
 from mcore_rl.rewards.notation.clock import parse_time, plain_colons, same_time
@@ -25,7 +25,6 @@ from mcore_rl.rewards.numbers import FORMULA, NOT_UNITS, number_in_words, parse_
 from mcore_rl.rewards.spelling import elements, normalise
 
 MAX_ELEMENTS = 12
-__all__ = ["is_correct", "reference_answer", "same_answer", "value_of", "warm_up"]
 
 # spaces except between digits: "1 2" is not 12
 _INNER_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")

@@ -40,7 +40,7 @@ def serve(connection: Connection) -> None:
         connection.send(Refused(str(error)))
         return
     if needs_math(config):
-        from mcore_rl.rewards.math_grader import warm_up
+        from mcore_rl.rewards.expressions import warm_up
 
         warm_up()  # before Ready: imports must not take the time of the first response
     is_concurrent = grader.is_async and config.manager != NAIVE

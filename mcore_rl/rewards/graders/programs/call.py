@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mcore_rl.rewards.graders.programs.prelude import NODES, SOLUTION, execute
+from mcore_rl.rewards.graders.programs.prelude import NODES, SOLUTION, TreeNode, execute
 from mcore_rl.rewards.graders.programs.wire import Decoder, Owner
 
 
@@ -98,9 +98,10 @@ def _plain(value: Any) -> object:
     return list(value) if isinstance(value, Iterable) else float(value)
 
 
-def _levels(root: Any) -> list[object]:
+def _levels(root: TreeNode) -> list[object]:
+    """Return the values in level order, with None for a missing child; the reverse of _tree."""
     values: list[object] = []
-    level = [root]
+    level: list[TreeNode | None] = [root]
     for node in level:
         values.append(None if node is None else node.val)
         level += [] if node is None else [node.left, node.right]
