@@ -27,7 +27,7 @@ from mcore_rl.weights.verify import require_equal
 from model_converters.families.parts.hf_config import read_hf_config
 from model_converters.mapping.layout import TrainLayout
 from tests.contract.engines import RemoteEngine
-from tests.unit.weights.delivery import Sync, Tensors, trainer_tensors
+from tests.unit.weights.delivery import Tensors, trainer_tensors
 
 LAYOUT = TrainLayout(2, pp=2)
 TIMEOUT_SECONDS = 20
@@ -126,8 +126,8 @@ class HFTrainer:
 
     def _on_ranks(self, method: Callable[[WeightSender, Tensors], Any]) -> list[Future[Any]]:
         checkpoint = hf_tensors(self.model)
-        sync = Sync(self.plan.rows, LAYOUT, None, None, 0)  # type: ignore[arg-type]
-        held = [trainer_tensors(sync, rank, checkpoint) for rank in range(LAYOUT.world_size)]
+        ranks = range(LAYOUT.world_size)
+        held = [trainer_tensors(self.plan.rows, LAYOUT, rank, checkpoint) for rank in ranks]
         return [
             self._pool.submit(partial(method, sender, tensors))
             for sender, tensors in zip(self._senders, held, strict=True)

@@ -15,11 +15,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
@@ -48,10 +44,6 @@ class _ModelTensor:
     chunks: tuple[CheckpointChunk, ...]
     replica: tuple[int, ...]
 
-    @property
-    def optimized(self) -> bool:
-        return self.tensor.requires_grad
-
 
 def blocks_to_load(models: list[PolicyModel], optimizer: MegatronOptimizer) -> list[LiveBlock]:
     """All blocks of this rank: weights, and the optimizer state of its ranges."""
@@ -70,7 +62,7 @@ def blocks_to_save(models: list[PolicyModel], optimizer: MegatronOptimizer) -> l
     states = parameter_states(optimizer)
     blocks: list[LiveBlock] = []
     for item in _model_tensors(models):
-        if not item.optimized:
+        if not item.tensor.requires_grad:
             if is_main_replica(item.replica):
                 blocks += _weights(item, 0, item.tensor.numel())
             continue

@@ -19,7 +19,7 @@ import torch
 
 from mcore_rl.data.checksum import Crc32, file_crc32
 from mcore_rl.errors import CheckpointError
-from mcore_rl.megatron.checkpoint.blocks import LiveBlock, blocks_to_save, reference_blocks
+from mcore_rl.megatron.checkpoint.blocks import blocks_to_save, reference_blocks
 from mcore_rl.megatron.checkpoint.format_files import CommonState, write_format_files
 from mcore_rl.megatron.checkpoint.objects import extra_states, random_state_object
 from mcore_rl.megatron.optim.optimizer_state import updates_done
@@ -72,7 +72,8 @@ class CheckpointWriter:
             self._views = {place: _copy(view) for place, view in self._views.items()}
         objects = (random_state_object(model), *extra_states(model.chunks))
         state = ShardedRankState(tuple(block.chunk for block in blocks), objects, {})
-        self._files = tuple(plan_files(model.rank, state, _dtypes(blocks), MAX_FILE_BYTES))
+        dtypes = {block.chunk.mcore_name: block.view.dtype for block in blocks}
+        self._files = tuple(plan_files(model.rank, state, dtypes, MAX_FILE_BYTES))
         self._side_files = model.role.model.hf_path, model.hf_config
         # Read now: training may continue while the files are written.
         self._common: CommonState = {
@@ -149,10 +150,6 @@ def _path_in_errors(path: Path) -> Iterator[None]:
 def _copy(view: torch.Tensor) -> torch.Tensor:
     # In a new storage: torch.save would write the whole storage of a view.
     return view.detach().to("cpu", copy=True).contiguous()
-
-
-def _dtypes(blocks: Sequence[LiveBlock]) -> dict[str, torch.dtype]:
-    return {block.chunk.mcore_name: block.view.dtype for block in blocks}
 
 
 def _without_contents(file: PlannedFile) -> PlannedFile:

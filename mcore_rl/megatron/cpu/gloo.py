@@ -19,10 +19,7 @@ _Group = dist.ProcessGroupGloo
 
 
 def all_gather(
-    outputs: list[torch.Tensor],
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
+    outputs: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
     """Variant of dist.all_gather that supports outputs of different sizes, like NCCL.
 

@@ -77,16 +77,16 @@ def context_attention(
     # The kernel needs equal head widths. Zero padding changes no score and adds zeros to values, which are cut off.
     heads = max(width, value.shape[-1])
     q, k, v = (F.pad(x, (0, heads - x.shape[-1])) for x in (query, key, value))
-    plan = _plan(lengths, part.rank, part.size, query.device)
+    plan = _plan(lengths, part, query.device)
     return _ContextAttention.apply(q, torch.stack((k, v)), plan, part, scale)[..., : value.shape[-1]]
 
 
 # Cached tensors must not be inference tensors: backward passes use them too.
 @lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _plan(lengths: tuple[int, ...], rank: int, size: int, device: torch.device) -> tuple[SequenceGroup, ...]:
+def _plan(lengths: tuple[int, ...], part: ContextPart, device: torch.device) -> tuple[SequenceGroup, ...]:
     """Group sequences by chunk length. Cached: every layer uses the same plan in forward and backward passes."""
-    part, rank_tokens = ContextPart(rank, size), sum(lengths) // size
+    size, rank_tokens = part.size, sum(lengths) // part.size
     by_chunk: dict[int, list[int]] = {}
     start = 0
     for length in lengths:

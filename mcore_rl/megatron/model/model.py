@@ -16,9 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlockSubmodules,
-)
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules

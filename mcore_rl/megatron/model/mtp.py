@@ -29,10 +29,7 @@ from collections.abc import Callable
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionLayer,
-    roll_tensor,
-)
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer, roll_tensor
 
 
 class DetachedMTPLayer(MultiTokenPredictionLayer):

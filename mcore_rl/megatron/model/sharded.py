@@ -16,12 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    apply_factories,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories, is_main_replica
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
@@ -150,16 +145,12 @@ def _entries(chunk: PolicyModel, naming: Naming) -> list[ShardedTensor | Sharded
         metadata["non_homogeneous_layers"] = True
     if naming == "by expert":
         metadata["singleton_local_shards"] = True
-    if naming == "stacked layers" and set(_frequency(chunk)) == {1}:
+    frequency = chunk.config.moe_layer_freq
+    if naming == "stacked layers" and isinstance(frequency, list) and set(frequency) == {1}:
         chunk.config.moe_layer_freq = 1
     state = chunk.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(metadata))
     apply_factories(state)
     return [entry for entry in nested_values(state) if is_main_replica(entry.replica_id)]
-
-
-def _frequency(chunk: PolicyModel) -> Sequence[int]:
-    frequency = chunk.config.moe_layer_freq
-    return frequency if isinstance(frequency, list) else (frequency,)
 
 
 def _chunks(

@@ -97,11 +97,7 @@ class MegatronActor(TrainedModel):
         """
         self.memory.load("params")
         plain = replace(self.objective, temperature=1.0)
-
-        def logp(chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
-            return batch, plain.logp(chunk, hidden, batch, compute_entropy=False)[0]
-
-        return self._mismatch(self.infer(self.microbatches(share, chunks), logp))
+        return self._mismatch(self.infer(self.microbatches(share, chunks), plain.logp_of))
 
     def compare_logp(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> list[LogpGap]:
         """Measure the difference between the policy's and the engine's log-probabilities for each share.
@@ -112,7 +108,7 @@ class MegatronActor(TrainedModel):
         if replays:
             self.routing.impose(engine_routing(shares, chunks))
         self.memory.load("params")
-        passes = [self.infer(self.microbatches(share, chunks), self._logp) for share in shares]
+        passes = [self.infer(self.microbatches(share, chunks), self.objective.logp_of) for share in shares]
         own_routing = self.routing.num_experts > 0 and not replays
         return [logp_gap(found if self.counts_tokens else [], own_routing=own_routing) for found in passes]
 
@@ -138,7 +134,7 @@ class MegatronActor(TrainedModel):
         share = distinct_samples(shares, first=1)
         microbatches = self.microbatches(share, chunks)
         rows = [self.routing.row(microbatch, records=replays) for microbatch in microbatches]
-        logp_by_batch = self.infer(microbatches, self._logp, rows)
+        logp_by_batch = self.infer(microbatches, self.objective.logp_of, rows)
         self.routing.keep(microbatches, rows)
         bad = [sample for microbatch, logp in logp_by_batch for sample in non_finite_samples(microbatch, logp)]
         require_finite(describe_samples("log-probability", bad, share), self.device)
@@ -161,7 +157,7 @@ class MegatronActor(TrainedModel):
         self.memory.load("params")
         microbatches = self.microbatches(distinct_samples(batch.shares), batch.chunks)
         rows = [self.routing.row(microbatch, records=True, free=True) for microbatch in microbatches]
-        gap = self._mismatch(self.infer(microbatches, self._logp, rows))
+        gap = self._mismatch(self.infer(microbatches, self.objective.logp_of, rows))
         metrics = self.routing.differences(microbatches, rows)
         if gap:
             metrics["routing/logp_diff_mean_without_replay"] = gap["rollout/logp_diff_mean"]
@@ -185,7 +181,7 @@ class MegatronActor(TrainedModel):
         """
         self.memory.load("params")
         every, first = distinct_samples(batch.shares), distinct_samples(batch.shares[:1])
-        first_logp = self.infer(self.microbatches(first, batch.chunks), self._logp)
+        first_logp = self.infer(self.microbatches(first, batch.chunks), self.objective.logp_of)
         microbatches = self.microbatches(every, batch.chunks)
         kl: dict[int, np.ndarray] = {}
         place = self.layout.coordinates(self.rank)
@@ -295,7 +291,7 @@ class MegatronActor(TrainedModel):
         """
         self.memory.load("params")
         rows = [self.routing.row(microbatch, replays=replays) for microbatch in microbatches]
-        logp_by_batch = self.infer(microbatches, self._logp, rows)
+        logp_by_batch = self.infer(microbatches, self.objective.logp_of, rows)
         # Ranks of other stages have no log-probabilities and take no part in the reductions.
         if not logp_by_batch:
             return {}
@@ -309,9 +305,6 @@ class MegatronActor(TrainedModel):
         return self.objective.choose_tokens(
             logp_by_batch, batch.old_logp, batch.token_advantages, seed=seed, all_reduce=all_reduce
         )
-
-    def _logp(self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
-        return batch, self.objective.logp(chunk, hidden, batch, compute_entropy=False)[0]
 
     def _loss(
         self, update: _Update, chunk: torch.nn.Module, microbatch: MicroBatch, hidden: torch.Tensor

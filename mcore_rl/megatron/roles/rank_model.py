@@ -28,7 +28,6 @@ from mcore_rl.types import RankShare, TrajectoryBuffers
 Result = TypeVar("Result")
 Evaluate = Callable[[torch.nn.Module, MicroBatch, torch.Tensor], Result]
 """Maps a chunk, a micro-batch and the output of the last stage to the result of a pass for the micro-batch."""
-_CPU = torch.device("cpu")
 
 
 class RankModel:
@@ -57,7 +56,9 @@ class RankModel:
         self.hf_config, self.layout, self.rank = spec.hf_config, spec.layout, rank
         self.chunks, self.modules = chunks, modules
         layout = spec.layout
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
         place = layout.coordinates(rank)
         self.counts_tokens = place.tp == 0 and place.pp == layout.pp - 1
         self.is_reporting_rank = self.counts_tokens and place.dp == place.cp == 0
@@ -108,10 +109,7 @@ class RankModel:
         return 1 / max(trained, 1), self.layout.cp / max(computed, 1)
 
     def infer(
-        self,
-        batches: list[MicroBatch],
-        evaluate: Evaluate[Result],
-        rows: list[RoutingRow] | None = None,
+        self, batches: list[MicroBatch], evaluate: Evaluate[Result], rows: list[RoutingRow] | None = None
     ) -> list[Result]:
         """Run a forward pass without gradients.
 

@@ -105,11 +105,8 @@ class BasePolicy:
 def _logp(
     model: RankModel, objective: Objective, share: RankShare, chunks: Sequence[TrajectoryBuffers]
 ) -> dict[int, torch.Tensor]:
-    def logp_of(chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
-        return batch, objective.logp(chunk, hidden, batch, compute_entropy=False)[0]
-
     batches = model.microbatches(share, chunks)
-    logp_by_batch = model.infer(batches, logp_of, [model.routing.row(batch, free=True) for batch in batches])
+    logp_by_batch = model.infer(batches, objective.logp_of, [model.routing.row(batch, free=True) for batch in batches])
     bad = [sample for batch, logp in logp_by_batch for sample in non_finite_samples(batch, logp)]
     require_finite(describe_samples("log-probability of the reference", bad, share), model.device)
     return by_sample(logp_by_batch)

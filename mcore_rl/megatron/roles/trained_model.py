@@ -46,14 +46,7 @@ class TrainedModel(RankModel):
     saved_reference: FrozenPolicy | None = None
 
     def __init__(
-        self,
-        role: ModelRole,
-        spec: ResolvedModel,
-        rank: int,
-        chunks: list[PolicyModel],
-        *,
-        num_updates: int,
-        seed: int,
+        self, role: ModelRole, spec: ResolvedModel, rank: int, chunks: list[PolicyModel], *, num_updates: int, seed: int
     ) -> None:
         self.seed = seed
         self.ddp = wrap_chunks(chunks, role.section)

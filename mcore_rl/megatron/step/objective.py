@@ -11,12 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from mcore_rl.algorithms import (
-    Correction,
-    PolicyLossInputs,
-    PolicyLossResult,
-    kl_penalty,
-)
+from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult, kl_penalty
 from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.algorithms.registry import configured_loss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
@@ -110,6 +105,12 @@ class Objective:
             compute_entropy=compute_entropy,
             vocab_size=unwrap(chunk).unpadded_vocab_size,
         )
+
+    def logp_of(
+        self, chunk: torch.nn.Module, batch: MicroBatch, hidden: torch.Tensor
+    ) -> tuple[MicroBatch, torch.Tensor]:
+        """Compute log-probabilities only, for RankModel.infer. Returns them with their micro-batch."""
+        return batch, self.logp(chunk, hidden, batch, compute_entropy=False)[0]
 
     def _temperature(self, batch: MicroBatch) -> torch.Tensor | float:
         """Temperature of all trained tokens, a number or [N]."""

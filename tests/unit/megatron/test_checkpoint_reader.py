@@ -11,18 +11,11 @@ POLICY = ["decoder.layers.0.weight", "optimizer.state.exp_avg.decoder.layers.0.w
 BOTH = [*POLICY, "reference.decoder.layers.0.weight"]
 
 
-@pytest.mark.parametrize(
-    ("stored", "kept_here", "message"),
-    [
-        (BOTH, False, "step_2 contains the weights of a reference, but this run saves none"),
-        (POLICY, True, "step_2 does not contain the weights of a reference, but this run saves them"),
-    ],
-)
-def test_check_reference_kept_on_one_side_only_raises(stored: list[str], kept_here: bool, message: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"{message}.*algorithm\.kl\.in_loss.*reference\.\*.*run\.dir"):
-        check_reference_kept("step_2", stored, kept_here=kept_here)
-
-
-@pytest.mark.parametrize(("stored", "kept_here"), [(BOTH, True), (POLICY, False)])
-def test_check_reference_kept_on_both_or_no_side_passes(stored: list[str], kept_here: bool) -> None:
-    check_reference_kept("step_2", stored, kept_here=kept_here)
+def test_check_reference_kept_on_one_side_only_raises() -> None:
+    check_reference_kept("step_2", BOTH, kept_here=True)
+    check_reference_kept("step_2", POLICY, kept_here=False)
+    remedy = r".*algorithm\.kl\.in_loss.*reference\.\*.*run\.dir"
+    with pytest.raises(CheckpointError, match=f"step_2 contains .* reference, but this run saves none{remedy}"):
+        check_reference_kept("step_2", BOTH, kept_here=False)
+    with pytest.raises(CheckpointError, match=f"step_2 does not contain .* reference, but this run saves them{remedy}"):
+        check_reference_kept("step_2", POLICY, kept_here=True)

@@ -42,10 +42,10 @@ class Sync:
         return len(self.locations.engine_hosts)
 
 
-def trainer_tensors(sync: Sync, rank: int, checkpoint: Tensors) -> Tensors:
+def trainer_tensors(rows: list[BoundRow], layout: TrainLayout, rank: int, checkpoint: Tensors) -> Tensors:
     """Return a trainer rank's tensors of an HF checkpoint, by canonical name."""
     tensors = {}
-    for load in load_plan(sync.rows, sync.layout, rank):
+    for load in load_plan(rows, layout, rank):
         tensor = torch.zeros(load.shape)
         for name, piece in load.sources:
             source = checkpoint[name]
@@ -77,7 +77,7 @@ def delivered(sync: Sync, checkpoint: Tensors) -> list[dict[str, tuple[torch.Ten
     """
     in_flight: dict[tuple[int, int, int], tuple[Message, torch.Tensor]] = {}
     for rank in range(sync.layout.world_size):
-        tensors = trainer_tensors(sync, rank, checkpoint)
+        tensors = trainer_tensors(sync.rows, sync.layout, rank, checkpoint)
         for message in sync.sent_by(rank):
             in_flight[message.bucket, message.sender, message.receiver] = message, pack(message, tensors)
     ranks = []

@@ -19,7 +19,7 @@ from mcore_rl.weights.sync_plan import SyncPlan
 from mcore_rl.weights.transports.link import Rendezvous
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
-from tests.unit.weights.delivery import Sync, trainer_tensors
+from tests.unit.weights.delivery import trainer_tensors
 from tests.unit.weights.test_slices import random_checkpoint
 from tests.unit.weights.transfer import store, sync_plan
 
@@ -73,8 +73,8 @@ def process(pipe: Pipe, member: int, victim: int, kind: signal.Signals, share: f
         setup.unlink()
     try:
         if member < num_trainers:
-            sync = Sync(PLAN.rows, PLAN.train_layout, None, None, 0)  # type: ignore[arg-type]
-            sender.send(CountedTensors(trainer_tensors(sync, member, random_checkpoint(PLAN.rows, 1)), on_access))
+            held = trainer_tensors(PLAN.rows, PLAN.train_layout, member, random_checkpoint(PLAN.rows, 1))
+            sender.send(CountedTensors(held, on_access))
         else:
             receiver.begin()
             for sync_round in range(receiver.num_rounds):

@@ -88,9 +88,8 @@ def sync_of(seed: int, model: str) -> tuple[Sync, Tensors]:
         if max(trainer.world_size, engine.num_ranks) > MOST_RANKS:
             continue
         locations = random_places(chance, trainer.world_size, engine.num_ranks * chance.choice((1, 2)))
-        return Sync(rows, trainer, shard_map, locations, chance.choice((3_000, 20_000, 10**6))), random_checkpoint(
-            rows, seed
-        )
+        bucket_bytes = chance.choice((3_000, 20_000, 10**6))
+        return Sync(rows, trainer, shard_map, locations, bucket_bytes), random_checkpoint(rows, seed)
 
 
 @pytest.mark.parametrize(("seed", "model"), samples())

@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 
 from mcore_rl.errors import ConfigError
-from mcore_rl.weights.transports.hosts import Host
 from mcore_rl.weights.transports.topology import Endpoint, StagingBuffer, Topology
+from tests.unit.weights.transfer import on_host
 
 
 def at(locations: str) -> tuple[Endpoint, ...]:
     """Parse `A0 A1 B`: the host of each process, and the number of its GPU if it has one."""
-    return tuple(
-        Endpoint(Host(place[0], (place[0], 0)), "127.0.0.1", f"{place[0]} GPU {place[1:]}" if place[1:] else "")
-        for place in locations.split()
-    )
+    return tuple(map(on_host, locations.split()))
 
 
 def buffers(trainers: str, engines: str, size: int = 1, transport: str = "auto") -> list[StagingBuffer]:
@@ -24,9 +21,7 @@ def buffers(trainers: str, engines: str, size: int = 1, transport: str = "auto")
 
 def test_buffers_shared_gpu_uses_cuda_ipc() -> None:
     assert buffers("A0 A1 B0 B1", "A0 A1 B0 B1", 4) == [StagingBuffer((i,), "cuda_ipc", (i,), i) for i in range(4)]
-
-
-def test_buffers_engines_on_same_gpus_share_buffers() -> None:
+    # Engines on the same GPUs share buffers.
     assert buffers("A0 A1", "A0 A1 A0 A1", 2) == [StagingBuffer((i, i + 2), "cuda_ipc", (i,), i) for i in range(2)]
 
 
@@ -43,17 +38,10 @@ def test_buffers_host_without_trainers_uses_network() -> None:
     assert buffers("A A", "B B", 1) == [StagingBuffer((0,)), StagingBuffer((1,))]
 
 
-@pytest.mark.parametrize(
-    ("transport", "kind", "writers"),
-    [
-        ("network", "network", ()),
-        ("shared_memory", "shared_memory", (0, 1)),
-        ("cuda_ipc", "cuda_ipc", (0,)),
-    ],
-)
-def test_buffers_required_transport_is_used(transport: str, kind: str, writers: tuple[int, ...]) -> None:
-    (buffer,) = buffers("A0 A1", "A0", transport=transport)
-    assert (buffer.kind, buffer.writers) == (kind, writers)
+def test_buffers_required_transport_is_used() -> None:
+    for kind, writers in {"network": (), "shared_memory": (0, 1), "cuda_ipc": (0,)}.items():
+        (buffer,) = buffers("A0 A1", "A0", transport=kind)
+        assert (buffer.kind, buffer.writers) == (kind, writers)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +49,7 @@ def test_buffers_required_transport_is_used(transport: str, kind: str, writers: 
     [
         ("A0 A1", "A0 A2", "cuda_ipc", r"weights\.transport=cuda_ipc: no trainer rank shares a GPU with .* on A"),
         ("A A", "A", "cuda_ipc", r"weights\.transport=cuda_ipc: .* set it to auto or network"),
-        (
-            "A A",
-            "A B",
-            "shared_memory",
-            r"transport=shared_memory: no trainer rank shares memory with .* on B",
-        ),
+        ("A A", "A B", "shared_memory", r"transport=shared_memory: no trainer rank shares memory with .* on B"),
     ],
 )
 def test_buffers_required_transport_unavailable_names_key(

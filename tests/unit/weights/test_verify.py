@@ -10,9 +10,8 @@ from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Slice
 from mcore_rl.weights.slices.shard_map import Box, ShardMap
 from mcore_rl.weights.verify import Comparison, compare, digest, require_equal, require_planned
-from model_converters.families import family_for
-from model_converters.mapping.table import bind
 from tests.tiny_models import tiny_fields
+from tests.unit.weights.test_slices import rows_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
@@ -73,16 +72,12 @@ QUERIES = "model.layers.1.self_attn.q_proj.weight"
 
 def planned(rank: int) -> dict[str, Box]:
     """Parts of tensors that a rank of an engine with tp=2 keeps."""
-    config = tiny_fields("qwen3_moe")
-    return ShardMap(bind(family_for(config).rows(config), config, torch.float32), EngineLayout(tp=2)).boxes(rank)
-
-
-def test_require_planned_equal_boxes_passes() -> None:
-    for rank in range(2):
-        require_planned(planned(rank), planned(rank), rank)
+    return ShardMap(rows_of(tiny_fields("qwen3_moe")), EngineLayout(tp=2)).boxes(rank)
 
 
 def test_require_planned_other_boxes_names_tensor_and_rank() -> None:
+    for rank in range(2):
+        require_planned(planned(rank), planned(rank), rank)
     with pytest.raises(WeightSyncError, match=r"engine rank 1 keeps .*from \[0, 0\], planned .* from \[64, 0\]"):
         require_planned(planned(0), planned(1), 1)
     recorded = planned(0)
