@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from mcore_rl.megatron.cpu.kernels import supports
 from mcore_rl.megatron.cpu.registry import Fix, fix
 
 OptionalTensor: TypeAlias = torch.Tensor | None
@@ -21,7 +22,6 @@ OptionalTensor: TypeAlias = torch.Tensor | None
 def _fused_rotary(this: Fix, module: ModuleType) -> None:
     """Replace the rotary embedding of packed sequences, which slices frequencies per sequence in a Python loop, in
     every layer, for queries and keys."""
-    from mcore_rl.megatron.cpu.kernels.jit import supports
     from mcore_rl.megatron.cpu.kernels.rotary import rotate
     from mcore_rl.megatron.model.context import ContextPart
 
@@ -53,7 +53,6 @@ def _fused_rotary(this: Fix, module: ModuleType) -> None:
 @fix("fused_swiglu", "transformer.mlp")
 def _fused_swiglu(this: Fix, module: ModuleType) -> None:
     """Replace SwiGLU, which on a CPU consists of eager operations that each read [tokens * top-k, 2 * intermediate]."""
-    from mcore_rl.megatron.cpu.kernels.jit import supports
     from mcore_rl.megatron.cpu.kernels.swiglu import weighted_swiglu
 
     plain, weighted = module.bias_swiglu_impl, module.weighted_bias_swiglu_impl
@@ -78,7 +77,6 @@ def _fused_permute(this: Fix, module: ModuleType) -> None:
     """Replace permutation of tokens. The original adds rows with an index expanded to every element, and copies all
     tokens to sort chunks even if they are sorted (with a single expert-parallel rank)."""
     from mcore_rl.megatron.cpu.kernels.experts import add_rows, gather_rows
-    from mcore_rl.megatron.cpu.kernels.jit import supports
 
     permute, unpermute, sort_chunks = module.permute, module.unpermute, module.sort_chunks_by_idxs
 
@@ -143,7 +141,6 @@ def _grouped_experts(this: Fix, module: ModuleType) -> None:
 
 def _groupable(experts: torch.nn.Module, tokens: torch.Tensor, probs: torch.Tensor) -> bool:
     """True if the experts are plain SwiGLU layers without hooks on their modules."""
-    from mcore_rl.megatron.cpu.kernels.jit import supports
 
     config = experts.config
     return (

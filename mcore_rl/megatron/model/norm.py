@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mcore_rl.megatron.cpu.kernels import supports
+
 
 class LocalRMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with the constructor that a layer spec calls.
@@ -21,7 +23,6 @@ class LocalRMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type != "cpu":
             return super().forward(x)
-        from mcore_rl.megatron.cpu.kernels.jit import supports
         from mcore_rl.megatron.cpu.kernels.norm import rms_norm
 
         return rms_norm(x, self.weight, self.eps) if supports(x) else super().forward(x)

@@ -87,7 +87,8 @@ class MegatronActor(TrainedModel):
             if base_is_reference(config.actor, config.reference):
                 self.reference = BasePolicy(self, self.objective)
             else:
-                self.reference = FrozenPolicy(config, spec, rank, self.objective, policy=self.chunks)
+                given = role, config.reference, spec, rank, self.objective
+                self.reference = FrozenPolicy(*given, policy=self.chunks, gpus_per_node=gpus)
                 self.saved_reference = self.reference if self.reference.is_saved else None
 
     def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
@@ -184,15 +185,14 @@ class MegatronActor(TrainedModel):
         first_logp = self.infer(self.microbatches(first, batch.chunks), self.objective.logp_of)
         microbatches = self.microbatches(every, batch.chunks)
         kl: dict[int, np.ndarray] = {}
-        place = self.layout.coordinates(self.rank)
-        if place.pp == self.layout.pp - 1:
+        if self.place.pp == self.layout.pp - 1:
             old_logp, kind = batch.old_logp | by_sample(first_logp), self.config.algorithm.kl.reward_kind
             kl = whole_kl(microbatches, old_logp, batch.ref_logp, kind, self.context)
         bad = [sample for sample, values in kl.items() if not np.isfinite(values).all()]
         require_finite(describe_samples("KL", bad, every), self.device)
         penalties = {sample: (coefficient * values).astype(np.float32) for sample, values in kl.items()}
         metrics: dict[str, Metric] = {}
-        if self.counts_tokens and not place.cp:
+        if self.counts_tokens and not self.place.cp:
             total = sum(float(values.sum(dtype=np.float64)) for values in kl.values())
             metrics["reward/kl"] = Mean(total, sum(len(values) for values in kl.values()))
         return replace(batch, penalties=penalties), metrics
@@ -214,8 +214,7 @@ class MegatronActor(TrainedModel):
         Shapes: values, returns float32 [n] by sample.
         Collective: the data-parallel ranks of the last stage.
         """
-        place = self.layout.coordinates(self.rank)
-        if place.pp < self.layout.pp - 1:
+        if self.place.pp < self.layout.pp - 1:
             return batch, {}, {}
         estimates = estimate_tokens(
             self.estimator,
@@ -226,7 +225,7 @@ class MegatronActor(TrainedModel):
             group=parallel_state.get_data_parallel_group(),
         )
         # All context-parallel ranks have the same whole responses; one of them counts the tokens.
-        metrics = estimates.describe() if self.counts_tokens and not place.cp else {}
+        metrics = estimates.describe() if self.counts_tokens and not self.place.cp else {}
         return replace(batch, token_advantages=estimates.advantages), metrics, estimates.returns
 
     def update(self, batch: RankBatch, index: int) -> dict[str, Metric]:

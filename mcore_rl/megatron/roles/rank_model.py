@@ -35,7 +35,7 @@ class RankModel:
 
     `chunks` are the bare models, `modules` their wrappers (DistributedDataParallel, Float16Module). `name` is the
     prefix of the model's metrics, by default the role's. `group` is the tensor-parallel group, None for one rank.
-    `context` is this rank's part of every row.
+    `context` is this rank's part of every row, `place` its coordinates in the layout.
 
     Every token of a batch is on exactly one rank with `counts_tokens`; exactly one rank is the `is_reporting_rank`.
 
@@ -59,7 +59,7 @@ class RankModel:
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
-        place = layout.coordinates(rank)
+        self.place = place = layout.coordinates(rank)
         self.counts_tokens = place.tp == 0 and place.pp == layout.pp - 1
         self.is_reporting_rank = self.counts_tokens and place.dp == place.cp == 0
         self.group = parallel_state.get_tensor_model_parallel_group() if layout.tp > 1 else None

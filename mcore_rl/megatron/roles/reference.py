@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from mcore_rl.algorithms import kl_penalty
-from mcore_rl.config.models import OffloadConfig
+from mcore_rl.config.models import OffloadConfig, ReferenceConfig
 from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.schema import Config
 from mcore_rl.megatron.lora.adapters import base_only
 from mcore_rl.megatron.model.context import ContextPart
 from mcore_rl.megatron.model.loading import load_hf
@@ -43,17 +42,24 @@ class FrozenPolicy(FrozenModel):
     """
 
     def __init__(
-        self, config: Config, spec: ResolvedModel, rank: int, objective: Objective, *, policy: Sequence[PolicyModel]
+        self,
+        role: ModelRole,
+        section: ReferenceConfig,
+        spec: ResolvedModel,
+        rank: int,
+        objective: Objective,
+        *,
+        policy: Sequence[PolicyModel],
+        gpus_per_node: int,
     ) -> None:
-        section, path = config.reference, config.reference.hf_path
+        path = section.hf_path
         self.objective = objective
-        self.is_saved = section.refresh_every_steps > 0 or (config.model.random_init and path is None)
+        self.is_saved = section.refresh_every_steps > 0 or (role.model.random_init and path is None)
         # Skip the initialization: the weights are loaded or copied below.
-        weights, gpus = replace(config.model, random_init=False), config.cluster.gpus_per_node
-        chunks = build_model(spec.hf_config, config.actor, weights, spec.layout, gpus_per_node=gpus)
+        weights = replace(role.model, random_init=False)
+        chunks = build_model(spec.hf_config, role.section, weights, spec.layout, gpus_per_node=gpus_per_node)
         if path is not None:
             load_hf(chunks, path, spec.layout, "reference.hf_path")
-        role = ModelRole.policy(config.actor, config.model)
         super().__init__(role, spec, rank, chunks, offload=section.offload, name="reference")
         if path is None:
             self.copy_from(policy)

@@ -43,11 +43,6 @@ def resize_storages() -> None:
     _storages_are_resized = True
 
 
-def supports(tensor: torch.Tensor) -> bool:
-    """True if the kernels support the tensor's dtype (numpy has no bfloat16)."""
-    return tensor.dtype in (torch.float32, torch.float64)
-
-
 def _compile(function: Callable[..., Result], **options: object) -> Callable[..., Result]:
     try:
         return numba.njit(cache=True, **options)(function)

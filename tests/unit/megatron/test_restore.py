@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.errors import CheckpointError
-from mcore_rl.megatron.checkpoint.reader import check_reference_kept
+from mcore_rl.megatron.checkpoint.restore import check_reference_kept
 
 POLICY = ["decoder.layers.0.weight", "optimizer.state.exp_avg.decoder.layers.0.weight"]
 BOTH = [*POLICY, "reference.decoder.layers.0.weight"]
