@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from mcore_rl.weights.receive import first_index
+from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.slices.messages import Message, received_by, sent_by
 from mcore_rl.weights.slices.routes import RankLocations
 from mcore_rl.weights.slices.shard_map import ShardMap
@@ -13,8 +16,11 @@ from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
 from model_converters.mapping.plan import load_plan
 from model_converters.mapping.table import BoundRow
+from tests.unit.weights.engine_boxes import box
 
 Tensors = dict[str, torch.Tensor]
+Taken = dict[str, list[tuple[tuple[int, ...], torch.Tensor]]]
+"""Boxes that an engine rank received, by HF name: the index of the first element, and the values."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +76,8 @@ def pack(message: Message, tensors: Tensors) -> torch.Tensor:
     return memory
 
 
-def delivered(sync: Sync, checkpoint: Tensors) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Deliver all messages. Returns by engine rank: HF name -> (values, number of times each element was received).
-
-    Shapes: both have the shape of the whole tensor.
-    """
+def delivered(sync: Sync, checkpoint: Tensors) -> list[Taken]:
+    """Deliver all messages. Returns the boxes that each engine rank received."""
     in_flight: dict[tuple[int, int, int], tuple[Message, torch.Tensor]] = {}
     for rank in range(sync.layout.world_size):
         tensors = trainer_tensors(sync.rows, sync.layout, rank, checkpoint)
@@ -82,18 +85,31 @@ def delivered(sync: Sync, checkpoint: Tensors) -> list[dict[str, tuple[torch.Ten
             in_flight[message.bucket, message.sender, message.receiver] = message, pack(message, tensors)
     ranks = []
     for rank in range(sync.num_engine_ranks):
-        arrived: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        taken: Taken = {}
         for message in sync.received_by(rank):
             sent, memory = in_flight.pop((message.bucket, message.sender, message.receiver))
             assert sent == message
             for each in message.slices:
-                empty = torch.full(each.hf_shape, torch.nan), torch.zeros(each.hf_shape, dtype=torch.int64)
-                values, counts = arrived.setdefault(each.hf_name, empty)
-                along = slice(each.start, each.start + each.length)
-                place = tuple(along if dim == each.dim else slice(None) for dim in range(len(each.hf_shape)))
                 part = memory[each.offset : each.offset + each.num_bytes].view(each.dtype).view(each.shape)
-                values[place] = part.float()
-                counts[place] += 1
-        ranks.append(arrived)
+                taken.setdefault(each.hf_name, []).append((first_index(each), part))
+        ranks.append(taken)
     assert in_flight == {}, "sent but never received"
     return ranks
+
+
+def check_taken(taken: list[Taken], checkpoint: Tensors, config: dict[str, Any], layout: EngineLayout) -> None:
+    """Check that each engine rank received its part of each tensor exactly once."""
+    for rank, boxes in enumerate(taken):
+        for name, whole in checkpoint.items():
+            part = box(name, tuple(whole.shape), config, layout, rank % layout.num_ranks)
+            if part is None:
+                assert name not in boxes
+                continue
+            values, counts = torch.full(whole.shape, torch.nan), torch.zeros(whole.shape)
+            for start, values_of_box in boxes[name]:
+                place = tuple(slice(a, a + n) for a, n in zip(start, values_of_box.shape, strict=True))
+                values[place] = values_of_box
+                counts[place] += 1
+            assert torch.equal(values[part], whole[part]), (name, rank)
+            assert int(counts[part].min()) == int(counts.max()) == 1, (name, rank)
+            assert int(counts.sum()) == values[part].numel(), (name, rank)

@@ -24,8 +24,7 @@ from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement
 from model_converters.mapping.table import BoundRow, bind
 from tests.tiny_models import tiny_fields
-from tests.unit.weights.delivery import Sync, Tensors, delivered
-from tests.unit.weights.engine_boxes import box
+from tests.unit.weights.delivery import Sync, Tensors, check_taken, delivered
 
 MODELS: dict[str, dict[str, Any]] = {
     "tied": tiny_fields("qwen2", tie_word_embeddings=True, vocab_size=97),
@@ -95,17 +94,7 @@ def sync_of(seed: int, model: str) -> tuple[Sync, Tensors]:
 @pytest.mark.parametrize(("seed", "model"), samples())
 def test_slices_random_layouts_deliver_every_element_once(seed: int, model: str) -> None:
     sync, checkpoint = sync_of(seed, model)
-    layout = sync.shard_map.layout
-    for rank, arrived in enumerate(delivered(sync, checkpoint)):
-        for name, whole in checkpoint.items():
-            part = box(name, tuple(whole.shape), MODELS[model], layout, rank % layout.num_ranks)
-            if part is None:
-                assert name not in arrived
-                continue
-            values, counts = arrived[name]
-            assert torch.equal(values[part], whole[part]), (name, rank)
-            assert int(counts[part].min()) == int(counts[part].max()) == 1, (name, rank)
-            assert int(counts.sum()) == values[part].numel(), (name, rank)
+    check_taken(delivered(sync, checkpoint), checkpoint, MODELS[model], sync.shard_map.layout)
 
 
 @pytest.mark.parametrize(("seed", "model"), samples()[:12])

@@ -22,10 +22,9 @@ from mcore_rl.weights.verify import compare
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
 from tests.unit.weights import transfer
-from tests.unit.weights.delivery import Tensors, trainer_tensors
-from tests.unit.weights.engine_boxes import box
+from tests.unit.weights.delivery import Taken, Tensors, check_taken, trainer_tensors
 from tests.unit.weights.test_slices import random_checkpoint
-from tests.unit.weights.transfer import Processes, Taken, connected, sync_plan, update
+from tests.unit.weights.transfer import Processes, connected, sync_plan, update
 
 DENSE, EXPERTS = tiny_fields("qwen3", vocab_size=97), tiny_fields("qwen3_moe", vocab_size=97)
 CASES = {
@@ -58,22 +57,7 @@ def held_by(plan: SyncPlan, checkpoint: Tensors) -> list[Tensors]:
 
 
 def check(plan: SyncPlan, taken: list[Taken], checkpoint: Tensors) -> None:
-    """Check that each engine rank received its part of each tensor exactly once."""
-    layout = plan.engine_layout
-    for rank, boxes in enumerate(taken):
-        for name, whole in checkpoint.items():
-            part = box(name, tuple(whole.shape), plan.hf_config, layout, rank % layout.num_ranks)
-            values, counts = torch.full(whole.shape, torch.nan), torch.zeros(whole.shape)
-            for start, values_of_box in boxes.get(name, []):
-                place = tuple(slice(a, a + n) for a, n in zip(start, values_of_box.shape, strict=True))
-                values[place] = values_of_box
-                counts[place] += 1
-            if part is None:
-                assert name not in boxes
-                continue
-            assert torch.equal(values[part], whole[part]), (name, rank)
-            assert int(counts[part].min()) == int(counts.max()) == 1, (name, rank)
-            assert int(counts.sum()) == values[part].numel(), (name, rank)
+    check_taken(taken, checkpoint, plan.hf_config, plan.engine_layout)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])

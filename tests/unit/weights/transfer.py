@@ -22,7 +22,7 @@ from mcore_rl.weights.transports.hosts import Host
 from mcore_rl.weights.transports.link import Rendezvous, open_store
 from mcore_rl.weights.transports.topology import Endpoint, Topology
 from model_converters.mapping.layout import TrainLayout
-from tests.unit.weights.delivery import Tensors
+from tests.unit.weights.delivery import Taken, Tensors
 
 TIMEOUT_SECONDS = 20
 
@@ -86,9 +86,6 @@ def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Run calls that wait for each other in threads. Returns their results, or raises the first error."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [each.result() for each in [pool.submit(call) for call in calls]]
-
-
-Taken = dict[str, list[tuple[tuple[int, ...], torch.Tensor]]]
 
 
 def update(processes: Processes, held: Sequence[Tensors]) -> tuple[list[Taken], list[int], list[Any]]:
