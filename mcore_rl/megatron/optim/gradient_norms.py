@@ -16,7 +16,6 @@ from megatron.core.transformer.module import param_is_not_shared
 from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts, replicas_of
 from mcore_rl.types import Root
 
-KINDS = ("embedding", "attention", "router", "experts", "mlp", "norm", "output", "mtp")
 # In this order: MTP layers contain all other kinds, and names of routers and experts contain `mlp.`.
 _PARTS = (
     ("mtp.", "mtp"),

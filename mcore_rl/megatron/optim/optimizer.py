@@ -204,26 +204,3 @@ def updates_of_run(trainer: TrainerConfig) -> int:
 def learning_rate(optimizer: MegatronOptimizer) -> float:
     """Learning rate of the next update."""
     return float(optimizer.param_groups[0]["lr"])
-
-
-def materialize_state(optimizer: MegatronOptimizer) -> None:
-    """Create Adam's moments (zero) before the first update, so that a checkpoint can be loaded into them.
-
-    Main parameters keep their values: the step that creates the moments has learning rate and weight decay 0.
-    """
-    for part in optimizer_parts(optimizer):
-        inner = part.optimizer
-        if inner.state:
-            continue
-        # A step with rate 0 creates the state without changing the parameters.
-        kept = [(group["lr"], group["weight_decay"]) for group in inner.param_groups]
-        for group in inner.param_groups:
-            group["lr"] = group["weight_decay"] = 0.0
-        everything = [[main for group in inner.param_groups for main in group["params"]]]
-        for mains in inner.pieces() if isinstance(inner, HostOptimizer) else everything:
-            for main in mains:
-                main.grad = torch.zeros(main.shape, dtype=main.dtype, device=main.device)
-            inner.step()
-            inner.zero_grad()
-        for group, (rate, decay) in zip(inner.param_groups, kept, strict=True):
-            group["lr"], group["weight_decay"] = rate, decay

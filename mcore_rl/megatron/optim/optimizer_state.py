@@ -15,7 +15,6 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from mcore_rl.megatron.optim.host_optimizer import HostOptimizer
 from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts
-from mcore_rl.megatron.optim.optimizer import materialize_state
 
 MAIN_PARAMETER = "param"  # the name of the main parameter in Megatron's checkpoints
 
@@ -80,7 +79,22 @@ def _step_counts(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor | int]:
 
 
 def _ensure_moments(optimizer: MegatronOptimizer) -> None:
-    if all(part.optimizer.state for part in optimizer_parts(optimizer)):
-        return
-    materialize_state(optimizer)
-    set_updates_done(optimizer, 0)
+    """Create Adam's moments (zero) before the first update, so that a checkpoint can be loaded into them.
+
+    Main parameters keep their values: the step that creates the moments has learning rate and weight decay 0.
+    """
+    missing = [part.optimizer for part in optimizer_parts(optimizer) if not part.optimizer.state]
+    for inner in missing:
+        kept = [(group["lr"], group["weight_decay"]) for group in inner.param_groups]
+        for group in inner.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        everything = [[main for group in inner.param_groups for main in group["params"]]]
+        for mains in inner.pieces() if isinstance(inner, HostOptimizer) else everything:
+            for main in mains:
+                main.grad = torch.zeros(main.shape, dtype=main.dtype, device=main.device)
+            inner.step()
+            inner.zero_grad()
+        for group, (rate, decay) in zip(inner.param_groups, kept, strict=True):
+            group["lr"], group["weight_decay"] = rate, decay
+    if missing:
+        set_updates_done(optimizer, 0)

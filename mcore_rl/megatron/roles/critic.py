@@ -16,10 +16,9 @@ from mcore_rl.megatron.model.value_model import initialize_head, load_value_mode
 from mcore_rl.megatron.optim.optimizer import updates_of_run
 from mcore_rl.megatron.roles.trained_model import TrainedModel
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
-from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples, own_tokens
+from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples, own_tokens, whole_by_sample
 from mcore_rl.megatron.step.objective import MicroBatchReport, non_finite_samples
 from mcore_rl.megatron.step.rank_batch import ValuedBatch
-from mcore_rl.megatron.step.values import whole_by_sample
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import Metric, RankShare, TrajectoryBuffers
 

@@ -12,8 +12,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.value_model import load_value_model, value_chunks
 from mcore_rl.megatron.roles.rank_model import FrozenModel
-from mcore_rl.megatron.step.microbatches import MicroBatch
-from mcore_rl.megatron.step.values import whole_by_sample
+from mcore_rl.megatron.step.microbatches import MicroBatch, whole_by_sample
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
