@@ -87,8 +87,9 @@ def value_chunks(role: ModelRole, spec: ResolvedModel, gpus_per_node: int) -> li
     Raises: ConfigError.
     Collective: all ranks, after parallel.initialize.
     """
-    given = spec.hf_config, role.section, role.model, spec.layout
-    return build_model(*given, gpus_per_node=gpus_per_node, kind=ValueModel, names=role)
+    return build_model(
+        spec.hf_config, role.section, role.model, spec.layout, gpus_per_node=gpus_per_node, kind=ValueModel, names=role
+    )
 
 
 def load_value_model(

@@ -87,8 +87,9 @@ class MegatronActor(TrainedModel):
             if base_is_reference(config.actor, config.reference):
                 self.reference = BasePolicy(self, self.objective)
             else:
-                given = role, config.reference, spec, rank, self.objective
-                self.reference = FrozenPolicy(*given, policy=self.chunks, gpus_per_node=gpus)
+                self.reference = FrozenPolicy(
+                    role, config.reference, spec, rank, self.objective, policy=chunks, gpus_per_node=gpus
+                )
                 self.saved_reference = self.reference if self.reference.is_saved else None
 
     def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
