@@ -16,8 +16,8 @@ from mcore_rl.weights.transports.segments import SEGMENTS, SharedSegment
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
 from tests.unit.weights.nccl_model import Gpus, Group
-from tests.unit.weights.test_transfer import check, checkpoint_of, held_by
-from tests.unit.weights.transfer import connected, store, sync_plan, update
+from tests.unit.weights.test_transfer import check_update
+from tests.unit.weights.transfer import connected, store, sync_plan
 
 EXPERTS = tiny_fields("qwen3_moe", vocab_size=97)
 CASES: dict[str, Any] = {
@@ -58,8 +58,7 @@ def test_nccl_three_updates_arrive_exactly(gpus: list[Gpus], case: str, num_slot
     gpus.append(Gpus(len(plan.topology.gpu_members)))
     with connected(plan, store()) as processes:
         for seed in range(3):
-            checkpoint = checkpoint_of(plan, seed)
-            check(plan, update(processes, held_by(plan, checkpoint))[0], checkpoint)
+            check_update(processes, seed)
     assert gpus[0].largest > 0
 
 
@@ -67,7 +66,7 @@ def test_nccl_sync_round_is_one_launch_per_process(gpus: list[Gpus]) -> None:
     plan = plan_of("an engine on each host")
     gpus.append(Gpus(4))
     with connected(plan, store()) as processes:
-        update(processes, held_by(plan, checkpoint_of(plan, 0)))
+        check_update(processes, 0)
     assert gpus[0].largest > 1  # its sends, and the receives into its own buffer
 
 

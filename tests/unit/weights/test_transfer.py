@@ -22,7 +22,7 @@ from mcore_rl.weights.verify import compare
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
 from tests.unit.weights import transfer
-from tests.unit.weights.delivery import Taken, Tensors, check_taken, trainer_tensors
+from tests.unit.weights.delivery import Tensors, check_taken, trainer_tensors
 from tests.unit.weights.test_slices import random_checkpoint
 from tests.unit.weights.transfer import Processes, connected, sync_plan, update
 
@@ -56,8 +56,15 @@ def held_by(plan: SyncPlan, checkpoint: Tensors) -> list[Tensors]:
     return [trainer_tensors(plan.rows, plan.train_layout, rank, checkpoint) for rank in ranks]
 
 
-def check(plan: SyncPlan, taken: list[Taken], checkpoint: Tensors) -> None:
+def check_update(processes: Processes, seed: int) -> None:
+    """Run an update of random tensors. Every element must arrive once, and receivers must count the bytes sent."""
+    plan = processes.plan
+    checkpoint = checkpoint_of(plan, seed)
+    taken, received, sent = update(processes, held_by(plan, checkpoint))
     check_taken(taken, checkpoint, plan.hf_config, plan.engine_layout)
+    by_buffer = np.sum(sent, axis=0)
+    assert len(by_buffer) == len(plan.topology.buffers)
+    assert received == [by_buffer[plan.topology.buffer_of(rank)] for rank in range(len(received))]
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
@@ -67,12 +74,7 @@ def test_transfer_three_updates_arrive_exactly(store: dist.TCPStore, case: str, 
     assert plan.num_rounds > 3
     with connected(plan, store, next(_generation)) as processes:
         for seed in range(3):
-            checkpoint = checkpoint_of(plan, seed)
-            taken, received, sent = update(processes, held_by(plan, checkpoint))
-            check(plan, taken, checkpoint)
-            by_buffer = np.sum(sent, axis=0)
-            assert received == [by_buffer[plan.topology.buffer_of(rank)] for rank in range(len(received))]
-            assert len(by_buffer) == len(plan.topology.buffers)
+            check_update(processes, seed)
 
 
 @pytest.mark.parametrize(("transport", "owners"), [("network", [None, None]), ("shared_memory", [0, 1])])
@@ -80,8 +82,7 @@ def test_transfer_required_transport_is_used(store: dist.TCPStore, transport: st
     plan = sync_plan(*CASES["one host"], transport=transport)
     assert [buffer.owner for buffer in plan.topology.buffers] == owners
     with connected(plan, store, next(_generation)) as processes:
-        checkpoint = checkpoint_of(plan, 4)
-        check(plan, update(processes, held_by(plan, checkpoint))[0], checkpoint)
+        check_update(processes, 4)
 
 
 def test_plan_engines_start_with_different_buckets() -> None:
@@ -155,8 +156,7 @@ def test_receive_silent_peer_is_named_and_breaks_receiver(store: dist.TCPStore) 
         with pytest.raises(PeerLostError, match="rollout engine 0 on B: "):
             processes.senders[0].send(held_by(plan, checkpoint_of(plan, 7))[0])
     with connected(plan, store, next(_generation)) as processes:  # all processes connect again
-        checkpoint = checkpoint_of(plan, 7)
-        check(plan, update(processes, held_by(plan, checkpoint))[0], checkpoint)
+        check_update(processes, 7)
 
 
 def test_receive_round_out_of_order_raises(store: dist.TCPStore) -> None:
