@@ -95,6 +95,7 @@ class TrainerSetup:
             )
             for number, incoming in self._incoming.items()
         }
+        # Buffers are mapped before the transfer group connects: afterwards their names are removed.
         sender = WeightSender(self._plan, self._rank, connection.channels(self._rank), mapped)
         sender.handshake()
         return sender

@@ -130,6 +130,7 @@ class WeightSender:
             # Sorted by tensor: a LoRA adapter is merged into its tensor on access, once per consecutive use.
             self._places[sync_round] = sorted(places, key=lambda pair: pair[0].mcore_name)
         for each, place in self._places[sync_round]:
+            # copy_ also converts to the dtype of the slice.
             place.copy_(part_of(each, tensors, place.shape))
         for message in messages:
             self._senders[message.receiver].send(sync_round, message)

@@ -76,6 +76,7 @@ def _equal(tensor: torch.Tensor, box: Box, slices: Sequence[tuple[Slice, bytes]]
         return False
     for each, expected_digest in slices:
         part = tensor
+        # Slices are parts of the whole tensor; the rank's tensor starts at `start`.
         if each.hf_shape:
             part = tensor.narrow(each.dim, each.start - start[each.dim], each.length)
         if digest(part) != expected_digest:

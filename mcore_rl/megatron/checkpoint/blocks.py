@@ -62,6 +62,7 @@ def blocks_to_save(models: list[PolicyModel], optimizer: MegatronOptimizer) -> l
     states = parameter_states(optimizer)
     blocks: list[LiveBlock] = []
     for item in _model_tensors(models):
+        # Frozen tensors and buffers are complete on every data-parallel rank, so the main replica writes them.
         if not item.tensor.requires_grad:
             if is_main_replica(item.replica):
                 blocks += _weights(item, 0, item.tensor.numel())
@@ -70,6 +71,7 @@ def blocks_to_save(models: list[PolicyModel], optimizer: MegatronOptimizer) -> l
         # Replica ids are (pipeline, tensor, data) ranks. Only data-parallel replicas divide the work.
         if state is None or any(item.replica[:-1]):
             continue
+        # Weights are written with the state of the same elements, so each block is written by its owner.
         start, stop = (state.start, state.stop) if state.sharded else _share(item)
         blocks += _weights(item, start, stop)
         blocks += _state(item, state, start, stop)
@@ -93,6 +95,7 @@ def reference_blocks(models: list[PolicyModel], *, to_save: bool) -> list[LiveBl
 def _share(item: _ModelTensor) -> tuple[int, int]:
     """This data-parallel rank's equal part of a parameter whose state all ranks of the group hold."""
     size, index, ranks = item.tensor.numel(), item.replica[-1], replicas_of(item.tensor).size()
+    # Neighbouring parts round the same bound, so together they contain every element once.
     return size * index // ranks, size * (index + 1) // ranks
 
 
@@ -106,6 +109,7 @@ def _model_tensors(models: list[PolicyModel]) -> Iterator[_ModelTensor]:
         # are used to find the optimizer state.
         state = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group({}))
         for entry in nested_values(state):
+            # A factory stores one tensor in several parts, such as gate and up of a fused SwiGLU projection.
             if isinstance(entry, ShardedTensorFactory):
                 yield _model_tensor(entry, list(nested_values(entry.build())))
             elif isinstance(entry, ShardedTensor):
@@ -147,6 +151,7 @@ def _blocks(item: _ModelTensor, prefix: str, flat: torch.Tensor, start: int) -> 
     """Split `flat`, the elements from `start` on of a flattened tensor shaped like the parameter, into blocks."""
     shape = tuple(item.tensor.shape)
     for box in range_boxes(shape, start, start + flat.numel()):
+        # A box is contiguous in the flattened tensor, so its elements are one slice of `flat`.
         first = flat_index(shape, box.offset) - start
         values = flat[first : first + box.volume].view(box.shape)
         for chunk in item.chunks:

@@ -65,6 +65,7 @@ def load_extra_states(models: list[PolicyModel], reader: DcpReader) -> None:
         if reader.has_object(entry.unique_key):
             states_by_model.setdefault(index, {})[name] = reader.read_object(entry.unique_key)[0]
     for index, states in states_by_model.items():
+        # Only extra states are passed; the weights are read block by block.
         models[index].load_state_dict(states, strict=False)
 
 

@@ -49,6 +49,7 @@ def load_checkpoint(directory: str, model: TrainedModel, files: Sequence[SavedFi
     then.
     Collective: all ranks.
     """
+    # Before anything is loaded: damage that is found later would leave a mixture of both states.
     verify_files(Path(directory), files)
     problem: McoreRLError | None = None
     try:
@@ -56,10 +57,12 @@ def load_checkpoint(directory: str, model: TrainedModel, files: Sequence[SavedFi
         reader = DcpReader(Path(directory), read_metadata(Path(directory)))
     except (ConversionError, CheckpointError) as error:
         problem = CheckpointError(str(error))
+    # Only some ranks may fail to read the files; the others would wait in the collectives below.
     raise_on_every_rank(problem)
     reference = model.saved_reference
     check_reference_kept(directory, reader.shapes, kept_here=reference is not None)
     check_adapters(directory, common.get("adapters"), adapter_identity(model.role.section.lora, model.hf_config))
+    # Blocks are views of live tensors, which must be on the device.
     model.memory.load("params", "optimizer")
     blocks = blocks_to_load(model.chunks, model.optimizer)
     if reference is not None:
@@ -204,6 +207,7 @@ def read_blocks(reader: DcpReader, blocks: Sequence[LiveBlock]) -> None:
         for block in blocks:
             stored = block.chunk.stored
             part = _stored_part(reader, block)
+            # Only padding of the vocabulary may be missing (see _misfit).
             if part != stored:
                 block.view.zero_()
             if part is None:

@@ -63,6 +63,7 @@ class CheckpointWriter:
         model.memory.load("params", "optimizer")
         blocks = blocks_to_save(model.chunks, model.optimizer)
         if reference is not None:
+            # Its weights are in host memory between passes.
             reference.memory.load("params")
             blocks += reference_blocks(reference.chunks, to_save=True)
         self._views = {(block.chunk.key, block.chunk.stored): block.view for block in blocks}
@@ -95,6 +96,7 @@ class CheckpointWriter:
             with _path_in_errors(self.directory / file.name):
                 spans[file.name] = write_file(self.directory, file, self._tensor, lambda _: None, on_write=crc.update)
             saved.append(SavedFile(file.name, crc.num_bytes, crc.value))
+        # The writer lives until `finish`; a snapshot would occupy host memory until then.
         self._views.clear()
         return RankReport(tuple(saved), tuple(_without_contents(file) for file in self._files), spans)
 
@@ -124,6 +126,7 @@ class CheckpointWriter:
             "tensors": {
                 key: [str(stored.properties.dtype).removeprefix("torch."), list(stored.size)]
                 for key, stored in sorted(metadata.state_dict_metadata.items())
+                # Objects, such as random states, have no size.
                 if hasattr(stored, "size")
             },
         }

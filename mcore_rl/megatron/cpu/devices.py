@@ -120,6 +120,7 @@ def _functions(namespace: dict[str, object], module: ModuleType) -> list[Functio
     for value in namespace.values():
         if isinstance(value, type) and value.__module__ == module.__name__:
             functions += _functions(dict(vars(value)), module)
+        # Look inside classmethods and staticmethods, and inside decorators such as torch.no_grad().
         value = getattr(value, "__func__", value)
         value = getattr(value, "__wrapped__", value)
         if isinstance(value, FunctionType) and value.__module__ == module.__name__:
@@ -133,6 +134,7 @@ def _rename_tensor_types(this: Fix, module: ModuleType) -> None:
     for function in _functions(vars(module), module):
         code = function.__code__
         renamed = _renamed(code.co_consts)
+        # Only changed functions are patched, so `without` restores exactly these.
         if renamed != code.co_consts:
             this.patch(function, "__code__", code.replace(co_consts=renamed))
 

@@ -42,6 +42,7 @@ def _fused_rotary(this: Fix, module: ModuleType) -> None:
             return original(t, cu_seqlens, freqs, mscale=mscale, cp_group=cp_group, **options)
         if multi_latent_attention:  # pairs are adjacent dimensions, and all dimensions are rotated
             t = torch.cat((t[..., 0::2], t[..., 1::2]), -1)
+        # The table has one row per position and no gradient.
         table = freqs.detach().flatten(1)
         cos, sin = ((function(table) * mscale).to(t.dtype) for function in (torch.cos, torch.sin))
         part = ContextPart(cp_group.rank(), cp_group.size())
@@ -91,6 +92,7 @@ def _fused_permute(this: Fix, module: ModuleType) -> None:
             return permute(tokens, routing_map, probs=probs, drop_and_pad=drop_and_pad, **options)
         by_expert = routing_map.T.contiguous()
         index = by_expert.nonzero()[:, 1].contiguous()
+        # In the order of the rows: by expert, then by token.
         permuted_probs = None if probs is None else probs.T.contiguous().masked_select(by_expert)
         return gather_rows(tokens, index), permuted_probs, index
 

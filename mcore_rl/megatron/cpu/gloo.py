@@ -75,6 +75,7 @@ class _SharedDeviceMeta(type):
 
     def __call__(cls, store: dist.Store, rank: int, size: int, *, timeout: timedelta) -> dist.ProcessGroupGloo:
         options = _Group._Options()
+        # The process id is a key of the cache: after a fork the child needs devices with threads of its own.
         options._devices = _devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", ""))
         options._threads = THREADS_PER_DEVICE * len(options._devices)
         options._timeout = timeout

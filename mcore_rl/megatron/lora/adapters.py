@@ -129,6 +129,7 @@ def attach(chunks: Sequence[PolicyModel], factors: dict[str, Factor], scale: flo
     and B (keys: canonical name + suffix). Call it before the chunks are wrapped."""
     remaining = dict(factors)
     for chunk in chunks:
+        # Before the adapters are added, so that only they are trained.
         chunk.requires_grad_(False)
         chunk.has_adapters = True
         if chunk.pre_process:

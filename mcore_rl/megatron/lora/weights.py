@@ -83,6 +83,7 @@ def _initial(seed: int) -> Read:
 
     def read(name: str, shape: Shape) -> torch.Tensor:
         values = torch.zeros(shape)
+        # B stays zero, so that the adapted model starts as the base model.
         if ".lora_A." in name:
             digest = blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
             stream = torch.Generator().manual_seed(int.from_bytes(digest, "big"))

@@ -134,6 +134,7 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBa
         start, end = starts[group[0]], starts[group[0]] + len(source)
         whole = slice(start, end) if torch.equal(source, torch.arange(start, end)) else None
         batches.append(PaddedBatch(len(group), width, upload(source, device), upload(real, device), whole))
+    # argsort inverts a permutation: packed position -> place in the concatenated outputs.
     place = torch.cat(order).argsort()
     in_order = torch.equal(place, torch.arange(len(place)))
     return batches, None if in_order else upload(place, device)

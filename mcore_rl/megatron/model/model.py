@@ -190,6 +190,7 @@ def _build_chunk(
     model = kind(
         config,
         spec,
+        # Megatron's shards of the vocabulary have equal sizes. The loss ignores the padding (unpadded_vocab_size).
         vocab_size=-(-arguments.vocab_size // tp) * tp,
         max_sequence_length=arguments.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

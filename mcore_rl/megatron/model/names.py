@@ -61,6 +61,7 @@ def canonical_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tens
             name = canonical_name(model, live_name)
             if name in named:
                 raise KeyError(f"{live_name}: another tensor has the canonical name {name}")
+            # Not the parameter itself: consumers copy into the tensor, which autograd would reject.
             named[name] = tensor.data
     return named
 

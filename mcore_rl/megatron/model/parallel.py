@@ -44,6 +44,7 @@ def _rendezvous(init_method: str, rank: int, world_size: int, timeout: timedelta
         return {"init_method": init_method}
     options: dict[str, object] = {"timeout": timeout, "is_master": rank == 0}
     if rank == 0:
+        # The store owns the socket from now on.
         options["master_listen_fd"] = _listen(address.hostname, address.port).detach()
     return {"store": dist.TCPStore(address.hostname, address.port, world_size, **options)}
 
@@ -83,6 +84,7 @@ def initialize_groups(layout: TrainLayout, *, timeout_seconds: int, seed: int, g
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        # Megatron's unit is minutes: round up, to at least one.
         distributed_timeout_minutes=max(1, -(-timeout_seconds // 60)),
         create_gloo_process_groups=gloo_groups,
     )

@@ -79,6 +79,7 @@ def meta_model(
     Raises: like rank_state.
     """
     sizes = {axis: getattr(layout, axis) for axis in _SIZES & {field.name for field in fields(layout)}}
+    # Build the layout again with the checks for this model: `layout` may come from command-line flags.
     layout = train_layout(ParallelConfig(**sizes), layout.world_size, hf_config, names)
     with _fake_process_group(layout, rank):
         with torch.device("meta"):
@@ -157,6 +158,7 @@ def _chunks(
     entries: Sequence[ShardedTensor | ShardedObject], tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[CheckpointChunk]:
     """Map each shard to its tensor by the storage, and to its position in the tensor by the view's offset."""
+    # Meta tensors have no data pointer, but the storage object is unique.
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
     for entry in entries:
         if not isinstance(entry, ShardedTensor):

@@ -64,5 +64,6 @@ def _counted_on_rank(part: MegatronOptimizer) -> list[tuple[torch.Tensor, torch.
         if not tensor_parallel.param_is_not_tensor_parallel_duplicate(parameter, getattr(part, "tp_group", None)):
             continue
         stop = owned.start + owned.main.numel()
+        # main_grad has the parameter's shape; the optimizer owns a range of its elements.
         counted.append((parameter.main_grad.view(-1)[owned.start : stop], parameter))
     return counted

@@ -49,6 +49,7 @@ class HostOptimizer:
 
     def __init__(self, part: MegatronOptimizer) -> None:
         self._inner = part.optimizer
+        # The same objects as in the inner optimizer: schedules change `lr` in these groups.
         self.param_groups: list[ParamGroup] = part.optimizer.param_groups
         self.state = part.optimizer.state
         self._memory = _HostMemory()
@@ -131,6 +132,7 @@ class HostOptimizer:
         for name, value in state.items():
             if name == "step" or not torch.is_tensor(value):
                 continue
+            # The first step creates the moments, so they have no host tensors yet.
             host = hosts[name] if name in hosts else self._memory.take(value)
             state[name] = host.copy_(value, non_blocking=True)
         if owned.is_copy:

@@ -180,6 +180,7 @@ def build_scheduler(optimizer: MegatronOptimizer, role: ModelRole, num_updates: 
         raise ConfigError(f"{key}.warmup_steps={warmup} must be less than {key}.decay_steps ({decay} updates)")
     return OptimizerParamScheduler(
         optimizer,
+        # Megatron's rate grows linearly from init_lr at update 1 to max_lr at update warmup + 1.
         init_lr=settings.lr / (warmup + 1) if warmup else settings.lr,
         max_lr=settings.lr,
         min_lr=settings.min_lr,

@@ -49,6 +49,7 @@ def parameter_states(optimizer: MegatronOptimizer) -> dict[int, ParameterState]:
             flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
             stop = owned.start + owned.main.numel()
             assert all(tensor.numel() == stop - owned.start for tensor in flat.values()), f"wrong size in {list(flat)}"
+            # By id, because tensors compare by element.
             states[id(owned.model)] = ParameterState(owned.start, stop, owned.sharded, flat)
     return states
 

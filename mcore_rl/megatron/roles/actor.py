@@ -189,6 +189,7 @@ class MegatronActor(TrainedModel):
         if self.place.pp == self.layout.pp - 1:
             old_logp, kind = batch.old_logp | by_sample(first_logp), self.config.algorithm.kl.reward_kind
             kl = whole_kl(microbatches, old_logp, batch.ref_logp, kind, self.context)
+        # Ranks of earlier stages have no values, but take part in the check.
         bad = [sample for sample, values in kl.items() if not np.isfinite(values).all()]
         require_finite(describe_samples("KL", bad, every), self.device)
         penalties = {sample: (coefficient * values).astype(np.float32) for sample, values in kl.items()}
@@ -247,6 +248,8 @@ class MegatronActor(TrainedModel):
         Raises: NonFiniteError on every rank.
         """
         share, policy_is_old = batch.shares[index], index == 0
+        # The first update records the experts of its samples, which later epochs repeat; recompute_logp has
+        # recorded the others.
         replays, records = batch.replays and not policy_is_old, batch.replays and policy_is_old
         microbatches = self.microbatches(share, batch.chunks)
         trained, routed = self.token_weights(microbatches)
@@ -313,6 +316,7 @@ class MegatronActor(TrainedModel):
         advantages = None
         if batch.token_advantages:
             advantages = own_tokens(microbatch, batch.token_advantages, self.context, "advantages")
+        # The first update also adds the log-probabilities of its samples to batch.old_logp.
         loss, report = self.objective.evaluate(
             chunk,
             # With MTP layers the hidden states of their depths follow the policy's (model/output.py).

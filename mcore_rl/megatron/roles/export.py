@@ -34,6 +34,7 @@ def export_hf(actor: MegatronActor, directory: str, source: str) -> None:
     with HFWriter(directory) as writer:
         if actor.rank == 0:
             writer.begin(plans)
+        # Rank 0 creates the files before other ranks open them.
         dist.barrier()
         if actor.rank != 0:
             writer.attach(plans)
@@ -41,6 +42,7 @@ def export_hf(actor: MegatronActor, directory: str, source: str) -> None:
             writer.write(plan, piece, tensor)
         if actor.rank != 0:
             writer.close()
+        # All slices must be written before the directory gets its final name.
         dist.barrier()
         if actor.rank == 0:
             writer.finish(source, actor.hf_config)
@@ -68,6 +70,7 @@ def export_adapter(actor: MegatronActor, directory: str, source: str) -> None:
     plans, lora = adapter_plan(actor), actor.config.actor.lora
     parameters = {factor.bound.mcore: parameter for factor, parameter in adapter_parameters(actor.chunks)}
     rank_pieces = [
+        # A clone: pickling a view would send its whole storage.
         (plan.hf_name, piece.dim, piece.start, tensor.detach().cpu().clone())
         for plan, piece, tensor in export_pieces(plans, parameters, actor.rank)
     ]

@@ -67,6 +67,7 @@ class RankModel:
         if layout.cp > 1:
             context_group = parallel_state.get_context_parallel_group()
             self.context = ContextPart(context_group.rank(), context_group.size(), context_group)
+        # One rank per stage reports the metrics of the stage's layers.
         counts = place.tp == place.cp == place.dp == 0
         self.routers = Routers(modules, role.section.moe, counts=counts, role=self.name)
         model = chunks[0].config

@@ -83,6 +83,7 @@ class FrozenPolicy(FrozenModel):
         tensors, given = canonical_tensors(self.chunks), canonical_tensors(policy)
         assert tensors.keys() == given.keys()
         with torch.no_grad():
+            # In place: `memory` refers to the storages of these tensors.
             for name, tensor in tensors.items():
                 tensor.copy_(given[name])
         self.memory.offload()
@@ -111,6 +112,7 @@ def _logp(
     model: RankModel, objective: Objective, share: RankShare, chunks: Sequence[TrajectoryBuffers]
 ) -> dict[int, torch.Tensor]:
     batches = model.microbatches(share, chunks)
+    # free: the policy's experts must not be imposed on the reference.
     logp_by_batch = model.infer(batches, objective.logp_of, [model.routing.row(batch, free=True) for batch in batches])
     bad = [sample for batch, logp in logp_by_batch for sample in non_finite_samples(batch, logp)]
     require_finite(describe_samples("log-probability of the reference", bad, share), model.device)

@@ -58,6 +58,7 @@ class MegatronRewardModel(FrozenModel):
 
     def _scored_part(self, tokens: np.ndarray) -> np.ndarray:
         """Cut the sequence after the scored token; later tokens do not influence its value."""
+        # A sequence of padding tokens only is scored at its first token.
         last = np.flatnonzero(tokens != self._padding_id) if self._padding_id is not None else [len(tokens) - 1]
         return tokens[: (int(last[-1]) if len(last) else 0) + 1]
 

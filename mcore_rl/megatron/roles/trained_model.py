@@ -55,6 +55,7 @@ class TrainedModel(RankModel):
             for chunk in self.ddp:
                 chunk.broadcast_params()
         super().__init__(role, spec, rank, chunks, self.ddp)
+        # Before the optimizer copies the weights.
         gather_parameters(self.ddp)
         self.optimizer = build_optimizer(self.ddp, role.section.optimizer)
         self.scheduler = build_scheduler(self.optimizer, role, num_updates)

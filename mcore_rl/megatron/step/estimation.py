@@ -116,6 +116,7 @@ def _block(
     mask = np.arange(int(ends.max(initial=0)))[None] < ends[:, None]
     rewards = np.zeros(mask.shape, np.float32)
     some = ends > 0
+    # The last trained token gets the reward of the response.
     rewards[np.flatnonzero(some), ends[some] - 1] = share.rewards[rows][some]
     if turns:
         # The response's reward includes its turn rewards: move them from the last token to the ends of the turns.

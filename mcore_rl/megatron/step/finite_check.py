@@ -55,6 +55,7 @@ def describe_gradients(chunks: Sequence[torch.nn.Module], share: RankShare) -> s
         name.removeprefix("module.")
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
+        # Frozen parameters have no main_grad.
         if hasattr(parameter, "main_grad") and not _is_finite(parameter.main_grad)
     ]
     listed = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")

@@ -253,6 +253,7 @@ def _row(sequences: list[_Sequence], packing: Packing) -> _FullRow:
     if padding:
         lengths.append(padding)
     tokens = np.zeros(sum(lengths), np.int64)
+    # `starts` has one more entry, the end of the row.
     for sequence, first in zip(sequences, starts, strict=False):
         tokens[first : first + len(sequence.tokens)] = sequence.tokens
     return _FullRow(

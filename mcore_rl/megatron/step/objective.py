@@ -275,6 +275,7 @@ def _samples_and_positions(batch: MicroBatch, context: ContextPart) -> tuple[tor
     device = batch.tokens.device
     counts = torch.tensor(batch.whole_counts, dtype=torch.int64, device=device)
     samples = torch.tensor(batch.samples, dtype=torch.int64, device=device).repeat_interleave(counts)
+    # Position of each token in the joined tokens minus the start of its sample.
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
     positions = torch.arange(len(samples), device=device) - starts
     rank_tokens = slice(None) if context.size == 1 else batch.owners == context.rank

@@ -144,6 +144,7 @@ class RoutingStore:
         lengths = torch.tensor([*batch.lengths, *[0] * padding], dtype=torch.int64, device=padded.device)
         real = position < lengths[number]
         place = torch.where(real, (lengths.cumsum(0) - lengths)[number] + position, sum(batch.lengths))
+        # Sequence parallelism splits the row into equal consecutive parts.
         size = len(number) // self.split
         rank = parallel_state.get_tensor_model_parallel_rank() if self.split > 1 else 0
         rank_slice = slice(rank * size, (rank + 1) * size)

@@ -133,6 +133,8 @@ def device_uuid(number: int | None = None) -> str:
 
 def remove_stale() -> list[str]:
     """Remove segments whose creators died before they were unlinked. Returns their names."""
+    # A pid may be unknown because its process is in another pid namespace: only a free lock proves that the
+    # creator is dead.
     removed = []
     for path in SHARED_MEMORY.glob(f"{PREFIX}_*_*"):
         pid = path.name.split("_")[-2]

@@ -33,6 +33,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, *weights = ctx.saved_tensors
         grad_x, grads = torch.empty_like(x), grad.split(ctx.rows)
+        # Writes into slices of one tensor: no concatenation of the experts' parts.
         for part, result, weight in zip(grads, grad_x.split(ctx.rows), weights, strict=True):
             torch.mm(part, weight, out=result)
         return grad_x, None, *(part.t() @ rows for part, rows in zip(grads, x.split(ctx.rows), strict=True))

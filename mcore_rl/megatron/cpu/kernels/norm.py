@@ -29,6 +29,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
         rows, weight, scale = ctx.saved_tensors
+        # The kernel adds to grad_weight row by row, so it starts with zeros; grad_rows is overwritten.
         grad_rows, grad_weight = torch.empty_like(rows), torch.zeros_like(weight)
         _backward(
             array(grad.reshape(rows.shape)),
