@@ -81,6 +81,7 @@ def _is_cuda(device: object) -> bool:
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def create(*args: object, **kwargs: object) -> torch.Tensor:
+        # Pinned memory exists only for copies to a GPU.
         kwargs.pop("pin_memory", None)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"

@@ -55,6 +55,7 @@ def _checkpoint_without_output(this: Fix, module: ModuleType) -> None:
 def _router_gemm(this: Fix, module: ModuleType) -> None:
     """Define te_general_gemm, which moe_router_dtype=fp32 tests for None; without TransformerEngine the name is
     undefined."""
+    # megatron.core imports the name from TransformerEngine, if that is installed.
     if "te_general_gemm" not in vars(module):
         this.patch(module, "te_general_gemm", None)
 

@@ -102,6 +102,7 @@ def _group(lengths: tuple[int, ...]) -> list[list[int]]:
     sequence that is shorter than SIMILAR times its longest.
     """
     groups: list[list[int]] = []
+    # Equal lengths keep the order of the row, so a batch of adjacent sequences needs no copy.
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         longest = lengths[groups[-1][0]] if groups else 0
         if groups and longest <= BATCHED_TOKENS and lengths[i] >= SIMILAR * longest:

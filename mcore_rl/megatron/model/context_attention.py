@@ -154,6 +154,7 @@ class _ContextAttention(torch.autograd.Function):
                 grad_kv[1][..., keys, :] += dv
             _put_queries(grad_query, group, grad_q)
             rows = grad_kv.transpose(2, 3).flatten(1, 2)
+            # Each key belongs to one sequence and therefore to one group: copying is enough.
             grad_gathered.index_copy_(1, group.keys, rows)
         return grad_query, _reduce_scatter(grad_gathered, ctx.part).to(key_value.dtype), None, None, None
 

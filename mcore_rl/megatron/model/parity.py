@@ -57,6 +57,7 @@ def _megatron_logits(
             local = Installed(cuda=device == "cuda")
             (model,) = build_model(without_mtp(hf_config), ActorConfig(), settings, layout, installed=local)
             _load(model, checkpoint)
+            # All sequences in one packed row: this also tests the packing.
             tokens = torch.cat(sequences)[None].to(device)
             packed = pack_sequences([len(sequence) for sequence in sequences], device)
             with torch.no_grad(), logits_emitted([model]):

@@ -106,6 +106,7 @@ class Offloader:
         return {
             storage.data_ptr(): storage
             for storage in storages
+            # Storages of size 0 all have the address 0.
             if storage.nbytes() and storage.data_ptr() not in earlier
         }
 
@@ -116,6 +117,7 @@ class Offloader:
 
     def _load_part(self, part: str) -> None:
         offloaded = self._offloaded[part]
+        # resize_ allocates new memory for the same storage, so all views stay valid.
         for storage, num_bytes in offloaded.storages:
             storage.resize_(num_bytes)
         if part in self._copies:
@@ -123,6 +125,7 @@ class Offloader:
         else:
             for storage, _ in offloaded.storages:
                 _bytes_of(storage).zero_()
+        # Last: until here a read would return undefined values.
         for tensor, kind in offloaded.guarded:
             tensor.__class__ = kind
         del self._offloaded[part]

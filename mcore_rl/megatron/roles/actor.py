@@ -133,6 +133,7 @@ class MegatronActor(TrainedModel):
         if len(shares) == 1 or not reads:
             return batch, replay
         self.memory.load("params")
+        # Without the samples of the first update, which computes their log-probabilities itself.
         share = distinct_samples(shares, first=1)
         microbatches = self.microbatches(share, chunks)
         rows = [self.routing.row(microbatch, records=replays) for microbatch in microbatches]
@@ -154,10 +155,12 @@ class MegatronActor(TrainedModel):
         """
         self.routing.impose(engine_routing(batch.shares, batch.chunks))
         every = self.config.actor.moe.replay_check_every_steps
+        # One step of the run has len(shares) updates.
         if not every or self.scheduler.num_steps // len(batch.shares) % every:
             return {}
         self.memory.load("params")
         microbatches = self.microbatches(distinct_samples(batch.shares), batch.chunks)
+        # free: let the routers choose, and record the choice for the comparison.
         rows = [self.routing.row(microbatch, records=True, free=True) for microbatch in microbatches]
         gap = self._mismatch(self.infer(microbatches, self.objective.logp_of, rows))
         metrics = self.routing.differences(microbatches, rows)
@@ -350,5 +353,6 @@ class _Update:
         """Join the marks of the micro-batch's trained tokens. Shapes: bool [N]."""
         if self.chosen is None:
             return None
+        # torch.cat needs at least one tensor, and a dummy micro-batch has no samples.
         none = microbatch.targets.new_empty(0).bool()
         return torch.cat([none, *(self.chosen[sample] for sample in microbatch.samples)])

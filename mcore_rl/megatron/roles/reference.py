@@ -133,6 +133,7 @@ def whole_kl(
     """
     kl_by_sample: dict[int, np.ndarray] = {}
     for batch in batches:
+        # A dummy micro-batch, on all context-parallel ranks alike: none of them gathers.
         if not batch.samples:
             continue
         old, ref = (torch.cat([logp[sample] for sample in batch.samples]) for logp in (old_logp, ref_logp))

@@ -110,9 +110,11 @@ class TrainedModel(RankModel):
         if self.counts_tokens:
             metrics |= merge_metrics([report.metrics for report in reports])
             loss = sum(report.loss for report in reports)
+            # The losses of all ranks are added, and divided by 1: the loss is a sum over all tokens.
             metrics[f"{self.name}/loss"] = Mean(loss, 1 if self.is_reporting_rank else 0)
             metrics[f"{self.name}/trained_tokens"] = Total(sum(len(batch.targets) for batch in batches))
             metrics[f"{self.name}/tokens"] = Total(sum(len(batch.tokens) for batch in batches))
+        # The norm covers the gradients of all ranks and is equal on each of them.
         if self.is_reporting_rank:
             metrics[f"{self.name}/grad_norm"] = Mean(float(grad_norm), 1)
             metrics[f"{self.name}/lr"] = Mean(rate, 1)
