@@ -78,7 +78,7 @@ def test_a_term_to_the_whole_group_in_start_up_ends_it(task: Path, tmp_path: Pat
         assert_ended(run, 143, "stopped: no checkpoint; the same command starts from the beginning")
 
 
-def test_a_second_signal_stops_at_once(task: Path, tmp_path: Path, long_step: tuple[str, ...]) -> None:
+def test_stops_second_signal_interrupts(task: Path, tmp_path: Path, long_step: tuple[str, ...]) -> None:
     with TrainProcess(task, tmp_path / "run", long_step) as run:
         run.wait_until(in_step(run, 1, "generating"))
         os.killpg(run.process.pid, signal.SIGINT)

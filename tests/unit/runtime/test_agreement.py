@@ -39,7 +39,7 @@ def other(request: FactsRequest, **changes: Any) -> list[HostFacts]:
     return [replace(answer(request), **({"name": "node7"} | changes))]
 
 
-def test_hosts_that_have_the_same_pass_and_leave_nothing(config: Config) -> None:
+def test_check_hosts_equal_hosts_pass_and_leave_no_file(config: Config) -> None:
     check_hosts(config.run.dir, named_paths(config), other)
     assert list(Path(config.run.dir).iterdir()) == []
     assert named_paths(config).keys() == {"model.hf_path", "reward.function"}
@@ -60,7 +60,7 @@ def test_hosts_that_have_the_same_pass_and_leave_nothing(config: Config) -> None
         (lambda q: {"files": answer(q).files | {"reward.function": "x"}}, r"reward\.function=.* differs between node7"),
     ],
 )
-def test_what_differs_is_named(
+def test_check_hosts_difference_is_named(
     config: Config, changes: Callable[[FactsRequest], dict[str, object]], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -68,7 +68,7 @@ def test_what_differs_is_named(
     assert list(Path(config.run.dir).iterdir()) == []
 
 
-def test_a_digest_sees_names_sizes_and_small_contents(tmp_path: Path) -> None:
+def test_digest_depends_on_names_sizes_and_small_contents(tmp_path: Path) -> None:
     first = tmp_path / "a"
     first.mkdir()
     (first / "config.json").write_text('{"a": 1}')
@@ -84,7 +84,7 @@ def test_a_digest_sees_names_sizes_and_small_contents(tmp_path: Path) -> None:
     assert digest(tmp_path / "nowhere") == "nothing"
 
 
-def test_an_interface_that_is_not_there_is_named_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_interface_names_existing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert missing_interface() == ""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
@@ -102,24 +102,24 @@ class _Taken(socket.socket):
         super().bind(address)
 
 
-def test_a_port_to_meet_at_is_not_one_that_the_kernel_gives_to_connections() -> None:
+def test_free_port_is_below_the_ephemeral_range() -> None:
     first = int(addresses.EPHEMERAL.read_text().split()[0])
     assert first - addresses.CANDIDATES <= free_port() < first
 
 
-def test_where_no_port_below_the_kernels_is_free_it_is_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_port_without_free_candidates_asks_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "socket", _Taken)
     monkeypatch.setattr(_Taken, "free", (0,))
     assert free_port() >= int(addresses.EPHEMERAL.read_text().split()[0])
 
 
-def test_a_host_without_a_free_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_port_without_any_names_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "socket", _Taken)
     with pytest.raises(ConfigError, match=rf"{socket.gethostname()}: no port is free .* end processes that hold ports"):
         free_port()
 
 
-def test_a_process_meets_others_at_its_nodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meet_at_chooses_the_interface_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP"):
         monkeypatch.setenv(name, "")  # so that what is set here goes with the test
         monkeypatch.delenv(name)

@@ -49,7 +49,7 @@ print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
         ({"num_hidden_layers": 1, "hidden_size": 512}, None, "cpu", False),
     ],
 )
-def test_threads_are_for_large_models_on_cpus_without_a_user_setting(
+def test_shares_cores_large_models_on_cpus_only(
     changes: dict[str, int],
     given: str | None,
     device: str,
@@ -68,16 +68,14 @@ def test_threads_are_for_large_models_on_cpus_without_a_user_setting(
 
 @pytest.mark.parametrize("first", ["", "import torch"])
 @pytest.mark.parametrize(("peers", "threads"), [(1, CORES), (CORES, 1), (3 * CORES, 1)])
-def test_a_process_and_what_it_starts_compute_with_their_part_of_the_cores(
-    first: str, peers: int, threads: int
-) -> None:
+def test_share_cores_sets_threads_of_process_and_children(first: str, peers: int, threads: int) -> None:
     code = TELL.format(first=first, peers=peers)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout.split() == [str(threads)] * 2
 
 
-def test_ranks_of_sglang_have_cores_of_their_own_as_far_as_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_ranks_have_separate_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {4, 5, 6, 7, 9})
     assert _cores(2, "2") == ["4,5", "6,7"]
     assert _cores(3, "2") == ["4,5", "6,7", "9,4"]

@@ -46,7 +46,7 @@ def batch(seed: int, num_updates: int = 2, kept: int = 7) -> Batch:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_shares_find_their_own_trajectories_in_what_is_delivered(seed: int) -> None:
+def test_rows_by_rank_shares_find_their_trajectories(seed: int) -> None:
     of = batch(seed)
     rows, places = rows_by_rank(of, NUM_RANKS)
     delivered = [
@@ -102,7 +102,7 @@ def rows_of(*by_chunk: Sequence[int]) -> Rows:
     return Rows.of([np.array(wanted, np.int64) for wanted in by_chunk])
 
 
-def test_a_reader_is_told_its_rows_of_every_chunk_in_one_call() -> None:
+def test_deliver_requests_all_rows_of_a_reader_at_once() -> None:
     readers = [Reader(), Reader(), Reader()]
     chunks = [chunk("a", "handle of a", 5), chunk("b", "handle of b", 6)]
     rows = [rows_of([0, 3], [1]), rows_of([], []), rows_of([], [2])]
@@ -114,7 +114,7 @@ def test_a_reader_is_told_its_rows_of_every_chunk_in_one_call() -> None:
     assert (first.timeout_seconds, readers[1].calls) == (9.0, [])
 
 
-def test_rows_of_a_chunk_that_several_made_come_in_its_order() -> None:
+def test_deliver_chunk_of_several_producers_keeps_its_order() -> None:
     parts = [
         Part(TrajectoryPlace("a", None, 5), 0, 4, (0, 4)),
         Part(TrajectoryPlace("b", None, 6), 4, 6, (4, 6)),
@@ -129,7 +129,7 @@ def test_rows_of_a_chunk_that_several_made_come_in_its_order() -> None:
     assert producers == [("b", 1, [2]), ("a", 5, [3]), ("a", 7, [2]), ("b", 6, [1, 0]), ("a", 7, [0]), ("a", 5, [0])]
 
 
-def test_a_reader_hears_of_a_maker_once() -> None:
+def test_deliver_passes_a_producer_to_a_reader_once() -> None:
     reader = Reader()
     group = Delivery([reader], Come())
     for producers in ("a", "ab", "b"):
@@ -138,7 +138,7 @@ def test_a_reader_hears_of_a_maker_once() -> None:
     assert [call.handles for call in reader.calls] == [{"a": "handle of a"}, {"b": "handle of b"}, {}]
 
 
-def test_what_a_lost_maker_kept_is_made_anew_and_fetched_from_there() -> None:
+def test_deliver_renews_rows_of_a_lost_producer() -> None:
     asked: list[list[str]] = []
 
     def renew(chunks: Sequence[Chunk]) -> bool:
@@ -157,13 +157,13 @@ def test_what_a_lost_maker_kept_is_made_anew_and_fetched_from_there() -> None:
     assert (again.producers, again.keys.tolist(), again.handles) == (["a", "c"], [5, 9], {"c": "handle of c"})
 
 
-def test_a_failure_that_renewing_does_not_explain_is_raised() -> None:
+def test_deliver_failure_without_a_loss_is_raised() -> None:
     group = Delivery([Reader()], Come(frozenset("a")))  # type: ignore[arg-type]
     with pytest.raises(WorkerDiedError, match="died"):
         group.deliver([chunk("a", "handle of a", 5)], [rows_of([0])])
 
 
-def test_makers_keep_what_is_referred_to_and_no_longer() -> None:
+def test_trajectory_store_keeps_referenced_trajectories_only() -> None:
     kept, forgotten = TrajectoryStore("engine 0"), ReleasedKeys()
     first, second = (forgotten.refer("engine 0", None, kept.keep(buffers(10 * i), [f"request {i}"])) for i in range(2))
     assert cut(kept, (1, [2])).versions.tolist() == [12]
@@ -179,7 +179,7 @@ def test_makers_keep_what_is_referred_to_and_no_longer() -> None:
     del second
 
 
-def test_rows_of_many_makers_come_in_the_order_of_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_restores_the_order_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makers alternate from chunk to chunk; each is called once."""
     kept = {producer: TrajectoryStore(producer) for producer in "ab"}
     keys = [kept[producer].keep(buffers(10 * number)) for number, producer in enumerate("abab")]

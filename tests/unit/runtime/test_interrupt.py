@@ -37,9 +37,7 @@ def send(number: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_first_signal_waits_for_the_step_and_says_how_to_stop_at_once(
-    number: int, code: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_stops_first_signal_waits_for_the_step(number: int, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     STOPS.begin(7)
     assert not STOPS.requested()
     send(number)
@@ -50,7 +48,7 @@ def test_a_first_signal_waits_for_the_step_and_says_how_to_stop_at_once(
 
 
 @pytest.mark.usefixtures("apart")
-def test_a_second_signal_stops_at_once() -> None:
+def test_stops_second_signal_interrupts() -> None:
     STOPS.begin(7)
     send(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -58,7 +56,7 @@ def test_a_second_signal_stops_at_once() -> None:
     assert STOPS.exit_code() == 143
 
 
-def test_a_signal_that_is_sent_to_the_process_and_to_its_group_is_one() -> None:
+def test_stops_signals_to_process_and_group_count_once() -> None:
     STOPS.begin(7)
     send(signal.SIGTERM)
     send(signal.SIGTERM)
@@ -66,20 +64,20 @@ def test_a_signal_that_is_sent_to_the_process_and_to_its_group_is_one() -> None:
 
 
 @pytest.mark.usefixtures("apart")
-def test_a_first_signal_after_a_request_to_save_waits_too() -> None:
+def test_stops_first_signal_after_usr1_waits_too() -> None:
     STOPS.begin(7)
     send(signal.SIGUSR1)
     send(signal.SIGTERM)
     assert STOPS.exit_code() == 143
 
 
-def test_before_the_first_step_a_signal_ends_the_run() -> None:
+def test_stops_signal_before_the_first_step_interrupts() -> None:
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGTERM)
     assert STOPS.exit_code() == 143
 
 
-def test_a_swallowed_interrupt_comes_back_at_the_next_wait_once() -> None:
+def test_stops_swallowed_interrupt_is_raised_by_the_next_wait() -> None:
     with pytest.raises(KeyboardInterrupt, match="signal 15"):
         send(signal.SIGTERM)  # as if a callback had caught it
     with pytest.raises(KeyboardInterrupt, match="signal 15"):
@@ -87,7 +85,7 @@ def test_a_swallowed_interrupt_comes_back_at_the_next_wait_once() -> None:
     assert Watch().get([]) == []
 
 
-def test_a_request_to_save_and_stop_interrupts_nothing_and_stays() -> None:
+def test_stops_usr1_interrupts_nothing() -> None:
     for _ in range(2):
         send(signal.SIGUSR1)
         assert Watch().get([]) == []
@@ -95,7 +93,7 @@ def test_a_request_to_save_and_stop_interrupts_nothing_and_stays() -> None:
     assert STOPS.exit_code() == os.EX_TEMPFAIL
 
 
-def test_a_new_run_does_not_inherit_a_stop() -> None:
+def test_stops_new_run_has_no_requests() -> None:
     STOPS.begin(7)
     send(signal.SIGINT)
     with STOPS.listening():
@@ -112,12 +110,12 @@ def ended() -> Daemons:
     return Daemons({"gcs_server": seen})
 
 
-def test_a_run_whose_cluster_has_gone_does_not_wait_for_it() -> None:
+def test_watch_with_dead_daemons_raises_at_once() -> None:
     with pytest.raises(ClusterDiedError, match="gcs_server"):
         Watch(daemons=ended()).get(["a reference that is never looked at"])
 
 
-def test_cluster_ended_by_a_signal_to_all_processes_is_a_stop() -> None:
+def test_watch_with_dead_daemons_after_a_signal_is_a_stop() -> None:
     STOPS.begin(7)
     send(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):

@@ -63,7 +63,7 @@ def group_of(num_judges: int) -> JudgeGroup:
     return JudgeGroup([Judge() for _ in range(num_judges)], Waiting(), Stages(nullcontext))  # type: ignore[arg-type]
 
 
-def test_scores_come_back_by_task_and_each_share_with_its_own_chunk() -> None:
+def test_score_returns_scores_by_task() -> None:
     group = group_of(2)
     scores = group.score(*given("train", [3, 0, 2]))
     assert [own.tolist() for own in scores] == [[0, 1, 2], [], [20, 21]]
@@ -73,13 +73,13 @@ def test_scores_come_back_by_task_and_each_share_with_its_own_chunk() -> None:
         assert [part.rows.tolist() for part in of_judge] == [rows for _, rows in fetched]
 
 
-def test_a_judge_without_work_is_not_called() -> None:
+def test_score_does_not_call_a_judge_without_work() -> None:
     group = group_of(3)
     group.score(*given("train", [1, 1]))
     assert sorted(len(judge.scored) for judge in group.processes) == [0, 1, 1]
 
 
-def test_metrics_are_those_of_training_since_the_last_call() -> None:
+def test_take_metrics_has_training_responses_only() -> None:
     group = group_of(2)
     group.score(*given("train", [4]))
     group.score(*given("val", [6]))

@@ -97,7 +97,7 @@ def in_turns() -> tuple[Device, Turns]:
     return device, Turns(device)
 
 
-def test_a_step_moves_everything_once_and_in_order() -> None:
+def test_phases_step_moves_memory_once_and_in_order() -> None:
     device, turns = in_turns()
     turns.publish()
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_a_step_moves_everything_once_and_in_order() -> None:
     ]
 
 
-def test_weights_are_kept_over_a_checkpoint_and_discarded_before_an_update() -> None:
+def test_phases_checkpoint_keeps_weights_update_discards_them() -> None:
     device, turns = in_turns()
     turns.publish()
     turns.run()
@@ -131,7 +131,7 @@ def test_weights_are_kept_over_a_checkpoint_and_discarded_before_an_update() -> 
     assert [move for move in device.moves if move.startswith("sleep")] == ["sleep, weights kept", "sleep"]
 
 
-def test_no_order_of_calls_overlaps() -> None:
+def test_phases_never_overlap() -> None:
     """Device asserts; only generating after an update without a sync is refused."""
     for calls in itertools.product(["run", "update", "save", "publish"], repeat=5):
         _, turns = in_turns()
@@ -146,7 +146,7 @@ def test_no_order_of_calls_overlaps() -> None:
             stale = call == "update" or (stale and call != "publish")
 
 
-def test_what_moved_is_recorded() -> None:
+def test_phases_record_moved_bytes() -> None:
     device, turns = in_turns()
     turns.publish()
     turns.run()
@@ -173,7 +173,7 @@ def test_interrupted_phase_frees_the_device_and_is_entered_again(phase: Phase) -
 
 
 @pytest.mark.parametrize("part", ["params", "grads", "optimizer"])
-def test_who_shares_a_device(part: str) -> None:
+def test_shares_device_depends_on_placement_and_offload(part: str) -> None:
     config = Config()
     config.cluster.device = "cpu"
     assert not shares_device(config.cluster, config.actor.offload)

@@ -24,14 +24,14 @@ def left_by(parent: Path, pid: int) -> Path:
     return directory
 
 
-def test_the_directory_is_ours_alone_and_goes_with_the_block() -> None:
+def test_private_directory_is_private_and_removed() -> None:
     with private_directory() as directory:
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         (directory / "r").mkdir()
     assert not directory.exists()
 
 
-def test_sockets_fit_into_it_whatever_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_directory_leaves_room_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert len(str(tmp_path)) > MAX_PARENT_CHARACTERS
     with private_directory() as directory:
@@ -40,7 +40,7 @@ def test_sockets_fit_into_it_whatever_the_temporary_directory(tmp_path: Path, mo
         assert len(str(socket)) <= 107
 
 
-def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+def test_remove_stale_directories_of_dead_processes_only(tmp_path: Path) -> None:
     left_by(tmp_path, DEAD)
     living = left_by(tmp_path, os.getpid()).name
     for name in ("mcore_rl_slurm_x", f"other_{DEAD}_x", f"mcore_rl_tmp_{DEAD}_x", f"mcore_rl_tmp_{os.getpid()}_x"):
@@ -50,7 +50,7 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
-def test_what_a_process_of_another_container_holds_stays(tmp_path: Path) -> None:
+def test_remove_stale_keeps_a_locked_directory(tmp_path: Path) -> None:
     held = left_by(tmp_path, DEAD)
     descriptor = os.open(held, os.O_RDONLY)
     try:
@@ -63,7 +63,7 @@ def test_what_a_process_of_another_container_holds_stays(tmp_path: Path) -> None
     assert not held.exists()
 
 
-def test_a_link_in_the_place_of_a_directory_is_not_followed(tmp_path: Path) -> None:
+def test_remove_stale_does_not_follow_links(tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.mkdir()
     (target / "file").write_text("")
@@ -73,14 +73,14 @@ def test_a_link_in_the_place_of_a_directory_is_not_followed(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a directory of another user")
-def test_a_directory_of_another_user_stays(tmp_path: Path) -> None:
+def test_remove_stale_keeps_directories_of_other_users(tmp_path: Path) -> None:
     theirs = left_by(tmp_path, DEAD)
     os.chown(theirs, 12345, 12345)
     remove_stale(tmp_path)
     assert theirs.exists()
 
 
-def test_the_next_start_removes_what_a_killed_one_left() -> None:
+def test_private_directory_removes_leftovers_of_a_killed_process() -> None:
     code = (
         "import os, signal\n"
         "from mcore_rl.runtime.session import private_directory\n"

@@ -7,7 +7,7 @@ from mcore_rl.runtime.spans import SpanRecorder
 from mcore_rl.types import Span
 
 
-def test_a_span_lies_on_the_unix_clock_and_is_drained_once():
+def test_span_uses_the_unix_clock_and_is_drained_once():
     recorder = SpanRecorder("actor 3")
     before = time.time()
     with recorder.span("update"):
@@ -20,14 +20,14 @@ def test_a_span_lies_on_the_unix_clock_and_is_drained_once():
     assert recorder.drain() == []
 
 
-def test_work_that_raises_is_recorded_and_the_error_passes():
+def test_span_of_a_block_that_raises_is_recorded():
     recorder = SpanRecorder("driver")
     with pytest.raises(RuntimeError, match="died"), recorder.span("update"):
         raise RuntimeError("died")
     assert [span.name for span in recorder.drain()] == ["update"]
 
 
-def test_a_clock_that_is_set_back_does_not_make_a_negative_span(monkeypatch):
+def test_span_with_clock_set_back_is_not_negative(monkeypatch):
     recorder = SpanRecorder("driver")
     clock = iter([100.0, 50.0])
     monkeypatch.setattr(time, "time", lambda: next(clock))
@@ -38,7 +38,7 @@ def test_a_clock_that_is_set_back_does_not_make_a_negative_span(monkeypatch):
     assert span.end >= span.start
 
 
-def test_threads_lose_no_span():
+def test_span_recorder_is_thread_safe():
     recorder = SpanRecorder("driver")
     drained: list[Span] = []
 

@@ -27,19 +27,19 @@ def test_rank_receives_each_of_its_samples_from_its_holder(mine: int, others: in
     assert max(len(held.overlapping(rank, mine)) for rank in range(mine)) == max(others // mine, 1)
 
 
-def test_the_ranks_of_a_run_share_the_tokens_of_each_update() -> None:
+def test_spread_balances_tokens_of_each_update() -> None:
     moved = spread(batch([0] * 32), 1, 4, SequenceCost())
     for update in moved.updates:
         loads = np.bincount(moved.dp_ranks[update], moved.total_tokens[update], 4)
         assert loads.max() <= 1.2 * loads.mean()
 
 
-def test_numbers_of_which_none_divides_the_other_are_refused() -> None:
+def test_spread_numbers_that_do_not_divide_are_rejected() -> None:
     with pytest.raises(ValueError, match="4 and 6"):
         spread(batch([0, 1, 2, 3]), 4, 6)
 
 
-def test_a_column_keeps_samples_apart() -> None:
+def test_token_column_round_trip_keeps_samples() -> None:
     by_sample = {7: np.array([1.0, 2.0], np.float32), 3: np.empty(0, np.float32), 5: np.array([4.0], np.float32)}
     found = TokenColumn.of(by_sample).by_sample()
     assert {sample: part.tolist() for sample, part in found.items()} == {7: [1, 2], 3: [], 5: [4]}

@@ -118,7 +118,7 @@ def batch(num_updates: int) -> Batch:
     return batch_of([0, 1, 1, 0], num_updates, chunks=(chunk("a", None, 7),), advantages=advantages)
 
 
-def test_a_batch_of_one_update_is_one_call() -> None:
+def test_update_with_one_update_is_one_call() -> None:
     group, rounds, ranks = make()
     handle = group.recompute_logp(batch(1))
     assert handle.metrics == {}
@@ -134,7 +134,7 @@ def test_a_batch_of_one_update_is_one_call() -> None:
         ]
 
 
-def test_a_batch_of_several_comes_with_the_policys_pass() -> None:
+def test_update_with_several_updates_sends_batch_with_logp() -> None:
     group, rounds, ranks = make()
     handle = group.recompute_logp(batch(2))
     assert handle.metrics == {"recomputed": Total(4)}
@@ -148,7 +148,7 @@ def test_a_batch_of_several_comes_with_the_policys_pass() -> None:
     ]
 
 
-def test_a_batch_comes_once_with_whatever_is_first() -> None:
+def test_batch_is_sent_once_with_the_first_call() -> None:
     group, rounds, ranks = make()
     handle = group.reference_logp(group.recompute_logp(batch(1)))
     assert handle.metrics == {"recomputed": Total(2)}
@@ -159,7 +159,7 @@ def test_a_batch_comes_once_with_whatever_is_first() -> None:
     assert [call[0] for call in ranks[1]] == ["logp", "reference", "estimate", "update 0", "gather"]
 
 
-def test_other_advantages_reach_the_update_and_nothing_is_computed_again() -> None:
+def test_with_advantages_replaces_shares_only() -> None:
     group, rounds, ranks = make()
     handle, penalties = group.kl_penalties(group.reference_logp(group.recompute_logp(batch(1))), 0.5)
     assert penalties.tolist() == [0.5] * 4
@@ -168,7 +168,7 @@ def test_other_advantages_reach_the_update_and_nothing_is_computed_again() -> No
     assert ranks[1][-2] == ("update 0", [[1, 2]], [11.0, 12.0], CHUNKS[1])
 
 
-def test_other_advantages_of_a_batch_that_was_not_sent_come_with_it() -> None:
+def test_with_advantages_before_sending_needs_no_call() -> None:
     group, rounds, ranks = make()
     handle = group.recompute_logp(batch(1))
     group.update(group.with_advantages(handle, handle.batch.advantages + 10))
@@ -176,7 +176,7 @@ def test_other_advantages_of_a_batch_that_was_not_sent_come_with_it() -> None:
     assert ranks[1][0] == ("logp", [[1, 2]], [11.0, 12.0], CHUNKS[1])
 
 
-def test_a_batch_that_is_used_up_or_gone_is_refused() -> None:
+def test_update_of_a_used_batch_is_rejected() -> None:
     group, _, ranks = make()
     used = group.recompute_logp(batch(2))
     group.update(used)
@@ -189,7 +189,7 @@ def test_a_batch_that_is_used_up_or_gone_is_refused() -> None:
     assert [call[0] for call in ranks[0]] == ["logp", "update 0", "update 1", "gather", "logp", "logp"]
 
 
-def test_the_critics_updates_are_of_the_batch_that_its_values_are_of() -> None:
+def test_critic_update_uses_the_batch_of_its_values() -> None:
     rounds: list[str] = []
     handles = [Rank(rounds, CriticProcess), Rank(rounds, CriticProcess)]
     for handle in handles:
