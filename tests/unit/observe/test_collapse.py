@@ -1,4 +1,4 @@
-"""Signs of collapse are said once, when they appear, and not in a healthy run."""
+"""Signs of collapse: reported once, and not in a healthy run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_supervised_run_watches_only_the_gradient() -> None:
 
 
 def warning(config: Config, **change: float) -> str:
-    """The warning about one metric, whose name has underscores in place of slashes."""
+    """Return the warning about one metric; `__` stands for `/` in its name."""
     signs = CollapseSigns(signs_for(config))
     values = HEALTHY | {name.replace("__", "/"): value for name, value in change.items()}
     assert signs.check(40, HEALTHY) == []

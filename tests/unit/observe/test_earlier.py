@@ -1,4 +1,4 @@
-"""What an earlier start recorded is moved aside, whole, and never lost."""
+"""Records of earlier starts are moved aside completely."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESPONSES = ("step_1.jsonl", "step_2.jsonl", "step_12.jsonl", "val_step_2.jsonl"
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Of a run that has recorded the steps 1, 2 and 12."""
+    """Run directory with records of steps 1, 2 and 12."""
     for step in (1, 2, 12):
         MetricsLog(tmp_path).append(step, {"reward/mean": step / 4})
     for name in RESPONSES:

@@ -11,7 +11,7 @@ from mcore_rl.observe.tensorboard import TensorBoardLog
 
 
 def read(directory):
-    """What TensorBoard itself shows: {tag: [(step, value)]}."""
+    """Read the scalars as TensorBoard does: {tag: [(step, value)]}."""
     accumulator = EventAccumulator(str(directory))
     accumulator.Reload()
     return {

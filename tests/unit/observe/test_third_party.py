@@ -1,4 +1,4 @@
-"""Output of other packages goes to the run's logs; our own stays on the terminal."""
+"""Output of other packages goes to the run's logs, our own to the terminal."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from mcore_rl.types import Span
 
 
 def spans_of(events):
-    """(process, name, start seconds, seconds) of every complete event."""
+    """Return (process, name, start in seconds, seconds) of every complete event."""
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     return [(names[e["pid"]], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X"]
 

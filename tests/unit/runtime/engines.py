@@ -1,4 +1,4 @@
-"""Engines that are not there, and a Watch over them, for tests of those who give them tasks."""
+"""Fake engines and a fake Watch for tests of the scheduler."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ SAMPLES = 2
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a process, which ends when the fake Watch says so."""
+    """Call of a process. The test decides when it ends."""
 
     process_id: int
     number: int
 
 
 class Run(Call):
-    """Waits for finished tasks."""
+    """Call of EngineProcess.run."""
 
 
 class Begin(Call):
-    """Brings tasks while `run` waits."""
+    """Call of EngineProcess.begin."""
 
 
 @dataclass(frozen=True)
 class GiveUp(Call):
-    """Asks for unstarted requests."""
+    """Call of EngineProcess.give_up."""
 
     free: int
 
 
 class Process(ProcessHandle[EngineProcess]):
-    """Handle of a fake engine's process. It notes its calls; they end when the test's Watch says so. The oldest of its
-    tasks has started, and all that it had at its last report."""
+    """Handle of a fake engine's process. It records its calls; the fake Watch decides when they end. The oldest task
+    and all that it had at its last report have started."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, cast(Any, None))
@@ -101,7 +101,7 @@ class Process(ProcessHandle[EngineProcess]):
 
 @dataclass
 class Start:
-    """An EngineStart."""
+    """Fake EngineStart."""
 
     name: str
     all: list[Process] = field(default_factory=list)
@@ -131,19 +131,19 @@ class Start:
 
 
 class Watch:
-    """Processes of `starts` that are in `dead` have died, by id; who waits, and what comes then, says the test."""
+    """Fake Watch. The processes in `dead` (by id) have died. Subclasses decide what ends in a wait."""
 
     def __init__(self) -> None:
         self.dead: dict[int, str] = {}
         self.starts: list[Start] = []
         self.slow: set[str] = set()
-        """Engines whose set-up ends when somebody waits for it."""
+        """Engines whose set-up ends only in `get_started`."""
 
     def process(self, process_id: int) -> Process:
         return next(p for start in self.starts for p in start.all if id(p) == process_id)
 
     def present(self, name: str) -> Process:
-        """The process that has the name now."""
+        """Return the current process with this name."""
         return next(start for start in self.starts if start.name == name).leader
 
     def lost(self, process: Process) -> str | None:

@@ -1,4 +1,4 @@
-"""A Ray whose processes are not there and whose time passes only while somebody waits."""
+"""A fake Ray without processes; its time passes only in `wait`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_rl.runtime.roles.base import RunProcess
 
 
 class Call:
-    """Of a process that is not there. `task_id` and `actor_id` are those of an ObjectRef, in one object."""
+    """Reference of a fake call. It stands for the ObjectRef, its task id and its actor id."""
 
     ended = False
     answer: object = None
@@ -31,7 +31,7 @@ class Call:
 
 
 class Ray:
-    """Its calls end when their time has come, which passes while somebody waits."""
+    """Calls end at given times."""
 
     def __init__(self) -> None:
         self.now = self.began = time.monotonic()
@@ -51,7 +51,7 @@ class Ray:
         return call
 
     def call(self, seconds: float, answer: object = None) -> Call:
-        """One that ends after so long."""
+        """Return a call that ends after `seconds`."""
         call = Call()
         self.after(seconds, lambda: self.end(call, answer) and None)
         return call
@@ -82,7 +82,7 @@ class Ray:
 
 
 class Process(ProcessHandle[RunProcess]):
-    """A fake process that answers at once, or as a subclass does; its unanswered calls fail when it dies."""
+    """Fake process. Calls end at once unless a subclass overrides them; open calls fail when it dies."""
 
     def __init__(self, ray: Ray, name: str = "process") -> None:
         super().__init__(name, cast(Any, None))
@@ -106,7 +106,7 @@ class Process(ProcessHandle[RunProcess]):
         return self.ended([])
 
     def open_call(self) -> Call:
-        """It has no answer yet."""
+        """Return a call that has not ended."""
         call = Call(id(self))
         self.open.append(call)
         return self._fail(call) if self.dead else call

@@ -1,4 +1,4 @@
-"""Chunks of producers that are not there, for tests of those who read them."""
+"""Chunks of fake producers."""
 
 from __future__ import annotations
 

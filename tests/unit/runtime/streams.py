@@ -1,4 +1,4 @@
-"""A stream over engines that are not there, and what ends in its waits, for tests of either."""
+"""A streaming scheduler over fake engines, and the events in its waits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mcore_rl.types import RolloutResult, RolloutTask, SamplingOptions
 from tests.unit.runtime.engines import Begin, Call, Process, Watch, scalars_of, scheduler_over
 
 MOST_WAITS = 10_000
-"""Who waits more often would wait without end."""
+"""Limit of waits; more mean an endless loop."""
 
 
 class StreamWatch(Watch):
-    """Tasks end when the test says so; with a seed, some end in each wait, on some engines, in any order."""
+    """The test ends tasks with `finish`. With a seed, each wait ends some tasks on some engines in random order."""
 
     attendant: Scheduler
     scalars_of = staticmethod(scalars_of)
@@ -30,11 +30,11 @@ class StreamWatch(Watch):
         self.random = None if seed is None else random.Random(seed)
         self.waits, self.busy_seconds = 0, 0.0
         self.ended_early = 0
-        """Requests of tasks that have not ended, of whatever engine reports next."""
+        """Requests that the next report counts as finished although their tasks are not."""
         self.killed: dict[int, str] = {}
-        """Processes that are dead, whether or not anybody has noticed it (`dead`), by id."""
+        """Dead processes by id, including deaths that are not in `dead` yet."""
         self.answers: dict[Call, EngineReport] = {}
-        """Of waiting calls that have ended, and have not been looked at."""
+        """Results of `run` calls that have ended and have not been collected."""
 
     def kill(self, name: str, *, noticed: bool = True) -> None:
         self.killed[id(self.present(name))] = f"{name} died: killed"
@@ -46,13 +46,13 @@ class StreamWatch(Watch):
         self.dead |= {process: why for process, why in self.killed.items() if process in those}
 
     def waiting_call(self, process: Process) -> Call:
-        """The one that waits until something ends there."""
+        """Return the process's call of `run`."""
         of_process = [call for call in self.attendant.calls() if call.process_id == id(process)]
         [call] = [call for call in of_process if not isinstance(call, Begin)]
         return call
 
     def finish(self, name: str, *places: int) -> Call:
-        """The waiting call of an engine, in which the tasks in these places of its own have ended."""
+        """End the engine's tasks at these places of `left`; return its call of `run`, which ends."""
         process = self.present(name)
         call = self.waiting_call(process)
         assert call not in self.answers
@@ -64,7 +64,7 @@ class StreamWatch(Watch):
         return call
 
     def value(self, call: Call) -> EngineReport | None:
-        """Of a call that has ended."""
+        """Return the result of a call that has ended."""
         if call in self.answers:
             return self.answers.pop(call)
         if call.process_id in self.killed:
@@ -95,7 +95,7 @@ class StreamWatch(Watch):
 
 
 class Once(dict[int, RolloutResult]):
-    """Takes each result once."""
+    """Results by ticket; a second result for a ticket fails."""
 
     def __setitem__(self, ticket: int, result: RolloutResult) -> None:
         assert ticket not in self
@@ -113,20 +113,20 @@ def task_of(number: int, requests: int = 1, prompt_set: str = "train") -> Rollou
 
 
 def begin(stream: Scheduler, sizes: Sequence[int], results: dict[int, RolloutResult]) -> dict[int, RolloutTask]:
-    """Tasks of so many requests, by ticket."""
+    """Begin one task per size; returns {ticket: task}."""
     tasks = [task_of(number, requests) for number, requests in enumerate(sizes)]
     return {stream.begin(task, results): task for task in tasks}
 
 
 def finish_all(stream: Scheduler, watch: StreamWatch) -> None:
-    """All tasks that engines have end at once."""
+    """End all tasks of all engines."""
     processes = [engine.process for engine in stream.fleet.engines if engine.process.left]
     calls = [watch.finish(process.name, *range(len(process.left))) for process in processes]
     stream.ended(calls)
 
 
 def tickets(watch: StreamWatch) -> list[list[int]]:
-    """Of the tasks that each engine has."""
+    """Return the tickets of the unfinished tasks of each engine."""
     return [[ticket for ticket, _ in start.leader.left] for start in watch.starts]
 
 
@@ -135,5 +135,5 @@ def producers(results: dict[int, RolloutResult]) -> dict[int, str]:
 
 
 def supply(stream: Scheduler) -> None:
-    """As a publish does."""
+    """Give all engines that are up the current weights, like a publish."""
     stream.fleet.mark_supplied(stream.fleet.up())

@@ -1,4 +1,4 @@
-"""Hosts that differ are named, with what to mend there."""
+"""Comparison of the hosts of a run; addresses and free ports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def other(request: FactsRequest, **changes: Any) -> list[HostFacts]:
-    """What a host of another name answers, if it has all that this one has but for `changes`."""
+    """Return the facts of another host that equals this one except for `changes`."""
     return [replace(answer(request), **({"name": "node7"} | changes))]
 
 
@@ -92,7 +92,7 @@ def test_missing_interface_names_existing_ones(monkeypatch: pytest.MonkeyPatch) 
 
 
 class _Taken(socket.socket):
-    """Some other process has this port, whichever is asked for, but those in `free`."""
+    """Fake bind that fails for all ports except `free`."""
 
     free: tuple[int, ...] = ()
 

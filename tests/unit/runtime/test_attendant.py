@@ -1,4 +1,4 @@
-"""Waits of a Watch that also has an attendant: its calls are handed to it as they end, whatever is waited for."""
+"""Waits of a Watch with an attendant, which receives its ended calls in every wait."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
 
 @dataclass
 class Clerk:
-    """An attendant that notes what is handed to it, and when."""
+    """Attendant that records the calls that it receives, and the times."""
 
     ray: Ray
     own: list[Call]
@@ -115,7 +115,7 @@ def test_many_attendant_calls_are_gathered(ray: Ray) -> None:
 
 
 def test_calls_that_ended_meanwhile_are_handed_over_together(ray: Ray) -> None:
-    """Each look costs as much as there are calls."""
+    """A look at all calls takes time in proportion to their number."""
     watch, _ = watch_of(ray)
     clerk = watch.attendant = Clerk(ray, [ray.call(0.1) for _ in range(10)])
     watch.wait([], 0)
@@ -123,7 +123,7 @@ def test_calls_that_ended_meanwhile_are_handed_over_together(ray: Ray) -> None:
 
 
 def wait_long(ray: Ray, watch: Watch, waiting: bool) -> None:
-    """For something else, or for nothing but the attendant's calls."""
+    """Wait for a call, or only for the attendant's calls."""
     if waiting:
         watch.get([ray.call(1000.0)])
     while not waiting and ray.seconds < 1000:
@@ -133,7 +133,7 @@ def wait_long(ray: Ray, watch: Watch, waiting: bool) -> None:
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("waiting", [False, True])
 def test_death_is_noticed_despite_attendant_calls(ray: Ray, busy: bool, waiting: bool) -> None:
-    """Also where its calls end all the time, and no wait takes long."""
+    """Also if the attendant's calls end so often that every wait is short."""
     watch, processes = watch_of(ray, ["rank 0", "rank 1"])
     clerk = watch.attendant = Clerk(ray, [ray.call(0.1 if busy else 1000.0)])
     if busy:
@@ -173,7 +173,7 @@ def test_wait_without_attendant_calls_returns_num_returns(ray: Ray) -> None:
 
 
 class Engine(Process):
-    """An engine whose tasks take a second each, concurrently."""
+    """Engine whose tasks take a second each and run concurrently."""
 
     def __init__(self, ray: Ray, name: str) -> None:
         super().__init__(ray, name)
@@ -199,7 +199,7 @@ class Engine(Process):
         self._tell()
 
     def _tell(self) -> None:
-        """Whoever waits, of what has ended."""
+        """End the call of `run` if it waits and tasks have ended."""
         if self._waiting is not None and not self._waiting.ended and self._done:
             self._requests_ended += sum(len(scalars.group_ids) for _, _, scalars in self._done)
             left = self._requests_received - self._requests_ended
@@ -209,7 +209,7 @@ class Engine(Process):
 
 @dataclass
 class Start:
-    """An EngineStart."""
+    """Fake EngineStart."""
 
     name: str
     watch: Watch
@@ -250,7 +250,7 @@ def stream_of(ray: Ray, num_engines: int) -> tuple[Scheduler, list[Start], Watch
 
 @pytest.mark.parametrize("dying", [(0,), (2,), (0, 1), (1, 0), (0, 2), (2, 0), (2, 1), (0, 1, 2)])
 def test_engines_that_die_together_are_all_replaced(ray: Ray, dying: tuple[int, ...]) -> None:
-    """As when a host dies with several of them."""
+    """Example: a host with several engines dies."""
     stream, starts, _ = stream_of(ray, 3)
     ray.after(0.5, lambda: [starts[number].leader.die() for number in dying] and None)
     assert [scalars.group_ids[0] for _, scalars in stream.run(tasks_of(9))] == list(range(9))
@@ -258,7 +258,7 @@ def test_engines_that_die_together_are_all_replaced(ray: Ray, dying: tuple[int, 
 
 
 def test_engine_that_misses_its_start_deadline_starts_again(ray: Ray) -> None:
-    """Its start takes 3 seconds."""
+    """The start takes 3 seconds, the deadline is 2 seconds."""
     stream, starts, watch = stream_of(ray, 2)
     pool, watch.start_seconds = stream.fleet, 2.0
     pool.lose(pool.engines[0], "engine 0 died")
@@ -272,7 +272,7 @@ def test_engine_that_misses_its_start_deadline_starts_again(ray: Ray) -> None:
 
 
 def test_is_lost_is_true_for_every_dead_engine(ray: Ray) -> None:
-    """Also without a stream: one death does not explain the failure of another engine."""
+    """The death of one engine does not explain the failure of another."""
     stream, starts, _ = stream_of(ray, 3)
     starts[0].leader.die()
     starts[2].leader.die()
@@ -297,7 +297,7 @@ def test_engines_that_die_during_another_wait_are_replaced_later(ray: Ray) -> No
 
 
 def test_failed_call_of_a_replaced_process_waits_for_no_death(ray: Ray) -> None:
-    """Its calls fail, and no death is left that would explain it."""
+    """The engine was replaced without a death that could explain the failure of its calls."""
     stream, starts, watch = stream_of(ray, 2)
     results: dict[int, RolloutResult] = {}
     for task in tasks_of(4):
@@ -311,7 +311,7 @@ def test_failed_call_of_a_replaced_process_waits_for_no_death(ray: Ray) -> None:
 
 
 def stop(process: Process) -> None:
-    """As SIGSTOP: it is not dead, and answers nothing."""
+    """Let a process answer no more, as after SIGSTOP."""
     process.is_stopped = True
 
 
@@ -348,7 +348,7 @@ def test_get_with_a_replaced_process_in_needs_raises_at_once(ray: Ray) -> None:
 
 @pytest.mark.parametrize("seconds", [5, 60, 600])
 def test_dependents_wait_longer_than_silence_is_detected(ray: Ray, seconds: int) -> None:
-    """Whenever the process stops between two questions."""
+    """The process may stop at any time between two probes."""
     for moment in range(seconds, 3 * seconds, max(1, seconds // 7)):
         watch, processes = watch_of(ray, ["engine 0"], timeout_seconds=float(seconds))
         began = ray.seconds

@@ -1,4 +1,4 @@
-"""Work that moves between engines at the end of a step, on a model of engines with messages that take their time."""
+"""Steals at the end of a step, on a model of engines with message delays."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mcore_rl.runtime.engines.balance import EngineKey, LoadBalancer
 
 @dataclass
 class Engine:
-    """`slots` requests at once, in the order they came; a request is (piece, response)."""
+    """Engine that runs `slots` requests concurrently, in the order of arrival. A request is (piece, response)."""
 
     speed: float
     slots: int
     running: dict[tuple[int, int], float] = field(default_factory=dict)
-    """When each ends."""
+    """End time of each running request."""
     waiting: list[tuple[int, int]] = field(default_factory=list)
     last: dict[int, int] = field(default_factory=dict)
-    """Where each piece that has not ended ends."""
+    """End of each unfinished piece."""
     received: int = 0
     more: bool = False
     called: bool = False
@@ -35,8 +35,8 @@ class Engine:
 
 
 class Model:
-    """All of a step, with `delay` of messages; engine and moment of those that die in `deaths`. Without `steals` nobody
-    is asked for anything."""
+    """Simulation of a step. `delay` returns the delay of a message; `deaths` has the time of death by engine. Without
+    `steals`, no requests are stolen."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Model:
 
     @property
     def done(self) -> list[int]:
-        """Numbers of responses, as often as they came."""
+        """Return the numbers of all finished responses, with repetitions."""
         found = []
         for task, start in enumerate(self.starts):
             for number in self.balance.of_task(task):
@@ -128,7 +128,7 @@ class Model:
             self._report(index)
 
     def _report(self, index: int) -> None:
-        """If it asks: when all has begun and slots are free, or when all has ended."""
+        """Report if requested: all requests have started and slots are free, or all have ended."""
         engine = self.engines[index]
         left = len(engine.running) + len(engine.waiting)
         asks = engine.more and not engine.waiting and left < engine.slots
@@ -232,7 +232,7 @@ def test_every_request_returns_once_despite_deaths_and_delays(
 def test_steals_delay_the_last_response_by_at_most_one_response(
     seed: int, groups: int, samples: int, slots: int, num_engines: int
 ) -> None:
-    """No slot is free while a request waits anywhere, so before the last one begins nobody could have done more."""
+    """No slot is free while a request waits anywhere, so until the last request starts all engines are fully used."""
     chance = random.Random(seed)
     speeds = [chance.choice([1.0, 2.0, 0.25]) for _ in range(num_engines)]
     lengths = lengths_of(seed, groups, samples)
@@ -243,7 +243,7 @@ def test_steals_delay_the_last_response_by_at_most_one_response(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_slow_engines_give_up_unstarted_requests(seed: int) -> None:
-    """One of four is five times slower, with which is given twice what it decodes."""
+    """One of four engines is five times slower. Engines are given twice as many requests as they have slots."""
     speeds = [1.0, 1.0, 1.0, 0.2]
     lengths = lengths_of(seed, 32, 8, spread=0.2)
     with_, without = (Model(lengths, speeds, slots=32, steals=steals) for steals in (True, False))

@@ -1,4 +1,4 @@
-"""Every rank gets its own rows of what others made, once, and its shares point at them."""
+"""Delivery of trajectories from producers to readers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_RANKS, SIZES = 3, (4, 0, 5)
 
 
 def batch(seed: int, num_updates: int = 2, kept: int = 7) -> Batch:
-    """Samples of three calls, drawn at random; one rank may have none, and the last sample is in no update."""
+    """Random samples of three chunks. A rank may have none; the last sample is in no update."""
     random = np.random.default_rng(seed)
     places = [(chunk, row) for chunk, size in enumerate(SIZES) for row in range(size)]
     drawn = [places[i] for i in random.permutation(len(places))[:kept]]
@@ -73,7 +73,7 @@ def cut(kept: TrajectoryStore, *wanted: tuple[int, Sequence[int]]) -> Trajectory
 
 @dataclass
 class Reader:
-    """A process in this one; notes what it was told to fetch."""
+    """Reader that records its requests."""
 
     calls: list[FetchRequest] = field(default_factory=list)
 
@@ -84,7 +84,7 @@ class Reader:
 
 @dataclass
 class Come:
-    """A Watch: what is to come of `lost` producers does not."""
+    """Fake Watch; fetches from `lost` producers fail."""
 
     lost: frozenset[str] = frozenset()
     dependent_seconds: float = 9.0
@@ -180,7 +180,7 @@ def test_trajectory_store_keeps_referenced_trajectories_only() -> None:
 
 
 def test_fetch_restores_the_order_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makers alternate from chunk to chunk; each is called once."""
+    """Producers alternate from chunk to chunk; each is called once."""
     kept = {producer: TrajectoryStore(producer) for producer in "ab"}
     keys = [kept[producer].keep(buffers(10 * number)) for number, producer in enumerate("abab")]
     calls: list[str] = []

@@ -1,5 +1,4 @@
-"""A signal to stop waits for the step under way, once; a stop that arrives where its exception is swallowed still
-stops the run."""
+"""Signals that stop a run, and the death of Ray's daemons."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def _listening() -> Iterator[None]:
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every signal counts as one of its own, however soon it comes."""
+    """Count every signal, even if it follows another at once."""
     monkeypatch.setattr(stops, "SECONDS_OF_ONE_STOP", 0.0)
 
 
@@ -103,7 +102,7 @@ def test_stops_new_run_has_no_requests() -> None:
 
 
 def ended() -> Daemons:
-    """A cluster whose GCS has ended."""
+    """Return the daemons of a cluster whose GCS has ended."""
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     seen = psutil.Process(process.pid)
     process.wait()

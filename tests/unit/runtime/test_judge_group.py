@@ -1,4 +1,4 @@
-"""The driver's handle of judge engines: who gets what, and whose figures count."""
+"""Group of judge engines: shares of work, scores and metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.runtime.made import chunk
 
 @dataclass
 class Judge:
-    """Handle of a fake judge process. It fetches the rows of each chunk in words."""
+    """Handle of a fake judge process. `fetch` returns keys and rows."""
 
     scored: list[tuple[object, ...]] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Errors name the process of the run that raised them, also beyond its border."""
+"""Origins of errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Base:
 @marks_errors
 class Rank(Base):
     def call(self, other: Base, error: Exception) -> None:
-        """An error of another process arrives as Ray brings it."""
+        """Raise an error of another process as Ray delivers it, pickled."""
         try:
             other.fail(error)
         except Exception as found:

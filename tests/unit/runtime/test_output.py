@@ -1,4 +1,4 @@
-"""Output of Ray and other native code in the driver goes to a file, that of Python to the terminal."""
+"""Output of Ray and native code in the driver goes to a file, Python's output to the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines and trainer ranks that share a device: nothing wakes before its room is free, whatever the order of calls."""
+"""Phases of engines and trainer ranks that share a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_rl.types import BatchHandle, Total
 
 
 class Device:
-    """Trainer ranks and engines at once: notes every move and refuses what would not fit, or has no content."""
+    """Fake trainer ranks and engines on one device. Records all moves; checks memory and contents."""
 
     def __init__(self) -> None:
         self.moves: list[str] = []
@@ -73,7 +73,7 @@ class Device:
 
 
 class Turns:
-    """The calls of a run, each in its turn."""
+    """Calls of a run, each in its phase."""
 
     def __init__(self, device: Device) -> None:
         self.pool, self.actor = StagedPool(device, device.stages), device
@@ -132,7 +132,7 @@ def test_phases_checkpoint_keeps_weights_update_discards_them() -> None:
 
 
 def test_phases_never_overlap() -> None:
-    """Device asserts; only generating after an update without a sync is refused."""
+    """`Device` checks the order. Only generation after an update without a sync is rejected."""
     for calls in itertools.product(["run", "update", "save", "publish"], repeat=5):
         _, turns = in_turns()
         turns.publish()
@@ -156,7 +156,7 @@ def test_phases_record_moved_bytes() -> None:
 
 @pytest.mark.parametrize("phase", list(Phase))
 def test_interrupted_phase_frees_the_device_and_is_entered_again(phase: Phase) -> None:
-    """As where an engine starts again, gets weights and generates what was lost with it."""
+    """Example: an engine restarts, receives weights and regenerates lost responses."""
     device, turns = in_turns()
     turns.publish()
     turns.run()

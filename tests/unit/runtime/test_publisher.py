@@ -1,4 +1,4 @@
-"""In which order weights are handed over and compared where engines are lost in between; processes are pretended."""
+"""Order of weight updates and comparisons if engines are lost meanwhile; all processes are fakes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Processes:
     max_restarts: int = 3
     slow: int = 0
     starting: dict[int, int] = field(default_factory=dict)
-    """Looks after which an engine is up."""
+    """Number of looks after which each starting engine is up."""
     without_weights: set[int] = field(default_factory=set)
 
     @property
@@ -69,7 +69,7 @@ class _Call:
 
 
 class _Trainers:
-    """A TrainerGroup whose calls note their arguments."""
+    """Fake TrainerGroup."""
 
     def __init__(self, processes: Processes) -> None:
         self.watch, self.processes = SimpleNamespace(get=list), ()
@@ -79,7 +79,7 @@ class _Trainers:
 
 
 class _Engine:
-    """A FleetEngine, and the calls of its process."""
+    """Fake FleetEngine, which is also the handle of its process."""
 
     def __init__(self, processes: Processes, number: int) -> None:
         self.start, self._processes, self._number = SimpleNamespace(name=f"rollout engine {number}"), processes, number
@@ -113,7 +113,7 @@ class _DiedError(WorkerDiedError):
 
 
 class _Engines:
-    """A Fleet without processes."""
+    """Fake Fleet."""
 
     def __init__(self, processes: Processes) -> None:
         self.processes, self.max_restarts = processes, processes.max_restarts

@@ -1,4 +1,4 @@
-"""Tasks of a pool whose engines die: every result comes, once, in the order of the tasks."""
+"""Scheduler in batches: every result is returned once, in the order of the tasks, also if engines die."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DyingWatch(Watch):
 
 
 def record(task: RolloutTask) -> None:
-    """Where the test has a directory for it."""
+    """Write the task's records if the test has a directory for them."""
     if task.records is not None and os.path.isabs(task.records):
         lines = [task.request_id(response) + "\n" for response in range(*task.span)]
         Path(task.records).write_text("".join(lines))
@@ -171,7 +171,7 @@ def task_of(number: int, directory: Path, num_groups: int = 3, samples: int = 4)
 
 @pytest.mark.parametrize("seed", range(40))
 def test_run_with_steals_and_deaths_joins_pieces_in_order(seed: int, tmp_path: Path) -> None:
-    """Calls end in any order, answers before or after the reports that follow them; up to three engines die."""
+    """Calls end in random order; up to three engines die."""
     chance = random.Random(seed)
     dying = {chance.randrange(1, 25): [f"engine {chance.randrange(3)}"] for _ in range(seed % 4)}
     pool, watch = pool_of(3, dying, slots_per_engine=100, seed=seed)
@@ -192,7 +192,7 @@ def test_run_with_steals_and_deaths_joins_pieces_in_order(seed: int, tmp_path: P
 
 
 def test_run_waits_for_the_answers_to_its_steals(tmp_path: Path) -> None:
-    """The answer comes after all else: the engine that was asked ends its task before."""
+    """The engine's answer to the steal comes last, after the end of its task."""
     pool, watch = pool_of(2, slots_per_engine=120)
     pool.run([task_of(number, tmp_path) for number in range(2)])
     processes = [process for start in watch.starts for process in start.all]
@@ -201,7 +201,7 @@ def test_run_waits_for_the_answers_to_its_steals(tmp_path: Path) -> None:
 
 
 def test_stolen_requests_are_counted_and_renewed_part_by_part(tmp_path: Path) -> None:
-    """The first engine that ends its first task takes of what the others have not begun."""
+    """Engines that finish first take unstarted requests from others."""
     pool, watch = pool_of(3, slots_per_engine=120, seed=1)
     tasks = [task_of(number, tmp_path, num_groups=6) for number in range(10)]
     results = pool.run(tasks)
@@ -222,7 +222,7 @@ def test_stolen_requests_are_counted_and_renewed_part_by_part(tmp_path: Path) ->
 
 
 class Turns:
-    """The devices that engines and trainer ranks of `pool` hold in turn; notes the moves."""
+    """Fake phases of a shared device; records the moves."""
 
     def __init__(self, pool: Scheduler, watch: DyingWatch) -> None:
         self.pool, self.watch, self.moves = pool, watch, list[str]()
@@ -256,7 +256,7 @@ class Turns:
 
 @pytest.mark.parametrize("before_sleep", [False, True])
 def test_renew_while_engines_sleep_wakes_them_and_returns_devices(before_sleep: bool) -> None:
-    """The engine is lost before the others sleep, or later."""
+    """The engine is lost before or after the others sleep."""
     pool, watch = pool_of(2)
     turns = Turns(pool, watch)
     chunks = [cast(Chunk, chunk) for chunk, _ in pool.run(tasks_of(4))]
@@ -289,7 +289,7 @@ def test_renew_while_engines_sleep_without_turns_makes_nothing() -> None:
 
 
 def test_retry_on_engine_loss_repeats_a_call_that_replaced_it() -> None:
-    """As grading of a whole step, whose grader is an engine."""
+    """Example: an engine that grades the whole step dies."""
     pool, watch = pool_of(2)
     calls: list[str] = []
 

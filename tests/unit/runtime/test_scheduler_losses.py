@@ -1,4 +1,4 @@
-"""Tasks that come to engines one by one: each comes back once, whichever engines die meanwhile."""
+"""Streaming scheduler: every task returns once, also if engines die."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_begin_after_a_noticed_death_avoids_the_dead_engine() -> None:
 
 @pytest.mark.parametrize("brings", [False, True])
 def test_failure_without_a_death_is_raised(brings: bool) -> None:
-    """Of the call that waits, or of one that brings tasks."""
+    """The failing call is `run` or `begin`."""
     stream, watch = stream_of(2)
     begin(stream, [1] * 3, {})
     process = watch.present("engine 1" if brings else "engine 0")
@@ -82,7 +82,7 @@ def test_failure_without_a_death_is_raised(brings: bool) -> None:
 @pytest.mark.parametrize("supplied", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 def test_tasks_of_an_engine_restarted_by_a_publish_go_to_others(supplied: bool, late: bool) -> None:
-    """A publish; what the process before has said may come after it, and does not count."""
+    """The publish restarts an engine. A late report of its previous process does not count."""
     stream, watch = stream_of(2, seed=0)
     results = Once()
     tasks = begin(stream, [1, 1, 1, 1], results)
@@ -144,8 +144,7 @@ def test_wait_without_engines_supplies_weights_and_begins_lost_tasks_first() -> 
 
 @dataclass
 class Drive:
-    """A run in which anything happens at any time: tasks begin, others are waited for, weights are published, engines
-    die."""
+    """Random run: tasks begin, other calls are awaited, weights are published, engines die."""
 
     seed: int
     deaths: int
@@ -162,14 +161,14 @@ class Drive:
         self.tasks[self.stream.begin(task, self.results)] = task
 
     def elsewhere(self) -> None:
-        """The trainer is waited for."""
+        """Wait for something else, such as the trainer."""
         self.watch.wait([], 0)
 
     def look(self) -> None:
         self.stream.fleet.reap_failed()
 
     def publish(self) -> None:
-        """Sometimes before some engines are up again."""
+        """Publish weights; some engines may not be up yet."""
         self.elsewhere()
         self.watch.slow = {start.name for start in self.watch.starts if self.chance.random() < 0.3}
         up = self.stream.fleet.up()
@@ -224,7 +223,7 @@ def test_every_task_returns_once_with_the_journals_of_lost_engines(seed: int) ->
 
 
 def assert_level(stream: Scheduler, watch: StreamWatch) -> None:
-    """Nothing is under way any more, and every engine that lives counts as free."""
+    """Assert that no request runs and that all living engines count as idle."""
     assert stream.running_requests == 0
     watch.blame_the_dead()
     stream.fleet.reap_failed()
@@ -236,7 +235,7 @@ def assert_level(stream: Scheduler, watch: StreamWatch) -> None:
 
 
 def test_renew_while_streaming_generates_lost_trajectories_again() -> None:
-    """Whoever asks for it waits while no weights come: its responses wait for none."""
+    """No weights arrive during the call, so regenerated responses must not wait for any."""
     stream, watch = stream_of(2, seed=0)
     results, others = Once(), Once()
     limited = [replace(task_of(number, 2), tokens_per_version=3) for number in range(4)]

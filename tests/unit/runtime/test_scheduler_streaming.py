@@ -1,4 +1,4 @@
-"""Tasks that come to engines one by one: each goes to the freest, and comes back once to whoever began it."""
+"""Streaming scheduler: each task goes to the least loaded engine and returns once."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_memory_of_loads_does_not_grow_with_tasks() -> None:
     task, results = task_of(0), cast("dict[int, RolloutResult]", {})
 
     def blocks_after(count: int) -> int:
-        """Of memory, with so many tasks under way as before."""
+        """Return the number of memory blocks after `count` more tasks, with equally many tasks in flight."""
         for number in range(count):
             stream.begin(task, results)
             name = f"engine {number % 2}"

@@ -1,4 +1,4 @@
-"""What a Ray cluster of ours keeps on disk is its user's alone, and goes also when its process was killed."""
+"""Directories of a local Ray cluster: private, and removed even after a kill."""
 
 from __future__ import annotations
 

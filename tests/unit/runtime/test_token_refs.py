@@ -1,4 +1,4 @@
-"""Which columns of per-token numbers go to which data-parallel rank of another model."""
+"""Token columns of one model for the data-parallel ranks of another model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many calls a step makes to the trainer ranks, and what each rank has in them."""
+"""Calls of a step to trainer and critic ranks, and their arguments."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.unit.rollouts import batch_of
 from tests.unit.runtime.made import chunk
 
 CHUNKS = (("a 7 [0, 3]",), ("a 7 [1, 2]",))
-"""What reaches each rank of the batch's one chunk."""
+"""Trajectories that each rank receives."""
 
 
 class RecordedActor:
-    """Stands for the rank's MegatronActor: notes each call with the samples, advantages and trajectories it is of."""
+    """Fake MegatronActor. Records each call with its samples, advantages and trajectories."""
 
     class estimator:
         class needs:
@@ -71,7 +71,7 @@ class RecordedActor:
 
 
 class Rank(ProcessHandle[object]):
-    """A rank in this process: a call runs at once, and its result is its own reference."""
+    """Rank in this process. A call runs at once; its result is its own reference."""
 
     def __init__(self, rounds: list[str], process: type[Any] = TrainerProcess) -> None:
         super().__init__("rank", cast(Any, self))
@@ -80,7 +80,7 @@ class Rank(ProcessHandle[object]):
         self.rounds = rounds
 
     def __getattr__(self, name: str) -> object:
-        """A remote method of the handle, which is this object too."""
+        """Return a remote method of the actor, which is this object too."""
 
         def call(*arguments: object) -> object:
             self.rounds.append(name)
@@ -95,7 +95,7 @@ class Rank(ProcessHandle[object]):
 
 @dataclass
 class Ready:
-    """A Watch of calls that have run."""
+    """Fake Watch; all calls have ended."""
 
     names: dict[object, str] = field(default_factory=dict)
     dependent_seconds: float = 1.0
@@ -105,7 +105,7 @@ class Ready:
 
 
 def make() -> tuple[TrainerGroup, list[str], list[list[tuple[object, ...]]]]:
-    """A group of two data-parallel ranks, the rounds of calls to them (one entry per rank), and what ran on each."""
+    """Return a group of two data-parallel ranks, the names of calls (one per rank), and the calls of each rank."""
     rounds: list[str] = []
     handles = [Rank(rounds), Rank(rounds)]
     group = TrainerGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)), Stages(nullcontext))  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def make() -> tuple[TrainerGroup, list[str], list[list[tuple[object, ...]]]]:
 
 
 def batch(num_updates: int) -> Batch:
-    """Of four samples; the first and the last lie on rank 0."""
+    """Build a batch of four samples; the first and the last are on rank 0."""
     advantages = np.arange(4, dtype=np.float32)
     return batch_of([0, 1, 1, 0], num_updates, chunks=(chunk("a", None, 7),), advantages=advantages)
 
@@ -203,7 +203,7 @@ def test_critic_update_uses_the_batch_of_its_values() -> None:
 
 
 class RecordedCritic:
-    """Stands for the rank's MegatronCritic: notes the samples of each call, and of the returns of an update."""
+    """Fake MegatronCritic. Records the samples of each call and of the returns."""
 
     update_epochs = 1
 

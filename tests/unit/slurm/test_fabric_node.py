@@ -15,7 +15,7 @@ from mcore_rl.slurm import fabric_node
 
 
 class Job:
-    """Job of two nodes, of which the second is to blame. Records the places of both."""
+    """Job of two nodes; the second is blamed. Records the places of both."""
 
     def __init__(self, attempt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.attempt, self._monkeypatch = attempt, monkeypatch

@@ -1,4 +1,4 @@
-"""A whole job in bash, with stand-ins for SLURM's commands and for the Python of its tasks."""
+"""A whole job in bash, with fakes of SLURM's commands and of Python."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ esac
 def submit(
     directory: Path, variables: dict[str, str], *, fabric_test: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a job in whose configuration MY_TOKEN is passed on and PLAIN has a value."""
+    """Run a job that passes MY_TOKEN on and sets PLAIN."""
     programs = directory / "bin"
     programs.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):

@@ -1,4 +1,4 @@
-"""A node that cannot take part says why; one that can leaves its name."""
+"""Checks of a node before a job starts."""
 
 from __future__ import annotations
 

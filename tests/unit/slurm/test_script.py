@@ -1,4 +1,4 @@
-"""A job script says what the configuration says, is shell, and survives any path."""
+"""Job script of a configuration: resources, quoting and checks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def options(script: str) -> list[str]:
 
 
 def head_of(script: str) -> str:
-    """What differs between jobs: no SLURM is needed to run it."""
+    """Return the part of the script that differs between jobs; it runs without SLURM."""
     return script[: script.index("# The rest is")]
 
 
 def printed(script: str, expression: str, cwd: Path) -> list[str]:
-    """The words that an array of the script holds."""
+    """Return the words of an array of the script."""
     text = f"{head_of(script)}\nprintf '%s\\0' {expression}"
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, cwd=cwd, check=True)
     return done.stdout.split("\0")[:-1]
@@ -172,7 +172,7 @@ def test_ready_scripts_match_their_command(
 
 @pytest.fixture
 def small(tmp_path: Path) -> list[str]:
-    """Words of a verb on a configuration whose files are all there."""
+    """Arguments of a command with a configuration whose files exist."""
     (tmp_path / "model").mkdir()
     hf = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "model" / "config.json").write_text(json.dumps(hf))

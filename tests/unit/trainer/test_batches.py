@@ -23,7 +23,7 @@ from tests.unit.rollouts import scalars_of
 
 @dataclass(frozen=True)
 class Groups:
-    """One call's responses, all kept."""
+    """Responses of one rollout call, all kept."""
 
     scalars: tuple[RolloutScalars, ...]
     keep: tuple[np.ndarray, ...]
