@@ -12,7 +12,6 @@ import torch
 
 from model_converters.errors import ConversionError
 from model_converters.families import family_for
-from model_converters.families.parts.family import Family
 from model_converters.families.parts.hf_config import flag, fp8_block, read_hf_config, weights_dtype
 from model_converters.families.parts.quantization import refuse_tensors
 from model_converters.hf.adapter_reader import LoraAdapter
@@ -21,7 +20,6 @@ from model_converters.hf.computed_tensor import ComputedTensor
 from model_converters.hf.directory.index import read_headers, refuse_fused_experts
 from model_converters.hf.directory.unlisted_files import find_unlisted
 from model_converters.hf.files import TensorFiles
-from model_converters.hf.quant import Block
 from model_converters.hf.scales import split_scales
 from model_converters.hf.shards import StoredTensor
 from model_converters.hf.writer import HFWriter
@@ -59,7 +57,10 @@ class HFCheckpoint:
     def __init__(self, directory: Path | str, lora: Path | str | None = None) -> None:
         self.directory = Path(directory)
         self.config: dict[str, object] = read_hf_config(self.directory)
-        self.family, self.block = self._describe()
+        try:
+            self.family, self.block = family_for(self.config), fp8_block(self.config)
+        except ConversionError as error:
+            raise ConversionError(f"{self.directory / 'config.json'}: {error}") from None
         listed = read_headers(self.directory)
         self.unlisted = find_unlisted(self.directory, listed)
         refuse_tensors(listed, self.directory)
@@ -85,12 +86,6 @@ class HFCheckpoint:
             raise ConversionError(f"{self.directory}: {error}") from None
         finally:
             self._files.close()
-
-    def _describe(self) -> tuple[Family, Block | None]:
-        try:
-            return family_for(self.config), fp8_block(self.config)
-        except ConversionError as error:
-            raise ConversionError(f"{self.directory / 'config.json'}: {error}") from None
 
     def _adapter(self, directory: Path | str) -> LoraAdapter:
         """Load the adapter and substitute its whole tensors for base tensors; reads convert them to the base dtype."""

@@ -27,7 +27,6 @@ from mcore_rl.types import SamplingOptions
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.v1.core.sched.interface import SchedulerInterface
     from vllm.v1.engine.llm_engine import LLMEngine
 
 
@@ -117,10 +116,6 @@ class VllmEngine(RankEngine):
         # Running requests keep their cache. New requests cannot hit it: their salt contains the new version.
         self._resubmit_unstarted()
 
-    @property
-    def _scheduler(self) -> SchedulerInterface:
-        return self._core.engine_core.scheduler
-
     def _add(self, added: Mapping[str, ActiveRequest]) -> None:
         from vllm.v1.engine import EngineCoreRequest
 
@@ -174,7 +169,7 @@ class VllmEngine(RankEngine):
             joined = {i: np.concatenate(self._routed.pop(i))[:, self._routed_layers] for i in engine_ids}
             return {i: rows.astype(np.int16) if rows.dtype == np.uint16 else rows for i, rows in joined.items()}
         # A preempted request has no blocks in the KV cache until it runs again.
-        preempted = {request.request_id for request in self._scheduler.waiting}
+        preempted = {request.request_id for request in self._core.engine_core.scheduler.waiting}
         wanted = {i: self._running[i].num_routed for i in engine_ids if i not in preempted}
         routing: dict[str, np.ndarray] = self._ranks.call("routing_of_requests", wanted)[0]
         return routing

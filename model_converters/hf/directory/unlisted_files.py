@@ -93,12 +93,9 @@ def find_unlisted(directory: Path, stored: Mapping[str, StoredTensor]) -> Unlist
             copies += found
             notes += [] if problem else [f"{file.name} contains copies of listed tensors and is ignored"]
     if problems:
-        raise ConversionError(f"{directory}: weight files that {_source(indexed)} does not list: {'; '.join(problems)}")
+        source = INDEX_NAME if indexed else f"{SINGLE_NAME} (there is no index)"
+        raise ConversionError(f"{directory}: weight files that {source} does not list: {'; '.join(problems)}")
     return Unlisted(tuple(notes), tuple(copies))
-
-
-def _source(indexed: bool) -> str:
-    return INDEX_NAME if indexed else f"{SINGLE_NAME} (there is no index)"
 
 
 def _weight_files(directory: Path) -> Iterator[Path]:
