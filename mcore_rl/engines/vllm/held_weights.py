@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from vllm._custom_ops import cpu_prepack_moe_weight
@@ -45,11 +44,8 @@ _PROBE_ROWS = 1024
 """Columns of a weight that one product reads, which bounds the extra memory."""
 
 
-class HeldTensor(NamedTuple):
-    """Part of the HF tensor `name` that this rank holds."""
-
-    name: str
-    tensor: torch.Tensor
+Held = tuple[str, torch.Tensor]
+"""Name of an HF tensor, and the part of it that this rank holds."""
 
 
 def held_modules(model: torch.nn.Module) -> list[str]:
@@ -58,7 +54,7 @@ def held_modules(model: torch.nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def held_tensors(model: torch.nn.Module, name: str) -> list[HeldTensor]:
+def held_tensors(model: torch.nn.Module, name: str) -> list[Held]:
     """Read the weights of one module.
 
     Raises: WeightSyncError for a module whose memory layout is unknown.
@@ -93,7 +89,7 @@ def derived_parameters(model: torch.nn.Module) -> set[str]:
     }
 
 
-def _absorbed(module: MLAAttention, name: str) -> HeldTensor:
+def _absorbed(module: MLAAttention, name: str) -> Held:
     """Assemble kv_b_proj.weight from the copies that latent attention keeps.
 
     Shapes: W_UK_T [heads, P, L] and W_UV [heads, L, V] -> [heads * (P + V), L].
@@ -105,10 +101,10 @@ def _absorbed(module: MLAAttention, name: str) -> HeldTensor:
             "to 0"
         )
     weight = torch.cat([module.W_UK_T.detach(), module.W_UV.detach().transpose(1, 2)], dim=1)
-    return HeldTensor(f"{name}.weight", weight.flatten(0, 1))
+    return f"{name}.weight", weight.flatten(0, 1)
 
 
-def _read(module: torch.nn.Module, name: str) -> Iterator[HeldTensor]:
+def _read(module: torch.nn.Module, name: str) -> Iterator[Held]:
     method = getattr(module, "quant_method", None)
     if isinstance(module, VocabParallelEmbedding) and isinstance(method, UnquantizedEmbeddingMethod):
         yield _vocabulary(module, name)
@@ -118,22 +114,22 @@ def _read(module: torch.nn.Module, name: str) -> Iterator[HeldTensor]:
         yield from _experts(module, name.removesuffix(".routed_experts"))
     elif method is None:
         for key, parameter in module.named_parameters(recurse=False):
-            yield HeldTensor(f"{name}.{key}", parameter.detach())
+            yield f"{name}.{key}", parameter.detach()
     else:
         raise WeightSyncError(
             f"{name}: the layout of {type(method).__name__} is unknown; set weights.verify_every to 0"
         )
 
 
-def _vocabulary(module: VocabParallelEmbedding, name: str) -> HeldTensor:
+def _vocabulary(module: VocabParallelEmbedding, name: str) -> Held:
     shard = module.shard_indices
     rows = shard.org_vocab_end_index - shard.org_vocab_start_index
     # The embedding lookup reads the table itself; logits are computed from its packed copy.
     weight = _weight(module) if isinstance(module, ParallelLMHead) else module.weight.detach()
-    return HeldTensor(f"{name}.weight", weight[:rows])
+    return f"{name}.weight", weight[:rows]
 
 
-def _linear(module: LinearBase, name: str) -> Iterator[HeldTensor]:
+def _linear(module: LinearBase, name: str) -> Iterator[Held]:
     prefix, _, last = name.rpartition(".")
     sizes = _sizes(module)
     parts = PARTS.get(last, ()) if len(sizes) > 1 else (last,)
@@ -142,13 +138,13 @@ def _linear(module: LinearBase, name: str) -> Iterator[HeldTensor]:
     bias = getattr(module, "bias", None)
     for key, parameter in module.named_parameters(recurse=False):
         if key not in ("weight", "bias"):  # the correction bias of a router
-            yield HeldTensor(f"{name}.{key}", parameter.detach())
+            yield f"{name}.{key}", parameter.detach()
     weights = _weight(module).split(sizes, dim=0)
     for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        yield HeldTensor(f"{prefix}.{part}.weight", weight)
+        yield f"{prefix}.{part}.weight", weight
         if bias is not None:
             shard = bias.detach().to(weight.dtype).split(sizes, dim=0)[index]
-            yield HeldTensor(f"{prefix}.{part}.bias", shard)
+            yield f"{prefix}.{part}.bias", shard
 
 
 def _sizes(module: LinearBase) -> list[int]:
@@ -182,7 +178,7 @@ def _weight(module: LinearBase | VocabParallelEmbedding) -> torch.Tensor:
     return torch.cat(products).t()
 
 
-def _experts(module: RoutedExperts, prefix: str) -> Iterator[HeldTensor]:
+def _experts(module: RoutedExperts, prefix: str) -> Iterator[Held]:
     method = module.quant_method
     isa = None
     if method.unquantized_backend is UnquantizedMoeBackend.CPU:
@@ -203,9 +199,9 @@ def _experts(module: RoutedExperts, prefix: str) -> Iterator[HeldTensor]:
     for own, expert in enumerate(_own_experts(module)):
         gate_up = _unpacked(module.w13_weight[own], isa)
         padded = gate_up.shape[0] // 2
-        yield HeldTensor(f"{prefix}.{expert}.{gate}.weight", gate_up[:inner])
-        yield HeldTensor(f"{prefix}.{expert}.{up}.weight", gate_up[padded : padded + inner])
-        yield HeldTensor(f"{prefix}.{expert}.{down}.weight", _unpacked(module.w2_weight[own], isa)[:, :inner])
+        yield f"{prefix}.{expert}.{gate}.weight", gate_up[:inner]
+        yield f"{prefix}.{expert}.{up}.weight", gate_up[padded : padded + inner]
+        yield f"{prefix}.{expert}.{down}.weight", _unpacked(module.w2_weight[own], isa)[:, :inner]
 
 
 def _own_experts(module: RoutedExperts) -> list[int]:

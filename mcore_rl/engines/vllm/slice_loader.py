@@ -77,7 +77,9 @@ class SliceLoader:
         self._pending = PendingSlices(kept)
         loaded = {f"{each.module}.{each.parameter}" for each in kept}
         without = {name for name, _ in model.named_parameters()} - derived_parameters(model) - loaded
-        without -= {f"{name}.weight" for name, module in self._modules.items() if _is_padding(module)}
+        vocabularies = ((n, m) for n, m in self._modules.items() if isinstance(m, VocabParallelEmbedding))
+        # This rank's part of a vocabulary may be padding only.
+        without -= {f"{name}.weight" for name, table in vocabularies if not table.shard_indices.num_org_elements}
         if without:
             raise WeightSyncError(f"no tensor of the trainer contains {', '.join(sorted(without))}")
         self._module_missing: Counter[str] = Counter()
@@ -143,8 +145,3 @@ class SliceLoader:
         # The module is complete: vLLM converts it and copies it into the memory of its kernels.
         if not self._module_missing[each.module]:
             _layerwise_process(layer, info)
-
-
-def _is_padding(module: torch.nn.Module) -> bool:
-    """Return whether this rank's part of the vocabulary is padding only."""
-    return isinstance(module, VocabParallelEmbedding) and not module.shard_indices.num_org_elements

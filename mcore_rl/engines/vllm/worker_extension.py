@@ -57,7 +57,13 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
 
     def connect_weights(self, connection: Connection, first_rank: int) -> None:
         """Connect to the sync, see connect_rank."""
-        layout = _layout(self.vllm_config)
+        parallel = self.vllm_config.parallel_config
+        layout = EngineLayout(
+            tp=parallel.tensor_parallel_size,
+            dp=parallel.data_parallel_size,
+            pp=parallel.pipeline_parallel_size,
+            expert_parallel=parallel.enable_expert_parallel,
+        )
         with self._engine_context():
             if self._slice_loader is not None:
                 self._slice_loader.discard()
@@ -89,8 +95,7 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
         """Compare the weights of this rank's kernels with the trainer's digests, one module at a time."""
         expected = self._connected.receiver.digests()
         with self._engine_context():
-            held = ((each.name, each.tensor) for name in held_modules(self._model)
-                    for each in held_tensors(self._model, name))  # fmt: skip
+            held = (each for name in held_modules(self._model) for each in held_tensors(self._model, name))
             return compare(expected, held, self._connected.boxes)
 
     @property
@@ -115,13 +120,3 @@ class WeightReceiverExtension(RankMethods, RoutingExtension):
 
     def _engine_context(self) -> AbstractContextManager[None]:
         return set_current_vllm_config(self.vllm_config)
-
-
-def _layout(vllm_config: VllmConfig) -> EngineLayout:
-    parallel = vllm_config.parallel_config
-    return EngineLayout(
-        tp=parallel.tensor_parallel_size,
-        dp=parallel.data_parallel_size,
-        pp=parallel.pipeline_parallel_size,
-        expert_parallel=parallel.enable_expert_parallel,
-    )
