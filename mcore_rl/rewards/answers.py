@@ -39,6 +39,7 @@ def extract_answer(response: str) -> str | None:
     box, start = _last_boxes(response)
     if box is None and (tagged := _tagged(response)):
         response = tagged
+    # The test for the letters is much faster than the case-insensitive pattern.
     marks = list(_ANSWER.finditer(response)) if "nswer" in response or "NSWER" in response else []
     line = _answer_line(response, marks[-1].end()) if marks else None
     if box is not None and (line is None or start > marks[-1].end()):
@@ -109,8 +110,9 @@ def _last_boxes(text: str) -> tuple[str | None, int]:
             if contents:
                 break
             continue
-        contents.insert(0, content.strip())
+        contents.insert(0, content.strip())  # the loop runs from the last box to the first
         last, next_start = max(last, match.start()), match.start()
+    # A repeated box is one answer: \boxed{5}, \boxed{5} is 5.
     return ", ".join(dict.fromkeys(contents)) or None, last
 
 

@@ -121,6 +121,7 @@ def within_limits(compare: Callable[[], bool]) -> bool:
     with contextlib.suppress(MemoryError, RecursionError), _memory_limit():
         if threading.current_thread() is not threading.main_thread():
             return compare()
+        # CPU time, so that a busy machine does not change verdicts; the caller's deadline uses the other timer.
         deadline = Deadline(MAX_SECONDS, signal.ITIMER_PROF)
         try:
             return deadline.call(compare)

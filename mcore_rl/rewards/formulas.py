@@ -87,6 +87,7 @@ def _in_line(line: str) -> str | None:
     line = expand_repeating(line[-MAX_LINE_CHARS:])
     ending = line[-MAX_USUAL_CHARS:]
     usual = _USUAL.search(ending)
+    # Neither an equation such as 5x + 4y = 0 nor a word that changes the value takes the fast path.
     if usual and _EQUATION.search(ending[: usual.end("number")]):
         usual = None
     if usual and NOT_UNITS.isdisjoint([(usual["before"] or "").lower(), *usual["words"].lower().split()[:1]]):
@@ -94,6 +95,7 @@ def _in_line(line: str) -> str | None:
     line = join_groups(_BULLET.sub("", line))
     line = _POWER_OF_UNIT.sub(r" \1", line).replace("**", "").replace("`", "")
     tokens = _tokens(line)
+    # A dollar sign is a currency only if it delimits no formula on this line.
     if not any(token.kind == "math" for token in tokens):
         tokens = _tokens(_CURRENCY_BEHIND.sub("", _CURRENCY.sub(r"\g<sign>", line)))
     glued = _glued(tokens)
@@ -134,6 +136,7 @@ def _glued(tokens: list[_Token]) -> list[bool]:
             opened.append(index)
         elif token.kind == "close" and opened:
             start = opened.pop()
+            # A bracket belongs to a formula if it contains no prose: (2 x) does, (see above) does not.
             if not any(t.kind in ("word", "other", "math") for t in tokens[start:index]):
                 glued[start:index] = [True] * (index - start)
     return glued

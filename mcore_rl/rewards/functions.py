@@ -103,6 +103,7 @@ def then(result: T | Awaitable[T], finish: Callable[[T], U]) -> U | Awaitable[U]
 def is_async(function: Callable[..., object]) -> bool:
     """Return whether calls of a function or callable object return coroutines."""
     call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    # A decorated function counts as the function that it wraps, and an object as its __call__.
     return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(call)
 
 

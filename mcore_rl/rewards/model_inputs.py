@@ -51,6 +51,7 @@ class RewardInputs:
         self._positions: int | None = hf_config.get("max_position_embeddings")
         self._stop = rollout.stop
         self._budget = section.tokens_per_microbatch
+        # Fewer tokens than vocabulary rows are common: checkpoints pad the vocabulary.
         known, self._vocabulary = len(self._tokenizer), int(hf_config["vocab_size"])
         if known > self._vocabulary:
             raise ConfigError(

@@ -69,6 +69,7 @@ def parse_decimal_comma(text: str) -> Fraction | None:
     if match is None:
         return None
     sign, whole, digits, percent = match.groups()
+    # 1,234 and 123,456 are grouped digits; 0,125 cannot be.
     if len(digits) == 3 and len(whole) <= 3 and whole.strip("0"):
         return None
     return Fraction(f"{sign}{whole}.{digits}") / (100 if percent else 1)

@@ -76,8 +76,10 @@ def normalise(answer: str) -> tuple[str, str]:
         text = pattern.sub(replacement, text)
     text, unit = split_unit(_SPACING.sub(" ", text).strip())
     text = _SPACING.sub(" ", _TEXT.sub(r"\1", text)).strip().rstrip(".,;:").strip()
+    # In an answer with other words, "and" is one of the words and does not separate elements.
     if not re.search(r"[A-Za-z]{2,}", _COMMANDS_AND_ANDS.sub("", text)):
         text = _AND.sub(", ", text)
+    # x = 1 is 1, but x = 1, y = 2 keeps its names.
     if len(set(_ANY_ASSIGNMENT.findall(text))) == 1:
         text = _ASSIGNMENT.sub("", text)
     return _CHOICE.sub(r"\1", _MEMBER.sub("", text)), unit
@@ -111,7 +113,7 @@ def _both_signs(part: str) -> list[str]:
 
 
 def _unwrapped(answer: str) -> str:
-    text, before = answer.strip(), None
+    text, before = answer.strip(), None  # repeat, because delimiters nest: **$5$**
     while text != before:
         before = text
         for left, right in _WRAPPERS:

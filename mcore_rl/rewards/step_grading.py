@@ -53,7 +53,7 @@ class StepGrader:
         """
         transcripts = self.reader.read(parts, trajectories)
         keys = range(len(transcripts))
-        # rows contain prompt and response
+        # Response tokens: a row contains prompt and response.
         lengths = np.diff(trajectories.token_offsets) - trajectories.prompt_tokens
         for key, transcript, tokens in zip(keys, transcripts, lengths.tolist(), strict=True):
             prompt = replace(transcript.prompt, extra_info={**transcript.prompt.extra_info, **extra_of_turns()})

@@ -78,6 +78,7 @@ def split_tasks(
     starts = np.cumsum([0, *(len(scalars.rewards) for scalars in results)])
     owners = balance(np.concatenate([scalars.total_tokens for scalars in results]), num_processes)
     parts: list[list[TaskPart]] = [[] for _ in range(num_processes)]
+    # starts has one more entry: the number of all responses
     for task, scalars, start in zip(tasks, results, starts, strict=False):
         task_owners, samples = owners[start : start + len(scalars.rewards)], positions_in_groups(scalars.group_ids)
         for owner, own in enumerate(parts):

@@ -92,6 +92,7 @@ class CodeGrader:
         program = extract_program(response)
         if program is None:
             return Score(0.0, 0.0)
+        # The program cannot print the secret, because only the tester's process knows it.
         secret = secrets.token_hex(32)
         seconds = min(MAX_TEST_SECONDS, SHARE_OF_TIME * self.seconds)
         outcome = self.run(Program(bundle("tester"), stdin=_request(tests, program, secret), seconds=seconds))

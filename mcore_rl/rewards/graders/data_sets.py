@@ -116,6 +116,7 @@ def final_answer(response: str) -> str | None:
 
 def last_answer(response: str) -> str | None:
     """Return the content of the last complete <answer>...</answer>, or None. Each ends at the next </answer>."""
+    # Not a regular expression, which takes quadratic time for many tags that are not closed.
     answer, rest = None, response
     while True:
         _, opened, rest = rest.partition("<answer>")

@@ -105,7 +105,7 @@ def _by_data_source(kwargs: Mapping[str, str], config: RewardConfig, run: RunPro
         for source, spec in config.functions.items()
         if names_function(spec)
     }
-    rules: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}  # filled on demand, because patterns match any number of data sources
 
     def rule_of(source: str) -> Rule:
         name = grader_of(source, config.functions)

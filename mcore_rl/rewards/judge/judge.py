@@ -68,7 +68,7 @@ class Judge:
         """Return one seed per answer. All answers of a group have different seeds, except for chance collisions."""
         count = self.config.samples
         seeds: list[int] = request_seeds(self.seed, np.array([group]), (sample + 1) * count).tolist()
-        return tuple(seeds[-count:])
+        return tuple(seeds[-count:])  # the seeds before belong to the group's earlier responses
 
     def _scored(self, prompt: Prompt, reply: Reply) -> Reply:
         if reply.finish_reason is None:

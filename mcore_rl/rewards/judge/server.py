@@ -62,6 +62,7 @@ class ServerAnswerer:
         return nullcontext()
 
     async def _replies(self, questions: Sequence[JudgeQuestion]) -> list[list[Reply]]:
+        # Semaphore and client belong to the event loop of this call.
         slots = asyncio.Semaphore(self.config.max_concurrent_requests)
         async with client_of(self.config, self.key) as client:
 

@@ -51,5 +51,6 @@ def same_time(given: Time, expected: Time) -> bool:
         return False
     if bool(given.half) == bool(expected.half):
         return (given.hour, given.half) == (expected.hour, expected.half)
+    # 7:30 p.m. is equal to 7:30 and to 19:30.
     named, other = (given, expected) if given.half else (expected, given)
     return other.hour in (named.hour, named.hour % 12 + (12 if named.half == "p" else 0))

@@ -62,6 +62,7 @@ def are_distinct(gold: object, answer: object) -> bool:
     names = sorted(one.free_symbols | other.free_symbols, key=str)
     if not names:
         return _differ(one, other, tolerance)
+    # At both points, one positive and one negative: \sqrt{x^2} and x differ at the negative one only.
     at_points = ([expression.subs(point) for expression in (one, other)] for point in _values(names))
     return all(_differ(left, right, tolerance) for left, right in at_points)
 
@@ -124,6 +125,7 @@ def _magnitude(expression: Expr) -> Expr | None:
     parts = expression.evalf(_DIGITS, maxn=_MAX_DIGITS).as_real_imag()
     if not all(isinstance(part, Float | Rational) for part in parts):
         return None
+    # evalf marks a part of which no digit is certain with precision 1.
     certain = [part for part in parts if not (isinstance(part, Float) and part._prec <= 1)]
     size = sqrt(sum(part**2 for part in certain)).evalf(_DIGITS)
     return size if isinstance(size, Expr) else None

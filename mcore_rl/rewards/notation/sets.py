@@ -20,7 +20,7 @@ def finite_set(text: str, elements: Callable[[str], list[str]], equal: Equal) ->
 
     Text with two different operators is unchanged too, because their precedence is not standardized.
     """
-    parts = _OPERATOR.split(text)
+    parts = _OPERATOR.split(text)  # operands and operators in turn
     operands, operators = parts[::2], set(parts[1::2])
     if len(operators) != 1 or len(operands) > MAX_ELEMENTS:
         return text

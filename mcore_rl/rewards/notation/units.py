@@ -46,7 +46,7 @@ def split_unit(text: str) -> tuple[str, str]:
 
     The unit is empty if there is none or its name is unknown (apples), so that it cannot contradict another unit.
     """
-    if text.isdecimal():
+    if text.isdecimal():  # fast path
         return text, ""
     text = _OHM.sub(r"\\text{ \1ohm}", _MICRO.sub(r"\\text{u\1}", text))
     start = next((match.start() for match in _START.finditer(text) if _VALUE.search(text[: match.start()])), None)
@@ -125,6 +125,7 @@ class _UnitReader:
         if word.lower() in _SPEEDS:
             return all(map(self.take, _TOKEN.finditer(_SPEEDS[word.lower()])))
         name = word.lower()
+        # An unknown word may be a unit too (apples): the exponent is kept, but the product has no canonical name.
         canonical = _CANONICAL.get(name) or _CANONICAL.get(name.removesuffix("s")) or ""
         self._known = self._known and bool(canonical)
         self._last = canonical or name

@@ -42,6 +42,7 @@ def try_reward_function(config: RewardConfig, prompt: Prompt, *, multi_turn: boo
         return None
     added = {**extra_of_turns(), **({"episode_rewards_of_tools": {}} if multi_turn else {})}
     prompt = replace(prompt, extra_info={**prompt.extra_info, **added})
+    # In a grading process, because the function may hang, die, or change this process.
     pool = GradingPool(replace(config, workers=1))
     try:
         count = BATCH_SIZE if config.manager == BATCH else 1

@@ -28,7 +28,7 @@ def _define(name, text):
 """
 
 
-@cache
+@cache  # read the files once per process, not once per response
 def _definitions(script: str) -> str:
     names = (*_NEEDED[script], script)
     texts = {name: Path(__file__).with_name(f"{name}.py").read_text() for name in names}

@@ -26,7 +26,7 @@ def main(program: str, name: str) -> None:
     module = execute(program, SOLUTION)
     result = _called(_function(module.__dict__, name), arguments, {**NODES, **vars(module)})
     printed = f"\n{json.dumps(result, default=_plain)}\n".encode()
-    sys.stdout.flush()
+    sys.stdout.flush()  # the result must be the last line
     while printed:
         printed = printed[os.write(results, printed) :]
     os._exit(0)  # skips exit handlers and does not wait for threads of the program

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
-_MISSING = object()
+_MISSING = object()  # equals no result; None is a value
 
 
 def same_output(printed: str, expected: str) -> bool:

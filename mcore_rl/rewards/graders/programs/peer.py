@@ -48,12 +48,15 @@ class RemoteObject:
 
     # No annotations of attributes here: a test that reads f.__annotations__ would get them in place of the program's.
     def __init__(self, peer: CallPeer, handle: int, kind: str, type_name: str, *, trusted: bool) -> None:
+        # Not by assignment, which __setattr__ would forward.
         vars(self).update(
             _peer=peer, _handle=handle, _kind=kind, _type_name=type_name, _trusted=trusted, _guarded=False
         )
 
     def __getattr__(self, name: str) -> Any:
         value = self._peer.ask("get", self, name)
+        # A method of an instance has the trust of the instance. Functions of modules and classes are the subject of the
+        # tests and take any arguments.
         if isinstance(value, RemoteObject) and self._kind == "instance":
             value.__dict__.update(_trusted=self._trusted, _guarded=not self._trusted)
         return value
@@ -85,6 +88,7 @@ class RemoteObject:
     def _compared(self, method: str, other: object) -> Any:
         if not (isinstance(other, RemoteObject) and other._peer is self._peer):
             return NotImplemented  # Python falls back to identity, so == is false
+        # Answer here, so that the program cannot make an object unequal to itself.
         if other is self and method in ("__eq__", "__ne__"):
             return method == "__eq__"
         return self._peer.ask("special", self, method, other)
@@ -95,6 +99,7 @@ class RemoteObject:
         return self._made(self._peer.ask("special", self, method, *operands))
 
     def _made(self, value: object) -> object:
+        # Results of a trusted object are trusted: s + s is a Stack if the tests name Stack.
         if self._trusted and isinstance(value, RemoteObject):
             value.__dict__["_trusted"] = True
         return value
@@ -135,6 +140,7 @@ class CallPeer(Owner):
 
     def __init__(self, reader: int, writer: int) -> None:
         self._reader, self._writer = os.fdopen(reader, "rb"), os.fdopen(writer, "wb")
+        # Exported objects stay alive until the process ends, so that the ids in _handles stay unique.
         self._exported: dict[int, object] = {}
         self._handles: dict[int, int] = {}
         self._remotes: dict[int, object] = {}
@@ -146,6 +152,7 @@ class CallPeer(Owner):
         """Operators of the other side's objects may receive operands."""
         self.broken = False
         """The connection has failed. Results are then invalid."""
+        # Reentrant: the answer to a callback may need another request in the same thread.
         self._lock = threading.RLock()
 
     def ask(self, operation: str, *parts: object, stop: bool = False) -> object:
@@ -170,6 +177,7 @@ class CallPeer(Owner):
         while "do" in (message := self._receive()):  # calls back into this process before the result
             self.answer(message)
         decoder = Decoder(self, message.get("nodes"), encoder.objects)
+        # The other side may be the program: it may change containers that it received, and nothing else.
         for index, content in message.get("changed", []):
             if index not in encoder.objects or not encoder.may_change(index):
                 raise WireError("change of an object that was not passed by value")
@@ -258,11 +266,12 @@ class CallPeer(Owner):
             return super().resolve(node)
         handle, kind, name, special, bases = node[1:]
         if handle not in self._remotes:
-            if bases:
+            if bases:  # an exception class: `except` accepts real classes only
                 self._remotes[handle] = type(str(name), tuple(map(self._exception, bases)), {})
             else:
                 self._remotes[handle] = self._remote(handle, str(kind), str(name), frozenset(special))
         remote = self._remotes[handle]
+        # A new coroutine each time, because Python awaits a coroutine once.
         return self._awaitable(remote) if kind == "coroutine" else remote
 
     def _exception(self, node: list[Any]) -> type[BaseException]:

@@ -94,6 +94,8 @@ def execute(program: str, name: str, *, context: str = "") -> types.ModuleType:
         sys.set_int_max_str_digits(INTEGER_DIGITS)
     linecache.cache[file] = (len(program), None, program.splitlines(True), file)
     code = compile(program, file, "exec")
+    # The imports take time, so they happen only if the program lacks names. A __future__ import must be the first
+    # statement, so such a program is examined without the context.
     if missing := unbound_names(f"{context}\n{program}" if "__future__" not in program else program):
         ambient = {**starred_names(), **module_names()}
         module.__dict__.update({each: ambient[each] for each in missing if each in ambient})

@@ -34,6 +34,7 @@ def run_suite(request: Mapping[str, Any], space: types.ModuleType) -> None:
         names["candidate"] = eval(str(entry), names)
         if isinstance(names["candidate"], RemoteObject):
             vars(names["candidate"])["_guarded"] = False  # the tests call it with arguments
+    # not "__main__", under which test files run themselves
     names["__name__"] = "tests"
     for number, statement in enumerate(request["statements"]):
         exec(compile(str(statement), f"test_{number}.py", "exec"), names)
@@ -90,7 +91,7 @@ def _run_function(
             outcome = test(**fixtures.arguments(test, call))
             if inspect.iscoroutine(outcome):
                 asyncio.run(outcome)
-            fixtures.close()
+            fixtures.close()  # not after a failed test, which ends the suite
     return len(calls)
 
 

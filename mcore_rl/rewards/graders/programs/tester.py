@@ -61,7 +61,7 @@ class Tester(CallPeer):
 
 
 def main() -> None:
-    hidden = _hide()
+    hidden = _hide()  # before the secret is in memory
     request = json.loads(sys.stdin.buffer.read())
     secret: str = request.pop("secret")
     if not hidden:
@@ -79,7 +79,7 @@ def main() -> None:
     if names.missing_modules:
         os.write(verdict, f"\n{LACKS} {', '.join(names.missing_modules)} {secret}\n".encode())
         return
-    reader, writer = _start(request["candidate"])
+    reader, writer = _start(request["candidate"])  # after the request was read: the program never sees standard input
     space = types.ModuleType("tests")
     space.__dict__.update(module_names())
     sys.modules["tests"] = space
@@ -95,7 +95,7 @@ def main() -> None:
         os._exit(0)  # without exit handlers, which tests may have registered
     if not peer.broken:
         os.write(verdict, f"\n{secret}\n".encode())
-    os._exit(int(peer.broken))
+    os._exit(int(peer.broken))  # without exit handlers, and without waiting for threads of the tests
 
 
 def _hide() -> bool:
@@ -141,7 +141,7 @@ def _bind(names: NameOwners, module: object, space: types.ModuleType) -> None:
         if isinstance(value, RemoteObject) and value._kind == "module":
             if value._type_name not in getattr(sys, "stdlib_module_names", ()):
                 raise ImportError(f"{value._type_name} is not a module of the standard library")
-            value = importlib.import_module(value._type_name)
+            value = importlib.import_module(value._type_name)  # the tests' own module of the same name
         if isinstance(value, RemoteObject) and value._kind == "class" and names.is_trusted(name):
             value.__dict__["_trusted"] = True
         setattr(space, name, value)

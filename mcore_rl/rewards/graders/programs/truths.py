@@ -163,6 +163,7 @@ def _native(value: object) -> object:
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
         return {_native(key): _native(each) for key, each in value.items()}
+    # Exact types only: a named tuple cannot be built from a sequence.
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return type(value)(map(_native, value))
     return value

@@ -137,6 +137,7 @@ class Encoder:
         for tag, (kind, text, _) in _LEAVES.items():
             if isinstance(value, kind):
                 return [tag, text(value)]
+        # Records before containers: a record may be a subclass of one.
         record = self._owner.fields_of(value)
         if record is not None:
             return ["record", record[0], *self._pairs(record[1].items())]
@@ -146,6 +147,7 @@ class Encoder:
         if isinstance(value, collections.defaultdict):
             factory = value.default_factory if isinstance(value.default_factory, type) else None
             return ["defaultdict", self._reference(factory), *self._pairs(dict.items(value))]
+        # Subclasses come first. The base's methods are called, because a subclass of the program could hide content.
         for tag, mapping in _MAPPINGS.items():
             if isinstance(value, mapping):
                 return [tag, *self._pairs(mapping.items(value))]
@@ -197,6 +199,7 @@ class Decoder:
             raise WireError("reference to a missing object") from None
 
     def _build(self) -> None:
+        # First leaves and empty mutable objects, so that references may be cyclic; then immutable ones; contents last.
         frozen = []
         for index, node in enumerate(self._nodes):
             if node[0] in _FROZEN:
@@ -292,7 +295,7 @@ def _numpy_value(node: list[Any]) -> object:
     import numpy
 
     values = numpy.frombuffer(bytes.fromhex(node[3]), node[1]).reshape(node[2])
-    return values.copy() if node[4] else values[()]
+    return values.copy() if node[4] else values[()]  # an array, which frombuffer makes read-only, or a scalar
 
 
 _FROM_NODE: dict[str, Callable[[list[Any]], object]] = {
