@@ -243,7 +243,7 @@ class EpisodePlayer:
         turns = max_turns if prompt.max_turns is None else min(prompt.max_turns, max_turns)
         limits = EpisodeLimits(self._config, attempt.request.sampling.max_response_tokens, turns)
         context = self.context.offering(prompt.tools)
-        session = Session(context, client, attempt.request, prompt, limits, traced, trained=attempt.trained)
+        session = Session(context, client, attempt, limits, traced)
         ended_in = FAILED
         try:
             outcome = await self._outcome(session, EpisodePrompt.of(prompt), self._config.max_episode_seconds)

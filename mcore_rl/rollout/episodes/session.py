@@ -20,10 +20,11 @@ from mcore_rl.data.seeds import turn_seed
 from mcore_rl.data.sources.row_options import check_sampling, with_overrides
 from mcore_rl.data.transcripts import TextDecoder, response_text
 from mcore_rl.errors import ConfigError
-from mcore_rl.rollout.episodes import trace
+from mcore_rl.rollout.episodes import trace as states
 from mcore_rl.rollout.episodes.history import turn_message
 from mcore_rl.rollout.episodes.limits import EpisodeLimits
 from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
+from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.episodes.trace import EpisodeTrace
 from mcore_rl.rollout.tools.interface import ClosedEpisode, ToolResult
 from mcore_rl.rollout.tools.parsers import ParsedMessage, ToolCallParser
@@ -112,21 +113,12 @@ class EpisodeContext:
 
 
 class Session:
-    """State of one episode. `request` is its single-turn request, whose seed and id are the episode's."""
+    """State of one episode. The request of `attempt` has the seed and the id of the episode."""
 
     def __init__(
-        self,
-        context: EpisodeContext,
-        source: TokenSource,
-        request: GenerationRequest,
-        prompt: Prompt,
-        limits: EpisodeLimits,
-        traced: EpisodeTrace,
-        *,
-        trained: bool = True,
+        self, context: EpisodeContext, source: TokenSource, attempt: Attempt, limits: EpisodeLimits, trace: EpisodeTrace
     ) -> None:
-        """Create the session of one attempt. `trained`: see Attempt."""
-        self._trained = trained
+        request, prompt, self._trained = attempt.request, attempt.prompt, attempt.trained
         self.seed = request.seed
         self.id = request.request_id
         self.limits = limits
@@ -140,7 +132,7 @@ class Session:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.truncated = False
         """True if a limit truncated the last turn."""
-        self._context, self._source, self._request, self._prompt, self._trace = context, source, request, prompt, traced
+        self._context, self._source, self._request, self._prompt, self._trace = context, source, request, prompt, trace
         self._tool_calls_under_way = 0
         self._last: Sampled | None = None
         self._texts: list[str] = []
@@ -354,14 +346,14 @@ class Session:
     @contextlib.contextmanager
     def _traced_call(self) -> Iterator[None]:
         self._tool_calls_under_way += 1
-        self._trace.enter(trace.TOOL_CALLING)
+        self._trace.enter(states.TOOL_CALLING)
         try:
             yield
         finally:
             # Calls of a turn may run at the same time: the state ends with the last one.
             self._tool_calls_under_way -= 1
             if not self._tool_calls_under_way:
-                self._trace.enter(trace.RUNNING)
+                self._trace.enter(states.RUNNING)
 
     @contextlib.contextmanager
     def _spent(self, state: str) -> Iterator[None]:
