@@ -25,6 +25,8 @@ from mcore_rl.types.chat import ToolSchema
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_NO_TARGET = np.empty(0, np.int32)
+
 
 def load_prompts(
     names: Names,
@@ -94,12 +96,11 @@ def _load(names: Names, tokeniser: BlockTokeniser, max_prompts: int | None = Non
 def _read(
     files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: int | None
 ) -> tuple[SupervisedSet, LoadReport]:
-    rollout_config, how = tokeniser.rollout_config, tokeniser.data_config.long_prompts
-    limit = rollout_config.max_prompt_tokens
-    kept: list[Prompt] = []
-    kept_targets: list[np.ndarray] = []
+    limits, how, path = tokeniser.rollout_config, tokeniser.data_config.long_prompts, format_files(files)
+    limit = limits.max_prompt_tokens
+    kept: list[tuple[Prompt, np.ndarray]] = []
     lengths: list[int] = []
-    target_lengths: list[int] = []
+    longest_target = 0
     noted: Counter[str] = Counter()
     ignored: dict[str, None] = {}
     of_files = [0] * len(files)
@@ -107,58 +108,56 @@ def _read(
         noted += block.notes
         ignored |= dict.fromkeys(block.ignored)
         lengths += [len(prompt.token_ids) for prompt in block.prompts]
-        target_lengths += map(len, block.targets)
+        longest_target = max([longest_target, *map(len, block.targets)])
         prompts = [_truncated(prompt, limit, how, tokeniser.tokenizer) for prompt in block.prompts]
-        fitting = [row for row, prompt in enumerate(prompts) if len(prompt.token_ids) <= limit]
-        if tokeniser.with_targets:
-            fitting = [row for row in fitting if len(block.targets[row]) <= rollout_config.max_response_tokens]
+        rows = zip(prompts, block.targets or [_NO_TARGET] * len(prompts), strict=True)
+        fitting = [row for row in rows if len(row[0].token_ids) <= limit and len(row[1]) <= limits.max_response_tokens]
         if max_prompts is not None:
             fitting = fitting[: max_prompts - len(kept)]
-        kept += [prompts[row] for row in fitting]
-        kept_targets += [block.targets[row] for row in fitting if tokeniser.with_targets]
+        kept += fitting
         of_files[block.file] += len(fitting)
         if len(kept) == max_prompts:
             break
     # With truncation every row is kept, so only the first max_prompts rows count; dropped rows count wherever they are.
     exceeding = sum(length > limit for length in (lengths if how == "drop" else lengths[:max_prompts]))
-    dropped, limits = (exceeding if how == "drop" else 0), f"longer than rollout.max_prompt_tokens={limit}"
+    dropped, exceeded = (exceeding if how == "drop" else 0), f"longer than rollout.max_prompt_tokens={limit}"
     if tokeniser.with_targets:
         dropped = len(lengths) - len(kept)
-        limits = (
-            f"{exceeding} prompts {limits}, {dropped - exceeding} targets longer than"
-            f" rollout.max_response_tokens={rollout_config.max_response_tokens}"
+        exceeded = (
+            f"{exceeding} prompts {exceeded}, {dropped - exceeding} targets longer than"
+            f" rollout.max_response_tokens={limits.max_response_tokens}"
         )
     if not kept:
-        raise _nothing_kept(tokeniser, format_files(files), limits, lengths, target_lengths)
-    targets = np.concatenate([np.empty(0, np.int32), *kept_targets])
-    target_offsets = offsets_of([len(target) for target in kept_targets] or [0] * len(kept))
+        raise _nothing_kept(tokeniser, path, exceeded, lengths, longest_target)
+    targets = [target for _, target in kept]
     report = LoadReport(
         tokeniser.key,
-        format_files(files),
+        path,
         kept=len(kept),
         dropped=dropped,
         truncated=0 if how == "drop" else exceeding,
         longest_tokens=max(lengths),
-        limits=limits,
+        limits=exceeded,
         notes=format_notes(noted, ignored),
         of_files=tuple(of_files),
     )
-    return SupervisedSet(prompt_set(kept), targets, target_offsets), report
+    kept_prompts = prompt_set([prompt for prompt, _ in kept])
+    return SupervisedSet(kept_prompts, np.concatenate(targets), offsets_of(list(map(len, targets)))), report
 
 
 def _nothing_kept(
-    tokeniser: BlockTokeniser, path: str, limits: str, lengths: Sequence[int], target_lengths: Sequence[int]
+    tokeniser: BlockTokeniser, path: str, exceeded: str, lengths: Sequence[int], longest_target: int
 ) -> DataError:
     key = tokeniser.key
     if not lengths:
         return DataError(f"{key}: {path} has no rows; set {key} to a file with prompts")
     if tokeniser.with_targets:
         return DataError(
-            f"{key}: all {len(lengths)} rows of {path} are too long ({limits}; the longest prompt has {max(lengths)}"
-            f" tokens, the longest target {max(target_lengths)}); raise the limits"
+            f"{key}: all {len(lengths)} rows of {path} are too long ({exceeded}; the longest prompt has {max(lengths)}"
+            f" tokens, the longest target {longest_target}); raise the limits"
         )
     return DataError(
-        f"{key}: all {len(lengths)} prompts of {path} are {limits} ({min(lengths)} to {max(lengths)} tokens); raise "
+        f"{key}: all {len(lengths)} prompts of {path} are {exceeded} ({min(lengths)} to {max(lengths)} tokens); raise "
         "rollout.max_prompt_tokens"
     )
 
