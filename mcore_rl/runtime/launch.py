@@ -65,8 +65,8 @@ def launch(
 ) -> Iterator[RunProcesses]:
     """Start Ray and all processes, wait until they are set up, and kill them when the block ends.
 
-    `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `stages`
-    are those of calls to the groups. `show` prints a line of progress.
+    `prompts` are the prompt sets that engines serve, by name; without any, there are no engines. `stages` times the
+    calls to the groups. `show` prints a line of progress.
     """
     if problem := missing_interface():
         raise ConfigError(problem)
@@ -77,7 +77,8 @@ def launch(
         cluster, rollout, config.num_trainer_ranks, on_gpus=on_gpus, num_engines=num_engines, guests=guests
     )
     show("starting Ray" if cluster.address is None else f"joining the Ray cluster at {cluster.address}")
-    several_threads = shares_cores(config)  # before Ray starts
+    # Before `ray_cluster` sets OMP_NUM_THREADS, which `shares_cores` would take for the user's choice.
+    several_threads = shares_cores(config)
     with (
         ray_output_to(Path(config.run.logs)),
         ray_cluster(cluster, placement.bundle) as nodes,
@@ -153,9 +154,8 @@ def _set_up_roles(
         set_ups = group.set_up(context, visible)
         of_role: Starts = {ready: [process] for ready, process in zip(set_ups, group.processes, strict=True)}
         if (takes_turns or devices) and role.guests.tp is not None:
-            processes.trainers.watch.get_started(
-                of_role
-            )  # these engines share the ranks' GPUs even if rollout engines do not
+            # These engines share the ranks' GPUs even if rollout engines do not.
+            processes.trainers.watch.get_started(of_role)
         starting |= of_role
     return starting
 
