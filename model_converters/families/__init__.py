@@ -17,15 +17,8 @@ from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.families.refusals import REFUSED
 
 FAMILIES: dict[str, Family] = {
-    "deepseek_v2": DEEPSEEK_V2,
-    "deepseek_v3": DEEPSEEK_V3,
-    "glm4_moe": GLM4_MOE,
-    "kimi_k2": KIMI_K2,
-    "llama": LLAMA,
-    "mixtral": MIXTRAL,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "qwen3_moe": QWEN3_MOE,
+    family.model_type: family
+    for family in (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, KIMI_K2, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
 }
 
 
