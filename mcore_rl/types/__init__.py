@@ -21,7 +21,6 @@ from mcore_rl.types.data import (
     TokenColumn,
     TrajectoryBuffers,
 )
-from mcore_rl.types.handles import BatchHandle, TokenRefs
 from mcore_rl.types.metrics import (
     Correlation,
     Deviation,
@@ -39,10 +38,12 @@ from mcore_rl.types.metrics import (
 )
 from mcore_rl.types.rollout import (
     NOT_SAMPLED,
+    BatchHandle,
     EpisodeOutcome,
     Groups,
     RolloutResult,
     RolloutTask,
+    TokenRefs,
     Trajectory,
     extra_of_turns,
 )
