@@ -117,6 +117,9 @@ class RankEngine(SteppedEngine):
         self.receiver.require_complete()
 
     @abstractmethod
+    def _empty_prefix_cache(self, recompute: bool) -> bool:
+        """Empty the prefix cache; with `recompute`, also if requests are running. Returns whether it is empty."""
+
     def _reset_prefix_cache(self, recompute: bool) -> None:
         """Prevent new requests from using KV cache of earlier weights.
 
@@ -125,6 +128,12 @@ class RankEngine(SteppedEngine):
 
         Raises: WeightSyncError if the engine does not reset its cache.
         """
+        if self._empty_prefix_cache(recompute):
+            return
+        if recompute or not self.num_running:
+            raise WeightSyncError("the engine did not reset its prefix cache, which belongs to the previous weights")
+        # Running requests keep their cache. New requests cannot hit it: their salt contains the new version.
+        self._resubmit_unstarted()
 
 
 if TYPE_CHECKING:

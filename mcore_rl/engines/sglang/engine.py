@@ -18,7 +18,7 @@ from mcore_rl.engines.sglang.settings import NewRequest, RankSettings
 from mcore_rl.engines.step_output import StepOutput
 from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.engines.stop_strings import Decode
-from mcore_rl.errors import ConfigError, WeightSyncError
+from mcore_rl.errors import ConfigError
 from mcore_rl.processes.child import kill_all
 from mcore_rl.weights.engine_config import engine_overrides
 
@@ -73,15 +73,10 @@ class SglangEngine(RankEngine):
     def shutdown(self) -> None:
         self._ranks.end()
 
-    def _reset_prefix_cache(self, recompute: bool) -> None:
+    def _empty_prefix_cache(self, recompute: bool) -> bool:
         while not self.num_running and not self._ranks.call("is_idle")[0]:
             self._ranks.call("step")  # finished and aborted requests leave in the next step
-        if all(self._ranks.call("reset_prefix_cache", recompute)):
-            return
-        if recompute or not self.num_running:
-            raise WeightSyncError("SGLang did not reset its prefix cache, which belongs to the previous weights")
-        # Running requests keep their cache. New requests cannot hit it: their salt contains the new version.
-        self._resubmit_unstarted()
+        return all(self._ranks.call("reset_prefix_cache", recompute))
 
     def _add(self, added: Mapping[str, ActiveRequest]) -> None:
         requests = [self._new(engine_id, entry) for engine_id, entry in added.items()]

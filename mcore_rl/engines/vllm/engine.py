@@ -21,7 +21,7 @@ from mcore_rl.engines.stepped_engine import ActiveRequest
 from mcore_rl.engines.stop_strings import Decode
 from mcore_rl.engines.vllm.arguments import engine_arguments, model_arguments, set_environment
 from mcore_rl.engines.vllm.ranks import EngineRanks, unlink_queues
-from mcore_rl.errors import ConfigError, WeightSyncError
+from mcore_rl.errors import ConfigError
 from mcore_rl.ports import Engine
 from mcore_rl.types import SamplingOptions
 
@@ -108,13 +108,8 @@ class VllmEngine(RankEngine):
         self._core.shutdown()
         cleanup_dist_env_and_memory()
 
-    def _reset_prefix_cache(self, recompute: bool) -> None:
-        if self._core.reset_prefix_cache(reset_running_requests=recompute):
-            return
-        if recompute or not self.num_running:
-            raise WeightSyncError("vLLM did not reset its prefix cache, which belongs to the previous weights")
-        # Running requests keep their cache. New requests cannot hit it: their salt contains the new version.
-        self._resubmit_unstarted()
+    def _empty_prefix_cache(self, recompute: bool) -> bool:
+        return bool(self._core.reset_prefix_cache(reset_running_requests=recompute))
 
     def _add(self, added: Mapping[str, ActiveRequest]) -> None:
         from vllm.v1.engine import EngineCoreRequest
