@@ -77,6 +77,7 @@ def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) ->
     stages = Stages(recorder.span)
     starting = launch(config, ranks, prepared.prompts, roles, stages, show=show)
     with groups_removed(), checking as check, starting as processes:
+        # Before the first step: a field of config.json that is read wrongly would make the whole run useless.
         check(processes.trainers)
         site = _Site(config, prepared, processes, recorder, stages, Path(config.run.dir), show)
         run = site.supervised() if prepared.targets is not None else site.reinforcement()
@@ -128,6 +129,7 @@ class _Site:
             phases = DevicePhases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
             self.stages.phases = phases
         publisher = SlicePublisher.connect(self.processes.trainers, engines, config)
+        # The fleet starts before the journal exists, so it receives the function later.
         engines.note = journal.note
         scheduler = self._scheduler(engines, publisher)
         staged, scorers = StagedPool(scheduler, self.stages), self._scorers()
@@ -159,6 +161,7 @@ class _Site:
             checkpoints=self._checkpoints(),
             remove_unfinished=self._remove_unfinished,
             stops=STOPS,
+            # State that checkpoints contain, so that a resumed run continues where it stopped.
             positions={"collector": collector, "sampler": sampler, **controllers},
             in_flight=in_flight,
             batch_of=self._batch_of(journal),

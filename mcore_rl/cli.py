@@ -62,6 +62,7 @@ class _Verb(argparse.ArgumentParser):
 
 
 def _exit_on_term(number: int, frame: FrameType | None) -> NoReturn:
+    # An exception runs the finally blocks, which the default action of TERM would not.
     raise SystemExit(128 + number)
 
 
@@ -147,8 +148,10 @@ def _keys(options: argparse.Namespace) -> int:
     keys = find_keys(options.word)
     try:
         print(json.dumps([asdict(entry) for entry in keys]) if options.json else "\n".join(e.shown() for e in keys))
+        # Inside the block, since a closed pipe is detected when the buffer is written.
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        # Python flushes stdout again when it exits, which would fail a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -3,6 +3,7 @@
 import errno
 import os
 
+# Full disk, quota, read-only file system, and a limit on the size of a file.
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 

@@ -111,6 +111,7 @@ def _sequences(directory: str, max_tokens: int) -> list[torch.Tensor]:
     with HFCheckpoint(directory) as source:
         arguments = source.family.model_arguments(source.config)
     length = min(_MAX_TOKENS, max_tokens, arguments.max_position_embeddings)
+    # The same tokens at every start, so that the result of a check can be reproduced.
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, arguments.vocab_size, (length,), generator=generator) for _ in range(_NUM_SEQUENCES)]
 

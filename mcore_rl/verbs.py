@@ -73,6 +73,7 @@ def _export_hint(run_dir: Path, export_hf: str | None, actor: ActorConfig) -> st
 
     if export_hf is not None:
         return export_hf
+    # Checkpoints contain adapters only, without the base model that a converted one needs.
     if uses_lora(actor):
         return "the same command with trainer.export_hf=DIR"
     newest = run_dir / "checkpoints" / f"step_{newest_step(run_dir)}"
@@ -235,6 +236,7 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
     files = missing_files(config.data, config.algorithm, config.model, config.judge, config.rollout)
     problems = cannot_run(config) + files
     if not force:
+        # The plan takes longest, so it is made only if nothing else is wrong.
         if not problems:
             _quiet_megatron()
             from mcore_rl.planner.plan import make_plan

@@ -82,6 +82,7 @@ class CorrectionConfig:
         """Lower and upper bound within which weights are unchanged."""
         if self.low is not None:
             return self.low, self.high
+        # The default bounds of a mask are symmetric in the logarithm of the weight.
         return (1 / self.high if self.kind == "mask" else 0.0), self.high
 
 

@@ -82,6 +82,7 @@ def find_keys(word: str = "") -> list[KeyEntry]:
 
 
 def _entry(leaf: Leaf) -> KeyEntry:
+    # A class has a short name; unions and generic types only have a readable str().
     name = getattr(leaf.type, "__name__", str(leaf.type)) if isinstance(leaf.type, type) else str(leaf.type)
     required = leaf.value == MISSING
     unit = leaf.domain.unit or next(

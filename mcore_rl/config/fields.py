@@ -89,6 +89,7 @@ def setting(
 ) -> T:
     """Create a dataclass field with a Domain."""
     domain = Domain(minimum, above, maximum, below, choices, function, path, unit, one_or_more)
+    # A dataclass needs a factory for these, or all configurations would share one object.
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata={DOMAIN: domain})
     return field(default=default, metadata={DOMAIN: domain})
@@ -109,6 +110,7 @@ class Leaf:
 
     @property
     def type(self) -> object:
+        # The modules of the schema keep annotations as text, so they are resolved here.
         hint: object = get_type_hints(type(self.section))[self.name]
         return hint
 
@@ -125,6 +127,7 @@ def leaves(section: DataclassInstance, prefix: str = "") -> Iterator[Leaf]:
             yield from leaves(value, f"{prefix}{each.name}.")
         else:
             yield Leaf(f"{prefix}{each.name}", section, each.name, each.metadata.get(DOMAIN, Domain()))
+            # The list is a key itself: it is set and shown as a whole. Its items have domains to check.
             if isinstance(value, list) and all(map(is_dataclass, value)):
                 for number, item in enumerate(value):
                     yield from leaves(item, f"{prefix}{each.name}[{number}].")
@@ -146,6 +149,7 @@ def make_paths_absolute(section: DataclassInstance) -> None:
     for leaf in leaves(section):
         if leaf.domain.function and isinstance(leaf.value, dict):
             setattr(leaf.section, leaf.name, {key: absolute_spec(value) for key, value in leaf.value.items()})
+        # rollout.tools may be a path or a function: only a function has a colon.
         elif leaf.domain.function and leaf.value and (names_function(leaf.value) or not leaf.domain.path):
             setattr(leaf.section, leaf.name, absolute_spec(leaf.value))
         elif leaf.domain.path and leaf.value:

@@ -71,6 +71,7 @@ def load_object(key: str, spec: str, instead: str = "") -> object:
     provide_user_files()
     module = _load_file(origin, Path(source)) if source.endswith(".py") else _load_named(origin, source)
     found: object = getattr(module, name, None)
+    # None cannot be told apart from a missing name, and no caller can use it.
     if found is None:
         raise ConfigError(f"{origin}: {source} has no function {name}")
     return found
@@ -98,6 +99,7 @@ def check_call(
     except ValueError:  # a builtin without a signature
         return
     try:
+        # Only names are checked: the values exist when the function is called.
         signature.bind(**dict.fromkeys(given), **options)
     except TypeError as error:
         raise ConfigError(f"{origin} cannot be called as {form}: {error}") from error
@@ -162,6 +164,7 @@ def _load_named(origin: str, name: str) -> ModuleType:
         hint = "" if "/" not in name else " (a file's name must end in .py)"
         raise ConfigError(f"{origin}: {name} does not import: {describe(error)}{hint}") from error
     file = getattr(module, "__file__", None)  # built-in C modules have no file
+    # The project's own modules need no check.
     if file is not None and file.endswith(".py") and not name.startswith("mcore_rl."):
         check_verl_names(origin, Path(file))
     return module
@@ -176,8 +179,10 @@ def describe(error: BaseException) -> str:
 def _load_alone(origin: str, path: Path) -> ModuleType:
     # The module name is the same in every process, so that objects of the file, such as exceptions, can be pickled.
     name = f"{_PREFIX}{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
+    # Another key has loaded the file.
     if name in sys.modules:
         return sys.modules[name]
+    # Spawned processes inherit the variable and find the file under the same name.
     os.environ[FILES_VARIABLE] = json.dumps({**_known_files(), name: str(path)})
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -228,6 +233,7 @@ def _check_siblings(origin: str, folder: Path, loaded: Iterable[str]) -> None:
     """Check verl names in the imported files of the same folder."""
     for name in sorted(loaded):
         file = getattr(sys.modules.get(name), "__file__", None)
+        # A virtual environment may be inside the folder; its packages are not the user's.
         if file and Path(file).suffix == ".py" and Path(file).is_relative_to(folder) and "site-packages" not in file:
             check_verl_names(origin, Path(file))
 

@@ -33,6 +33,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     path = expand_path("CONFIG", os.fspath(path))
     merged = OmegaConf.structured(Config)
     if not needs_data:
+        # OmegaConf rejects a mandatory value that is missing, and a plan reads no data.
         merged.data.train = []
     # The sources are merged one by one, so that an error names the file or override that caused it.
     for tree, source in [(_read_yaml(path), path), *((_parse_override(item), item) for item in overrides)]:
@@ -52,6 +53,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
 def as_yaml(config: Config) -> str:
     """Format the whole configuration as YAML; load_config reads back an equal one."""
     tree = OmegaConf.to_container(OmegaConf.structured(config))
+    # The order of the schema, since related keys are next to each other there.
     return yaml.dump(tree, Dumper=YamlDumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 

@@ -56,6 +56,7 @@ class ModelRole(KeyNames):
     def reference(cls, reference: ReferenceConfig, actor: ActorConfig, model: ModelConfig) -> ModelRole:
         """Return the frozen policy of algorithm.kl at reference.hf_path, in the actor's layout."""
         assert reference.hf_path is not None
+        # The reference is loaded even if the policy starts from random weights.
         own = replace(model, hf_path=reference.hf_path, random_init=False)
         return cls("actor", "reference.hf_path", section=actor, model=own)
 
@@ -88,6 +89,7 @@ class EngineRole(KeyNames):
     def judge(cls, judge: JudgeConfig, rollout: RolloutConfig, model: ModelConfig) -> EngineRole:
         """Return the judge on engines of the run. Its section has the values that judge shares with rollout."""
         assert judge.hf_path is not None
+        # Keys of the same name have the same meaning in both sections.
         shared = vars(judge).keys() & vars(RolloutConfig()).keys()
         section = RolloutConfig(**{name: getattr(judge, name) for name in shared})
         own = replace(

@@ -118,6 +118,7 @@ def _grouped(sizes: TransformerArguments, run: Execution) -> Iterator[SavedTenso
         norms = run.norm(head) / head * (q + copied) - 4 * (q + copied) / head + 4 * (heads + groups)
         yield SavedTensor("norms", norms)
     yield SavedTensor("attention", (q + kv) * b)
+    # Unfused rotary embeddings save cosines and sines, for queries and for keys.
     if not run.fused:
         yield SavedTensor("attention", 4 * head * b)
     yield from _core(q, heads, run)
@@ -182,6 +183,7 @@ def is_sparse(sizes: TransformerArguments, layer: int) -> bool:
     if not sizes.get("num_moe_experts"):
         return False
     frequency = sizes.get("moe_layer_freq", 1)
+    # Megatron reads an integer as: every N-th layer has experts, starting with the first.
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % int(frequency) == 0
 
 
@@ -230,6 +232,7 @@ def chunk_activations(
         groups = -(-len(tables) // interval)
         saved["layer inputs"] = groups * hidden * run.element_bytes / run.scatter
         widths = [sum(line.bytes_per_token for line in table) for table in tables]
+        # All tensors of the layers between two saved states exist while they are recomputed.
         recomputed = max((sum(widths[i : i + interval]) for i in range(len(widths))), default=0.0)
     else:
         for table in tables:

@@ -67,6 +67,7 @@ def num_microbatches(responses: int, row_tokens: int, layout: TrainLayout, lengt
 
     The interleaved schedule needs a multiple of the number of pipeline stages.
     """
+    # Sequences are never split. validate() ensures that a row holds at least one.
     per_row = max(int(row_tokens // length), 1)
     count = max(ceil(responses / layout.dp / per_row), 1)
     return count if layout.vpp is None else ceil(count / layout.pp) * layout.pp

@@ -19,6 +19,7 @@ def candidate_layouts(job: Job) -> Iterator[TrainLayout]:
     """Yield all layouts that divide the ranks and the model."""
     sizes, world, node = job.spec.arguments.transformer, job.spec.layout.world_size, job.config.cluster.gpus_per_node
     experts = sizes.get("num_moe_experts") or 1
+    # Tensor parallelism stays within a node, whose links are faster than the network.
     tensor = [tp for tp in _divisors(node) if sizes["num_attention_heads"] % tp == 0]
     pipelines = [pp for pp in _divisors(world) if pp <= sizes["num_layers"]]
     for tp in tensor:

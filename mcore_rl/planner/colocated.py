@@ -137,6 +137,7 @@ def colocated_ranks(config: Config, *, cuda: bool) -> ColocatedRanks:
     staging = 0
     if not is_supervised(config.algorithm):
         staging = staging_bytes(config.weights, config.cluster, config.num_trainer_ranks, cuda=cuda)
+    # Computed on CPU as well, for the errors, but there every process has its own memory.
     everywhere = ColocatedModels(None, None, judge if cuda else None, reference, config.reference.offload, staging)
     return ColocatedRanks(critic, model, everywhere) if cuda else ColocatedRanks(everywhere=everywhere)
 

@@ -135,6 +135,7 @@ def balanced(times: StepTimes, layout: TrainLayout) -> GpuSplit:
     rollout = times.config.rollout
     current = GpuSplit(layout.world_size, rollout.num_engines, rollout.nodes)
     others = splits(times.config.cluster, rollout, times.batch.responses_per_update, layout)
+    # min returns the first of equal splits, so an equally fast one does not replace the current split.
     return min([current, *others], key=lambda split: slower_seconds(times, split))
 
 

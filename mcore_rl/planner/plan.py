@@ -149,6 +149,7 @@ class Job:
         Raises: ConfigError for a run that cannot work on any machine.
         """
         validate(config, run_here=False)
+        # A plan with device=auto is for GPUs, even if this machine has none.
         cuda = config.cluster.device != "cpu"
         # Copied because resolve_dtype must not change the caller's configuration.
         config = replace(config, model=replace(config.model))
@@ -159,6 +160,7 @@ class Job:
         implementation = spec.implementation(role, config.cluster.gpus_per_node, planned_machine(cuda=cuda))
         longest, dtype = longest_sequence(config.rollout), DTYPES[config.model.dtype]
         run = execution_of(role, spec, implementation, config.plan, longest=longest, cuda=cuda)
+        # The search for layouts starts from the resolved modules of recomputation.
         config = replace(config, actor=run.section)
         rows = bound_rows(spec.hf_config, dtype)
         adapters = bound_adapters(config.actor.lora, spec.hf_config, dtype) if uses_lora(config.actor) else []

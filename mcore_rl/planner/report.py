@@ -33,6 +33,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     }
     for kind, messages in kinds.items():
         for message in messages:
+            # Without highlight, rich does not colour the numbers in a message.
             console.print(f"{kind}: {_plain(message)}", highlight=False)
     conclusion = "[yellow]fits, cannot run yet[/]" if plan.cannot_run else "[green]fits[/]"
     console.print(conclusion if plan.fits else "[red]does not fit[/]")
@@ -47,6 +48,7 @@ def print_suggestions(found: Suggestions, console: Console) -> None:
             f"{_gib(suggestion.peak_bytes)} ({checked})",
             highlight=False,
         )
+        # One line that can be copied to a command line.
         console.print(f"   {_plain(' '.join(suggestion.overrides))}", highlight=False, soft_wrap=True)
         console.print(f"   gives up: {_plain('; '.join(suggestion.gives_up) or 'nothing')}", highlight=False)
     console.print(found.problem or f"{found.tried} layouts divide the ranks and the model", highlight=False)
@@ -173,6 +175,7 @@ def _by_stage(title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]
     table = Table(title=title)
     for column in ("stage", *columns):
         table.add_column(column, justify="right", no_wrap=True)
+    # groupby joins neighbours only, so each line is a range of stages.
     for values, equal in groupby(enumerate(rows), key=lambda line: line[1]):
         stages = [stage for stage, _ in equal]
         table.add_row(f"{stages[0]}-{stages[-1]}" if len(stages) > 1 else str(stages[0]), *values)

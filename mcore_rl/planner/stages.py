@@ -43,6 +43,7 @@ def stage_parameters(
             [
                 StageParameter(
                     parameter.numel(),
+                    # Megatron marks parameters of experts with allreduce=False (0.16.1).
                     not getattr(parameter, "allreduce", True),
                     bool(getattr(parameter, "shared_embedding", False)),
                     trained=parameter.requires_grad,

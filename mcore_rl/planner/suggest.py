@@ -47,12 +47,14 @@ THIN_UNITS = 256
 """Units of an expert or MLP on one rank with which its matrix products reach half of the rate of wide ones."""
 HOST_BYTES_PER_SECOND = 25e9
 """One GPU's share of the bandwidth of PCIe and host memory."""
+# In the order of cost: each moves more than the one before.
 OFFLOADS = (
     OffloadConfig(),
     OffloadConfig(optimizer=True),
     OffloadConfig(optimizer=True, grads=True),
     OffloadConfig(optimizer=True, grads=True, params=True),
 )
+# The optimizer state is in host memory all the time, so it is not offloaded.
 WITH_HOST_OPTIMIZER = (OffloadConfig(), OffloadConfig(grads=True), OffloadConfig(grads=True, params=True))
 SELECTIVE_COST, MLP_COST, FULL_COST = 0.05, 0.2, 1 / 3
 """Additional FLOP of an update: cheap modules recomputed, dense MLPs recomputed, everything recomputed."""
@@ -128,11 +130,13 @@ class _Search:
         The list is empty if the optimizer should be on the host and cannot be.
         """
         actor, job = self.job.config.actor, self.job
+        # On CPU all state is in host memory anyway, and only a distributed optimizer can be moved (validation.py).
         if host_optimizer and not (job.run.cuda and actor.distributed_optimizer):
             return []
         by_model = replace(actor, recompute_modules=[])
         modules = recomputed_modules(by_model, job.spec.arguments, job.implementation)
         optimizer = replace(actor.optimizer, cpu_offload=host_optimizer)
+        # Offloading makes room for an engine on the same GPU.
         offloads = (WITH_HOST_OPTIMIZER if host_optimizer else OFFLOADS) if job.shared else OFFLOADS[:1]
         return [
             replace(chosen, offload=offload, optimizer=optimizer)
@@ -157,6 +161,7 @@ class _Search:
         phases_by_stage = []
         for stage in _telling_stages(layout):
             key = actor.recompute, stage
+            # Activations do not depend on offloading, so variants that differ in it share them.
             if key not in cache:
                 cache[key] = stage_activations(
                     arguments,
@@ -172,6 +177,7 @@ class _Search:
 
 def _telling_stages(layout: TrainLayout) -> list[int]:
     """Return the stages that can be the fullest: the first, the second and the last."""
+    # Middle stages have no more layers than the second one and fewer micro-batches in flight.
     return sorted({0, min(1, layout.pp - 1), layout.pp - 1})
 
 
@@ -201,6 +207,7 @@ def suggest_layouts(config: Config, *, limit: int = 5) -> Suggestions:
     for index, (suggestion, chosen) in enumerate(fitting[:limit]):
         plan = make_plan(replace(search.job.config, actor=chosen))
         if plan.fits:
+            # The estimate lacks the padding of buffers.
             best = replace(suggestion, exact=True, peak_bytes=plan.fullest.phases.peak_bytes)
             found = [best, *(suggestion for suggestion, _ in fitting[index + 1 : index + limit])]
             if num_engines != config.rollout.num_engines:

@@ -63,6 +63,7 @@ def weight_sync(
     with conversion_errors(f"rollout.tp={rollout.tp}, weights.bucket_mib: "):
         totals = count_totals(placement, ShardMap(rows, engine), locations, bucket_bytes)
     bandwidth = network_gib_per_second
+    # The busiest rank in one direction determines the time: links send and receive at once.
     busiest = max(int(totals.sent_across.max()), int(totals.received_across.max()))
     kind = transport(weights, cluster, cuda=cuda)
     on_host = not cuda or kind == "shared_memory"

@@ -58,7 +58,9 @@ class StepTimes:
         """Compute the time of each phase of a step in which the phases follow each other."""
         plan, rollout, batch = self.config.plan, self.config.rollout, self.batch
         sequences = ceil(batch.responses / num_engines)
+        # At least 1: a cache without room for one sequence is an error of the plan (verdict.py).
         running = max(min(sequences, rollout.max_concurrent_requests, int(self._cache_sequences)), 1)
+        # However few sequences run, the longest response takes one step per token.
         steps = max(sequences * batch.mean_response / running, rollout.max_response_tokens)
         rate = None if plan.peak_tflops is None else num_ranks * plan.peak_tflops * 1e12
         return StepSeconds(
@@ -79,6 +81,7 @@ class StepTimes:
         """
         batch, swap = self.batch, self.config.rollout.swap
         if swap == FINISH:
+            # The number of trainer ranks does not affect generation.
             return self.synchronous(1, num_engines).generate
         running = self.running_requests(num_engines)
         recomputed = running * (batch.mean_prompt + batch.mean_response / 2) if swap == RECOMPUTE else 0.0
@@ -95,6 +98,7 @@ class StepTimes:
             return None
         prompts = self.flops.generate / batch.tokens * (batch.responses * batch.mean_prompt + recomputed)
         prefill = prompts / (num_engines * self.config.rollout.tp * plan.peak_tflops * 1e12 * plan.mfu_prefill)
+        # On average, half of a response is in the cache.
         cache = running * (batch.mean_prompt + batch.mean_response / 2) * engine.kv_bytes_per_token
         return prefill + steps * (engine.weights_bytes + cache) / (plan.memory_bandwidth_gib_per_second * GIB)
 

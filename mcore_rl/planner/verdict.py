@@ -81,6 +81,7 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
     if phase in ("critic", "score"):
         section: ActorConfig
         role, section = ("critic", config.critic) if phase == "critic" else ("reward_model", config.reward_model)
+        # A reward model has no backward pass, so recomputation saves nothing.
         steps = away if phase == "score" or section.recompute == "full" else ["critic.recompute=full", *away]
         steps.append(f"a higher {role}.parallel.ep, pp or tp")
     elif phase in ("generate", "sync"):
@@ -90,6 +91,7 @@ def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> 
         steps = [] if config.actor.recompute == "full" else ["actor.recompute=full"]
         if config.actor.tokens_per_microbatch > longest:
             steps.append(f"actor.tokens_per_microbatch={longest}")
+        # An update has all state on the device, so offloading does not help it.
         if phase == "logp":
             steps += away
         steps.append("a higher " + ("actor.parallel.ep, pp or tp" if layout.ep > 1 else "actor.parallel.pp or tp"))

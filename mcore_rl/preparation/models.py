@@ -86,6 +86,7 @@ def reward_model_layout(
     remedy = f"; set {key} to a sequence classification checkpoint with one label"
     with conversion_errors(f"{key}={role.model.hf_path}: ", remedy), HFCheckpoint(role.model.hf_path) as checkpoint:
         rows, dropped = resolve_value_head(checkpoint, required=True)
+        # Only names and shapes are compared, so the dtype does not matter.
         bound = bind(rows, value_model_config(checkpoint.config), torch.float32)
         check_complete(bound, checkpoint.shapes, dropped=dropped)
         checkpoint.unlisted.check_copies()

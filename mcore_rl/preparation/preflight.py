@@ -42,9 +42,11 @@ def check_run(config: Config) -> None:
     for problem in (*cannot_run(config), missing_engine(config.algorithm, config.rollout, config.judge)):
         if problem is not None:
             raise ConfigError(problem)
+    # Only for the error: the key is read again when the server is called.
     server_key(config.judge)
     _check_cluster(config.cluster)
     _check_device(config.cluster)
+    # Only for its errors: the run computes the placement again.
     place(
         config.cluster,
         config.rollout,

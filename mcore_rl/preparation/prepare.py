@@ -181,6 +181,7 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> _Loaded
         reports.append(report)
         sources = loaded[key].data_sources
         check_data_sources(reward, key, report.path, sources)
+        # Only now: a run whose graders execute no code needs no sandbox.
         if runs_code(reward, sources):
             check_sandbox(config.sandbox)
     prompts = {"train": loaded.pop("data.train")}

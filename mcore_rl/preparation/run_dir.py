@@ -47,6 +47,7 @@ class Holder:
     """Kernel instance; equal for all containers of a host, different after a restart."""
     job: str | None = None
     """SLURM job, if any."""
+    # Tells apart processes with equal pids in two containers of a host.
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
@@ -114,6 +115,7 @@ class RunLock:
         """Release the lock and erase the record; the file stays, since removing a lock file is a race."""
         self._released.set()
         if self._descriptor is not None:
+            # The directory may be gone or its file server unreachable; the record then becomes stale by itself.
             with contextlib.suppress(OSError):
                 if self._is_ours(self._descriptor):
                     os.ftruncate(self._descriptor, 0)
@@ -263,6 +265,7 @@ def _boot_id() -> str:
 def open_run_dir(run: RunConfig) -> Path:
     """Return the run directory. If it is missing, create it for this user alone; otherwise keep its mode."""
     directory = Path(run.dir)
+    # Records contain prompts and responses, which other users must not read.
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
 

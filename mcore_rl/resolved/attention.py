@@ -55,6 +55,7 @@ def _flash(installed: Installed, heads: HeadDims) -> str:
         return _capability("8.0", installed)
     if installed.flash_attention is None:
         return f"flash-attn is not installed (versions {dotted(first)} to {dotted(last)})"
+    # A release after the last one, such as 2.8.3.post1, is not supported either.
     if not (first, False) <= _release(installed.flash_attention) <= (last, False):
         return f"flash-attn {installed.flash_attention} is not in {dotted(first)} to {dotted(last)}"
     if heads.keys != heads.values:
@@ -83,11 +84,13 @@ def _fused(installed: Installed, heads: HeadDims) -> str:
     capability = installed.capability or (9, 0)
     if not (9, 0) <= capability < (12, 0):
         return _capability("9.0 to 11", installed)
+    # The version of a cuDNN that is not from a Python package is unknown.
     if installed.cudnn is not None and release(installed.cudnn)[:2] < CUDNN_FOR_ROWS:
         return f"cuDNN {dotted(CUDNN_FOR_ROWS)} or newer is needed, but {installed.cudnn} is installed"
     if heads.keys % 8 or heads.values % 8:
         return "it supports head sizes that are multiples of 8"
     largest = 256 if capability < (10, 0) else 128
+    # The head sizes of DeepSeek-V3, 192 and 128, are supported although they exceed the limit.
     if max(heads.keys, heads.values) > largest and (heads.keys, heads.values) != (192, 128):
         return f"it supports head sizes up to {largest} on compute capability {dotted(capability)}"
     return ""

@@ -46,6 +46,7 @@ class Recipe:
         if installed.cuda_version is not None and installed.cuda_version < self.cuda:
             return f"needs a torch for CUDA {dotted(self.cuda)} or newer, not {dotted(installed.cuda_version)}"
         found, before = installed.capability, self.below
+        # The capability is unknown in a plan, which assumes that the GPUs support the recipe.
         if found is None or (found >= self.capability and (before is None or found < before)):
             return ""
         until = f", before {dotted(before)}" if before else ""
@@ -148,6 +149,7 @@ class Implementation:
             "gradient_accumulation_fusion": self.gradient_accumulation.value == "fused",
             "moe_grouped_gemm": self.grouped_gemm,
             "moe_permute_fusion": self.permute.value == "fused",
+            # flex is Megatron's dispatcher that calls DeepEP.
             "moe_token_dispatcher_type": "flex" if deep_ep else self.dispatcher.value,
         }
         if deep_ep:
@@ -227,6 +229,7 @@ def _layers(installed: Installed, request: BuildRequest) -> Component:
 
 def _attention(installed: Installed, engine: bool, request: BuildRequest) -> Component:
     if engine:
+        # TransformerEngine's layers exist on GPUs only, where the dtype auto is bfloat16.
         backend = pick(installed, resolved_dtype(request.dtype, cuda=True), request.heads, request.names.checkpoint)
         return Component(backend.name, f"TransformerEngine's first choice for packed rows; it needs {backend.needs}")
     if installed.cuda and request.cp > 1:
@@ -263,6 +266,7 @@ def _dispatcher(installed: Installed, request: BuildRequest) -> Component:
     if request.dispatcher != "auto":
         _check_dispatcher(installed, request)
         return Component(request.dispatcher, f"{request.names.key('moe.dispatcher')}={request.dispatcher}")
+    # The ranks that hold all experts once are consecutive, and consecutive ranks fill a node.
     if request.gpus_per_node is None or request.expert_ranks <= request.gpus_per_node:
         return Component("alltoall", "all experts are on one node")
     if not installed.cuda:

@@ -173,6 +173,7 @@ def _check_stages(parallel: ParallelConfig, num_layers: int, names: KeyNames) ->
             )
     stages = parallel.pp - len(fixed)
     rest = num_layers - sum(fixed.values())
+    # With two stages, both may have a fixed number of layers, so that none may be left.
     fits = rest == 0 if stages == 0 else rest > 0 and rest % (stages * chunks) == 0
     if not fits:
         raise ConfigError(

@@ -20,9 +20,11 @@ def expand_path(key: str, path: str) -> str:
     if "\0" in path:
         raise ConfigError(f"{key}: {path!r} has a NUL character, which no path may have; remove it")
     text = os.path.expanduser(path)
+    # expanduser leaves the name of an unknown user unchanged.
     if text.startswith("~"):
         user = text.partition("/")[0]
         raise ConfigError(f"{key}={path}: there is no home directory of {user}; write ./{path} for a name with ~")
+    # A file may have $ in its name. lexists also finds a dangling link.
     if _VARIABLE.search(text) and not os.path.lexists(text):
         text = _VARIABLE.sub(lambda match: _value(key, path, match[1] or match[2]), text)
     check_utf8(key, text)
@@ -43,6 +45,7 @@ def check_utf8(key: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
+        # Python decodes other bytes of an argument to lone surrogates (PEP 383), which no file can hold.
         shown = re.sub("[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", text)
         shown = shown.encode(errors="backslashreplace").decode()
         raise ConfigError(f"{key}: {shown} is not UTF-8; write it in UTF-8 (rename a file or directory)") from None

@@ -93,6 +93,7 @@ class _Key:
         types: list[object] = [hint, *get_args(hint)]
         if isinstance(value, NoneWord):
             return self._none_word(value, types)
+        # `key=` on a command line resets a key that may be null. A path is never empty.
         if value == "" and (type(None) in types or self.domain.path):
             if type(None) not in types:
                 raise ConfigError(f"{self.key} is empty; set it to a path")
@@ -106,6 +107,7 @@ class _Key:
         if isinstance(value, list):
             item = get_args(listed)[0] if listed is not None else Any
             return [self._inside(f"{self.key}[{place}]", each, item) for place, each in enumerate(value)]
+        # OmegaConf would store another text than the written one: 1.10 as 1.1, and no as False.
         if isinstance(value, bool | float) and not self.domain.choices and _is_text(hint):
             raise ConfigError(f"{self.key}: YAML reads the value as {value}; put quotes around the text")
         if isinstance(value, dict):
@@ -133,6 +135,7 @@ class _Key:
     def _none_word(self, word: NoneWord, types: list[object]) -> str | None:
         if type(None) in types or Any in types:
             return None
+        # `none` is a choice of some keys, such as actor.fp8. For other texts it is ambiguous.
         if (str in types and not self.domain.choices) or any(get_origin(each) is list for each in types):
             raise ConfigError(f"""{self.key}={word}: the key cannot be null; write '"{word}"' if the text is meant""")
         return str(word)

@@ -25,6 +25,7 @@ class Changed(NamedTuple):
 
 def changed(section: str, given: DataclassInstance, default: DataclassInstance | None = None) -> Iterator[Changed]:
     """Yield every key that is not at its default in `given`, the dataclass at `section`, and its subsections."""
+    # Defaults of subsections come from their parent: CriticConfig overrides those of its optimizer.
     default = type(given)() if default is None else default
     for field in fields(given):
         key, value, only = f"{section}.{field.name}", getattr(given, field.name), getattr(default, field.name)

@@ -32,6 +32,7 @@ def sglang_python() -> Path:
 
 def sglang_version() -> str | None:
     """Return the version of SGLang in its environment, found without importing it; None if there is none."""
+    # SGLang has an environment of its own, with another Python version or other packages.
     for packages in sglang_python().parents[1].glob("lib/python3*/site-packages"):
         for distribution in importlib.metadata.distributions(name="sglang", path=[str(packages)]):
             return distribution.version
@@ -81,6 +82,7 @@ def cannot_run(config: Config) -> list[str]:
     cuda, slices = config.cluster.device == "cuda", config.rollout.expert_parallel
     problems = []
     for key in _sglang_keys(config.algorithm, config.rollout, config.judge):
+        # Section judge has no key expert_parallel.
         limits = {"cluster.device=cuda": cuda, "rollout.expert_parallel=true": slices and key == "rollout.engine"}
         problems += [
             f"{key}=sglang runs on CPUs, with slices of experts: {needs} needs {key}=vllm"

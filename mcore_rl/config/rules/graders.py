@@ -14,6 +14,7 @@ def check_graders(reward: RewardConfig, rollout: RolloutConfig) -> None:
     """Raise ConfigError for a key without effect and for contradictory keys."""
     if all(entry.function != BY_DATA_SOURCE for entry in reward.entries):
         reject_unless_default("reward", reward, f"set reward.function={BY_DATA_SOURCE}", ["functions"])
+    # reward.weighted replaces these keys, so there is no setting with which they have an effect.
     if reward.weighted:
         for key, value, default in changed("reward", reward):
             if key == "reward.function" or key.startswith("reward.kwargs"):
@@ -45,6 +46,7 @@ def _check_whole_steps(rollout: RolloutConfig) -> None:
 def _check_kwargs(reward: RewardConfig) -> None:
     """Reject arguments of built-in graders, which take none."""
     for number, entry in enumerate(reward.entries):
+        # With by_data_source, the arguments go to the functions in reward.functions.
         given = reward.functions.values() if entry.function == BY_DATA_SOURCE else [entry.function]
         if entry.kwargs and not any(map(names_function, given)):
             key = f"reward.weighted[{number}].kwargs" if reward.weighted else "reward.kwargs"

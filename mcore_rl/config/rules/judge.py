@@ -103,8 +103,10 @@ def _check_server(judge: JudgeConfig, url: str) -> None:
             "tokenizer is judge.tokenizer_path)"
         )
     address = urlsplit(url)
+    # urlsplit accepts any text; without a scheme, the host is part of the path.
     if address.scheme not in ("http", "https") or not address.hostname:
         raise ConfigError(f"judge.url={url} is not the address of a server; write it as http://host:8000/v1")
+    # The server has its own engines.
     reject_unless_default("judge", judge, "set judge.hf_path instead of judge.url", ENGINE_KEYS)
     if judge.tokenizer_path is None:  # without a tokenizer, prompt tokens are not counted
         reject_unless_default("judge", judge, "set judge.tokenizer_path", ("max_prompt_tokens",))
@@ -118,6 +120,7 @@ def server_key(judge: JudgeConfig) -> str | None:
     variable = judge.api_key_variable
     if variable is None:
         return None
+    # An empty variable counts as unset.
     if key := os.environ.get(variable):
         return key
     raise ConfigError(f"judge.api_key_variable={variable}: there is no such environment variable; export it")

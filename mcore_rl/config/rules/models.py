@@ -51,6 +51,7 @@ def check_lora(config: Config) -> None:
             "without its adapters and has no weights of its own; leave it at True, or set reference.hf_path"
         )
     for key, reason in UNSUPPORTED.items():
+        # All these keys are 0, false or none by default.
         value = attrgetter(key)(config)
         if value and value != "none":
             raise ConfigError(f"{key}={value} is not supported with actor.lora.rank={lora.rank}: {reason}")

@@ -50,6 +50,7 @@ def concurrent_episodes(rollout: RolloutConfig) -> int:
     decodes."""
     if not has_turns(rollout):
         return rollout.max_concurrent_requests
+    # More episodes than decoded requests, since some of them wait for tools.
     return rollout.max_concurrent_episodes or EPISODES_PER_REQUEST * rollout.max_concurrent_requests
 
 
@@ -112,6 +113,7 @@ def untrainable(*, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1
 
 def stop_fault(stops: object) -> str | None:
     """Return the reason why `stops` is not a valid list of stop strings; None if it is valid."""
+    # Also called for options of single rows (data/sources/row_options.py), whose types no schema checks.
     if not isinstance(stops, list | tuple) or not all(isinstance(each, str) for each in stops):
         return "must be a text or a list of texts"
     if len(stops) > MAX_STOPS:

@@ -34,6 +34,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     Raises: ConfigError for the first setting that cannot work.
     """
     policy = ModelRole.policy(config.actor, config.model)
+    # Single values first, since the other checks compute with them.
     check_domains(config)
     _check_batches(config.trainer, config.rollout, dynamic_sampling=config.algorithm.dynamic_sampling.enable)
     _check_lengths(config.rollout, config.reward)
@@ -95,6 +96,7 @@ def read_hf_config(model: ModelConfig, key: str = POLICY.checkpoint) -> dict[str
         raise ConfigError(f"{key}={model.hf_path}: no config.json there; set it to an HF model directory")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    # RecursionError: too many nested brackets.
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error}") from None
     if not isinstance(content, dict):
@@ -220,6 +222,7 @@ def _check_run_dir(run: RunConfig) -> None:
     path = Path(run.dir)
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.dir={path} exists and is not a directory")
+    # The run creates missing parents, so the nearest existing directory must be writable.
     parent = path
     while not parent.exists():
         parent = parent.parent
@@ -236,6 +239,7 @@ def check_engine_sizes(role: EngineRole, hf: dict[str, Any]) -> None:
     groups = hf.get("num_key_value_heads") or heads
     if heads and heads % tp:
         raise ConfigError(f"{role.key('tp')}={tp} must divide the model's {heads} attention heads")
+    # With more ranks than key-value heads, engines replicate the heads.
     if groups and groups % tp and tp % groups:
         raise ConfigError(
             f"{role.key('tp')}={tp} must divide the model's {groups} key-value heads, or be a multiple of them"

@@ -20,6 +20,7 @@ class _Use(NamedTuple):
 
     @property
     def missing(self) -> bool:
+        # Every module has names such as __file__.
         if f"{self.module}.{self.name}" in MODULES or self.name.startswith("__"):
             return False
         return self.name not in MODULES.get(self.module, {})
@@ -36,6 +37,7 @@ def check_verl_names(origin: str, path: Path) -> None:
         return
     try:
         tree = ast.parse(path.read_bytes(), str(path))
+    # ValueError: NUL bytes; RecursionError: nested too deeply.
     except (OSError, SyntaxError, ValueError, RecursionError):
         return  # the import reports the error
     missing = next((use for use in sorted(_uses(tree)) if use.missing), None)
@@ -66,6 +68,7 @@ def _used_by_from(node: ast.ImportFrom, modules: dict[str, str]) -> Iterator[_Us
     for alias in node.names:
         if f"{source}.{alias.name}" in MODULES:
             modules[alias.asname or alias.name] = f"{source}.{alias.name}"
+        # A star import takes the names that the module has, so none can be missing.
         elif alias.name != "*" or source not in MODULES:
             yield _Use(node.lineno, source, alias.name)
 
@@ -77,6 +80,7 @@ def _used_by_import(node: ast.Import, modules: dict[str, str]) -> Iterator[_Use]
         source, _, name = alias.name.rpartition(".")
         if source:
             yield _Use(node.lineno, source, name)
+        # `import verl.utils` binds the name verl.
         modules |= {alias.asname: alias.name} if alias.asname else {"verl": "verl"}
 
 

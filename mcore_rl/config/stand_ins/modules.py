@@ -88,6 +88,7 @@ class _StandIns(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if fullname not in MODULES or not self._is_ours():
             return None
+        # `import a.b` requires that `a` is a package.
         is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
         return ModuleSpec(fullname, self, origin=f"mcore-rl ({__name__})", is_package=is_package)
 
@@ -95,6 +96,7 @@ class _StandIns(MetaPathFinder, Loader):
         for name, place in MODULES[module.__name__].items():
             source, _, attribute = place.partition(":")
             setattr(module, name, getattr(importlib.import_module(source), attribute))
+        # Python calls this function for names that the module lacks (PEP 562).
         module.__dict__["__getattr__"] = partial(_missing, module.__name__)
 
     def _is_ours(self) -> bool:
