@@ -206,6 +206,7 @@ class _Site:
 
         def supply() -> None:
             staged.publish(publisher.version)
+            # Entering the stage switches a shared device back to generation.
             with self.stages.stage(phase=Phase.GENERATE):
                 pass
 
@@ -264,6 +265,7 @@ class _Site:
                 [self.processes.trainers.store(buffers)],
                 [scalars],
                 [np.arange(len(rows))],
+                # The supervised loss uses no advantages.
                 advantages=np.zeros(len(rows), np.float32),
                 weights_of=weights_of,
                 schedule=schedule,

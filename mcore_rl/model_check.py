@@ -98,6 +98,7 @@ def _expected(directory: str, max_tokens: int, copies: int) -> tuple[TrajectoryB
         logits = transformers_logits(directory, sequences)
     except CheckpointError as error:
         raise ConfigError(f"model.hf_path: {error}; {KEY}=never skips this comparison") from error
+    # The logits at a position predict the next token.
     logp = [
         part[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
         for part, tokens in zip(logits, sequences, strict=True)
@@ -124,6 +125,7 @@ def _batch(
         [ranks.store(buffers)],
         [scalars],
         [np.arange(count)],
+        # Nothing is trained: the ranks only compare log-probabilities.
         advantages=np.zeros(count, np.float32),
         weights_of=lambda trained_tokens: np.zeros(len(trained_tokens), np.float32),
         schedule=schedule,

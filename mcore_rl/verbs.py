@@ -97,6 +97,7 @@ def _locked(
     check_run(config)
     if exports:
         check_exports(config.trainer)
+    # Imports follow the checks that do not need them, so that errors are reported at once.
     from mcore_rl.runtime.isolation.choice import isolate
     from mcore_rl.runtime.stops import STOPS
 

@@ -102,6 +102,7 @@ def _entry(leaf: Leaf) -> KeyEntry:
 
 def _text(section: type, name: str) -> str:
     """Return the string below a field, in the class or in a base class."""
+    # Without object, which has no source.
     return next((texts[name] for texts in map(_texts, section.__mro__[:-1]) if name in texts), "")
 
 

@@ -69,6 +69,7 @@ def load_object(key: str, spec: str, instead: str = "") -> object:
         raise ConfigError(f"{key}={spec} must be {instead + ' or ' if instead else ''}{FORM}")
     origin = f"{key}={spec}"
     provide_user_files()
+    # The finders are registered by now, since the file may import verl or files of a parent process.
     module = _load_file(origin, Path(source)) if source.endswith(".py") else _load_named(origin, source)
     found: object = getattr(module, name, None)
     # None cannot be told apart from a missing name, and no caller can use it.

@@ -52,6 +52,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
 
 def as_yaml(config: Config) -> str:
     """Format the whole configuration as YAML; load_config reads back an equal one."""
+    # Plain values, without the types of OmegaConf, which the dumper does not know.
     tree = OmegaConf.to_container(OmegaConf.structured(config))
     # The order of the schema, since related keys are next to each other there.
     return yaml.dump(tree, Dumper=YamlDumper, default_flow_style=False, allow_unicode=True, sort_keys=False)

@@ -63,6 +63,7 @@ class ModelRole(KeyNames):
     @classmethod
     def judge(cls, engines: EngineRole) -> ModelRole:
         """Return the judge's weights, as its engines load them: without multi-token prediction."""
+        # No key of a trained model applies to the judge, so its section has the defaults.
         return cls(engines.prefix, engines.checkpoint, section=ActorConfig(), model=engines.model)
 
     @classmethod

@@ -31,6 +31,7 @@ def replace_config(config: Config, directory: Path) -> list[str]:
     before = path.read_text(encoding="utf-8") if path.exists() else new
     if before != new:
         _keep(path, before)
+    # After the old file is kept, so that a start that ends here loses nothing.
     write_resolved(config, path)
     return [f"{key}: {old} -> {now}" for key, old, now in _changed(before, new) if not key.startswith(NOT_OF_THE_RUN)]
 

@@ -52,6 +52,7 @@ def batch_arithmetic(
     prompt, response = rollout.max_prompt_tokens * fraction, rollout.max_response_tokens * fraction
     return BatchArithmetic(
         responses=responses,
+        # Every epoch repeats all updates of the step.
         updates=trainer.prompts_per_step // trainer.prompts_per_update * trainer.update_epochs,
         responses_per_update=per_update,
         responses_per_rank=per_update / layout.dp,

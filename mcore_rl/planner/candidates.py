@@ -28,6 +28,7 @@ def candidate_layouts(job: Job) -> Iterator[TrainLayout]:
                 if world % (tp * pp * cp) or (cp > 1 and job.config.actor.tokens_per_microbatch < SHORTEST_PART * cp):
                     continue
                 for ep in _divisors(experts):
+                    # A model without experts has no expert layout of its own.
                     for etp in sorted({1, tp}) if experts > 1 else [tp]:
                         if world % (pp * ep * etp) == 0:
                             yield from _with_stages(job, TrainLayout(world, tp, pp, ep, etp, cp))

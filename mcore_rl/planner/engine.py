@@ -90,6 +90,7 @@ def kv_bytes_per_token(sizes: TransformerArguments, tp: int, element_bytes: int)
     if sizes.get("multi_latent_attention"):
         width = sizes["kv_lora_rank"] + sizes["qk_pos_emb_head_dim"]
     else:
+        # With more ranks than heads, every rank holds one head.
         width = 2 * max(sizes["num_query_groups"] // tp, 1) * sizes["kv_channels"]
     return int(sizes["num_layers"] * width * element_bytes)
 

@@ -35,6 +35,7 @@ def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float
     hidden = arguments.transformer["hidden_size"]
     vocabulary = arguments.vocab_size * hidden
     tables = vocabulary if arguments.tied_embeddings else 2 * vocabulary
+    # Embedding lookups are no matrix products; the output projection runs for predicted tokens only.
     weights = size.active - tables + predicted * vocabulary
     return 2 * weights + attention_flops(arguments.transformer) * mean_tokens / 2
 

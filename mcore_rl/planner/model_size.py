@@ -56,6 +56,7 @@ def model_size(hf_config: dict[str, Any], rows: Sequence[BoundRow]) -> ModelSize
         if bound.expert is not None:
             experts += elements
     sizes = model_arguments(hf_config).transformer
+    # Every token uses this share of the routed experts.
     used = sizes["moe_router_topk"] / sizes["num_moe_experts"] if experts else 0.0
     return ModelSize(total, round(total - experts + experts * used), experts)
 

@@ -77,6 +77,7 @@ def rank_phases(
 
     `shared` is true if an engine rank is on the same GPU. `models` are the other models on it.
     """
+    # Between updates, and while the model is not used at all.
     kept, resident = state.kept_bytes(offload), state.resident_bytes(offload)
     asleep = ASLEEP_BYTES if shared else 0
     reference = state.weights_bytes if models.reference else 0

@@ -66,6 +66,7 @@ def weight_sync(
     # The busiest rank in one direction determines the time: links send and receive at once.
     busiest = max(int(totals.sent_across.max()), int(totals.received_across.max()))
     kind = transport(weights, cluster, cuda=cuda)
+    # On GPUs, the other transports stage weights in device memory (staging_bytes).
     on_host = not cuda or kind == "shared_memory"
     num_buffers = min(cluster.gpus_per_node if cuda else rollout.tp, len(totals.received))
     return WeightSync(

@@ -106,6 +106,7 @@ def _not_offloaded(role: str, offload: OffloadConfig) -> list[str]:
 def _engine_errors(rollout: RolloutConfig, cluster: ClusterConfig, engine: EngineRank) -> Iterator[str]:
     if engine.sequences >= 1:
         return
+    # The cache must hold one sequence of full length, or the engine could never finish it.
     longest = longest_sequence(rollout) * engine.kv_bytes_per_token
     fixed = engine.weights_bytes + engine.workspace_bytes
     if cluster.device == "cpu":

@@ -125,6 +125,7 @@ def _check_data(data: DataConfig, algorithm: AlgorithmConfig) -> None:
     find_files(data.train, "data.train")
     _check_set_names(data.val_sets)
     for key, names in data.validation.items():
+        # A supervised run reads no validation prompts.
         if not is_supervised(algorithm):
             find_files(names, key)
     if data.weights and data.curriculum is not None:

@@ -109,6 +109,7 @@ class RunLock:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
+        # A daemon, because the thread must not keep a failed process alive.
         threading.Thread(target=self._beat, args=(descriptor,), name="run.dir lock", daemon=True).start()
 
     def release(self) -> None:
@@ -152,8 +153,10 @@ class RunLock:
                 raise self._in_use(read_holder(self._path) or before)
 
     def _write(self, descriptor: int) -> None:
+        # Truncated first, or a shorter record would end with the rest of a longer one.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(asdict(self._record)) + "\n").encode(), 0)
+        # Other hosts must be able to read the record at once.
         os.fsync(descriptor)
 
     def _is_ours(self, descriptor: int) -> bool:

@@ -72,6 +72,7 @@ def check_adapter(lora: LoraConfig, hf_config: HFConfig) -> LoraAdapter:
             f"actor.lora.rslora={lora.rslora} by {scale_of(lora)}; set them to lora_alpha and use_rslora of its "
             f"{CONFIG_NAME}"
         )
+    # Sets, because files and tables order the names differently.
     wanted = {name for row in bound for name in row.hf}
     stored = {f"{PREFIX}{u.module}.lora_{side}.weight" for u in adapter.updates.values() for side in "AB"}
     if wanted != stored:

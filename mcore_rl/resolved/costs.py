@@ -34,6 +34,7 @@ def sequence_cost(hf_config: HFConfig) -> SequenceCost:
 def attention_flops(sizes: TransformerArguments) -> float:
     """Compute FLOPs of the forward pass of all layers per pair of query and key token."""
     if sizes.get("multi_latent_attention"):
+        # Queries and keys have a rotary part in addition, values do not.
         width = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"] + sizes["v_head_dim"]
     else:
         width = 2 * sizes["kv_channels"]

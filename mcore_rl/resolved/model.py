@@ -60,6 +60,7 @@ class ResolvedModel:
         """
         request = build_request(role.section, role.model, self.layout, self.arguments, gpus_per_node, role)
         chosen = choose(installed, request)
+        # Only for its errors: the ranks compute the arguments again.
         recompute_arguments(role.section, self.arguments, self.layout, chosen, role)
         return chosen
 

@@ -106,6 +106,7 @@ def place(
         computing[each.section] = Counter({node: num * each.num_cpus for node, num in nodes_of_guests.items()})
     # All bundles must be equal, because the order of the nodes is unknown before Ray has placed them.
     cpus_of = sum(computing.values(), Counter[int]())
+    # Guests and colocated engines use the GPUs of the trainer ranks.
     gpus_of = computing["actor"] if colocated else computing["actor"] + computing["rollout"]
     bundle = {"CPU": float(max(cpus_of.values()))} | ({"GPU": float(max(gpus_of.values()))} if on_gpus else {})
     return RunPlacement(ranks, engines, placed, bundle, computing, colocated)
@@ -122,6 +123,7 @@ def _wide_engines(
             f"cluster.gpus_per_node={slots}, or at most {slots}"
         )
     colocated = cluster.placement == "colocated"
+    # On GPUs, a colocated engine needs a trainer rank on each of its slots.
     first, end = (0, num_ranks // slots if on_gpus else nodes)
     if not colocated:
         first, end = (nodes - rollout.nodes if rollout.nodes else -(-num_ranks // slots)), nodes

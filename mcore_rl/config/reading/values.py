@@ -43,6 +43,7 @@ def takes_only_text(key: str) -> bool:
         if isinstance(hint, type) and is_dataclass(hint):
             hint = _hints(hint).get(part, Any)
         else:
+            # A key within a mapping, such as slurm.environment.NAME, has the type of its values.
             hint = next((get_args(each)[1] for each in (hint, *get_args(hint)) if get_origin(each) is dict), Any)
     return _is_text(hint)
 
@@ -54,6 +55,7 @@ def _section(tree: Mapping[str, object], node: type[DataclassInstance], prefix: 
         tree = _with_named_sets(tree)
     made: dict[str, object] = {}
     for name, value in tree.items():
+        # Unknown keys have been rejected, except in config.yaml of older versions (run_configs.py).
         key, hint = f"{prefix}{name}", hints.get(name, Any)
         if isinstance(hint, type) and is_dataclass(hint):
             made[name] = _section(value, hint, f"{key}.", expand) if isinstance(value, dict) else value
@@ -143,6 +145,7 @@ class _Key:
     def _expanded(self, text: str) -> str:
         if self.domain.function and names_function(text):
             return expand_spec(self.key, text)
+        # The other keys are paths only if they look like one.
         if self.domain.path or (self.key == "judge.template" and _TEMPLATE_FILE.fullmatch(text)):
             return expand_path(self.key, text)
         if self.key == "slurm.container_image" and _IMAGE_FILE.match(text):

@@ -70,6 +70,7 @@ def _check_manager(reward: RewardConfig) -> None:
         )
     if reward.manager != BATCH:
         reject_unless_default("reward", reward, f"set reward.manager={BATCH}", ["batch"])
+    # Built-in graders take one response per call.
     elif reward.weighted or not names_function(reward.function):
         raise ConfigError(
             f"reward.manager={BATCH} grades several responses per call, which {reward.chosen} does not support; set "

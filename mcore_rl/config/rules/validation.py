@@ -56,6 +56,7 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     if run_here:
         _check_run_dir(config.run)
     _check_training(policy, config.cluster)
+    # Last, since it reads a file of the model.
     check_engine_sizes(EngineRole.rollout(config.rollout, config.model), read_hf_config(config.model))
 
 
