@@ -117,8 +117,7 @@ class Scheduler:
         Raises: WorkerDiedError if an engine is lost after `max_restarts` restarts.
         """
         if not self.streaming:
-            # Start a new interval: between two batches the engines have nothing to do on purpose.
-            self.idle_fraction()
+            self.idle_fraction()  # starts a new interval
         results = self._run([replace(task, version=self.fleet.version) for task in tasks])
         if not self.streaming and all(task.prompt_set == "train" for task in tasks):
             self.fleet.add_metric("engine/idle_fraction", self.idle_fraction())
@@ -289,8 +288,7 @@ class Scheduler:
     def _take_given_up(self, key: EngineKey, given_up: GivenUp | None) -> None:
         if given_up is None:
             return
-        # The engine may have reported the rest of a shortened piece already. The cut-off responses are a new piece, so
-        # its task is unfinished again.
+        # The cut-off responses become a new piece, even of a task whose pieces have all ended.
         self._unfinished |= {self._balance.pieces[number].task for number, _ in given_up.ends}
         moved = self._balance.gave_up(key, given_up.ends, given_up.num_unstarted)
         if moved:
@@ -301,10 +299,6 @@ class Scheduler:
         pieces = {number: self._balance.pieces[number] for number in self._balance.of_task(ticket)}
         self._balance.drop(ticket)
         return self._submissions.pop(ticket).result(pieces, self.renew)
-
-    def _task_of(self, number: int) -> RolloutTask:
-        piece = self._balance.pieces[number]
-        return self._submissions[piece.task].task_of(piece)
 
     def _value(self, call: Ref[T], key: EngineKey) -> T | None:
         """Return the result of a call; None if its engine is lost."""
@@ -327,7 +321,7 @@ class Scheduler:
 
     def _assign(self) -> None:
         """Send queued pieces to engines, and ask engines to give up requests for idle ones."""
-        engines = self.fleet.engines
+        engines, pieces = self.fleet.engines, self._balance.pieces
         idle = [key for key in [engines[index].key for index in self._idle] if self._serves(key)]
         for key in idle:
             if not self._balance.is_candidate(key):
@@ -338,7 +332,8 @@ class Scheduler:
         # In a batch, an engine reports before its tasks have ended only if it might be given more requests then.
         until = Until.ANY if self.streaming else Until.ASKS if self._balance.has_more else Until.ALL
         for key, numbers in given.items():
-            engine, tasks = engines[key.number], [(number, self._task_of(number)) for number in numbers]
+            engine, given_pieces = engines[key.number], [(number, pieces[number]) for number in numbers]
+            tasks = [(number, self._submissions[piece.task].task_of(piece)) for number, piece in given_pieces]
             if key.number in self._idle:
                 self._idle.remove(key.number)
                 released = self.fleet.released.take(engine.producer)
@@ -367,7 +362,6 @@ class Scheduler:
         serving = {engine.key for engine in self.fleet.serving}
         lost = [key for key in {*self._balance.engines, *self._carried} if key not in serving]
         again: set[tuple[int, EngineKey]] = set()
-        # Trajectories of finished pieces are lost with their engine, too.
         for ticket, submission in self._submissions.items():
             gone = {number: piece.engine for number, piece in submission.pieces.items() if piece.engine in lost}
             again |= {(ticket, key) for key in gone.values()}
