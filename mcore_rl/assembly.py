@@ -76,6 +76,7 @@ def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) ->
     recorder = SpanRecorder("driver")
     stages = Stages(recorder.span)
     starting = launch(config, ranks, prepared.prompts, roles, stages, show=show)
+    # groups_removed is left last, after all processes have ended.
     with groups_removed(), checking as check, starting as processes:
         # Before the first step: a field of config.json that is read wrongly would make the whole run useless.
         check(processes.trainers)

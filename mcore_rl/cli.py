@@ -69,6 +69,7 @@ def _exit_on_term(number: int, frame: FrameType | None) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mcore-rl", description="Reinforcement learning on Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"mcore-rl {__version__}")
+    # Only the parsers of verbs accept options between overrides.
     verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Verb)
     _add_verb(verbs, "train", _train, "start a run, or resume what run.dir holds")
     text = "validate only: the newest checkpoint in run.dir, or model.hf_path if there is none"

@@ -55,6 +55,7 @@ class Domain:
         # bool is a subclass of int, but has no bounds. Other types are checked by OmegaConf.
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None
+        # Also for keys without bounds.
         if not math.isfinite(value):
             return "a finite number"
         return next((words for words, bound, holds in self._bounds() if not holds(value, bound)), None)

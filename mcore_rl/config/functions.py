@@ -52,6 +52,7 @@ def load_function(key: str, spec: str, instead: str = "", *, may_be_async: bool 
     function = load_object(key, spec, instead)
     if not callable(function):
         raise ConfigError(f"{origin}: {name} must be a plain function, not {type(function).__name__}")
+    # A caller without an event loop would take the coroutine for the result.
     if not may_be_async and _is_async(function):
         raise ConfigError(
             f"{origin}: {name} must be a plain function, not an async one; write def in place of async def"

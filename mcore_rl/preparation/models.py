@@ -101,6 +101,7 @@ def check_weights(role: ModelRole) -> int:
     key, coefficient = role.key("mtp_loss_coefficient"), role.section.mtp_loss_coefficient
     directory, keep = role.model.hf_path, coefficient > 0
     with conversion_errors(f"{role.checkpoint}={directory}: "):
+        # Also with random weights, since an export copies these files.
         side_files(Path(directory))
         if role.model.random_init:
             return 0

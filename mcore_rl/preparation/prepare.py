@@ -237,6 +237,7 @@ def _row_order(
         return None if weights is None else RowWeights(report.of_files, weights, seed), None
     curriculum = Curriculum(data.curriculum, prompts, seed)
     try:
+        # The first epoch, so that a function that fails is reported before processes start.
         curriculum.order(0)
     except CurriculumError as error:
         raise ConfigError(str(error)) from error

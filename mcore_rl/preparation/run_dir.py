@@ -148,6 +148,7 @@ class RunLock:
         )
         deadline = time.monotonic() + left
         while time.monotonic() < deadline:
+            # Several looks per beat of the other holder.
             time.sleep(min(2.0, left / 10))
             if _modified(self._path) != last:
                 raise self._in_use(read_holder(self._path) or before)

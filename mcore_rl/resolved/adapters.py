@@ -53,6 +53,7 @@ def check_adapter(lora: LoraConfig, hf_config: HFConfig) -> LoraAdapter:
     Raises: ConfigError naming the key to change.
     """
     key = f"actor.lora.path={lora.path}"
+    # Only names and shapes are compared, so the dtype does not matter.
     bound = bound_adapters(lora, hf_config, torch.float32)
     shapes = {
         name: shape

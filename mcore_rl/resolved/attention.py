@@ -68,6 +68,7 @@ def _flash(installed: Installed, heads: HeadDims) -> str:
 
 
 def _flash_3(installed: Installed, heads: HeadDims) -> str:
+    # Hopper is assumed without a GPU, as in _flash.
     if (installed.capability or (9, 0)) != (9, 0):
         return _capability("9.0", installed)
     if installed.flash_attention_3 is None:

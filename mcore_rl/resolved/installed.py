@@ -19,6 +19,7 @@ TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch", "transfo
 
 def release(version: str | None) -> tuple[int, ...]:
     """Return the leading numbers of a version; () for None."""
+    # Up to the first letter: 2.8.3rc1 counts as 2.8.3.
     numbers = re.match(r"\d+(\.\d+)*", version or "")
     return tuple(int(part) for part in numbers.group().split(".")) if numbers else ()
 

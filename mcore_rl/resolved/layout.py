@@ -66,6 +66,7 @@ def train_layout(
     etp = parallel.etp
     if etp is None:
         etp = 1 if sizes.get("num_moe_experts") and parallel.ep > 1 else parallel.tp
+    # Again, with the default of etp for this model, which validate() does not know.
     check_ranks_divide(parallel, world_size, etp, names)
     _check_tensor_axis(parallel, sizes, names)
     _check_expert_axes(parallel, sizes, etp, names)

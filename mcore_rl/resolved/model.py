@@ -75,6 +75,7 @@ def policy_config(role: ModelRole) -> tuple[dict[str, object], int]:
     path = f"{role.checkpoint}={role.model.hf_path}"
     hf_config = read_hf_config(role.model, role.checkpoint)
     with conversion_errors(f"{path}: "):
+        # Only for its error: the number of layers is read from any family's config.json.
         family_for(hf_config)
         layers = num_mtp_layers(hf_config)
     # Without a loss, the layers would only cost memory: generation and the main loss do not use them.
@@ -96,6 +97,7 @@ def value_config(role: ModelRole) -> dict[str, object]:
     """
     hf_config = read_hf_config(role.model, role.checkpoint)
     with conversion_errors(f"{role.checkpoint}={role.model.hf_path}: "):
+        # Only for its error: a value model can be made from any family's config.json.
         family_for(hf_config)
         return value_model_config(hf_config)
 

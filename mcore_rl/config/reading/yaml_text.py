@@ -31,6 +31,7 @@ YamlLoader.add_implicit_resolver(
     _INT, re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$"), list("-+0123456789")
 )
 YamlLoader.add_implicit_resolver(
+    # YAML 1.1 requires a point, and a sign in the exponent.
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
     list("-+0123456789"),
