@@ -63,6 +63,7 @@ def write_between_markers(path: Path) -> None:
 
 
 def _refused(about: Description) -> Iterator[str]:
+    # Values in the spelling of config.json: true and null instead of True and None.
     return (f"{field}={json.dumps(value)}" for field, value in about.refused.items())
 
 

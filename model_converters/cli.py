@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
+        # 128 + SIGINT, as shells report it.
         return 130
     except BrokenPipeError:
         # `head` or `less` closed the pipe. Redirect stdout, or Python reports the error again when it flushes it.
@@ -141,6 +142,7 @@ def _path(text: str) -> Path:
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise argparse.ArgumentTypeError(f"{text}: {path.partition('/')[0]} has no home directory")
+    # A path that exists as it is may contain a dollar sign.
     if not os.path.lexists(path):
         for match in _VARIABLE.finditer(path):
             if (match[1] or match[2]) not in os.environ:
@@ -156,6 +158,7 @@ def _path(text: str) -> Path:
 
 def _positive(text: str) -> float:
     value = float(text)
+    # False for NaN as well, which float() accepts.
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return value

@@ -19,16 +19,19 @@ def durable_write(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     mode: permissions before the umask.
     Raises: OSError.
     """
+    # The process id keeps two writers of one file apart; the last rename wins.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with os.fdopen(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             yield file
+            # Without this the rename could reach the disk before the contents, and a crash would leave an empty file.
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    # The new name is durable only when its directory is on the disk.
     sync(path.parent)
 
 

@@ -99,6 +99,7 @@ def read_object(file: Path) -> dict[str, object]:
     """
     try:
         with open_regular(file) as opened:
+            # One byte above the limit shows that the file is too large, whatever its size.
             raw = opened.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise
@@ -124,6 +125,8 @@ def parse_object(raw: bytes) -> dict[str, object]:
 
 
 def _unambiguous(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    # Lists are checked here; objects inside were checked by earlier calls, because the parser starts with the
+    # innermost.
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:

@@ -65,6 +65,7 @@ def as_table(config: HFConfig, bound: Sequence[BoundRow], layout: TrainLayout) -
     lines: list[tuple[str, ...]] = [_HEADINGS]
     for row in bound:
         holdings = list(placement.holdings(row))
+        # A tied head that shares the embedding has no holdings; it still gets a line.
         lines += [_cells(row, holding) for holding in holdings]
         if not holdings:
             lines.append((row.mcore, _joined(row.hf), "tied", "", "none", "", "shares the embedding's tensor"))

@@ -28,6 +28,7 @@ class EngineHosts:
 
     def ranks(self, num_ranks: int) -> range:
         """Return the ranks on this host, for an engine of `num_ranks` ranks."""
+        # Ranks are numbered host by host.
         here = num_ranks // self.num
         return range(self.index * here, (self.index + 1) * here)
 

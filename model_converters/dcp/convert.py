@@ -81,6 +81,7 @@ def to_mcore(
         side_files(hf)
         compared = should_compare_logits(source, logits, lora)
         conversion = _plan(source, layout, max_file_bytes, keep_mtp=not drop_mtp, mtp_copies=mtp_copies)
+        # Nothing is written before this line.
         partial = PartialCheckpoint(out)
         spans = partial.open(_identity(conversion, lora, max_file_bytes))
         _check_space(partial, conversion.files, spans)

@@ -65,6 +65,7 @@ def compare_logits(hf: Path, ckpt: Path, config: dict[str, object]) -> LogitDiff
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            # Imported here: other commands do not need Megatron.
             from mcore_rl.megatron.model import parity
 
             return LogitDifference(*parity.compare_logits(hf, ckpt, config))

@@ -123,6 +123,7 @@ def _check(metadata: Metadata) -> None:
         name = place.relative_path
         in_directory = isinstance(name, str) and name == Path(name).name and name != ".."
         _require(in_directory, f"{index.fqn} is stored in {name!r}, outside the checkpoint")
+        # The reader passes offset and length to the file as they are.
         _check_sizes(index.fqn, (place.offset, place.length))
         _require(not place.transform_descriptors, f"{index.fqn} is compressed or encrypted")
 

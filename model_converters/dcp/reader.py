@@ -144,6 +144,7 @@ class DcpReader:
         return tensor
 
     def _size_of(self, name: str) -> int:
+        # Thousands of chunks are in the same few files.
         if name not in self._file_bytes:
             try:
                 self._file_bytes[name] = os.stat(self.directory / name).st_size

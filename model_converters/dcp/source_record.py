@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from model_converters.durable_files import sync
 from model_converters.errors import ConversionError
 from model_converters.hf.files import TensorFiles
 from model_converters.hf.io import HFCheckpoint
@@ -60,7 +59,6 @@ def write_record(directory: Path, source: HFCheckpoint, bound: Sequence[BoundRow
     scales = {name: source.stored_scales(name) for name in source.quantised}
     if scales:
         write_tensors(folder / _SCALES_FILE, scales)
-    sync(folder)
 
 
 def read_record(directory: Path) -> SourceRecord:

@@ -156,6 +156,7 @@ def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint, dropped: Collecti
     common = sorted((name for name in wanted if stored_names[name] in checkpoint.shapes), key=source.position)
     sizes = {name: source.dtype(name).itemsize * torch.Size(source.shapes[name]).numel() for name in common}
     with ThreadPoolExecutor(2) as pool, byte_progress("verify", sum(sizes.values())) as advance:
+        # In the order of the HF files, which are then read sequentially.
         for name in common:
             try:
                 checksums[name], rounded = _same(source, checkpoint, name, stored_names[name], pool)

@@ -71,6 +71,7 @@ def plan_files(
 
     dtypes: mcore name -> dtype.
     """
+    # Objects are small; all of a rank go into its first file.
     entries: list[FileEntry] = [FileEntry(item, None) for item in state.objects]
     filled, number = 0, 0
     for chunk in state.chunks:
@@ -157,6 +158,7 @@ def write_file(
             if isinstance(entry.content, StateObject):
                 stream.write(entry.content.data)
             else:
+                # Megatron stacks layers and experts: the stored block has leading dimensions of size 1.
                 stream.save(tensor_of(entry.content).view(entry.content.stored.shape))
             spans.append((start, stream.tell() - start))
             advance(entry.num_bytes)

@@ -12,6 +12,7 @@ from model_converters.families.parts.family import VLLM, Family, ModelArguments,
 from model_converters.families.parts.hf_config import HFConfig, integer, number, require
 from model_converters.mapping.table import Row
 
+# Defaults of transformers' DeepseekV2Config for absent fields.
 _DEFAULTS = {
     "first_k_dense_replace": 0,
     "n_shared_experts": 2,

@@ -11,6 +11,7 @@ from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.mapping.table import Row
 
+# Defaults of transformers' DeepseekV3Config for absent fields.
 _DEFAULTS = {
     "first_k_dense_replace": 3,
     "n_group": 8,

@@ -15,6 +15,7 @@ from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.families.parts.rotary import rope_section
 from model_converters.mapping.table import Row
 
+# Defaults of transformers' Glm4MoeConfig for absent fields.
 _DEFAULTS = {
     "first_k_dense_replace": 1,
     "head_dim": COMPUTED,

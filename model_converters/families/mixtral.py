@@ -18,6 +18,7 @@ _NAMES = ExpertNames(block="block_sparse_moe", parts=("w1", "w3", "w2"), size_ke
 
 
 def _sizes(config: HFConfig) -> AttentionSizes:
+    # Absent means null, as in transformers' MixtralConfig.
     if config.get("sliding_window") is not None:
         raise ConversionError(
             f"config.json: sliding_window {config['sliding_window']} is not supported, only null (full attention)"

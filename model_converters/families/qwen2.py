@@ -32,6 +32,7 @@ QWEN2 = Family(
     defaults={"head_dim": COMPUTED, "num_key_value_heads": 32},
     nullable=("num_key_value_heads",),
     architecture="Qwen2ForCausalLM",
+    # Both engines compute head_dim as hidden_size / num_attention_heads.
     unread_by_engines={"head_dim": VLLM | SGLANG},
     own_fields=frozenset({"sliding_window"}),
     description=Description(

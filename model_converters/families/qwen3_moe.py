@@ -14,6 +14,7 @@ def sparse_layers(config: HFConfig) -> list[int]:
     dense = set(whole_numbers(config, "mlp_only_layers"))
     step = integer(config, "decoder_sparse_step", default=1)
     layers = range(integer(config, "num_hidden_layers"))
+    # The step counts layers from 1.
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
 
 

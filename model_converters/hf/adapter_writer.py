@@ -55,6 +55,7 @@ def write_adapter(directory: Path | str, tensors: Mapping[str, torch.Tensor], de
         raise ConversionError(f"{target} exists already; remove it or choose another directory")
     partial = target.with_name(f".{target.name}.partial")
     try:
+        # Left behind by a process that was killed.
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write_tensors(partial / WEIGHTS_NAME, tensors)

@@ -23,6 +23,7 @@ class TensorFiles:
         self._descriptors.clear()
 
     def descriptor(self, file: Path) -> int:
+        # A conversion reads thousands of tensors from the same few files.
         if file not in self._descriptors:
             self._descriptors[file] = os.open(file, os.O_RDONLY)
         return self._descriptors[file]

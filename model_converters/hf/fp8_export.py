@@ -71,6 +71,7 @@ class Fp8Export:
         Raises: ConversionError naming the tensor if it cannot be quantised.
         """
         plan = plans[name]
+        # Not quantised: written in the pieces of the plan, which the caller has joined.
         if plan.dtype != FP8:
             for piece in plan.pieces:
                 yield plan, piece, tensor.narrow(piece.dim, piece.start, piece.length) if tensor.dim() else tensor

@@ -62,6 +62,7 @@ class HFCheckpoint:
         except ConversionError as error:
             raise ConversionError(f"{self.directory / 'config.json'}: {error}") from None
         listed = read_headers(self.directory)
+        # Before the tensors are split: an unlisted file may also contain scales and buffers.
         self.unlisted = find_unlisted(self.directory, listed)
         refuse_tensors(listed, self.directory)
         refuse_fused_experts(listed, self.directory)
@@ -93,6 +94,7 @@ class HFCheckpoint:
         for name in adapter.replaced:
             self._replaced[name] = self.dtype(name)
         self._stored |= adapter.replaced
+        # A replacement is not FP8: the scales of the base tensor do not apply to it.
         self._scales = {name: scales for name, scales in self._scales.items() if name not in adapter.replaced}
         return adapter
 

@@ -34,6 +34,7 @@ def load_tensors(
     reads = []
     for load in load_plan(bound, layout, rank):
         target = tensors[load.mcore_name].detach()
+        # No slice covers the padding of the vocabulary, and `tensors` may be uninitialised.
         if load.padded:
             target.zero_()
         for hf_name, piece in load.sources:
@@ -64,6 +65,7 @@ def check_redundant(checkpoint: HFCheckpoint, hf_name: str, load: TensorLoad) ->
     Raises: ConversionError if they differ.
     """
     for own_name, piece in load.sources:
+        # Views of the mapped files: the comparison copies nothing, except FP8 and merged weights.
         source, other = (checkpoint.view(name, piece.dim, piece.start, piece.length) for name in (own_name, hf_name))
         if not torch.equal(source, other):
             why = "config.json ties them; set tie_word_embeddings to false or remove the tensor"

@@ -23,6 +23,7 @@ def split_scales(
     Raises: one ConversionError naming every scale without a weight, weight without scales, scale of another shape or
     dtype, and every float8 tensor that is not block-quantised e4m3.
     """
+    # Names decide: a weight and its scales may be in different shards.
     scales = {name: tensor for name, tensor in stored.items() if name.endswith(SCALE_SUFFIX)}
     weights = {name: tensor for name, tensor in stored.items() if name not in scales}
     # Check every combination of weight and scale, and report all problems together.

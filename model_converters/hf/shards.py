@@ -136,6 +136,7 @@ def layout_shard(
     """Return the header of a new shard and the location of each tensor. Wider dtypes come first, for alignment."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}
     begin = 0
+    # sorted() is stable: tensors of one width keep the order of the plan.
     for name, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):
         if dtype not in _NAMES:
             raise ConversionError(f"{name} has dtype {dtype}, which safetensors cannot hold")

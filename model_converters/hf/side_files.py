@@ -48,6 +48,7 @@ def copy_side_files(source: Path | str, target: Path | str, config: Mapping[str,
     for file in files:
         with open_regular(file) as opened, (target / file.name).open("wb") as copy:
             shutil.copyfileobj(opened, copy)
+        # The caller renames the directory when it is complete; its files must be on the disk by then.
         sync(target / file.name)
     if config is not None:
         with durable_write(target / _CONFIG) as written:

@@ -21,6 +21,7 @@ def reason_not_to_compare(source: HFCheckpoint) -> str | None:
     needed = _COPIES * torch.float32.itemsize * parameters
     if parameters > COMPARED_PARAMETERS:
         return f"the model has {parameters / 1e9:.1f} billion parameters"
+    # Half of it, as a margin for other processes.
     if needed > psutil.virtual_memory().available / 2:
         return f"the comparison needs {needed / 2**30:.1f} GiB, more than half of the free memory"
     return None

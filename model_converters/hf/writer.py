@@ -63,6 +63,7 @@ class HFWriter:
             if self.partial.exists():
                 shutil.rmtree(self.partial)
             self.partial.mkdir()
+            # From here on, abort() removes the directory.
             self._owner = True
             for file, header in headers.items():
                 # Set the final size now: all processes write into the file at fixed offsets.
@@ -117,6 +118,7 @@ class HFWriter:
         config: replaces the config.json of `source`. In both cases dtype and quantization are set to the written ones.
         Raises: ConversionError listing the incomplete tensors; the directory is then not renamed.
         """
+        # Pieces of other processes are known from their notes only.
         self._merge_notes()
         incomplete = [
             name

@@ -85,6 +85,7 @@ def tiling_problems(plans: Iterable[TensorPlan]) -> list[str]:
     """Return one line per range of an HF tensor that is covered by no piece or by more than one."""
     problems = []
     for plan in plans:
+        # A tiling is checked along one dimension: pieces are complete in all others.
         dims = {piece.dim for piece in plan.pieces}
         if len(dims) != 1:
             problems.append(

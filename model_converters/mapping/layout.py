@@ -53,6 +53,7 @@ class TrainLayout:
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name} is {getattr(self, name)}; it must be at least 1")
         dense, expert = self.tp * self.pp * self.cp, self.etp * self.ep * self.pp
+        # dp and edp are the rest of the world size, so both products must divide it.
         if self.world_size % dense:
             raise LayoutError(
                 f"world size {self.world_size} is not a multiple of "
@@ -142,11 +143,13 @@ class TrainLayout:
         first = stage * self.stage_size
         if shard is None:
             return range(first, first + self.stage_size)
+        # tp is the innermost axis: ranks with the same tp index are tp apart.
         return range(first + shard, first + self.stage_size, self.tp)
 
     def expert_holders(self, stage: int, ep: int, shard: int) -> range:
         """Return the ranks that hold etp shard `shard` of the experts with expert-parallel index `ep` in `stage`."""
         first = stage * self.stage_size
+        # etp is the innermost axis, then ep.
         return range(first + shard + self.etp * ep, first + self.stage_size, self.etp * self.ep)
 
     def stage_layers(self, num_layers: int) -> list[list[range]]:
@@ -158,6 +161,7 @@ class TrainLayout:
         stages: list[list[range]] = [[] for _ in range(self.pp)]
         start = 0
         for index, count in enumerate(self._chunk_counts(num_layers)):
+            # In execution order the chunks go around the stages: chunk k is on stage k % pp.
             stages[index % self.pp].append(range(start, start + count))
             start += count
         return stages
@@ -194,6 +198,7 @@ class TrainLayout:
         for stage, count in enumerate(counts):
             if count % chunks:
                 raise LayoutError(f"the {count} layers of pipeline stage {stage} are not a multiple of vpp {chunks}")
+        # All first chunks are executed before all second chunks.
         return [count // chunks for count in counts] * chunks
 
     def _stage_counts(self, num_layers: int) -> list[int]:

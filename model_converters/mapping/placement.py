@@ -66,6 +66,7 @@ class Placement:
         num_layers = 1 + max((b.layer for b in bound if b.layer is not None), default=-1)
         self._stage_of_layer = layout.stage_of_layer(num_layers)
         self._final_norm_stage = layout.final_norm_stage(num_layers)
+        # Layers and experts share rows; check each row once.
         self._check({id(b.row): b.row for b in bound}.values())
         self._check_mtp(bound)
 

@@ -92,6 +92,7 @@ class _Writers:
         heap = self._heaps.get(replicas)
         if heap is None:
             heap = self._heaps[replicas] = [(0, rank) for rank in replicas]
+        # The lowest rank of equally loaded ones: every process computes the same plan.
         written, rank = heap[0]
         heapreplace(heap, (written + num_bytes, rank))
         return rank
@@ -103,6 +104,7 @@ def load_plan(bound: Sequence[BoundRow], layout: TrainLayout, rank: int) -> list
     Raises: LayoutError listing everything that the layout does not divide.
     """
     placement, at = Placement(bound, layout), layout.coordinates(rank)
+    # A tensor can have several rows: multi-token prediction repeats embedding and head.
     rows_by_name: dict[str, list[tuple[BoundRow, tuple[int, int]]]] = {}
     for row in bound:
         shard = placement.shard_at(row, at)

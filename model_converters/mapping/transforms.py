@@ -72,10 +72,12 @@ class Vocabulary:
         return ""
 
     def local_length(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> int:
+        # Rounded up: only the last shards have padding.
         return -(-shapes[0][dim] // num_shards)
 
     def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
         length = self.local_length(shapes, dim, num_shards)
+        # Not positive for a shard that consists of padding only.
         real = min(shapes[0][dim] - shard * length, length)
         return (Segment(0, shard * length, 0, real),) if real > 0 else ()
 
@@ -122,6 +124,7 @@ class GroupedQKV:
     def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
         if num_shards <= self.num_groups:
             return _indivisible(self.num_groups, num_shards)
+        # More shards than groups: every group is cut into equally many shards.
         if num_shards % self.num_groups:
             return f"{self.num_groups} is neither a multiple nor a divisor of {{axis}} {num_shards}"
         return _indivisible(sum(shape[dim] for shape in shapes), num_shards)
@@ -190,6 +193,7 @@ class Subset:
         return self.whole.local_length(self.all_shapes, dim, num_shards)
 
     def segments(self, shapes: tuple[Shape, ...], dim: int, shard: int, num_shards: int) -> tuple[Segment, ...]:
+        # Segments of absent parts are dropped, so their indices stay padding.
         every = self.whole.segments(self.all_shapes, dim, shard, num_shards)
         return tuple(s._replace(part=self.parts.index(s.part)) for s in every if s.part in self.parts)
 

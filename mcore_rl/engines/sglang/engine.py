@@ -115,6 +115,7 @@ def follow(
     address = f"{hosts.address}:{hosts.commands_port}"
     ranks = [start_rank(rank, config.tp, address, hosts.key) for rank in hosts.ranks(config.tp)]
     try:
+        # Ranks have no connection to this process: only their exit codes show that they ended.
         while all(rank.exit_code is None for rank in ranks):
             time.sleep(0.2)
     finally:

@@ -34,6 +34,7 @@ class Routing:
     def keep(self, outputs: Sequence[BatchTokenIDOutput]) -> None:
         """Keep the experts of requests that finished in this step, until the next step."""
         self._ended = {}
+        # A finished request has left the KV cache, so SGLang returns its experts with the output.
         for output in outputs:
             for engine_id, experts in zip(output.rids, output.routed_experts or (), strict=False):
                 if experts is not None:

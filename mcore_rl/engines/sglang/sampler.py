@@ -45,6 +45,7 @@ def _truncated(probs: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     rank = torch.arange(probs.shape[1], device=probs.device)
     ordered = ordered.masked_fill(rank[None] >= info.top_ks[:, None], 0.0)
     share = ordered / ordered.sum(-1, keepdim=True)
+    # The mass of the tokens before each one: the token that crosses top_p is kept.
     ordered = ordered.masked_fill(share.cumsum(-1) - share >= info.top_ps[:, None], 0.0)
     return torch.zeros_like(probs).scatter_(-1, index, ordered)
 

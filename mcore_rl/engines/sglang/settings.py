@@ -49,5 +49,6 @@ class NewRequest:
 
 def disable_nagle(pipe: Connection) -> None:
     """Set TCP_NODELAY: otherwise TCP delays the second half of a long message until the first is acknowledged."""
+    # A duplicate: the end of the block closes the socket object, not the pipe.
     with socket.socket(fileno=os.dup(pipe.fileno())) as duplicate:
         duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

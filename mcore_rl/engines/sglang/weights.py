@@ -63,6 +63,7 @@ class RankWeights:
         places: dict[int, tuple[str, str]] = {}
         for name, module in self._model.named_modules():
             for key, parameter in module.named_parameters(recurse=False):
+                # Tied modules share a storage; the first name stands for both.
                 places.setdefault(kept_slices.storage_key(parameter), (name, key))
         kept = kept_slices.record(self._model, places, specs, "SGLang")
         # The name of the root module is empty. No slice is sent for a part of the vocabulary that is padding only.

@@ -89,6 +89,7 @@ def _apply_experts(self: CPUUnquantizedExperts, *args: object, **kwargs: object)
     _upstream_experts(*call.args, **call.kwargs)
 
 
+# Workers on GPUs import this module too.
 if current_platform.is_cpu():
     CPUUnquantizedExperts.apply = _apply_experts
     current_platform.import_kernels()

@@ -89,6 +89,7 @@ class RoutingExtension:
 def _runners(model: torch.nn.Module) -> list[MoERunner]:
     """Return the model's layers with experts, from first to last."""
     runners = [module for module in model.modules() if isinstance(module, MoERunner)]
+    # Modules are listed in the order of their registration, which need not be the order of the layers.
     return sorted(runners, key=lambda runner: runner.layer_id)
 
 

@@ -55,6 +55,7 @@ def adapter_rows(rows: Sequence[Row], targets: Collection[str], rank: int) -> li
 
     Raises: ConversionError for a target that the model lacks or that cannot have an adapter.
     """
+    # A target is the last component of a name, so it selects the modules of all layers.
     chosen = set(targets or default_targets(rows))
     known = default_targets(rows)
     for target in sorted(chosen - set(known)):

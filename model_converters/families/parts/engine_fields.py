@@ -108,6 +108,7 @@ def neutral_fields(family: Family, config: HFConfig) -> dict[str, object]:
     Raises: ConversionError for a configuration that the family cannot represent.
     """
     found: dict[str, object] = {}
+    # Sorted: the order of a set differs between processes.
     for key in sorted((NEUTRAL.keys() & config.keys()) - family.own_fields - family.absent_for_engines):
         value = NEUTRAL[key]
         if isinstance(value, NeutralSize):

@@ -222,6 +222,7 @@ def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
             layers=tuple(layers),
             fp8=True,
         ),
+        # HF names this norm after the attention that precedes it, Megatron after the MLP that follows.
         norm_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", sizes.hidden, layers),
     ]
 
@@ -269,6 +270,7 @@ def expert_rows(
 ) -> list[Row]:
     """Return the rows of routers and routed experts."""
     mcore, hf = "decoder.layers.{l}.mlp.", f"model.layers.{{l}}.{names.block}."
+    # Replicated: every rank computes the scores of all experts for its tokens.
     router = Row(
         mcore=f"{mcore}router.weight",
         hf=(f"{hf}gate.weight",),
@@ -326,6 +328,7 @@ def decoder_arguments(
         "add_qkv_bias": qkv_bias,
         "qk_layernorm": qk_norm,
         "attention_dropout": number(config, "attention_dropout", 0.0),
+        # These families have no dropout after attention and MLP, and no field for it.
         "hidden_dropout": 0.0,
         "init_method_std": number(config, "initializer_range", 0.02, positive=True),
     }

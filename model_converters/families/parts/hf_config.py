@@ -206,6 +206,7 @@ def require(config: HFConfig, key: str, *supported: object, reason: str) -> None
 
 def weights_dtype(config: HFConfig) -> torch.dtype:
     """Return the dtype of the weights in config.json; bfloat16 by default."""
+    # transformers 5 writes dtype, earlier versions torch_dtype.
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype):
@@ -261,6 +262,7 @@ def refuse_unsupported(config: HFConfig) -> None:
     require(config, "is_causal", True, reason="attention is causal; otherwise transformers attends in both directions")
     reason = "with it inference engines attend to chunks of the text; transformers and megatron attend to all tokens"
     require(config, "dual_chunk_attention_config", None, reason=reason)
+    # Another activation needs the same weights, so only this check detects it.
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ConversionError(f"config.json: hidden_act {activation!r} is not supported, only 'silu'")

@@ -112,6 +112,7 @@ def mtp_rows(config: HFConfig, layer_rows: Sequence[Row]) -> list[Row]:
 def _rows_of_depth(config: HFConfig, layer_rows: Sequence[Row], depth: int, layer: int) -> list[Row]:
     hidden = integer(config, "hidden_size")
     mcore, hf = f"mtp.layers.{depth}.", f"model.layers.{layer}."
+    # Megatron shares both tensors with the main model: the copies get rows that repeat them.
     embedding, _, head = embedding_rows(config, hidden)
     return [
         _repeated(embedding, f"{hf}embed_tokens.weight"),

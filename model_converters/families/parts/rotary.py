@@ -100,6 +100,7 @@ def inverse_frequencies(rotary: RotarySettings, head_dim: int) -> torch.Tensor:
 
     Shapes: -> [head_dim * fraction / 2].
     """
+    # Only the first part of each head is rotated; pairs of elements share a frequency.
     rotated = int(head_dim * rotary.fraction)
     frequencies = 1.0 / rotary.base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     if rotary.scaling_factor is None:

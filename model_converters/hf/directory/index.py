@@ -27,6 +27,7 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     weight_map = _read_index(index)
     stored: dict[str, StoredTensor] = {}
     problems = []
+    # In a fixed order, so that the message does not depend on the index.
     for file_name in sorted(set(weight_map.values())):
         require_inside(directory / file_name, directory)
         header = read_header(directory / file_name)

@@ -103,6 +103,7 @@ def _weight_files(directory: Path) -> Iterator[Path]:
     for file in sorted(directory.iterdir()):
         if file.name.startswith("."):
             continue
+        # A folder with the name of a weight file is yielded as a file; _compare rejects it.
         if file.is_dir() and file.suffix != ".safetensors":
             if any(_is_weights(name) for name in _names(file)):
                 yield file
