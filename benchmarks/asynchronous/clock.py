@@ -156,7 +156,7 @@ class SimulatedClock:
 
 @dataclass
 class SimulatedMethod:
-    """SimulatedMethod method of an engine's handle."""
+    """Remote method of an engine's handle."""
 
     engine: SimulatedEngine
     method: Callable[..., Call]
@@ -212,13 +212,13 @@ class SimulatedEngine:
     def _begin(self, tasks: Sequence[tuple[int, RolloutTask]]) -> Call:
         call = Call()
         self._add(tasks)
-        self.clock.end(call)
+        self.clock.end(call)  # like EngineProcess.begin, which does not wait for the tasks
         return call
 
     def _add(self, tasks: Sequence[tuple[int, RolloutTask]]) -> None:
         if not tasks:
             return
-        self._decode()
+        self._decode()  # with the step time before the new requests
         for number, task in tasks:
             self._received += task.num_responses
             tokens = self.clock.lengths[int(task.group_ids[0]) % len(self.clock.lengths)]
@@ -254,7 +254,7 @@ class SimulatedEngine:
         while self._running and self._running[0][0] <= self._decoded:
             _, _, begun = heapq.heappop(self._running)
             begun.left -= 1
-            if not begun.left:
+            if not begun.left:  # a task ends with its longest response
                 write_records(self._records_dir, begun.task)
                 self._ended.append((begun.number, next(self._key), scalars_of(begun, self.clock.version)))
         self._fill()

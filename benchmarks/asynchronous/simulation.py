@@ -125,6 +125,7 @@ class _SimulatedRun:
             engines.append(FleetEngine(number, Up(handle.name, handle)))
         scheduler = Scheduler(Fleet(engines, cast(Watch, self.clock)), SLOTS, streaming=True)
         self._collector = _collector(scheduler, setting, directory)
+        # Version 0 has been published before the first step, as in a run.
         with self.clock.meter.driver():
             self._collector.published(0)
 
@@ -136,6 +137,7 @@ class _SimulatedRun:
         measured.waited.append(clock.now - began)
         self._note(groups)
         tokens = sum(int(scalars.response_tokens.sum()) for scalars in groups.scalars)
+        # As in a run, the driver waits for the update while the engines go on.
         training = clock.after(tokens * self._seconds_per_token)
         with meter.driver():
             clock.get([training])

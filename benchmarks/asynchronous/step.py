@@ -64,6 +64,7 @@ def _compare(workload: EpochWorkload, task: Path, runs: Path) -> list[Result]:
     before = measure(SHAPE, task, runs / "before", [epochs])
     ours = measure(SHAPE, task, runs / "ahead", [epochs, f"rollout.max_staleness={workload.max_staleness}"])
     after = measure(SHAPE, task, runs / "after", [epochs])
+    # The usual alternative on the same cores: both sides use all of them, in turn.
     colocated = measure(SHAPE, task, runs / "colocated", [epochs, *COLOCATED])
     sync_step = (before.step + after.step) / 2
     generating, training = (before.generating + after.generating) / 2, (before.training + after.training) / 2

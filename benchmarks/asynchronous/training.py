@@ -53,6 +53,7 @@ class StepMeans:
 def measure(shape: Shape, task: Path, run_dir: Path, overrides: Sequence[str]) -> StepMeans:
     command = [str(Path(sys.executable).with_name("mcore-rl")), "train", "configs/demo_cpu.yaml"]
     run_command([*command, *_settings(shape, task, run_dir), *overrides], ROOT, timeout=600)
+    # The first steps warm up.
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] > shape.warm_up]
     training = _mean(rows, "time/update") + _mean(rows, "time/logp")
     step = _mean(rows, "time/step")

@@ -109,6 +109,7 @@ def load_pair(source: Path, tp: int) -> Pair:
             load_tensors(checkpoint, bound, layout, 0, local)
 
     def safetensors() -> None:
+        # What any loader has to do at least: read each tensor, or its slice, once.
         for file in sorted(source.glob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
@@ -153,6 +154,7 @@ def bucket_pair(tp: int) -> Pair:
         for pair in views(message, segment.memory[sync_round % 2 * slot_bytes :][: message.num_bytes])
     ]
     num_bytes = sum(tensor.nbytes for tensor in local.values())
+    # One copy of as many contiguous bytes, between pages that exist.
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
 
     def ours() -> None:

@@ -45,6 +45,7 @@ def transform_pair(kind: str, direction: str, megabytes: int) -> Pair:
     row = fused_row(kind, megabytes)
     parts = [torch.ones(shape, dtype=torch.bfloat16) for shape in row.shapes]
     fused = torch.cat(parts)
+    # The limit copies the same bytes in one piece.
     source, target = fused.clone(), torch.zeros_like(fused)
 
     copies = []

@@ -70,6 +70,7 @@ def make_episodes(task: RolloutTask) -> RolloutScalars:
     counts = rng.integers(1, MOST_SEQUENCES + 1, len(single.rewards))
     rows = {field.name: getattr(single, field.name) for field in fields(RolloutScalars)}
     rows = {name: np.repeat(value, counts, axis=0) for name, value in rows.items() if isinstance(value, np.ndarray)}
+    # Rows of an episode follow each other; its first row identifies it.
     first = np.cumsum(counts) - counts
     failed = first[rng.random(len(first)) < FAILED_FRACTION].tolist()
     return replace(
@@ -91,7 +92,7 @@ def write_records(directory: Path, task: RolloutTask) -> None:
     """Create the records of a task as a link to a shared file, so that only the driver writes to the disk."""
     count = len(task.group_ids) * task.samples_per_prompt
     ready = directory / f"records.{count}"
-    if not ready.exists():
+    if not ready.exists():  # one file per number of responses
         ready.write_bytes((b"x" * (RECORD_BYTES - 1) + b"\n") * count)
     os.link(ready, str(task.records))
 

@@ -72,6 +72,7 @@ def _measure_cost(sigma: float) -> list[Result]:
     few, costs = COST.of(lengths[:NUM_RESPONSES]), COST.of(lengths)
     balance_ms, ranks = _time(balance, REPEATS, costs, NUM_RANKS)
     share = lengths[ranks == 0]
+    # One row more than necessary leaves room to balance costs.
     needed = len(pack(share, BUDGET))
     pack_ms, bins = _time(_pack_by_cost, REPEATS, share, needed + 1)
     ours = _above_bound(few, balance(few, NUM_RANKS))
@@ -94,6 +95,7 @@ def _pack_by_cost(lengths: np.ndarray, min_bins: int) -> list[np.ndarray]:
 
 def _above_bound(costs: np.ndarray, ranks: np.ndarray) -> float:
     loads = np.bincount(ranks, costs, NUM_RANKS)
+    # No division can be better than the mean, or than a single response that costs more.
     return float(loads.max() / max(loads.mean(), costs.max()))
 
 
@@ -110,6 +112,7 @@ def largest_differencing(lengths: np.ndarray, num_ranks: int) -> np.ndarray:
     """
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for index, length in enumerate(lengths.tolist()):
+        # The index breaks ties, so that lists are never compared.
         heap.append((-length, index, [(length, [index])] + [(0, [])] * (num_ranks - 1)))
     heapq.heapify(heap)
     while len(heap) > 1:

@@ -64,7 +64,7 @@ class ReadyEngine(RunProcess):
         if count not in self._ready:
             self._ready[count] = self._make(replace(task, group_ids=np.arange(count)))
         ready = self._ready[count]
-        groups = ready.group_ids
+        groups = ready.group_ids  # numbers from 0: places of the task's groups
         return replace(ready, group_ids=task.group_ids[groups], prompt_rows=task.prompt_rows[groups])
 
 
@@ -106,6 +106,7 @@ class SilentTrainer(RankProcess):
         self, method: str, arguments: list[tuple[object, ...]], neighbours: list[ActorHandle] | None
     ) -> list[object]:
         """Run the calls of a node. On a cluster, nodes work in parallel; `seconds_to_pass_on` measures one."""
+        # A call contains references to shares, which Ray resolves only where they are arguments themselves.
         named = list({a for given in arguments for a in given if isinstance(a, ray.ObjectRef)})
         values = dict(zip(named, ray.get(named), strict=True))  # one per share, however many ranks read it
         read = [[values[a] if isinstance(a, ray.ObjectRef) else a for a in given] for given in arguments]
@@ -167,6 +168,7 @@ def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[Schedule
         try:
             leaders = _spread(engines, ENGINES, watch)
             ranks_of_trainer = _spread(trainers, DP_RANKS * peers, watch)
+            # All processes have started before the first step is timed.
             watch.get([process.call(RunProcess.drain_spans) for process in [*engines, *trainers]])
             dp_rank_of = tuple(rank // peers for rank in range(DP_RANKS * peers))
             ranks = RankMap(dp_rank_of, reporting=tuple(range(0, DP_RANKS * peers, peers)))

@@ -21,5 +21,5 @@ def stated_flops(device: str) -> float | None:
     """Return the specified FLOP per second; None for a device that is not in the table."""
     if device != "cuda":
         return None
-    name = torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name()  # such as NVIDIA H100 80GB HBM3
     return next((1e12 * tflops for part, tflops in STATED_TFLOPS.items() if part in name), None)

@@ -135,6 +135,7 @@ def _serve_ours(pipe: Pipe, model: str) -> None:
         tokens, ended, drawn = 0, 0, requests()
         # Ids are unique per engine, and the requests start anew when all of them have been submitted.
         more = (replace(each, request_id=f"{turn}.{each.request_id}") for turn in itertools.count() for each in drawn)
+        # As many completions as the batches have requests, from an engine that is always full.
         while ended < len(drawn):
             engine.submit(list(itertools.islice(more, running - engine.num_running)))
             deltas, completions = engine.step()

@@ -198,6 +198,7 @@ class Routed:
         for number in numbers:
             piece = self._balance.pieces[number]
             engine.add(number, piece.first, self._lengths[piece.task][piece.first : piece.last].tolist(), self.ticks)
+        # The engine is busy again; its next event is its next end.
         heapq.heappush(self._clock, (engine.running[0][0], index))
 
     def _ask(self, victim: int, free: int) -> None:

@@ -74,6 +74,7 @@ def ours(model: str) -> Generate:
 
 def engine(model: str) -> Generate:
     """Return a function that runs requests on SGLang's unmodified Engine."""
+    # Before SGLang is imported, here and in its child processes.
     _see_shim()
     from mcore_rl.engines.sglang import cpu
 
