@@ -73,7 +73,7 @@ def _convert_otherwise(hf: str, out: str, flags: tuple[str, ...]) -> tuple[int, 
 
     family = families.FAMILIES["qwen3_moe"]
     families.FAMILIES["qwen3_moe"] = replace(
-        family, model_arguments=lambda config: family.model_arguments({**config, "norm_topk_prob": False})
+        family, build_arguments=lambda config: family.build_arguments({**config, "norm_topk_prob": False})
     )
     return converting._cli(("to-mcore", "--hf", hf, "--out", out, *flags))
 
