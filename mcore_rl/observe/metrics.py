@@ -35,6 +35,7 @@ class MetricsLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
+            # On disk before the next step starts.
             os.fsync(file.fileno())
 
     def holds_after(self, step: int) -> bool:

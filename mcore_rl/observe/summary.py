@@ -32,6 +32,7 @@ def summary_table(records: Sequence[Mapping[str, float]]) -> str:
         change = change_form.format(seen[-1][1] - seen[0][1])
         if len(seen) == 1:
             cells[:2], change = ["-", "-"], "-"
+        # For other metrics, the highest value is not always the best one.
         elif not key.startswith(_HAS_BEST):
             cells[1] = ""
         lines.append((title, *cells, change))

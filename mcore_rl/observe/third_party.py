@@ -20,6 +20,7 @@ class ThirdPartyLog(logging.Handler):
         self._lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        # Records of this project go to its own handler, which writes to stderr.
         if record.name.partition(".")[0] not in OWN_LOGGERS:
             self.write(f"{record.levelname} {record.name}: {record.getMessage()}")
 

@@ -116,6 +116,7 @@ class _Lane:
         """
         if start < self.last_start:
             return False
+        # Close the spans that ended before this one starts.
         while self.open_ends and self.open_ends[-1] <= start:
             self.open_ends.pop()
         if self.open_ends and end > self.open_ends[-1]:

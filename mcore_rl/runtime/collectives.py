@@ -44,6 +44,8 @@ def read_record(record: Mapping[str, Sequence[dict[str, Any]]], now_ns: int) -> 
             continue
         seconds = (now_ns - int(entry["time_created_ns"])) / 1e9
         operation = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
+        # Sends and receives have a counter of their own.
         sequence = int(entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"])
+        # Entries are in the order of the calls, so the last one of a group stays.
         newest[group] = Collective(group, operation, sequence, seconds)
     return list(newest.values())

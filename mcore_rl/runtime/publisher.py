@@ -109,6 +109,7 @@ class SlicePublisher:
             members = self._member_engines
             sending = self.trainers.call(TrainerProcess.send_digests)
             comparing = [engine.process.call(EngineProcess.compare_weights) for engine in members]
+            # Both sides together: engines wait for the digests of the trainer ranks.
             results = self.trainers.watch.get([*comparing, *sending.references])
             by_engine = cast("list[list[Comparison]]", results[: len(members)])
             for engine, ranks in zip(members, by_engine, strict=True):

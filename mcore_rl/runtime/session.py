@@ -113,6 +113,7 @@ def loopback_session() -> Iterator[Path]:
         try:
             with _environment(variables, without="RAY_AUTH_TOKEN"):
                 _reload_environment()
+                # A short name, because the paths of Ray's sockets are long.
                 yield directory / "r"
         finally:
             _reload_environment()

@@ -86,6 +86,7 @@ class StagedPool:
         return self.pool.num_engines
 
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
+        # No span of its own: the call is a part of `rollout` or `validate`.
         with self.stages.stage(phase=Phase.GENERATE):
             return self.pool.run(tasks)
 

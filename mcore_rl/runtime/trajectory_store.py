@@ -35,6 +35,7 @@ class TrajectoryStore:
 
     def keep(self, buffers: TrajectoryBuffers, request_ids: Sequence[str] = ()) -> int:
         """Store trajectories with the ids of their requests; returns their key."""
+        # Keys are never reused: a late request for released trajectories fails instead of reading others.
         key = next(self._keys)
         self._chunks[key], self._request_ids[key] = buffers, request_ids
         return key

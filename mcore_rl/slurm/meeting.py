@@ -65,6 +65,7 @@ def address_here() -> str:
 
 def wait_for(path: Path, deadline: float, process: subprocess.Popen[bytes] | None = None) -> str | None:
     """Wait until the file has content and return it. Returns None if the process ends first."""
+    # Polling: network file systems do not report changes by other hosts.
     while time.monotonic() < deadline:
         if path.exists() and (content := path.read_text(encoding="utf-8").strip()):
             return content

@@ -60,6 +60,7 @@ def gpus(expected: int) -> str | None:
         return f"nvidia-smi has not answered for {SECONDS_FOR_GPUS} s"
     if answer.returncode:
         return f"nvidia-smi failed: {' '.join((answer.stdout + answer.stderr).split())}"
+    # Other lines are warnings.
     uuids = [line for line in answer.stdout.splitlines() if line.startswith(("GPU-", "MIG-"))]
     return (
         None if len(uuids) >= expected else f"nvidia-smi lists {len(uuids)} GPUs, but cluster.gpus_per_node={expected}"

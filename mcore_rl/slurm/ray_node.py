@@ -27,6 +27,7 @@ def main() -> int:
     """Run until ATTEMPT/stop appears. Exits with an error if Ray ends first."""
     numbers = {"cpus": "CPUs of this node", "gpus": "GPUs of this node", "object-store-bytes": "of this node"}
     options = parse_options(__doc__, {**numbers, "timeout-seconds": "time limit of the start"})
+    # SystemExit runs the `finally` blocks, which end Ray and remove its directories.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with private_directory() as directory, temporary_files() as temporary:
         os.environ["TMPDIR"] = str(temporary)  # inherited by the raylet and by every process of the run on this node

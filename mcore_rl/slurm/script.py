@@ -123,6 +123,7 @@ def _flat(options: dict[str, int]) -> list[str]:
 def _ray_cpus(cluster: ClusterConfig, rollout: RolloutConfig) -> int:
     """Return the logical CPUs of a node in Ray, one per process: ranks of policy and critic, and engines."""
     slots, tp = cluster.gpus_per_node, rollout.tp
+    # Rounded up, for the node with the most engines.
     engines = -(-rollout.num_engines // cluster.nodes)
     return 2 * slots + max(slots, engines * tp) + 1
 

@@ -65,6 +65,7 @@ def response_filter(config: AlgorithmConfig) -> Callable[[KeptSamples], np.ndarr
     users = user_filter("algorithm.filter", config.filter) if config.filter is not None else None
 
     def trained(kept: KeptSamples) -> np.ndarray:
+        # Responses that are filtered out stay in the batch with weight 0, and in the baseline of their group.
         keep = finished(kept.clipped) if config.overlong_filtering else np.ones(len(kept), bool)
         if users is None:
             return keep

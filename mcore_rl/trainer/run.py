@@ -190,6 +190,7 @@ def _check_kind(run: TrainingRun, state: CheckpointState, path: Path) -> None:
 def steps_left(run: TrainingRun) -> Iterator[int]:
     """Yield the remaining steps up to trainer.steps. A step is in progress until the next one is requested."""
     for step in range(run.state.step + 1, run.config.trainer.steps + 1):
+        # A signal from now on waits for the end of this step.
         run.stops.begin(step)
         yield step
 
@@ -232,6 +233,7 @@ def saves_settled(run: TrainingRun) -> Iterator[None]:
     try:
         yield
     except McoreRLError:
+        # The error of the block is the cause. An error of the save must not hide it.
         with contextlib.suppress(McoreRLError):
             run.checkpoints.settle()
         raise

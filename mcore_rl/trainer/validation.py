@@ -41,6 +41,7 @@ def validation_parts(sets: Mapping[str, Sequence[str]]) -> ValidationParts:
     sources = [source for of_set in sets.values() for source in of_set]
     names = _source_names(sources, notes)
     edges = np.cumsum([0, *map(len, sets.values())])
+    # Rows of each set among all validation prompts.
     places = {name: np.arange(*edge) for name, *edge in zip(sets, edges[:-1], edges[1:], strict=True)}
     rows.update({name: of_set for name, of_set in places.items() if name})
     labels = np.array([names.get(source, "") for source in sources], object)

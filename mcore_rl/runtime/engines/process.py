@@ -236,6 +236,7 @@ class EngineProcess(RunProcess):
         for sync_round in range(self._num_rounds):
             with self.spans.span("receive bucket"):
                 received = self.receiver.receive_bucket(sync_round)
+            # Bytes of each rank of the engine, summed over the rounds.
             totals = received if sync_round == 0 else [sum(pair) for pair in zip(totals, received, strict=True)]
         with self.spans.span("finish weight update"):
             self.receiver.finish_update(version, recompute=recompute)

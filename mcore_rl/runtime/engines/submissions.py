@@ -64,6 +64,7 @@ class Submission:
             finished = self.pieces[number]
             num_responses, rows = _num_responses(finished.scalars), len(finished.scalars.group_ids)
             assert num_responses == piece.num_requests, f"{finished.place}: {num_responses} responses of {piece}"
+            # Rows count trajectories, spans count responses: an episode can have several trajectories.
             span = piece.first, piece.last
             parts.append(Part(finished.place, row, row + rows, span, finished.scalars.digests))
             row += rows

@@ -40,6 +40,7 @@ def amend(fleet: Fleet, tasks: Sequence[RolloutTask], results: Sequence[RolloutR
     ]
 
     def amend() -> None:
+        # The records are on shared storage, so any engine can write any part.
         engines = itertools.cycle(fleet.started())
         fleet.watch.get(
             [

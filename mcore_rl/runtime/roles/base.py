@@ -69,6 +69,7 @@ class RunProcess:
         self.name = name
         self.spans = SpanRecorder(name)
         self._producers: dict[str, ProcessHandle[Producer]] = {}
+        # Before torch or an engine opens connections.
         meet_at(ray.util.get_node_ip_address())
 
     @remote_method(concurrency_group="watch")

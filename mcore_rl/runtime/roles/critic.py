@@ -49,6 +49,7 @@ class CriticProcess(TrainedRankProcess):
     def update(self, key: int, *returns: TokenColumn) -> list[dict[str, Metric]]:
         """Train on the held batch with the returns of all samples of the share, and drop it."""
         batch, by_sample, reports = self._held.take(key), joined(returns), []
+        # Each epoch repeats the updates in the same order.
         for index in [*range(len(batch.shares))] * self.critic.update_epochs:
             with self.spans.span("update"):
                 reports.append(self.critic.update(batch, index, by_sample))

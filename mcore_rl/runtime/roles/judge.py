@@ -91,6 +91,7 @@ class JudgeGroup:
         scores: dict[int, float] = {}
         for engine_scores, metrics in self.watch.get(calls):
             scores |= engine_scores
+            # Validation must not change the metrics of training.
             if all(task.prompt_set == "train" for task in tasks):
                 self._metrics = merge_metrics([self._metrics, metrics])
         return join_scores(tasks, scalars, scores)
@@ -149,5 +150,6 @@ def _engine(config: Config, name: str) -> EngineAnswerer:
         timeout_seconds=config.cluster.collective_timeout_seconds,
         names=role,
     )
+    # It shares its device with other processes; `awake` wakes it for each call of `score`.
     engine.sleep(keep_weights=True)
     return EngineAnswerer(engine, JudgePrompts(tokenizer, template_text(config.judge)), tokenizer, config.judge)
