@@ -110,7 +110,7 @@ def _check_installation(*, only_missing: bool) -> int:
     from mcore_rl.resolved.installed import here
 
     results = checks.report()
-    complete = [path for path in (checks.Need.CPU, checks.Need.GPU) if report.is_complete(results, path)]
+    complete = [path for path in (checks.Need.CPU, checks.Need.GPU) if not report.missing(results, path)]
     if only_missing:
         needed = (checks.Need.BOTH, checks.Need.CPU)
         report.print_plain([] if complete else [c for c in results if not c.ok and c.need in needed])

@@ -40,17 +40,16 @@ def print_trials() -> bool:
     return well
 
 
-def is_complete(checks: Sequence[Check], path: Need) -> bool:
-    """Return whether all checks of this path and of every run pass."""
-    return all(check.ok for check in checks if check.need in (Need.BOTH, path))
+def missing(checks: Sequence[Check], path: Need) -> list[str]:
+    """Return the names of the checks of this path and of every run that fail."""
+    return [check.name for check in checks if not check.ok and check.need in (Need.BOTH, path)]
 
 
 def verdicts(checks: Sequence[Check]) -> list[str]:
     lines = []
     for path, device in ((Need.CPU, "cpu"), (Need.GPU, "cuda")):
-        missing = [c.name for c in checks if not c.ok and c.need in (Need.BOTH, path)]
-        state = f"complete (cluster.device={device})" if not missing else f"missing {', '.join(missing)}"
-        lines.append(f"{path.value}: {state}")
+        names = ", ".join(missing(checks, path))
+        lines.append(f"{path.value}: {f'missing {names}' if names else f'complete (cluster.device={device})'}")
     return lines
 
 
