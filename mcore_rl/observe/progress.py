@@ -68,6 +68,7 @@ class Progress:
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float], *, seconds_left: float | None = None) -> str:
     """Format as `step 3/60  reward 0.412  entropy 0.311  1.90 s (generate 0.80, update 0.91, ...)  left 1:48`."""
+    # Step numbers have equal widths, so that the columns of all lines align.
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     parts += [f"{name} {form.format(metrics[key])}" for name, key, form in _SHOWN if metrics.get(key) is not None]
     phases = [

@@ -96,6 +96,7 @@ def _response_signs(algorithm: AlgorithmConfig, reward: RewardConfig) -> list[Si
     entropy = ["raise algorithm.entropy_coefficient"]
     if algorithm.policy_loss.name in UPPER_CLIPS:
         entropy.insert(0, "raise algorithm.policy_loss.clip_high")
+    # Doubled braces below: the f-strings leave {now} and {first} for `CollapseSigns`.
     cut_off = ["raise rollout.max_response_tokens"]
     if not reward.punishes_overlong:
         cut_off.append("set reward.overlong.enable=true")

@@ -173,6 +173,7 @@ class Checkpoints:
     def _best(self, complete: Sequence[tuple[int, Path]]) -> set[int]:
         """Return the steps with the highest accuracy; the earlier step wins a tie."""
         known = [(self._accuracy(path), step) for step, path in complete] if self.keep_best else []
+        # The highest accuracy first; with equal ones, the lowest step.
         ranked = sorted((-accuracy, step) for accuracy, step in known if accuracy is not None)
         return {step for _, step in ranked[: self.keep_best]}
 

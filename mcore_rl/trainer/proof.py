@@ -94,6 +94,7 @@ def _own_checksum(proof: Mapping[str, object]) -> str:
 
 def _is_inside(name: str) -> bool:
     path = PurePosixPath(name)
+    # A damaged proof must not make a run read files elsewhere.
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 

@@ -126,6 +126,7 @@ def resume(run: TrainingRun) -> bool:
     run.checkpoints.clean()
     run.remove_unfinished()
     resumed = load_latest(run)
+    # Before the first step writes anything: records of later steps move aside.
     run.journal.resume_after(run.state.step if resumed else -1)
     return resumed
 
