@@ -74,6 +74,7 @@ def _round_trips(engine: ProcessHandle[EngineProcess], tasks: list[tuple[int, Ro
     for first in range(0, len(tasks), AT_ONCE):
         parts = [[task] for task in tasks[first : first + AT_ONCE]]
         calls = [engine.call(EngineProcess.run, part, Until.ANY, [part[0][0]]) for part in parts]
+        # Like the driver: wait for all calls, then read their results.
         ray.wait(calls, num_returns=len(calls), fetch_local=False)
         for call in calls:
             ray.get(call)

@@ -33,6 +33,7 @@ def run(device: str = "cuda") -> list[Result]:
     finally:
         child.end()  # the source must exist until the other process has released it
     assert total == int(source.sum(dtype=torch.int64))
+    # Each byte is read once and written once, on both sides of the comparison.
     rate, limit = NUM_BYTES / seconds / 1e9, NUM_BYTES / alone / 1e9
     return [compare(f"copy by IPC handle, {NUM_BYTES / 2**20:.0f} MiB", rate, limit, "GB/s")]
 

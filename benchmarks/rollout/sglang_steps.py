@@ -62,7 +62,7 @@ class _SglangVariant:
         """Return tokens per CPU second."""
         for process in self._processes():
             process.resume()
-        before = self._cpu_seconds()
+        before = self._cpu_seconds()  # the cost of start and warm-up does not count
         tokens = self._program.ask()["tokens"]
         seconds = self._cpu_seconds() - before
         # SGLang's schedulers spin while they have nothing to do, which would slow the next variant down.

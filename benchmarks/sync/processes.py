@@ -105,6 +105,7 @@ def processes(
 
         trainers = [start(_trainer, rank, pinned) for rank in range(len(plan.topology.trainers))]
         engines = [start(_engine, rank, keep) for rank in range(len(plan.topology.engines))]
+        # Each trainer rank owns some of the staging buffers.
         segments = {number: name for pipe in trainers for number, name in pipe.recv(dict).items()}
         rendezvous = Rendezvous(plan.topology.trainers[0].address, store.port, 0)
         for pipe in (*trainers, *engines):

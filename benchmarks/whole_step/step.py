@@ -138,6 +138,7 @@ def trl(task: Path, workload: int, *, threads: int) -> Iterator[LineProgram]:
     inputs = [str(task / "model"), str(task / "train.jsonl")]
     command = [str(PEER_PYTHON), "-m", "benchmarks.whole_step.trl_peer", *inputs, str(workload)]
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # Output of the trainer itself is no JSON object, so LineProgram passes it on to stderr.
     peer = LineProgram("TRL's process", command, ROOT, {**os.environ, **settings})
     try:
         found = peer.answer()["threads"]

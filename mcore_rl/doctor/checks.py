@@ -110,7 +110,7 @@ def torch_devices() -> tuple[str | None, str, int]:
     if not has_module("torch"):
         return None, "-", 0
     try:
-        import torch
+        import torch  # the only package that is imported: its metadata does not show devices
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
@@ -162,6 +162,7 @@ def check_apex() -> Check:
     version = version_of(["apex"])
     if has_module(kernel):
         return Check("apex", True, version or "NVIDIA apex", Need.EXTRA, feature)
+    # apex from source has no fixed version, so its files show which package it is.
     found = "-"
     if has_subpackage("apex", "optimizers"):
         found = f"{version or 'apex'} without {kernel} (built without CUDA extensions)"

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--missing cannot be combined with --node: remove one of them")
     from mcore_rl.resolved.installed import has_module
 
-    if not has_module("torch"):
+    if not has_module("torch"):  # the fabric test's modules import it
         raise ConfigError("--node needs torch: make setup")
     return _test_fabric(options)
 

@@ -149,6 +149,7 @@ def trials(
         command = [sys.executable, "-W", "ignore", "-m", module, device, *left]
         ended = "gave no answer"
         try:
+            # Not multiprocessing: a kernel can corrupt the process that calls it, or hang in the driver.
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds * len(left), check=False)
             output, ended = done.stdout, f"ended its process with exit code {done.returncode}"
         except subprocess.TimeoutExpired as error:
