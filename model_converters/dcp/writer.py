@@ -76,6 +76,7 @@ def plan_files(
     filled, number = 0, 0
     for chunk in state.chunks:
         entry = FileEntry(chunk, dtypes[chunk.mcore_name])
+        # A file that has no tensor yet takes one of any size.
         if filled and filled + entry.num_bytes > max_file_bytes:
             yield PlannedFile(f"__{rank}_{number}.distcp", rank, tuple(entries))
             entries, filled, number = [], 0, number + 1

@@ -211,6 +211,7 @@ def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
             layers=tuple(layers),
             fp8=True,
         ),
+        # Row-parallel: its columns are divided, like the heads that it reads.
         Row(
             mcore=f"{mcore}self_attention.linear_proj.weight",
             hf=(f"{hf}self_attn.o_proj.weight",),
@@ -305,6 +306,7 @@ def gated_rows(
     row = partial(Row, axis=axis, split_by=split_by, layers=tuple(layers), num_experts=num_experts, fp8=True)
     return [
         row(mcore=f"{mcore}linear_fc1.weight{suffix}", hf=(gate, up), shapes=(wide, wide), transform=GateUp()),
+        # Row-parallel: its columns are divided like the rows of gate and up.
         row(mcore=f"{mcore}linear_fc2.weight{suffix}", hf=(down,), shapes=(narrow,), transform=Same(), dim=1),
     ]
 

@@ -128,6 +128,7 @@ def latent_attention_rows(config: HFConfig, layers: Sequence[int]) -> list[Row]:
 
 def _query_rows(sizes: LatentSizes, layers: Sequence[int]) -> list[Row]:
     rows = sizes.num_heads * (sizes.nope_dim + sizes.rope_dim)
+    # Without a latent, one projection leads to the heads.
     if sizes.q_rank is None:
         return [_by_heads("linear_q_proj", "q_proj", sizes.num_heads, (rows, sizes.hidden), layers)]
     return [
@@ -160,6 +161,7 @@ def latent_model_arguments(config: HFConfig, experts: TransformerArguments) -> M
     Raises: ConversionError naming a rope scaling that Megatron does not support.
     """
     sizes = latent_sizes(config)
+    # decoder_arguments describes attention with groups: here every head is one.
     as_grouped = AttentionSizes(sizes.hidden, sizes.num_heads, num_groups=sizes.num_heads, head_dim=sizes.value_dim)
     transformer: TransformerArguments = {
         **decoder_arguments(config, as_grouped, qkv_bias=False, qk_norm=True),
@@ -172,6 +174,7 @@ def latent_model_arguments(config: HFConfig, experts: TransformerArguments) -> M
         **experts,
     }
     arguments = model_arguments(config, transformer, rope_types=("default", "yarn"))
+    # model_arguments has rejected rotations other than default and yarn.
     transformer["rotary_base"] = arguments.rotary.base
     transformer |= _position_arguments(*rope_section(config))
     return replace(arguments, latent_norm_epsilon=LATENT_NORM_EPSILON)

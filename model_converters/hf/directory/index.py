@@ -87,6 +87,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _bad_places(weight_map: Mapping[str, object]) -> list[str]:
     """Return the entries whose value is not a relative path inside the directory."""
+    # One entry per place: a wrong index usually repeats it for many tensors.
     places: dict[str, str] = {}
     for name, place in weight_map.items():
         places.setdefault(place if isinstance(place, str) else repr(place), name)

@@ -80,6 +80,7 @@ def _is_inside(name: str, modules: Sequence[str]) -> bool:
     """Return whether a tensor belongs to a module whose path ends with one of the names, or to its submodules."""
     parts = name.split(".")[:-1]
     paths = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    # Like PEFT, which compares the ends of the paths as text.
     return any(path.endswith(module) for path in paths for module in modules)
 
 
