@@ -74,6 +74,7 @@ def _weights(mode: str, tokens: Tensor, options: Mapping[str, float | None]) -> 
     given = {name: value for name, value in options.items() if value is not None}
     _check_options(mode, given)
     counted = tokens > 0
+    # float32 does not hold every count above 2**24 exactly.
     n = tokens.double()
     if mode == "token-mean":
         weights = torch.ones_like(n) / given.get("num_tokens", n.sum())

@@ -83,6 +83,7 @@ class Correction:
                 difference = difference / length.clamp(min=1)
         # Clamp before exp: an infinite weight would make the metrics infinite even if it is masked afterwards.
         weights = masked(difference.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), counted)
+        # Metrics need the weights before bounding as well: their expected mean is 1.
         applied, outside = self._bounded(weights, counted)
         spread = applied if self.config.level == "token" else masked(applied[:, None].expand(selected.shape), selected)
         return CorrectionResult(spread.to(old_logp.dtype), self._metrics(weights, applied, outside, counted))

@@ -45,6 +45,7 @@ def groups_with_variance(values: np.ndarray, group_ids: np.ndarray) -> np.ndarra
     values, group_ids = np.asarray(values), np.asarray(group_ids)
     if values.ndim != 1 or values.shape != group_ids.shape:
         raise ValueError(f"values {values.shape} and group_ids {group_ids.shape} must both be [B]")
+    # `group` numbers the group of each response; `first` is the first response of each group.
     _, first, group = np.unique(group_ids, return_index=True, return_inverse=True)
     # Compare with the first value of the group: a variance of equal floats can differ from 0 by rounding.
     differs = values != values[first][group]

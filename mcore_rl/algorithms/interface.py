@@ -184,4 +184,5 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
 
 def masked(tensor: Tensor, selected: Tensor) -> Tensor:
     """Replace entries where `selected` (bool) is false with 0, including NaN; their gradient is 0 too."""
+    # Not a product with the mask: NaN * 0 is NaN.
     return torch.where(selected, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))

@@ -183,6 +183,7 @@ def compute_policy_loss(
     Raises: ConfigError for an unknown name or option; ValueError for a missing tensor or a wrong shape.
     """
     chosen = policy_loss(name, **options)
+    # Only logp carries gradient.
     others = (None if t is None else t.detach() for t in (old_logp, advantages, rollout_logp, prox_logp, staleness))
     inputs = PolicyLossInputs(logp, mask.detach(), *others)
     _check_given(name, chosen.needs, inputs)

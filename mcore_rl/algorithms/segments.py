@@ -21,6 +21,7 @@ class Segments:
     @classmethod
     def of(cls, group_ids: Tensor) -> Segments:
         """Number the groups of `group_ids`, int64 [B]."""
+        # Inside the function: numba is slow to import.
         from mcore_rl.algorithms.kernels import group_numbers
 
         return cls(*group_numbers(group_ids))
@@ -55,7 +56,9 @@ class Segments:
         from mcore_rl.algorithms.kernels import centred_in_groups
 
         centred, squares = centred_in_groups(values, self.index, self.sizes)
+        # A group of one value has a sum of squares of 0, so its divisor does not matter.
         return centred, (squares / (self.sizes - 1).clamp(min=1)).sqrt()
 
     def _extreme(self, values: Tensor, reduce: str, start: float) -> Tensor:
+        # `start` is neutral for the reduction, which includes it.
         return values.new_full((len(self.sizes),), start).scatter_reduce_(0, self.index, values, reduce)

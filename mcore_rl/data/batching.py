@@ -73,6 +73,7 @@ def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> Kep
     ]
     return KeptSamples(
         chunk_ids=np.repeat(np.arange(len(keep), dtype=np.int32), [len(rows) for rows in keep]),
+        # np.concatenate rejects an empty list, but a step may keep nothing; _cut reports that.
         rows=np.concatenate([*keep, np.empty(0, np.int64)]).astype(np.int32),
         group_ids=join("group_ids", np.int64),
         total_tokens=join("total_tokens", np.int32),
@@ -87,6 +88,7 @@ def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> Kep
 
 def positions_in_groups(group_ids: np.ndarray) -> np.ndarray:
     """Number the responses of each group 0, 1, ...; groups must be consecutive. Shapes: [B] -> int64 [B]."""
+    # The prepended value differs from the first id, so the first group has a start, too; it is empty without ids.
     starts = np.flatnonzero(np.diff(group_ids, prepend=group_ids[:1] - 1))
     sizes = np.diff([*starts, len(group_ids)])
     return np.arange(len(group_ids)) - np.repeat(starts, sizes)

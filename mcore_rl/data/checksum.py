@@ -16,6 +16,7 @@ class Crc32:
 
     def update(self, data: bytes) -> None:
         self.value = zlib.crc32(data, self.value)
+        # len() of a memoryview counts items, which may have several bytes.
         self.num_bytes += memoryview(data).nbytes
 
 

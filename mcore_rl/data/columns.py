@@ -52,6 +52,7 @@ def is_empty(value: object) -> bool:
         return all(map(is_empty, value.values()))
     if isinstance(value, list | tuple):
         return all(map(is_empty, value))
+    # NaN differs from itself.
     return value is None or value in ("", b"") or value != value
 
 
@@ -175,6 +176,7 @@ class Columns:
             self._read.add(wanted)
             return row[wanted]
         truth = _object(row, "reward_model", where).get("ground_truth")
+        # NaN marks a missing value and is no ground truth.
         if truth is not None and truth == truth:
             if wanted is not None:
                 self.notes[f"have no column {wanted!r}: verl's reward_model.ground_truth is used"] += 1
@@ -261,6 +263,7 @@ def check_keys(data_config: DataConfig, paths: Mapping[str, Names]) -> None:
     found = {key: find_files(names, key) for key, names in paths.items()}
     for key, files in found.items():
         for path in files:
+            # Reading whole files would take as long as loading them.
             for _, row in islice(read_rows(path, key), 1):
                 columns |= dict.fromkeys(row)
     for key, column in wanted.items():
@@ -291,6 +294,7 @@ def _plain_messages(prompt: list[object], where: str) -> JsonValue:
 
     Raises: DataError for binary values that are not UTF-8.
     """
+    # to_plain converts such bytes to base64 text, which must not become a prompt.
     pending: list[object] = [prompt]
     while pending:
         value = pending.pop()

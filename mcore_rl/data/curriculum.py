@@ -72,6 +72,7 @@ def _checked(rows: np.ndarray | Sequence[Any], num_prompts: int, context: str) -
         whole = rows.ndim == 1 and np.issubdtype(rows.dtype, np.integer)
         wrong = None if whole else f"an array of {rows.dtype} with {rows.ndim} dimensions"
     else:
+        # bool is a subclass of int; a list of flags instead of indices is a likely mistake.
         wrong = next(
             (_shown(row) for row in rows if isinstance(row, bool) or not isinstance(row, int | np.integer)), None
         )
@@ -91,6 +92,7 @@ def _shown(value: Any) -> str:
 
 def _place(error: BaseException) -> str:
     """Format file and line of the innermost frame in the user's file, which is the first file after ours."""
+    # The first frame is the call in this file.
     frames = traceback.extract_tb(error.__traceback__)[1:]
     if not frames:
         return ""

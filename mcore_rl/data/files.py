@@ -108,8 +108,10 @@ def _csv_records(path: Path, key: str) -> Iterator[tuple[str, list[str]]]:
     place = f"{path}, line 1"
     try:
         with path.open("rb") as lines:
+            # Decode line by line, so that an error can name its line.
             numbered = enumerate(lines, start=1)
             texts = (_decode(line, f"{key}: {path}, line {number} is not valid CSV:") for number, line in numbered)
+            # Without `strict`, text after a closing quote is joined to the cell.
             records = csv.reader(texts, strict=True)
             for cells in records:
                 if cells:

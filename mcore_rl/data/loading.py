@@ -116,6 +116,7 @@ def _read(
             fitting = fitting[: max_prompts - len(kept)]
         kept += fitting
         of_files[block.file] += len(fitting)
+        # Leaving the loop closes the iterator, which ends the tokenising processes.
         if len(kept) == max_prompts:
             break
     # With truncation every row is kept, so only the first max_prompts rows count; dropped rows count wherever they are.

@@ -35,6 +35,7 @@ class PromptSet:
         return len(self.texts)
 
     def __getitem__(self, row: int) -> Prompt:
+        # A negative row would select another prompt. The IndexError also ends iteration, as there is no __iter__.
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of a prompt set with {len(self)} rows")
         return Prompt(
@@ -144,6 +145,7 @@ def trained_chunk(
     """
     prompt_tokens = np.array([len(prompt) for prompt in prompts], np.int32)
     target_tokens = np.array([len(target) for target in targets], np.int32)
+    # In the flat layout, the target of a row follows its prompt.
     pieces = [piece for pair in zip(prompts, targets, strict=True) for piece in pair]
     num_trained = int(target_tokens.sum())
     buffers = TrajectoryBuffers(

@@ -132,6 +132,7 @@ class PromptRenderer:
 
     def take_notes(self) -> Counter[str]:
         """Return and reset the notes on rendered rows, with the number of rows."""
+        # Unary plus drops counts of 0.
         noted, self._noted = +self._noted, Counter()
         return noted
 
@@ -160,6 +161,7 @@ def encode(
         add_special_tokens=False,
         return_attention_mask=False,
         return_token_type_ids=False,
+        # No warning about long texts: the loader checks lengths.
         verbose=False,
     )
     lead = list(leading_ids)

@@ -95,6 +95,7 @@ def _load(directory: Path | None, bare_file: Path | None, key: str) -> PreTraine
             if template.is_file():
                 tokenizer.chat_template = template.read_text(encoding="utf-8")
             return tokenizer
+        # A directory may contain code, which must not run; nothing may be downloaded.
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises a plain Exception for unreadable files
         raise ConfigError(f"{key}: {bare_file or directory} is not a readable tokenizer: {error}") from error

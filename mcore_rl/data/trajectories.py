@@ -37,6 +37,7 @@ def join_rows(parts: Sequence[TrajectoryBuffers]) -> TrajectoryBuffers:
     temperatures = _joined_temperatures(parts)
     del columns["temperatures"]
     joined = {name: np.concatenate(arrays) for name, arrays in columns.items() if arrays[0] is not None}
+    # The offsets of every part begin at 0.
     for name in ("token_offsets", "response_offsets"):
         lengths = np.concatenate([np.diff(offsets) for offsets in columns[name]])
         joined[name] = offsets_of(lengths)

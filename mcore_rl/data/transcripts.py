@@ -60,6 +60,7 @@ def response_text(decoder: TextDecoder, token_ids: Sequence[int], stop: Sequence
         return text
     plain = decoder.decode(token_ids, **PLAIN)
     # Only a stop string that the last token completes ends the response; earlier ones belong to its text.
+    # Without the last token, the text may end with an incomplete character.
     before = decoder.decode(token_ids[:-1], **PLAIN).rstrip(INCOMPLETE)
     found = first_stop(plain, stop, searched=len(before))
     if found is None:

@@ -39,6 +39,7 @@ class Child:
             pass_fds=pass_fds,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
+            # Its own group: one signal reaches all members, and Ctrl-C in the terminal reaches none.
             process_group=0,
         )
 
@@ -98,6 +99,7 @@ def start_module(module: str, environment: Mapping[str, str] | None = None) -> t
     """
     ours, theirs = socket.socketpair()
     with theirs:
+        # -P: without it, -m prepends the working directory to sys.path, where a file could shadow a module.
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())]
         # One thread each: several of these processes compute at the same time, on the cores that the engine uses too.
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path(), **(environment or {})}

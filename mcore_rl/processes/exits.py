@@ -35,6 +35,7 @@ class Exits:
         self.forget(key)
         try:
             self._descriptors[key] = os.pidfd_open(pid)
+        # AttributeError: Python was built without pidfd_open.
         except (OSError, AttributeError):
             return
 

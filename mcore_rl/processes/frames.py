@@ -31,5 +31,6 @@ async def read(reader: asyncio.StreamReader) -> Any:
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         return pickle.loads(await reader.readexactly(length))
+    # Also raised inside a message, if the peer has died while it wrote.
     except asyncio.IncompleteReadError as error:
         raise EOFError from error

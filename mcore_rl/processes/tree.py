@@ -138,6 +138,7 @@ def resident_bytes(pid: int) -> int:
             total += int((directory / "statm").read_text().split()[1]) * _PAGE_BYTES
             for thread in (directory / "task").iterdir():  # Linux lists children by the thread that started them
                 pending += map(int, (thread / "children").read_text().split())
+        # The process or thread has ended between two reads.
         except (OSError, IndexError):
             continue
     return total

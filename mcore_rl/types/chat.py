@@ -47,6 +47,7 @@ class ChatMessage(TypedDict):
 
 def tool_function(schema: ToolSchema) -> Mapping[str, object]:
     """Return the object `function` of a tool's schema."""
+    # Schemas of rows are checked by RowTools, schemas of the run when its tools are loaded.
     function = schema["function"]
     assert isinstance(function, Mapping)
     return function

@@ -170,6 +170,7 @@ class TrajectoryBuffers:
     temperatures: np.ndarray | None = None
 
 
+# A Ray ObjectRef in a run; this package does not import Ray.
 BuffersRef = NewType("BuffersRef", object)
 """Reference to TrajectoryBuffers; they exist as long as the reference does."""
 
@@ -260,6 +261,7 @@ class Batch:
         trajectories that its rank receives."""
         # Sort the samples by rank and, within a rank, by update; then count the samples of each (rank, update).
         samples = np.concatenate([*self.updates, np.empty(0, np.int64)])
+        # Later epochs repeat samples: every occurrence is a row of the table.
         update_of = np.repeat(np.arange(len(self.updates)), [len(update) for update in self.updates])
         order = np.argsort(self.dp_ranks[samples], kind="stable")
         # The stable sort keeps each rank's samples ordered by update, as RankShares.by_update needs them.
@@ -267,9 +269,12 @@ class Batch:
         table = np.empty(len(samples), SHARE_COLUMNS)
         for name in ("total_tokens", "rewards", "advantages", "loss_weights"):
             table[name] = getattr(self, name)[samples]
+        # One structured array instead of seven arrays, so that a remote call serializes one object per rank.
         table["samples"], table["rows"] = samples, places[samples]
         table["origins"] = np.stack([self.chunk_ids[samples], self.rows[samples]], axis=1)
+        # `cells` numbers the pairs (rank, update) row by row.
         counts = np.bincount(cells, minlength=num_dp_ranks * len(self.updates)).reshape(num_dp_ranks, -1)
+        # The end of the last part is no split point.
         tables = np.split(table, np.cumsum(counts.sum(axis=1))[:-1])
         return [RankShares(*pair, self.version) for pair in zip(tables, counts, strict=True)]
 
@@ -326,7 +331,9 @@ class RankShares:
         names = SHARE_COLUMNS.names or ()
         return [
             RankShare(
+                # A column has a stride of a whole row, 36 bytes, which torch.from_numpy rejects for 8-byte numbers.
                 **{name: np.ascontiguousarray(part[name]) for name in names},
+                # A rank receives its trajectories as one chunk.
                 chunk_ids=np.zeros(len(part), np.int32),
                 version=self.version,
             )
@@ -348,13 +355,16 @@ class TokenColumn:
     @classmethod
     def of(cls, by_sample: Mapping[int, np.ndarray]) -> TokenColumn:
         """Concatenate the arrays of all samples. Shapes: [n] each."""
+        # dict order: sample i of `samples` has the values between offsets i and i + 1.
         offsets = np.zeros(len(by_sample) + 1, np.int64)
         np.cumsum([len(part) for part in by_sample.values()], out=offsets[1:])
+        # The empty array gives the type if there is no sample.
         values = np.concatenate([np.empty(0, np.float32), *by_sample.values()]).astype(np.float32, copy=False)
         return cls(np.fromiter(by_sample, np.int64, len(by_sample)), offsets, values)
 
     def by_sample(self) -> dict[int, np.ndarray]:
         """Split into one array per sample. Shapes: float32 [n]."""
+        # np.split returns one part even if there is no sample.
         parts = np.split(self.values, self.offsets[1:-1]) if len(self.samples) else []
         return dict(zip(self.samples.tolist(), parts, strict=True))
 

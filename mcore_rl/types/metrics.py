@@ -15,6 +15,7 @@ class _Sums:
     """Metric whose fields are all summed over micro-batches, ranks and updates."""
 
     def __add__(self, other: Self) -> Self:
+        # vars() lists the fields in the order of the constructor's parameters.
         return type(self)(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
 
 
@@ -126,6 +127,7 @@ class Correlation(_Sums):
 
     @property
     def value(self) -> float:
+        # Rounding can make the spread of equal numbers slightly negative.
         spread_x = self.xx * self.count - self.x**2
         spread_y = self.yy * self.count - self.y**2
         product = spread_x * spread_y
@@ -144,6 +146,7 @@ class Deviation(_Sums):
     def value(self) -> float:
         if not self.count:
             return 0.0
+        # Rounding can make the difference slightly negative.
         variance = self.squares / self.count - (self.total / self.count) ** 2
         return float(max(variance, 0.0) ** 0.5)
 
@@ -167,6 +170,7 @@ def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     merged: dict[str, Metric] = {}
     for part in parts:
         for key, metric in part.items():
+            # The metrics of one key have the same type, which mypy cannot know.
             merged[key] = merged[key] + metric if key in merged else metric  # type: ignore[operator]
     return merged
 
@@ -190,6 +194,7 @@ class LogpGap:
         """Summarize absolute differences, one per token."""
         values = list(differences)
         return cls(
+            # fsum does not depend on the order of the differences.
             Mean(math.fsum(values), len(values)),
             Quantile(0.5, Counter(values)),
             Max(max(values, default=0.0)),

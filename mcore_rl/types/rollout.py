@@ -47,6 +47,7 @@ class RolloutTask:
     @property
     def span(self) -> tuple[int, int]:
         """Half-open range of the response numbers to generate."""
+        # The numbers are stable over restarts, also if another engine continues a part of the task.
         return self.responses or (0, len(self.prompt_rows) * self.samples_per_prompt)
 
     @property

@@ -46,6 +46,7 @@ class GAE:
 
     @torch.no_grad()
     def raw(self, inputs: AdvantageInputs) -> AdvantageResult:
+        # Inside the function: numba is slow to import.
         from mcore_rl.algorithms.kernels import discounted_errors
 
         assert inputs.values is not None

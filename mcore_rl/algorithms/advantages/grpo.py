@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_rl.algorithms.advantages.per_response import PerResponse
 from mcore_rl.algorithms.interface import AdvantageInputs
 
+# Keeps the division finite for equal rewards, whose centered value is 0.
 STD_EPS = 1e-6
 
 

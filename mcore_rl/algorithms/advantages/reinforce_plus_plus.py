@@ -33,6 +33,7 @@ class ReinforcePlusPlus:
 
     @torch.no_grad()
     def raw(self, inputs: AdvantageInputs) -> AdvantageResult:
+        # Inside the function: numba is slow to import.
         from mcore_rl.algorithms.kernels import discounted_sums
 
         returns = discounted_sums(inputs.token_rewards, inputs.mask, self.gamma)

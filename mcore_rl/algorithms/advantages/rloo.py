@@ -22,4 +22,5 @@ from mcore_rl.algorithms.interface import AdvantageInputs
 class RLOO(PerResponse):
     def response_advantages(self, rewards: Tensor, inputs: AdvantageInputs) -> Tensor:
         groups = inputs.groups()
+        # A group of one response has centered reward 0, so any finite factor gives 0.
         return groups.centred(rewards) * groups.expand(groups.sizes / (groups.sizes - 1).clamp(min=1).double())

@@ -79,6 +79,7 @@ class UserEstimator:
         pair = result if isinstance(result, tuple) else (result, result)
         if len(pair) != 2:
             raise ConfigError(f"{self.name} returned {len(pair)} values instead of advantages or (advantages, returns)")
+        # masked() spreads the column of a function per response over the tokens.
         advantages, returns = (masked(self._checked(tensor, given), inputs.mask > 0) for tensor in pair)
         return AdvantageResult(advantages, returns)
 
@@ -107,6 +108,7 @@ def _declared(name: str, function: Callable[..., object]) -> tuple[Needs, bool]:
     if per_response not in (None, True, False):
         raise ConfigError(f"{name}: its attribute per_response must be True or False, not {per_response!r}")
     if needs is None:
+        # Without attributes, the function is called per response, with whole groups.
         needs = Needs(group_ids=per_response is not False)
     if not isinstance(needs, Needs):
         raise ConfigError(f"{name}: its attribute needs must be a mcore_rl.algorithms.Needs, not {needs!r}")

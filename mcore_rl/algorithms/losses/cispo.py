@@ -35,6 +35,7 @@ class CISPO:
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
         selected, log_ratio, advantages = ratio_inputs(inputs)
+        # The weight has no gradient; only logp in the loss has one.
         log_ratio = log_ratio.detach()
         ratio = bounded_exp(log_ratio)
         low, high = ratio < 1 - self.clip_low, ratio > 1 + self.clip_high

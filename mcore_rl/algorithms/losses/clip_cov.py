@@ -63,6 +63,7 @@ class ClipCov:
         clipped = clipped_surrogate(
             inputs.logp - inputs.old_logp, inputs.advantages, self.clip_low, self.clip_high
         ).clipped
+        # Clipped tokens have no gradient that the selection could remove.
         eligible = (covariance > self.cov_low) & (covariance < self.cov_high) & ~clipped & (inputs.mask > 0)
         return random_scores(keys).masked_fill(~eligible, -torch.inf)
 
@@ -76,6 +77,7 @@ class ClipCov:
         metrics = ratio_metrics(
             log_ratio, selected, **split_by_sign(result.clipped, advantages), chosen_fraction=chosen
         )
+        # masked_fill also removes the gradient of the chosen tokens.
         return PolicyLossResult(result.loss.masked_fill(chosen, 0.0), metrics)
 
 

@@ -107,5 +107,6 @@ class DecoupledPPO:
 def _interpolated(inputs: PolicyLossInputs) -> Tensor:
     assert inputs.staleness is not None
     assert inputs.rollout_logp is not None
+    # (s - 1) / s; a staleness below 1 is treated as 1, which gives the behavior policy itself.
     alpha = 1 - inputs.staleness.to(inputs.logp.dtype).clamp(min=1).reciprocal()
     return torch.lerp(inputs.rollout_logp, inputs.logp, alpha)

@@ -57,5 +57,6 @@ class KLCov:
         chosen = chosen_tokens(self, inputs)
         loss = -advantages * bounded_exp(log_ratio)
         penalty = masked(self.kl_coef * log_ratio.abs(), chosen)
+        # The loss has no clip, so its clip fractions are 0.
         metrics = ratio_metrics(log_ratio.detach(), selected, low=None, high=None, chosen_fraction=chosen)
         return PolicyLossResult(loss + penalty, metrics)

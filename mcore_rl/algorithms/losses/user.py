@@ -34,6 +34,7 @@ class UserLoss:
     needs: Needs
 
     def __reduce__(self) -> tuple[Callable[..., UserLoss], tuple[str, dict[str, object]]]:
+        # Pickle the name instead of the function: other processes cannot import the module of a user's file.
         return UserLoss.load, (self.name.removeprefix(f"{KEY}="), self.options)
 
     @classmethod
@@ -64,6 +65,7 @@ class UserLoss:
             raise ConfigError(
                 f"{self.name} returned {got}; the loss must be a tensor shaped as logp, {list(inputs.logp.shape)}"
             )
+        # The function may return any value for tokens that are not trained.
         return PolicyLossResult(masked(loss, selected), self._metrics(means, selected))
 
     @torch.no_grad()
@@ -73,5 +75,6 @@ class UserLoss:
         if not means:
             return {}
         values = [torch.as_tensor(mean, dtype=torch.float64, device=selected.device) for mean in means.values()]
+        # One device-to-host transfer instead of one per number.
         *numbers, count = torch.stack([*values, selected.count_nonzero().double()]).tolist()
         return {str(name): Mean(number * count, count) for name, number in zip(means, numbers, strict=True)}

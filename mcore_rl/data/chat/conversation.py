@@ -62,6 +62,7 @@ class Conversation:
 
     def with_tools(self, tools: Sequence[ToolSchema]) -> Conversation:
         """Return a copy with other tools in its prompts."""
+        # Keep the detected format of messages: detecting it renders the template many times.
         other = copy.copy(self)
         other.tools = list(tools)
         if self._style is not None:
@@ -108,6 +109,7 @@ class Conversation:
 
         Raises: DataError if the template drops the turn.
         """
+        # Random, so that no message contains the mark, not even on purpose.
         mark = f"mark{secrets.token_hex(8)}"
         answers = sum(message["role"] == "tool" for message in messages)
         # A turn with calls has no content, so its last call contains the mark.
@@ -145,6 +147,7 @@ class Conversation:
                 "arguments": {"value": value},
                 "id": answer["tool_call_id"],
             }
+            # Not strict: without answers there is one value too many.
             for answer, value in zip(answers, values, strict=False)
         ]
 
@@ -185,6 +188,7 @@ class Conversation:
         """
         risky = [content for content in contents if any(token in content for token in self._special)]
         ids: list[int] = []
+        # Search from left to right, each content after the previous one, so equal contents are found separately.
         for content in risky:
             # Templates may strip a content or write it as JSON.
             forms = (content, content.strip(), json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])

@@ -47,6 +47,7 @@ def render_all(jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
     """
     with _child(jobs) as (connection, child):
         for number in range(len(jobs)):
+            # The limit applies to each job, because the child sends a result before it starts the next job.
             if not connection.poll(MAX_SECONDS):
                 raise TemplateLimitError(f"did not end within {MAX_SECONDS:g} seconds", number)
             try:
@@ -99,11 +100,13 @@ def _child(jobs: Sequence[Callable[[], T]]) -> Iterator[tuple[Connection, BasePr
 
 
 def _serve(jobs: Sequence[Callable[[], T]], receiver: Connection, sender: Connection, parent: int) -> None:
+    # The child inherits both ends of the pipe; with its own receiver open, a send would never fail.
     receiver.close()
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Relative to the current size: the child starts with all mappings of the parent.
     resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, used + MAX_BYTES))
     for job in jobs:
         message, goes_on = _message(job)

@@ -82,6 +82,7 @@ def _message(message: object, where: str, struct_nulls: bool) -> ChatMessage:
         made["tool_calls"] = calls
     else:
         made.pop("tool_calls", None)
+    # A turn with only calls or only reasoning may lack a content.
     made["content"] = _content(made.get("content"), where, optional=bool(calls) or "reasoning_content" in made)
     return cast(ChatMessage, made)
 
@@ -198,6 +199,7 @@ def with_call_ids(messages: Sequence[ChatMessage], where: str, *, strict: bool) 
         elif made["role"] == "tool" and calls is not None:
             call = _answered_call(made, calls)
             if call is not None:
+                # Each call is answered once; further messages answer the remaining calls.
                 calls.remove(call)
                 made["tool_call_id"] = call["id"]
             elif strict:
@@ -254,6 +256,7 @@ def _given_ids(after: Sequence[ChatMessage]) -> list[str]:
 def _with_ids(calls: Sequence[ChatCall], answered: Sequence[str], number: int) -> list[ChatCall]:
     """Add ids to calls without one: unused ids of the answers in their order, then new ids."""
     own = {call.get("id") for call in calls}
+    # A row may have ids in the answers only.
     free = iter([each for each in answered if each not in own])
     return [{**call, "id": call.get("id") or next(free, call_id(number + place))} for place, call in enumerate(calls)]
 

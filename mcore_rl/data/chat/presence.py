@@ -40,6 +40,7 @@ class PresenceCheck:
             # Templates may drop the reasoning of earlier turns; only the text after it must be present.
             if message["role"] == "assistant" and not _shows(text, content):
                 whole = whole and "</think>" not in content
+                # Without </think>, rpartition returns the whole content: reasoning that the turn has not finished.
                 content = content.rpartition("</think>")[2].removeprefix("<think>")
             lost = next((part for part in _texts(message, content) if not _shows(text, part)), None)
             if lost is not None:
@@ -78,6 +79,7 @@ class PresenceCheck:
         except DataError:
             return None  # the template depends on the contents, which `check` has found
         counts = {mark: marks.count(mark) for mark in marks if mark}
+        # A template may drop one of several equal messages: their mark then occurs too rarely.
         lacking = {mark for mark, count in counts.items() if text.count(mark) < count}
         return next((number for number in reversed(range(len(marks))) if marks[number] in lacking), None)
 

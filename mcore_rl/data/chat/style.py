@@ -101,6 +101,7 @@ class ChatStyle:
             )
         field, begun = "content", text_of(last)
         thought = _OPEN_THOUGHT.match(begun)
+        # Such templates write the tags of the reasoning themselves, so an open thought goes to its own field.
         if "reasoning_content" in self.source and (thought is not None or not begun):
             field = "reasoning_content"
             begun = thought["thought"].strip("\n") if thought is not None else last["reasoning_content"]
@@ -186,6 +187,7 @@ def _with_parts(style: ChatStyle) -> ChatStyle:
     separator = text[text.find(first) + len(first) : max(text.find(second), 0)]
     style = replace(style, parts=parts)
     native = second in text and len(separator) <= _MAX_SEPARATOR
+    # The separator is real if a string with it renders to the same text as the two parts.
     if not native or _try_render(style, _user(f"{first}{separator}{second}")) != text:
         separator = "\n"  # vLLM joins parts like this for templates that need strings
     return replace(style, separator=separator)
@@ -212,6 +214,7 @@ def _shows_calls(style: ChatStyle, call_id: str) -> bool:
     messages: list[ChatMessage] = [_user("?"), {"role": "assistant", "content": "", "tool_calls": calls}]
     answer: ChatMessage = {"role": "tool", "name": _NAME, "tool_call_id": call_id, "content": "!"}
     before = _try_render(style, *messages[:1])
+    # Some templates reject the role tool: then look at the call alone.
     text = _try_render(style, *messages, answer) or _try_render(style, *messages)
     quoted_wrongly = f"'{_KEY}'" in text or f'\\"{_KEY}' in text  # repr() of a dict, or JSON encoded twice
     return _NAME in text and _VALUE in text and not quoted_wrongly and text.count("None") == before.count("None")

@@ -84,6 +84,7 @@ def _examine_tools(conversation: Conversation) -> bool:
 def _examine_tail(conversation: Conversation, new: Sequence[ChatMessage], texts: Sequence[str], what: str) -> None:
     tails = set()
     try:
+        # ids_after_turn renders one dummy history, so the text after a turn must not depend on what precedes it.
         for before in _possible(conversation):
             for reasoning in (None, THOUGHT):
                 tails.add(conversation.text_after_turn(before, new, reasoning=reasoning))
@@ -108,6 +109,7 @@ def _possible(conversation: Conversation) -> list[tuple[ChatMessage, ...]]:
     try:
         conversation.render([SYSTEM, QUESTION])
     except DataError:
+        # The first history, and the third without its system message.
         return [HISTORIES[0], (QUESTION, *HISTORIES[2][2:])]
     return list(HISTORIES)
 

@@ -55,6 +55,7 @@ def check_sampling(
             f"rollout.max_response_tokens={max_response_tokens}, which sizes engines and batches; raise "
             "rollout.max_response_tokens, or lower the row's value"
         )
+    # An option that is not set has the run's value, which the rules of the configuration have checked.
     temperature, top_p, top_k = checked.get("temperature", 1.0), checked.get("top_p", 1.0), checked.get("top_k", -1)
     if trained and (found := untrainable(temperature=temperature, top_p=top_p, top_k=top_k)) is not None:
         name, reason = found
@@ -126,6 +127,7 @@ def _whole(value: object) -> int | None:
     """Parse a whole number; CSV files have text, and columns with nulls often have floats. None if it is not whole."""
     if isinstance(value, str):
         text = value.strip()
+        # isdigit() also accepts digits such as superscripts, which int() rejects.
         return int(text) if text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -200,6 +202,7 @@ class RowTools:
             raise DataError(f"{context} must be {{type: function, function: {{name, description, parameters}}}}")
         if given.get("type", "function") != "function":
             raise DataError(f"{context} is of type {given['type']!r}; only functions are supported")
+        # In the flat form, `type` stands beside `name` and is not part of the function.
         function = {key: value for key, value in function.items() if key != "type" or function is not given}
         if isinstance(parameters := function.get("parameters"), str):
             function["parameters"] = parameters = parse_json(parameters, f"{context}: parameters of {name}")
@@ -239,6 +242,7 @@ class RowTools:
         )
 
     def _interned(self, schemas: list[ToolSchema]) -> list[ToolSchema]:
+        # default=str: rows of Arrow files may hold values that JSON lacks.
         return self._checked.setdefault(json.dumps(schemas, sort_keys=True, default=str), schemas)
 
 

@@ -69,6 +69,7 @@ class BlockTokeniser:
     _renderer: PromptRenderer = field(init=False)
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen, and the renderer is part of what the tokenising processes receive.
         object.__setattr__(self, "_renderer", PromptRenderer(self.tokenizer, self.data_config, self.tools))
 
     @property

@@ -139,6 +139,7 @@ class TokenCache:
         temporary = self.directory / f".{self.name}.{os.getpid()}.partial"
         try:
             _write(temporary, rows, lines, report)
+            # Before the rename: after a crash, the final name must not refer to an incomplete file.
             sync(temporary)
             os.replace(temporary, self.directory / f"{self.name}-{file_crc32(temporary).value:08x}.arrow")
             sync(self.directory)
@@ -177,6 +178,7 @@ def _json_lines(prompts: PromptSet) -> list[str] | str:
         row = dict(zip(_ROW_COLUMNS, values, strict=True))
         for name, value in row.items():
             try:
+                # JSON changes some values silently, such as tuples and keys that are numbers.
                 same = json.loads(json.dumps(value)) == value
             except (TypeError, ValueError):
                 same = False
@@ -198,6 +200,7 @@ def _write(path: Path, rows: SupervisedSet, lines: list[str], report: LoadReport
     }
     types = [(name, column.type) for name, column in columns.items()]
     schema = pyarrow.schema(types, metadata={_REPORT: json.dumps(asdict(report)).encode()})
+    # One batch, so that every column is one memory-mapped array.
     batch = pyarrow.RecordBatch.from_arrays(list(columns.values()), schema=schema)
     with path.open("wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
         writer.write_batch(batch)

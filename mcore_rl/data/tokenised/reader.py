@@ -51,6 +51,7 @@ def with_progress(
 def _display(stream: TextIO, stack: ExitStack, on_terminal: bool) -> Callable[[str], None]:
     if not on_terminal:
         return lambda line: print(line, file=stream, flush=True)
+    # Most reads end before anything is shown, so importing rich early would cost more than it helps.
     from rich.console import Console
     from rich.text import Text
 
