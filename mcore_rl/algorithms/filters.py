@@ -74,6 +74,7 @@ def user_filter(key: str, spec: str) -> ResponseFilter:
     check_call(setting, function, ARGUMENTS, {}, FORM)
 
     def keep(*, clipped: np.ndarray, **scalars: np.ndarray) -> np.ndarray:
+        # RolloutScalars hold 0 and 1, but the function is promised flags.
         result = np.asarray(function(**scalars, clipped=np.asarray(clipped).astype(bool)))
         # numpy would take integers as indices instead of flags.
         if result.dtype != np.bool_ or result.shape != clipped.shape:

@@ -35,6 +35,7 @@ class GRPOPassK(PerResponse):
         is_best = rewards == groups.expand(best)
         # With a unique best response, the maximum of the others is the maximum without it.
         others = groups.max(torch.where(is_best, -torch.inf, rewards))
+        # In a group of one response, the maximum of no others is -inf; the condition on the size excludes it.
         unique_best = (groups.sum(is_best.double()) == 1) & (groups.sizes > 1)
         gain = torch.where(unique_best, best - others, 0.0)
         if self.normalize_by_std:

@@ -49,6 +49,7 @@ class GMPO:
         low = (advantages < 0) & (log_ratio < -self.clip_low)
         # Without this bound, one token with a log ratio of 100 nats would dominate the mean.
         bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # A clipped token becomes a constant: it counts in the mean of its response but has no gradient.
         bounded = torch.where(high, self.clip_high, torch.where(low, -self.clip_low, bounded))
         geometric = bounded_exp(row_means(bounded, selected)).to(log_ratio.dtype)
         loss = -advantages * geometric[:, None]

@@ -51,6 +51,7 @@ class GSPO:
         # Beyond the limit, detach logp: the loss keeps its value but has no gradient.
         within = row_log_ratio.abs() <= MAX_LOG_RATIO
         loss = _with_gradient_of(torch.where(within[:, None], logp, logp.detach()), -advantages * ratio)
+        # No gradient: `ratio` comes from detached log-probabilities.
         bounded = -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return PolicyLossResult(
             torch.where(low | high, bounded, loss),

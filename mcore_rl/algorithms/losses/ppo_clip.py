@@ -46,6 +46,7 @@ class PPOClip:
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
         selected, log_ratio, advantages = ratio_inputs(inputs)
         result = clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+        # Without dual clip the metric is missing, not 0.
         capped = {} if result.capped is None else {"dual_clip_fraction": result.capped}
         flags = split_by_sign(result.clipped, advantages)
         return PolicyLossResult(result.loss, ratio_metrics(log_ratio, selected, **flags, **capped))
