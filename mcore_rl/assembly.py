@@ -92,6 +92,7 @@ def _roles(judge: JudgeConfig, prepared: Prepared) -> list[Role]:
     """Return the roles that need processes in addition to trainer ranks and engines."""
     roles = [judge_role(judge)] if uses_judge(judge) else []
     if prepared.critic is not None:
+        # The critic may have another number of data-parallel ranks than the policy.
         own_batch = functools.partial(
             spread, num_ranks=prepared.layout.dp, other_ranks=prepared.critic.dp, cost=prepared.cost
         )

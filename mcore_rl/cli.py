@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
+        # A full disk can be met by any write of a run.
         known = storage_error(error)
         if known is None:
             raise

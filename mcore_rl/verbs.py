@@ -119,6 +119,7 @@ def _train_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lo
 
     prepared = prepare(config)
     changed = make_run_dir(config, prepared.checkpoint_bytes, take_lock)
+    # Before processes start: a damaged checkpoint could not be loaded.
     check_newest(Path(config.run.dir))
     log.begin(Path(config.run.logs))
     for line in (*(f"changed since the last start: {keys}" for keys in changed), *prepared.reports):
@@ -144,6 +145,7 @@ def _resume_hint(run_dir: Path) -> str:
 
     try:
         step = newest_step(run_dir)
+    # The newest checkpoint is damaged; the message names the remedy.
     except McoreRLError as error:
         return str(error)
     if step is None:
@@ -179,6 +181,7 @@ def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take
     directory = open_run_dir(config.run)
     take_lock()
     check_newest(Path(config.run.dir))
+    # The directory may be new: eval does not need a run.
     (directory / "rollouts").mkdir(exist_ok=True)
     log.begin(Path(config.run.logs))
     with assemble(config, prepared, start_up.show) as run:
@@ -200,6 +203,7 @@ def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
 
     from rich.console import Console
 
+    # Before the planner, which imports Megatron.
     _quiet_megatron()
     from mcore_rl.planner.plan import make_plan
     from mcore_rl.planner.report import print_plan, print_suggestions

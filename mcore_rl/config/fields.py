@@ -71,6 +71,7 @@ class Domain:
                 yield "0 or more" if words == "at least" and not bound else f"{words} {bound:g}", bound, holds
 
     def _listed(self) -> str:
+        # Some keys, such as rollout.max_logp_gap, allow a word or a number.
         number = f", or a number {self.range}" if self.range else ""
         return f"one of {', '.join(self.choices)}{f', or {FORM}' if self.function else number}"
 

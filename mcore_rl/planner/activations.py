@@ -65,7 +65,8 @@ class Execution:
     """Settings that decide which tensors a model saves, and which training state it has.
 
     `section`: the model's configuration, with resolved recompute_modules. `fused`: the layers are TransformerEngine's.
-    `imbalance`: plan.moe_imbalance. `square_length`: mean square over mean length of sequences, in tokens.
+    `cuda`: the ranks are on GPUs. `imbalance`: plan.moe_imbalance. `square_length`: mean square over mean length of
+    sequences, in tokens.
     """
 
     section: ActorConfig

@@ -118,6 +118,7 @@ def check_weights(role: ModelRole) -> int:
             check_copies(checkpoint, bound)
             for note in checkpoint.unlisted.notes:
                 logger.warning("%s=%s: %s", role.checkpoint, directory, note)
+            # Without the layers that are not built.
             return sum(math.prod(shape) for name, shape in checkpoint.shapes.items() if name not in set(dropped))
 
 

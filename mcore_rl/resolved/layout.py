@@ -107,6 +107,7 @@ def _check_tensor_axis(parallel: ParallelConfig, sizes: TransformerArguments, na
         if count % parallel.tp:
             raise ConfigError(f"{names.key('parallel.tp')}={parallel.tp} does not divide the model's {count} {what}")
     groups = sizes["num_query_groups"]
+    # With more ranks than key-value heads, several ranks hold the same head.
     if groups % parallel.tp and parallel.tp % groups:
         raise ConfigError(
             f"{names.key('parallel.tp')}={parallel.tp} is neither a divisor nor a multiple of the model's "

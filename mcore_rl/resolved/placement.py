@@ -171,6 +171,7 @@ def _engine_slot(cluster: ClusterConfig, guests: Guests, engine: int, num_ranks:
 
 def _own_slot(cluster: ClusterConfig, rollout: RolloutConfig, engine: int, ranks: int, on_gpus: bool) -> Slot:
     tp, slots, nodes = rollout.tp, cluster.gpus_per_node, cluster.nodes
+    # Processes on one CPU host need no slots of their own.
     if not on_gpus and nodes == 1:
         return Slot(0, None)
     # First slot after the ranks at which an engine fits without crossing a node boundary.

@@ -27,6 +27,7 @@ def expand_path(key: str, path: str) -> str:
     # A file may have $ in its name. lexists also finds a dangling link.
     if _VARIABLE.search(text) and not os.path.lexists(text):
         text = _VARIABLE.sub(lambda match: _value(key, path, match[1] or match[2]), text)
+    # The value of a variable may have other bytes.
     check_utf8(key, text)
     return text
 
