@@ -193,6 +193,7 @@ def _load_alone(origin: str, path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look a module up by its name
     try:
         spec.loader.exec_module(module)
+    # SystemExit: a script that calls sys.exit() when it is imported.
     except (Exception, SystemExit, MissingVerlName) as error:
         del sys.modules[name]
         raise ConfigError(f"{origin}: {path} does not import: {describe(error)}") from error

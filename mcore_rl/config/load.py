@@ -116,6 +116,7 @@ def _parse_override(item: str) -> dict[str, object]:
 
 def _first_line(error: Exception) -> str:
     key = getattr(error, "full_key", None)
+    # Further lines of OmegaConf's messages are about its own types.
     message = str(error).splitlines()[0]
     return f"{key}: {message}" if key and key not in message else message
 

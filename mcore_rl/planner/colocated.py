@@ -184,6 +184,7 @@ def value_model_ranks(
         for state in states:
             # The weights of a model without gradients are outside Megatron's buffers and have no padding.
             held = state if trained else RankState(state.parameters, state.parameters * run.element_bytes, 0, 0)
+            # A frozen model has no backward pass.
             activation = activations.total_bytes if trained else activations.forward_only_bytes
             ranks.append(
                 ColocatedRank(

@@ -83,6 +83,7 @@ def planned_stages(
     """
     for stage in range(spec.layout.pp):
         chunks = stage_parameters(spec.hf_config, spec.layout, stage, kind, lora=run.section.lora, names=names)
+        # Its gradient exists once more before it is added to the buffer.
         largest = max((parameter.elements for chunk in chunks for parameter in chunk if parameter.trained), default=0)
         activations = stage_activations(
             spec.arguments,

@@ -186,6 +186,7 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> _Loaded
             check_sandbox(config.sandbox)
     prompts = {"train": loaded.pop("data.train")}
     if loaded:
+        # All sets are validated in one pass; validation_parts finds the rows of each.
         prompts["val"] = joined(list(loaded.values()))
     sets = {key.removeprefix("data.val").removeprefix("."): part.data_sources for key, part in loaded.items()}
     parts = validation_parts(sets)

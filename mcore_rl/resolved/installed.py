@@ -88,6 +88,7 @@ def look(*, cuda: bool) -> Installed:
     """
     return Installed(
         cuda=cuda,
+        # Only a process that builds models for a GPU needs an importable one.
         transformer_engine=transformer_engine(imported=cuda),
         flash_attention=_version("flash_attn", ("flash-attn",)),
         flash_attention_3=_version("flash_attn_3", FLASH_ATTENTION_3),

@@ -150,6 +150,7 @@ def _check_pipeline_layout(layout: TrainLayout, arguments: ModelArguments, names
     if layout.pipeline_layout is None:
         return
     with conversion_errors(f"{names.key('parallel')}."):
+        # Only for its error: it parses the string.
         layout.stage_layers(arguments.transformer["num_layers"])
     if layout.num_mtp_layers != arguments.mtp_num_layers:
         raise ConfigError(

@@ -46,7 +46,7 @@ def check_utf8(key: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        # Python decodes other bytes of an argument to lone surrogates (PEP 383), which no file can hold.
+        # Python decodes other bytes of an argument to lone surrogates (PEP 383), which UTF-8 cannot encode.
         shown = re.sub("[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", text)
         shown = shown.encode(errors="backslashreplace").decode()
         raise ConfigError(f"{key}: {shown} is not UTF-8; write it in UTF-8 (rename a file or directory)") from None
