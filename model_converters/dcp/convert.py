@@ -74,8 +74,6 @@ def to_mcore(
 
     Raises: ConversionError; LayoutError.
     """
-    from mcore_rl.megatron.checkpoint.format_files import write_format_files
-
     with HFCheckpoint(hf, lora) as source:
         _check_config("--hf", hf, source.config)
         side_files(hf)
@@ -90,6 +88,9 @@ def to_mcore(
             write_metadata(partial.directory, conversion.metadata, conversion.files, spans)
             copy_side_files(hf, partial.directory / HF_FOLDER, conversion.config)
             write_record(partial.directory, source, _bound(conversion.config))
+            # rank_states has imported Megatron, without its warnings.
+            from mcore_rl.megatron.checkpoint.format_files import write_format_files
+
             write_format_files(partial.directory)
             if compared:
                 require_same_logits(hf, partial.directory, conversion.config)
