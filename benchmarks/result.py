@@ -14,15 +14,16 @@ NO_GPU = "needs a CUDA device"
 
 
 class SkippedError(Exception):
-    """Benchmark cannot run on this machine; the message contains reason and remedy."""
+    """A benchmark cannot run on this machine; the message contains reason and remedy."""
 
 
 @dataclass(frozen=True)
 class Result:
     """One row of the table.
 
-    `limit` is the peer's value, or a physical bound. `aim` is the target of `ratio`, such as "<= 1.3"; empty: no
-    target. `note` is printed below the table: details of the comparison, and the parts of the time.
+    `limit` is the peer's value, or a physical bound. `ratio` compares `ours` with `limit`, in the direction that `note`
+    states (default: ours / limit). `aim` is the target of `ratio`, such as "<= 1.3"; empty: no target. `note` is
+    printed below the table: details of the comparison, and the time of each part.
 
     Units: ours and limit in `unit`.
     Raises: ValueError for an aim in another format.

@@ -76,7 +76,7 @@ def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) ->
     recorder = SpanRecorder("driver")
     stages = Stages(recorder.span)
     starting = launch(config, ranks, prepared.prompts, roles, stages, show=show)
-    # groups_removed is left last, after all processes have ended.
+    # groups_removed is entered first, so it removes the control groups after all processes have ended.
     with groups_removed(), checking as check, starting as processes:
         # Before the first step: a field of config.json that is read wrongly would make the whole run useless.
         check(processes.trainers)
@@ -92,7 +92,7 @@ def _roles(judge: JudgeConfig, prepared: Prepared) -> list[Role]:
     """Return the roles that need processes in addition to trainer ranks and engines."""
     roles = [judge_role(judge)] if uses_judge(judge) else []
     if prepared.critic is not None:
-        # The critic may have another number of data-parallel ranks than the policy.
+        # The critic may have a different number of data-parallel ranks than the policy.
         own_batch = functools.partial(
             spread, num_ranks=prepared.layout.dp, other_ranks=prepared.critic.dp, cost=prepared.cost
         )
@@ -197,13 +197,13 @@ class _Site:
             fleet,
             concurrent_episodes(config.rollout),
             streaming=config.rollout.max_staleness > 0,
-            steals=config.reward.manager != "batch",  # whose graders need all responses of a task on one engine
+            steals=config.reward.manager != "batch",  # batch graders need all responses of a task on one engine
             supply=self._supply(publisher),
             interrupted=None if self.stages.phases is None else self.stages.phases.interrupted,
         )
 
     def _supply(self, publisher: SlicePublisher) -> Callable[[], None]:
-        """Return a function that sends the current weights to restarted engines during a generation."""
+        """Return a function that sends the current weights to engines that were restarted during generation."""
         staged = StagedPublisher(publisher, self.stages)
 
         def supply() -> None:
@@ -215,7 +215,7 @@ class _Site:
         return supply
 
     def _reference(self, journal: RunJournal) -> tuple[Reference | None, dict[str, KLController]]:
-        """Return the reference policy's part of the loop, and its state for checkpoints."""
+        """Return the reference policy (None without KL terms) and the KL controller whose state checkpoints contain."""
         if not uses_reference(self.config.algorithm.kl):
             return None, {}
         kl, per_response = self.config.algorithm.kl, self.prepared.estimator.per_response
@@ -231,7 +231,7 @@ class _Site:
         return reference, {KL_CONTROLLER: controller} if controller and kl.controller == "adaptive" else {}
 
     def _scorers(self) -> dict[str, WeightedScorer]:
-        """Return the reward models by their name in metrics and records."""
+        """Return the reward model and the judge, if configured, by their names in metrics and records."""
         scorers = {}
         if (model := self._group(RewardModelGroup)) is not None:
             scorers["model"] = WeightedScorer(model, self.config.reward_model.weight)

@@ -73,7 +73,7 @@ def _export_hint(run_dir: Path, export_hf: str | None, actor: ActorConfig) -> st
 
     if export_hf is not None:
         return export_hf
-    # Checkpoints contain adapters only, without the base model that a converted one needs.
+    # Checkpoints of LoRA runs contain adapters only, and `to-hf` would need the base model too.
     if uses_lora(actor):
         return "the same command with trainer.export_hf=DIR"
     newest = run_dir / "checkpoints" / f"step_{newest_step(run_dir)}"
@@ -89,7 +89,7 @@ def _locked(
 ) -> Result:
     """Check and isolate the run, and call `run` while its directory is locked.
 
-    The last argument of `run` takes the lock of a directory that it creates.
+    If `run` creates the directory, it calls its last argument to lock it.
     """
     from mcore_rl.preparation.preflight import check_exports, check_run
 
@@ -196,8 +196,11 @@ def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take
 
 
 def plan(config: Config, *, as_json: bool, suggest: bool) -> int:
-    """Print the resources that the configuration needs, or layouts that fit. Exit code: 0 fits, 1 does not, 3 cannot be
-    run."""
+    """Print the resources that the configuration needs or, with `suggest`, layouts that fit.
+
+    Returns the exit code: 0 if the configuration or a suggested layout fits, 1 if not, CANNOT_RUN if the configuration
+    fits but this version cannot run it.
+    """
     import json
     from dataclasses import asdict
 

@@ -26,7 +26,7 @@ from mcore_rl.types import RolloutTask, SamplingOptions
 CALLS, AT_ONCE = size((200, 50), (4, 2))
 LOOKS = size(50, 2)
 TIMES = size(5, 2)
-"""Repetitions, of which the fastest counts: other processes make Ray's threads wake up more often."""
+"""Repetitions. The fastest counts, because other processes on the machine make Ray's threads wake up more often."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RayCosts:
     """CPU seconds of the driver, including Ray's threads.
 
     call: one call with a task, including its scalars.
-    look: one check of unfinished calls, by their number.
+    look: one check of pending calls, by the number of calls.
     """
 
     call: float
@@ -42,7 +42,7 @@ class RayCosts:
 
 
 def ray_costs(engines: list[int], samples: int) -> RayCosts:
-    """Measure the costs for each number of engines."""
+    """Measure a call to one engine, and a check with one pending call per engine for each number in `engines`."""
     config = Config()
     config.cluster.device = "cpu"
     with (

@@ -38,9 +38,10 @@ from benchmarks.whole_step.task import (
 
 PEER_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 POSITIONS = 1024
-"""Maximum length of the model in tokens."""
+"""Maximum sequence length of the model, in tokens."""
 MAX_STALENESS = 1
 AHEAD = Shape(PROMPTS, SAMPLES, RESPONSES, int(MEDIAN_TOKENS), LONGEST, steps=16, warm_up=4)
+"""Shape of the asynchronous run, whose engine samples responses ahead of the trainer."""
 
 
 def run() -> list[Result]:
@@ -58,12 +59,12 @@ def run() -> list[Result]:
                 # The first steps of each workload warm up.
                 counted = slice(end - workload.steps + WARM_UP, end)
                 results.append(_compare(workload, ranks, ours[counted], theirs[counted]))
-        # `counted` is the last workload, which is long-tailed, with two ranks.
+        # After the loops, `counted` and `theirs` are the steps of the last (long-tailed) workload with two ranks.
         return [*results, _ahead(task, Path(directory) / "ahead", theirs[counted])]
 
 
 def _side_by_side(task: Path, run_dir: Path, ranks: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Measure every step of both sides by phase, in seconds. After each of our steps, TRL runs the same step."""
+    """Return the seconds per phase of every step, ours and TRL's. After each of our steps, TRL runs the same step."""
     theirs: list[dict[str, float]] = []
     with ExitStack() as stack:
         peers = [stack.enter_context(trl(task, index, threads=ranks)) for index in range(len(WORKLOADS))]
@@ -75,8 +76,8 @@ def _side_by_side(task: Path, run_dir: Path, ranks: int) -> tuple[list[dict[str,
 def _compare(
     workload: LengthWorkload, ranks: int, ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]]
 ) -> Result:
-    """Report the step of median duration of each side. The ratio is the median over pairs of consecutive steps, because
-    on a busy machine both slow down together."""
+    """Report the step of median duration of each side. The ratio is the median over pairs (our step, the TRL step after
+    it), because on a busy machine both slow down together."""
     our, their = _typical(ours), _typical(theirs)
     ratio = statistics.median(peer["step"] / own["step"] for own, peer in zip(ours, theirs, strict=True))
     # TRL's phases are nested: generation is a part of scoring, and both are a part of the step.
@@ -125,7 +126,7 @@ def write_task(directory: Path) -> Path:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    # Its id lies beyond the model's vocabulary.
+    # The id of the added token lies beyond the model's vocabulary.
     tokenizer.add_special_tokens({"eos_token": "<never>"})
     tokenizer.save_pretrained(directory / "endless_tokenizer")
     return directory
@@ -133,12 +134,12 @@ def write_task(directory: Path) -> Path:
 
 @contextmanager
 def trl(task: Path, workload: int, *, threads: int) -> Iterator[LineProgram]:
-    """Start TRL (benchmarks.whole_step.trl_peer) for one workload and wait until it is ready for its first step. Its
-    answers are seconds by phase."""
+    """Start TRL (benchmarks.whole_step.trl_peer) for one workload and wait until it is ready for its first step. Each
+    answer of the program contains the seconds per phase of one step."""
     inputs = [str(task / "model"), str(task / "train.jsonl")]
     command = [str(PEER_PYTHON), "-m", "benchmarks.whole_step.trl_peer", *inputs, str(workload)]
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # Output of the trainer itself is no JSON object, so LineProgram passes it on to stderr.
+    # TRL also prints to stdout; LineProgram passes lines that are not JSON objects on to stderr.
     peer = LineProgram("TRL's process", command, ROOT, {**os.environ, **settings})
     try:
         found = peer.answer()["threads"]

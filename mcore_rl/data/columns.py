@@ -70,7 +70,7 @@ _KNOWN = frozenset(
         *(_TEMPLATE_KWARGS, *_TOOL_COLUMNS, TOOLS, SELECTION),
     ]
 )
-"""Columns that are used or reported in any file."""
+"""Columns that are read or have a note of their own; they are never reported as ignored."""
 # Beginning of a list of chat messages that was written as text, for example in a CSV file.
 _MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 _NAME_CHARACTERS = 40
@@ -101,7 +101,7 @@ class Columns:
         self._data_config, self._rollout_config, self._key = data_config, rollout_config, key
         self._runs_tools, self._trained = runs_tools, trained
         self._struct_nulls = Path(path).suffix not in (".jsonl", ".csv")
-        """True for Arrow files, whose structs have a null for every field that only other rows use."""
+        """True for Arrow files: their structs contain a null for every field that only other rows use."""
         self._names = "its columns, which line 1 names, are" if Path(path).suffix == ".csv" else "its columns are"
         self._tools = RowTools(tools, executes=runs_tools)
         self._read: set[str] = set()
@@ -229,7 +229,7 @@ class Columns:
             self.notes[f"have {', '.join(unused)}, which are ignored: responses are single turns without tools"] += 1
 
     def _check_template_kwargs(self, row: Row, where: str) -> None:
-        """Reject template arguments (a column of TRL) that differ from the run's, which render the later turns."""
+        """Reject template arguments (a column of TRL) unless they equal data.template_kwargs, used for later turns."""
         given = _object(row, _TEMPLATE_KWARGS, where)
         given = {name: value for name, value in given.items() if not (self._struct_nulls and value is None)}
         if different := [name for name, value in given.items() if self._data_config.template_kwargs.get(name) != value]:
@@ -251,8 +251,8 @@ def format_notes(noted: Mapping[str, int], ignored: Collection[str] = ()) -> tup
 def check_keys(data_config: DataConfig, paths: Mapping[str, Names]) -> None:
     """Check that data.prompt_key and data.answer_key, if set, name a column of at least one file.
 
-    Single files may lack the column: rows in verl's format do not need it. Reads the first row of each file. `paths`
-    maps configuration keys to their values.
+    One file may lack the column, because rows in verl's format do not need it. Reads the first row of each file.
+    `paths` maps configuration keys to their values.
 
     Raises: DataError.
     """

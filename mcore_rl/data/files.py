@@ -82,7 +82,7 @@ def _has_lone_surrogate(line: bytes) -> bool:
 
 
 def _further(lines: list[int]) -> str:
-    """Name all lines with the same problem, so that a file can be corrected at once."""
+    """Return the number of further lines with the same problem, and the first _NAMED_LINES line numbers."""
     if not lines:
         return ""
     named = ", ".join(map(str, lines[:_NAMED_LINES])) + (", ..." if len(lines) > _NAMED_LINES else "")
@@ -102,7 +102,7 @@ def _read_csv(path: Path, key: str) -> Rows:
 
 
 def _csv_records(path: Path, key: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the first line and the cells of each record, except blank lines."""
+    """Yield the place of each record's first line, and its cells. Blank lines are skipped."""
     # The csv module limits cells to 131,072 characters, for the whole process; prompts may be longer.
     csv.field_size_limit(sys.maxsize)
     place = f"{path}, line 1"
@@ -137,7 +137,7 @@ _PARQUET_BATCH_ROWS = 1024
 
 
 def read_parquet(path: Path, key: str) -> Rows:
-    """Yield (place, row) like files.read_rows.
+    """Yield (place, row) like read_rows.
 
     Raises: DataError.
     """
@@ -158,7 +158,7 @@ def read_parquet(path: Path, key: str) -> Rows:
 def read_saved_dataset(path: Path, key: str) -> Rows:
     """Yield (place, row) of a directory saved by `datasets`; rows are counted from 1 over all of its files.
 
-    Rows are equal to the rows of `datasets`, except that features are not decoded: a class label is its number.
+    Rows equal those that `datasets` returns, except that features are not decoded: a class label stays a number.
 
     Raises: DataError.
     """

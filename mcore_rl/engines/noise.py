@@ -51,7 +51,7 @@ def sample_tokens(probabilities: torch.Tensor, keys: torch.Tensor) -> torch.Tens
 
 
 def log_uniform(keys: torch.Tensor, columns: int) -> torch.Tensor:
-    """Compute log(u) of the first `columns` tokens, the negative times of the exponential clocks.
+    """Compute log(u) of the first `columns` tokens: the negated times of exponential clocks with rate 1.
 
     Shapes: float64 [rows, columns].
     """

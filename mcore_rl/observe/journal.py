@@ -22,8 +22,8 @@ STEP_PHASES = (*TRAINING_PHASES, "verify", "validate", "checkpoint")
 class RunJournal:
     """Collects the metrics of a step; finish_step adds times and writes them to all logs and displays.
 
-    own_spans: drains the spans of this process.
-    sources: drain the spans of other processes.
+    own_spans: function that drains the spans of this process.
+    sources: functions that drain the spans of other processes.
     signs: signs of collapse to warn about.
     """
 
@@ -64,7 +64,7 @@ class RunJournal:
         self._pending.update(metrics)
 
     def finish_step(self, step: int) -> None:
-        """Write the step. A recorded metric overrides a phase of the same name."""
+        """Write metrics and spans of the step. A recorded metric replaces the time of a phase with the same name."""
         spans, seconds = self._own_spans(), defaultdict[str, float](float)
         for span in spans:
             seconds[span.name] += span.end - span.start
@@ -76,7 +76,7 @@ class RunJournal:
         if training > 0 and "tokens/trained_sequences" in values:
             values["throughput/tokens_per_second"] = values["tokens/trained_sequences"] / training
         self._pending = {}
-        # First: the summary and resumed runs take the metrics from this file.
+        # Written before all other outputs: the summary and resumed runs read the metrics from this file.
         self.metrics.append(step, values)
         self._tensorboard.append(step, values)
         self._timeline.append([*spans, *(span for source in self._sources for span in source())])

@@ -18,10 +18,10 @@ from mcore_rl.config.rules.models import uses_reward_model
 from mcore_rl.config.schema import Config, RolloutConfig, TrainerConfig
 
 WINDOW = 20
-"""Number of steps for the median of the gradient norm, and before a critic is judged."""
+"""Number of steps of the median gradient norm, and of initial steps without warnings about the critic."""
 
 SETTLED = 5
-"""Number of steps after which idle fractions are representative."""
+"""Number of initial steps without warnings about idle fractions, which are not representative yet."""
 
 UPPER_CLIPS = ("ppo_clip", "gspo", "cispo", "gmpo", "clip_cov", "decoupled_ppo")
 """Policy losses with algorithm.policy_loss.clip_high."""
@@ -29,10 +29,12 @@ UPPER_CLIPS = ("ppo_clip", "gspo", "cispo", "gmpo", "clip_cov", "decoupled_ppo")
 
 @dataclass(frozen=True)
 class Sign:
-    """A metric and its warning.
+    """A condition on a metric, and its warning.
 
-    holds: whether the sign applies to the current and the first value.
-    text: template with {now}, {first} and {reward}, the mean reward.
+    figure: name of the metric.
+    holds: function of the metric's current and first value; True: warn.
+    text: template with the fields {now} (current value), {first} (first value) and {reward} (mean reward).
+    after_step: last step that is not checked.
     """
 
     figure: str
@@ -120,7 +122,7 @@ def _response_signs(algorithm: AlgorithmConfig, reward: RewardConfig) -> list[Si
 
 
 def _distances(rollout: RolloutConfig, trainer: TrainerConfig, actor: ActorConfig, verify_every: int) -> list[Sign]:
-    """Return signs about the distances between the policies of engine, trainer and updates."""
+    """Return signs that the policies of engine and trainer differ, or that an update moves the policy too far."""
     slower = ["lower actor.optimizer.lr"]
     if trainer.prompts_per_step // trainer.prompts_per_update * trainer.update_epochs > 1:
         slower.append("lower the number of updates per rollout")
@@ -210,7 +212,7 @@ def _idleness(num_engines: int) -> list[Sign]:
 
 
 def _graders(reward: RewardConfig, judge: JudgeConfig, model: RewardModelConfig) -> str:
-    """Return the keys of all graders."""
+    """Return the names of all graders as text, joined by `and`."""
     named = [] if reward.function == NO_RULE and not reward.weighted else [reward.chosen]
     if uses_judge(judge):
         named.append("judge")

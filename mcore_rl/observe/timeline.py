@@ -23,7 +23,7 @@ _TAIL = b"\n]\n"
 
 
 class TraceEvent(TypedDict, total=False):
-    """Event of the format; `args` of metadata."""
+    """One event. `ts` and `dur` belong to complete events, `args` to metadata events."""
 
     name: str
     ph: str
@@ -82,7 +82,7 @@ class Timeline:
 
 
 def read_timeline(path: str | Path) -> list[TraceEvent]:
-    """Read the complete events of a timeline, also of an incomplete file; [] if the file does not exist."""
+    """Read the events of a timeline. Skips a partly written line; returns [] if the file does not exist."""
     path = Path(path)
     if not path.is_file():
         return []
@@ -103,8 +103,8 @@ def _lines(events: list[TraceEvent]) -> bytes:
 
 @dataclass
 class _Lane:
-    """One row of a process's track. `open_ends`: ends of the spans that enclose the next one, outermost first. Units:
-    microseconds."""
+    """One row of a process's track. `open_ends`: ends of the spans that may enclose the next one, outermost first.
+    Units: microseconds."""
 
     last_start: int
     open_ends: list[int]

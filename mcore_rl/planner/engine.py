@@ -5,8 +5,8 @@ experts, which takes the same bytes. Norms, routers and the down projections of 
 
 KV cache per token and layer: 2 x max(groups / tp, 1) x head size for grouped-query attention. Latent attention stores
 kv_lora_rank + the rotary part on every rank. On GPUs the cache gets rollout.gpu_memory_fraction of the memory minus
-weights and workspace. The workspace is the hidden states of a batch in the widest layer, plus float32 logits of the
-running sequences, twice. On CPU the cache is rollout.kv_cache_gib.
+weights and workspace. The workspace is the hidden states of a batch in the widest layer, plus two float32 copies of the
+logits of running sequences. On CPU the cache is rollout.kv_cache_gib, and the workspace is not counted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def engine_rank(
     element_bytes: int,
     cuda: bool,
 ) -> EngineRank:
-    """Compute the bytes of an engine's fullest rank. kv_cache_bytes is negative if the weights alone do not fit."""
+    """Compute the bytes of an engine's fullest rank. kv_cache_bytes is negative if weights and workspace do not fit."""
     weights = engine_weights(rows, rollout.tp, element_bytes)
     workspace = _workspace(rollout, arguments, element_bytes) if cuda else 0
     if cuda:
@@ -100,7 +100,7 @@ def _workspace(rollout: RolloutConfig, arguments: ModelArguments, element_bytes:
     tokens = rollout.max_batched_tokens or DEFAULT_BATCHED_TOKENS
     widest = 2 * sizes["ffn_hidden_size"] / tp
     if sizes.get("num_moe_experts"):
-        # Every rank receives the dispatched tokens of the whole batch and computes its part of the experts.
+        # Estimate: dispatched tokens and expert activations are divided evenly over the ranks.
         widest = max(widest, sizes["moe_router_topk"] * (sizes["hidden_size"] + 2 * sizes["moe_ffn_hidden_size"]) / tp)
     hidden = (4 * sizes["hidden_size"] + widest) * tokens * element_bytes
     # Each running request has one row of logits, and sampling makes a second copy of it.

@@ -140,7 +140,7 @@ def balanced(times: StepTimes, layout: TrainLayout) -> GpuSplit:
 
 
 def slower_seconds(times: StepTimes, split: GpuSplit) -> float:
-    """Return the time of the slower side. Both times must be known."""
+    """Return the seconds of the slower of engines and trainer. Both times must be known."""
     generate, train = times.generate_seconds(split.num_engines), times.train_seconds(split.num_ranks)
     assert generate is not None
     assert train is not None
@@ -150,9 +150,9 @@ def slower_seconds(times: StepTimes, split: GpuSplit) -> float:
 def splits(
     cluster: ClusterConfig, rollout: RolloutConfig, responses_per_update: int, layout: TrainLayout
 ) -> Iterator[GpuSplit]:
-    """Yield all splits that the layout divides and that leave GPUs for an engine.
+    """Yield all splits whose number of trainer ranks fits the layout and that leave GPUs for an engine.
 
-    If engines have nodes of their own, the splits are whole nodes.
+    If engines have nodes of their own (rollout.nodes), trainer ranks use the remaining nodes as far as the layout fits.
     """
     replica = layout.tp * layout.pp * layout.cp
     # The number of ranks must be a multiple of both the dense and the expert layout.

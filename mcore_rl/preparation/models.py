@@ -1,6 +1,6 @@
 """Checks of the models of a run before they are built.
 
-Weight files are read only as far as their headers, and tensors only if they are stored twice and may differ.
+Only the headers of weight files are read, and those tensors that are stored twice and must be equal.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 def check_implementation(role: ModelRole, cluster: ClusterConfig, spec: ResolvedModel) -> None:
     """Reject a model that Megatron ranks cannot build with the packages of this machine.
 
-    Ranks run here or on hosts with the same packages.
+    The other hosts of a run are assumed to have the same packages.
     """
     spec.implementation(role, cluster.gpus_per_node, look(cuda=uses_cuda(cluster)))
 
@@ -96,7 +96,8 @@ def reward_model_layout(
 def check_weights(role: ModelRole) -> int:
     """Check the model's HF directory and return the number of parameters in it, or 0 with random_init.
 
-    Every tensor of the model must be there, whole, and no others. Reads headers, and tensors that are stored twice.
+    Raises ConfigError unless the directory contains exactly the tensors of the model, none of them truncated. Reads
+    headers, and tensors that are stored twice.
     """
     key, coefficient = role.key("mtp_loss_coefficient"), role.section.mtp_loss_coefficient
     directory, keep = role.model.hf_path, coefficient > 0
@@ -118,14 +119,14 @@ def check_weights(role: ModelRole) -> int:
             check_copies(checkpoint, bound)
             for note in checkpoint.unlisted.notes:
                 logger.warning("%s=%s: %s", role.checkpoint, directory, note)
-            # Without the layers that are not built.
+            # Layers that are not built do not count.
             return sum(math.prod(shape) for name, shape in checkpoint.shapes.items() if name not in set(dropped))
 
 
 def check_adapters(lora: LoraConfig, hf_config: HFConfig, *, exports: bool) -> int:
     """Check the LoRA adapters and return the number of their parameters.
 
-    Adapters to start from must fit the model. With `exports`, PEFT must have names for all of them.
+    Adapters in lora.path must fit the model. With `exports`, PEFT must have names for all adapters.
     """
     bound = bound_adapters(lora, hf_config, torch.float32)
     if lora.path is not None:

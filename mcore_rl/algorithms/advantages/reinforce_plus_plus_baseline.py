@@ -7,7 +7,7 @@ little. Long responses have more tokens, so the mean over tokens is not 0: a gro
 before whitening (`raw`) but not after it.
 
 Source: REINFORCE++, arXiv 2501.03262, the variant with baseline: group mean, then global normalisation.
-Shapes: token_rewards, mask [B, T], group_ids [B], lengths [B] (None: mask's) -> [B, T].
+Shapes: token_rewards, mask [B, T], group_ids [B], lengths [B] (None: counted from the mask) -> [B, T].
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""REINFORCE leave-one-out (RLOO): the baseline of a response is the mean reward of the other responses of its group.
+"""REINFORCE leave-one-out (RLOO): the baseline of a response is the mean reward of the other responses in its group.
 
     A_i = r_i - 1/(k-1) sum_{j in G, j != i} r_j  =  k/(k-1) (r_i - mean(r_G))        for a group G of k responses
 

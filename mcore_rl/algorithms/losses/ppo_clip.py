@@ -6,7 +6,7 @@
 
 Source: PPO, arXiv 1707.06347, equation 7; clip-higher: DAPO, arXiv 2503.14476, equation 10;
 dual clip: arXiv 1912.09729, equation 5.
-Shapes: any one shape for all inputs and the loss.
+Shapes: all inputs and the loss have the same shape, which may be any.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PPOClip:
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:
         selected, log_ratio, advantages = ratio_inputs(inputs)
         result = clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-        # Without dual clip the metric is missing, not 0.
+        # Without dual clip the metric is omitted instead of being 0.
         capped = {} if result.capped is None else {"dual_clip_fraction": result.capped}
         flags = split_by_sign(result.clipped, advantages)
         return PolicyLossResult(result.loss, ratio_metrics(log_ratio, selected, **flags, **capped))

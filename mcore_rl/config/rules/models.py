@@ -22,7 +22,8 @@ UNSUPPORTED = {
 }
 """Keys that adapters do not support, with the reason and the remedy."""
 FROZEN_MODEL_KEYS = "hf_path weight num_ranks tokens_per_microbatch moe.dispatcher fp8 offload.params".split()
-"""Keys, in addition to parallel.*, that affect a model without gradients and vocabulary."""
+"""Keys of section reward_model, besides parallel.*, that have an effect: the model is not trained and predicts no
+tokens."""
 
 
 def uses_lora(actor: ActorConfig) -> bool:
@@ -36,7 +37,7 @@ def base_is_reference(actor: ActorConfig, reference: ReferenceConfig) -> bool:
 
 
 def check_lora(config: Config) -> None:
-    """Raise ConfigError for a key without effect, or one that adapters do not support."""
+    """Raise ConfigError for a key that has no effect or that adapters do not support."""
     lora = config.actor.lora
     if not uses_lora(config.actor):
         remedy = "set actor.lora.rank above 0, so that there are adapters"
@@ -58,7 +59,7 @@ def check_lora(config: Config) -> None:
 
 
 def reject_suggestions(actor: ActorConfig) -> None:
-    """Raise ConfigError if adapters are trained."""
+    """Raise ConfigError if adapters are trained: `plan --suggest` assumes that all weights are."""
     if uses_lora(actor):
         raise ConfigError(
             f"--suggest assumes gradients and optimizer state for all weights, but actor.lora.rank="
@@ -68,7 +69,7 @@ def reject_suggestions(actor: ActorConfig) -> None:
 
 
 def check_no_critic_lora(lora: LoraConfig) -> None:
-    """Raise ConfigError naming the key in section `critic`."""
+    """Raise ConfigError if a key of critic.lora is set: a critic is always trained completely."""
     for key, value, default in changed("critic.lora", lora):
         raise ConfigError(
             f"{key}={value}: a critic is trained completely, since its value head starts random; leave {key} at "
@@ -82,7 +83,7 @@ def uses_reference(kl: KLConfig) -> bool:
 
 
 def check_reference(kl: KLConfig, reference: ReferenceConfig) -> None:
-    """Raise ConfigError for a key without effect, or one that needs another."""
+    """Raise ConfigError for a key that has no effect or that requires another key."""
     if kl.controller == "adaptive":
         _check_adaptive(kl)
     else:
@@ -114,7 +115,7 @@ def uses_reward_model(section: RewardModelConfig) -> bool:
 
 
 def check_rewards(section: RewardModelConfig, judge: JudgeConfig, reward: RewardConfig, rollout: RolloutConfig) -> None:
-    """Raise ConfigError for a key without effect, and if nothing gives rewards."""
+    """Raise ConfigError for a key that has no effect, or if no component gives rewards."""
     if section.hf_path is None:
         reject_unless_default("reward_model", section, "set reward_model.hf_path")
     for key, value, default in changed("reward_model", section):

@@ -1,7 +1,7 @@
-"""Stand-in modules for verl, used by users' files if verl is not installed. Their functions belong to this project.
+"""Stand-in modules for verl, used by users' files if verl is not installed. This project implements their functions.
 
-Functions are listed as `module:name` texts and imported when a file imports the module. Only these names exist; a file
-that needs more needs an installed verl, which then takes precedence.
+Functions are listed as `module:name` strings and imported when a file imports the stand-in module. Only the listed
+names exist; a file that uses others requires an installed verl, which then takes precedence.
 
 Published reward functions call verl inside `try: ... except Exception: return 0`. A missing name therefore raises
 MissingVerlName, which is not an Exception, and check_verl_names detects it before the run.
@@ -26,7 +26,7 @@ _HELPERS = "mcore_rl.rewards.graders.verl_helpers"
 
 
 def _from(source: str, names: str = "", **renamed: str) -> dict[str, str]:
-    """Return the places of `names`, and of names that have another one in `source`."""
+    """Return {name in verl: `source:name`}. Values of `renamed` are names in `source` that differ from verl's."""
     unchanged = {name: name for name in names.split()}
     return {name: f"{source}:{own}" for name, own in (unchanged | renamed).items()}
 
@@ -80,8 +80,8 @@ class MissingVerlName(BaseException):
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Finder placed before all others, because a folder named verl would hide the modules; an installed verl takes
-    precedence."""
+    """Finder of the stand-in modules. It comes before all other finders, because a folder named verl would hide the
+    modules, and finds nothing if verl is installed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -116,7 +116,7 @@ def stands_in() -> bool:
 
 
 def _missing(module: str, name: str) -> NoReturn:
-    """Raise for a name that a module does not have.
+    """Raise an error for a name that a stand-in module does not have.
 
     `module.name` in a file raises MissingVerlName. `from module import name` and hasattr() get the usual error, which
     files catch on purpose to work without verl.

@@ -31,7 +31,7 @@ class Fabric:
         return tuple(range(node * self.slots, (node + 1) * self.slots))
 
     def device_name(self, rank: int) -> str:
-        """Return the device's index on its node, such as `GPU 3`, on CPU `slot 3`."""
+        """Return kind and index of the rank's device on its node: `GPU 3`, or `slot 3` on CPU."""
         return f"{'GPU' if self.device == 'cuda' else 'slot'} {rank % self.slots}"
 
     def rank_name(self, rank: int) -> str:
@@ -62,6 +62,7 @@ class Stage:
 class StageResult(NamedTuple):
     """Outcome of one stage on one rank: a measured value or an error; neither in stages that only check.
 
+    died: True if the process ended without writing a result.
     device: name of the device and versions of its libraries.
     """
 
@@ -94,7 +95,7 @@ DEVICE_STAGES: dict[str, tuple[Probe, str | None]] = {
 def stages(fabric: Fabric) -> list[Stage]:
     """Return the stages in order: one device, one node, two nodes, all nodes.
 
-    A fault shows in the smallest stage that contains it, where the fewest ranks wait for it.
+    A fault therefore appears first in the smallest stage that it affects, where the fewest ranks wait.
     """
     hosts = fabric.hosts
     devices: Groups = {(rank,): fabric.rank_name(rank) for rank in range(fabric.num_ranks)}
@@ -105,7 +106,8 @@ def stages(fabric: Fabric) -> list[Stage]:
         nodes: Groups = {r: f"{host} (ranks {r[0]}-{r[-1]})" for host, r in zip(hosts, inside, strict=True)}
         plan.append(Stage("all-reduce in a node", Bench.all_reduce, BANDWIDTH, nodes))
     for pairs in rounds_of_neighbours(len(hosts)):
-        # Slot i with slot i, all at once, so that each device uses its own network card if it has one.
+        # Slot i communicates with slot i of the other node, all slots at once, so that each device uses its own network
+        # card if it has one.
         links: Groups = {
             (a, b): f"{hosts[one]} - {hosts[other]}, {fabric.device_name(a)}"
             for one, other in pairs

@@ -1,6 +1,6 @@
-"""Place of this node in the test, and the store on node 0 that all nodes use.
+"""Place of this node in the fabric test, and the store on node 0 that all nodes use.
 
-A node is alone, or its place is given by --rendezvous, or it is derived from a SLURM job step.
+The place comes from --rendezvous or from the variables of a SLURM job step; without both, the node is tested alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Address(NamedTuple):
 class NodePlace:
     """Index of this node and the address of the store.
 
-    listener: the store's socket, on node 0.
+    host: name of this node.
+    listener: the store's socket, on node 0 only.
     hosts: names of all nodes, if known in advance.
     """
 
@@ -49,7 +50,7 @@ class NodePlace:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the address: then it simulates all nodes."""
+    """Return True if only this machine can reach the address. All nodes of the test are then simulated on it."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -57,10 +58,13 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(address: Address) -> socket.socket:
-    """Open the store's socket on node 0, at this address only; port 0 selects a free port. Raises: ConfigError."""
+    """Open the store's socket on node 0, bound to `address` if other nodes can reach it; port 0 selects a free port.
+
+    Raises: ConfigError.
+    """
     try:
         family, *_, (host, *_) = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
-        # Debian resolves a machine's own name to 127.0.1.1, which no other node can reach.
+        # Debian resolves a machine's own name to 127.0.1.1, which no other node can reach: bind to all addresses.
         if not is_loopback(address.host) and is_loopback(str(host)):
             host = ""
         return socket.create_server((str(host), address.port), family=family)
@@ -126,7 +130,7 @@ def _place_at_rendezvous(options: argparse.Namespace, host: str) -> NodePlace:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Expand SLURM's list of hosts: n[1-3,07],m2 becomes n1, n2, n3, n07 and m2. scontrol is absent in containers."""
+    """Expand SLURM's list of hosts: n[1-3,07],m2 becomes n1, n2, n3, n07, m2. Containers lack scontrol."""
     return [name for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text) for name in _expand(part)]
 
 

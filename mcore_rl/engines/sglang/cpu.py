@@ -30,7 +30,7 @@ def prepare() -> None:
 def patch() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
-    common._cuda_host_register = lambda *_, **__: None  # the cache of experts is in pageable memory
+    common._cuda_host_register = lambda *_, **__: None  # no CUDA: the cache of experts stays pageable
 
 
 class _Kernels(ModuleType):
@@ -57,7 +57,7 @@ class _Kernels(ModuleType):
         slots: torch.Tensor,
         *_: object,
     ) -> None:
-        """Write `slots` to table[rows[i], starts[i]:ends[i]], request after request."""
+        """Write table[rows[i], starts[i]:ends[i]] for every request i; `slots` has their values concatenated."""
         lengths = (ends - starts).tolist()
         places = zip(rows.tolist(), starts.tolist(), slots.split([*lengths, len(slots) - sum(lengths)]), strict=False)
         for row, start, of_row in places:

@@ -1,7 +1,7 @@
 """Weight updates of an SGLang rank (runs in SGLang's environment).
 
-Slices are copied directly to the places in parameters that were recorded from SGLang's own loaders. Checked with SGLang
-0.5.23 on CPUs without AMX, where parameters are not packed.
+Slices are copied straight into the parameters; their places were recorded while SGLang's own loaders ran
+(kept_slices.py). Checked with SGLang 0.5.23 on CPUs without AMX, where parameters are not packed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankWeights:
         self._pending: PendingSlices
 
     def connect_weights(self, connection: Connection, first_rank: int) -> None:
-        """Connect to the sync, see connect_rank."""
+        """Connect to the weight sync (see kept_slices.connect_rank) and zero the padding of parameters."""
         self._connected = kept_slices.connect_rank(connection, self._layout, self._rank, first_rank, self._record)
         self._pending = PendingSlices(self._connected.kept)
         self._clear_padding(self._connected.kept)

@@ -11,7 +11,7 @@ microbatches.py); the last s of each is only a target:
 
     sequences      p p p r s   p r s
     position       0 1 2 3     4 5
-    embedded         p p r     . r           the next token of the sequence, none at its end
+    embedded       p p r .     r .           the next token of the sequence, none at its end
     predicts         r s       s             positions 1, 2 and 4; the second r has only one token before it
 
 The loss trains only the MTP layers. The inputs that they share with the policy (hidden states of the trunk, embedding,

@@ -31,14 +31,14 @@ _PARTS = (
 
 
 def kind_of(name: str) -> str:
-    """Kind of module of a parameter. Norms that TransformerEngine fuses into a projection (`layer_norm_weight`) count
-    as norms, shared experts as experts."""
+    """Return the kind of module of a parameter. Norms that TransformerEngine fuses into a projection
+    (`layer_norm_weight`) count as norms, shared experts as experts."""
     return next((kind for part, kind in _PARTS if part in name.replace("layer_norm", "norm")), "other")
 
 
 def gradient_norms(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> dict[str, Root]:
-    """Compute this rank's part of the gradient norm of each kind, before clipping; merging the parts of all ranks is
-    exact. Call it between the gradient reduction and the optimizer step. Not collective."""
+    """Compute this rank's part of the gradient norm of each kind of module, before clipping. Merging the parts of all
+    ranks gives the exact norm. Call it between the gradient reduction and the optimizer step. Not collective."""
     kinds = {id(parameter): kind_of(name) for chunk in chunks for name, parameter in chunk.named_parameters()}
     squares: dict[str, list[torch.Tensor]] = {}
     for part in optimizer_parts(optimizer):
