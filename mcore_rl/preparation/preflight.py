@@ -1,4 +1,4 @@
-"""Checks in the first second of a run. Only cli and verbs import this module.
+"""Checks that run in the first second of a command. Only cli and verbs import this module.
 
 Nothing here imports torch, transformers, Megatron, an engine or Ray: each of these imports takes longer than all checks
 of this module. `prepare` has the checks that need them.
@@ -63,7 +63,7 @@ def check_run(config: Config) -> None:
 def missing_files(
     data: DataConfig, algorithm: AlgorithmConfig, model: ModelConfig, judge: JudgeConfig, rollout: RolloutConfig
 ) -> list[str]:
-    """Return one message for each group of the run's files that is missing on this machine."""
+    """Return one message for each of data, model and judge whose files are missing or invalid on this machine."""
     messages = []
     for check in (
         lambda: _check_data(data, algorithm),
@@ -78,7 +78,7 @@ def missing_files(
 
 
 def has_gpu(devices: Path = DEVICES) -> bool:
-    """Return True if a driver offers a GPU. Looks for device files, which needs no library."""
+    """Return True if a GPU driver has created device files. This check needs no library."""
     return any(any(devices.glob(pattern)) for pattern in GPU_FILES)
 
 
@@ -121,7 +121,7 @@ def _check_model(model: ModelConfig) -> None:
 
 
 def _check_data(data: DataConfig, algorithm: AlgorithmConfig) -> None:
-    """Require that data files exist and have a known format. No rows are read."""
+    """Require existing data files of a known format, and valid set names and weights. Reads no rows."""
     find_files(data.train, "data.train")
     _check_set_names(data.val_sets)
     for key, names in data.validation.items():
@@ -137,7 +137,7 @@ def _check_data(data: DataConfig, algorithm: AlgorithmConfig) -> None:
 
 
 def _check_set_names(sets: Mapping[str, Sequence[str]] | None) -> None:
-    """Require names that can be the last part of a metric's name."""
+    """Require that names of validation sets can be the last part of a metric name."""
     if sets is not None and not sets:
         raise ConfigError("data.val is an empty mapping; set it to {name: path}, to a path, or to null")
     for name in sets or ():

@@ -59,7 +59,7 @@ class Worker:
         return LostWorkerError(f"{self.name} ended in `{call}`{status}")
 
     def state(self) -> str:
-        """Return the state of a process that does not answer, as the end of a sentence."""
+        """Return the state of a process that does not answer, as the predicate of an error message."""
         if self.child is None:
             return "is on another host"
         try:
@@ -86,7 +86,7 @@ def started(module: str, name: str, num: int, environment: Mapping[str, str]) ->
 def map_in_order(workers: Sequence[Worker], messages: Iterable[object], call: str) -> Iterator[Any]:
     """Yield the result of every message, in the order of the messages. Reads at most one message per worker ahead.
 
-    Raises: as `results`.
+    Raises: same as `results`.
     """
     number = -1
     for number, message in enumerate(messages):
@@ -100,7 +100,7 @@ def map_in_order(workers: Sequence[Worker], messages: Iterable[object], call: st
 
 
 def results(workers: Sequence[Worker], call: str, seconds: float = math.inf, key: str = "") -> list[object]:
-    """Wait until all workers have answered the message that each of them was sent; return the results.
+    """Wait until every worker has answered its last message; return the results.
 
     call: name of the call in errors.
     seconds, key: the time limit for all answers, and its configuration key.
@@ -126,9 +126,9 @@ def results(workers: Sequence[Worker], call: str, seconds: float = math.inf, key
 
 
 def _raise_loss(lost: Worker, workers: Sequence[Worker], answers: Sequence[Answer], call: str) -> NoReturn:
-    """Raise the cause of a loss: the error that another worker has reported, or the death itself.
+    """Raise the cause of a loss: an error that a worker has reported, else the death of `lost`.
 
-    The death is the cause if a signal ended the worker or if it ran on another host: then collectives fail in other
+    If a signal ended the worker, or if it ran on another host, its death is the cause: collectives then fail in other
     workers because of it.
     """
     death = lost.death(call)

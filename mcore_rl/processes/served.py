@@ -56,7 +56,8 @@ def serve_calls(connection: Connection, function: Callable[[Message], object]) -
 
 
 def answer(connection: Connection, call: Callable[[], object]) -> None:
-    """Send (OK, result); (REFUSED, (type, text)) for an error of this project; else (FAILED, end of the traceback)."""
+    """Send (OK, result), (REFUSED, (type, text)) for a McoreRLError, or (FAILED, end of the traceback) for any other
+    error."""
     try:
         connection.send((OK, call()))  # pickles the result before it writes, so an error leaves the stream intact
     except McoreRLError as error:

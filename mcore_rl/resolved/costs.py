@@ -15,9 +15,10 @@ from model_converters.families.parts.hf_config import HFConfig
 def sequence_cost(hf_config: HFConfig) -> SequenceCost:
     """Compute FLOPs of the forward pass per token, and per pair of tokens in causal attention.
 
-    The backward pass costs twice as much of both, and recomputation once more, so the ratio also holds for a whole
-    update. Per token: 2 for every weight that is applied to it (all matrices except the embedding; of routed experts,
-    the selected fraction). Per pair: 2 for every element of a query and key, and of a value, in every layer.
+    The backward pass costs twice as much of both, and recomputation once more, so the ratio of the two also holds for
+    a whole update. Per token: 2 FLOPs for every weight that is applied to it (all matrices except the embedding, and
+    only the selected fraction of routed experts). Per pair: 2 for every element of the key (score) and of the value
+    (output), for each head in every layer.
     """
     sizes = model_arguments(hf_config).transformer
     chosen = sizes.get("moe_router_topk", 0) / (sizes.get("num_moe_experts") or 1)

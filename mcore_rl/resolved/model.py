@@ -1,4 +1,4 @@
-"""Model of a run in its layout: used by `plan`, by the checks before launch, and by the ranks. Does not import
+"""Model of a run and its parallel layout, for `plan`, for the checks before launch, and for the ranks. Does not import
 megatron.core, so that the driver can use it."""
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """Model and layout. `hf_config` is config.json as the model is trained, `arguments` are the values of its family.
-    `left_out`: number of multi-token-prediction layers in config.json that are not built."""
+    """Model and layout. `hf_config` is config.json without layers that are not built, `arguments` are the sizes and
+    settings that the model family derives from it. `left_out`: number of multi-token-prediction layers in config.json
+    that are not built."""
 
     hf_config: dict[str, Any]
     arguments: ModelArguments
@@ -66,8 +67,8 @@ class ResolvedModel:
 
 
 def policy_config(role: ModelRole) -> tuple[dict[str, object], int]:
-    """Return config.json of the policy as it is trained, and the number of omitted multi-token-prediction layers. They
-    are omitted unless they have a loss.
+    """Return config.json of the policy, and the number of multi-token-prediction layers that were removed from it. They
+    are removed unless they have a loss.
 
     Raises: ConfigError for an unreadable file, an unknown family, or a loss for missing layers.
     """
@@ -75,7 +76,7 @@ def policy_config(role: ModelRole) -> tuple[dict[str, object], int]:
     path = f"{role.checkpoint}={role.model.hf_path}"
     hf_config = read_hf_config(role.model, role.checkpoint)
     with conversion_errors(f"{path}: "):
-        # Only for its error: the number of layers is read from any family's config.json.
+        # Only for its error: num_mtp_layers accepts unknown families.
         family_for(hf_config)
         layers = num_mtp_layers(hf_config)
     # Without a loss, the layers would only cost memory: generation and the main loss do not use them.
@@ -97,13 +98,13 @@ def value_config(role: ModelRole) -> dict[str, object]:
     """
     hf_config = read_hf_config(role.model, role.checkpoint)
     with conversion_errors(f"{role.checkpoint}={role.model.hf_path}: "):
-        # Only for its error: a value model can be made from any family's config.json.
+        # Only for its error: value_model_config accepts unknown families.
         family_for(hf_config)
         return value_model_config(hf_config)
 
 
 def check_engine_model(role: EngineRole, algorithm: AlgorithmConfig, hf_config: HFConfig) -> None:
-    """Reject a config.json from which rollout.engine computes another model than transformers and the trainer. A
+    """Reject a config.json from which the engine builds a different model than transformers and the trainer. A
     supervised run has no engine, so every config.json passes.
 
     Raises: ConfigError naming the field.

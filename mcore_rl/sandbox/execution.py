@@ -185,7 +185,7 @@ class PipeLoop:
 
     def drain(self) -> Why:
         """Read data that is already available, without waiting."""
-        # A cell's result has its own pipe and can arrive before the output that was written first.
+        # A cell's result has its own pipe and can arrive before output that the program wrote earlier.
         while self._poll(0):
             if any(budget.full for budget in self._budgets):
                 return "output"

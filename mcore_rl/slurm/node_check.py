@@ -12,7 +12,7 @@ from mcore_rl.slurm.meeting import node_name, parse_options, put_name
 
 NEEDED = ("torch", "ray", "megatron.core")
 SECONDS_FOR_GPUS = 60
-"""Timeout of nvidia-smi. It takes many seconds without persistence mode, and forever with a hung driver."""
+"""Timeout of nvidia-smi, which takes many seconds without persistence mode and never returns with a hung driver."""
 
 
 def main() -> int:
@@ -43,7 +43,7 @@ def packages() -> str | None:
 
 
 def memory() -> str | None:
-    """Check the directory of staging buffers."""
+    """Check that /dev/shm, the directory of the staging buffers, can be written."""
     return None if os.access("/dev/shm", os.W_OK) else "/dev/shm cannot be written; weight syncs need it"
 
 

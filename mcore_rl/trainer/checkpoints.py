@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 class CheckpointState(TypedDict):
     """Content of state.json. `accuracy` is val/accuracy at the step, None without a validation; `positions` are the
-    states of the parts of the run by name."""
+    states of the run's components (such as the sampler) by name."""
 
     step: int
     version: int
@@ -81,7 +81,7 @@ class Checkpoints:
         return None
 
     def with_remedy(self, error: DamagedCheckpointError, step: int) -> DamagedCheckpointError:
-        """Append to the error what the user can do about the damaged checkpoint of `step`."""
+        """Append the remedy for the damaged checkpoint of `step` to the error."""
         older = [name for number, name in self._complete() if number < step]
         start = f"{older[-1].name} is complete" if older else "there is no older one"
         aim = "resume from it" if older else "start over"
@@ -90,11 +90,12 @@ class Checkpoints:
     def save(
         self, step: int, state: CheckpointState, start: Callable[[str], PendingSave], *, wait: bool = True
     ) -> None:
-        """Save a checkpoint: the ranks write into a temporary directory, whose path is passed to `start`.
+        """Save a checkpoint: write state.json into a temporary directory and pass its path to `start`, with which the
+        ranks begin to write.
 
-        When all ranks have written, state.json and the proof are added and the directory is renamed. Old checkpoints
-        are then removed, except for the keep_best highest by state["accuracy"]. Without `wait`, this happens in a later
-        call of poll, settle or save. A step that is already saved is not saved again.
+        When all ranks have written, the proof is added and the directory is renamed. Old checkpoints are then removed,
+        except for the keep_last newest and the keep_best highest by state["accuracy"]. Without `wait`, this happens in
+        a later call of poll, settle or save. A step that is already saved is not saved again.
 
         Raises: errors of the ranks, also from the previous save.
         """
@@ -178,7 +179,7 @@ class Checkpoints:
         return {step for _, step in ranked[: self.keep_best]}
 
     def _accuracy(self, path: Path) -> float | None:
-        """Return None for a damaged checkpoint: it must not end the run that saves another one."""
+        """Return the accuracy of a checkpoint; None if it is damaged, which must not end a run that saves a new one."""
         try:
             return self.read(path)[0].get("accuracy")
         except DamagedCheckpointError as error:
@@ -201,7 +202,7 @@ class Checkpoints:
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """Return the step of the checkpoint from which a start in this run directory resumes, or None.
+    """Return the step from which the next start in this run directory resumes, or None without a checkpoint.
 
     Raises: same as Checkpoints.latest.
     """
@@ -210,7 +211,7 @@ def newest_step(run_dir: Path) -> int | None:
 
 
 def check_newest(run_dir: Path) -> None:
-    """Check the checkpoint from which a start in this run directory resumes for damage, before any process starts.
+    """Check for damage in the checkpoint that the next start in this run directory resumes, before any process starts.
 
     Raises: same as Checkpoints.latest.
     """

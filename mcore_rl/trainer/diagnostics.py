@@ -15,10 +15,10 @@ SOLVED = 0.5
 
 
 def describe_groups(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
-    """Compute fractions of groups by their share of right responses, over all generated responses.
+    """Compute metrics of the solve rates (fraction of right responses) and rewards of all generated groups.
 
-    groups/solve_rate_std is the spread over groups. If it is near 0.5 and solved_all + solved_none is near 1, prompts
-    are either too easy or too hard, and few groups have a training signal.
+    groups/solve_rate_std is the standard deviation of the solve rate over groups. If it is near 0.5 and
+    solved_all + solved_none is near 1, prompts are either too easy or too hard, and few groups have a training signal.
     """
     ids = column(scalars, "group_ids")
     if not len(ids):
@@ -64,7 +64,7 @@ def describe_lengths(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
 
 
 def describe_parts(section: str, scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
-    """Compute the mean of each additional number of graders, over the responses that have it."""
+    """Compute the mean of each additional number that graders returned, over the responses that have it."""
     metrics: dict[str, Metric] = {}
     for name in sorted({name for part in scalars for name in part.parts}):
         values = np.concatenate([part.parts[name] for part in scalars if name in part.parts])
@@ -74,7 +74,7 @@ def describe_parts(section: str, scalars: Sequence[RolloutScalars]) -> dict[str,
 
 
 def describe_advantages(advantages: np.ndarray) -> dict[str, Metric]:
-    """Describe the advantages of the trained responses. Shapes: [B]."""
+    """Compute metrics of the advantages of the trained responses. Shapes: [B]."""
     if not len(advantages):
         return {}
     values = advantages.astype(np.float64)

@@ -288,8 +288,8 @@ class RankShare:
     `origins[b]` (rollout call and row in it) and `samples` (index in the Batch) identify a response in error messages
     and results.
 
-    Shapes: samples int64 [b]; chunk_ids, rows int32 [b]; origins int32 [b, 2]; rewards, advantages, loss_weights
-    float32 [b]. `version` is the batch's.
+    Shapes: samples int64 [b]; chunk_ids, rows, total_tokens int32 [b]; origins int32 [b, 2]; rewards, advantages,
+    loss_weights float32 [b]. `version` is the batch's.
     """
 
     samples: np.ndarray

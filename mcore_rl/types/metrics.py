@@ -53,7 +53,7 @@ class Min:
 
 @dataclass(frozen=True)
 class Quantile:
-    """Smallest number that is not exceeded by `fraction` of all numbers; 0 without numbers. `counts` maps numbers to
+    """Smallest x such that at least `fraction` of all numbers are <= x; 0 without numbers. `counts` maps numbers to
     frequencies."""
 
     fraction: float

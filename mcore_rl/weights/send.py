@@ -27,8 +27,8 @@ Span = Callable[[str], AbstractContextManager[object]]
 class WeightSender:
     """Sends the weight updates of one trainer rank.
 
-    `mapped`: the staging buffers that this rank maps, by number. `channels` reach all others. One object serves all
-    updates of a connection; after an error all processes must connect again.
+    `mapped`: the staging buffers that this rank maps, by number. `channels` lead to all other buffers. One object
+    serves all updates of a connection; after an error all processes must connect again.
     """
 
     def __init__(self, plan: SyncPlan, rank: int, channels: Channels, mapped: Mapping[int, MappedBuffer]) -> None:

@@ -1,7 +1,7 @@
 """Verification of weights: the trainer's tensors against the tensors that an engine's kernels use.
 
-Both sides compute digests of the planned slices: a trainer rank of the slices that it sends, from its parameters; an
-engine rank of the same indices of the tensors that its kernels read.
+Both sides compute digests of the planned slices: a trainer rank digests the slices of its parameters that it sends, an
+engine rank digests the same index ranges of the tensors that its kernels read.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def parse_time(text: str) -> Time | None:
 
 
 def same_time(given: Time, expected: Time) -> bool:
-    """Return whether two times are equal. A time without a.m. or p.m. matches either half and the 24-hour clock."""
+    """Return whether two times are equal. A time without a.m. or p.m. may be on the 12-hour or the 24-hour clock."""
     if given[1:3] != expected[1:3]:
         return False
     if bool(given.half) == bool(expected.half):

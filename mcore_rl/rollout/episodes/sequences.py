@@ -1,8 +1,8 @@
 """Token sequences of an episode, built from its calls of session.generate. Only these sequences are trained.
 
-A call whose tokens start with an existing sequence extends it; the additional tokens were not sampled. A call with
-other tokens starts a new sequence, for which all given tokens are the prompt; tokens that an earlier sequence sampled
-are trained only there. Example (s: sampled, t: token of a tool result):
+A call whose tokens start with an existing sequence extends it; tokens between the sequence and the new completion were
+not sampled. Any other call starts a new sequence, for which all given tokens are the prompt; tokens that an earlier
+sequence sampled are trained only there. Example (s: sampled, t: token of a tool result):
 
     generate(p p)            -> s s      sequence 0    p p | s s
     generate(p p s s t t)    -> s        sequence 0    p p | s s t t s
@@ -92,6 +92,6 @@ class SequenceBook:
         return sequence
 
     def trajectories(self, chosen: Sequence[TokenSequence] | None = None, *, trained: bool = True) -> list[Trajectory]:
-        """Return the trajectories of the chosen sequences; None: of all."""
+        """Return the trajectories of the chosen sequences (None: all sequences)."""
         sequences = self.sequences if chosen is None else chosen
         return [sequence.trajectory(trained=trained) for sequence in sequences]

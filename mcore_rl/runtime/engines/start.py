@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class EngineStart:
-    """Processes of one engine, one per host; the first is the leader. `options` are Ray's, and `peers` the numbers of
-    processes that share the cores (see RunProcess). `journals` is the directory of the journals of sampled tokens, or
-    None."""
+    """Processes of one engine, one per host; the first is the leader. `options` (Ray's actor options) and `peers`
+    (number of processes that share the host's cores, see RunProcess) have one entry per process. `journals` is the
+    directory of the journals of sampled tokens, or None."""
 
     name: str
     options: Sequence[ActorOptions]
@@ -54,8 +54,8 @@ class EngineStart:
         return str(self.journals / f"{self.name.replace(' ', '_')}.{self._starts}")
 
     def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> Ref[None]:
-        """Begin the set-up, after which the engine serves; returns a reference of its end. `visible` are the GPUs that
-        each process may see."""
+        """Begin the set-up, after which the engine serves. Returns a reference that is ready when the set-up has ended.
+        `visible` are the GPUs that each process may see."""
         self._contexts = [replace(context, visible_devices=devices) for devices in visible]
         return self._set_up()
 
@@ -76,7 +76,7 @@ class EngineStart:
         kill_all(self.processes)
 
     def again(self) -> Ref[None]:
-        """Replace all processes and begin their set-up, with a new journal; returns a reference of its end."""
+        """Replace all processes and begin their set-up, with a new journal. Returns the same reference as `set_up`."""
         # The next journal is a new file, because other engines read the old one to continue its responses.
         self._starts += 1
         self.kill()
@@ -90,7 +90,7 @@ class EngineStart:
         rendezvous, commands = map(urlsplit, addresses)
         places = self.watch.get([process.call(RunProcess.where) for process in self.processes])
         names = tuple(host.name for host, _ in places)
-        # A key per start: the ranks accept only connections with it, so none from another run or an earlier start.
+        # A new key per start: ranks reject connections without it, such as those from another run or an earlier start.
         key, ports = secrets.token_bytes(32), (int(rendezvous.port or 0), int(commands.port or 0))
         return EngineHosts(names, 0, str(rendezvous.hostname), *ports, key)
 

@@ -1,4 +1,4 @@
-"""Ranks of the critic: their process, their group, and their role."""
+"""Process of a critic rank, the group of all ranks, and their role."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class CriticProcess(TrainedRankProcess):
 
     @remote_method(num_returns=2)
     def values(self, key: int, shares: RankShares, *chunks: TrajectoryBuffers) -> tuple[None, TokenColumn]:
-        """Compute the values of the share, and keep the batch under `key` for its update. The first result is
-        ready at the end; the second has values on ranks of the last stage, and is empty on others."""
+        """Compute the values of the share, and keep the batch under `key` for its update. The first result (None)
+        signals the end of the call; the second contains values on ranks of the last stage, and is empty on others."""
         with self.spans.span("values"):
             batch = self.critic.values(shares.by_update(), list(chunks))
         self._held.keep(key, batch)

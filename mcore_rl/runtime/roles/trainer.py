@@ -1,4 +1,4 @@
-"""Ranks of the policy: their process, and their group, which implements ports.Actor."""
+"""Process of a policy rank, and the group of all ranks, which implements ports.Actor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TrainerProcess(TrainedRankProcess):
         self.actor.memory.span = self.spans.span
 
     def compare(self, shares: RankShares, *chunks: TrajectoryBuffers) -> dict[str, Metric]:
-        """Compare the policy's log-probabilities of the first update with the batch's."""
+        """Compare the policy's log-probabilities with the recorded ones, for the samples of the first update."""
         return self.actor.compare(shares.by_update()[0], chunks)
 
     def compare_logp(self, shares: RankShares, *chunks: TrajectoryBuffers) -> list[LogpGap]:
@@ -79,8 +79,8 @@ class TrainerProcess(TrainedRankProcess):
             self._held.keep(key, self.actor.reference_logp(self._held.of(key)))
 
     def kl_penalties(self, key: int, coefficient: float) -> tuple[dict[str, Metric], dict[int, float]]:
-        """Compute KL penalties. Returns metrics and, on ranks of the last stage, the sum of each sample of the
-        share."""
+        """Compute KL penalties. Returns metrics and, on ranks of the last stage, the sum of penalties per sample of the
+        rank's share."""
         with self.spans.span("kl penalties"):
             batch, metrics = self.actor.kl_penalties(self._held.of(key), coefficient)
         self._held.keep(key, batch)
@@ -98,7 +98,8 @@ class TrainerProcess(TrainedRankProcess):
 
     @remote_method(num_returns=2)
     def estimate(self, key: int, *values: TokenColumn) -> tuple[dict[str, Metric], TokenColumn]:
-        """Compute per-token advantages. Returns metrics and, on ranks of the last stage, the returns of the share."""
+        """Compute per-token advantages. Returns metrics and, on ranks of the last stage, the returns (targets of a
+        critic) of the rank's share."""
         with self.spans.span("estimate"):
             by_sample = joined(values) if self.actor.estimator.needs.values else None
             batch, metrics, returns = self.actor.estimate(self._held.of(key), by_sample)
@@ -179,8 +180,8 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
 
     @staged("logp", Phase.REPLACE)
     def recompute_logp(self, batch: Batch) -> BatchHandle:
-        """Implement Actor.recompute_logp. A batch with a single update is sent with `update`, which computes them."""
-        # One call less: with a single update, nothing is needed between the two passes.
+        """Implement Actor.recompute_logp. With a single update, the call is deferred: `update` sends the batch and
+        computes the log-probabilities, which saves one remote call."""
         handle = BatchHandle(batch, next(batch_keys))
         return handle if len(batch.updates) == 1 else self._sent(handle)
 
@@ -191,7 +192,7 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
         return sent
 
     def compare(self, batch: Batch) -> dict[str, Metric]:
-        """Return metrics of the differences between the policy's log-probabilities and the batch's."""
+        """Return metrics of the differences between the policy's log-probabilities and the recorded ones."""
         return merge_metrics(self.call_each(TrainerProcess.compare, self.batch_refs(batch)).results())
 
     @staged("compare_logp", Phase.KEEP)  # no sync follows: engines keep their weights
@@ -253,5 +254,5 @@ class TrainerGroup(TrainedRankGroup[TrainerProcess]):
 
     @staticmethod
     def store(buffers: TrajectoryBuffers) -> BuffersRef:
-        """Return a reference for Batch.chunks to trajectories that the driver made."""
+        """Wrap trajectories that the driver holds as a reference for Batch.chunks."""
         return BuffersRef(DriverChunk(buffers))

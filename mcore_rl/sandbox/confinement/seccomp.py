@@ -91,8 +91,8 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 def filter_program(*, sockets: bool, machine: str | None = None) -> bytes:
     """Return the filter as an array of struct sock_filter.
 
-    sockets: allow socket() for unix sockets, TCP and UDP; only safe in a network namespace. socketpair() of unix
-    sockets is always allowed, every other family never.
+    sockets: allow socket() for unix sockets, TCP and UDP; only safe in a separate network namespace. socketpair() of
+    unix sockets is always allowed, every other family never.
 
     Raises: ConfigError on another architecture than x86-64 and aarch64.
     """

@@ -1,7 +1,8 @@
 """Encoding of Python values as JSON for two processes that do not trust each other. Runs inside the sandbox.
 
 A message is a flat table of nodes that refer to each other by index, so shared objects, cycles, and deep nesting need
-no recursion. The receiver builds standard-library data types only: no code, no pickle, no classes of the sender. An
+no recursion. A reference is a JSON scalar, or [index of a node]; negative indices refer to objects of the message that
+this one answers. The receiver builds standard-library data types only: no code, no pickle, no classes of the sender. An
 object of any other type stays with its owner and is represented by a handle.
 """
 
@@ -51,6 +52,7 @@ _NEW: dict[str, Callable[[], object]] = {
 _FROZEN = ("tuple", "frozenset", "namedtuple", "slice")
 _CONTAINERS = (*_NEW, "record")
 _SHELLS = (*_CONTAINERS, "bytearray")
+"""Tags of mutable objects that are passed by value: the other process may change their content."""
 # Larger integers are sent in hexadecimal, which parses in linear time and without a digit limit.
 _MAX_INTEGER = 1 << 62
 
@@ -60,7 +62,7 @@ class WireError(Exception):
 
 
 class Owner:
-    """The encoding or decoding side: plain data only here; CallPeer keeps other objects behind handles."""
+    """Hooks for objects that are not plain data. This base class rejects them; CallPeer keeps them behind handles."""
 
     def fields_of(self, value: object) -> tuple[str, Mapping[str, object]] | None:
         """Return class name and attributes of an object that is passed by value, else None."""
@@ -199,7 +201,8 @@ class Decoder:
             raise WireError("reference to a missing object") from None
 
     def _build(self) -> None:
-        # First leaves and empty mutable objects, so that references may be cyclic; then immutable ones; contents last.
+        # Leaves and empty mutable objects first, so that references may be cyclic; then immutable containers; the
+        # contents of mutable objects last.
         frozen = []
         for index, node in enumerate(self._nodes):
             if node[0] in _FROZEN:
@@ -271,7 +274,7 @@ class Decoder:
             getattr(shell, "update" if tag == "set" else "extend")(values)
 
     def content(self, index: int, shell: object) -> None:
-        """Replace the content of a local object by the content of a node.
+        """Replace the content of a local object by the content of node `index` of this message.
 
         Raises: WireError.
         """

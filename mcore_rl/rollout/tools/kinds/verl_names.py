@@ -20,7 +20,7 @@ MARK_ATTRIBUTE = "__function_tool__"
 
 @dataclass(frozen=True)
 class FunctionMark:
-    """Arguments of the decorator; None: derived from the function."""
+    """Arguments of the decorator `function_tool`; None: derived from the function."""
 
     name: str | None
     schema: object
@@ -65,7 +65,7 @@ class OpenAIFunctionToolSchema(_Open):
 
 
 class OpenAIFunctionParsedSchema(BaseModel):
-    """Call as written, with its arguments as JSON text."""
+    """Call as the model wrote it, with its arguments as JSON text."""
 
     name: str
     arguments: str
@@ -134,7 +134,7 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return the schema; a class overrides it if its YAML contains none."""
+        """Return the schema. A subclass overrides this method if its YAML contains no schema."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: object) -> tuple[str, ToolResponse]:
