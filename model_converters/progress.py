@@ -18,7 +18,7 @@ def byte_progress(
     Prints nothing if `stream`, by default stderr, is not a terminal.
     done_bytes: bytes that existed before the start; they do not count for the speed.
     """
-    # Imported here: conversions on a cluster seldom have a terminal.
+    # Imported here, so that importing this module does not load rich.
     from rich import progress
     from rich.console import Console
 

@@ -1,9 +1,11 @@
 """Multi-turn tasks of the demo, a calculator and a guessing game: their problems and tokenizers.
 
-`tool`: 3-digit multiplication, which the tiny model cannot compute, with a calculator that it can call. The warm start
-teaches to call the calculator in some rows, and to answer a random number in most rows. The run has to learn to call
-it. `game`: guess a number from 0 to 14 in four guesses; the answer to a guess is `>` (the number is higher) or `<`
-(lower). The warm start mostly teaches random guesses, which find one number in four. A guess after `!` is the middle of
+`tool`: 3-digit multiplication, which the tiny model cannot compute, with a calculator that it can call. In the warm
+start, half of the rows answer with a random number, a quarter call the calculator, and a quarter repeat its answer. The
+run has to learn to call it.
+
+`game`: guess a number from 0 to 14 in four guesses; the answer to a guess is `>` (the number is higher) or `<` (lower).
+The warm start mostly teaches random guesses, which find one number in four. A guess after `!` is the middle of
 the remaining range; four such guesses find every number. The run has to learn to use them.
 """
 
@@ -51,13 +53,13 @@ class Problem(NamedTuple):
 
 
 def tool_rows(seed: int, sizes: dict[str, int]) -> dict[str, list[Problem]]:
-    """Return rows by split. Problems are unique except for the second turn of a call."""
+    """Return rows by split. No problem occurs twice, also not in different splits."""
     rng = random.Random(f"tool/{seed}")
     pairs = iter(rng.sample(range(900 * 900), sum(sizes.values())))
     splits: dict[str, list[Problem]] = {}
     for split, size in sizes.items():
         drawn = [divmod(next(pairs), 900) for _ in range(size)]
-        # Also for splits without targets: the next split must start with the same random numbers.
+        # Called for all splits, even if the result is unused: the rows of later splits depend on the state of `rng`.
         rows = [_multiplication(a + 100, b + 100, rng) for a, b in drawn]
         if split != "warm_start":
             rows = [Problem(f"{a + 100}*{b + 100}=", "", str((a + 100) * (b + 100))) for a, b in drawn]
@@ -92,8 +94,8 @@ def _game(number: int) -> Problem:
 
 
 def _shown_game(number: int, rng: random.Random) -> Problem:
-    """Return a warm-start row: a whole game. Its target includes the hints; this is harmless, because turns end before
-    them."""
+    """Return a warm-start row: a whole game. Its target includes the hints, which is harmless: the model's turn ends
+    before each hint."""
     played, first, last = "", 0, NUMBERS - 1
     heeding = MOST if rng.random() < HEEDING_FRACTION else FEW
     for turn in range(GUESSES):

@@ -3,8 +3,8 @@
 `.venv/bin/python scripts/setup_contracts.py` writes each package to a folder of .peers/contracts; existing folders
 stay.
 
-pip finds the wheels, with its own settings. Of each wheel only the byte ranges with Python files are downloaded; if the
-index does not support ranges, the whole wheel.
+pip finds the wheels, with its own settings. Only the byte ranges with Python files are downloaded, or the whole wheel
+if the index does not support ranges.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pip._vendor.packaging.specifiers import SpecifierSet
 from pip._vendor.requests import Response
 
 LARGEST_GAP = 1 << 18
-"""Bytes between two Python files up to which they are downloaded in one request."""
+"""Maximum bytes between two Python files that are downloaded in one request."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)] + ["manylinux2014_x86_64", "linux_x86_64"]
 """Platform tags of GPU machines, independent of this machine."""
 
@@ -58,7 +58,7 @@ def _from_wheel(wheel: ZipFile, package: Package, target: Path) -> None:
     )  # with metadata: packages read their own version
     names = [name for name in wheel.namelist() if python.fullmatch(name)]
     assert wheel.fp is not None
-    # Reads ahead: LazyZipOverHTTP keeps what it has downloaded, so that extractall needs no further requests.
+    # Read ahead: LazyZipOverHTTP keeps downloaded ranges, so that extractall needs no further requests.
     for start, stop in spans(wheel, names):
         wheel.fp.seek(start)
         wheel.fp.read(stop - start)
@@ -69,7 +69,7 @@ def _from_sources(response: Response, package: Package, target: Path) -> None:
     response.raise_for_status()
     with tarfile.open(fileobj=io.BytesIO(response.content)) as archive:
         for member in archive.getmembers():
-            # Without the folder with name and version that every source archive has.
+            # Strip the top-level folder, NAME-VERSION, that every source archive has.
             path = Path(*Path(member.name).parts[1:])
             wanted = path.suffix == ".py" and path.parts[0] == package.module and ".." not in path.parts
             file = archive.extractfile(member) if wanted else None
@@ -124,7 +124,7 @@ def _opened(session: PipSession, link: Link, stack: ExitStack) -> IO[bytes]:
 
 
 def main() -> int:
-    """Return 1 after printing a line for each package that could not be downloaded, otherwise 0."""
+    """Download all packages. Returns 1 after printing a line for each package that could not be downloaded, else 0."""
     logging.getLogger("pip").setLevel(logging.ERROR)
     missing = []
     for package in PACKAGES:

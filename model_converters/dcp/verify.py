@@ -48,8 +48,8 @@ class Certificate:
     checksums: HF name -> BLAKE2b of the checkpoint's bytes, for every tensor that is equal on both sides.
     mismatched: name -> difference; an HF name, or a checkpoint key for tensors without a row.
     missing: names of `mismatched` that one side lacks or that cannot be read. Logits are compared only if it is empty.
-    quantised: names of `checksums` that are FP8 in the HF directory; the codes and scales equal, bit for bit, the
-    quantised checkpoint values.
+    quantised: names of `checksums` that are equal only after FP8 rounding: quantising the checkpoint's values gives the
+    FP8 codes and scales of the HF directory, bit for bit.
     config: field of config.json that changes the computation -> difference.
     """
 
@@ -100,7 +100,7 @@ class Certificate:
 def config_differences(hf: HFConfig, own: HFConfig) -> dict[str, str]:
     """Compare the config.json files of an HF directory (`hf`) and a checkpoint (`own`). Returns field -> difference.
 
-    The result is empty if both files describe the same computation, whatever their spelling. It contains the fields
+    The result is empty if both files describe the same computation, even with different fields. It contains the fields
     that change the computation on their own, or all differing fields if none does. Multi-token prediction is not
     compared, because a checkpoint may lack it.
     """
@@ -150,7 +150,7 @@ def compare(source: HFCheckpoint, checkpoint: McoreCheckpoint, dropped: Collecti
         for name in checkpoint.shapes
         if name not in source.shapes and name not in checkpoint.repeated
     }
-    # Differences so far mean that a tensor is absent or unreadable on one side: one of the models cannot be run.
+    # All differences found so far are absent or unreadable tensors: one of the two models cannot be run.
     missing = frozenset(mismatched)
     checksums, quantised = {}, set()
     common = sorted((name for name in wanted if stored_names[name] in checkpoint.shapes), key=source.position)

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V2-Lite: attention of V3, softmax scores without a correction bias.
+"""DeepSeek V2 and V2-Lite: latent attention as in V3, router with softmax scores and without a correction bias.
 
 Source: transformers models/deepseek_v2.
 """
@@ -39,7 +39,7 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
 
 def _routing(config: HFConfig) -> TransformerArguments:
     require(config, "scoring_func", "softmax", None, reason="this family's scores are a softmax")
-    # With true, DeepSeek's own code normalises the weights and transformers does not.
+    # If it is true, DeepSeek's own code normalises the weights, but transformers does not.
     require(config, "norm_topk_prob", False, reason="implementations of this family disagree on it")
     method = config.get("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
@@ -57,7 +57,8 @@ def _routing(config: HFConfig) -> TransformerArguments:
 
 
 def _engine_values(config: HFConfig) -> dict[str, object]:
-    """Return overrides that disable expert groups for greedy topk_method: transformers ignores them, vLLM does not."""
+    """Return config.json overrides for engines: rotation settings, and no expert groups if topk_method is greedy,
+    because transformers then ignores the groups and vLLM does not."""
     greedy = config.get("topk_method", "greedy") == "greedy"
     groups = {key: 1 for key in ("n_group", "topk_group") if greedy and config.get(key, 1) not in (None, 1)}
     return groups | mla.rotation_for_engines(config)

@@ -33,7 +33,7 @@ class Transform(Protocol):
     def num_parts(self) -> int: ...
 
     def refusal(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> str:
-        """Return why `num_shards` is impossible, as a predicate that follows the name of the size; "" if possible."""
+        """Return why `num_shards` shards are impossible, as text that follows the name of the size; "" if possible."""
 
     def local_length(self, shapes: tuple[Shape, ...], dim: int, num_shards: int) -> int:
         """Return the length of every shard along `dim`. Indices without a segment are zero padding."""

@@ -1,6 +1,7 @@
 """Weight table of LoRA adapters under PEFT's names, derived from the model's table.
 
-Every projection W, which consists of one or several fused HF modules, gets A and B with W + scale * B A.
+Every projection W, which consists of one or several fused HF modules, gets the matrices A and B; its adapted weight is
+W + scale * B A.
 
 | W | A | B |
 |---|---|---|
@@ -34,12 +35,12 @@ _REASONS = {
 
 
 def module_of(hf_name: str) -> str:
-    """model.layers.0.self_attn.q_proj.weight -> model.layers.0.self_attn.q_proj"""
+    """Return the module of a weight: model.layers.0.self_attn.q_proj.weight -> model.layers.0.self_attn.q_proj."""
     return hf_name.removesuffix(_WEIGHT)
 
 
 def leaf(hf_name: str) -> str:
-    """model.layers.0.self_attn.q_proj.weight -> q_proj"""
+    """Return the last component of a weight's module: model.layers.0.self_attn.q_proj.weight -> q_proj."""
     return module_of(hf_name).rpartition(".")[2]
 
 
@@ -73,15 +74,15 @@ def adapter_rows(rows: Sequence[Row], targets: Collection[str], rank: int) -> li
 def shared_with_experts(rows: Sequence[Row], targets: Collection[str]) -> list[str]:
     """Return the `targets` that routed experts have as well.
 
-    PEFT (0.21, with transformers 5) applies such a name, complete or not, to the fused matrices of the experts and does
-    not load the adapters of other modules with this name.
+    PEFT (0.21, with transformers 5) applies such a target, also if it is a full module name, to the fused matrices of
+    the experts, and does not load the adapters of other modules with this name.
     """
     experts = {leaf(name) for row in rows if row.num_experts for name in row.hf}
     return [target for target in targets if target in experts]
 
 
 def _refusal(row: Row) -> str:
-    """Return why a row's modules cannot have an adapter; "" if they can."""
+    """Return the reason why a row's modules cannot have an adapter; "" if they can."""
     if row.place != "layer":
         return _REASONS["embedding"] if row.place in ("embedding", "head") else "it is a multi-token-prediction module"
     if len(row.shapes[0]) != 2 or not row.mcore.endswith(_WEIGHT):

@@ -1,4 +1,4 @@
-"""Settings of rotary position embedding, read from config.json like transformers 5."""
+"""Settings of rotary position embedding, read from config.json in the same way as transformers 5."""
 
 from __future__ import annotations
 
