@@ -27,9 +27,9 @@ RANKS = [
     for tp in (1, 2)
     for kind, marks in MARKS.items()
 ]
-"""Engines with one and two ranks. test_two_ranks has the tests of failures that need several ranks."""
+"""Engines with one and two ranks. test_two_ranks.py tests failures that need several ranks."""
 DIVIDED_BY_TWO = {"head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 64}
-"""Fields of a model that two SGLang ranks can divide on CPU."""
+"""Sizes of a model that two SGLang ranks can divide between them on CPU."""
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 """Sizes for which vLLM's CPU kernel of latent attention is compiled."""
 

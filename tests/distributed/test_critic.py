@@ -20,8 +20,8 @@ from tests.distributed.gradient_oracle import ONE_MICROBATCH, SMALL, case_parame
 from tests.distributed.launch import launch
 from tests.tiny_models import checkpoint_tensors, tiny_config, tiny_model, write_tiny_model
 
-# Float32 compared with float64, with a different order for each layout. A wrongly replicated head, a value of the
-# neighbouring position or a factor of an axis is off by 1e-2 or more.
+# Float32 compared with float64, with a different summation order in each layout. A wrongly replicated head, a value of
+# the neighbouring position or a factor of an axis is off by 1e-2 or more.
 VALUE_TOLERANCE = 1e-5  # values are of size 1
 WEIGHT_TOLERANCE = 4e-6  # weights are of size 1 and move by about 1e-3
 CLIP_RANGE, LR, SEED = 0.25, 4e-3, 11
@@ -85,13 +85,13 @@ class _Reference:
             self.values = {sample: self.of(sample) for sample in SAMPLES}
 
     def of(self, sample: int) -> torch.Tensor:
-        """The values of the positions before the trained tokens."""
+        """Compute the values at the positions before the trained tokens."""
         tokens = torch.from_numpy(policy_batch.sequence(sample).astype(np.int64))
         positions = policy_batch.PROMPTS[sample] + np.flatnonzero(policy_batch.trained(sample)) - 1
         return self.model(tokens[None]).logits[0, positions, 0]
 
     def loss(self) -> tuple[torch.Tensor, dict[str, float]]:
-        """The clipped loss of the first update, written token by token, and its metrics."""
+        """Compute the clipped loss of the first update, token by token, and its metrics."""
         samples = policy_batch.UPDATES[0]
         weights = policy_batch.loss_weights(samples).astype(float)
         total = torch.zeros((), dtype=torch.float64)
@@ -211,7 +211,7 @@ def _train(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> di
 
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """Results of all ranks by case."""
+    """Run all cases; results of all ranks by case."""
     return launch_cases(_train, CASES, directories)
 
 
@@ -314,7 +314,7 @@ LEARNING_STEPS = 40
 
 
 def _learn(rank: int, directories: dict[str, str], size: int) -> list[dict[str, Any]]:
-    """Metrics of steps on the same responses, each with one return."""
+    """Return the metrics of steps on the same responses; all tokens of a response have the same return."""
     critic = _critic(rank, directories["causal"], {"pp": size}, ONE_MICROBATCH)
     wanted = {sample: np.full(len(returns(sample)), sample % 3 - 0.5, np.float32) for sample in SAMPLES}
     chunks, shares, found = policy_batch.chunks(), _shares(critic), []
@@ -334,7 +334,7 @@ def test_critic_learns_returns_determined_by_prompts(directories: dict[str, str]
 
 
 def _refusals(rank: int, directories: dict[str, str], root: str) -> dict[str, Any]:
-    """Errors raised for invalid cases on one rank."""
+    """Return the errors of invalid cases on one rank."""
     from mcore_rl.errors import McoreRLError
     from mcore_rl.megatron.checkpoint.restore import load_checkpoint
     from mcore_rl.megatron.roles.actor import MegatronActor

@@ -26,7 +26,7 @@ from mcore_rl.runtime.addresses import free_port
 
 ROOT = Path(__file__).parents[2]
 BETWEEN = "all-reduce between two nodes"
-# A tenth: the faults take a hundred times as long as the measured work, more than other processes of the machine cause.
+# 10 %: the injected faults slow a measurement down by a factor of about 100, other processes by far less.
 LIMITS = (60, 10)
 """Timeout of a stage in seconds, and percentage of the median below which a value is slow."""
 
@@ -77,7 +77,7 @@ def hang_at_product(rank: int, *others: Any) -> None:
 
 
 def run(num_nodes: int, slots: int, rank_main: RankMain, *limits: float) -> list[FabricReport]:
-    """Reports of simulated nodes, whose supervisors are threads of this process."""
+    """Return the reports of simulated nodes, whose supervisors are threads of this process."""
     first = open_place(0, num_nodes, "n0", Address("127.0.0.1", 0))
     places = [first, *(open_place(node, num_nodes, f"n{node}", first.address) for node in range(1, num_nodes))]
     with ThreadPoolExecutor(num_nodes) as pool:

@@ -42,7 +42,7 @@ def refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> C
 
 
 def model_with(base: Path, tmp_path: Path, **changes: object) -> str:
-    """A copy of the task's model directory with a changed config.json."""
+    """Copy the task's model directory, with a changed config.json."""
     directory = tmp_path / "model"
     shutil.copytree(base.parent / "model", directory)
     config = json.loads((directory / "config.json").read_text())

@@ -30,7 +30,7 @@ from tests.e2e.test_reward_model_run import (
 pytestmark = pytest.mark.slow
 
 JUDGE_WEIGHT, UNPARSABLE, STEPS = 0.25, -3, 3
-"""As in JUDGED."""
+"""The weight and the score of unparsable answers in JUDGED, and the number of steps of the run."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def records_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def transformers_answer(scored_run: Path) -> Callable[[dict[str, Any]], tuple[list[int], str, bool]]:
-    """Function of a record that returns the question, transformers' greedy answer, and whether it was cut."""
+    """Return a function from a record to the question, transformers' greedy answer, and whether the answer was cut."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     judge = scored_run.parent / "judge"

@@ -1,4 +1,4 @@
-"""TransformerEngine as megatron-core 0.16.1 and this project use it, checked against the Python of each version.
+"""Uses of TransformerEngine by megatron-core 0.16.1 and this project, checked against the Python files of each version.
 
 The compiled kernels are not available here.
 """
@@ -31,7 +31,7 @@ OLDER = {
     "pytorch.fp8.FP8GlobalStateManager.add_fp8_tensors_to_global_buffer": "has no argument fp8_weights",  # before 1.13
     "pytorch.cpp_extensions.cast_to_fp8": "does not exist",  # 1
 }
-"""Used in megatron's branches for older versions of TransformerEngine."""
+"""Names that only megatron's branches for older versions of TransformerEngine use."""
 KERNELS = {"pytorch.cpp_extensions.rmsnorm_fwd": "does not exist"}
 """Defined by the compiled extension, which the module imports with `*`. Used only by megatron's inference."""
 NO_SPLIT = {
@@ -128,7 +128,7 @@ def test_fused_adam_accepts_arguments_of_megatron(engine: Sources) -> None:
 
 
 def test_fused_adam_steps_per_group_and_moment_names_as_in_torch(engine: Sources) -> None:
-    """optim/host_optimizer.py and optim/optimizer_state.py depend on it."""
+    """optim/host_optimizer.py and optim/optimizer_state.py depend on these names."""
     adam = definition(engine, "pytorch.optimizers.FusedAdam")
     assert adam.node is not None
     stores = {ast.unparse(node) for node in ast.walk(adam.node)

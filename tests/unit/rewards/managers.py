@@ -1,4 +1,4 @@
-"""Reward managers for tests, and grading with them."""
+"""Helpers for tests that start a RewardManager and grade responses."""
 
 from __future__ import annotations
 
