@@ -110,13 +110,13 @@ def tiny_model(kind: str, *, seed: int = 0, std: float = 0.12, **changes: JsonVa
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             mean, deviation = (1.0, 0.3) if "norm" in name else (0.0, std)
-            # Larger, so that the logits differ clearly between tokens.
+            # A larger deviation makes the logits of tokens differ clearly.
             if "embed_tokens" in name or "lm_head" in name:
                 deviation = 0.4
             parameter.normal_(mean, deviation, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                # As wide as the scores themselves, so that it changes many choices of experts.
+                # A deviation as large as the scores', so that the bias changes many choices of experts.
                 buffer.normal_(0.0, 0.3, generator=generator)
     return model
 

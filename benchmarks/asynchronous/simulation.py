@@ -30,7 +30,7 @@ MEAN_LOG, SPREAD_LOG, LONGEST, TIMES = np.log(46), 0.8, 256, 16
 """Lognormal lengths: median 46 and mean 63 tokens, multiplied by TIMES."""
 PROMPTS = 100_000
 ENDLESS = 1_000_000_000
-"""Number of steps in the configuration, so that groups are submitted up to the end."""
+"""Total steps passed to the collector: so many that groups are submitted until the simulation ends."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,11 @@ class Setting:
 
 @dataclass
 class SimulationResult:
-    """Per step: CPU seconds of the driver, simulated time at its end, and simulated seconds that the trainer waited."""
+    """Measurements per step.
+
+    driver_seconds: CPU seconds of the driver. ended: simulated time at the end of the step. waited: simulated seconds
+    that the trainer waited for groups.
+    """
 
     setting: Setting
     clock: SimulatedClock
@@ -78,7 +82,7 @@ class SimulationResult:
 
     @property
     def pace(self) -> float:
-        """Responses per simulated second, without the first fifth of the steps, which warms up."""
+        """Responses per simulated second, excluding the first fifth of the steps (warm-up)."""
         first = len(self.ended) // 5
         steps = len(self.ended) - 1 - first
         return steps * self.setting.responses_per_step / (self.ended[-1] - self.ended[first])
@@ -91,7 +95,7 @@ class SimulationResult:
 
     @property
     def trainer_waits(self) -> float:
-        """Fraction of time that the trainer waits, without the first fifth of the steps."""
+        """Fraction of simulated time that the trainer waits, excluding the first fifth of the steps (warm-up)."""
         first = len(self.ended) // 5
         return sum(self.waited[first + 1 :]) / (self.ended[-1] - self.ended[first])
 
@@ -117,7 +121,7 @@ class _SimulatedRun:
         self.clock = SimulatedClock((TIMES * drawn).astype(np.int32))
         self.measured = SimulationResult(setting, self.clock)
         self._directory = directory
-        # The trainer takes as long as fully busy engines, so that both sides are equally fast.
+        # Training a batch takes as long as generating it on full engines, so that neither side limits the other.
         self._seconds_per_token = step_seconds(SLOTS) / (SLOTS * setting.engines)
         engines = []
         for number in range(setting.engines):
@@ -155,7 +159,7 @@ class _SimulatedRun:
             share = groups.metrics.get(f"staleness/groups_{age}")
             if isinstance(share, Mean) and share.total:
                 self.measured.ages[age] += int(share.total)
-        # The shares above come from other metrics; both must agree on the oldest group.
+        # staleness/max is a separate metric: its value must be an age counted above.
         oldest = int(groups.metrics["staleness/max"].value)
         assert oldest in self.measured.ages
 

@@ -1,8 +1,8 @@
 """SGLang stepped by our loop, compared with its own Engine and HTTP server: the same requests, 64 at a time.
 
 The model is tiny, in float32, so that overhead dominates a step. The unit is CPU seconds of all processes of a variant,
-including its client. Variants alternate, and the others are stopped meanwhile, because SGLang's own loops spin. Engine
-and server do not stream, so they return less than our loop, which returns every token after its step.
+including its client. Variants alternate; the waiting ones are suspended, because SGLang's own loops spin. Engine and
+server do not stream, so they return less often than our loop, which returns every token after its step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _row(rounds: list[dict[str, float]], way: str, beside: str, aim: str) -> Res
 
 
 class _SglangVariant:
-    """Processes that run all requests per measurement."""
+    """Processes of one variant. Each measurement runs all requests."""
 
     def __init__(self, way: str, model: str, task: Path) -> None:
         python = sys.executable if way == "ours" else str(sglang_python())
@@ -62,7 +62,7 @@ class _SglangVariant:
         """Return tokens per CPU second."""
         for process in self._processes():
             process.resume()
-        before = self._cpu_seconds()  # the cost of start and warm-up does not count
+        before = self._cpu_seconds()  # exclude start and warm-up
         tokens = self._program.ask()["tokens"]
         seconds = self._cpu_seconds() - before
         # SGLang's schedulers spin while they have nothing to do, which would slow the next variant down.
@@ -79,6 +79,6 @@ class _SglangVariant:
         return sum(spent.user + spent.system for spent in times)
 
     def end(self) -> None:
-        for process in self._processes():  # also those of its scheduler
+        for process in self._processes():  # SGLang's schedulers, too
             process.kill()
         self._program.kill()

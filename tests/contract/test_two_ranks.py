@@ -101,7 +101,7 @@ def test_update_two_ranks_receive_their_shards(two_ranks: Any, transport: str) -
 
 
 def test_update_after_failure_on_both_ranks_is_complete(two_ranks: Any) -> None:
-    """Each call gets its own answers: after an error vLLM leaves answers of other ranks in the queues."""
+    """After an error, vLLM leaves answers of other ranks in its queues; the next call must not receive them."""
     engine, model = two_ranks
     trainer = HFTrainer(model(8), engine, TINY_BUCKET, 2)
     num_rounds = trainer.plan.num_rounds
@@ -157,7 +157,7 @@ def _processes(engine: Any) -> list[int]:
 
 
 QUICK_METHOD = {"vllm": "routed_layers", "sglang": "is_idle"}
-"""Method that all ranks answer at once."""
+"""Method that all ranks answer immediately."""
 
 
 def _call_ranks(engine: Any, what: str) -> None:
@@ -169,7 +169,7 @@ def _set_deadline(engine: Any, seconds: float) -> None:
 
 
 def test_call_silent_rank_raises_in_time_and_disables_engine(two_ranks: Any) -> None:
-    """Must be the last test of the engine: after a late answer the engine is unusable."""
+    """Must be the last test of the engine: the engine is unusable afterwards."""
     engine, model = two_ranks
     process, method = engine.call(_processes)[1], QUICK_METHOD[engine.kind]
     engine.call(_set_deadline, 3)

@@ -1,4 +1,4 @@
-"""Resuming of killed conversions, and memory of a conversion."""
+"""Resuming of killed conversions, and peak memory of conversions."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _growth(verb: str, arguments: tuple[str, ...]) -> int:
 
 @pytest.fixture
 def large_hf(tmp_path: Path) -> Iterator[Path]:
-    """A model six times as large as its largest tensor; removed after the test, with files next to it."""
+    """Checkpoint six times as large as its largest tensor. Everything in tmp_path is removed after the test."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = tiny_fields("qwen3", **LARGE)
@@ -259,7 +259,7 @@ def test_conversion_memory_is_bounded_by_largest_tensor(large_hf: Path, tmp_path
         "verify": converting.alone(_growth, "verify", ("--hf", str(large_hf), "--ckpt", str(mcore))),
         "to-hf": converting.alone(_growth, "to-hf", back),
     }
-    # Verification reads a tensor of both sides.
+    # Verification also reads the tensor from the other checkpoint.
     largest = {"to-mcore": 2, "to-hf": 2, "verify": 3}
     bounds = {verb: count * LARGEST_BYTES + SLACK_BYTES for verb, count in largest.items()}
     assert {verb: num_bytes for verb, num_bytes in grown.items() if num_bytes > bounds[verb]} == {}

@@ -1,13 +1,14 @@
 """Silent errors of megatron-core 0.16.1: without the workaround the gradient differs from plain torch on transformers'
 model, so the workaround is still needed; with it the same layout is correct.
 
-- An interleaved pipeline on two stages without overlap_p2p_comm. `model._parallel_arguments` always sets it.
+- An interleaved pipeline on two stages without overlap_p2p_comm gives wrong gradients. `model._parallel_arguments`
+  always sets it for interleaved pipelines.
 - Latent attention with tensor parallelism but without sequence parallelism: the replicated down-projection has the
   gradient of one rank's heads only. `layout.train_layout` rejects it.
 - Gradients are divided by the data-parallel size if calculate_per_token_loss is set after DistributedDataParallel was
-  built. `optimizer.wrap_chunks` asserts it.
-- Mixture-of-experts layers with tensor parallelism but without sequence parallelism raise in training, one step too
-  late. `layout.train_layout` rejects it.
+  built. `optimizer.wrap_chunks` asserts that it is set before.
+- Mixture-of-experts layers with tensor parallelism but without sequence parallelism raise, but only in the first
+  training step. `layout.train_layout` rejects them at the start.
 
 Covered by other tests: test_cpu_backend.py (calls of CUDA, uneven collectives, the float32 router, latent attention
 without TransformerEngine, steps of a reloaded optimizer), test_actor_update.py (one step count in all parameters),
@@ -29,7 +30,7 @@ from tests.tiny_models import YARN, write_tiny_model
 RIGHT, WRONG = 1e-5, 1e-3  # relative to a tensor's largest entry; see test_actor_gradients.py
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
-    # Latent attention in every layer, no experts, which would raise earlier.
+    # No layer has experts: they would raise before the gradient is computed.
     "latent": ("deepseek_v3", {"rope_parameters": YARN, "first_k_dense_replace": 4}),
     "moe": ("qwen3_moe", {}),
 }
@@ -42,11 +43,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "data parallel": ("dense", {}, "nothing"),
     "data parallel, told late": ("dense", {}, "sum over tokens"),
 }
+"""Model, parallel layout, and the workaround that is removed."""
 EXPECTED_WRONG = {
     "interleaved without overlap": "",
     "latent on whole sequences": "kv_a_proj_with_mqa",
     "data parallel, told late": "",
 }
+"""Part of the name of a tensor that has a wrong gradient, by case."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results(directories: dict[str, str]) -> dict[str, dict[str, float]]:
-    """By case and tensor: difference of the gradient from transformers', relative to its largest entry."""
+    """Difference of the gradient from transformers', relative to its largest entry, by case and tensor."""
     samples = policy_batch.UPDATES[0]
     expected = {kind: policy_batch.reference_gradients(directories[kind], samples)[1] for kind in ("dense", "latent")}
     ranks = launch(_gradients, 2, directories)

@@ -72,8 +72,8 @@ def _actor(rank: int, directory: str, dtype: str, layout: dict[str, Any], *, off
 
 
 def _storages(actor: Any) -> list[torch.UntypedStorage]:
-    """Storages of all tensors in this process except host copies. Delete the list before measuring again: it keeps the
-    storages alive, and memory freed by gloo's threads in between would be counted."""
+    """Return the storages of all tensors in this process except host copies. Delete the list before measuring again:
+    it keeps the storages alive, and memory freed by gloo's threads in between would be counted."""
     with torch._C.DisableTorchFunctionSubclass():
         storages = {
             storage._cdata: storage
@@ -92,7 +92,7 @@ def _num_bytes(*storages: torch.UntypedStorage) -> int:
 
 
 def _buffer_bytes(actor: Any) -> dict[str, int]:
-    """Bytes allocated by Megatron, from the sizes of its buffers."""
+    """Return the bytes allocated by Megatron per part, from the sizes of its buffers."""
     from mcore_rl.megatron.optim.main_params import optimizer_parts
 
     buffers = [b for chunk in actor.ddp for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -132,7 +132,7 @@ def _away_and_back(actor: Any) -> dict[str, Any]:
 
 
 def _part_by_part(actor: Any) -> dict[str, Any]:
-    """Offload and load each part separately, in another order than the class."""
+    """Offload and load each part separately, in another order than Offloader does."""
     before = held_tensors(actor)
     sizes, fell = _buffer_bytes(actor), {}
     for part in ("optimizer", "params", "grads"):
@@ -148,7 +148,7 @@ def _part_by_part(actor: Any) -> dict[str, Any]:
 
 
 def _refusals(actor: Any) -> list[str]:
-    """Errors of reading parameters, gradients and main parameters while they are offloaded."""
+    """Return the errors of reading parameters, gradients and main parameters while they are offloaded."""
     parameter = next(actor.chunks[0].parameters())
     master = actor.optimizer.param_groups[0]["params"][0]
     actor.memory.offload()

@@ -1,4 +1,5 @@
-"""Process deaths end the run soon with an error naming the process, leave nothing behind, and lose no checkpoint."""
+"""The death of a process ends the run within 30 s with an error that names it, leaves no processes or shared memory,
+and loses no checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SECONDS_TO_END = 30
 
 
 def in_step(run: TrainProcess, step: int, phase: str) -> Callable[[], bool]:
-    """Return a check whether `step` is in `phase`, based on files and process titles."""
+    """Return a function that checks by files and process titles whether `step` is in `phase`."""
     rollouts = run.run_dir / "rollouts"
     if phase == "generating":
         calling = in_call(run, "ray::EngineProcess", "run")
@@ -42,7 +43,7 @@ def in_step(run: TrainProcess, step: int, phase: str) -> Callable[[], bool]:
 
 
 def in_call(run: TrainProcess, kind: str, method: str) -> Callable[[], bool]:
-    """Return a check whether a process of this kind is executing the method.
+    """Return a function that checks whether a process of this kind is executing the method.
 
     Calls last 0.1 s, so the processes are found once and only their titles are read afterwards, until one dies.
     """
@@ -60,7 +61,7 @@ def in_call(run: TrainProcess, kind: str, method: str) -> Callable[[], bool]:
 
 
 def no_segment_is_left() -> bool:
-    """Return whether no dead process left a shared-memory segment."""
+    """Return whether there is no shared-memory segment of a dead process."""
     return remove_stale() == []
 
 

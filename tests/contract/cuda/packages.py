@@ -25,7 +25,7 @@ def sources(package: Package) -> Sources:
 
 
 def needs(*packages: Package) -> pytest.MarkDecorator:
-    """Skip tests whose sources are not downloaded."""
+    """Return a mark that skips tests whose sources are not downloaded."""
     missing = [f"{each.distribution} {each.version}" for each in packages if not each.folder.is_dir()]
     reason = f"needs the sources of {', '.join(missing)}: run scripts/setup_contracts.py"
     return pytest.mark.skipif(bool(missing), reason=reason)

@@ -1,4 +1,4 @@
-"""What a run refuses in its first second, before anything is imported that takes longer."""
+"""Preflight checks: errors that are reported in the first second of a run, before slow imports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_bad_values_are_refused_before_heavy_imports(base: str) -> None:
     code = (
         "import sys\nfrom mcore_rl.cli import main\nfrom mcore_rl.config import load_config\n"
         f"from mcore_rl.preparation.preflight import check_run\ncodes = [main(command) for command in {commands!r}]\n"
-        f"check_run(load_config({base!r}))\n"  # what passes needs them no more
+        f"check_run(load_config({base!r}))\n"  # a valid configuration needs no slow imports either
         f"print(codes, [name for name in {HEAVY!r} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -92,7 +92,7 @@ def test_preflight_missing_gpus_rejected_unless_a_cluster_is_joined(base: str) -
 
 
 def test_a_gpu_is_what_has_a_device_file(tmp_path: Path) -> None:
-    (tmp_path / "nvidiactl").touch()  # the driver without a device, as in a container that was given none
+    (tmp_path / "nvidiactl").touch()  # a driver without devices, as in a container without GPUs
     assert not has_gpu(tmp_path)
     (tmp_path / "nvidia7").touch()
     assert has_gpu(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.processes import exits
 from mcore_rl.processes.exits import Exits, exit_text, signal_name
 
-# Prints the pid of a child that ends as the argument says once its input is closed, and waits for it.
+# Starts a child that reads a line and then runs the code in the argument; prints its pid and waits for it.
 PARENT = """
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import os, signal, sys; input(); " + sys.argv[1]])
