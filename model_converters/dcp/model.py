@@ -31,7 +31,7 @@ class _StoredBlock:
 
 
 class McoreCheckpoint:
-    """HF tensors of a checkpoint by name. Each is assembled from the chunks that contain it; no other chunk is read.
+    """HF tensors of a checkpoint by name. Reading a tensor reads only the chunks that contain parts of it.
 
     `config` and the table `bound` describe the model; `chunks` locate its tensors in the checkpoint, for one rank that
     holds the whole model.
@@ -59,7 +59,7 @@ class McoreCheckpoint:
                     self._add(row, part, by_mcore.get(row.mcore, []))
         self.redundant = {name: row.hf[0] for row in bound for name in row.row.redundant}
         self.repeated = {row.hf[0] for row in bound if row.row.repeats}
-        # A tensor that is neither in the model nor in the trainer state would be lost by the export.
+        # An export would lose a tensor that belongs neither to the model nor to the trainer state.
         known = {chunk.key for chunk in chunks}
         self.unknown = sorted(key for key in reader.shapes if key not in known and not _TRAINER_STATE.match(key))
         self.shapes: dict[str, Shape] = {plan.hf_name: plan.shape for plan in self.plans}

@@ -38,7 +38,7 @@ _ENTRY_BYTES = 2048
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A tensor block or an object in a file; dtype is None for an object."""
+    """Tensor block or object in a file; dtype is None for an object."""
 
     content: CheckpointChunk | StateObject
     dtype: torch.dtype | None
@@ -146,7 +146,7 @@ def write_file(
 ) -> list[Span]:
     """Write one file and fsync it. Returns the span of each entry.
 
-    `tensor_of` loads one tensor at a time, so that a single tensor is in memory. `advance` is called with the bytes of
+    `tensor_of` loads one tensor at a time, so that only one is in memory. `advance` is called with the bytes of
     each tensor after it is written. `on_write` receives all bytes in order, for example to compute a checksum.
 
     Raises: OSError, for example when the disk is full.

@@ -9,9 +9,10 @@ below 1e-35 are excluded):
 - quantise() depends on the tensor alone, so an export can be verified by quantising again.
 - Tensors that quantise() wrote from bfloat16 get the same bytes, codes and scales: the largest code of a block is 448,
   and 448 * (amax / 448) rounds back to amax.
-- Tensors of another writer get the same codes in blocks whose largest code is 448: values moved by less than 2u, and
-  codes are at least 2^-5 apart. The scale is recomputed from the rounded maximum and differs by at most u, so a value
-  can change by one unit in the last place of bfloat16. This happens once; the next round trip is exact.
+- Tensors of another writer get the same codes in blocks whose largest code is 448: value / scale changes by a factor
+  of at most about 1 + 2u = 1 + 2^-7, but another code would need a change by 2^-5. The scale is recomputed from the
+  rounded maximum and differs by at most u, so a value can change by one unit in the last place of bfloat16. This
+  happens once; the next round trip is exact.
 - Blocks whose largest code is below 448, for example with power-of-two scales (scale_fmt ue8m0), would be rescaled and
   rounded again. Conversions therefore record the scales of their source (dcp/source_record.py). A block that these
   scales represent exactly keeps them, so an unchanged block gets the same bytes, whoever wrote it.
@@ -68,7 +69,7 @@ def quantise(
     rows, columns = tensor.shape
     codes = torch.empty(rows, columns, dtype=FP8)
     scales = torch.ones(scale_shape((rows, columns), block))
-    # The tensor no longer has the shape that it has in the release.
+    # The shape of the tensor differs from its shape in the release.
     if original_scales is not None and original_scales.shape != scales.shape:
         original_scales = None
     buffer, magnitudes = torch.empty(2, min(block[0], rows), columns)

@@ -12,7 +12,7 @@ from model_converters.errors import ConversionError
 from model_converters.inputs import open_regular, require_inside, special_kind
 
 HF_FOLDER = "config_and_tokenizer"
-"""Folder of these files in a Megatron checkpoint. The name avoids the impression of a model directory with weights."""
+"""Folder of these files in a Megatron checkpoint. Its name shows that it contains no weights."""
 _OLDER_HF_FOLDER = "hf"
 
 _CONFIG = "config.json"
@@ -38,7 +38,7 @@ def copy_side_files(source: Path | str, target: Path | str, config: Mapping[str,
 
     `config` replaces the config.json of `source`, which may then be missing.
 
-    Raises: ConversionError if there is no config.json, and as side_files; OSError.
+    Raises: ConversionError if there is no config.json, or for a file that side_files rejects; OSError.
     """
     source, target = Path(source), Path(target)
     files = side_files(source)
@@ -74,6 +74,6 @@ def side_files(source: Path) -> list[Path]:
 
 
 def side_files_in(ckpt: Path) -> Path:
-    """Return the folder of these files in a checkpoint; older checkpoints use another name. It may not exist."""
+    """Return the folder of the side files in a checkpoint, which may not exist. Older checkpoints use another name."""
     older = ckpt / _OLDER_HF_FOLDER
     return older if older.is_dir() else ckpt / HF_FOLDER

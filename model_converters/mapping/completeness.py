@@ -27,9 +27,10 @@ def check_complete(
     hf_names: tensors of a checkpoint or an engine.
     model_names: canonical names of a model's tensors on rank `rank` of `layout`, or on all its ranks if `rank` is None.
     layout: a single rank by default.
-    Both may map names to shapes, which are then compared too. Shapes of a model are local and require `rank`.
+    hf_names and model_names may map names to shapes, which are then compared, too. Shapes in model_names are local and
+    require `rank`.
     plans: must contain every HF tensor of the table once, tiled exactly once.
-    dropped: HF tensors that are missing in the table on purpose.
+    dropped: HF tensors that are left out of the table on purpose.
 
     Raises: one ConversionError listing everything that is missing, unknown, claimed twice, of another shape or untiled.
     """
