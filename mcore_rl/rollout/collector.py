@@ -53,6 +53,7 @@ class RolloutCollector:
     rollout: RolloutConfig
     dynamic: DynamicSamplingConfig
     has_signal: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    """(rewards or accuracies [B], group ids [B]) -> bool [B]: whether the response's group has signal."""
     prompts_per_step: int
     seed: int
     records_dir: Path
@@ -62,7 +63,7 @@ class RolloutCollector:
     next_group: int = field(default=0)
 
     def collect(self, step: int) -> Groups:
-        """Collect groups for `step`; exactly prompts_per_step groups are kept."""
+        """Collect the groups of `step`. Exactly prompts_per_step groups are kept."""
         results: list[RolloutResult] = []
         keep: list[np.ndarray] = []
         zero_variance: list[np.ndarray] = []
@@ -111,7 +112,8 @@ class RolloutCollector:
         self.next_group = next_group
 
     def _sample_size(self, kept: int, sampled: int) -> int:
-        """Return the number of missing groups divided by the fraction with signal so far, at most prompts_per_step."""
+        """Return the number of missing groups divided by the fraction of groups with signal so far, at most
+        prompts_per_step."""
         if sampled == 0:
             return self.prompts_per_step
         # The lower bound of the fraction limits the number of prompts if hardly any group has had signal so far.

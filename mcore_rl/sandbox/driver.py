@@ -1,4 +1,5 @@
-"""Main program of an episode's interpreter, inside the sandbox: reads one cell per line, runs all in one namespace.
+"""Main program of an episode's interpreter, inside the sandbox: reads one cell per line and runs all cells in one
+namespace.
 
 The sandbox's Python, which can have another version, receives this file as text. Arguments: descriptor for results,
 and maximum bytes of output per cell. The host does not trust the results: a cell can forge them for its own episode.
@@ -18,11 +19,11 @@ from typing import Any
 
 
 class OutputLimit(BaseException):
-    """Raised inside a cell that exceeds the limit of output."""
+    """Raised inside a cell whose output reaches the limit."""
 
 
 class Counted(io.FileIO):
-    """Standard output or error; both count towards one limit."""
+    """Standard output or error. Both count towards one limit: `left` bytes remain for the cell."""
 
     left = 0
 
@@ -65,7 +66,7 @@ def run_cell(code: str, name: str, namespace: dict[str, Any]) -> bool:
 
 def main() -> None:
     results_descriptor, limit = int(sys.argv[1]), int(sys.argv[2])
-    # Programs that a cell starts must not inherit it.
+    # Programs that a cell starts must not inherit the descriptor.
     os.set_inheritable(results_descriptor, False)
     requests = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)  # a cell that reads standard input must not read requests

@@ -1,4 +1,4 @@
-"""Sandbox of this machine: one confined process tree per program."""
+"""Sandbox on this machine: each program runs in its own confined process tree."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from mcore_rl.sandbox.interface import Outcome, Program
 from mcore_rl.sandbox.interpreter import Interpreter, Shell
 
 SEARCH_PATH = "/usr/local/bin:/usr/bin"
-"""Directories of programs that bubblewrap shows inside."""
+"""Directories of programs that are visible inside bubblewrap."""
 
 
 @dataclass(frozen=True)
 class Language:
-    """A language. {python} in a command stands for sandbox.python.
+    """Programming language. {python} in a command stands for sandbox.python.
 
     source: file name of the code.
+    run: command that runs the program.
     compile: command that writes `binary`; empty for interpreted languages.
     address_space: whether to limit the address space; garbage-collected runtimes reserve gigabytes at start.
     """
@@ -76,7 +77,7 @@ class LocalSandbox:
         self._config = config
         self._limits = RunLimits(**vars(config))
         self._confinement = confinement_of(config)
-        # Shared by programs and cells; an interpreter without a running cell takes none.
+        # Slots are shared by programs and cells; an interpreter without a running cell holds none.
         self._slots = threading.Semaphore(config.max_running or len(os.sched_getaffinity(0)))
 
     def run(self, program: Program) -> Outcome:
@@ -90,7 +91,7 @@ class LocalSandbox:
             command = resolve_command(language.compile, self._config)
             compilation = self.execute(command, files=files, fetch=(language.binary,))
             if not compilation.ok:
-                # A failed compiler may leave a part of the binary, which nobody should run.
+                # Drop `files`: a failed compiler may leave a partial binary.
                 return replace(compilation, stage="compile", files={})
             if language.binary not in compilation.files:
                 raise SandboxError(f"{program.language}: the compiled program is larger than sandbox.tmp_mib allows")

@@ -38,15 +38,18 @@ class UnreadableError(Exception):
 
 
 Body = Callable[[str, int], tuple[list[RawCall], int]]
-"""(text, position after an opening tag) -> (calls without their text, end of the last one)."""
+"""Reader of calls: (text, position after an opening tag) -> (calls without their text, end of the last call)."""
 Decoder = Callable[[str, int, int], tuple[list[RawCall], int]]
-"""(text, start and end of an opening) -> (calls, position after them); no calls: the opening is content."""
+"""(text, start and end of a match of `opening`) -> (calls, position after them). No calls: the match is content."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """Format of tool calls. `marks`: patterns that all occur in chat templates with this format. `opening`: pattern of
-    the beginning of a call. `closes`: calls have an end tag. `wrappers`: tags around calls that are not content."""
+    """Format of tool calls.
+
+    marks: patterns that all occur in chat templates with this format. opening: pattern of the beginning of a call.
+    closes: True if calls have an end tag. wrappers: pattern of tags around a group of calls, which are not content.
+    """
 
     marks: tuple[str, ...]
     opening: str
@@ -70,7 +73,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _finite(text: str) -> float:
-    """Reject numbers such as 1e999, which json parses as infinity."""
+    """Convert a number. Rejects numbers such as 1e999, which json parses as infinity."""
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"{text[:20]} is beyond the range of a float")
@@ -87,7 +90,7 @@ def _check_characters(text: str, value: object) -> None:
 
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-# Python's decoder accepts NaN, Infinity and 1e999 by default, which are no JSON values.
+# By default, Python's decoder accepts NaN and Infinity, which are not JSON, and reads 1e999 as infinity.
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 # Possessive quantifiers (*+, ++) never backtrack: malformed text must not take quadratic time.
 _BLANKS = re.compile(r"\s*+")
@@ -180,8 +183,12 @@ _GLM_END = re.compile(r"(?=\s*+</tool_call>)")
 def _tags(
     text: str, place: int, head: re.Pattern[str], key: re.Pattern[str], close: str, following: re.Pattern[str]
 ) -> tuple[str, dict[str, str], int]:
-    """Read a name and textual arguments. A value ends at a `close` tag that is followed by another argument or the end,
-    so that other tags in it are text. A value that contains the next argument is not closed. Raises: UnreadableError.
+    """Read a name and textual arguments. Returns (name, arguments, end).
+
+    A value ends at the first `close` tag that is followed by another argument or the end of the call; earlier tags
+    belong to the value. A value without such a tag before the next argument is not closed.
+
+    Raises: UnreadableError.
     """
     start = place
     if (match := head.match(text, place)) is None:
@@ -193,7 +200,7 @@ def _tags(
         limit = text.find(key_tag, match.end())
         end = text.find(close, match.end(), None if limit < 0 else limit)
         while end >= 0 and following.match(text, end + len(close)) is None:
-            if text[end - 1] == "\n":  # on its own line, like the end of a value: the next opening tag is missing
+            if text[end - 1] == "\n":  # on a line of its own, so it ends the value: the next opening tag is missing
                 end = -1
                 break
             end = text.find(close, end + 1, None if limit < 0 else limit)
@@ -229,7 +236,7 @@ _DEEPSEEK = (
     re.compile(r"\s*+function<｜tool▁sep｜>(?P<name>[^<\n]+)\n```json\n"),
     re.compile(r"\s*+(?P<name>[^<\n]+)<｜tool▁sep｜>"),
 )
-"""DeepSeek-V3 and R1 (arguments in a code fence); V3.1."""
+"""Beginning of a call of DeepSeek-V3 and R1 (arguments in a code fence), and of V3.1."""
 _FENCE_END = re.compile(r"\s*+```")
 
 
@@ -265,8 +272,8 @@ _MISTRAL_TAG = "[TOOL_CALLS]"
 
 
 def _mistral(text: str, begin: int, place: int) -> tuple[list[RawCall], int]:
-    """Read the text after [TOOL_CALLS]: a name and an object, or (earlier models) a list of objects. It ends with the
-    JSON."""
+    """Read the text after [TOOL_CALLS]: a name and an object, or (earlier models) a list of objects. A call has no end
+    tag: it ends with the JSON."""
     head = _MISTRAL_HEAD.match(text, place)
     start = head.end() if head else _behind_blanks(text, place)
     name, call_id = (head["name"], head["id"] or "") if head else (None, "")
@@ -320,7 +327,7 @@ def _llama3(text: str, begin: int, place: int) -> tuple[list[RawCall], int]:
 
 
 def _llama_call(text: str, place: int) -> RawCall | None:
-    """Read one call; None if the text is other JSON or no JSON."""
+    """Read one call; None if the text at `place` is not meant as a call."""
     meant = _LLAMA_START.match(text, place) is not None
     try:
         value, end = _json_at(text, place)
@@ -331,7 +338,7 @@ def _llama_call(text: str, place: int) -> RawCall | None:
             return None
         return replace(_of_object(value, end), text=text[place:end])
     except UnreadableError as error:
-        end = error.end if error.end > place else len(text)  # an object that was read ends before further calls
+        end = error.end if error.end > place else len(text)  # the object was parsed: continue after it
         return RawCall(text[place:end], error.name, reason=error.reason) if meant else None
 
 

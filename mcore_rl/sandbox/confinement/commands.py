@@ -1,8 +1,8 @@
 """Command lines that confine a program: bubblewrap in new namespaces, or Landlock.
 
-The bubblewrap command closes gaps of a default call: started by root, the user inside is the host's root and can write
-/proc/sys; / and /dev are in-memory file systems without a size limit; code can create more namespaces; process 1 inside
-inherits the environment of bubblewrap.
+The bubblewrap command closes gaps of a default call: if root starts it, the user inside is the host's root and can
+write /proc/sys; / and /dev are in-memory file systems without a size limit; code can create more namespaces; process 1
+inside inherits the environment of bubblewrap.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mcore_rl.sandbox.confinement.limits import MIB, RunLimits
 from mcore_rl.sandbox.confinement.seccomp import filter_program
 
 INSIDE_UID = 1000
-"""User id inside: programs that refuse to run as root work also in a sandbox that root starts."""
+"""User id inside. It is not 0, because some programs refuse to run as root."""
 WORK = "/tmp"
-"""Working directory inside: in memory, removed with the run."""
+"""Working directory inside bubblewrap: in memory, removed with the run."""
 _ISOLATION = (
     *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
     *("--cap-drop", "ALL", "--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID), "--hostname", "sandbox"),
@@ -39,8 +39,8 @@ LAUNCHER = Path(__file__).with_name("landlock_launcher.py")
 _READABLE = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ssl/openssl.cnf", *SEARCHED)
 _WRITABLE = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _STOP_SECONDS = 10.0
-"""Time limit until the launcher has killed everything inside; then the launcher is killed."""
-# First id and number of ids.
+"""Time for the launcher to kill everything inside; afterwards it is killed itself."""
+# Ranges of user ids: first id and number of ids.
 _FAR = (1 << 30, 1 << 22)
 _NEAR = (20_000, 40_000)  # for containers, which often have only 65,536 user ids
 
@@ -84,7 +84,7 @@ class Bubblewrap:
         return [*_user(), program, *options, "--", *limits.prlimit(limits.processes), *inside], [descriptor]
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill bubblewrap. Process 1 of the namespace dies with it, and with process 1 all others."""
+        """Kill bubblewrap. Process 1 of the namespace dies with it, and then all other processes of the namespace."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -111,7 +111,8 @@ class Bubblewrap:
 
 
 def _user() -> list[str]:
-    """Return a command prefix that executes the rest without root's rights: as another user, without groups."""
+    """Return a command prefix that drops root's rights: the rest runs as another user, without groups. Empty if this
+    process is not root's."""
     if os.geteuid() != 0:
         return []
     uid = unused_uid(os.getpid())
@@ -137,7 +138,7 @@ class Landlock:
         self._filter = filter_program(sockets=False)
 
     def command(self, inside: list[str], limits: RunLimits) -> tuple[list[str], list[int]]:
-        """Return the command line and no descriptors."""
+        """Return the command line; the list of inherited descriptors is empty."""
         processes = limits.processes
         if os.geteuid() != 0:  # RLIMIT_NPROC counts all processes of this user
             processes += num_threads_of(os.geteuid())
@@ -183,7 +184,7 @@ def in_memory(name: str, content: bytes) -> int:
 
 
 def unused_uid(process: int) -> int:
-    """Return a user id without an account, different for every process."""
+    """Return a user id without an account, chosen by process id so that processes rarely share one."""
     first, count = uid_range()
     uid = first + process % count
     while _is_account(uid):
@@ -192,14 +193,14 @@ def unused_uid(process: int) -> int:
 
 
 def uid_range() -> tuple[int, int]:
-    """Return first and number of user ids that are never accounts and exist in this user namespace."""
+    """Return first and number of user ids that exist in this user namespace and are usually not accounts."""
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     highest = max(int(inside) + int(length) for inside, _, length in ranges)
     return _FAR if sum(_FAR) <= highest else _NEAR
 
 
 def num_threads_of(uid: int) -> int:
-    """Count the threads of a user on this machine, which RLIMIT_NPROC limits."""
+    """Count the threads of a user on this machine; RLIMIT_NPROC limits this number."""
     count = 0
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):  # the process can end meanwhile

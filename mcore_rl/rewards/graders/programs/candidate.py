@@ -1,4 +1,4 @@
-"""The process of the program under test. Runs inside the sandbox and receives calls, never tests.
+"""Process of the program under test. It runs inside the sandbox and receives calls, but never the tests.
 
 Arguments of the process: file descriptors for reading requests and for writing results.
 """
@@ -15,7 +15,7 @@ from mcore_rl.rewards.graders.programs.prelude import NODES, SOLUTION, execute
 
 
 class Candidate(CallPeer):
-    """The program's side of the connection."""
+    """End of the connection in the program's process."""
 
     def __init__(self, reader: int, writer: int) -> None:
         super().__init__(reader, writer)

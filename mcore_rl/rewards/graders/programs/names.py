@@ -18,7 +18,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class NameOwners:
-    """Names in the tests, the prompt, and the program. request: the tester's request (code._request)."""
+    """Names in the tests, the prompt, and the program. request: the tester's request (_request in graders/code.py)."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         self._entry = _root(request.get("entry_point"))
@@ -32,7 +32,7 @@ class NameOwners:
 
     @property
     def records(self) -> list[str]:
-        """Classes of the prompt. Both processes exchange their objects by value."""
+        """Classes of the prompt. The processes of tests and program exchange objects of these classes by value."""
         return [node.name for node in self.context.body if isinstance(node, ast.ClassDef)]
 
     @property
@@ -50,8 +50,8 @@ class NameOwners:
     def of_program(self, space: Collection[str], comparing: Collection[str], starred: Collection[str]) -> list[str]:
         """Return the names that the program may provide.
 
-        space: the tests' names. starred: the prelude's names, which belong to the program only if it defines them.
-        comparing: the subset of `starred` that stays with the tests.
+        space: names in the tests' module. starred: the prelude's names, which the program may provide only if it
+        defines them. comparing: the subset of `starred` that the tests keep.
         """
         ambient = {*dir(builtins), *space, *comparing} - self._own
         named = set(self._imported()) | ({self._entry} if self._entry else self._ambient_subject(ambient))
@@ -59,7 +59,7 @@ class NameOwners:
         return sorted(name for name in wanted if name not in starred or name in self._program)
 
     def of_tests(self, space: Collection[str], comparing: Collection[str]) -> set[str]:
-        """Return the prelude's names that the tests use without importing them, except the function under test."""
+        """Return the names of `comparing` that the tests use and `space` lacks, except the function under test."""
         subject = {self._entry} if self._entry else self._common_calls()
         known = {*dir(builtins), *space, *comparing}
         return (self._read & set(comparing)) - set(space) - (subject if subject <= known else {self._entry})
@@ -69,18 +69,19 @@ class NameOwners:
         return {node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)}
 
     def is_trusted(self, name: str) -> bool:
-        """Return whether operators of this class may receive operands, because the tests examine the class itself."""
+        """Return whether the tests examine this class itself; its operators may then receive the tests' objects."""
         if name == self._entry or not name[:1].isupper():
             return False
         return self._examines_classes or name in _object_makers(self._tree)
 
     def _ambient_subject(self, ambient: set[str]) -> set[str]:
-        """Return the function under test if it has a built-in function's name: MBPP has `assert sum(10, 15) == 6`."""
+        """Return the function under test if it has the name of a built-in function, as in MBPP's
+        `assert sum(10, 15) == 6`."""
         common = self._common_calls()
         return common & self._program if common <= ambient else set()
 
     def _common_calls(self) -> set[str]:
-        """Return the functions that every assertion calls."""
+        """Return the names of the functions that all assertions call."""
         called = [set(_called_names(node)) for node in self._tree.body if isinstance(node, ast.Assert)]
         return set.intersection(*called) if called else set()
 
