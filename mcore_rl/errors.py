@@ -14,13 +14,13 @@ class McoreRLError(Exception):
 
 
 class ConfigError(McoreRLError):
-    """Input that the user can correct: a key, a file, a row, a size. The message names what to set. Exit code 2."""
+    """Invalid input that the user can correct: a key, file, row or size. The message names the remedy. Exit code 2."""
 
     exit_code = 2
 
 
 class DataError(ConfigError):
-    """A data file is missing, empty or malformed; the message names the file and line."""
+    """A data file is missing, empty or malformed; the message names the file and, if there is one, the line."""
 
 
 class WorkerDiedError(McoreRLError):

@@ -1,7 +1,7 @@
 """Comparison of the trainer's log-probabilities with transformers on a few random sequences, before training starts.
 
-It detects a configuration file that the two read differently. The transformers model runs on the driver's CPU while
-the processes of the run start.
+It detects fields of config.json that the trainer and transformers interpret differently. The transformers model runs
+on the driver's CPU while the processes of the run start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class ComparingRanks(Protocol):
-    """Trainer ranks, as far as the comparison needs them."""
+    """Methods of the trainer ranks that the comparison calls."""
 
     def compare(self, batch: Batch) -> dict[str, Metric]: ...
 

@@ -12,7 +12,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when the thread that started it ends (Linux). The setting survives exec."""
+    """Let the kernel kill this process when the thread that started it ends (Linux). The setting survives exec.
+
+    Exits immediately if the process `parent` has already ended.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before prctl took effect

@@ -91,7 +91,7 @@ def estimator(name: str, /, **options: object) -> Estimator:
 
 
 def advantage_options(config: AlgorithmConfig) -> dict[str, object]:
-    """Collect the options of an estimator: those with a configuration key (None if unset) and advantage_kwargs.
+    """Collect the options of an estimator: its configuration keys (None if unset) and advantage_kwargs.
 
     Raises: ConfigError if advantage_kwargs is set for a registered name, or repeats an option that has a key.
     """
@@ -196,7 +196,12 @@ def compute_policy_loss(
 def _with_user_options(
     named: dict[str, object], own: dict[str, object], kwargs_key: str, chosen: str
 ) -> dict[str, object]:
-    """Merge options that have keys with the options of a user's function under `kwargs_key`. chosen: key=value."""
+    """Merge `named`, the options with a configuration key, and `own`, the options of a user function.
+
+    kwargs_key: key that holds `own`. chosen: key=value of the selected function; both are for errors.
+
+    Raises: ConfigError if `own` is set for a built-in function or repeats an option of `named`.
+    """
     if own and not names_function(chosen):
         raise ConfigError(
             f"{kwargs_key}={own} requires a user-defined function, but {chosen} is built in; remove it, or set "

@@ -16,13 +16,13 @@ class StalenessConfig:
     """Asynchronous keys of RolloutConfig."""
 
     max_staleness: int = setting(0, minimum=0, unit="versions")
-    """Average age of a trained group, in weight versions. 0: synchronous, each step trains on responses of the current
-    weights. Above 0, engines generate while the trainer updates (needs cluster.placement=disaggregated). 1 with
+    """Maximum average age of trained groups, in weight versions. 0: synchronous, each step trains on responses of the
+    current weights. Above 0, engines generate while the trainer updates (needs cluster.placement=disaggregated). 1 with
     rollout.max_staleness_hard=1 and rollout.swap=finish is one-step-off training."""
     max_staleness_hard: int | None = setting(None, minimum=1, unit="versions")
-    """Maximum age of a trained group. No group is discarded: long responses may be overtaken by others only while all
-    groups can still be trained in time. Equal to rollout.max_staleness: groups are trained in the order of submission.
-    null: rollout.max_staleness + 2."""
+    """Maximum age of a trained group. No group is discarded: groups that finish first may be trained first only while
+    all others can still be trained in time. Equal to rollout.max_staleness: groups are trained in the order of
+    submission. null: rollout.max_staleness + 2."""
     swap: str = setting(KEEP, choices=(KEEP, RECOMPUTE, FINISH))
     """Treatment of running responses when weights change: keep their KV cache, recompute it with the new weights, or
     finish them first (finish)."""

@@ -11,7 +11,7 @@ def request_seeds(seed: int, group_ids: np.ndarray, samples: int) -> np.ndarray:
     Shapes: group_ids int64 [G] -> int64 [G * samples], below 2**31 (engines use signed 32-bit seeds).
     Source: the finaliser of splitmix64.
     """
-    # Number all responses of a run consecutively per group: distinct as long as a group has at most 2**20 responses.
+    # Each group has 2**20 consecutive numbers, so that the responses of a run have distinct numbers.
     keys = np.repeat(group_ids.astype(np.uint64), samples) * np.uint64(1 << 20)
     keys += np.tile(np.arange(samples, dtype=np.uint64), len(group_ids))
     keys += np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)

@@ -26,7 +26,7 @@ from mcore_rl.sandbox.check import check_local
 
 
 class Need(Enum):
-    """Path that a check belongs to. A path is complete if all of its checks pass."""
+    """Runs that need a check to pass. The CPU or GPU path is complete if its checks and the ones for every run pass."""
 
     BOTH = "every run"
     CPU = "CPU path"
@@ -36,7 +36,7 @@ class Need(Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. remedy: what to do if `ok` is False."""
+    """One line of the report. feature: needs the check to pass. remedy: advice if `ok` is False."""
 
     name: str
     ok: bool
@@ -173,7 +173,7 @@ def check_apex() -> Check:
 
 
 def check_the_sandbox() -> Check:
-    """Start the sandbox: kernels and containers can refuse an installed one."""
+    """Start the sandbox: even if bubblewrap is installed, the kernel or a container may forbid its namespaces."""
     name, feature = "sandbox", "running code that a model wrote"
     try:
         check_local(SandboxConfig())

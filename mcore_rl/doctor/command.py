@@ -18,7 +18,7 @@ RANGES = (
     ("slow_percent", range(101), "one of 0 to 100"),
     ("port", range(1, 65536), "one of 1 to 65535"),
 )
-"""Options of the fabric test, their valid values, and a description of these for errors."""
+"""Options of the fabric test: name, valid values, and a description of the values for errors."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report. Returns 0 if the CPU or GPU path is complete or the fabric is well, otherwise 1.
+    """Print the report. Returns 0 if the CPU or GPU path is complete or the fabric test passes, otherwise 1.
 
-    Raises: ConfigError for options that exclude each other, McoreRLError if the nodes cannot meet.
+    Raises: ConfigError for options that exclude each other, McoreRLError if the rendezvous of the nodes fails.
     """
     if not options.node:
         given = [name for name in FABRIC_OPTIONS if getattr(options, name) is not None]

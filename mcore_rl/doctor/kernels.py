@@ -1,6 +1,6 @@
-"""One small call of each kernel of Megatron models on this machine's GPU.
+"""A small call of each kernel that Megatron models use, on this machine's GPU.
 
-A package that imports can still be compiled for another architecture or need a newer driver. `trials` runs
+A package that can be imported may still be compiled for another architecture or need a newer driver. `trials` runs
 `python -m mcore_rl.doctor.kernels DEVICE NAME...` in a child process, because a broken kernel can crash its process.
 The child prints one line of JSON per call.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 SECONDS_PER_KERNEL = 180.0
-"""Timeout per kernel: the first call loads libraries and can compile the kernel."""
+"""Timeout of a child process, per kernel that it calls. The first call loads libraries and may compile the kernel."""
 ROWS, WIDTH, HEADS, HEAD = 64, 64, 2, 64
 
 
@@ -142,7 +142,7 @@ def trials(
 
     After a kernel that crashes or hangs the child, the remaining ones run in a new child.
 
-    module: main module of the child.
+    module: main module of the child. seconds: timeout of a child per kernel that it calls.
     """
     left = list(names)
     while left:
@@ -155,7 +155,7 @@ def trials(
         except subprocess.TimeoutExpired as error:
             output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
             ended = f"gave no answer within {seconds * len(left):g} s"
-        for line in output.splitlines():  # libraries print there too
+        for line in output.splitlines():  # libraries also print to stdout
             if line.startswith('{"kernel"'):
                 answer = json.loads(line)
                 left.remove(answer["kernel"])

@@ -2,7 +2,7 @@
 megatron.core. Importing this package imports nothing; the folders with modules that import megatron.core call
 `cpu.install()` in their __init__, so any import order is safe.
 
-Building an actor, on every rank (all calls are collective):
+Building an actor, on every rank (`initialize` and `build_model` are collective):
 
     layout = train_layout(config.actor.parallel, world_size, hf_config)  # ConfigError for an invalid layout
     parallel.initialize(layout, rank=r, init_method="tcp://127.0.0.1:29500", timeout_seconds=600, seed=1)

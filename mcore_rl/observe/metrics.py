@@ -1,5 +1,5 @@
-"""metrics.jsonl: one JSON object per step, durable before the next step starts. Records of earlier starts about steps
-that are repeated move to earlier/<n>/ of the run directory."""
+"""metrics.jsonl: one JSON object per step, durable before the next step starts. If a resumed run repeats steps, their
+earlier records are moved to earlier/<n>/ in the run directory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MetricsLog:
             return
         lines = self.path.read_bytes().splitlines(keepends=True)
         is_later = [record["step"] > step for record in self.read()]
-        # The target first: a crash between the two writes leaves records in both files, not in neither.
+        # Write the target first: a crash between the two writes duplicates records instead of losing them.
         for path, chosen in ((target, True), (self.path, False)):
             with durable_write(path) as file:
                 file.writelines(line for line, later in zip(lines, is_later, strict=True) if later is chosen)

@@ -17,9 +17,9 @@ _HEAD = ("", "before", "best", "after", "change")
 
 
 def summary_table(records: Sequence[Mapping[str, float]]) -> str:
-    """Return first and last value of the main metrics, and the best validation accuracy, each with its step.
+    """Return the first and last value of the main metrics, and the best validation accuracy, each with its step.
 
-    Ties go to the earlier step. A metric with a single value has only the last column.
+    Ties go to the earlier step. A single value of a metric is in the column `after`.
 
     records: content of metrics.jsonl.
     """

@@ -12,11 +12,12 @@ from mcore_rl.resolved.layout import train_layout
 from model_converters.mapping.layout import TrainLayout
 
 SHORTEST_PART = 4096
-"""Minimum tokens of a row on one context-parallel rank. With fewer, attention does not hide the exchange of keys."""
+"""Minimum tokens of a row on one context-parallel rank. With fewer, attention does not hide the exchange of keys
+and values."""
 
 
 def candidate_layouts(job: Job) -> Iterator[TrainLayout]:
-    """Yield all layouts that divide the ranks and the model."""
+    """Yield the layouts that divide the ranks and the model; cp is at most 8, etp is 1 or tp."""
     sizes, world, node = job.spec.arguments.transformer, job.spec.layout.world_size, job.config.cluster.gpus_per_node
     experts = sizes.get("num_moe_experts") or 1
     # Tensor parallelism stays within a node, whose links are faster than the network.
@@ -35,9 +36,9 @@ def candidate_layouts(job: Job) -> Iterator[TrainLayout]:
 
 
 def _with_stages(job: Job, layout: TrainLayout) -> Iterator[TrainLayout]:
-    """Yield balanced stages, and variants with a shorter first and last stage.
+    """Yield the layout with equal pipeline stages, and variants with another length of the first and last stage.
 
-    The ends hold the embeddings, and the first stage has the most micro-batches in flight.
+    The ends hold the embedding and the output projection, and the first stage has the most micro-batches in flight.
     """
     batch = job.config.trainer.prompts_per_update * job.config.rollout.samples_per_prompt
     if batch < layout.dp:

@@ -159,8 +159,7 @@ def _load_targets(data: DataConfig, rollout: RolloutConfig, tokenizer: PreTraine
 
 
 def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> _LoadedData:
-    """Load the prompts of data.train and, joined into one set, of data.val, after the checks of what renders and grades
-    them."""
+    """Check graders and episode, then load the prompts. All sets of data.val are joined into the split `val`."""
     data, rollout, reward = config.data, config.rollout, config.reward
     load_grader(reward, config.sandbox)  # raises for functions that do not load
     tools, notes = _check_episode(rollout, data.template_kwargs, config.model.hf_path, config.sandbox, tokenizer)
@@ -232,13 +231,13 @@ def _check_episode(
 def _row_order(
     data: DataConfig, prompts: PromptSet, report: LoadReport, seed: int
 ) -> tuple[RowWeights | None, Curriculum | None]:
-    """Build the sampling weights or the curriculum of the training rows. The curriculum's first epoch is tried."""
+    """Build the sampling weights or the curriculum of the training rows; both are None if neither is configured."""
     weights = file_weights(data.weights, data.train)
     if data.curriculum is None:
         return None if weights is None else RowWeights(report.of_files, weights, seed), None
     curriculum = Curriculum(data.curriculum, prompts, seed)
     try:
-        # The first epoch, so that a function that fails is reported before processes start.
+        # Order the first epoch now, so that an error of the user's function is reported before processes start.
         curriculum.order(0)
     except CurriculumError as error:
         raise ConfigError(str(error)) from error

@@ -1,4 +1,4 @@
-"""The run directory: its creation, readable only by its user, and a lock, so that two runs never write into it."""
+"""Creation of the run directory, and a lock that prevents two runs from writing into it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Holder:
     """Kernel instance; equal for all containers of a host, different after a restart."""
     job: str | None = None
     """SLURM job, if any."""
-    # Tells apart processes with equal pids in two containers of a host.
+    # Distinguishes processes with equal pids in two containers of a host.
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
@@ -136,8 +136,11 @@ class RunLock:
         return True
 
     def _wait_for_silence(self, before: Holder) -> None:
-        """Wait until the record has been without renewal for STALE_AFTER_SECONDS; both times come from the file
-        server, whose clock may differ from this host's."""
+        """Wait until the record is STALE_AFTER_SECONDS old. Both times come from the file server, whose clock may
+        differ from this host's.
+
+        Raises: ConfigError if the holder renews the record meanwhile.
+        """
         last = _modified(self._path)
         with tempfile.TemporaryFile(dir=self._directory) as file:
             left = STALE_AFTER_SECONDS - (os.fstat(file.fileno()).st_mtime - last)
@@ -148,13 +151,13 @@ class RunLock:
         )
         deadline = time.monotonic() + left
         while time.monotonic() < deadline:
-            # Several looks per beat of the other holder.
+            # Check several times per beat of the other holder.
             time.sleep(min(2.0, left / 10))
             if _modified(self._path) != last:
                 raise self._in_use(read_holder(self._path) or before)
 
     def _write(self, descriptor: int) -> None:
-        # Truncated first, or a shorter record would end with the rest of a longer one.
+        # Truncate first; otherwise the end of a longer earlier record would remain.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(asdict(self._record)) + "\n").encode(), 0)
         # Other hosts must be able to read the record at once.
@@ -177,7 +180,7 @@ class RunLock:
                     os.utime(descriptor)
                     continue
             except OSError as error:
-                if error.errno != errno.ESTALE:  # NFS reports a deleted file by it
+                if error.errno != errno.ESTALE:  # ESTALE: NFS reports that the file was deleted
                     continue  # the file server may come back; the next beat tries again
             if not self._released.is_set():
                 self._on_loss(self._loss())
@@ -207,11 +210,11 @@ class RunLock:
 def run_lock(
     directory: str, wait_notice: Callable[[str], None], on_loss: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Hold the lock of an existing run directory for the block. Yields the function that takes it for a directory that
-    the block creates.
+    """Hold the lock of an existing run directory for the block. Yields a function that takes the lock; call it after
+    creating a missing directory.
 
     Raises: ConfigError if another process holds it; RunDirLostError in place of any error of the block if the directory
-    was deleted or taken meanwhile, since a file that is missing then explains nothing.
+    was deleted or taken meanwhile, because that is the likely cause of the error.
     """
     lock = RunLock(Path(directory), wait_notice, on_loss)
 

@@ -1,7 +1,8 @@
-"""Kill a child process and all of its descendants, including daemons and processes in other sessions; their memory.
+"""Killing of a child process with all its descendants, including daemons and processes in other sessions, and
+measurement of their memory.
 
-Descendants are found through their parent ids. The kernel gives a daemon whose parent has ended another parent, so
-every child also starts with a mark in its environment, which its descendants inherit.
+Descendants are found through their parent ids. A daemon whose parent has ended gets another parent, so every child also
+starts with a mark in its environment, which its descendants inherit.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import psutil
 VARIABLE = "MCORE_RL_PROCESS_TREES"
 """Environment variable with the marks of all trees that contain a process."""
 TERM_SECONDS = 1.0
-"""Time between TERM and KILL for descendants: a sandbox launcher kills its programs and removes its directory."""
+"""Time between TERM and KILL for descendants: a sandbox launcher needs it to kill its programs and remove its
+directory."""
 KILL_SECONDS = 5.0
-"""Maximum time to wait until processes have ended after KILL: one in uninterruptible I/O may never end."""
+"""Maximum time to wait for the end of processes after KILL: a process in uninterruptible I/O may never end."""
 _POLL_SECONDS = 0.02
 """Interval of checks: most of the processes are not children, so their end cannot be waited for."""
 
@@ -47,7 +49,7 @@ def kill_tree(process: subprocess.Popen[bytes], mark: str, known: Iterable[psuti
     that has left its parents and cleared its environment is not found.
     """
     descendants = list(known)
-    if process.returncode is None:  # afterwards the kernel may give the process id to another process
+    if process.returncode is None:  # else it was reaped, and another process may have its id
         descendants += descendants_of(process.pid)
         _kill_group(process.pid, descendants)
         process.kill()
@@ -83,7 +85,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def _end(known: list[psutil.Process], mark: str, number: signal.Signals, seconds: float) -> None:
-    """Signal the remaining processes and those that they start meanwhile, until none is left or time is up."""
+    """Signal the remaining processes and their new descendants until none is left or time is up."""
     start = time.monotonic()
     signalled: set[psutil.Process] = set()
     while left := {*filter(_runs, known), *_marked(mark)}:

@@ -24,7 +24,7 @@ from model_converters.mapping.table import BoundRow, Row, bind
 
 
 def scale_of(lora: LoraConfig) -> float:
-    """Return the factor by which B A is multiplied."""
+    """Return the factor of the product B A that is added to a weight."""
     return lora.alpha / (sqrt(lora.rank) if lora.rslora else lora.rank)
 
 
@@ -100,7 +100,7 @@ def check_peft_names(lora: LoraConfig, hf_config: HFConfig) -> None:
 
 
 def adapter_identity(lora: LoraConfig, hf_config: HFConfig) -> dict[str, object] | None:
-    """Return the description of the adapters for checkpoints; None if all weights are trained."""
+    """Return the description of the adapters that a checkpoint records; None without LoRA."""
     if not lora.rank:
         return None
     targets = targets_of(lora, hf_config)

@@ -1,6 +1,7 @@
 """TransformerEngine's attention backends: which one supports a model's packed rows, and why others do not.
 
-TransformerEngine itself only checks this at the first row, and does not report a reason. Imports neither it nor torch.
+TransformerEngine itself checks this only when it computes the first row, and does not report a reason. This module
+imports neither TransformerEngine nor torch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Backend:
 FLASH_VERSIONS = ((2, 1, 1), (2, 8, 3))
 """Oldest and newest flash-attn that TransformerEngine 2.11 uses."""
 FLASH_ON_BLACKWELL = (2, 7, 3)
-"""Oldest flash-attn that it uses from compute capability 10.0 on."""
+"""Oldest flash-attn that TransformerEngine uses on compute capability 10.0 and above."""
 WIDE_FLASH = ((8, 0), (9, 0), (10, 0), (12, 0))
 """Compute capabilities on which flash-attn supports head sizes above 192."""
 CUDNN_FOR_ROWS = (9, 6)
@@ -47,7 +48,7 @@ CUDNN_FOR_ROWS = (9, 6)
 
 def _flash(installed: Installed, heads: HeadDims) -> str:
     first, last = FLASH_VERSIONS
-    # Without a GPU here (a plan), assume Hopper.
+    # Assume Hopper if this machine has no GPU, as in `mcore-rl plan`.
     capability = installed.capability or (9, 0)
     if capability >= (10, 0):
         first = FLASH_ON_BLACKWELL
@@ -55,7 +56,7 @@ def _flash(installed: Installed, heads: HeadDims) -> str:
         return _capability("8.0", installed)
     if installed.flash_attention is None:
         return f"flash-attn is not installed (versions {dotted(first)} to {dotted(last)})"
-    # A release after the last one, such as 2.8.3.post1, is not supported either.
+    # A post-release of the last version, such as 2.8.3.post1, is not supported either.
     if not (first, False) <= _release(installed.flash_attention) <= (last, False):
         return f"flash-attn {installed.flash_attention} is not in {dotted(first)} to {dotted(last)}"
     if heads.keys != heads.values:
@@ -103,7 +104,7 @@ BACKENDS = (
     Backend("FlashAttention 2", "flash-attn 2.1.1 to 2.8.3, capability 8, heads of multiples of 8 up to 256", _flash),
 )
 """TransformerEngine's order of preference from Hopper on; before Hopper, FusedAttention does not support packed rows.
-All support bfloat16 only. Sources: TransformerEngine 2.11, common/fused_attn/fused_attn.cpp and
+None supports float32. Sources: TransformerEngine 2.11, common/fused_attn/fused_attn.cpp and
 pytorch/attention/dot_product_attention/utils.py. Its unfused attention, which supports float32, is excluded: it stores
 the scores of all pairs of tokens and does not support context parallelism."""
 

@@ -19,7 +19,7 @@ from model_converters.mapping.layout import TrainLayout
 
 @contextmanager
 def conversion_errors(prefix: str, remedy: str = "") -> Iterator[None]:
-    """Raise ConfigError in place of a ConversionError of the block: its message on one line, after `prefix`."""
+    """Raise ConfigError for a ConversionError of the block, with its message on one line between prefix and remedy."""
     try:
         yield
     except ConversionError as error:
@@ -66,7 +66,7 @@ def train_layout(
     etp = parallel.etp
     if etp is None:
         etp = 1 if sizes.get("num_moe_experts") and parallel.ep > 1 else parallel.tp
-    # Again, with the default of etp for this model, which validate() does not know.
+    # Checked again: the default of etp depends on the model, which validate() does not know.
     check_ranks_divide(parallel, world_size, etp, names)
     _check_tensor_axis(parallel, sizes, names)
     _check_expert_axes(parallel, sizes, etp, names)
@@ -150,7 +150,7 @@ def _check_pipeline_layout(layout: TrainLayout, arguments: ModelArguments, names
     if layout.pipeline_layout is None:
         return
     with conversion_errors(f"{names.key('parallel')}."):
-        # Only for its error: it parses the string.
+        # Called only for its error: it parses the string.
         layout.stage_layers(arguments.transformer["num_layers"])
     if layout.num_mtp_layers != arguments.mtp_num_layers:
         raise ConfigError(
@@ -176,7 +176,7 @@ def _check_stages(parallel: ParallelConfig, num_layers: int, names: KeyNames) ->
             )
     stages = parallel.pp - len(fixed)
     rest = num_layers - sum(fixed.values())
-    # With two stages, both may have a fixed number of layers, so that none may be left.
+    # With two stages, both may have a fixed number of layers; then no layer may remain.
     fits = rest == 0 if stages == 0 else rest > 0 and rest % (stages * chunks) == 0
     if not fits:
         raise ConfigError(

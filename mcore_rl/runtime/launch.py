@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 Starts = dict[AnyRef, Sequence[AnyProcess]]
-"""References to the ends of set-ups that have begun, with the processes that take part in each."""
+"""Set-ups in progress: reference that is ready when a set-up ends -> the processes that take part in it."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def launch(
         cluster, rollout, config.num_trainer_ranks, on_gpus=on_gpus, num_engines=num_engines, guests=guests
     )
     show("starting Ray" if cluster.address is None else f"joining the Ray cluster at {cluster.address}")
-    # Before `ray_cluster` sets OMP_NUM_THREADS, which `shares_cores` would take for the user's choice.
+    # Call this before `ray_cluster` sets OMP_NUM_THREADS: `shares_cores` would take it for the user's setting.
     several_threads = shares_cores(config)
     with (
         ray_output_to(Path(config.run.logs)),
@@ -108,8 +108,8 @@ def _set_up(
     processes: RunProcesses,
     show: Callable[[str], None],
 ) -> None:
-    """Set up all processes, and return when all are ready. Set-ups run concurrently, except where an engine measures
-    the free memory of a device that other processes also use."""
+    """Set up all processes, and return when all are ready. Set-ups run concurrently, except while an engine measures
+    the free memory of a device that it shares with other processes."""
     trainers, fleet, watch = processes.trainers, processes.engines, processes.trainers.watch
     num_ranks, num_engines = len(trainers.processes), 0 if fleet is None else fleet.num_engines
     devices = trainers.call(TrainerProcess.visible_devices).results() if uses_cuda(config.cluster) else []
@@ -131,7 +131,7 @@ def _set_up(
     watch.get_started(starting)
     if len(starting) and not (takes_turns and len(starting) == num_engines):
         show("engines and other models ready" if roles else f"{_count(num_engines, 'rollout engine')} ready")
-    # Not before: an engine that cannot be set up would only fail again after each restart.
+    # Not earlier: if an engine cannot be set up, every restart would fail, too.
     if fleet is not None and fleet.max_restarts:
         watch.allow_failure(process for engine in fleet.engines for process in engine.start.processes)
 
@@ -177,8 +177,11 @@ def _killed_at_the_end(cluster: ClusterConfig, logs: str) -> Iterator[Watch]:
 
 @dataclass(frozen=True)
 class _Starter:
-    """Creates processes, each on its node, without setting them up. `nodes` are the scheduling strategies per node. If
-    `several_threads`, the processes share the cores of their node."""
+    """Creates processes, each on its node, without setting them up.
+
+    nodes: scheduling strategy of each node. several_threads: divide the cores of a node among the processes that
+    compute there at the same time.
+    """
 
     placement: RunPlacement
     nodes: Sequence[PlacementGroupSchedulingStrategy]
@@ -229,9 +232,12 @@ class _Starter:
 
 @contextlib.contextmanager
 def _journals(run_dir: Path, rollout: RolloutConfig, router_replay: str) -> Iterator[Path | None]:
-    """Yield the directory of the engines' journals, from which other engines continue, and remove it after the block.
-    None without restarts, and if routed experts are recorded: the journal has none, so other engines cannot continue
-    the responses."""
+    """Yield the directory of the engines' journals, and remove it after the block. Other engines continue the responses
+    of a lost engine from its journal.
+
+    Yields None without restarts, or if routed experts are recorded: they are not in the journal, so other engines could
+    not continue the responses.
+    """
     if not rollout.max_engine_restarts or router_replay == "engine":
         yield None
         return
@@ -250,26 +256,26 @@ def _hosts_of(watch: Watch) -> dict[AnyProcess, Host]:
 
 
 def _check_hosts(run_dir: str, paths: Mapping[str, str], watch: Watch) -> None:
-    """Compare the hosts, and add the host to the names of processes.
+    """Compare all hosts with the driver's host, and add the host to the names of processes.
 
     Raises: ConfigError if hosts differ.
     """
     others: dict[object, AnyProcess] = {}
-    # Processes with the same /dev/shm count as one host, so containers of one machine are checked separately.
+    # A host is identified by its /dev/shm, so containers of one machine are checked separately.
     for process, host in _hosts_of(watch).items():
         process.name = f"{process.name} on {host.name}"
         if host != this_host():
             others[host.memory] = process
 
     def ask(request: FactsRequest) -> list[HostFacts]:
-        """Query one process on each host except the driver's."""
+        """Query one process per host, except on the driver's host."""
         return watch.get([process.call(RunProcess.host_facts, request) for process in others.values()])
 
     check_hosts(run_dir, paths, ask)
 
 
 def _check_users(isolation: str, watch: Watch) -> None:
-    """Check one process per host for other users who are logged in.
+    """Check that no other users are logged in on any host. One process per host is queried.
 
     Raises: ConfigError naming the host.
     """

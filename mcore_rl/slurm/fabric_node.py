@@ -18,7 +18,7 @@ from mcore_rl.slurm.meeting import address_here, is_first, node_name, parse_opti
 
 
 def main() -> int:
-    """Run the test. Returns 1 if this node is blamed or the test could not run."""
+    """Run the test. Returns the exit code: 1 if this node is blamed or the test could not run, otherwise 0."""
     numbers = {"nodes": "number of nodes", "slots": "ranks per node", "timeout-seconds": "timeout of each stage"}
     options = parse_options(__doc__, {**numbers, "slow-percent": "see mcore-rl doctor --slow-percent"})
     try:

@@ -14,7 +14,7 @@ from mcore_rl.slurm.checks import check_job
 
 PROGRAM = Path(__file__).with_name("job.sh")
 ENVIRONMENT = "slurm.environment"
-# Megatron's overlap of communication and computation requires a single hardware queue per device.
+# 1 connection: Megatron's overlap of communication and computation requires a single hardware queue per device.
 GPU_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"}
 
 
@@ -52,9 +52,9 @@ def _options(slurm: SlurmConfig, cluster: ClusterConfig) -> list[str]:
         "gpus-per-node": str(cluster.gpus_per_node) if cluster.device == "cuda" else None,
         "cpus-per-task": str(slurm.cpus_per_node) if slurm.cpus_per_node is not None else None,
         "time": slurm.time_limit,
-        # To the batch script only (B), which passes it on to the run, `grace_seconds` before the time limit.
+        # SLURM signals only the batch script (B) `grace_seconds` before the time limit; the script signals the run.
         "signal": f"B:USR1@{slurm.grace_seconds}",
-        # A job that was queued again continues the same log.
+        # A requeued job appends to the same log.
         "open-mode": "append",
         "output": "%x.%j.log",
     }
@@ -99,7 +99,7 @@ def _fabric_test(slurm: SlurmConfig, cluster: ClusterConfig) -> list[str]:
     options = {
         "--nodes": cluster.nodes,
         "--slots": cluster.gpus_per_node,
-        # A stage that hangs must time out, so that its ranks are named, before the timeout of the whole test.
+        # A stage that hangs must time out before the whole test does, so that its ranks are named.
         "--timeout-seconds": max(1, slurm.start_timeout_seconds // 8),
         "--slow-percent": slurm.fabric_slow_percent,
     }
@@ -107,7 +107,7 @@ def _fabric_test(slurm: SlurmConfig, cluster: ClusterConfig) -> list[str]:
 
 
 def _run_overrides(overrides: Sequence[str]) -> list[str]:
-    """Drop slurm.environment, which tasks receive in a file: all users of a node can list command lines."""
+    """Drop slurm.environment: all users of a node can list command lines, so tasks receive it in a file."""
     return [override for override in overrides if not override.startswith(ENVIRONMENT)]
 
 
@@ -121,9 +121,10 @@ def _flat(options: dict[str, int]) -> list[str]:
 
 
 def _ray_cpus(cluster: ClusterConfig, rollout: RolloutConfig) -> int:
-    """Return the logical CPUs of a node in Ray, one per process: ranks of policy and critic, and engines."""
+    """Return the number of CPUs that a node offers Ray: one per rank of the policy, of one other model, and of the
+    engines, and one more."""
     slots, tp = cluster.gpus_per_node, rollout.tp
-    # Rounded up, for the node with the most engines.
+    # Round up, for the node with the most engines.
     engines = -(-rollout.num_engines // cluster.nodes)
     return 2 * slots + max(slots, engines * tp) + 1
 

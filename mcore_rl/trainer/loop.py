@@ -1,4 +1,4 @@
-"""Reinforcement learning loop; one step fits on one screen."""
+"""Reinforcement learning loop."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from mcore_rl.types import BatchHandle, Metric, RolloutScalars, Total, merge_met
 
 
 def train(run: Run) -> bool:
-    """Run up to trainer.steps, starting from the newest checkpoint of the run directory if there is one. Returns False
-    if the run was stopped earlier on request, after saving.
+    """Run until trainer.steps, starting from the newest checkpoint of the run directory if there is one. Returns False
+    if the run was stopped earlier on request, after saving a checkpoint.
 
-    Every call returns only after all its processes have finished it, so that errors appear at the call that caused
-    them.
+    Every call returns only after all processes have finished it, so an error appears at the call that caused it.
     """
     resumed = resume(run)
     version = run.publisher.publish(run.state.version)
@@ -46,8 +45,8 @@ def train(run: Run) -> bool:
 
 
 def estimate(run: Run, logp: BatchHandle) -> tuple[BatchHandle, dict[str, Metric]]:
-    """Compute per-token advantages, for estimators that need them: values, advantages, the critic's update. Returns the
-    critic's metrics."""
+    """Compute values and per-token advantages on the ranks and update the critic, if the estimator works per token.
+    Returns the batch and the critic's metrics."""
     if not run.estimates_tokens:
         return logp, {}
     values = run.critic.values(logp.batch) if run.critic else None
@@ -56,8 +55,8 @@ def estimate(run: Run, logp: BatchHandle) -> tuple[BatchHandle, dict[str, Metric
 
 
 def finish(run: Run) -> bool:
-    """Run what is due after a step: verification, validation, metrics, checkpoint. Returns True if a stop was
-    requested; the checkpoint exists then."""
+    """Verify weights, validate and save a checkpoint if they are due after this step, and write the step's metrics.
+    Returns True if a stop was requested; a checkpoint is then saved in any case."""
     step, trainer = run.state.step, run.config.trainer
     last = step == trainer.steps
     if _due(step, run.config.weights.verify_every):
@@ -72,7 +71,7 @@ def finish(run: Run) -> bool:
 
 
 def validate(run: Run) -> float | None:
-    """Return the mean accuracy over all validation responses; None without validation prompts."""
+    """Validate and record the metrics. Returns the mean accuracy of all responses; None without validation prompts."""
     if run.validator is None:
         return None
     result = run.validator.validate(run.state.step)

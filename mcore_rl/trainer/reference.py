@@ -12,15 +12,15 @@ from mcore_rl.ports import Actor
 from mcore_rl.types import BatchHandle, Groups, Mean, Metric
 
 KL_CONTROLLER = "kl_controller"
-"""Name of the adaptive coefficient among the positions of a checkpoint."""
+"""Name of the KL controller's state in the `positions` of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Reference:
     """Reference policy of a run whose loss or reward has a KL term.
 
-    `controller` is set if the reward has a KL term. `advantages_of` (groups, rewards [B] in the order of the batch) is
-    set if the driver computes one advantage per response.
+    `controller` is set if the reward has a KL term. `advantages_of` is set if the driver computes one advantage per
+    response: (groups, rewards [B] in the order of the batch) -> advantages [B].
     """
 
     controller: KLController | None = None

@@ -12,7 +12,7 @@ from mcore_rl.trainer.diagnostics import describe_parts
 from mcore_rl.types import Mean, Metric, RolloutScalars, Total
 
 UNKNOWN = "unknown"
-"""data_source of rows that name none."""
+"""data_source of rows without one."""
 _NOT_IN_A_NAME = re.compile(r"[\x00-\x20\x7f-\xa0\u2028\u2029]+")
 _MAX_NAME_CHARACTERS = 100
 
@@ -21,8 +21,8 @@ _MAX_NAME_CHARACTERS = 100
 class ValidationParts:
     """Subsets of the validation prompts that have separate metrics.
 
-    Shapes: rows int64 [n] by the last component of the metric name: positions among all validation prompts. `notes` are
-    printed at the start of a run.
+    rows: name of the subset, which ends the metric name -> positions among all validation prompts, int64 [n].
+    notes: printed at the start of a run.
     """
 
     rows: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -51,7 +51,7 @@ def validation_parts(sets: Mapping[str, Sequence[str]]) -> ValidationParts:
         inside = dict.fromkeys(labels[of_set]) if name else {}
         if len(inside) > 1:
             candidates += [(f"{name}/{label}", of_set[labels[of_set] == label]) for label in inside]
-    # setdefault keeps the first owner of a name. A second owner with the same rows needs no metric of its own.
+    # setdefault keeps the first subset with a name. A second subset with the same rows needs no separate metric.
     for name, found in candidates:
         if not np.array_equal(rows.setdefault(name, found), found):
             notes.append(
@@ -84,7 +84,7 @@ def _means(result: RolloutScalars, chosen: np.ndarray, suffix: str) -> dict[str,
     }
     metrics: dict[str, Metric] = {}
     for name, values in columns.items():
-        # NaN marks responses without this number.
+        # NaN marks responses without this value.
         there = values[chosen & ~np.isnan(values)]
         if len(there):
             metrics[f"val/{name}{suffix}"] = Mean(float(there.sum()), len(there))

@@ -1,6 +1,6 @@
 """Rollout requests and results, outcomes of episodes, and handles of data that stays on ranks or in the object store.
 
-Remote calls return the handles, and later calls take them.
+Remote calls return such handles, which are arguments of later calls.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class RolloutTask:
     records: file that receives one JSON object per response, or None.
     journals: journals of engines that were lost while running the task, oldest first.
     responses: half-open range of the response numbers to generate; None: all.
-    version: weight version at submission. Tokens that a lost engine sampled with older weights belong to an earlier
-    task with the same ids.
+    version: weight version at submission. Responses in `journals` that began with older weights are ignored: they
+    belong to an earlier task with the same ids.
     tokens_per_version, spans: see GenerationRequest; spans holds one entry per response, or ().
     """
 
@@ -52,7 +52,7 @@ class RolloutTask:
 
     @property
     def is_trained(self) -> bool:
-        """True if the responses are trained on. Greedy responses to training prompts are only baselines."""
+        """True if the responses are used for training. Greedy responses to training prompts are only baselines."""
         return self.prompt_set == "train" and self.sampling.temperature > 0
 
     @property

@@ -107,12 +107,12 @@ _NAMES = {
     "cluster.nodes": "nnodes actor_num_nodes",
     "cluster.gpus_per_node": "n_gpus_per_node actor_num_gpus_per_node",
 }
-"""Our keys, with the endings of keys of verl, slime, TRL and OpenRLHF that have the same meaning."""
+"""Our key -> keys of verl, slime, TRL and OpenRLHF with the same meaning, each given by its last components."""
 ALIASES = {alias: key for key, names in _NAMES.items() for alias in names.split()}
 _SIMILAR = 0.8
 """Minimum difflib ratio of similarly spelled keys."""
 _SIMILAR_WORDS = 0.6
-"""Minimum difflib ratio without shared leading sections."""
+"""Minimum difflib ratio of two keys without their shared leading sections."""
 _GENERIC = ("dir", "enable", "hf_path", "kwargs", "name", "path", "weight")
 """Last components that are too generic to match without a similar section."""
 
@@ -123,7 +123,7 @@ def known_keys() -> list[str]:
 
 
 def reject_unknown(tree: Mapping[str, object], source: str) -> None:
-    """Raise ConfigError for the first key of the tree that does not exist."""
+    """Raise ConfigError for the first key of the tree that does not exist, or for a value in place of a section."""
     for key in _unknown(tree, Config, ""):
         # A section is a useful suggestion only if the key is not already in it.
         others = [section for section in _sections(Config, "") if not key.startswith(f"{section}.")]
@@ -188,6 +188,6 @@ def nearest(key: str, known: Sequence[str]) -> str | None:
 
 
 def _differ_little(words: list[str], others: list[str]) -> bool:
-    """Compare without shared leading sections, which alone make long keys similar."""
+    """Return whether keys are similar apart from shared leading sections, which alone would make long keys similar."""
     shared = next((i for i, (a, b) in enumerate(zip(words, others, strict=False)) if a != b), 0)
     return difflib.SequenceMatcher(None, ".".join(words[shared:]), ".".join(others[shared:])).ratio() >= _SIMILAR_WORDS

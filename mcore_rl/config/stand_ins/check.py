@@ -1,4 +1,4 @@
-"""Check of users' files, by their syntax tree, for names of verl that the stand-in modules do not provide."""
+"""Static check of users' files for names of verl that the stand-in modules do not provide."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class _Use(NamedTuple):
 def check_verl_names(origin: str, path: Path) -> None:
     """Check that every name of verl in a file is provided, also inside functions and `try: ... except Exception`.
 
-    Imports in `try: ... except ImportError`, or alone in a `try` at module level, are optional and not checked.
+    Imports in `try: ... except ImportError`, or in a `try` at module level that contains only imports and assignments,
+    are optional and not checked.
 
     Raises: ConfigError that begins with `origin` and names file, line, name and remedy.
     """
@@ -68,7 +69,7 @@ def _used_by_from(node: ast.ImportFrom, modules: dict[str, str]) -> Iterator[_Us
     for alias in node.names:
         if f"{source}.{alias.name}" in MODULES:
             modules[alias.asname or alias.name] = f"{source}.{alias.name}"
-        # A star import takes the names that the module has, so none can be missing.
+        # A star import binds only names that exist, so none can be missing.
         elif alias.name != "*" or source not in MODULES:
             yield _Use(node.lineno, source, alias.name)
 
@@ -121,8 +122,8 @@ def _required(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_optional(node: ast.Try, *, top_level: bool) -> bool:
-    """Return True if a file handles a failing import: it catches ImportError, or the try block contains only
-    imports."""
+    """Return True if a file handles a failing import: it catches ImportError, or a try block at module level contains
+    only imports and assignments."""
     if any(map(_catches_import_error, node.handlers)):
         return True
     return top_level and all(isinstance(each, ast.Import | ast.ImportFrom | ast.Assign) for each in node.body)

@@ -48,9 +48,9 @@ def find_files(names: Names, key: str) -> tuple[Path, ...]:
 
 
 def file_weights(weights: Mapping[str, float], names: Names) -> tuple[float, ...] | None:
-    """Return the weight of each file of data.train=`names`; None if data.weights is empty.
+    """Return the weight of each file of data.train=`names`, 1 for unlisted files; None if data.weights is empty.
 
-    Raises: ConfigError for the weight of a file that is not in data.train, or that has two weights.
+    Raises: ConfigError for a file that is not in data.train or has two weights.
     """
     if not weights:
         return None

@@ -1,7 +1,7 @@
 """Weights that SGLang's kernels use, as parts of HF tensors (runs in SGLang's environment).
 
-On CPUs without AMX its parameters are not packed: queries, keys and values are concatenated, and so are gate and up
-projections. The inner dimension of an MLP is padded with zeros to a multiple of 32 per rank.
+On CPUs without AMX, SGLang does not pack its parameters: query, key and value projections are concatenated, and so are
+gate and up projections. The inner dimension of an MLP is padded with zeros to a multiple of 32 per rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.shard_map import Box
 
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""HF modules in SGLang's fused modules, in the order of their rows."""
+"""SGLang's fused modules, and the HF modules in each, in the order of their rows."""
 EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of an expert's gate, up and down projection: in most families, and in Mixtral."""
 Held = tuple[str, torch.Tensor]
@@ -97,7 +97,7 @@ def _linear(module: LinearBase, name: str) -> Iterator[Held]:
 
 
 def _rows(module: LinearBase) -> list[int]:
-    """Return the rows of each HF module in a fused module."""
+    """Return the number of rows of each HF module in a fused module."""
     if isinstance(module, QKVParallelLinear):
         key_rows = module.num_kv_heads * module.head_size
         return [module.num_heads * module.head_size, key_rows, module.num_kv_heads * module.v_head_size]

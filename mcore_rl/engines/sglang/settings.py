@@ -1,4 +1,4 @@
-"""Values that are exchanged with the ranks in SGLang's environment: settings and requests."""
+"""Settings and requests that are sent to the ranks in SGLang's environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 class RankSettings:
     """Settings of one rank.
 
-    overrides: fields of config.json that the model is loaded with instead of its own.
+    overrides: values that replace fields of the model's config.json.
     init_method: URL at which the ranks create their process group.
     kv_cache_bytes: size of this rank's KV cache.
     """

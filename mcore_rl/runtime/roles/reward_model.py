@@ -1,4 +1,4 @@
-"""Ranks of the reward model: their process, and their group, which scores tasks of the rollout."""
+"""Ranks of the reward model: the process of a rank, and the group of all ranks, which scores rollout tasks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RewardModelProcess(RankProcess):
 
         config, prompts = context.config, context.prompts
         self.inputs = RewardInputs(config.reward_model, config.model, config.rollout)
-        # Only a conversation that is encoded again needs its prompt; otherwise the trajectory's tokens suffice.
+        # Prompts are needed only if conversations are encoded again; otherwise the trajectory's tokens suffice.
         self.prompts = {name: ray.get(ref) for name, ref in prompts.items()} if self.inputs.reencoded else {}
         self.model = MegatronRewardModel(config, rank, world_size, address)
         self.model.memory.span = self.spans.span

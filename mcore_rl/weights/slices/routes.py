@@ -92,7 +92,8 @@ class SliceRouter:
         self._shard_map = shard_map
         self._locations = locations
         self._num_engines = len(locations.engine_hosts) // shard_map.layout.num_ranks
-        # Caches by range of holders. `_sent` is state: bytes that each holder has sent to other hosts so far.
+        # By range of holders: the holder for each engine rank (a cache), and the bytes that each holder has sent to
+        # other hosts so far.
         self._near: dict[range, IntArray] = {}
         self._sent: dict[range, IntArray] = {}
         self._receivers: dict[tuple[Consumers, bytes], tuple[IntArray, IntArray]] = {}

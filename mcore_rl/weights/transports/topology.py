@@ -65,10 +65,10 @@ class Topology:
     transport: str = "auto"
     """Value of weights.transport: auto, or the kind that every staging buffer must have."""
     engine_numbers: tuple[int, ...] = ()
-    """Names of the engines in messages, if only some of a run's engines take part."""
+    """Numbers of the engines for messages, if only some of the run's engines take part."""
 
     def for_engines(self, numbers: Sequence[int]) -> Topology:
-        """Return the topology of these engines only."""
+        """Return the topology with these engines only."""
         size = self.ranks_per_engine
         ranks = (rank for number in numbers for rank in self.engines[number * size : (number + 1) * size])
         return replace(self, engines=tuple(ranks), engine_numbers=tuple(numbers))
@@ -148,7 +148,10 @@ class Topology:
         return f"rollout engine {number}{suffix} on {self.engines[member - len(self.trainers)].host.name}"
 
     def _nearest_memory(self, where: Endpoint) -> tuple[str, tuple[int, ...]]:
-        """Return the kind of the closest memory that an endpoint shares with trainer ranks, and these ranks."""
+        """Return the kind of the closest memory that an endpoint shares with trainer ranks, and these ranks.
+
+        Raises: ConfigError if weights.transport requires shared memory and there is none.
+        """
         kinds = [CUDA_IPC, SHARED_MEMORY] if self.transport == "auto" else [self.transport]
         for kind in kinds:
             if kind == NETWORK or (kind == CUDA_IPC and not where.device):
