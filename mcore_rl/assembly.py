@@ -124,6 +124,7 @@ class _Site:
     show: Callable[[str], None]
 
     def reinforcement(self) -> Run:
+        """Build a run that samples responses and trains on their rewards."""
         config, engines = self.config, self.processes.engines
         assert engines is not None
         journal = self._journal(signs_for(config))
@@ -253,6 +254,7 @@ class _Site:
         return found | {name: metric for of_group in of_groups for name, metric in of_group.items()}
 
     def supervised(self) -> SupervisedRun:
+        """Build a run that trains on the targets of the data set; it has no engines."""
         targets, config, dp_size, cost = self.prepared.targets, self.config, self.prepared.layout.dp, self.prepared.cost
         assert targets is not None
         trainer, sampler = config.trainer, self._sampler(len(targets))

@@ -81,6 +81,7 @@ def _round_trips(engine: ProcessHandle[EngineProcess], tasks: list[tuple[int, Ro
 
 
 def _look(pending: list[ray.ObjectRef]) -> float:
+    """Return the CPU seconds of one check of `pending`."""
     enough = max(1, len(pending) // PART_OF_CALLS)
 
     def looks() -> None:

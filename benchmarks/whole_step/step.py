@@ -112,6 +112,7 @@ def _ahead(task: Path, run_dir: Path, theirs: Sequence[dict[str, float]]) -> Res
 
 
 def _typical(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the step of median duration."""
     return sorted(steps, key=lambda step: step["step"])[len(steps) // 2]
 
 

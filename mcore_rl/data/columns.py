@@ -209,6 +209,7 @@ class Columns:
         return self._tools.of(given, selection, where, struct_nulls=self._struct_nulls)
 
     def _check_tools(self, row: Row, extra_info: Row, where: str) -> None:
+        """Note agent and tool columns that the run ignores; reject verl rows with a tool agent if it has no tools."""
         agent = row.get("agent_name")
         if self._runs_tools:
             if agent not in (None, _SINGLE_TURN, _WITH_TOOLS):

@@ -67,7 +67,7 @@ class CollapseSigns:
             now = values.get(sign.figure)
             if now is None:
                 continue
-            # A resumed run compares with its first step after the resume.
+            # `_first` is not saved: a resumed run compares with its first step after the resume.
             first = self._first.setdefault(sign.figure, now)
             if step > sign.after_step and sign.holds(now, first):
                 found[sign.figure] = sign.text.format(now=now, first=first, reward=values.get("reward/mean") or 0.0)

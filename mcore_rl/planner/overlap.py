@@ -175,6 +175,7 @@ def room_for_engines(cluster: ClusterConfig, tp: int, num_ranks: int, nodes: int
     slots = cluster.gpus_per_node
     node, used = (cluster.nodes - nodes, 0) if nodes else divmod(num_ranks, slots)
     free = cluster.nodes - node  # nodes; the first may also have trainer ranks
+    # An engine that is larger than a node fills whole nodes. Others start at multiples of tp within a node.
     if tp > slots:
         return (free - (used > 0)) * slots // tp
     return free * (slots // tp) - min(-(-used // tp), slots // tp)

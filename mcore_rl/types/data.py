@@ -32,7 +32,7 @@ class SamplingOverrides(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int
-    # A list, as in JSON; SamplingOptions has a tuple.
+    # A list, because the value comes from JSON; SamplingOptions has a tuple.
     stop: list[str]
 
 

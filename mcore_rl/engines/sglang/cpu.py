@@ -18,6 +18,7 @@ _declared: list[torch.library.Library] = []
 
 
 def prepare() -> None:
+    """Provide stand-ins for sgl_kernel and the operators of torchvision, unless they are installed."""
     if importlib.util.find_spec("sgl_kernel") is None:
         sys.modules["sgl_kernel"] = _Kernels("sgl_kernel")
     if not hasattr(torch.ops.torchvision, "nms"):
@@ -28,6 +29,7 @@ def prepare() -> None:
 
 
 def patch() -> None:
+    """Disable SGLang's pinning of host memory, which needs CUDA."""
     from sglang.srt.mem_cache.pool_host import common
 
     common._cuda_host_register = lambda *_, **__: None  # no CUDA: the cache of experts stays pageable

@@ -43,6 +43,7 @@ class RankWeights:
 
     @torch.no_grad()
     def receive_bucket(self, sync_round: int) -> int:
+        """Receive one round into the parameters. Returns the bytes received."""
         return self._connected.receiver.receive(sync_round, self._put)
 
     def finish_update(self) -> None:
