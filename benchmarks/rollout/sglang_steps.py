@@ -24,6 +24,7 @@ from mcore_rl.config.rules.engine_support import SGLANG_VERSION, sglang_python, 
 
 ROUNDS = size(5, 1)
 AIMS = {"engine": ("its Engine", ">= 1.0"), "server": ("its HTTP server", ">= 1.1")}
+"""Other variant -> its name in the table, and the target ratio of our rate to its rate."""
 
 
 def run() -> list[Result]:

@@ -24,8 +24,8 @@ class StalenessConfig:
     all others can still be trained in time. Equal to rollout.max_staleness: groups are trained in the order of
     submission. null: rollout.max_staleness + 2."""
     swap: str = setting(KEEP, choices=(KEEP, RECOMPUTE, FINISH))
-    """Treatment of running responses when weights change: keep their KV cache, recompute it with the new weights, or
-    finish them first (finish)."""
+    """Treatment of running responses when weights change. keep: keep their KV cache. recompute: recompute it with the
+    new weights. finish: finish them before the weights change."""
     partial_tokens: int | None = setting(None, minimum=1, unit="tokens")
     """Number of tokens that a response (each turn of an episode) may sample with one weight version. It then pauses and
     frees its slot and KV cache until the next version, or until its engine is idle. null: no limit."""

@@ -156,7 +156,7 @@ def check_transformer_engine() -> Check:
 
 
 def check_apex() -> Check:
-    """Check NVIDIA's apex, of which one kernel is used. An unrelated package of the same name has no `optimizers`."""
+    """Check one kernel of NVIDIA's apex. An unrelated package of the same name has no subpackage `optimizers`."""
     kernel, feature = "fused_weight_gradient_mlp_cuda", "weight gradients accumulated by the matrix products on GPUs"
     remedy = "build NVIDIA/apex from source (docs/gpu.md); never `pip install apex`"
     version = version_of(["apex"])

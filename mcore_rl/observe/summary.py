@@ -12,6 +12,7 @@ _ROWS = (
     ("turns (training)", "episode/turns", "{:.2f}", "{:+.2f}"),
     ("tool calls (training)", "episode/tool_calls", "{:.2f}", "{:+.2f}"),
 )
+"""Title, metric, format of values, format of the change."""
 _HAS_BEST = "val/accuracy"
 _HEAD = ("", "before", "best", "after", "change")
 

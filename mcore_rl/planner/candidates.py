@@ -1,4 +1,4 @@
-"""Layouts that `--suggest` tries: all that divide the ranks and the model, with balanced pipeline stages."""
+"""Layouts that `--suggest` tries: they divide the ranks and the model, and have balanced pipeline stages."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from model_converters.mapping.layout import TrainLayout
 class Verdict:
     """Result of the comparison. `errors` is empty exactly when the plan fits.
 
-    `host_bytes_per_node` is offloaded state and staging buffers.
+    `host_bytes_per_node`: offloaded state and staging buffers on the fullest node.
     """
 
     errors: tuple[str, ...]

@@ -32,7 +32,8 @@ STALE_AFTER_SECONDS = 60.0
 """Age of the modification time after which a holder on another host counts as dead: six missed beats. A file server
 may show clients a modification time that is some seconds old."""
 SECONDS_TO_SETTLE = 2.0
-"""Wait before the record is read again where the file system has no locks: the last writer keeps the directory."""
+"""Wait before reading the record again, on file systems without locks. The last of concurrent writers keeps the
+directory."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 

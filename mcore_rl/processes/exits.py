@@ -62,7 +62,7 @@ class Exits:
 
 
 def exit_text(code: int | None) -> str:
-    """Return `exit code 3` or `signal SIGKILL` for an exit code of subprocess."""
+    """Return `exit code 3` or `signal SIGKILL` for a `returncode` of subprocess."""
     if code is None or code >= 0:
         return f"exit code {code}"
     return "signal " + signal_name(-code).removeprefix("signal ")

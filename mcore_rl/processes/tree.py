@@ -40,9 +40,9 @@ def marked(environment: Mapping[str, str], mark: str) -> dict[str, str]:
 
 
 def kill_tree(process: subprocess.Popen[bytes], mark: str, known: Iterable[psutil.Process] = ()) -> int:
-    """Kill a child that was started with `marked`, and its descendants; return its exit code as subprocess does.
+    """Kill a child that was started with `marked`, and its descendants. Returns the `returncode` of the child.
 
-    known: descendants that `descendants_of` found earlier, because the child may have ended since.
+    known: descendants that `descendants_of` found earlier; they can no longer be found if the child has ended since.
 
     The child and its process group receive KILL immediately, except multiprocessing's resource trackers. Remaining
     descendants receive TERM, then KILL after TERM_SECONDS, or after KILL_SECONDS if only trackers remain. A process

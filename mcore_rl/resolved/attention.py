@@ -1,4 +1,4 @@
-"""TransformerEngine's attention backends: which one supports a model's packed rows, and why others do not.
+"""Selection of the TransformerEngine attention backend for a model's packed rows, with reasons against the others.
 
 TransformerEngine itself checks this only when it computes the first row, and does not report a reason. This module
 imports neither TransformerEngine nor torch.

@@ -31,6 +31,8 @@ class RolloutPool(Protocol):
 
 
 class RowSampler(Protocol):
+    """Samples the prompt rows of new groups."""
+
     def draw(self, count: int) -> np.ndarray: ...
 
 

@@ -121,7 +121,7 @@ def _set_up(
         starting[engine.start.set_up(context, visible)] = engine.start.processes
     takes_turns = fleet is not None and shares_device(config.cluster, config.actor.offload)
     if fleet is not None and takes_turns:
-        # An engine measures the free memory when it starts: other engines and ranks start after it sleeps.
+        # Rollout engines measure the free memory when they start: ranks and other engines start after they sleep.
         watch.get_started(starting)
         fleet.sleep(keep_weights=False)
         show(f"{_count(num_engines, 'rollout engine')} ready")

@@ -6,7 +6,7 @@ once, to the target's dtype, so the values of a slice do not depend on its borde
 
 Guarantees of a round trip FP8 -> bfloat16 -> FP8 (u = 2^-8 is the rounding unit of bfloat16; blocks with all values
 below 1e-35 are excluded):
-- quantise() depends on the tensor alone, so an export can be verified by quantising again.
+- quantise() depends only on the tensor and its recorded scales, so an export can be verified by quantising again.
 - Tensors that quantise() wrote from bfloat16 get the same bytes, codes and scales: the largest code of a block is 448,
   and 448 * (amax / 448) rounds back to amax.
 - Tensors of another writer get the same codes in blocks whose largest code is 448: value / scale changes by a factor

@@ -12,7 +12,7 @@ from model_converters.errors import ConversionError
 from model_converters.inputs import open_regular, require_inside, special_kind
 
 HF_FOLDER = "config_and_tokenizer"
-"""Folder of these files in a Megatron checkpoint. Its name shows that it contains no weights."""
+"""Folder of the side files in a Megatron checkpoint. Its name shows that it contains no weights."""
 _OLDER_HF_FOLDER = "hf"
 
 _CONFIG = "config.json"

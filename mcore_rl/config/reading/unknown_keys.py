@@ -114,7 +114,7 @@ _SIMILAR = 0.8
 _SIMILAR_WORDS = 0.6
 """Minimum difflib ratio of two keys without their shared leading sections."""
 _GENERIC = ("dir", "enable", "hf_path", "kwargs", "name", "path", "weight")
-"""Last components that are too generic to match without a similar section."""
+"""Last components that are too generic to match without a section in common."""
 
 
 def known_keys() -> list[str]:

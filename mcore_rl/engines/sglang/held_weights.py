@@ -36,7 +36,7 @@ Held = tuple[str, torch.Tensor]
 
 @torch.no_grad()
 def held_tensors(model: torch.nn.Module, boxes: Mapping[str, Box]) -> Iterator[Held]:
-    """Yield the parts of HF tensors that this rank holds. `boxes`: the part of each tensor that it should hold.
+    """Yield the parts of HF tensors that this rank holds. `boxes`: the expected part of each tensor.
 
     Raises: WeightSyncError for a module whose layout is unknown, and for padding that is not zero.
     """

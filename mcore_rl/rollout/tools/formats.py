@@ -30,7 +30,7 @@ class RawCall:
 
 
 class UnreadableError(Exception):
-    """A call does not follow its format. `end`: where the search for its end tag starts."""
+    """A call does not follow its format. `end`: position from which its end tag is searched."""
 
     def __init__(self, reason: str, end: int, name: str | None = None, call_id: str = "") -> None:
         super().__init__(reason)

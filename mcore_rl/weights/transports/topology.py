@@ -6,7 +6,7 @@ A pure function of the hosts and GPUs of all processes. An engine rank's buffer 
     on a trainer rank's host    host memory that both map (shared_memory)
     elsewhere                   private memory of the engine rank, to which every trainer rank sends (network)
 
-Trainer ranks that do not map a buffer send to its owner, one of the trainer ranks that do.
+Trainer ranks that do not map a shared buffer send to its owner, which is one of the trainer ranks that map it.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def expert_sizes(config: HFConfig) -> ExpertSizes:
         dense_intermediate=integer(config, "intermediate_size"),
         intermediate=intermediate,
         shared_intermediate=intermediate * integer(config, "n_shared_experts"),
-        # In each of these families transformers accepts a second spelling and prefers it if both are present.
+        # transformers accepts a second spelling in each of these families; `integer` rejects spellings that differ.
         num_experts=integer(config, "n_routed_experts", "num_local_experts", "num_experts"),
         topk=integer(config, "num_experts_per_tok"),
     )

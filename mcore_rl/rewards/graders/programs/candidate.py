@@ -46,6 +46,7 @@ def main() -> None:
     printed = io.StringIO()
 
     def take() -> str:
+        """Return and clear the text printed so far."""
         text = printed.getvalue()
         printed.seek(0)
         printed.truncate()

@@ -1,4 +1,4 @@
-"""Assignment of the tests' names to the program or to the tests. Runs inside the sandbox.
+"""Decision which names in the tests refer to the program's objects. Runs inside the sandbox.
 
 A program must not replace objects that its tests use. Built-in functions, modules, and the prompt's helpers therefore
 stay the tests' objects, even if the program defines the same names.
@@ -91,6 +91,7 @@ class NameOwners:
                 yield from (alias.name for alias in node.names if alias.name != "*")
 
     def _is_stub(self, node: ast.stmt) -> bool:
+        """Return whether the program must implement this definition: the entry point, or a definition without code."""
         if not isinstance(node, _DEFINITIONS):
             return False
         if node.name == self._entry:
