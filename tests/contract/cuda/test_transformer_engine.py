@@ -38,12 +38,12 @@ NO_SPLIT = {
     "pytorch.attention._SplitAlongDim": "does not exist",
     "pytorch.attention._SplitAlongDim.apply": "does not exist",
 }
-"""Without them megatron splits queries, keys and values with torch.split."""
+"""Names whose absence makes megatron split queries, keys and values with torch.split."""
 PLAIN_ROUTER = {
     "pytorch.module.base.get_workspace": "does not exist",
     "pytorch.cpp_extensions.general_gemm": "has no argument workspace",
 }
-"""With these problems te_general_gemm is None, and megatron's router multiplies with torch."""
+"""Problems that make te_general_gemm None, so that megatron's router multiplies with torch."""
 REFUSED = {
     "2.9.0": OLDER
     | KERNELS
@@ -142,7 +142,7 @@ def test_fused_adam_steps_per_group_and_moment_names_as_in_torch(engine: Sources
 
 
 def test_modules_have_extra_state_of_checkpoints(engine: Sources) -> None:
-    """Without them torch writes no `_extra_state` to the state_dict; megatron's adapter handles it by name."""
+    """Check the methods that make torch write `_extra_state`, which megatron's adapter handles by name."""
     for method in ("get_extra_state", "set_extra_state"):
         for module in ("Linear", "LayerNormLinear", "GroupedLinear", "DotProductAttention"):
             assert definition(engine, f"pytorch.{module}.{method}").module is not None
