@@ -9,7 +9,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig, SlurmConfig
+from mcore_rl.config.rules.judge import uses_judge
+from mcore_rl.config.rules.models import uses_reward_model
+from mcore_rl.config.schema import ClusterConfig, Config, SlurmConfig
 from mcore_rl.slurm.checks import check_job
 
 PROGRAM = Path(__file__).with_name("job.sh")
@@ -72,7 +74,7 @@ def _values(config: Config, config_path: str, overrides: Sequence[str]) -> list[
     cluster, slurm = config.cluster, config.slurm
     gpus = cluster.gpus_per_node if cluster.device == "cuda" else 0
     node_options = {
-        "--cpus": _ray_cpus(cluster, config.rollout),
+        "--cpus": _ray_cpus(config),
         "--gpus": gpus,
         "--object-store-bytes": int(cluster.object_store_gib * 2**30),
         "--timeout-seconds": slurm.start_timeout_seconds,
@@ -120,13 +122,14 @@ def _flat(options: dict[str, int]) -> list[str]:
     return [word for name, value in options.items() for word in (name, str(value))]
 
 
-def _ray_cpus(cluster: ClusterConfig, rollout: RolloutConfig) -> int:
-    """Return the number of CPUs that a node offers Ray: one per rank of the policy, of one other model, and of the
-    engines, and one more."""
-    slots, tp = cluster.gpus_per_node, rollout.tp
+def _ray_cpus(config: Config) -> int:
+    """Return the number of CPUs that a node offers Ray: one per rank of policy, critic and reward model, and of all
+    engines, and one more. A critic is assumed: whether there is one depends on the advantage estimator."""
+    slots, nodes, rollout, judge = config.cluster.gpus_per_node, config.cluster.nodes, config.rollout, config.judge
     # Round up, for the node with the most engines.
-    engines = -(-rollout.num_engines // cluster.nodes)
-    return 2 * slots + max(slots, engines * tp) + 1
+    engines = max(slots, -(-rollout.num_engines // nodes) * rollout.tp)
+    judges = max(slots, -(-judge.num_engines // nodes) * judge.tp) if uses_judge(judge) else 0
+    return (3 if uses_reward_model(config.reward_model) else 2) * slots + engines + judges + 1
 
 
 def _enter(slurm: SlurmConfig, *, on_gpus: bool) -> str:

@@ -13,6 +13,7 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
+from mcore_rl.resolved.placement import Guests, place
 from mcore_rl.slurm.checks import looks_secret, seconds
 from mcore_rl.slurm.script import render_job
 
@@ -56,6 +57,17 @@ def test_render_job_requests_resources_of_cluster_section() -> None:
     found = options(render_job(on_cpu, "c.yaml"))
     assert "--cpus-per-task=4" in found
     assert not [option for option in found if "gpu" in option or option == "--exclusive"]
+
+
+def test_render_job_offers_ray_a_cpu_for_every_process(tmp_path: Path) -> None:
+    made = config()
+    made.cluster.nodes, made.rollout.num_engines = 2, 16
+    made.reward_model.hf_path, made.judge.hf_path, made.judge.num_engines = "scorer", "judge", 16
+    roles = [Guests("critic", 16), Guests("reward_model", 16), Guests("judge", 16, 1)]
+    placement = place(made.cluster, made.rollout, 16, on_gpus=True, num_engines=16, guests=roles)
+    assert placement.bundle["CPU"] == 40
+    node = printed(render_job(made, "c.yaml"), '"${node[@]}"', tmp_path)
+    assert int(node[node.index("--cpus") + 1]) == 41
 
 
 def test_render_job_quotes_every_word(tmp_path: Path) -> None:
