@@ -120,7 +120,7 @@ def check_weights(role: ModelRole) -> int:
             for note in checkpoint.unlisted.notes:
                 logger.warning("%s=%s: %s", role.checkpoint, directory, note)
             # Layers that are not built do not count.
-            return sum(math.prod(shape) for name, shape in checkpoint.shapes.items() if name not in set(dropped))
+            return sum(math.prod(checkpoint.shapes[name]) for name in checkpoint.shapes.keys() - set(dropped))
 
 
 def check_adapters(lora: LoraConfig, hf_config: HFConfig, *, exports: bool) -> int:

@@ -33,7 +33,7 @@ _PARTS = (
 def kind_of(name: str) -> str:
     """Return the kind of module of a parameter. Norms that TransformerEngine fuses into a projection
     (`layer_norm_weight`) count as norms, shared experts as experts."""
-    return next((kind for part, kind in _PARTS if part in name.replace("layer_norm", "norm")), "other")
+    return next((kind for part, kind in _PARTS if part in name), "other")
 
 
 def gradient_norms(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> dict[str, Root]:

@@ -126,6 +126,8 @@ class ToolResponse(BaseModel):
 class BaseTool:
     """Base class of verl's tools."""
 
+    tool_schema: OpenAIFunctionToolSchema | None = None
+
     def __init__(self, config: dict[str, object], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = config
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
@@ -133,7 +135,7 @@ class BaseTool:
             raise ValueError(f"{type(self).__name__} has no tool_schema, and get_openai_tool_schema gives none")
         self.name = self.tool_schema.function.name
 
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
         """Return the schema. A subclass overrides this method if its YAML contains no schema."""
         return self.tool_schema
 

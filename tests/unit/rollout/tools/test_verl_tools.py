@@ -217,6 +217,11 @@ def test_verl_tool_invalid_class_is_rejected_early(tmp_path: Path, class_name: s
         check_tools(rollout, SandboxConfig())
 
 
+def test_verl_tool_without_a_schema_is_rejected() -> None:
+    with pytest.raises(ValueError, match="BaseTool has no tool_schema, and get_openai_tool_schema gives none"):
+        BaseTool({})
+
+
 def test_check_tools_returns_the_schemas(tmp_path: Path) -> None:
     assert check_tools(RolloutConfig(), SandboxConfig()) == []
     names = [
