@@ -80,11 +80,14 @@ def split_tasks(
     parts: list[list[TaskPart]] = [[] for _ in range(num_processes)]
     # starts has one more entry: the number of all responses
     for task, scalars, start in zip(tasks, results, starts, strict=False):
-        task_owners, samples = owners[start : start + len(scalars.rewards)], positions_in_groups(scalars.group_ids)
-        for owner, own in enumerate(parts):
-            rows = np.flatnonzero(task_owners == owner)
-            values = [values[rows] for values in (scalars.prompt_rows, scalars.group_ids, samples)]
-            own.append(TaskPart(task.prompt_set, task.records, rows, rows + start, *values))
+        task_owners = owners[start : start + len(scalars.rewards)]
+        # Sort once, then cut: most parts of a small task are empty.
+        order = np.argsort(task_owners, kind="stable")
+        columns = (order, order + start, scalars.prompt_rows[order], scalars.group_ids[order])
+        columns = (*columns, positions_in_groups(scalars.group_ids)[order])
+        ends = np.cumsum(np.bincount(task_owners, minlength=num_processes)).tolist()
+        for own, first, last in zip(parts, [0, *ends], ends, strict=False):
+            own.append(TaskPart(task.prompt_set, task.records, *(column[first:last] for column in columns)))
     return parts
 
 

@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
@@ -102,6 +102,12 @@ class _CellRunner:
             self._confined.kill()
         with self._lock:
             self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def _request(self, request: bytes, seconds: float | None) -> tuple[str, bytes | None, Ended]:
         """Run a cell. Returns its output, its result line (None if the session has ended), and the reason."""

@@ -39,7 +39,7 @@ class RankProcesses:
 
     settings: settings that all ranks share; `rank` and `init_method` are replaced for each rank.
     name: the engine's name, for messages.
-    hosts: hosts of the engine. Only the ranks of the first host are started here; follower.follow starts the others.
+    hosts: hosts of the engine. Only the ranks of the first host are started here; engine.follow starts the others.
 
     The start has no deadline of its own: the caller sets one.
     Raises: ConfigError if SGLang rejects the settings; WorkerDiedError if a rank ends during the start.

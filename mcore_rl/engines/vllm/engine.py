@@ -37,7 +37,7 @@ class VllmEngine(RankEngine):
     timeout_seconds: time limit of a call to the ranks.
     load_weights: if False, weights are random until the first update through `receiver`.
     capture_routing: completions contain the experts of their tokens.
-    hosts: this object starts the ranks on the first host; the others run follower.follow.
+    hosts: this object starts the ranks on the first host; the others run `follow`.
     decode: required for requests with stop strings.
     Raises: ConfigError for settings that vLLM does not support.
     """

@@ -248,10 +248,11 @@ def _restored(
 ) -> dict[int, BuffersRef]:
     """Return the trajectories of finished groups, by number."""
     # A file holds its trajectories in the order of `index`.
-    finished = sorted((group for group in saved if group.trajectories), key=lambda group: group.index)
+    by_file: dict[str, list[SavedGroup]] = {}
+    for group in sorted((group for group in saved if group.trajectories), key=lambda group: group.index):
+        by_file.setdefault(group.trajectories, []).append(group)
     chunks: dict[int, BuffersRef] = {}
-    for file in dict.fromkeys(group.trajectories for group in finished):
-        groups = [group for group in finished if group.trajectories == file]
+    for file, groups in by_file.items():
         made = [(task_of(g.number, g.row, g.version), g.scalars) for g in groups if g.scalars is not None]
         restored = stream.restore(directory / file, made)
         chunks |= {group.number: chunk for group, chunk in zip(groups, restored, strict=True)}

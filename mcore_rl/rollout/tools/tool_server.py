@@ -19,7 +19,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.processes import frames
 from mcore_rl.processes.served import parent_socket
-from mcore_rl.rollout.tools.interface import ClosedEpisode, EpisodeState
+from mcore_rl.rollout.tools.interface import ClosedEpisode, EpisodeState, ToolResult
 from mcore_rl.rollout.tools.limits import CANCELLED_ITSELF, LimitedTool, contained, failure
 from mcore_rl.rollout.tools.load import ToolSettings, load_tools
 
@@ -103,7 +103,8 @@ class ToolServer:
                 result = failure(f"there is no tool {name}; the tools are: {', '.join(self._tools)}")
             else:
                 result = await tool.call(episode, arguments)
-            answer = replace(result, text=_shortened(result.text, self._rollout))
+            # Built anew: a user's tool may return another class, which the parent process cannot load.
+            answer = ToolResult(_shortened(result.text, self._rollout), result.reward, result.metrics, result.error)
             try:
                 frames.write(self._writer, ("answer", key, answer))
             except Exception as error:  # pickle rejects a value in the metrics of a user's tool

@@ -16,9 +16,8 @@ from tests.unit.sandbox.conftest import limited
 
 @pytest.fixture
 def interpreter(sandbox: LocalSandbox) -> Iterator[Interpreter]:
-    interpreter = sandbox.interpreter()
-    yield interpreter
-    interpreter.close()
+    with sandbox.interpreter() as interpreter:
+        yield interpreter
 
 
 @pytest.fixture

@@ -246,13 +246,15 @@ def test_toolbox_code_without_tools_is_rejected(tmp_path: Path, text: str, told:
 def test_toolbox_accepts_a_native_tool_class(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from mcore_rl.rollout.tools.interface import ToolResult\n"
+        "class Count(ToolResult):\n"
+        "    pass\n"
         "class Counter:\n"
         "    def __init__(self, by):\n"
         "        self.by = by\n"
         "        self.schema = {'type': 'function', 'function': {'name': 'count'}}\n"
         "    async def call(self, episode, arguments):\n"
         "        episode.state['n'] = episode.state.get('n', 0) + self.by\n"
-        "        return ToolResult(str(episode.state['n']), metrics={'bad': lambda: 0} if self.by > 5 else {})\n"
+        "        return Count(str(episode.state['n']), metrics={'bad': lambda: 0} if self.by > 5 else {})\n"
         "    async def close_episode(self, episode):\n"
         "        return float(episode.state['n'])\n"
         "    async def close(self):\n"
