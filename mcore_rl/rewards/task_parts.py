@@ -83,8 +83,8 @@ def split_tasks(
         task_owners = owners[start : start + len(scalars.rewards)]
         # Sort once, then cut: most parts of a small task are empty.
         order = np.argsort(task_owners, kind="stable")
-        columns = (order, order + start, scalars.prompt_rows[order], scalars.group_ids[order])
-        columns = (*columns, positions_in_groups(scalars.group_ids)[order])
+        values = (scalars.prompt_rows, scalars.group_ids, positions_in_groups(scalars.group_ids))
+        columns = [order, order + start, *(each[order] for each in values)]
         ends = np.cumsum(np.bincount(task_owners, minlength=num_processes)).tolist()
         for own, first, last in zip(parts, [0, *ends], ends, strict=False):
             own.append(TaskPart(task.prompt_set, task.records, *(column[first:last] for column in columns)))
