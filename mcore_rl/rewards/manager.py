@@ -90,6 +90,13 @@ class RewardManager:
         return replace(score, reward=self._weight * score.reward + punishment)
 
 
+@dataclass
+class _PartialBatch:
+    samples: dict[int, Sample | None]
+    """All keys of the batch in the order in which the function receives the responses; None for missing responses."""
+    missing: int
+
+
 class Batches:
     """Incomplete batches of responses, which a batch reward function grades in one call. Thread-safe.
 
@@ -98,8 +105,8 @@ class Batches:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Batch of each response key: all of its keys in order, None for missing responses.
-        self._batches: dict[int, dict[int, Sample | None]] = {}
+        # Batch of each response key.
+        self._batches: dict[int, _PartialBatch] = {}
 
     def add(self, key: int, sample: Sample, members: Collection[int]) -> dict[int, Sample] | None:
         """Add a response; returns its batch if that is now complete.
@@ -108,28 +115,30 @@ class Batches:
         """
         with self._lock:
             batch = self._batch_of(key, members)
-            batch[key] = sample
+            batch.missing -= batch.samples[key] is None
+            batch.samples[key] = sample
             return self._completed(batch)
 
     def withdraw(self, key: int, members: Collection[int]) -> dict[int, Sample] | None:
         """Remove a response that will not be submitted; returns its batch if that is now complete."""
         with self._lock:
             batch = self._batch_of(key, members)
-            del batch[key], self._batches[key]
+            batch.missing -= batch.samples.pop(key) is None
+            del self._batches[key]
             return self._completed(batch) or None  # an empty batch, after all responses were withdrawn, is not graded
 
-    def _batch_of(self, key: int, members: Collection[int]) -> dict[int, Sample | None]:
+    def _batch_of(self, key: int, members: Collection[int]) -> _PartialBatch:
         if key not in self._batches:  # this is the first response of the batch
             if key not in members:
                 raise ValueError(f"key {key} is not in its batch, which has the keys {list(members)[:8]}")
-            # All members share one dict. Its order is the order in which the function receives the responses.
-            self._batches |= dict.fromkeys(members, dict.fromkeys(members))
+            batch = _PartialBatch(dict.fromkeys(members), len(members))
+            self._batches |= dict.fromkeys(members, batch)
         return self._batches[key]
 
-    def _completed(self, batch: dict[int, Sample | None]) -> dict[int, Sample] | None:
-        whole = {key: sample for key, sample in batch.items() if sample is not None}
-        if len(whole) < len(batch):
+    def _completed(self, batch: _PartialBatch) -> dict[int, Sample] | None:
+        if batch.missing:  # counted, since a batch may have all responses of a step
             return None
+        whole = {key: sample for key, sample in batch.samples.items() if sample is not None}
         for key in whole:
             del self._batches[key]
         return whole

@@ -69,6 +69,10 @@ class TrainLayout:
     def _check_stages(self) -> None:
         if self.vpp is not None and self.vpp < 1:
             raise LayoutError(f"vpp is {self.vpp}; it must be at least 1, or unset")
+        for name in ("first_stage_layers", "last_stage_layers"):
+            layers = getattr(self, name)
+            if layers is not None and layers < 1:
+                raise LayoutError(f"{name} is {layers}; it must be at least 1, or unset")
         ends = self.first_stage_layers is not None or self.last_stage_layers is not None
         if self.pp == 1 and self.vpp is not None and self.vpp > 1:
             raise LayoutError(f"vpp {self.vpp} needs more than one pipeline stage; set pp > 1 or leave vpp unset")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.resolved import fp8
+from mcore_rl.resolved import implementation
 from mcore_rl.resolved.implementation import GROUPED_GEMM_VERSION, PERMUTE_FUSION_VERSION
 from tests.contract.cuda.packages import MEGATRON, OURS, TRANSFORMER_ENGINES, needs, sources
 from tests.contract.cuda.sources import Definition, Sources
@@ -150,13 +150,13 @@ def test_modules_have_extra_state_of_checkpoints(engine: Sources) -> None:
 
 
 def test_fp8_recipes_are_classes_of_transformer_engine(engine: Sources) -> None:
-    assert set(RECIPES) == set(fp8.RECIPES)
+    assert set(RECIPES) == set(implementation.RECIPES)
     for name in RECIPES.values():
         assert isinstance(definition(engine, f"common.recipe.{name}").node, ast.ClassDef)
 
 
 def test_fp8_recipes_capability_equals_transformer_engine(engine: Sources) -> None:
-    for recipe, ours in fp8.RECIPES.items():
+    for recipe, ours in implementation.RECIPES.items():
         check = definition(engine, f"pytorch.fp8.{SUPPORT[recipe]}").node
         assert check is not None
         asked = [re.search(r"compute capability (\d+)\.(\d+)", node.value) for node in ast.walk(check)
@@ -176,7 +176,7 @@ def test_fp8_recipes_version_and_class_equal_megatron() -> None:
         minimum = re.search(r"is_te_min_version\('(\d+)\.(\d+)", text)
         if recipe:
             asked[recipe[1]] = (name, tuple(map(int, minimum.groups())) if minimum else (0,))
-    for recipe, ours in fp8.RECIPES.items():
+    for recipe, ours in implementation.RECIPES.items():
         name, minimum = asked[recipe]
         assert name.removeprefix("TE") == RECIPES[recipe]
         assert ours.engine >= minimum

@@ -45,6 +45,8 @@ def test_holders_are_ranks_with_matching_coordinates(sizes):
         ({"world_size": 4, "ep": 0}, "ep is 0"),
         ({"world_size": 4, "vpp": 2}, "set pp > 1"),
         ({"world_size": 4, "first_stage_layers": 2}, "set pp > 1"),
+        ({"world_size": 2, "pp": 2, "first_stage_layers": 0}, "first_stage_layers is 0; it must be at least 1"),
+        ({"world_size": 2, "pp": 2, "last_stage_layers": -1}, "last_stage_layers is -1; it must be at least 1"),
         ({"world_size": 4, "pipeline_layout": "EttL"}, "pipeline_layout needs more than one pipeline stage"),
         ({"world_size": 2, "pp": 2, "pipeline_layout": "Ett|t|tL"}, "3 stages, which pp 2 does not divide"),
         ({"world_size": 2, "pp": 2, "vpp": 3, "pipeline_layout": "Et|t|t|tL"}, "2 for each of pp 2, but vpp is 3"),
