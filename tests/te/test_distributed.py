@@ -27,7 +27,7 @@ SUITES: dict[str, list[str]] = {
     ],
 }
 """Modules of tests/distributed."""
-USUAL = ("layouts", "kinds of training")
+USUAL = ("kinds of training",)
 
 
 CASES = [

@@ -166,6 +166,7 @@ def test_load_config_time_limit_stays_text(minimal: str, limit: str) -> None:
     assert load_config(minimal, [f"slurm.time_limit={limit}", "trainer.steps=12"]).slurm.time_limit == limit
 
 
+@pytest.mark.slow
 def test_load_config_endless_nesting_is_rejected(minimal: str, tmp_path: Path) -> None:
     path = tmp_path / "deep.yaml"
     path.write_text("run: " + "[" * 10_000)

@@ -36,6 +36,7 @@ def test_replace_config_equal_configuration_changes_nothing(base: Path, run_dir:
         assert files(run_dir) == ["config.yaml"]
 
 
+@pytest.mark.slow
 def test_replace_config_keeps_old_files_and_names_changed_keys(base: Path, run_dir: Path) -> None:
     def start(*overrides: str) -> list[str]:
         return replace_config(load_config(str(base), overrides), run_dir)

@@ -38,6 +38,7 @@ def _differences(ours: dict[str, object], theirs: dict[str, object]) -> list[str
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_family_every_setting_matches_transformers_or_is_rejected(kind, caplog):
     caplog.set_level(logging.CRITICAL)

@@ -47,6 +47,7 @@ def rows(count: int, name: str) -> list[str]:
     return [json.dumps({"question": f"{name}{i}", "answer": i, "extra_info": {"i": [i]}}) for i in range(count)]
 
 
+@pytest.mark.slow
 def test_several_processes_return_rows_in_the_order_of_one(tmp_path: Path, tokenizer_file: Path) -> None:
     names = [
         write(tmp_path / f"{name}.jsonl", rows(count, name)) for name, count in (("a", 3000), ("b", 5), ("c", 1500))
@@ -66,6 +67,7 @@ def test_max_prompts_stops_reading_before_a_malformed_row(tmp_path: Path, tokeni
     assert prompts.ground_truths == list(range(7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("torn_block", [2, 3])
 def test_first_malformed_row_of_the_file_is_reported(tmp_path: Path, tokenizer_file: Path, torn_block: int) -> None:
     lines = rows(5000, "a")

@@ -25,6 +25,7 @@ def test_trials_name_failing_kernels_and_continue() -> None:
     assert answers["matrix product"] == ""
 
 
+@pytest.mark.slow
 def test_trials_name_hanging_kernel_after_timeout() -> None:
     assert list(trials("cpu", ["raises", "hangs"], module=BROKEN, seconds=6)) == [
         ("raises", "OSError: libcudnn.so.9: cannot open"),

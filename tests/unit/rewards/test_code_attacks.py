@@ -166,6 +166,7 @@ def fenced(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_program_that_does_not_solve_the_task_gets_nothing(grader: CodeGrader, name: str) -> None:
     truth, program = ATTACKS[name]

@@ -90,6 +90,7 @@ def held(value: object) -> Iterator[re.Pattern[str]]:
             yield from held(each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_grader_takes_linear_time_for_repeated_text(name: str) -> None:
     grade = FUNCTIONS[name]
@@ -103,6 +104,7 @@ def test_grader_takes_linear_time_for_repeated_text(name: str) -> None:
     assert not slow
 
 
+@pytest.mark.slow
 def test_pattern_of_every_module_takes_no_cubic_time() -> None:
     found = dict(patterns())
     assert len(found) > 60, "the search for patterns finds them no longer"

@@ -161,6 +161,7 @@ def test_collect_from_several_threads_returns_each_its_own_scores(graders):
             assert {key: score.reward for key, score in scores.items()} == {key: float(key) for key in keys}
 
 
+@pytest.mark.slow
 def test_grader_that_raises_hangs_or_dies_fails_its_own_sample_only(graders):
     config = RewardConfig(function=graders, timeout_seconds=0.4, workers=2)
     texts = [text for name in EXPECTED for text in (name, *map(str, range(8)))]

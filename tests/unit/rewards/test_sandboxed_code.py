@@ -31,6 +31,7 @@ def program(code: str) -> str:
     return f"Here:\n```python\n{code}\n```"
 
 
+@pytest.mark.slow
 def test_programs_are_judged_by_what_they_print_and_reach_nothing(tmp_path: Path) -> None:
     """Programs: correct, correct in one test, writing outside the sandbox, endless; and one with assertions."""
     secret = tmp_path / "touched"

@@ -55,6 +55,7 @@ def staleness(system: System) -> Counter[int]:
     return Counter(batch.version - group.submitted for batch in system.ledger.trained for group in batch.groups)
 
 
+@pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
 @given(shapes(), SCHEDULES)
 def test_admission_random_events_reach_every_version(shape: Shape, schedule: Schedule) -> None:
@@ -62,6 +63,7 @@ def test_admission_random_events_reach_every_version(shape: Shape, schedule: Sch
     assert play(System(shape), schedule, VERSIONS).version == VERSIONS
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(shapes(), SCHEDULES)
 def test_admission_trains_groups_once_and_in_time(shape: Shape, schedule: Schedule) -> None:

@@ -196,6 +196,7 @@ def lengths_of(seed: int, groups: int, samples: int, spread: float = 1.0) -> np.
     return np.random.default_rng(seed).lognormal(3.0, spread, (groups, samples))
 
 
+@pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

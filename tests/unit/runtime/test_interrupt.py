@@ -158,6 +158,7 @@ def test_ray_call_that_hangs_without_its_cluster_is_abandoned(how: str, code: in
     assert (found.returncode, (found.stderr + found.stdout).splitlines()[-1]) == (code, last)
 
 
+@pytest.mark.slow
 def test_stops_swallowed_by_a_callback_is_raised_again_quietly(capfd: pytest.CaptureFixture[str]) -> None:
     class Finalized:
         def __del__(self) -> None:

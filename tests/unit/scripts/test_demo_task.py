@@ -88,6 +88,7 @@ def test_preparing_over_something_else_is_refused(tmp_path: Path) -> None:
     assert demo_task.main(["--out", str(tmp_path)]) == 2
 
 
+@pytest.mark.slow
 def test_tokenizer_read_back_knows_every_text_and_model_id(prepared: Path) -> None:
     from transformers import AutoTokenizer
 

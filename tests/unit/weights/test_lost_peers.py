@@ -106,6 +106,7 @@ def received(member: int, pipe: Pipe, seconds: float) -> Any:
     return pipe.recv()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])

@@ -68,6 +68,7 @@ def stdio_server(folder: Path) -> dict[str, Any]:
     return {"command": sys.executable, "args": [str(folder / "server.py")], "env": {"COLOUR": "green"}}
 
 
+@pytest.mark.slow
 def test_mcp_server_on_stdio_answers(tmp_path: Path) -> None:
     async def use(box: ToolBox) -> list[Any]:
         calls = [("add", {"a": 1}), ("add", {"a": "x"}), ("add", {"a": -1}), ("whereabouts", {}), ("whereabouts", {})]
@@ -135,6 +136,7 @@ def http_server(folder: Path, transport: str) -> Iterator[int]:
         server.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "path", "settings"),
     [
@@ -191,6 +193,7 @@ def test_mcp_server_behind_a_failing_proxy_is_reported_with_it(
     assert "502" in str(told.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "selected", "told"),
     [
