@@ -27,7 +27,7 @@ demo: setup $(filter sglang,$(ENGINE)) ## train a tiny MoE with DAPO, print the 
 test: setup ## run the test suite; ARGS='tests/unit -k packing' selects a part
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
-check: lint type ## lint, types and unit tests: the inner loop
+check: lint type ## lint, types and unit tests except slow ones: the inner loop
 	@$(PY) -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m 'not slow' tests/unit $(ARGS)
 
 gpu: EXTRA := $(shell command -v nvidia-smi >/dev/null && echo gpu || echo cpu)

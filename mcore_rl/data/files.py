@@ -74,10 +74,8 @@ def _decode(line: bytes, problem: str) -> str:
 def _has_lone_surrogate(line: bytes) -> bool:
     try:
         _parse(line, "")
-    except LoneSurrogateError:
-        return True
-    except DataError:
-        pass
+    except DataError as error:
+        return isinstance(error, LoneSurrogateError)
     return False
 
 

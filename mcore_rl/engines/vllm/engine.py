@@ -83,7 +83,7 @@ class VllmEngine(RankEngine):
         self.vocab_size = self._engine.model_config.get_vocab_size()
 
     def _release(self, *, keep_weights: bool) -> int:
-        """On GPUs, use vLLM's sleep mode of level 1 (weights to host memory) or 2 (weights discarded).
+        """Use vLLM's sleep mode on GPUs: level 1 (weights to host memory) or 2 (weights discarded).
 
         vLLM 0.32 has no sleep mode on CPU.
         """
