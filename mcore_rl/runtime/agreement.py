@@ -75,7 +75,7 @@ def answer(request: FactsRequest) -> HostFacts:
 
 
 def check_hosts(run_dir: str, paths: Mapping[str, str], ask: Callable[[FactsRequest], list[HostFacts]]) -> None:
-    """Compare all hosts with this one. `paths` is the result of `named_paths`; `ask` returns the facts of the other hosts.
+    """Compare all hosts with this one. `paths` comes from `named_paths`; `ask` returns the facts of the other hosts.
 
     Raises: ConfigError with the host and the remedy.
     """
