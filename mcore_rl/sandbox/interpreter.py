@@ -14,8 +14,7 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
 from mcore_rl.sandbox.confinement.commands import Confinement
 from mcore_rl.sandbox.confinement.limits import SESSION_CPU_FACTOR, RunLimits
-from mcore_rl.sandbox.confinement.start import Confined
-from mcore_rl.sandbox.execution import Budget, PipeLoop
+from mcore_rl.sandbox.confinement.start import Budget, Confined
 from mcore_rl.sandbox.interface import Why
 
 Ended = Why | Literal["gone"]
@@ -61,33 +60,21 @@ class _CellRunner:
     ) -> None:
         """inside: command; the descriptor for results and the output limit in bytes are appended."""
         limits = RunLimits(**vars(config) | {"cpu_seconds": config.cpu_seconds * SESSION_CPU_FACTOR})
-        self._seconds = config.seconds
-        self._output_bytes = limits.output_kib << 10
-        self._slots = slots
-        self._lock = threading.Lock()
+        self._seconds, self._output_bytes = config.seconds, limits.output_kib << 10
+        self._slots, self._lock = slots, threading.Lock()
         self._gone: str | None = None
-        self._reader, writer = os.pipe()
-        command = [*inside, str(writer), str(self._output_bytes)]
-        try:
-            # One pipe for stdout and stderr keeps their order.
-            self._confined = Confined(confinement, command, limits, inherited=(writer,), one_output=True)
-        except BaseException:
-            os.close(self._reader)
-            raise
-        finally:
-            os.close(writer)
-        self._pipes = PipeLoop(self._confined)
+        # One pipe for stdout and stderr keeps their order.
+        self._confined = Confined(
+            confinement, lambda results: [*inside, str(results), str(self._output_bytes)], limits, one_output=True
+        )
         self._budgets = Budget(self._output_bytes + _SLACK_BYTES), Budget(_RESULT_BYTES)
-        stdout = self._confined.process.stdout
-        assert stdout is not None
-        self._output = self._pipes.receive(stdout.fileno(), self._budgets[0])
-        self._results = self._pipes.receive(self._reader, self._budgets[1])
-        self._released = False
-        why = self._pipes.until(lambda: b"\n" in self._results, START_SECONDS)
+        self._output = self._confined.receive(self._confined.process.stdout, self._budgets[0])
+        self._results = self._confined.receive(self._confined.results, self._budgets[1])
+        why = self._confined.until(lambda: b"\n" in self._results, START_SECONDS)
         if why != "exit" or b"\n" not in self._results:
             message = self._output.decode("utf-8", "replace").strip()
             self._gone = "it did not start"
-            self._release()
+            self._confined.end()
             raise SandboxError(f"the {self.name} in the sandbox did not start: {message or why}")
 
     @property
@@ -101,7 +88,7 @@ class _CellRunner:
             self._gone = f"the {self.name} was closed"
             self._confined.kill()
         with self._lock:
-            self._release()
+            self._confined.end()
 
     def __enter__(self) -> Self:
         return self
@@ -126,14 +113,12 @@ class _CellRunner:
             return self._printed(), None, self._end("memory" if self._confined.memory_exceeded() else why, limit)
 
     def _follow(self, request: bytes, seconds: float) -> Why:
-        stdin = self._confined.process.stdin
-        assert stdin is not None
         for buffer, budget in zip((self._output, self._results), self._budgets, strict=True):
             buffer.clear()
             budget.reset()
-        self._pipes.send(stdin, request, close=False)
-        why = self._pipes.until(lambda: b"\n" in self._results, seconds)
-        return self._pipes.drain() if why == "exit" else why
+        self._confined.send(request, close=False)
+        why = self._confined.until(lambda: b"\n" in self._results, seconds)
+        return self._confined.drain() if why == "exit" else why
 
     def _printed(self) -> str:
         return bytes(self._output[: self._output_bytes]).decode("utf-8", "replace")
@@ -147,15 +132,8 @@ class _CellRunner:
         if self._gone is None:
             cause = f"was ended: a cell {reasons[why]}" if why in reasons else "has ended by itself"
             self._gone = f"the {self.name} {cause}; what it held is lost"
-        self._release()
+        self._confined.end()
         return why if why in reasons else "gone"
-
-    def _release(self) -> None:
-        if not self._released:
-            self._released = True
-            self._pipes.close()
-            os.close(self._reader)
-            self._confined.end()
 
 
 class Interpreter(_CellRunner):

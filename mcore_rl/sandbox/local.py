@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
-from mcore_rl.sandbox.confinement.commands import confinement_of
-from mcore_rl.sandbox.confinement.limits import RunLimits
-from mcore_rl.sandbox.execution import execute
+from mcore_rl.sandbox.confinement.commands import confinement_of, in_memory
+from mcore_rl.sandbox.confinement.limits import MIB, RunLimits
+from mcore_rl.sandbox.confinement.start import KILLED, Budget, Confined
 from mcore_rl.sandbox.interface import Outcome, Program
 from mcore_rl.sandbox.interpreter import Interpreter, Shell
+from mcore_rl.sandbox.parcels import READY, RUN, check_path, pack, unpack
 
 SEARCH_PATH = "/usr/local/bin:/usr/bin"
 """Directories of programs that are visible inside bubblewrap."""
@@ -119,10 +121,42 @@ class LocalSandbox:
         fetch: tuple[str, ...] = (),
     ) -> Outcome:
         """Run a command given by absolute paths inside the sandbox. Raises: SandboxError like run()."""
+        limits = limits or self._limits
         with self._slots:
-            return execute(
-                self._confinement, command, limits or self._limits, stdin=stdin, files=files or {}, fetch=fetch
+            confined = self._started(command, limits, files or {}, fetch)
+            started, output = time.monotonic(), Budget(limits.output_kib << 10)
+            try:
+                confined.send(stdin, close=True)
+                stdout = confined.receive(confined.process.stdout, output)
+                stderr = confined.receive(confined.process.stderr, output)
+                packed = confined.receive(confined.results, Budget((limits.tmp_mib + 1) * MIB))
+                why = confined.until(lambda: False, limits.seconds)
+                if why == "exit" and not confined.wait(max(0.0, limits.seconds - (time.monotonic() - started))):
+                    why = "timeout"
+                if confined.memory_exceeded():
+                    why = "memory"
+            finally:
+                code = confined.end()
+            message = stderr.decode("utf-8", "replace")
+            if why == "exit" and not packed.startswith(READY):
+                raise SandboxError(f"the sandbox did not start: {message.strip() or f'it ended with code {code}'}")
+            fetched = unpack(bytes(packed[len(READY) :]), fetch) if why == "exit" else {}
+            return_code, seconds = code if why == "exit" else KILLED, time.monotonic() - started
+            return Outcome(why, return_code, stdout.decode("utf-8", "replace"), message, seconds, fetched)
+
+    def _started(
+        self, command: list[str], limits: RunLimits, files: Mapping[str, bytes], fetch: tuple[str, ...]
+    ) -> Confined:
+        """Start a command whose `results` are the fetched files."""
+        names = [check_path(name) for name in fetch]
+        parcel = in_memory("files", pack(files))
+        before, after = ["/bin/bash", "-c", RUN, "sandbox", str(parcel)], [str(len(names)), *names, *command]
+        try:
+            return Confined(
+                self._confinement, lambda results: [*before, str(results), *after], limits, inherited=(parcel,)
             )
+        finally:
+            os.close(parcel)
 
 
 def _encoded(text: str) -> bytes:

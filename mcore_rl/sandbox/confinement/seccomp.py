@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import platform
 import struct
-from collections.abc import Iterator
 
 from mcore_rl.errors import ConfigError
 
@@ -100,44 +99,46 @@ def filter_program(*, sockets: bool, machine: str | None = None) -> bytes:
     if machine not in _ARCHITECTURES:
         known = " and ".join(_ARCHITECTURES)
         raise ConfigError(f"the sandbox knows the system calls of {known}, not of {machine}: set sandbox.url")
-    return b"".join(_instructions(*_ARCHITECTURES[machine], sockets=sockets))
+    column, audit = _ARCHITECTURES[machine]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in _program(column, audit, sockets=sockets))
 
 
-def _instructions(column: int, audit: int, *, sockets: bool) -> Iterator[bytes]:
-    def refuse(number: int, error: int) -> Iterator[bytes]:
-        yield _instruction(_JEQ, 0, 1, number)
-        yield _instruction(_RET, 0, 0, _ERRNO | error)
-
-    # Other ABIs (32 bits on x86-64, x32) number system calls differently, so the filter would check the wrong calls.
-    yield _instruction(_LD, 0, 0, _ARCHITECTURE)
-    yield _instruction(_JEQ, 1, 0, audit)
-    yield _instruction(_RET, 0, 0, _KILL)
-    yield _instruction(_LD, 0, 0, _NUMBER)
-    yield _instruction(_JGE, 0, 1, _X32_BIT)
-    yield _instruction(_RET, 0, 0, _KILL)
-    for numbers in REFUSED.values():
-        yield from refuse(numbers[column], errno.EPERM)
-    yield _instruction(_JGE, 0, 1, LAST_KNOWN + 1)
-    yield _instruction(_RET, 0, 0, _ERRNO | errno.ENOSYS)
-    if not sockets:
-        yield from refuse(SOCKET[column], errno.EPERM)
-    else:
-        yield from _only_for(SOCKET[column], _SOCKET_RULES)
-    yield from _only_for(SOCKETPAIR[column], _PAIR_RULES)
-    # A filter cannot read the flags of clone3, which are in memory; libc falls back to clone after ENOSYS.
-    yield from refuse(CLONE3[column], errno.ENOSYS)
-    yield _instruction(_JEQ, 0, 3, CLONE[column])
-    yield _instruction(_LD, 0, 0, _FIRST_ARGUMENT)
-    yield _instruction(_JSET, 0, 1, NEW_NAMESPACES)
-    yield _instruction(_RET, 0, 0, _ERRNO | errno.EPERM)
-    yield _instruction(_RET, 0, 0, _ALLOW)
+Instruction = tuple[int, int, int, int]
+"""Code, number of instructions to skip if true and if false, and constant."""
 
 
-def _only_for(number: int, rules: list[tuple[int, int, int, int]]) -> Iterator[bytes]:
+def _program(column: int, audit: int, *, sockets: bool) -> list[Instruction]:
+    socket = SOCKET[column]
+    return [
+        # Other ABIs (32 bits on x86-64, x32) number calls differently, so the filter would check the wrong ones.
+        (_LD, 0, 0, _ARCHITECTURE),
+        (_JEQ, 1, 0, audit),
+        (_RET, 0, 0, _KILL),
+        (_LD, 0, 0, _NUMBER),
+        (_JGE, 0, 1, _X32_BIT),
+        (_RET, 0, 0, _KILL),
+        *(rule for numbers in REFUSED.values() for rule in _refuse(numbers[column], errno.EPERM)),
+        (_JGE, 0, 1, LAST_KNOWN + 1),
+        (_RET, 0, 0, _ERRNO | errno.ENOSYS),
+        *(_only_for(socket, _SOCKET_RULES) if sockets else _refuse(socket, errno.EPERM)),
+        *_only_for(SOCKETPAIR[column], _PAIR_RULES),
+        # A filter cannot read the flags of clone3, which are in memory; libc falls back to clone after ENOSYS.
+        *_refuse(CLONE3[column], errno.ENOSYS),
+        (_JEQ, 0, 3, CLONE[column]),
+        (_LD, 0, 0, _FIRST_ARGUMENT),
+        (_JSET, 0, 1, NEW_NAMESPACES),
+        (_RET, 0, 0, _ERRNO | errno.EPERM),
+        (_RET, 0, 0, _ALLOW),
+    ]
+
+
+def _refuse(number: int, error: int) -> list[Instruction]:
+    return _only_for(number, [(_RET, 0, 0, _ERRNO | error)])
+
+
+def _only_for(number: int, rules: list[Instruction]) -> list[Instruction]:
     """Apply rules to one system call only. Every path through the rules must end in a verdict."""
-    yield _instruction(_JEQ, 0, len(rules), number)
-    for rule in rules:
-        yield _instruction(*rule)
+    return [(_JEQ, 0, len(rules), number), *rules]
 
 
 _PAIR_RULES = [
@@ -164,7 +165,3 @@ _SOCKET_RULES = [
     (_RET, 0, 0, _ERRNO | errno.EPROTONOSUPPORT),
     (_RET, 0, 0, _ALLOW),
 ]
-
-
-def _instruction(code: int, if_true: int, if_false: int, constant: int) -> bytes:
-    return struct.pack("HBBI", code, if_true, if_false, constant)

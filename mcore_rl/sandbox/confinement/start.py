@@ -1,30 +1,57 @@
-"""Start of a command in a sandbox, and termination of its process tree."""
+"""Run of a command in a sandbox: its start, its pipes, its limits of time, output and memory, and its termination."""
 
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
+from typing import IO
 
 from mcore_rl.errors import SandboxError
 from mcore_rl.sandbox.confinement.commands import Confinement
 from mcore_rl.sandbox.confinement.limits import MIB, RunLimits
 from mcore_rl.sandbox.confinement.memory import limit_memory
+from mcore_rl.sandbox.interface import Why
 
 KILLED = 128 + signal.SIGKILL
 """Return code of a run that exceeded a limit."""
 _END_SECONDS = 10.0
 """Time limit until a killed sandbox has ended."""
+_CHUNK_BYTES = 1 << 16
+_MEMORY_CHECK_SECONDS = 0.05
+"""Interval of checks of the total memory."""
+
+
+class Budget:
+    """Byte limit shared by several streams; `full` is set once they exceed it."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.reset()
+
+    def reset(self) -> None:
+        self._left = self._limit_bytes
+        self.full = False
+
+    def take(self, data: bytes) -> bytes:
+        """Return the prefix of `data` within the remaining budget."""
+        self.full = self.full or len(data) > self._left
+        kept = data[: self._left]
+        self._left -= len(kept)
+        return kept
 
 
 class Confined:
-    """Command running in a sandbox, connected by pipes. The caller must always call end().
+    """Command running in a sandbox, with an event loop over its pipes. The caller must always call end().
 
-    inherited: descriptors that the command inherits under the same numbers.
+    inside: builds the command from the number of a descriptor that it inherits, whose other end is `results`.
+    inherited: further descriptors that the command inherits under the same numbers.
     one_output: merge stderr into stdout.
 
     Raises: SandboxError if it cannot be started.
@@ -33,19 +60,27 @@ class Confined:
     def __init__(
         self,
         confinement: Confinement,
-        inside: list[str],
+        inside: Callable[[int], list[str]],
         limits: RunLimits,
         *,
         inherited: Sequence[int] = (),
         one_output: bool = False,
     ) -> None:
         self._confinement = confinement
-        self._memory = limit_memory(limits.memory_mib * MIB)
-        try:
-            self.process = self._start(inside, limits, inherited, subprocess.STDOUT if one_output else subprocess.PIPE)
-        except BaseException:
-            self._memory.close()
-            raise
+        self._budgets: list[Budget] = []
+        self._num_open = 0
+        with ExitStack() as undo:
+            self._memory = limit_memory(limits.memory_mib * MIB)
+            undo.callback(self._memory.close)
+            self.results, writer = os.pipe()
+            undo.callback(os.close, self.results)
+            try:
+                stderr = subprocess.STDOUT if one_output else subprocess.PIPE
+                self.process = self._start(inside(writer), limits, (*inherited, writer), stderr)
+            finally:
+                os.close(writer)  # `results` reaches its end only when no process holds the other end any more
+            self._selector = undo.enter_context(selectors.DefaultSelector())
+            self._release = undo.pop_all()
 
     def _start(
         self, inside: list[str], limits: RunLimits, inherited: Sequence[int], stderr: int
@@ -73,6 +108,70 @@ class Confined:
             for descriptor in descriptors:
                 os.close(descriptor)
 
+    def send(self, data: bytes, *, close: bool) -> None:
+        """Queue `data` for stdin, written while the loop runs. close: close stdin afterwards."""
+        stream, unsent = self.process.stdin, memoryview(data)
+        assert stream is not None
+        # A blocking write of more than the pipe holds would stop the loop, and with it the time limit.
+        os.set_blocking(stream.fileno(), False)
+
+        def write() -> None:
+            nonlocal unsent
+            try:
+                unsent = unsent[os.write(stream.fileno(), unsent[:_CHUNK_BYTES]) :]
+            except BrokenPipeError:  # the program does not have to read its input
+                unsent = memoryview(b"")
+            if not unsent:
+                self._selector.unregister(stream)
+                if close:
+                    stream.close()
+
+        self._selector.register(stream, selectors.EVENT_WRITE, write)
+
+    def receive(self, source: int | IO[bytes] | None, budget: Budget) -> bytearray:
+        """Read from `source` (`results`, or an output of `process`) while the loop runs. Returns the buffer, which
+        grows up to the budget."""
+        assert source is not None
+        received = bytearray()
+
+        def read() -> None:
+            data = os.read(key.fd, _CHUNK_BYTES)
+            received.extend(budget.take(data))
+            if not data:
+                self._selector.unregister(source)
+                self._num_open -= 1
+
+        self._budgets.append(budget)
+        key = self._selector.register(source, selectors.EVENT_READ, read)
+        self._num_open += 1
+        return received
+
+    def until(self, done: Callable[[], bool], seconds: float) -> Why:
+        """Run the loop until `done` returns True, a limit is exceeded, or all streams have ended."""
+        deadline = time.monotonic() + seconds
+        next_check = time.monotonic() + _MEMORY_CHECK_SECONDS
+        while self._num_open and not done():
+            now = time.monotonic()
+            if now >= deadline:
+                return "timeout"
+            if now >= next_check:
+                # Not after every event: without control groups, a check reads the memory of every process.
+                if self.memory_exceeded():
+                    return "memory"
+                next_check = time.monotonic() + _MEMORY_CHECK_SECONDS
+            self._poll(min(deadline, next_check) - now)
+            if self._is_full():
+                return "output"
+        return "exit"
+
+    def drain(self) -> Why:
+        """Read data that is already available, without waiting."""
+        # A cell's result has its own pipe and can arrive before output that the program wrote earlier.
+        while self._poll(0):
+            if self._is_full():
+                return "output"
+        return "exit"
+
     def memory_exceeded(self) -> bool:
         """Return whether all processes together exceed or exceeded their memory limit."""
         return self._memory.exceeded(self.process.pid)
@@ -89,7 +188,7 @@ class Confined:
             self._confinement.stop(self.process)
 
     def end(self) -> int:
-        """Kill remaining processes and release resources. Returns the exit code, 128 + N after signal N."""
+        """Kill remaining processes and release resources. Returns the exit code, 128 + N after signal N. Idempotent."""
         self.kill()
         try:
             self.process.wait(_END_SECONDS)
@@ -98,9 +197,18 @@ class Confined:
                 if pipe is not None:
                     with suppress(BrokenPipeError):
                         pipe.close()
-            self._memory.close()
+            self._release.close()
         code = self.process.returncode
         return 128 - code if code < 0 else code
+
+    def _poll(self, seconds: float) -> bool:
+        ready = self._selector.select(seconds)
+        for key, _ in ready:
+            key.data()
+        return bool(ready)
+
+    def _is_full(self) -> bool:
+        return any(budget.full for budget in self._budgets)
 
 
 @cache

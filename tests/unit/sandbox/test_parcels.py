@@ -13,9 +13,9 @@ import pytest
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError, SandboxError
-from mcore_rl.sandbox.execution import unpack
 from mcore_rl.sandbox.interface import Program
 from mcore_rl.sandbox.local import LocalSandbox
+from mcore_rl.sandbox.parcels import unpack
 
 FORGERIES = {
     "negative length": b"-512\nabc",
