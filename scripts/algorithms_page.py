@@ -5,7 +5,7 @@ python scripts/algorithms_page.py
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -77,7 +77,7 @@ def page() -> str:
 def _section(name: str, entry: Entry) -> Iterator[str]:
     yield f"### {name}"
     yield ""
-    yield from _fenced(sys.modules[entry.__module__].__doc__ or "")
+    yield from _fenced(inspect.getdoc(entry) or "")
     yield ""
     options = [f"`{field.name}` = {_default(field)}" for field in fields(entry)]  # type: ignore[arg-type]  # both protocols are dataclasses
     yield f"Options: {', '.join(options) if options else 'none'}."
@@ -98,7 +98,7 @@ def _default(field: Field[object]) -> str:
 
 
 def _fenced(text: str) -> list[str]:
-    """Format a module docstring: the first line as text, the rest as a code block."""
+    """Format a docstring: the first line as text, the rest as a code block."""
     first, _, rest = text.strip().partition("\n")
     return [first, "", "```text", *rest.strip("\n").splitlines(), "```"] if rest.strip() else [first]
 

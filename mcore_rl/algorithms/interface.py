@@ -44,10 +44,12 @@ class Needs:
     def critic(self) -> bool:
         return self.values
 
-    def missing(self, inputs: object) -> list[str]:
-        """Names of required tensors that are None in `inputs`."""
+    def check(self, name: str, inputs: object) -> None:
+        """Raise ValueError with the required tensors that are None in `inputs`; `name` of the estimator or loss."""
         # Flags without a tensor of that name, such as whole_sequence, are never missing.
-        return [name for name in vars(self) if getattr(self, name) and getattr(inputs, name, True) is None]
+        missing = [need for need in vars(self) if getattr(self, need) and getattr(inputs, need, True) is None]
+        if missing:
+            raise ValueError(f"{name} needs {', '.join(missing)}")
 
 
 @dataclass(frozen=True)

@@ -12,36 +12,31 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from mcore_rl.algorithms.advantages.gae import GAE
-from mcore_rl.algorithms.advantages.gpg import GPG
-from mcore_rl.algorithms.advantages.grpo import GRPO
-from mcore_rl.algorithms.advantages.grpo_passk import GRPOPassK
-from mcore_rl.algorithms.advantages.opo import OPO
-from mcore_rl.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlus
-from mcore_rl.algorithms.advantages.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
-from mcore_rl.algorithms.advantages.remax import ReMax
-from mcore_rl.algorithms.advantages.rloo import RLOO
+from mcore_rl.algorithms.advantages.per_response import (
+    GPG,
+    GRPO,
+    OPO,
+    RLOO,
+    GRPOPassK,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+)
+from mcore_rl.algorithms.advantages.per_token import GAE, ReinforcePlusPlus
 from mcore_rl.algorithms.advantages.user import UserEstimator
 from mcore_rl.algorithms.interface import (
     AdvantageInputs,
     AdvantageResult,
     Estimator,
-    Needs,
     PolicyLoss,
     PolicyLossInputs,
     PolicyLossResult,
     check_advantage_inputs,
     check_shapes,
 )
-from mcore_rl.algorithms.losses.cispo import CISPO
-from mcore_rl.algorithms.losses.clip_cov import ClipCov
-from mcore_rl.algorithms.losses.decoupled_ppo import DecoupledPPO
-from mcore_rl.algorithms.losses.gmpo import GMPO
-from mcore_rl.algorithms.losses.gspo import GSPO
-from mcore_rl.algorithms.losses.kl_cov import KLCov
-from mcore_rl.algorithms.losses.ppo_clip import PPOClip
-from mcore_rl.algorithms.losses.reinforce import Reinforce
-from mcore_rl.algorithms.losses.sft import SFT
+from mcore_rl.algorithms.losses.covariance import ClipCov, KLCov
+from mcore_rl.algorithms.losses.plain import SFT, Reinforce
+from mcore_rl.algorithms.losses.ratio import CISPO, DecoupledPPO, PPOClip
+from mcore_rl.algorithms.losses.sequences import GMPO, GSPO
 from mcore_rl.algorithms.losses.user import UserLoss
 from mcore_rl.algorithms.whitening import whiten_batch
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
@@ -159,7 +154,7 @@ def compute_advantages(
     """
     chosen = estimator(name, **options)
     inputs = AdvantageInputs(token_rewards, mask, group_ids, values, baseline_rewards, lengths)
-    _check_given(name, chosen.needs, inputs)
+    chosen.needs.check(name, inputs)
     check_advantage_inputs(inputs)
     result = chosen.raw(inputs)
     return whiten_batch(result, inputs) if chosen.whitened else result
@@ -186,7 +181,7 @@ def compute_policy_loss(
     # Only logp carries gradient.
     others = (None if t is None else t.detach() for t in (old_logp, advantages, rollout_logp, prox_logp, staleness))
     inputs = PolicyLossInputs(logp, mask.detach(), *others)
-    _check_given(name, chosen.needs, inputs)
+    chosen.needs.check(name, inputs)
     check_shapes("logp", logp.shape, **vars(inputs))
     if chosen.needs.whole_sequence and logp.dim() != 2:
         raise ValueError(f"{name} takes one response per row, [B, T], not {list(logp.shape)}")
@@ -211,12 +206,6 @@ def _with_user_options(
     if both:
         raise ConfigError(f"{kwargs_key}: {', '.join(both)} has its own key; set that key instead")
     return named | own
-
-
-def _check_given(name: str, needs: Needs, inputs: object) -> None:
-    missing = needs.missing(inputs)
-    if missing:
-        raise ValueError(f"{name} needs {', '.join(missing)}")
 
 
 def _build(registry: Mapping[str, type[Entry]], key: str, section: str, name: str, given: dict[str, object]) -> Entry:

@@ -76,28 +76,6 @@ def chosen_tokens(loss: SelectiveLoss, inputs: PolicyLossInputs) -> Tensor:
 
 
 @torch.no_grad()
-def covariance_moments(inputs: PolicyLossInputs) -> Tensor:
-    """Number of trained tokens, sum of their advantages, sum of their log-probabilities; float64 [3]."""
-    assert inputs.advantages is not None
-    selected = inputs.mask > 0
-    sums = [torch.where(selected, tensor, 0.0).sum(dtype=torch.float64) for tensor in (inputs.advantages, inputs.logp)]
-    return torch.stack([selected.sum().double(), *sums])
-
-
-@torch.no_grad()
-def covariances(inputs: PolicyLossInputs, moments: Tensor) -> Tensor:
-    """Per-token covariance terms of advantage and log-probability, (A - mean A) (logp - mean logp), with the means of
-    the whole update; -inf for tokens that are not trained. float32, computed in float64.
-
-    Source: arXiv 2505.22617, section 4.2.
-    """
-    assert inputs.advantages is not None
-    count, advantages, logp = moments.unbind()
-    product = (inputs.advantages.double() - advantages / count) * (inputs.logp.double() - logp / count)
-    return product.float().masked_fill(~(inputs.mask > 0), -torch.inf)
-
-
-@torch.no_grad()
 def threshold(scores: Tensor, count: int, all_reduce: AllReduce = one_rank) -> Tensor:
     """Find the exact `count`-th largest score of all ranks: at least `count` scores are >= it and fewer are > it. If
     fewer than `count` scores are above -inf, returns the smallest of them or less. count = 0 returns +inf.

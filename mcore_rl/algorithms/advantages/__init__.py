@@ -1,1 +1,1 @@
-"""Advantage estimators, one per file."""
+"""Advantage estimators."""

@@ -1,1 +1,1 @@
-"""Policy losses, one per file."""
+"""Policy losses."""

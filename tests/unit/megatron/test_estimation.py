@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.algorithms import compute_advantages
-from mcore_rl.algorithms.advantages.gae import GAE
-from mcore_rl.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlus
+from mcore_rl.algorithms.advantages.per_token import GAE, ReinforcePlusPlus
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.step import estimation
 from mcore_rl.megatron.step.estimation import estimate_tokens

@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl import types
 from mcore_rl.algorithms import advantage_options, compute_advantages, estimator
-from mcore_rl.algorithms.advantages.gae import GAE
+from mcore_rl.algorithms.advantages.per_token import GAE
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config, TrainerConfig
 from mcore_rl.data.batching import one_row_per_episode, positions_in_groups
