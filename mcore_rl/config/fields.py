@@ -1,4 +1,5 @@
-"""Allowed values of configuration keys, stored with their fields: `lr: float = setting(1e-6, minimum=0)`."""
+"""Allowed values of configuration keys, stored with their fields: `lr: float = setting(1e-6, minimum=0)`; checks of the
+values, and rejection of keys that are set but have no effect."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import copy
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 from mcore_rl.config.functions import FORM, absolute_spec, names_function
 from mcore_rl.config.reading.expansion import check_utf8
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DOMAIN = "domain"
 """Key of the Domain in a field's metadata."""
+MAX_SHOWN = 60
+"""Maximum number of characters of a value in a message."""
 
 
 @dataclass(frozen=True)
@@ -76,25 +79,13 @@ class Domain:
         return f"one of {', '.join(self.choices)}{f', or {FORM}' if self.function else number}"
 
 
-def setting(
-    default: T,
-    *,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] = (),
-    function: bool = False,
-    path: bool = False,
-    unit: str | None = None,
-    one_or_more: bool = False,
-) -> T:
-    """Create a dataclass field with a Domain."""
-    domain = Domain(minimum, above, maximum, below, choices, function, path, unit, one_or_more)
+def setting(default: T, **allowed: Any) -> T:
+    """Create a dataclass field with Domain(**allowed)."""
+    metadata = {DOMAIN: Domain(**allowed)}
     # A dataclass needs a factory for these, or all configurations would share one object.
     if isinstance(default, list | dict):
-        return field(default_factory=lambda: copy.copy(default), metadata={DOMAIN: domain})
-    return field(default=default, metadata={DOMAIN: domain})
+        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -140,6 +131,40 @@ def check_domains(section: DataclassInstance, prefix: str = "") -> None:
     for leaf in leaves(section, prefix):
         if (demand := leaf.domain.violation(leaf.value)) is not None:
             raise ConfigError(f"{leaf.key}={leaf.value} must be {demand}{', or null' if leaf.may_be_null else ''}")
+
+
+class Changed(NamedTuple):
+    """Key that is not at its default, with both values formatted."""
+
+    key: str
+    value: str
+    default: str
+
+
+def changed(section: str, given: DataclassInstance) -> Iterator[Changed]:
+    """Yield every key that is not at its default in `given`, the dataclass at `section`, and its subsections."""
+    # Defaults of subsections come from their parent: CriticConfig overrides those of its optimizer.
+    defaults = {leaf.key: leaf.value for leaf in leaves(type(given)(), f"{section}.")}
+    for leaf in leaves(given, f"{section}."):
+        # Keys of dataclasses in a list have no default; the list does.
+        if leaf.key in defaults and leaf.value != defaults[leaf.key]:
+            yield Changed(leaf.key, written(leaf.value), written(defaults[leaf.key]))
+
+
+def reject_unless_default(
+    section: str, given: DataclassInstance, remedy: str, names: Collection[str] | None = None
+) -> None:
+    """Raise ConfigError for the first key of `names` (default: all keys of the section) that is not at its default.
+    `remedy` names the setting with which the key has an effect."""
+    for key, value, default in changed(section, given):
+        if names is None or key.removeprefix(f"{section}.") in names:
+            raise ConfigError(f"{key}={value} has no effect; {remedy}, or leave {key} at {default}")
+
+
+def written(value: object) -> str:
+    """Format a value for a message."""
+    text = "null" if value is None else str(value)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def make_paths_absolute(section: DataclassInstance) -> None:

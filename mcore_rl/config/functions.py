@@ -15,15 +15,14 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mcore_rl.config.stand_ins import MissingVerlName, provide_verl_names
-from mcore_rl.config.stand_ins.check import check_verl_names
+from mcore_rl.config.stand_ins import MissingVerlName, check_verl_names, parsed, provide_verl_names
 from mcore_rl.errors import ConfigError
 
 FORM = "module_or_file.py:function"
@@ -144,14 +143,16 @@ def _load_file(origin: str, path: Path) -> ModuleType:
     check_verl_names(origin, path)
     before = set(sys.modules)
     # A file with relative imports only works as a module of its package; any other file is loaded on its own.
-    if _imports_relatively(path):
-        package = _package_of(path)
-        _add_folder(path.parents[len(package)])
-        module = _load_by_name(origin, path, ".".join([*package, path.stem]))
+    if any(isinstance(node, ast.ImportFrom) and node.level > 0 for node in ast.walk(parsed(path))):
+        module = _load_in_package(origin, path)
     else:
         _add_folder(path.parent)
         module = _load_alone(origin, path)
-    _check_siblings(origin, path.parent, set(sys.modules) - before)
+    for name in sorted(set(sys.modules) - before):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        # A virtual environment may be inside the folder; its packages are not the user's.
+        if file and file.endswith(".py") and Path(file).is_relative_to(path.parent) and "site-packages" not in file:
+            check_verl_names(origin, Path(file))
     return module
 
 
@@ -160,16 +161,20 @@ def _load_named(origin: str, name: str) -> ModuleType:
 
     Raises: ConfigError that begins with `origin`.
     """
-    try:
-        module = importlib.import_module(name)
-    except (Exception, SystemExit, MissingVerlName) as error:
-        hint = "" if "/" not in name else " (a file's name must end in .py)"
-        raise ConfigError(f"{origin}: {name} does not import: {describe(error)}{hint}") from error
+    module = _import(origin, name, name, "" if "/" not in name else " (a file's name must end in .py)")
     file = getattr(module, "__file__", None)  # built-in C modules have no file
     # The project's own modules need no check.
     if file is not None and file.endswith(".py") and not name.startswith("mcore_rl."):
         check_verl_names(origin, Path(file))
     return module
+
+
+def _import(origin: str, name: str, shown: object, hint: str = "") -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    # SystemExit: a script that calls sys.exit() when it is imported.
+    except (Exception, SystemExit, MissingVerlName) as error:
+        raise ConfigError(f"{origin}: {shown} does not import: {describe(error)}{hint}") from error
 
 
 def describe(error: BaseException) -> str:
@@ -181,30 +186,20 @@ def describe(error: BaseException) -> str:
 def _load_alone(origin: str, path: Path) -> ModuleType:
     # The module name is the same in every process, so that objects of the file, such as exceptions, can be pickled.
     name = f"{_PREFIX}{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
-    # Another key has loaded the file.
-    if name in sys.modules:
-        return sys.modules[name]
-    # Spawned processes inherit the variable and find the file under the same name.
+    # Spawned processes inherit the variable, and _UserFiles finds the file under the same name.
     os.environ[FILES_VARIABLE] = json.dumps({**_known_files(), name: str(path)})
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
-    try:
-        spec.loader.exec_module(module)
-    # SystemExit: a script that calls sys.exit() when it is imported.
-    except (Exception, SystemExit, MissingVerlName) as error:
-        del sys.modules[name]
-        raise ConfigError(f"{origin}: {path} does not import: {describe(error)}") from error
-    return module
+    return _import(origin, name, path)
 
 
-def _load_by_name(origin: str, path: Path, name: str) -> ModuleType:
-    try:
-        module = importlib.import_module(name)
-    except (Exception, SystemExit, MissingVerlName) as error:
-        raise ConfigError(f"{origin}: {path} does not import: {describe(error)}") from error
+def _load_in_package(origin: str, path: Path) -> ModuleType:
+    # The package is the folder, with its parents as long as they contain __init__.py.
+    folder, names = path.parent, [path.parent.name, path.stem]
+    while (folder / "__init__.py").is_file() and (folder.parent / "__init__.py").is_file():
+        folder = folder.parent
+        names.insert(0, folder.name)
+    _add_folder(folder.parent)
+    name = ".".join(names)
+    module = _import(origin, name, path)
     # Another package of this name may come first on the import path.
     if module.__file__ is None or not path.samefile(module.__file__):
         raise ConfigError(
@@ -212,33 +207,6 @@ def _load_by_name(origin: str, path: Path, name: str) -> ModuleType:
             f"{module.__file__}; rename the folder {path.parent.name}"
         )
     return module
-
-
-def _package_of(path: Path) -> list[str]:
-    """Return the components of the package's name: the folder, and its parents as long as they contain __init__.py."""
-    folder = path.parent
-    names = [folder.name]
-    while (folder / "__init__.py").is_file() and (folder.parent / "__init__.py").is_file():
-        folder = folder.parent
-        names.insert(0, folder.name)
-    return names
-
-
-def _imports_relatively(path: Path) -> bool:
-    try:
-        tree = ast.parse(path.read_bytes(), str(path))
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return False  # the import reports the error
-    return any(isinstance(node, ast.ImportFrom) and node.level > 0 for node in ast.walk(tree))
-
-
-def _check_siblings(origin: str, folder: Path, loaded: Iterable[str]) -> None:
-    """Check verl names in the imported files of the same folder."""
-    for name in sorted(loaded):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        # A virtual environment may be inside the folder; its packages are not the user's.
-        if file and Path(file).suffix == ".py" and Path(file).is_relative_to(folder) and "site-packages" not in file:
-            check_verl_names(origin, Path(file))
 
 
 def _known_files() -> dict[str, str]:

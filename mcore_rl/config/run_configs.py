@@ -8,11 +8,11 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
+from mcore_rl.config.fields import written
 from mcore_rl.config.load import OWNER_ONLY, as_yaml, write_resolved
 from mcore_rl.config.reading.unknown_keys import known_keys
 from mcore_rl.config.reading.values import normalized
 from mcore_rl.config.reading.yaml_text import YamlLoader
-from mcore_rl.config.rules.changed_keys import written
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from model_converters.durable_files import durable_write

@@ -125,47 +125,39 @@ def known_keys() -> list[str]:
 def reject_unknown(tree: Mapping[str, object], source: str) -> None:
     """Raise ConfigError for the first key of the tree that does not exist, or for a value in place of a section."""
     for key in _unknown(tree, Config, ""):
+        sections = dict(_sections(Config, ""))
+        around = [section for section in sections if key.startswith(f"{section}.")]
         # A section is a useful suggestion only if the key is not already in it.
-        others = [section for section in _sections(Config, "") if not key.startswith(f"{section}.")]
-        near = nearest(key, [*known_keys(), *others])
-        hint = f"did you mean {near}?" if near is not None else _no_such_key(key)
+        near = nearest(key, [*known_keys(), *(section for section in sections if section not in around)])
+        # The deepest section is the last one.
+        where = f"{around[-1]} has the keys" if around else "the sections are"
+        names = ", ".join(get_type_hints(sections[around[-1]] if around else Config))
+        hint = (
+            f"did you mean {near}?"
+            if near is not None
+            else (f"no key has this name or a similar one ({where} {names}; `mcore-rl keys WORD` searches all keys)")
+        )
         raise ConfigError(f"{source}: unknown key {key}; {hint}")
 
 
-def _no_such_key(key: str) -> str:
-    """List the keys of the deepest existing section of `key`, else the sections."""
-    node: object = Config
-    parts, depth = key.split("."), 0
-    while depth < len(parts) and is_dataclass(section := get_type_hints(node).get(parts[depth])):
-        node, depth = section, depth + 1
-    where = f"{'.'.join(parts[:depth])} has the keys" if depth else "the sections are"
-    names = ", ".join(get_type_hints(node))
-    return f"no key has this name or a similar one ({where} {names}; `mcore-rl keys WORD` searches all keys)"
-
-
 def _unknown(tree: Mapping[str, object], node: object, prefix: str) -> Iterator[str]:
-    hints = get_type_hints(node)
+    """Yield the keys of a tree that `node`, a dataclass or None, does not have."""
+    hints = {} if node is None else get_type_hints(node)
     for name, value in tree.items():
-        if name not in hints:
-            yield _first_leaf(f"{prefix}{name}", value)
-        elif is_dataclass(hints[name]):
-            if not isinstance(value, dict):
-                example = fields(hints[name])[0].name
-                raise ConfigError(f"{prefix}{name} is a section; set the keys in it, such as {prefix}{name}.{example}")
-            yield from _unknown(value, hints[name], f"{prefix}{name}.")
+        key, section = f"{prefix}{name}", hints[name] if is_dataclass(hints.get(name)) else None
+        if section is not None and not isinstance(value, dict):
+            raise ConfigError(f"{key} is a section; set the keys in it, such as {key}.{fields(section)[0].name}")
+        if isinstance(value, dict) and value and (section is not None or name not in hints):
+            yield from _unknown(value, section, f"{key}.")
+        elif name not in hints:
+            yield key
 
 
-def _first_leaf(key: str, value: object) -> str:
-    while isinstance(value, dict) and value:
-        name, value = next(iter(value.items()))
-        key = f"{key}.{name}"
-    return key
-
-
-def _sections(node: object, prefix: str) -> Iterator[str]:
+def _sections(node: object, prefix: str) -> Iterator[tuple[str, object]]:
+    """Yield name and dataclass of each section; subsections follow their section."""
     for name, hint in get_type_hints(node).items():
         if is_dataclass(hint):
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", hint
             yield from _sections(hint, f"{prefix}{name}.")
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mcore_rl.config.fields import changed, reject_unless_default
 from mcore_rl.config.functions import names_function
 from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, DAPO, GROUP, NAIVE, STEP, RewardConfig
-from mcore_rl.config.rules.changed_keys import changed, reject_unless_default
 from mcore_rl.config.rules.rollout import episode_of, has_turns
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError

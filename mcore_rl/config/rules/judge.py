@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from mcore_rl.config.fields import reject_unless_default
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole
-from mcore_rl.config.rules.changed_keys import reject_unless_default
 from mcore_rl.config.rules.validation import check_engine_sizes, read_hf_config
 from mcore_rl.config.schema import ModelConfig, RolloutConfig
 from mcore_rl.errors import ConfigError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from operator import attrgetter
 
 from mcore_rl.config.algorithm import KLConfig
+from mcore_rl.config.fields import changed, reject_unless_default
 from mcore_rl.config.models import ActorConfig, LoraConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.reward import NO_RULE, JudgeConfig, RewardConfig
-from mcore_rl.config.rules.changed_keys import changed, reject_unless_default
 from mcore_rl.config.rules.rollout import has_turns
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.errors import ConfigError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mcore_rl.config.algorithm import COMPARING_ADVANTAGES, AlgorithmConfig, is_supervised
 from mcore_rl.config.episodes import SINGLE_TURN, WITH_ENVIRONMENT, WITH_TOOLS
+from mcore_rl.config.fields import reject_unless_default, written
 from mcore_rl.config.functions import names_function
-from mcore_rl.config.rules.changed_keys import reject_unless_default, written
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.config.staleness import FINISH, RECOMPUTE
 from mcore_rl.errors import ConfigError

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.algorithm import is_supervised
-from mcore_rl.config.fields import check_domains
+from mcore_rl.config.fields import changed, check_domains
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
-from mcore_rl.config.rules.changed_keys import changed
 from mcore_rl.config.rules.engine_support import check_sglang_model
 from mcore_rl.config.rules.graders import check_graders
 from mcore_rl.config.rules.models import check_lora, check_no_critic_lora, check_reference, check_rewards

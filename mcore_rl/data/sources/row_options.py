@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import cast
 
-from mcore_rl.config.fields import DOMAIN
-from mcore_rl.config.rules.changed_keys import written
+from mcore_rl.config.fields import DOMAIN, written
 from mcore_rl.config.rules.rollout import stop_fault, untrainable
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.json_text import parse_json, without_nulls

@@ -9,16 +9,20 @@ MissingVerlName, which is not an Exception, and check_verl_names detects it befo
 
 from __future__ import annotations
 
+import ast
 import dis
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
+
+from mcore_rl.errors import ConfigError
 
 _TOOLS = "mcore_rl.rollout.tools.kinds.verl_names"
 _SCORES = "mcore_rl.rewards.graders.verl_names"
@@ -72,6 +76,9 @@ MODULES: dict[str, dict[str, str]] = {
 }
 """Module -> name in it -> `module:name` of the function that provides it."""
 
+_PROVIDED = {*MODULES, *(f"{module}.{name}" for module, names in MODULES.items() for name in names)}
+"""Dotted names of all modules and of the names in them."""
+_IMPORT_ERRORS = frozenset(["ImportError", "ModuleNotFoundError"])
 REMEDY = "install verl beside mcore-rl, or write the function into the file"
 
 
@@ -109,12 +116,6 @@ class _StandIns(MetaPathFinder, Loader):
         return not any(spec.origin for spec in specs)  # a folder without __init__.py has no origin
 
 
-def stands_in() -> bool:
-    """Return True if `import verl` finds the modules of this file."""
-    spec = importlib.util.find_spec("verl")
-    return spec is not None and spec.loader is _FINDER
-
-
 def _missing(module: str, name: str) -> NoReturn:
     """Raise an error for a name that a stand-in module does not have.
 
@@ -137,3 +138,105 @@ def provide_verl_names() -> None:
     """Register the stand-ins in this process; for processes that load users' files."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
+
+
+def parsed(path: Path) -> ast.Module:
+    """Parse a file; return an empty module if it cannot be parsed, since its import reports the error."""
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    # ValueError: NUL bytes; RecursionError: nested too deeply.
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def check_verl_names(origin: str, path: Path) -> None:
+    """Check that every name of verl in a file is provided, also inside functions and `try: ... except Exception`.
+
+    Imports in `try: ... except ImportError`, or in a `try` at module level that contains only imports and assignments,
+    are optional and not checked. Nothing is checked if verl is installed.
+
+    Raises: ConfigError that begins with `origin` and names file, line, name and remedy.
+    """
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.loader is not _FINDER:
+        return
+    for line, name in sorted(_used_names(parsed(path))):
+        # Every module has names such as __file__.
+        if name not in _PROVIDED and not name.rpartition(".")[2].startswith("__"):
+            raise ConfigError(
+                f"{origin}: {path}:{line} uses {name}, which mcore-rl does not provide, and verl is not installed; "
+                f"{REMEDY}"
+            )
+
+
+def _used_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the line and the dotted name of every use of a verl module."""
+    modules: dict[str, str] = {}
+    for node in _required(tree):
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            if isinstance(node, ast.Import) and _of_verl(alias.name):
+                yield node.lineno, alias.name
+                # `import verl.utils` binds the name verl.
+                modules |= {alias.asname: alias.name} if alias.asname else {"verl": "verl"}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and _of_verl(node.module or ""):
+                name = f"{node.module}.{alias.name}"
+                if name in MODULES:
+                    modules[alias.asname or alias.name] = name
+                # A star import binds only names that exist, so none can be missing.
+                elif alias.name != "*" or node.module not in MODULES:
+                    yield node.lineno, name
+    # A name that also refers to something else cannot be checked without running the file.
+    for name in _bound_elsewhere(tree):
+        modules.pop(name, None)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (module := _module_of(node.value, modules)) is not None:
+            yield node.lineno, f"{module}.{node.attr}"
+
+
+def _bound_elsewhere(tree: ast.Module) -> Iterator[str]:
+    """Yield names that a file also binds to something else: `import math` in addition to verl's math."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not _of_verl(node.module or "")):
+            names = (alias for alias in node.names if not _of_verl(alias.name))
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
+
+
+def _module_of(node: ast.expr, modules: dict[str, str]) -> str | None:
+    if isinstance(node, ast.Name):
+        return modules.get(node.id)
+    if isinstance(node, ast.Attribute):
+        parent = _module_of(node.value, modules)
+        return f"{parent}.{node.attr}" if parent is not None and f"{parent}.{node.attr}" in MODULES else None
+    return None
+
+
+def _of_verl(module: str) -> bool:
+    return module.partition(".")[0] == "verl"
+
+
+def _required(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a tree in order, without optional imports and imports for type checkers."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.Try) and _is_optional(child, top_level=isinstance(node, ast.Module)):
+            continue
+        yield from _required(child)
+
+
+def _is_optional(node: ast.Try, *, top_level: bool) -> bool:
+    """Return True if a file handles a failing import: it catches ImportError, or a try block at module level contains
+    only imports and assignments."""
+    if any(map(_catches_import_error, node.handlers)):
+        return True
+    return top_level and all(isinstance(each, ast.Import | ast.ImportFrom | ast.Assign) for each in node.body)
+
+
+def _catches_import_error(handler: ast.ExceptHandler) -> bool:
+    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(isinstance(each, ast.Name) and each.id in _IMPORT_ERRORS for each in types)
