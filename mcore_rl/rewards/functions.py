@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from mcore_rl.config.functions import check_call, load_function
 from mcore_rl.rewards.results import score_of, scores_of
@@ -29,9 +29,8 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One response with the data that a grader receives."""
+class Sample(NamedTuple):
+    """One response with the data that a grader receives, in the order of GIVEN."""
 
     data_source: str
     response: str
@@ -63,14 +62,7 @@ def user_rule(key: str, spec: str, kwargs: Mapping[str, str]) -> Rule:
     function = _loaded(key, spec, GIVEN, kwargs)
 
     def grade(sample: Sample) -> Score | Awaitable[Score]:
-        result = function(
-            data_source=sample.data_source,
-            solution_str=sample.response,
-            ground_truth=sample.ground_truth,
-            extra_info=sample.extra_info,
-            **kwargs,
-        )
-        return then(result, score_of)
+        return then(function(**dict(zip(GIVEN, sample, strict=True)), **kwargs), score_of)
 
     return Rule(grade, is_async(function))
 
@@ -83,13 +75,8 @@ def user_batch_grader(key: str, spec: str, kwargs: Mapping[str, str]) -> Grader:
     function = _loaded(key, spec, GIVEN_BATCH, kwargs)
 
     def grade(samples: Sequence[Sample]) -> list[Score] | Awaitable[list[Score]]:
-        result = function(
-            data_sources=[sample.data_source for sample in samples],
-            solution_strs=[sample.response for sample in samples],
-            ground_truths=[sample.ground_truth for sample in samples],
-            extra_infos=[sample.extra_info for sample in samples],
-            **kwargs,
-        )
+        columns = map(list, zip(*samples, strict=True))
+        result = function(**dict(zip(GIVEN_BATCH, columns, strict=True)), **kwargs)
         return then(result, lambda results: scores_of(results, len(samples)))
 
     return Grader(grade, is_async(function))

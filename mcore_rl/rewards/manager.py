@@ -6,9 +6,8 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from mcore_rl.config.reward import BATCH, GROUP, RewardConfig
+from mcore_rl.config.reward import BATCH, GROUP, OverlongConfig, RewardConfig
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.processes.pool import GradingPool
 from mcore_rl.types import Prompt, Score
@@ -19,14 +18,12 @@ class RewardManager:
 
     Grading of a response starts when it is submitted and overlaps with generation.
 
-    Raises: ConfigError for reward.overlong here, and for reward.function from submit, collect and wait_ready.
+    Raises (from submit, collect and wait_ready): ConfigError for reward.function.
     """
 
     def __init__(self, config: RewardConfig, *, max_response_tokens: int, sandbox: SandboxConfig | None = None) -> None:
-        self._overlong = SoftOverlong.of(config, max_response_tokens)
-        self._weight = config.weight
+        self._config, self._max_response_tokens = config, max_response_tokens
         self._batches = Batches() if config.manager == BATCH else None
-        self._whole_tasks = config.batch != GROUP  # reward.batch=step submits a step as one task (rewards.step_grading)
         self._response_tokens: dict[int, int] = {}
         self._pool = GradingPool(config, sandbox)
 
@@ -52,19 +49,17 @@ class RewardManager:
         if key in self._response_tokens:
             raise ValueError(f"key {key} was submitted before and has not been collected")
         sample = Sample(prompt.data_source, response_text, prompt.ground_truth, prompt.extra_info)
-        members = self._members(key, group, task)
-        whole = {key: sample} if self._batches is None else self._batches.add(key, sample, members)
-        if whole is not None:
+        if self._batches is None:
+            self._pool.submit({key: sample})
+        elif whole := self._batches.add(key, sample, self._members(key, group, task)):
             self._pool.submit(whole)
         # Last, so that no key stays pending if the pool refuses the sample.
         self._response_tokens[key] = response_tokens
 
     def withdraw(self, key: int, *, group: Collection[int] = (), task: Collection[int] = ()) -> None:
         """Remove a response that will not be submitted from its batch, so that the batch does not wait for it."""
-        if self._batches is not None:
-            whole = self._batches.withdraw(key, self._members(key, group, task))
-            if whole is not None:
-                self._pool.submit(whole)
+        if self._batches is not None and (whole := self._batches.withdraw(key, self._members(key, group, task))):
+            self._pool.submit(whole)
 
     def collect(self, keys: Collection[int]) -> dict[int, Score]:
         """Block until the submitted `keys` are scored; returns {key: Score}.
@@ -80,14 +75,17 @@ class RewardManager:
         self._pool.shutdown()
 
     def _members(self, key: int, group: Collection[int], task: Collection[int]) -> Collection[int]:
-        # A response without other members is a batch of its own.
-        return (task if self._whole_tasks else group) or (key,)
+        # reward.batch=step submits a step as one task (rewards.step_grading). A response without other members is a
+        # batch of its own.
+        return (group if self._config.batch == GROUP else task) or (key,)
 
     def _shaped(self, score: Score, response_tokens: int) -> Score:
         if score.error is not None:
             return score
-        punishment = self._overlong.reward(response_tokens) if self._overlong is not None else 0.0
-        return replace(score, reward=self._weight * score.reward + punishment)
+        config, punishment = self._config, 0.0
+        if config.punishes_overlong:
+            punishment = soft_overlong(response_tokens, self._max_response_tokens, config.overlong)
+        return replace(score, reward=config.weight * score.reward + punishment)
 
 
 @dataclass
@@ -101,6 +99,7 @@ class Batches:
     """Incomplete batches of responses, which a batch reward function grades in one call. Thread-safe.
 
     `add` and `withdraw` return a batch that they complete, as {key: sample} in the batch's order, and drop it here.
+    Otherwise they return an empty dict.
     """
 
     def __init__(self) -> None:
@@ -108,8 +107,8 @@ class Batches:
         # Batch of each response key.
         self._batches: dict[int, _PartialBatch] = {}
 
-    def add(self, key: int, sample: Sample, members: Collection[int]) -> dict[int, Sample] | None:
-        """Add a response; returns its batch if that is now complete.
+    def add(self, key: int, sample: Sample, members: Collection[int]) -> dict[int, Sample]:
+        """Add a response.
 
         members: all keys of the batch, including `key`. Only the value given with the batch's first response counts.
         """
@@ -119,13 +118,13 @@ class Batches:
             batch.samples[key] = sample
             return self._completed(batch)
 
-    def withdraw(self, key: int, members: Collection[int]) -> dict[int, Sample] | None:
-        """Remove a response that will not be submitted; returns its batch if that is now complete."""
+    def withdraw(self, key: int, members: Collection[int]) -> dict[int, Sample]:
+        """Remove a response that will not be submitted."""
         with self._lock:
             batch = self._batch_of(key, members)
             batch.missing -= batch.samples.pop(key) is None
             del self._batches[key]
-            return self._completed(batch) or None  # an empty batch, after all responses were withdrawn, is not graded
+            return self._completed(batch)
 
     def _batch_of(self, key: int, members: Collection[int]) -> _PartialBatch:
         if key not in self._batches:  # this is the first response of the batch
@@ -135,18 +134,17 @@ class Batches:
             self._batches |= dict.fromkeys(members, batch)
         return self._batches[key]
 
-    def _completed(self, batch: _PartialBatch) -> dict[int, Sample] | None:
+    def _completed(self, batch: _PartialBatch) -> dict[int, Sample]:
         if batch.missing:  # counted, since a batch may have all responses of a step
-            return None
+            return {}
         whole = {key: sample for key, sample in batch.samples.items() if sample is not None}
         for key in whole:
             del self._batches[key]
         return whole
 
 
-@dataclass(frozen=True)
-class SoftOverlong:
-    """DAPO's soft penalty for responses near their token limit.
+def soft_overlong(response_tokens: int, max_response_tokens: int, overlong: OverlongConfig) -> float:
+    """Return DAPO's soft penalty for responses near their token limit, between -penalty and 0.
 
         R(n) = 0                                      n <= L - buffer
              = penalty * ((L - buffer) - n) / buffer  up to L
@@ -155,30 +153,5 @@ class SoftOverlong:
     n is the response length and L its limit, in tokens. The penalty changes the reward, never the accuracy.
     Source: DAPO, arXiv 2503.14476, equation 13 (where penalty is 1).
     """
-
-    max_response_tokens: int
-    buffer_tokens: int
-    penalty: float
-
-    @classmethod
-    def of(cls, reward: RewardConfig, max_response_tokens: int) -> SoftOverlong | None:
-        """Build the penalty that reward.overlong configures; None if it is off.
-
-        Raises: ConfigError for a buffer or penalty out of range.
-        """
-        if not reward.punishes_overlong:
-            return None
-        config = reward.overlong
-        if not 0 < config.buffer_tokens <= max_response_tokens:
-            raise ConfigError(
-                f"reward.overlong.buffer_tokens={config.buffer_tokens} must be between 1 and "
-                f"rollout.max_response_tokens={max_response_tokens}"
-            )
-        if not config.penalty >= 0:
-            raise ConfigError(f"reward.overlong.penalty={config.penalty} must not be negative")
-        return cls(max_response_tokens, config.buffer_tokens, config.penalty)
-
-    def reward(self, response_tokens: int) -> float:
-        """Return the reward's change, between -penalty and 0."""
-        over = response_tokens - (self.max_response_tokens - self.buffer_tokens)
-        return -self.penalty * min(max(over, 0) / self.buffer_tokens, 1.0) if over > 0 else 0.0
+    over = response_tokens - (max_response_tokens - overlong.buffer_tokens)
+    return -overlong.penalty * min(over / overlong.buffer_tokens, 1.0) if over > 0 else 0.0

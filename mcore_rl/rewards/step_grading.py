@@ -10,27 +10,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mcore_rl.data.records import add_fields
 from mcore_rl.ports import Rewarder
-from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader, by_part
-from mcore_rl.types import Prompt, Score, TrajectoryBuffers, extra_of_turns
+from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader, add_to_records, by_part
+from mcore_rl.types import Score, TrajectoryBuffers, extra_of_turns
 
 
 class DeferredRewarder:
     """A Rewarder that returns 0 for every response; the rewards follow when the step is graded."""
 
-    def submit(
-        self,
-        key: int,
-        prompt: Prompt,
-        response_text: str,
-        response_tokens: int,
-        *,
-        group: Collection[int] = (),
-        task: Collection[int] = (),
-    ) -> None: ...
+    def submit(self, *response: object, **batch: object) -> None: ...
 
-    def withdraw(self, key: int, *, group: Collection[int] = (), task: Collection[int] = ()) -> None: ...
+    def withdraw(self, key: int, **batch: object) -> None: ...
 
     def collect(self, keys: Collection[int]) -> dict[int, Score]:
         return {key: Score(0.0, 0.0) for key in keys}
@@ -59,8 +49,6 @@ class StepGrader:
             prompt = replace(transcript.prompt, extra_info={**transcript.prompt.extra_info, **extra_of_turns()})
             self.rewarder.submit(key, prompt, transcript.response, tokens, task=keys)
         by_key = self.rewarder.collect(keys)
-        scores = by_part(parts, map(by_key.__getitem__, keys))
-        for part, own in zip(parts, scores, strict=True):
-            if part.records is not None and own:
-                add_fields(part.records, part.rows.tolist(), [{**score.parts, "error": score.error} for score in own])
-        return scores
+        scores = [by_key[key] for key in keys]
+        add_to_records(parts, [{**score.parts, "error": score.error} for score in scores])
+        return by_part(parts, scores)

@@ -11,6 +11,7 @@ import numpy as np
 
 from mcore_rl.data.batching import positions_in_groups
 from mcore_rl.data.packing import balance
+from mcore_rl.data.records import add_fields
 from mcore_rl.data.trajectories import split_rows
 from mcore_rl.data.transcripts import PromptSource, TextDecoder, Transcript, transcripts
 from mcore_rl.errors import NonFiniteError
@@ -66,6 +67,13 @@ def by_part(parts: Sequence[TaskPart], items: Iterable[T]) -> list[list[T]]:
     """Split items, one per response of all parts in order, into one list per part."""
     left = iter(items)
     return [list(islice(left, len(part.rows))) for part in parts]
+
+
+def add_to_records(parts: Sequence[TaskPart], fields: Iterable[Mapping[str, object]]) -> None:
+    """Add fields, one mapping per response of all parts in order, to the tasks' records."""
+    for part, own in zip(parts, by_part(parts, fields), strict=True):
+        if part.records is not None and own:
+            add_fields(part.records, part.rows.tolist(), own)
 
 
 def split_tasks(

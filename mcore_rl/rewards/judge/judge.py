@@ -8,17 +8,16 @@ Answers without a score and responses whose question is too long score judge.unp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mcore_rl.config.reward import JudgeConfig
-from mcore_rl.data.records import add_fields
 from mcore_rl.data.seeds import request_seeds
 from mcore_rl.data.transcripts import Transcript
 from mcore_rl.rewards.judge.answers import Answerer, JudgeQuestion, Reply
 from mcore_rl.rewards.judge.scores import CUT, NoScoreError, Reader
-from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader, by_part
+from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader, add_to_records
 from mcore_rl.types import Mean, Metric, Prompt, TrajectoryBuffers
 
 
@@ -37,12 +36,33 @@ class JudgeVerdict:
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge model with its score reader. `seed` is the run's seed. Not safe for concurrent calls."""
+    """A judge model that scores trajectories. Not safe for concurrent calls.
+
+    read: extracts the score from an answer. trajectories: reader of the trajectories. seed: the run's seed.
+    """
 
     answerer: Answerer
     read: Reader
+    trajectories: TranscriptReader
     config: JudgeConfig
-    seed: int = field(kw_only=True)
+    seed: int
+
+    def score(
+        self, parts: Sequence[TaskPart], trajectories: TrajectoryBuffers
+    ) -> tuple[dict[int, float], dict[str, Metric]]:
+        """Score the responses of all parts and add the answers to the tasks' records; returns scores by number (see
+        TaskPart) and metrics of the answers.
+
+        `trajectories` holds the parts' trajectories, one part after the other.
+        """
+        verdicts = self.verdicts(
+            self.trajectories.read(parts, trajectories),
+            np.concatenate([part.group_ids for part in parts]),
+            np.concatenate([part.samples for part in parts]),
+        )
+        add_to_records(parts, [verdict.record() for verdict in verdicts])
+        numbers = np.concatenate([part.numbers for part in parts]).tolist()
+        return {n: verdict.score for n, verdict in zip(numbers, verdicts, strict=True)}, describe(verdicts)
 
     def verdicts(
         self, transcripts: Sequence[Transcript], group_ids: np.ndarray, samples: np.ndarray
@@ -81,32 +101,6 @@ class Judge:
     def _verdict(self, answers: Sequence[Reply]) -> JudgeVerdict:
         scores = [self.config.unparsable if each.score is None else each.score for each in answers]
         return JudgeVerdict(float(np.mean(scores)), tuple(answers))
-
-
-@dataclass(frozen=True)
-class JudgeWorker:
-    """A judge that scores trajectories and adds its answers to the tasks' records. Not safe for concurrent calls."""
-
-    judge: Judge
-    reader: TranscriptReader
-
-    def score(
-        self, parts: Sequence[TaskPart], trajectories: TrajectoryBuffers
-    ) -> tuple[dict[int, float], dict[str, Metric]]:
-        """Score the responses of all parts; returns scores by number (see TaskPart) and metrics of the answers.
-
-        `trajectories` holds the parts' trajectories, one part after the other.
-        """
-        verdicts = self.judge.verdicts(
-            self.reader.read(parts, trajectories),
-            np.concatenate([part.group_ids for part in parts]),
-            np.concatenate([part.samples for part in parts]),
-        )
-        for part, own in zip(parts, by_part(parts, verdicts), strict=True):
-            if part.records is not None:
-                add_fields(part.records, part.rows.tolist(), [verdict.record() for verdict in own])
-        numbers = np.concatenate([part.numbers for part in parts]).tolist()
-        return {n: verdict.score for n, verdict in zip(numbers, verdicts, strict=True)}, describe(verdicts)
 
 
 def describe(verdicts: Sequence[JudgeVerdict]) -> dict[str, Metric]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.errors import ConfigError, RewardError
@@ -14,10 +14,7 @@ from mcore_rl.rewards.judge.answers import JudgeQuestion, Reply, too_long
 from mcore_rl.rewards.judge.prompts import JudgePrompts, Template
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-    from openai.types.chat import ChatCompletion
-
-Result = TypeVar("Result")
+    from openai import AsyncOpenAI, OpenAI
 
 NO_KEY = "none"
 """Placeholder key without judge.api_key_variable: the client requires a key, which servers without keys ignore."""
@@ -62,9 +59,11 @@ class ServerAnswerer:
         return nullcontext()
 
     async def _replies(self, questions: Sequence[JudgeQuestion]) -> list[list[Reply]]:
+        from openai import AsyncOpenAI
+
         # Semaphore and client belong to the event loop of this call.
         slots = asyncio.Semaphore(self.config.max_concurrent_requests)
-        async with client_of(self.config, self.key) as client:
+        async with AsyncOpenAI(**_connection(self.config, self.key)) as client:
 
             async def asked(text: str, seed: int) -> Reply:
                 async with slots:
@@ -89,7 +88,7 @@ class ServerAnswerer:
         from openai import OpenAIError
 
         try:
-            given = await answer(client, self.config, self.model, text, seed)
+            given = await client.chat.completions.create(**_request(self.config, self.model, text, seed))
         except OpenAIError as error:
             return Reply("", 0, None, _told(error))
         if not given.choices:
@@ -99,27 +98,26 @@ class ServerAnswerer:
         return Reply(said, usage.completion_tokens if usage is not None else 0, choice.finish_reason)
 
 
-async def answer(client: AsyncOpenAI, config: JudgeConfig, model: str, text: str, seed: int) -> ChatCompletion:
-    """Request one answer.
-
-    Raises: OpenAIError.
-    """
-    return await client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": text}],
-        max_tokens=config.max_response_tokens,  # not all servers support the newer max_completion_tokens
-        temperature=config.temperature,
-        top_p=config.top_p,
-        seed=seed,
-    )
+def _request(config: JudgeConfig, model: str, text: str, seed: int) -> dict[str, Any]:
+    """Return the arguments of the request for one answer."""
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": config.max_response_tokens,  # not all servers support the newer max_completion_tokens
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "seed": seed,
+    }
 
 
-def client_of(config: JudgeConfig, key: str | None) -> AsyncOpenAI:
-    from openai import AsyncOpenAI
-
-    return AsyncOpenAI(
-        base_url=config.url, api_key=key or NO_KEY, timeout=config.timeout_seconds, max_retries=config.max_retries
-    )
+def _connection(config: JudgeConfig, key: str | None) -> dict[str, Any]:
+    """Return the arguments of openai's clients."""
+    return {
+        "base_url": config.url,
+        "api_key": key or NO_KEY,
+        "timeout": config.timeout_seconds,
+        "max_retries": config.max_retries,
+    }
 
 
 def served_model(config: JudgeConfig, key: str | None) -> str:
@@ -129,12 +127,8 @@ def served_model(config: JudgeConfig, key: str | None) -> str:
     """
     if config.served_model is not None:
         return config.served_model
-
-    async def listed() -> list[str]:
-        async with client_of(config, key) as client:
-            return [each.id for each in (await client.models.list()).data]
-
-    names = _answered(config, listed())
+    with _client(config, key) as client:
+        names = [each.id for each in client.models.list().data]
     if len(names) != 1:
         raise ConfigError(
             f"judge.url={config.url} serves {', '.join(names) or 'nothing'}; name the judge in judge.served_model"
@@ -149,19 +143,21 @@ def try_server(config: JudgeConfig, key: str | None) -> None:
     """
     once = replace(config, max_retries=0, max_response_tokens=min(TRIAL_TOKENS, config.max_response_tokens))
     model = served_model(once, key)
-
-    async def asked() -> None:
-        async with client_of(once, key) as client:
-            await answer(client, once, model, "Hello", 0)
-
-    _answered(config, asked())
+    with _client(once, key) as client:
+        client.chat.completions.create(**_request(once, model, "Hello", 0))
 
 
-def _answered(config: JudgeConfig, call: Coroutine[object, object, Result]) -> Result:
-    from openai import OpenAIError
+@contextmanager
+def _client(config: JudgeConfig, key: str | None) -> Iterator[OpenAI]:
+    """Yield a client of a server that must answer.
+
+    Raises: ConfigError for errors of its requests.
+    """
+    from openai import OpenAI, OpenAIError
 
     try:
-        return asyncio.run(call)
+        with OpenAI(**_connection(config, key)) as client:
+            yield client
     except OpenAIError as error:
         raise ConfigError(
             f"judge.url={config.url} does not answer: {_told(error)}; set it to the address of an OpenAI-compatible "

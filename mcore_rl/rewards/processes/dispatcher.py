@@ -22,7 +22,7 @@ from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.processes.child import start_module
 from mcore_rl.processes.exits import exit_text
 from mcore_rl.processes.tree import MIB, resident_bytes
-from mcore_rl.rewards.processes.messages import GradingTask, Ready, Refused
+from mcore_rl.rewards.processes.limited_grader import GradingTask
 from mcore_rl.rewards.processes.worker import FLUSH_SECONDS
 from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score
@@ -63,7 +63,8 @@ class GradingProcess:
 
     @property
     def deadline(self) -> float:
-        """Time at which the next answer is due; before the process is ready, the end of its start-up time."""
+        """Time at which the next answer is due, infinite if the process is idle; before it is ready, the end of its
+        start-up time."""
         return min(self._due.values(), default=math.inf) if self.ready else self._start_due
 
     def room(self) -> int:
@@ -102,7 +103,7 @@ class GradingProcess:
 class Dispatcher:
     """The grading processes of a pool. One thread calls all methods and must outlive the processes.
 
-    Raises (from await_answers): ConfigError when a process cannot load the configured function, WorkerDiedError when
+    Raises (from step): ConfigError when a process cannot load the configured function, WorkerDiedError when
     MAX_FAILED_STARTS processes in a row end before they are ready.
     """
 
@@ -122,18 +123,14 @@ class Dispatcher:
     def num_ready(self) -> int:
         return sum(worker.ready for worker in self._workers)
 
-    def start_missing(self) -> None:
+    def step(self, wake: int) -> bool:
+        """Start missing processes, send queued tasks, and wait for an answer, a death, a deadline or file descriptor
+        `wake`; return whether `wake` is readable."""
         while len(self._workers) < self.config.workers:
             self._workers.append(GradingProcess(self.config, self.sandbox))
-
-    def feed(self) -> None:
-        """Send queued tasks to every process that accepts some."""
         for worker in self._workers:
             if self.queue and (batch := self._next_batch(worker)):
                 worker.give(batch, self._answer_seconds)
-
-    def await_answers(self, wake: int) -> bool:
-        """Wait for an answer, a death, a deadline or file descriptor `wake`; return whether `wake` is readable."""
         by_connection = {worker.connection: worker for worker in self._workers}
         readable = wait([wake, *by_connection], self._wait_seconds())
         for connection in readable:
@@ -165,23 +162,23 @@ class Dispatcher:
         return batch
 
     def _wait_seconds(self) -> float | None:
-        waiting = [worker.deadline for worker in self._workers if not worker.idle]
-        if not waiting:
-            return None  # the death of an idle process makes its connection readable
+        due = min(worker.deadline for worker in self._workers)
+        if math.isinf(due):
+            return None  # all are idle, and the death of an idle process makes its connection readable
         check = DEATH_CHECK_SECONDS if self.config.memory_mib is None else MEMORY_CHECK_SECONDS
-        return min(check, max(0.0, min(waiting) - time.monotonic()))
+        return min(check, max(0.0, due - time.monotonic()))
 
     def _receive(self, worker: GradingProcess) -> None:
         try:
-            message: Ready | Refused | list[tuple[int, list[Score]]] = worker.connection.recv()
+            message: int | ConfigError | list[tuple[int, list[Score]]] = worker.connection.recv()
         except (EOFError, OSError):
             self._replace(worker, None)
             return
-        if isinstance(message, Ready):
-            worker.max_calls = message.max_calls
+        if isinstance(message, ConfigError):
+            raise message
+        if isinstance(message, int):
+            worker.max_calls = message
             self._failed_starts = 0  # only failures in a row count
-        elif isinstance(message, Refused):
-            raise ConfigError(message.cause)
         else:
             for number, scores in message:
                 task = worker.answered(number, self._answer_seconds)

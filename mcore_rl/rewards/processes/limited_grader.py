@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import pickle
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 from traceback import StackSummary, TracebackException
@@ -15,7 +16,6 @@ from mcore_rl.config.functions import describe
 from mcore_rl.rewards.functions import Grader, Sample
 from mcore_rl.rewards.processes import deadline
 from mcore_rl.rewards.processes.deadline import Deadline, DeadlineExceeded
-from mcore_rl.rewards.processes.messages import GradingTask
 from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score
 
@@ -24,6 +24,25 @@ MAX_LINES = 40
 """Maximum length of a traceback."""
 MAX_LINE_CHARS = 300
 _CALLERS = (str(Path(deadline.__file__).parents[1]), str(Path(asyncio.__file__).parent))
+
+
+@dataclass(frozen=True)
+class GradingTask:
+    """Samples that the grader receives in one call.
+
+    keys: one per sample.
+    pickled: the list of samples.
+    alone: the process may not grade anything else at the same time.
+    """
+
+    keys: tuple[int, ...]
+    pickled: bytes
+    alone: bool = False
+
+    @property
+    def number(self) -> int:
+        """Identifier of the task in answers."""
+        return self.keys[0]
 
 
 class EventLoop:

@@ -14,7 +14,7 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import McoreRLError, WorkerDiedError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.processes.dispatcher import Dispatcher
-from mcore_rl.rewards.processes.messages import GradingTask
+from mcore_rl.rewards.processes.limited_grader import GradingTask
 from mcore_rl.rewards.results import failed
 from mcore_rl.types import Score
 
@@ -91,9 +91,7 @@ class GradingPool:
         dispatcher = Dispatcher(self._config, self._sandbox, self._queue, self._finish)
         try:
             while self._failure is None:
-                dispatcher.start_missing()
-                dispatcher.feed()
-                if dispatcher.await_answers(self._wake):
+                if dispatcher.step(self._wake):
                     os.eventfd_read(self._wake)
                 if dispatcher.num_ready >= self._config.workers:
                     self._ready.set()

@@ -17,7 +17,7 @@ from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.engines.registry import engine_class
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.rewards.judge.answers import EngineAnswerer
-from mcore_rl.rewards.judge.judge import Judge, JudgeWorker
+from mcore_rl.rewards.judge.judge import Judge
 from mcore_rl.rewards.judge.prompts import JudgePrompts, Template
 from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import ServerAnswerer, served_model
@@ -42,14 +42,14 @@ class JudgeProcess(RunProcess):
         context.hide_devices()
         with self.spans.span("setup"):
             prompts = {name: ray.get(reference) for name, reference in context.prompts.items()}
-            self.worker = build_judge(context.config, self.name, prompts, key)
+            self.judge = build_judge(context.config, self.name, prompts, key)
 
     def score(
         self, parts: list[TaskPart], trajectories: TrajectoryBuffers
     ) -> tuple[dict[int, float], dict[str, Metric]]:
-        """Score parts of tasks; see JudgeWorker.score."""
-        with self.spans.span("judge"), self.worker.judge.answerer.awake():
-            return self.worker.score(parts, trajectories)
+        """Score parts of tasks; see Judge.score."""
+        with self.spans.span("judge"), self.judge.answerer.awake():
+            return self.judge.score(parts, trajectories)
 
 
 JudgeActor = ray.remote(concurrency_groups={"watch": 2}, max_restarts=0)(JudgeProcess)
@@ -114,12 +114,12 @@ def judge_role(config: JudgeConfig) -> Role:
     )
 
 
-def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource], key: str | None) -> JudgeWorker:
+def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource], key: str | None) -> Judge:
     """Build the judge of a process. `name` is the name of the process in messages, `key` the API key of a server."""
     answerer = _engine(config, name) if config.judge.url is None else _server(config, key)
-    judge = Judge(answerer, score_reader(config.judge), config.judge, seed=config.run.seed)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
-    return JudgeWorker(judge, TranscriptReader(prompts, tokenizer, config.rollout.stop))
+    reader = TranscriptReader(prompts, tokenizer, config.rollout.stop)
+    return Judge(answerer, score_reader(config.judge), reader, config.judge, config.run.seed)
 
 
 def _server(config: Config, key: str | None) -> ServerAnswerer:

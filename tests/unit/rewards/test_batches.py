@@ -128,7 +128,7 @@ def test_key_outside_its_batch_raises_and_batches_are_forgotten():
     with pytest.raises(ValueError, match="key 5 is not in its batch"):
         batches.add(5, sample, range(3))
     for _ in range(2):  # keys can be reused after a batch
-        assert batches.add(1, sample, range(2)) is None
+        assert batches.add(1, sample, range(2)) == {}
         assert list(batches.add(0, sample, range(2))) == [0, 1]
 
 

@@ -12,7 +12,7 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import Sample
 from mcore_rl.rewards.graders.loading import load_grader
-from mcore_rl.rewards.manager import SoftOverlong
+from mcore_rl.rewards.manager import soft_overlong
 from mcore_rl.rewards.processes.limited_grader import EventLoop
 from mcore_rl.rewards.results import score_of
 from mcore_rl.types import Score
@@ -188,28 +188,11 @@ def test_without_a_rule_nothing_is_said_of_a_response():
     assert graded(RewardConfig(function="none")) == Score(0.0, 0.0)
 
 
-def of(max_response_tokens, manager="prime", **settings):
-    return SoftOverlong.of(RewardConfig(manager=manager, overlong=OverlongConfig(**settings)), max_response_tokens)
-
-
-def test_verls_dapo_manager_is_the_overlong_punishment():
-    assert of(10, manager="dapo", buffer_tokens=5).reward(10) == -1.0
-    assert of(10, buffer_tokens=5) is None
-    assert of(10, manager="dapo", enable=False) is None
-
-
 def test_overlong_punishment_has_dapos_three_pieces():
     # the paper's sizes: L_max 20,480, L_cache 4,096
-    shape = of(20480, enable=True, buffer_tokens=4096, penalty=1.0)
-    assert [shape.reward(n) for n in (0, 16384, 18432, 20480, 30000)] == [0.0, 0.0, -0.5, -1.0, -1.0]
-    assert shape.reward(16385) == pytest.approx(-1 / 4096)
-    half = of(10, enable=True, buffer_tokens=10, penalty=0.5)
-    assert [half.reward(n) for n in (0, 5, 10)] == [0.0, -0.25, -0.5]
-
-
-def test_overlong_settings_that_mean_nothing_are_refused():
-    assert of(10, enable=False, buffer_tokens=0) is None
-    with pytest.raises(ConfigError, match=r"reward\.overlong\.buffer_tokens=11"):
-        of(10, enable=True, buffer_tokens=11)
-    with pytest.raises(ConfigError, match=r"reward\.overlong\.penalty"):
-        of(10, enable=True, buffer_tokens=5, penalty=-1.0)
+    paper = OverlongConfig(buffer_tokens=4096, penalty=1.0)
+    punished = [soft_overlong(tokens, 20480, paper) for tokens in (0, 16384, 18432, 20480, 30000)]
+    assert punished == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert soft_overlong(16385, 20480, paper) == pytest.approx(-1 / 4096)
+    half = OverlongConfig(buffer_tokens=10, penalty=0.5)
+    assert [soft_overlong(tokens, 10, half) for tokens in (0, 5, 10)] == [0.0, -0.25, -0.5]

@@ -17,7 +17,7 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.data.trajectories import join_rows, take_rows
 from mcore_rl.data.transcripts import Transcript
 from mcore_rl.rewards.judge.answers import EngineAnswerer
-from mcore_rl.rewards.judge.judge import Judge, JudgeVerdict, JudgeWorker, describe
+from mcore_rl.rewards.judge.judge import Judge, JudgeVerdict, describe
 from mcore_rl.rewards.judge.prompts import JudgePrompts
 from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader, join_scores, split_tasks
@@ -75,7 +75,8 @@ def judge_of(
     assert config.template is not None
     questions = JudgePrompts(tokenizer, config.template)
     answerer = EngineAnswerer(engine, questions, tokenizer, config)  # type: ignore[arg-type]
-    return Judge(answerer, score_reader(config), config, seed=seed)
+    reader = TranscriptReader({"train": [prompt_of(0), prompt_of(1, "2+2")]}, tokenizer)
+    return Judge(answerer, score_reader(config), reader, config, seed)
 
 
 def prompt_of(row: int, text: str = "1+1") -> Prompt:
@@ -187,11 +188,11 @@ def result_of(tokenizer: Any, task: RolloutTask) -> tuple[Any, RolloutScalars]:
 
 
 def scored(
-    worker: JudgeWorker, parts: Sequence[TaskPart], chunks: Sequence[TrajectoryBuffers]
+    judge: Judge, parts: Sequence[TaskPart], chunks: Sequence[TrajectoryBuffers]
 ) -> tuple[dict[int, float], dict[str, Metric]]:
     """Score the parts of a judge that are not empty."""
     own = [(part, take_rows(chunk, part.rows)) for part, chunk in zip(parts, chunks, strict=True) if len(part.rows)]
-    return worker.score([part for part, _ in own], join_rows([chunk for _, chunk in own])) if own else ({}, {})
+    return judge.score([part for part, _ in own], join_rows([chunk for _, chunk in own])) if own else ({}, {})
 
 
 @pytest.mark.parametrize("num_judges", [1, 2, 5, 20])
@@ -207,12 +208,11 @@ def test_judges_share_all_responses_and_each_is_scored_once(tokenizer: Any, tmp_
     assert sum(sizes) == 12
     assert min(sizes) >= min(1, 12 // num_judges)
 
-    prompts = {"train": [prompt_of(0), prompt_of(1, "2+2")]}
-    worker = JudgeWorker(judge_of(tokenizer), TranscriptReader(prompts, tokenizer))
+    judge = judge_of(tokenizer)
     scores: dict[int, float] = {}
     metrics = []
     for own in given:
-        found, figures = scored(worker, own, chunks)
+        found, figures = scored(judge, own, chunks)
         assert not scores.keys() & found.keys()
         scores |= found
         metrics.append(figures)
@@ -237,8 +237,7 @@ def test_a_response_has_the_seed_of_its_group_and_number_whoever_judges_it(token
         found = {}
         for own in split_tasks([task], [scalars], num_judges):
             judge = judge_of(tokenizer, replace(CONFIG, temperature=1.0))
-            reader = TranscriptReader({"train": [prompt_of(0), prompt_of(1, "2+2")]}, tokenizer)
-            scored(JudgeWorker(judge, reader), own, [buffers])
+            scored(judge, own, [buffers])
             for request in judge.answerer.engine.calls[0]:  # type: ignore[attr-defined]
                 found[tokenizer.decode(request.token_ids)] = request.seed
         return found

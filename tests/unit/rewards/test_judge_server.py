@@ -21,6 +21,7 @@ from mcore_rl.rewards.judge.judge import Judge, JudgeVerdict, describe
 from mcore_rl.rewards.judge.prompts import JudgePrompts, Template
 from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import ServerAnswerer, served_model, try_server
+from mcore_rl.rewards.task_parts import TranscriptReader
 from mcore_rl.types import Prompt
 from tests.unit.data.conftest import byte_tokenizer
 
@@ -133,7 +134,8 @@ def judged(
     template = Template(TEMPLATE) if prompts is None else prompts.template
     answerer = ServerAnswerer(config, template, prompts, model="judge-7b", key=None, max_failed=max_failed)
     prompt = Prompt(0, np.array([49], np.int32), "1+1", "src", "2", messages=[{"role": "user", "content": "1+1"}])
-    judge = Judge(answerer, score_reader(config), config, seed=seed)
+    reader = TranscriptReader({}, None)  # type: ignore[arg-type]
+    judge = Judge(answerer, score_reader(config), reader, config, seed)
     rows = np.arange(len(texts))
     with answerer.awake():
         return judge.verdicts([Transcript(prompt, text) for text in texts], 0 * rows, rows)
