@@ -45,14 +45,7 @@ from mcore_rl.runtime.roles.groups import RankMap, Role
 from mcore_rl.runtime.roles.judge import JudgeGroup, judge_role
 from mcore_rl.runtime.roles.reward_model import RewardModelGroup, reward_model_role
 from mcore_rl.runtime.spans import SpanRecorder
-from mcore_rl.runtime.staged import (
-    StagedCollector,
-    StagedPool,
-    StagedProbe,
-    StagedPublisher,
-    StagedValidator,
-    Stages,
-)
+from mcore_rl.runtime.staged import StagedCollector, StagedValidator, Stages
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.sandbox.confinement.memory import groups_removed
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
@@ -131,25 +124,25 @@ class _Site:
         if shares_device(config.cluster, config.actor.offload):
             phases = DevicePhases(self.processes.trainers, engines, record=journal.record, span=self.recorder.span)
             self.stages.phases = phases
-        publisher = SlicePublisher.connect(self.processes.trainers, engines, config)
+        slices = SlicePublisher.connect(self.processes.trainers, engines, config)
         # The fleet starts before the journal exists, so it receives the function later.
         engines.note = journal.note
-        scheduler = self._scheduler(engines, publisher)
-        staged, scorers = StagedPool(scheduler, self.stages), self._scorers()
-        graded: RecordedPool = StepGradingPool(staged) if config.reward.batch == STEP else staged
+        scheduler = self._scheduler(engines, slices)
+        graded: RecordedPool = StepGradingPool(scheduler) if config.reward.batch == STEP else scheduler
+        scorers = self._scorers()
         has_rules = config.reward.function != NO_RULE
         scored = ScoredPool(graded, scorers, has_rules=has_rules) if scorers else None
         pool = graded if scored is None else scored
         sampler = self._sampler(len(self.prepared.prompts["train"]))
         failures = GradingFailures(config.reward, journal.note)
-        staged_publisher: Publisher = StagedPublisher(publisher, self.stages)
+        publisher: Publisher = slices
         collector: RolloutCollector | StreamingCollector
         in_flight: StreamingCollector | None = None
         if config.rollout.max_staleness:
             score = None if scored is None else scored.scored
             collector = in_flight = self._streaming(scheduler, sampler, failures, score)
             finish = config.rollout.swap == FINISH
-            staged_publisher = SwappingPublisher(staged_publisher, collector, finish)
+            publisher = SwappingPublisher(slices, collector, finish)
         else:
             collector = self._collector(pool, sampler, failures)
         reference, controllers = self._reference(journal)
@@ -157,7 +150,7 @@ class _Site:
             config=config,
             actor=self.processes.trainers,
             collector=StagedCollector(collector, self.stages),
-            publisher=staged_publisher,
+            publisher=publisher,
             validator=self._validator(pool, failures),
             validation_parts=self.prepared.validation_parts,
             journal=journal,
@@ -179,8 +172,7 @@ class _Site:
         prepared, config = self.prepared, self.config
         prompt_tokens = np.diff(prepared.prompts["train"].offsets)
         probe = PromptProbe(scheduler, prompt_tokens, config.rollout, config.run.seed)
-        engines, actor = StagedProbe(probe, self.stages), self.processes.trainers
-        return LogpGapCheck(config, actor, engines, prepared.layout.dp, self.show, prepared.cost)
+        return LogpGapCheck(config, self.processes.trainers, probe, prepared.layout.dp, self.show, prepared.cost)
 
     def _sampler(self, num_rows: int) -> PromptSampler:
         prepared, config = self.prepared, self.config
@@ -200,15 +192,14 @@ class _Site:
             streaming=config.rollout.max_staleness > 0,
             steals=config.reward.manager != "batch",  # batch graders need all responses of a task on one engine
             supply=self._supply(publisher),
-            interrupted=None if self.stages.phases is None else self.stages.phases.interrupted,
+            stages=self.stages,
         )
 
     def _supply(self, publisher: SlicePublisher) -> Callable[[], None]:
         """Return a function that sends the current weights to engines that were restarted during generation."""
-        staged = StagedPublisher(publisher, self.stages)
 
         def supply() -> None:
-            staged.publish(publisher.version)
+            publisher.publish(publisher.version)
             # Entering the stage switches a shared device back to generation.
             with self.stages.stage(phase=Phase.GENERATE):
                 pass

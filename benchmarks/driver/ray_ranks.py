@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[Schedule
             nodes = [rank // RANKS_PER_NODE for rank in range(DP_RANKS * peers)]
             fleet = Fleet([FleetEngine(n, Up(f"engine {n}", leader)) for n, leader in enumerate(leaders)], watch)
             scheduler = Scheduler(fleet, Config().rollout.max_concurrent_requests)
-            yield scheduler, TrainerGroup(ranks_of_trainer, nodes, watch, ranks, Stages(lambda name: nullcontext()))
+            yield scheduler, TrainerGroup(ranks_of_trainer, nodes, watch, ranks, Stages())
         finally:
             kill_all([*engines, *trainers])
 

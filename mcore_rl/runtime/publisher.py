@@ -15,7 +15,9 @@ from mcore_rl.config.staleness import RECOMPUTE
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineProcess
+from mcore_rl.runtime.phases import Phase
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
+from mcore_rl.runtime.staged import Stages, staged
 from mcore_rl.weights.connection import Connection, check_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan
@@ -54,6 +56,10 @@ class SlicePublisher:
     _broken: bool = field(default=True, init=False)
     """True if a new group is needed."""
 
+    @property
+    def stages(self) -> Stages:
+        return self.trainers.stages
+
     @staticmethod
     def connect(trainers: TrainerGroup, engines: Fleet, config: Config) -> SlicePublisher:
         """Plan the sync and connect all processes.
@@ -74,13 +80,16 @@ class SlicePublisher:
         publisher._connect(range(engines.num_engines))
         return publisher
 
+    @staged("weight_sync", Phase.SYNC)
     def publish(self, version: int) -> int:
         """Send every tensor to every engine that is up; returns `version` after they have acknowledged everything. A
         restarted engine receives the first version after it is up, and its weights are compared then.
 
         Raises: WeightSyncError if an engine rank received another number of bytes than was sent.
         """
+        return self._publish(version)
 
+    def _publish(self, version: int) -> int:
         def publish() -> None:
             members = self.engines.up()
             # A restarted engine is a new process, which has not joined the transfer group.
@@ -91,10 +100,11 @@ class SlicePublisher:
         self._retry(publish)
         self.version = self.engines.version = version
         if self.engines.lack_weights(self._members):
-            self.verify()
+            self._verify()
             self.engines.mark_supplied(self._members)
         return version
 
+    @staged("verify", Phase.SYNC)
     def verify(self) -> int:
         """Compare the tensors of all engine ranks that received the last version with the trainer ranks' tensors;
         returns the number of tensors compared. An engine with different weights is restarted while restarts are
@@ -102,10 +112,12 @@ class SlicePublisher:
 
         Raises: WeightSyncError listing the tensors that differ.
         """
+        return self._verify()
 
+    def _verify(self) -> int:
         def compare() -> WeightSyncError | None:
             if self._broken:  # an engine was lost in the previous comparison
-                self.publish(self.version)
+                self._publish(self.version)
             members = self._member_engines
             sending = self.trainers.call(TrainerProcess.send_digests)
             comparing = [engine.process.call(EngineProcess.compare_weights) for engine in members]
@@ -123,7 +135,7 @@ class SlicePublisher:
             return None
 
         while self._retry(compare) is not None:
-            self.publish(self.version)
+            self._publish(self.version)
         return self.plan.num_tensors * len(self._members)
 
     def _retry(self, call: Callable[[], T]) -> T:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, cast
@@ -35,6 +35,8 @@ from mcore_rl.runtime.engines.submissions import (
 )
 from mcore_rl.runtime.engines.trajectories import amend, grade, probe, restore_tasks, save_tasks
 from mcore_rl.runtime.health import AnyRef
+from mcore_rl.runtime.phases import Phase
+from mcore_rl.runtime.staged import Stages, staged
 from mcore_rl.types import BuffersRef, Grades, Mean, RolloutResult, RolloutScalars, RolloutTask
 
 T = TypeVar("T")
@@ -62,8 +64,7 @@ class Scheduler:
     """True if engines without unstarted requests take unstarted requests from others in a batch."""
     supply: Callable[[], None] = _no_supply
     """Publishes the current weights to restarted engines."""
-    interrupted: Callable[[], AbstractContextManager[None]] | None = None
-    """DevicePhases.interrupted, if engines and trainer ranks share devices."""
+    stages: Stages = field(default_factory=Stages)
     _balance: LoadBalancer = field(init=False)
     _submissions: dict[int, Submission] = field(default_factory=dict, init=False)
     """Unfinished tasks by ticket, and finished tasks of `run`: if an engine is lost, they must be generated again."""
@@ -111,6 +112,7 @@ class Scheduler:
         """Set a callback for finished tasks. It is called in any wait of the driver, and must not wait itself."""
         self._on_end = heard
 
+    @staged(None, Phase.GENERATE)  # no span: a part of `rollout` or `validate`
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         """Generate all tasks with the current weights; results are in the order of the tasks.
 
@@ -156,12 +158,14 @@ class Scheduler:
         num_tasks, num_running = sum(tasks for tasks, _ in counts), sum(running for _, running in counts)
         return num_tasks == len(self._submissions) and not num_running
 
+    @staged("grade", None)
     def grade(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[Grades]:
         return grade(self.fleet, tasks, results)
 
     def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
         amend(self.fleet, tasks, results)
 
+    @staged("probe", Phase.GENERATE)
     def probe(self, task: RolloutTask) -> dict[str, RolloutResult]:
         """Run a task on each engine that has weights (see ProbedPool.probe). Metrics of steps do not include it."""
         return probe(self.fleet, task, self.renew)
@@ -199,11 +203,12 @@ class Scheduler:
         fleet = self.fleet
         if not fleet.asleep:
             return self._renew(chunks)
-        if self.interrupted is None or not (fleet.watch.any_lost or lost_parts(self.fleet, chunks)):
+        phases = self.stages.phases
+        if phases is None or not (fleet.watch.any_lost or lost_parts(self.fleet, chunks)):
             return False
         for engine in fleet.failed():
             engine.start.kill()  # ranks that fetch from it must not wait: they free their devices next
-        with self.interrupted():
+        with phases.interrupted():
             fleet.start_asleep()
             self.supply()
             return self._renew(chunks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,7 +59,7 @@ def given(prompt_set: str, sizes: Sequence[int]) -> tuple[list[RolloutTask], lis
 
 
 def group_of(num_judges: int) -> JudgeGroup:
-    return JudgeGroup([Judge() for _ in range(num_judges)], Waiting(), Stages(nullcontext))  # type: ignore[arg-type]
+    return JudgeGroup([Judge() for _ in range(num_judges)], Waiting(), Stages())  # type: ignore[arg-type]
 
 
 def test_score_returns_scores_by_task() -> None:

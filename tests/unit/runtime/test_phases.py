@@ -10,8 +10,8 @@ import pytest
 
 from mcore_rl.config.schema import Config
 from mcore_rl.runtime.phases import DevicePhases, Phase, shares_device
-from mcore_rl.runtime.staged import StagedPool, StagedPublisher, Stages, staged
-from mcore_rl.types import BatchHandle, Total
+from mcore_rl.runtime.staged import Stages, staged
+from mcore_rl.types import Total
 
 
 class Device:
@@ -48,65 +48,42 @@ class Device:
         return contextlib.nullcontext()
 
     # What a run calls:
-    def run(self, tasks: object) -> None:
+    @staged(None, Phase.GENERATE)
+    def run(self) -> None:
         self.moves.append("generate")
         assert self.of_engine == {"weights", "kv_cache"}
         assert self.weights_are_defined
 
     @staged("update", Phase.REPLACE)
-    def update(self, handle: object) -> None:
+    def update(self) -> None:
         self.moves.append("update")
         assert not self.of_engine, "the ranks load beside the engine"
         self.of_trainer = {"params", "grads", "optimizer"}
 
     @staged(None, Phase.KEEP)
-    def start_save(self, directory: str, *, snapshot: bool) -> None:
+    def save(self) -> None:
         self.moves.append("save")
         assert not self.of_engine
         self.of_trainer |= {"params", "optimizer"}
 
-    def publish(self, version: int) -> None:
+    @staged("weight_sync", Phase.SYNC)
+    def publish(self) -> None:
         self.moves.append("sync")
         assert self.of_engine == {"weights"}
         self.of_trainer.add("params")
         self.weights_are_defined = True
 
 
-class Turns:
-    """Calls of a run, each in its phase."""
-
-    def __init__(self, device: Device) -> None:
-        self.pool, self.actor = StagedPool(device, device.stages), device
-        self.publisher = StagedPublisher(device, device.stages)
-
-    def run(self) -> None:
-        self.pool.run([])
-
-    def update(self) -> None:
-        self.actor.update(BatchHandle((), 1))  # type: ignore[arg-type]
-
-    def save(self) -> None:
-        self.actor.start_save("", snapshot=False)
-
-    def publish(self) -> None:
-        self.publisher.publish(1)
-
-
-def in_turns() -> tuple[Device, Turns]:
-    device = Device()
-    return device, Turns(device)
-
-
 def test_phases_step_moves_memory_once_and_in_order() -> None:
-    device, turns = in_turns()
-    turns.publish()
+    device = Device()
+    device.publish()
     for _ in range(2):
         device.moves.clear()
-        turns.run()
-        turns.run()  # a refill: nothing moves
-        turns.update()
-        turns.update()
-        turns.publish()
+        device.run()
+        device.run()  # a refill: nothing moves
+        device.update()
+        device.update()
+        device.publish()
     assert device.moves == [
         "offload params+grads+optimizer",
         "wake kv_cache",
@@ -122,54 +99,54 @@ def test_phases_step_moves_memory_once_and_in_order() -> None:
 
 
 def test_phases_checkpoint_keeps_weights_update_discards_them() -> None:
-    device, turns = in_turns()
-    turns.publish()
-    turns.run()
-    turns.save()
-    turns.run()
-    turns.update()
+    device = Device()
+    device.publish()
+    device.run()
+    device.save()
+    device.run()
+    device.update()
     assert [move for move in device.moves if move.startswith("sleep")] == ["sleep, weights kept", "sleep"]
 
 
 def test_phases_never_overlap() -> None:
     """`Device` checks the order. Only generation after an update without a sync is rejected."""
     for calls in itertools.product(["run", "update", "save", "publish"], repeat=5):
-        _, turns = in_turns()
-        turns.publish()
+        device = Device()
+        device.publish()
         stale = False
         for call in calls:
             if call == "run" and stale:
                 with pytest.raises(AssertionError, match="without weights"):
-                    turns.run()
+                    device.run()
                 break
-            getattr(turns, call)()
+            getattr(device, call)()
             stale = call == "update" or (stale and call != "publish")
 
 
 def test_phases_record_moved_bytes() -> None:
-    device, turns = in_turns()
-    turns.publish()
-    turns.run()
-    turns.update()
+    device = Device()
+    device.publish()
+    device.run()
+    device.update()
     assert device.metrics == {"memory/offloaded_bytes": Total(3), "memory/engine_released_bytes": Total(2)}
 
 
 @pytest.mark.parametrize("phase", list(Phase))
 def test_interrupted_phase_frees_the_device_and_is_entered_again(phase: Phase) -> None:
     """Example: an engine restarts, receives weights and regenerates lost responses."""
-    device, turns = in_turns()
-    turns.publish()
-    turns.run()
-    phases = turns.pool.stages.phases
+    device = Device()
+    device.publish()
+    device.run()
+    phases = device.stages.phases
     assert phases is not None
     phases.enter(phase)
     device.of_trainer = {"params"} if phase is Phase.SYNC else device.of_trainer
     with phases.interrupted():
         assert not device.of_trainer
-        turns.publish()
-        turns.run()
+        device.publish()
+        device.run()
     assert device.of_engine == {Phase.GENERATE: {"weights", "kv_cache"}, Phase.SYNC: {"weights"}}.get(phase, set())
-    turns.run() if phase is Phase.KEEP else turns.update()
+    device.run() if phase is Phase.KEEP else device.update()
 
 
 @pytest.mark.parametrize("part", ["params", "grads", "optimizer"])

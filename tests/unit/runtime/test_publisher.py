@@ -11,6 +11,7 @@ import ray
 
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
 from mcore_rl.runtime.publisher import SlicePublisher
+from mcore_rl.runtime.staged import Stages
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.hosts import Host
 from mcore_rl.weights.transports.topology import Endpoint, Topology
@@ -72,7 +73,7 @@ class _Trainers:
     """Fake TrainerGroup."""
 
     def __init__(self, processes: Processes) -> None:
-        self.watch, self.processes = SimpleNamespace(get=list), ()
+        self.watch, self.processes, self.stages = SimpleNamespace(get=list), (), Stages()
 
     def call(self, method: Callable[..., object], *arguments: object) -> _Call:
         return _Call({} if method.__name__ == "create_buffers" else None)

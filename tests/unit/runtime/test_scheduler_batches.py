@@ -19,6 +19,8 @@ from mcore_rl.rollout.tasks import GivenUp
 from mcore_rl.runtime.delivery import Chunk
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
+from mcore_rl.runtime.phases import Phase
+from mcore_rl.runtime.staged import Stages
 from mcore_rl.types import RolloutTask, SamplingOptions, Total
 from tests.unit.runtime.engines import SAMPLES, Call, GiveUp, Watch, groups, scalars_of, scheduler_over, tasks_of
 
@@ -226,7 +228,7 @@ class Turns:
 
     def __init__(self, pool: Scheduler, watch: DyingWatch) -> None:
         self.pool, self.watch, self.moves = pool, watch, list[str]()
-        pool.interrupted, pool.supply = self.interrupted, self.supply
+        pool.stages, pool.supply = Stages(phases=cast(Any, self)), self.supply
         pool.fleet.sleep, pool.fleet.wake_up = self.sleep, self.wake_up  # type: ignore[method-assign]
 
     def sleep(self, keep_weights: bool) -> int:
@@ -238,6 +240,8 @@ class Turns:
     def wake_up(self, part: str) -> None:
         self.moves.append(f"wake_up {part}")
         self.pool.fleet.asleep = part != "kv_cache"
+
+    def enter(self, phase: Phase) -> None: ...
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -108,7 +107,7 @@ def make() -> tuple[TrainerGroup, list[str], list[list[tuple[object, ...]]]]:
     """Return a group of two data-parallel ranks, the names of calls (one per rank), and the calls of each rank."""
     rounds: list[str] = []
     handles = [Rank(rounds), Rank(rounds)]
-    group = TrainerGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)), Stages(nullcontext))  # type: ignore[arg-type]
+    group = TrainerGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)), Stages())  # type: ignore[arg-type]
     return group, rounds, [handle.process.actor.calls for handle in handles]
 
 
@@ -194,7 +193,7 @@ def test_critic_update_uses_the_batch_of_its_values() -> None:
     handles = [Rank(rounds, CriticProcess), Rank(rounds, CriticProcess)]
     for handle in handles:
         handle.process.critic = RecordedCritic()
-    critic = CriticGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)), Stages(nullcontext), lambda batch: batch)  # type: ignore[arg-type]
+    critic = CriticGroup(handles, (0, 1), Ready(), RankMap((0, 1), (0, 1)), Stages(), lambda batch: batch)  # type: ignore[arg-type]
     first, second = critic.values(batch(2)), critic.values(batch(1))
     assert critic.update(second, TokenRefs(second.columns, 0)) == {"updated": Mean(2.0, 2)}
     assert handles[0].process.critic.calls == [[[0], [3]], [[0, 3]], ([0, 3], [0, 3])]
