@@ -18,7 +18,8 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.rollout.streaming.collector import StreamingCollector
 from mcore_rl.runtime.calls import ProcessHandle
-from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.engine import FleetEngine
+from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.health import Watch
@@ -123,10 +124,10 @@ class _SimulatedRun:
         self._directory = directory
         # Training a batch takes as long as generating it on full engines, so that neither side limits the other.
         self._seconds_per_token = step_seconds(SLOTS) / (SLOTS * setting.engines)
-        engines = []
+        engines: list[FleetEngine] = []
         for number in range(setting.engines):
             handle = ProcessHandle[EngineProcess](f"engine {number}", SimulatedEngine(self.clock, directory))
-            engines.append(FleetEngine(number, Up(handle.name, handle)))
+            engines.append(Up(number, handle, cast(Watch, self.clock)))
         scheduler = Scheduler(Fleet(engines, cast(Watch, self.clock)), SLOTS, streaming=True)
         self._collector = _collector(scheduler, setting, directory)
         # Version 0 has been published before the first step, as in a run.

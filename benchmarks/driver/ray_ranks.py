@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from benchmarks.driver.load import DP_RANKS, ENGINES, Make, make_scalars, write_
 from benchmarks.sizes import size
 from mcore_rl.config.schema import Config
 from mcore_rl.rollout.tasks import GivenUp, Until
-from mcore_rl.runtime.calls import FanOut, ProcessHandle, Ref, remote_method
+from mcore_rl.runtime.calls import FanOut, ProcessHandle, remote_method
 from mcore_rl.runtime.cluster import ray_cluster
-from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.engine import FleetEngine
+from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.health import Watch, kill_all
-from mcore_rl.runtime.roles.base import RankProcess, RunProcess, SetUpContext
+from mcore_rl.runtime.roles.base import RankProcess, RunProcess
 from mcore_rl.runtime.roles.groups import RankMap
 from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.runtime.staged import Stages
@@ -68,25 +69,16 @@ class ReadyEngine(RunProcess):
         return replace(ready, group_ids=task.group_ids[groups], prompt_rows=task.prompt_rows[groups])
 
 
-@dataclass(frozen=True)
-class Up:
+class Up(FleetEngine):
     """Engine that is always running."""
 
-    name: str
-    leader: ProcessHandle[Any]
-    journal: str | None = None
+    def __init__(self, number: int, process: ProcessHandle[Any], watch: Watch) -> None:
+        self.process = process
+        super().__init__(number, f"engine {number}", [], [], watch, "", None)
 
-    @property
-    def processes(self) -> list[ProcessHandle[Any]]:
-        return [self.leader]
-
-    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> Ref[None]:
-        raise AssertionError(f"{self.name} needs no set-up")
+    def __post_init__(self) -> None: ...
 
     def kill(self) -> None:
-        raise AssertionError(f"{self.name} was lost")
-
-    def again(self) -> Ref[None]:
         raise AssertionError(f"{self.name} was lost")
 
 
@@ -173,7 +165,7 @@ def ray_groups(peers: int, make: Make = make_scalars) -> Iterator[tuple[Schedule
             dp_rank_of = tuple(rank // peers for rank in range(DP_RANKS * peers))
             ranks = RankMap(dp_rank_of, reporting=tuple(range(0, DP_RANKS * peers, peers)))
             nodes = [rank // RANKS_PER_NODE for rank in range(DP_RANKS * peers)]
-            fleet = Fleet([FleetEngine(n, Up(f"engine {n}", leader)) for n, leader in enumerate(leaders)], watch)
+            fleet = Fleet([Up(number, leader, watch) for number, leader in enumerate(leaders)], watch)
             scheduler = Scheduler(fleet, Config().rollout.max_concurrent_requests)
             yield scheduler, TrainerGroup(ranks_of_trainer, nodes, watch, ranks, Stages())
         finally:

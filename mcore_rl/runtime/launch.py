@@ -22,8 +22,8 @@ from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.cores import shares_cores
 from mcore_rl.runtime.daemons import Daemons
-from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
-from mcore_rl.runtime.engines.start import EngineStart
+from mcore_rl.runtime.engines.engine import FleetEngine
+from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.health import AnyProcess, AnyRef, Watch, kill_all
 from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.output import ray_output_to
@@ -118,7 +118,7 @@ def _set_up(
     for engine, slots in zip([] if fleet is None else fleet.engines, placement.engines, strict=True):
         # Ray numbers the GPUs of a node in its own order, so a colocated engine gets the devices that its ranks report.
         visible = [visible_devices(placement, slot, devices) for slot in slots]
-        starting[engine.start.set_up(context, visible)] = engine.start.processes
+        starting[engine.set_up(context, visible)] = engine.processes
     takes_turns = fleet is not None and shares_device(config.cluster, config.actor.offload)
     if fleet is not None and takes_turns:
         # Rollout engines measure the free memory when they start: ranks and other engines start after they sleep.
@@ -133,7 +133,7 @@ def _set_up(
         show("engines and other models ready" if roles else f"{_count(num_engines, 'rollout engine')} ready")
     # Not earlier: if an engine cannot be set up, every restart would fail, too.
     if fleet is not None and fleet.max_restarts:
-        watch.allow_failure(process for engine in fleet.engines for process in engine.start.processes)
+        watch.allow_failure(process for engine in fleet.engines for process in engine.processes)
 
 
 def _set_up_roles(
@@ -214,8 +214,8 @@ class _Starter:
                 for slot in slots
             ]
             peers = [self._peers("rollout", slot.node) for slot in slots]
-            start = EngineStart(f"rollout engine {number}", options, peers, self.watch, self.logs, journals)
-            engines.append(FleetEngine(number, start))
+            name = f"rollout engine {number}"
+            engines.append(FleetEngine(number, name, options, peers, self.watch, self.logs, journals))
         return Fleet(engines, self.watch, rollout.max_engine_restarts) if engines else None
 
     def _start(

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import RECOMPUTE
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
-from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.engine import FleetEngine
+from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.phases import Phase
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
@@ -126,7 +127,7 @@ class SlicePublisher:
             by_engine = cast("list[list[Comparison]]", results[: len(members)])
             for engine, ranks in zip(members, by_engine, strict=True):
                 try:
-                    require_equal(ranks, engine.start.name)
+                    require_equal(ranks, engine.name)
                 except WeightSyncError as error:
                     if not self.engines.max_restarts:
                         raise

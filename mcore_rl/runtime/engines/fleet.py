@@ -5,82 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from mcore_rl.errors import ClusterDiedError, WorkerDiedError
 from mcore_rl.runtime.calls import ProcessHandle, Ref
 from mcore_rl.runtime.delivery import ReleasedKeys
 from mcore_rl.runtime.engines.balance import EngineKey
+from mcore_rl.runtime.engines.engine import FleetEngine
 from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.health import Watch
-from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import drain_spans
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.types import Metric, Span, Total, merge_metrics
 from mcore_rl.weights.transports.topology import Endpoint
 
 T = TypeVar("T")
-
-
-class Start(Protocol):
-    """Start of one engine's processes (EngineStart)."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def leader(self) -> ProcessHandle[EngineProcess]: ...
-
-    @property
-    def processes(self) -> Sequence[ProcessHandle[RunProcess]]: ...
-
-    @property
-    def journal(self) -> str | None: ...
-
-    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> Ref[None]: ...
-
-    def kill(self) -> None: ...
-
-    def again(self) -> Ref[None]: ...
-
-
-@dataclass
-class FleetEngine:
-    """One engine: its processes, and whether it is up and has weights."""
-
-    number: int
-    start: Start
-    incarnation: int = 0
-    """Number of times that the engine was replaced."""
-    starting: Ref[None] | None = None
-    """Result of the set-up while the engine restarts."""
-    deadline: float = 0.0
-    """Time limit of the restart, by time.monotonic()."""
-    has_weights: bool = True
-    busy_seconds: float = 0.0
-    """Busy seconds from the engine's last report."""
-
-    @property
-    def process(self) -> ProcessHandle[EngineProcess]:
-        """The process that is called; processes on other hosts follow it."""
-        return self.start.leader
-
-    @property
-    def serves(self) -> bool:
-        return self.starting is None and self.has_weights
-
-    @property
-    def key(self) -> EngineKey:
-        return EngineKey(self.number, self.incarnation)
-
-    @property
-    def producer(self) -> str:
-        """Name of the current incarnation as a producer of trajectories."""
-        return self.producer_of(self.incarnation)
-
-    def producer_of(self, incarnation: int) -> str:
-        """Return the name of one incarnation; no other process ever has this name."""
-        return f"{self.start.name} (started {incarnation + 1} times)" if incarnation else self.start.name
 
 
 @dataclass
@@ -137,18 +76,18 @@ class Fleet:
         first_line = why.splitlines()[0]
         self.note(f"warning: {first_line}; it starts again ({self.num_restarts} of {self.max_restarts} times)")
         # Before the restart, which changes `producer` and the name of the journal.
-        if engine.start.journal is not None:
-            self._journals[engine.producer] = engine.start.journal
+        if engine.journal is not None:
+            self._journals[engine.producer] = engine.journal
         # A new incarnation gives the process a new name as a producer, so keys of the lost one are never requested from
         # it.
         engine.incarnation += 1
         engine.busy_seconds, engine.has_weights = 0.0, False
-        engine.starting, engine.deadline = engine.start.again(), self.watch.start_deadline()
+        engine.starting, engine.deadline = engine.replace_processes(), self.watch.start_deadline()
 
     def is_lost(self, engine: FleetEngine) -> bool:
         """Return whether some process of the engine has died; waits a few seconds for the death to be reported."""
         if not self._reasons(engine):
-            self.watch.blame_the_dead(engine.start.processes)  # the death of another process explains nothing here
+            self.watch.blame_the_dead(engine.processes)  # the death of another process explains nothing here
         return bool(self._reasons(engine))
 
     def failed(self) -> list[FleetEngine]:
@@ -159,7 +98,7 @@ class Fleet:
 
     def _reasons(self, engine: FleetEngine) -> list[str]:
         """Return the reasons why processes of the engine are lost."""
-        return [why for process in engine.start.processes if (why := self.watch.lost(process)) is not None]
+        return [why for process in engine.processes if (why := self.watch.lost(process)) is not None]
 
     def reap_failed(self) -> None:
         """Restart failed engines."""
@@ -172,7 +111,7 @@ class Fleet:
         def wait() -> None:
             for engine in self.engines:
                 if engine.starting is not None:
-                    self.watch.get_started({engine.starting: engine.start.processes})
+                    self.watch.get_started({engine.starting: engine.processes})
                     engine.starting = None
 
         # An engine may have died while it started: restart it before waiting for it.
@@ -186,7 +125,7 @@ class Fleet:
         def look() -> None:
             for engine in self.engines:
                 if engine.starting is not None and self.watch.has_started(
-                    engine.starting, engine.start.processes, engine.deadline
+                    engine.starting, engine.processes, engine.deadline
                 ):
                     engine.starting = None
 
@@ -219,7 +158,7 @@ class Fleet:
         """Record that these engines have the current weights."""
         for engine in (self.engines[index] for index in indices):
             if not engine.has_weights:
-                self.note(f"{engine.start.name} is up again, with the weights of version {self.version}")
+                self.note(f"{engine.name} is up again, with the weights of version {self.version}")
             engine.has_weights = True
 
     def endpoints(self) -> list[Endpoint]:

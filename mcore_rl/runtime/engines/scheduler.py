@@ -207,7 +207,7 @@ class Scheduler:
         if phases is None or not (fleet.watch.any_lost or lost_parts(self.fleet, chunks)):
             return False
         for engine in fleet.failed():
-            engine.start.kill()  # ranks that fetch from it must not wait: they free their devices next
+            engine.kill()  # ranks that fetch from it must not wait: they free their devices next
         with phases.interrupted():
             fleet.start_asleep()
             self.supply()

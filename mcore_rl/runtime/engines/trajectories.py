@@ -13,7 +13,8 @@ from mcore_rl.rollout.streaming.interface import TRAJECTORIES, SavedTasks
 from mcore_rl.runtime.calls import passed
 from mcore_rl.runtime.delivery import Chunk, Delivery, Part, Rows, TrajectoryPlace
 from mcore_rl.runtime.engines.balance import EngineKey
-from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.engine import FleetEngine
+from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.types import BuffersRef, Grades, RolloutResult, RolloutScalars, RolloutTask
 
@@ -66,8 +67,7 @@ def probe(fleet: Fleet, task: RolloutTask, renew: Callable[[Sequence[Chunk]], bo
             [engine.process.call(EngineProcess.probe, own) for engine, own in zip(engines, tasks, strict=True)]
         )
         return {
-            engine.start.name: result(engine, own, *found)
-            for engine, own, found in zip(engines, tasks, made, strict=True)
+            engine.name: result(engine, own, *found) for engine, own, found in zip(engines, tasks, made, strict=True)
         }
 
     def result(

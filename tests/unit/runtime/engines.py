@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 
 from mcore_rl.rollout.tasks import GivenUp, Tail, Until, share
 from mcore_rl.runtime.calls import ProcessHandle
-from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.engine import FleetEngine
+from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
@@ -99,34 +100,28 @@ class Process(ProcessHandle[EngineProcess]):
             self.given.append(task)
 
 
-@dataclass
-class Start:
-    """Fake EngineStart."""
+class Engine(FleetEngine):
+    """Engine with fake processes; `all` has the replaced ones too."""
 
-    name: str
-    all: list[Process] = field(default_factory=list)
-    killed: list[Process] = field(default_factory=list)
+    process: Process
+
+    def __init__(self, number: int) -> None:
+        self.all, self.killed = list[Process](), list[Process]()
+        super().__init__(number, f"engine {number}", [], [], cast(Any, None), "", None)
 
     def __post_init__(self) -> None:
-        self.again()
-
-    @property
-    def leader(self) -> Process:
-        return self.all[-1]
-
-    @property
-    def processes(self) -> list[Process]:
-        return self.all[-1:]
+        self.replace_processes()
 
     @property
     def journal(self) -> str:
         return f"{self.name}.{len(self.all)}"
 
     def kill(self) -> None:
-        self.killed.append(self.leader)
+        self.killed.append(self.process)
 
-    def again(self) -> object:
-        self.all.append(Process(self.name))
+    def replace_processes(self) -> Any:
+        self.process = Process(self.name)
+        self.all.append(self.process)
         return f"{self.name} starts"
 
 
@@ -135,16 +130,16 @@ class Watch:
 
     def __init__(self) -> None:
         self.dead: dict[int, str] = {}
-        self.starts: list[Start] = []
+        self.engines: list[Engine] = []
         self.slow: set[str] = set()
         """Engines whose set-up ends only in `get_started`."""
 
     def process(self, process_id: int) -> Process:
-        return next(p for start in self.starts for p in start.all if id(p) == process_id)
+        return next(p for engine in self.engines for p in engine.all if id(p) == process_id)
 
     def present(self, name: str) -> Process:
         """Return the current process with this name."""
-        return next(start for start in self.starts if start.name == name).leader
+        return next(engine for engine in self.engines if engine.name == name).process
 
     def lost(self, process: Process) -> str | None:
         return self.dead.get(id(process))
@@ -181,9 +176,8 @@ def tasks_of(count: int) -> list[RolloutTask]:
 def scheduler_over(
     watch: Watch, num_engines: int, *, max_restarts: int = 3, note: Callable[[str], None] = str, **options: Any
 ) -> Scheduler:
-    watch.starts = [Start(f"engine {number}") for number in range(num_engines)]
-    engines = [FleetEngine(number, start) for number, start in enumerate(watch.starts)]
-    fleet = Fleet(engines, cast(Any, watch), max_restarts, note)
+    watch.engines = [Engine(number) for number in range(num_engines)]
+    fleet = Fleet([*watch.engines], cast(Any, watch), max_restarts, note)
     options = {"slots_per_engine": 2, "supply": lambda: fleet.mark_supplied(fleet.up())} | options
     return Scheduler(fleet, **options)
 

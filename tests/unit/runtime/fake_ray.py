@@ -99,6 +99,9 @@ class Process(ProcessHandle[RunProcess]):
     def watch(self) -> object:
         return self.open_call()
 
+    def where(self) -> object:
+        return self.open_call()
+
     def seconds_stuck(self) -> object:
         return self.open_call() if self.is_stopped else self.ended(0.0)
 

@@ -127,7 +127,7 @@ def finish_all(stream: Scheduler, watch: StreamWatch) -> None:
 
 def tickets(watch: StreamWatch) -> list[list[int]]:
     """Return the tickets of the unfinished tasks of each engine."""
-    return [[ticket for ticket, _ in start.leader.left] for start in watch.starts]
+    return [[ticket for ticket, _ in engine.process.left] for engine in watch.engines]
 
 
 def producers(results: dict[int, RolloutResult]) -> dict[int, str]:

@@ -13,10 +13,12 @@ import pytest
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.tasks import Until
 from mcore_rl.runtime import health
-from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
+from mcore_rl.runtime.engines.engine import FleetEngine
+from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER, Watch
+from mcore_rl.runtime.roles import places
 from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask
 from tests.unit.runtime.engines import scalars_of, tasks_of
 from tests.unit.runtime.fake_ray import Call, Process, Ray
@@ -25,7 +27,8 @@ from tests.unit.runtime.fake_ray import Call, Process, Ray
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     fake = Ray()
-    monkeypatch.setattr(health, "ray", fake)
+    for module in (health, places):
+        monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: fake.now))
     return fake
 
@@ -172,8 +175,8 @@ def test_wait_without_attendant_calls_returns_num_returns(ray: Ray) -> None:
     assert watch.wait(calls, 2) == (calls[:2], calls[2:])
 
 
-class Engine(Process):
-    """Engine whose tasks take a second each and run concurrently."""
+class EngineHandle(Process):
+    """Process of an engine whose tasks take a second each and run concurrently."""
 
     def __init__(self, ray: Ray, name: str) -> None:
         super().__init__(ray, name)
@@ -207,98 +210,87 @@ class Engine(Process):
             self._done = []
 
 
-@dataclass
-class Start:
-    """Fake EngineStart."""
+class Engine(FleetEngine):
+    """Engine with a fake process; its start takes 3 seconds."""
 
-    name: str
-    watch: Watch
-    ray: Ray
-    journal: str | None = None
-    leader: Engine = field(init=False)
-    lost: list[Engine] = field(default_factory=list)
+    process: EngineHandle
 
-    def __post_init__(self) -> None:
-        self.leader = Engine(self.ray, self.name)
-        self.watch.add(self.leader)
+    def __init__(self, number: int, watch: Watch, ray: Ray) -> None:
+        self.ray, self.lost = ray, list[EngineHandle]()
+        super().__init__(number, f"engine {number}", [], [], watch, "", None)
 
-    @property
-    def processes(self) -> list[Engine]:
-        return [self.leader]
+    def _create(self) -> list[Any]:
+        self.process = EngineHandle(self.ray, self.name)
+        return [self.process]
 
     def kill(self) -> None:
-        self.leader.die()
+        self.process.die()
+        self.lost.append(self.process)
 
-    def again(self) -> object:
-        before = self.leader
-        self.kill()
-        self.lost.append(before)
-        self.leader = Engine(self.ray, self.name)
-        self.watch.replace(before, self.leader)
+    def _set_up(self) -> Any:
         return self.ray.call(3.0)
 
 
-def stream_of(ray: Ray, num_engines: int) -> tuple[Scheduler, list[Start], Watch]:
+def stream_of(ray: Ray, num_engines: int) -> tuple[Scheduler, list[Engine], Watch]:
     watch = Watch()
-    starts = [Start(f"engine {number}", watch, ray) for number in range(num_engines)]
-    watch.allow_failure([start.leader for start in starts])
-    engines = [FleetEngine(number, start) for number, start in enumerate(starts)]
-    fleet = Fleet(engines, watch, num_engines, note=lambda line: None)
+    engines = [Engine(number, watch, ray) for number in range(num_engines)]
+    watch.allow_failure([engine.process for engine in engines])
+    fleet = Fleet([*engines], watch, num_engines, note=lambda line: None)
     scheduler = Scheduler(fleet, 8, streaming=True, supply=lambda: fleet.mark_supplied(fleet.up()))
-    return scheduler, starts, watch
+    return scheduler, engines, watch
 
 
 @pytest.mark.parametrize("dying", [(0,), (2,), (0, 1), (1, 0), (0, 2), (2, 0), (2, 1), (0, 1, 2)])
 def test_engines_that_die_together_are_all_replaced(ray: Ray, dying: tuple[int, ...]) -> None:
     """Example: a host with several engines dies."""
-    stream, starts, _ = stream_of(ray, 3)
-    ray.after(0.5, lambda: [starts[number].leader.die() for number in dying] and None)
+    stream, engines, _ = stream_of(ray, 3)
+    ray.after(0.5, lambda: [engines[number].process.die() for number in dying] and None)
     assert [scalars.group_ids[0] for _, scalars in stream.run(tasks_of(9))] == list(range(9))
-    assert [len(start.lost) for start in starts] == [int(number in dying) for number in range(3)]
+    assert [len(engine.lost) for engine in engines] == [int(number in dying) for number in range(3)]
 
 
 def test_engine_that_misses_its_start_deadline_starts_again(ray: Ray) -> None:
     """The start takes 3 seconds, the deadline is 2 seconds."""
-    stream, starts, watch = stream_of(ray, 2)
+    stream, engines, watch = stream_of(ray, 2)
     pool, watch.start_seconds = stream.fleet, 2.0
     pool.lose(pool.engines[0], "engine 0 died")
     assert pool.up() == [1]
     ray.wait([Call()], timeout=2.5)
     assert pool.up() == [1]
-    assert len(starts[0].lost) == 2
+    assert len(engines[0].lost) == 2
     ray.wait([Call()], timeout=3.5)
     assert pool.up() == [0, 1]
-    assert len(starts[0].lost) == 2
+    assert len(engines[0].lost) == 2
 
 
 def test_is_lost_is_true_for_every_dead_engine(ray: Ray) -> None:
     """The death of one engine does not explain the failure of another."""
-    stream, starts, _ = stream_of(ray, 3)
-    starts[0].leader.die()
-    starts[2].leader.die()
+    stream, engines, _ = stream_of(ray, 3)
+    engines[0].process.die()
+    engines[2].process.die()
     assert [stream.fleet.is_lost(stream.fleet.engines[number]) for number in (2, 0, 1)] == [True, True, False]
 
 
 def test_engines_that_die_during_another_wait_are_replaced_later(ray: Ray) -> None:
-    stream, starts, watch = stream_of(ray, 3)
+    stream, engines, watch = stream_of(ray, 3)
     results: dict[int, RolloutResult] = {}
     for task in tasks_of(9):
         stream.begin(task, results)
-    ray.after(0.5, starts[2].leader.die)
-    ray.after(0.7, starts[0].leader.die)
+    ray.after(0.5, engines[2].process.die)
+    ray.after(0.7, engines[0].process.die)
     assert watch.get([ray.call(100.0, "trained")]) == ["trained"]
     assert len(results) == 3
-    assert [len(start.lost) for start in starts] == [0, 0, 0]
-    assert (starts[0].leader.runs, starts[2].leader.runs) == (1, 1)  # nobody asks them again and again
+    assert [len(engine.lost) for engine in engines] == [0, 0, 0]
+    assert (engines[0].process.runs, engines[2].process.runs) == (1, 1)  # nobody asks them again and again
     assert ray.waits < 600
     while len(results) < 9:
         stream.wait()
-    assert [len(start.lost) for start in starts] == [1, 0, 1]
+    assert [len(engine.lost) for engine in engines] == [1, 0, 1]
 
 
 def test_failed_call_of_a_replaced_process_waits_for_no_death(ray: Ray) -> None:
     """The engine was replaced without a death that could explain the failure of its calls."""
-    stream, starts, watch = stream_of(ray, 2)
+    stream, engines, watch = stream_of(ray, 2)
     results: dict[int, RolloutResult] = {}
     for task in tasks_of(4):
         stream.begin(task, results)
@@ -307,7 +299,7 @@ def test_failed_call_of_a_replaced_process_waits_for_no_death(ray: Ray) -> None:
     assert ray.seconds == pytest.approx(0.5)
     while len(results) < 4:
         stream.wait()
-    assert [len(start.lost) for start in starts] == [1, 0]
+    assert [len(engine.lost) for engine in engines] == [1, 0]
 
 
 def stop(process: Process) -> None:

@@ -83,7 +83,7 @@ class _Engine:
     """Fake FleetEngine, which is also the handle of its process."""
 
     def __init__(self, processes: Processes, number: int) -> None:
-        self.start, self._processes, self._number = SimpleNamespace(name=f"rollout engine {number}"), processes, number
+        self.name, self._processes, self._number = f"rollout engine {number}", processes, number
         self.process = self
 
     def call(self, method: Callable[..., object], *arguments: object) -> object:
@@ -97,7 +97,7 @@ class _Engine:
 
     def connect(self, connection: Connection, place: int) -> None:
         topology = connection.plan.topology
-        assert topology.name(topology.member(place)) == f"{self.start.name} on here"
+        assert topology.name(topology.member(place)) == f"{self.name} on here"
         self._processes.events.append(f"meet {self._number}")
 
     def _answer(self, method: str, well: list[object]) -> list[object]:
@@ -109,7 +109,7 @@ class _Engine:
 
 class _DiedError(WorkerDiedError):
     def __init__(self, engine: _Engine) -> None:
-        super().__init__(f"{engine.start.name} died")
+        super().__init__(f"{engine.name} died")
         self.engine = engine
 
 

@@ -96,7 +96,7 @@ def test_run_returns_results_in_task_order_despite_deaths(dying: dict[int, list[
 def test_run_waits_for_the_last_engine_and_supplies_it() -> None:
     pool, watch = pool_of(1, {3: ["engine 0"], 9: ["engine 0"]})
     assert groups(pool.run(tasks_of(12))) == ALL
-    assert [len(start.all) for start in watch.starts] == [3]
+    assert [len(engine.all) for engine in watch.engines] == [3]
     assert not pool.fleet.lack_weights([0])
 
 
@@ -136,12 +136,12 @@ def test_renew_generates_lost_trajectories_again_without_records() -> None:
     chunks = [cast(Chunk, chunk) for chunk, _ in results]
     before = [chunk.parts[0].place for chunk in chunks]
     assert not pool.renew(chunks)
-    watch.dead[id(watch.starts[0].leader)] = "engine 0 died: killed"
+    watch.dead[id(watch.engines[0].process)] = "engine 0 died: killed"
     assert pool.renew(chunks)
     for chunk, place in zip(chunks, before, strict=True):
         assert chunk.parts[0].place.producer == "engine 1"
         assert (chunk.parts[0].place is place) == (place.producer == "engine 1")
-    again = watch.starts[1].all[0].given[-2:]
+    again = watch.engines[1].all[0].given[-2:]
     assert [task.records for task in again] == [None, None]
     assert [task.journals for task in again] == [("engine 0.1",)] * 2
     assert [task.version for task in again] == [5, 5], "weights that it began with, not those of now"
@@ -151,7 +151,7 @@ def test_renew_generates_lost_trajectories_again_without_records() -> None:
 def test_run_after_two_losses_continues_from_both_journals() -> None:
     pool, watch = pool_of(2, {2: ["engine 0"], 4: ["engine 1"]})
     assert groups(pool.run(tasks_of(12))) == ALL
-    given = [task for start in watch.starts for process in start.all for task in process.given]
+    given = [task for engine in watch.engines for process in engine.all for task in process.given]
     assert {task.journals for task in given} >= {(), ("engine 0.1",), ("engine 0.1", "engine 1.1")}
 
 
@@ -162,7 +162,7 @@ def test_restarted_engine_does_not_release_keys_of_its_predecessor() -> None:
     del results
     gc.collect()
     pool.run(tasks_of(1))
-    before, after = watch.starts[0].all
+    before, after = watch.engines[0].all
     assert (before.released, sorted(after.released)) == ([], sorted(first))
 
 
@@ -186,7 +186,7 @@ def test_run_with_steals_and_deaths_joins_pieces_in_order(seed: int, tmp_path: P
         parts = cast(Chunk, chunk).parts
         assert [0, *(part.last for part in parts)] == [*(part.first for part in parts), 12]
         for part in parts:  # what is kept there are these responses
-            process = next(p for start in watch.starts for p in start.all if p is part.place.process)
+            process = next(p for engine in watch.engines for p in engine.all if p is part.place.process)
             assert process.given[part.place.key].span == (part.first, part.last)
     living = {engine.producer for engine in pool.fleet.engines}
     assert {part.place.producer for chunk, _ in results for part in cast(Chunk, chunk).parts} <= living
@@ -197,7 +197,7 @@ def test_run_waits_for_the_answers_to_its_steals(tmp_path: Path) -> None:
     """The engine's answer to the steal comes last, after the end of its task."""
     pool, watch = pool_of(2, slots_per_engine=120)
     pool.run([task_of(number, tmp_path) for number in range(2)])
-    processes = [process for start in watch.starts for process in start.all]
+    processes = [process for engine in watch.engines for process in engine.all]
     assert sum(process.asked for process in processes) > 0
     assert all(process.asked == process.answers for process in processes)
 
@@ -212,7 +212,7 @@ def test_stolen_requests_are_counted_and_renewed_part_by_part(tmp_path: Path) ->
     producers = {part.place.producer for chunk in chunks for part in chunk.parts}
     assert len(producers) > 1
     lost = max(producers)
-    watch.dead[id(watch.starts[int(lost[-1])].leader)] = f"{lost} died: killed"
+    watch.dead[id(watch.engines[int(lost[-1])].process)] = f"{lost} died: killed"
     before = [part for chunk in chunks for part in chunk.parts]
     assert pool.renew(chunks)
     for chunk in chunks:
@@ -246,8 +246,8 @@ class Turns:
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
         self.moves.append("trainer state leaves")
-        for start in self.watch.starts:  # no rank fetches from a stopped engine any more
-            assert id(start.leader) not in self.watch.dead or start.leader in start.killed
+        for engine in self.watch.engines:  # no rank fetches from a stopped engine any more
+            assert id(engine.process) not in self.watch.dead or engine.process in engine.killed
         yield
         self.pool.fleet.sleep(keep_weights=False)
         self.moves.append("trainer state returns")

@@ -36,7 +36,7 @@ def test_death_in_another_wait_moves_nothing_before_the_scheduler_waits() -> Non
     watch.kill("engine 0")
     for _ in range(3):  # the trainer is waited for
         stream.ended([call for call in stream.calls() if call.process_id == id(lost)])
-    assert [len(start.all) for start in watch.starts] == [1, 1]
+    assert [len(engine.all) for engine in watch.engines] == [1, 1]
     assert tickets(watch) == [[0, 2], [1, 3]]
     assert lost.runs == 1  # nobody asks it in vain again and again
     assert not results
@@ -101,7 +101,7 @@ def test_tasks_of_an_engine_restarted_by_a_publish_go_to_others(supplied: bool, 
     assert sorted(results) == list(range(len(tasks)))
     living = {"engine 1", "engine 0 (started 2 times)"} if supplied else {"engine 1"}
     assert set(producers(results).values()) == living
-    again = [task for start in watch.starts for process in start.all for task in process.given if task.journals]
+    again = [task for engine in watch.engines for process in engine.all for task in process.given if task.journals]
     assert sorted(int(task.group_ids[0]) for task in again) == [0, 2]
 
 
@@ -170,7 +170,7 @@ class Drive:
     def publish(self) -> None:
         """Publish weights; some engines may not be up yet."""
         self.elsewhere()
-        self.watch.slow = {start.name for start in self.watch.starts if self.chance.random() < 0.3}
+        self.watch.slow = {engine.name for engine in self.watch.engines if self.chance.random() < 0.3}
         up = self.stream.fleet.up()
         self.elsewhere()
         self.stream.fleet.mark_supplied(up)
@@ -182,7 +182,7 @@ class Drive:
     def die(self) -> None:
         if self.deaths:
             self.deaths -= 1
-            names = [start.name for start in self.watch.starts]
+            names = [engine.name for engine in self.watch.engines]
             dying = names if self.chance.random() < 0.2 else [self.chance.choice(names)]
             for name in dying:
                 self.watch.kill(name, noticed=self.chance.random() < 0.5)
@@ -203,9 +203,11 @@ def test_every_task_returns_once_with_the_journals_of_lost_engines(seed: int) ->
     stream, watch = drive.stream, drive.watch
     while len(drive.results) < 30:
         drive.step()
-    processes = [process for start in watch.starts for process in start.all]
+    processes = [process for engine in watch.engines for process in engine.all]
     journals = {
-        id(process): f"{start.name}.{number}" for start in watch.starts for number, process in enumerate(start.all, 1)
+        id(process): f"{engine.name}.{number}"
+        for engine in watch.engines
+        for number, process in enumerate(engine.all, 1)
     }
     for ticket, task in drive.tasks.items():
         chunk, scalars = drive.results[ticket]

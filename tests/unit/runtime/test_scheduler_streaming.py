@@ -14,10 +14,9 @@ import pytest
 from mcore_rl.runtime.delivery import Chunk
 from mcore_rl.runtime.engines import scheduler
 from mcore_rl.runtime.engines.balance import EngineKey
-from mcore_rl.runtime.engines.fleet import FleetEngine
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.types import RolloutResult, Total
-from tests.unit.runtime.engines import Begin, groups, scalars_of
+from tests.unit.runtime.engines import Begin, Engine, groups, scalars_of
 from tests.unit.runtime.streams import Once, begin, finish_all, stream_of, supply, task_of, tickets
 
 
@@ -37,7 +36,7 @@ def test_begin_never_chooses_a_more_loaded_engine(seed: int) -> None:
     chance = random.Random(seed)
     stream, watch = stream_of(7, seed=seed)
     results = Once()
-    loads = dict.fromkeys((start.leader for start in watch.starts), 0)
+    loads = dict.fromkeys((engine.process for engine in watch.engines), 0)
     for number in range(200):
         requests, before = chance.randint(1, 5), {process: len(process.given) for process in loads}
         stream.begin(task_of(number, requests), results)
@@ -52,7 +51,7 @@ def test_begin_never_chooses_a_more_loaded_engine(seed: int) -> None:
         assert stream.running_requests == sum(loads.values())
 
 
-class CountedEngine(FleetEngine):
+class CountedEngine(Engine):
     looks = 0
 
     @property
@@ -63,14 +62,14 @@ class CountedEngine(FleetEngine):
 
 def test_begin_does_not_look_at_all_engines() -> None:
     stream, watch = stream_of(512)
-    stream.fleet.engines[:] = [CountedEngine(number, start) for number, start in enumerate(watch.starts)]
+    stream.fleet.engines[:] = watch.engines[:] = [CountedEngine(number) for number in range(512)]
     results: dict[int, RolloutResult] = {}
     begin(stream, [8] * 512, results)  # each has been looked at
     CountedEngine.looks = 0
     for number in range(1000):
         stream.begin(task_of(number, 1 + number % 3), results)
     assert CountedEngine.looks < 5 * 1000
-    loads = [sum(task.num_responses for task in start.leader.given) for start in watch.starts]
+    loads = [sum(task.num_responses for task in engine.process.given) for engine in watch.engines]
     assert max(loads) - min(loads) <= 3
 
 
@@ -141,7 +140,7 @@ def test_one_run_call_per_engine_and_begin_calls_meanwhile() -> None:
     results = Once()
     stream.begin(task_of(0), results)
     stream.begin(task_of(1), results)
-    processes = [start.leader for start in watch.starts]
+    processes = [engine.process for engine in watch.engines]
     assert [(process.runs, process.begins) for process in processes] == [(1, 0), (1, 1)]
     begin(stream, [1] * 4, results)
     assert [(process.runs, process.begins) for process in processes] == [(1, 2), (1, 3)]
@@ -157,7 +156,7 @@ def test_together_sends_tasks_of_an_engine_with_one_call() -> None:
     stream, watch = stream_of(2)
     results = Once()
     begin(stream, [1, 1], results)
-    first, second = (start.leader for start in watch.starts)
+    first, second = (engine.process for engine in watch.engines)
     begins = first.begins, second.begins
     with stream.together():
         begin(stream, [3, 1], results)
@@ -174,7 +173,7 @@ def test_task_begun_in_the_callback_goes_with_the_next_run_call() -> None:
     results = Once()
     begin(stream, [1, 1], results)
     stream.attend(lambda: begin(stream, [1, 1], results) and None)
-    processes = [start.leader for start in watch.starts]
+    processes = [engine.process for engine in watch.engines]
     before = [process.begins for process in processes]
     finish_all(stream, watch)
     assert tickets(watch) == [[2], [3]]
@@ -188,7 +187,7 @@ def test_unreferenced_trajectories_are_released_once_with_the_next_call() -> Non
     begin(stream, [1] * 4, results)
     finish_all(stream, watch)
     kept = {ticket: cast(Chunk, results[ticket][0]).parts[0].place.key for ticket in results}
-    first, second = (start.leader for start in watch.starts)
+    first, second = (engine.process for engine in watch.engines)
     assert [first.released, second.released] == [[], []]
     del results[0], results[3]
     gc.collect()
@@ -308,8 +307,8 @@ def test_slots_count_engines_with_weights() -> None:
 def test_rest_waits_until_no_request_runs() -> None:
     stream, watch = stream_of(2)
     begin(stream, [1] * 4, {})
-    for start in watch.starts:
-        start.leader.num_running = lambda: None  # type: ignore[method-assign, assignment, return-value]
+    for engine in watch.engines:
+        engine.process.num_running = lambda: None  # type: ignore[method-assign, assignment, return-value]
     answers = [
         [(2, 1), (2, 0)],
         [(1, 0), (2, 0)],  # one has not come there, or has ended and was not reported yet
