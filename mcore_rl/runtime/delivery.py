@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -52,12 +52,10 @@ class Part:
 
 @dataclass
 class Chunk:
-    """A BuffersRef of one task's trajectories, in the order of `parts`. `renew` regenerates lost trajectories of chunks
-    on other engines and returns whether there were any."""
+    """A BuffersRef of one task's trajectories, in the order of `parts`. `task` regenerates lost ones."""
 
     parts: list[Part]
     task: RolloutTask
-    renew: Callable[[Sequence[Chunk]], bool]
 
 
 @dataclass(frozen=True)
@@ -179,9 +177,9 @@ class Delivery:
                 self.watch.get([arrived for arrived, _ in fetched.values()], [] if index is None else index.processes)
                 return [(fetched[number][1],) if number in fetched else () for number in range(len(rows))]
             except WorkerDiedError:
-                # All chunks have the same `renew`, the scheduler's.
                 self.watch.blame_the_dead()
-                if not produced or not produced[0].renew(produced):
+                scheduler = self.watch.attendant
+                if not produced or scheduler is None or not scheduler.renew(produced):
                     raise
 
     def _fetch(self, reader: int, index: TrajectoryIndex, rows: Rows) -> tuple[Ref[None], Ref[TrajectoryBuffers]]:

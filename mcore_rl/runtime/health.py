@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
@@ -19,6 +19,9 @@ from mcore_rl.runtime.roles.origins import first_line, last_lines, named, origin
 from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.weights.transports.hosts import this_host
+
+if TYPE_CHECKING:
+    from mcore_rl.runtime.delivery import Chunk
 
 # After a rank dies, its peers fail in their collectives, often before the death itself is reported: an unexplained
 # failure waits this long for a death that explains it.
@@ -43,7 +46,7 @@ AnyProcess = ProcessHandle[RunProcess]
 
 
 class Attendant(Protocol):
-    """Owner of calls whose results are processed while the driver waits for other calls."""
+    """Scheduler of the engines: results of its calls are processed while the driver waits for other calls."""
 
     def calls(self) -> list[AnyRef]:
         """Return the calls that have not ended."""
@@ -53,6 +56,9 @@ class Attendant(Protocol):
 
         Raises: errors that end the run.
         """
+
+    def renew(self, chunks: Sequence[Chunk]) -> bool:
+        """Regenerate trajectories that were lost with their engine; return whether there were any."""
 
 
 @dataclass

@@ -7,9 +7,13 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mcore_rl.rollout.tasks import ROOM
+
+if TYPE_CHECKING:
+    from mcore_rl.runtime.delivery import TrajectoryPlace
+    from mcore_rl.types import RolloutScalars
 
 MAX_ENTRIES_PER_ENGINE = 16
 """Size limit of the heap of loads; all but one entry of an engine are out of date."""
@@ -22,6 +26,15 @@ class EngineKey(NamedTuple):
     incarnation: int = 0
 
 
+@dataclass(frozen=True)
+class FinishedPiece:
+    """Trajectories and scalars of a piece, and the engine that keeps them."""
+
+    engine: EngineKey
+    place: TrajectoryPlace
+    scalars: RolloutScalars
+
+
 @dataclass
 class TaskPiece:
     """Responses of a task, from `first` up to `last` (exclusive), that one engine generates."""
@@ -31,6 +44,7 @@ class TaskPiece:
     last: int
     engine: EngineKey | None = None
     """Engine that was given the piece and has not finished it."""
+    finished: FinishedPiece | None = None
 
     @property
     def num_requests(self) -> int:
@@ -86,6 +100,11 @@ class LoadBalancer:
         return bool(self._queue)
 
     @property
+    def is_stealing(self) -> bool:
+        """True while an answer to a steal is pending."""
+        return bool(self._asked)
+
+    @property
     def has_more(self) -> bool:
         """True if an engine that reports later may be given requests."""
         return bool(self._queue) or (len(self._given) > 1 and self._may_steal())
@@ -96,12 +115,9 @@ class LoadBalancer:
         self.requeue([number])
         return number
 
-    def of_task(self, task: int) -> list[int]:
-        """Return the numbers of a task's pieces, in the order of its responses."""
-        return sorted(self._of_task[task], key=lambda number: self.pieces[number].first)
-
-    def num_pieces(self, task: int) -> int:
-        return len(self._of_task[task])
+    def of_task(self, task: int) -> list[TaskPiece]:
+        """Return a task's pieces, in the order of its responses."""
+        return sorted((self.pieces[number] for number in self._of_task[task]), key=lambda piece: piece.first)
 
     def drop(self, task: int) -> None:
         """Forget a finished task."""
@@ -129,11 +145,13 @@ class LoadBalancer:
         of which have started. Requests that are still on the way to the engine count as unfinished."""
         self._make_candidate(engine, self._sent.get(engine, 0) - received + left)
 
-    def finished(self, number: int) -> None:
-        engine = self.pieces[number].engine
-        assert engine is not None, f"piece {number} finished on no engine"
-        self._given[engine].remove(number)
-        self.pieces[number].engine = None
+    def finished(self, number: int) -> TaskPiece:
+        """Take a piece from its engine, which has finished it, and return it."""
+        piece = self.pieces[number]
+        assert piece.engine is not None, f"piece {number} finished on no engine"
+        self._given[piece.engine].remove(number)
+        piece.engine = None
+        return piece
 
     def leave(self, engines: Collection[EngineKey]) -> list[int]:
         """Remove engines and put their unfinished pieces in front of the queue, in order; returns these pieces."""

@@ -14,40 +14,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from mcore_rl.errors import McoreRLError, WorkerDiedError
+from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.streaming.interface import SavedTasks
 from mcore_rl.rollout.tasks import ROOM, GivenUp, Until
 from mcore_rl.runtime.calls import Ref
 from mcore_rl.runtime.delivery import Chunk, TrajectoryPlace
-from mcore_rl.runtime.engines.balance import EngineKey, LoadBalancer
-from mcore_rl.runtime.engines.fleet import Fleet
+from mcore_rl.runtime.engines.balance import EngineKey, FinishedPiece, LoadBalancer
 from mcore_rl.runtime.engines.process import EngineProcess, EngineReport
-from mcore_rl.runtime.engines.submissions import (
-    FinishedPiece,
-    Submission,
-    chunk_of,
-    lost_parts,
-    replace_part,
-    task_again,
-    whole_part,
-)
-from mcore_rl.runtime.engines.trajectories import amend, grade, probe, restore_tasks, save_tasks
+from mcore_rl.runtime.engines.submissions import Submission
+from mcore_rl.runtime.engines.trajectories import EngineTrajectories, with_journal
 from mcore_rl.runtime.health import AnyRef
 from mcore_rl.runtime.phases import Phase
-from mcore_rl.runtime.staged import Stages, staged
-from mcore_rl.types import BuffersRef, Grades, Mean, RolloutResult, RolloutScalars, RolloutTask
+from mcore_rl.runtime.staged import staged
+from mcore_rl.types import BuffersRef, Mean, RolloutResult, RolloutScalars, RolloutTask
 
 T = TypeVar("T")
 
 
-def _no_supply() -> None:
-    raise McoreRLError("engines were lost before any had weights")
-
-
 @dataclass
-class Scheduler:
+class Scheduler(EngineTrajectories):
     """Runs tasks on the engines of `fleet`. Implements DeferredGradingPool, ProbedPool, TaskStream and Attendant.
 
     Results of finished calls are processed in every wait of the driver. Work of a lost engine is queued again only in
@@ -56,27 +43,23 @@ class Scheduler:
     a response depends only on its prompt, its seed and the weights.
     """
 
-    fleet: Fleet
     slots_per_engine: int
     """Requests that an engine decodes concurrently."""
     streaming: bool = False
     steals: bool = True
     """True if engines without unstarted requests take unstarted requests from others in a batch."""
-    supply: Callable[[], None] = _no_supply
-    """Publishes the current weights to restarted engines."""
-    stages: Stages = field(default_factory=Stages)
     _balance: LoadBalancer = field(init=False)
     _submissions: dict[int, Submission] = field(default_factory=dict, init=False)
     """Unfinished tasks by ticket, and finished tasks of `run`: if an engine is lost, they must be generated again."""
     _num_submitted: int = field(default=0, init=False)
     _unfinished: set[int] = field(default_factory=set, init=False)
     """Tickets of `run` with unfinished pieces."""
-    _runs: dict[AnyRef, EngineKey] = field(default_factory=dict, init=False)
-    """Calls of EngineProcess.run that have not returned; at most one per engine."""
-    _begins: dict[AnyRef, EngineKey] = field(default_factory=dict, init=False)
-    _steals: dict[AnyRef, EngineKey] = field(default_factory=dict, init=False)
+    _calls: dict[AnyRef, tuple[EngineKey, Callable[[EngineKey, Any], None] | None]] = field(
+        default_factory=dict, init=False
+    )
+    """Calls that have not returned: the engine, and the method that takes the result."""
     _idle: set[int] = field(default_factory=set, init=False)
-    """Engines without a call in `_runs`."""
+    """Engines that no call of EngineProcess.run waits at; others have one such call."""
     _dead: set[EngineKey] = field(default_factory=set, init=False)
     """Engines that are known to be dead, including those that have not been restarted yet."""
     _carried: dict[EngineKey, int] = field(default_factory=dict, init=False)
@@ -84,7 +67,6 @@ class Scheduler:
     _gathers: bool = field(default=False, init=False)
     _num_restarts: int = field(default=0, init=False)
     """Value of Fleet.num_restarts when lost pieces were last queued again."""
-    _turns: int = field(default=0, init=False)
     _looked: float = field(default_factory=time.perf_counter, init=False)
     _busy_before: dict[EngineKey, float] = field(default_factory=dict, init=False)
     _on_end: Callable[[], None] | None = field(default=None, init=False)
@@ -120,7 +102,7 @@ class Scheduler:
         """
         if not self.streaming:
             self.idle_fraction()  # starts a new interval
-        results = self._run([replace(task, version=self.fleet.version) for task in tasks])
+        results = self.generate([replace(task, version=self.fleet.version) for task in tasks])
         if not self.streaming and all(task.prompt_set == "train" for task in tasks):
             self.fleet.add_metric("engine/idle_fraction", self.idle_fraction())
         return results
@@ -158,18 +140,6 @@ class Scheduler:
         num_tasks, num_running = sum(tasks for tasks, _ in counts), sum(running for _, running in counts)
         return num_tasks == len(self._submissions) and not num_running
 
-    @staged("grade", None)
-    def grade(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[Grades]:
-        return grade(self.fleet, tasks, results)
-
-    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
-        amend(self.fleet, tasks, results)
-
-    @staged("probe", Phase.GENERATE)
-    def probe(self, task: RolloutTask) -> dict[str, RolloutResult]:
-        """Run a task on each engine that has weights (see ProbedPool.probe). Metrics of steps do not include it."""
-        return probe(self.fleet, task, self.renew)
-
     def save(self, directory: Path, chunks: Sequence[BuffersRef], tickets: Sequence[int]) -> SavedTasks:
         """Write trajectories and running requests (see TaskStream.save); each engine writes its own part."""
         kept, latest = [cast(Chunk, chunk) for chunk in chunks], dict[int, tuple[RolloutTask, EngineKey | None]]()
@@ -179,39 +149,9 @@ class Scheduler:
             self.renew(kept)
             # In a retry a task may have finished meanwhile; its requests are still in the journal of its engine.
             latest.update({ticket: self._located(ticket) for ticket in tickets if ticket in self._submissions})
-            return save_tasks(self.fleet, directory, kept, list(latest.values()))
+            return self.save_tasks(directory, kept, latest.values())
 
         return self.fleet.retry_on_engine_loss(save)
-
-    def restore(self, path: Path, made: Sequence[tuple[RolloutTask, RolloutScalars]]) -> list[BuffersRef]:
-        """Read trajectories (see TaskStream.restore); engines take files in turn."""
-
-        def restore() -> list[TrajectoryPlace]:
-            engine = self.fleet.engines[self._turns % self.num_engines]
-            self._turns += 1
-            return restore_tasks(self.fleet, engine, path, [task.request_ids for task, _ in made])
-
-        places = self.fleet.retry_on_engine_loss(restore)
-        return [
-            chunk_of(task, [whole_part(place, task, scalars)], self.renew)
-            for place, (task, scalars) in zip(places, made, strict=True)
-        ]
-
-    def renew(self, chunks: Sequence[Chunk]) -> bool:
-        """Regenerate trajectories that were lost with their engine; return whether there were any. Sleeping engines are
-        woken for it and sleep again afterwards."""
-        fleet = self.fleet
-        if not fleet.asleep:
-            return self._renew(chunks)
-        phases = self.stages.phases
-        if phases is None or not (fleet.watch.any_lost or lost_parts(self.fleet, chunks)):
-            return False
-        for engine in fleet.failed():
-            engine.kill()  # ranks that fetch from it must not wait: they free their devices next
-        with phases.interrupted():
-            fleet.start_asleep()
-            self.supply()
-            return self._renew(chunks)
 
     def idle_fraction(self) -> Mean:
         """Return the fraction of the engines' time since the last call in which they had no requests."""
@@ -226,18 +166,17 @@ class Scheduler:
 
     def calls(self) -> list[AnyRef]:
         """Implement Attendant.calls."""
-        return [*self._runs, *self._begins, *self._steals]
+        return list(self._calls)
 
     def ended(self, calls: Sequence[AnyRef]) -> None:
         """Implement Attendant.ended."""
         for call in calls:
-            if (key := self._runs.pop(call, None)) is not None:
+            key, take = self._calls.pop(call)
+            if take == self._take_report:
                 self._idle.add(key.number)
-                self._take_report(key, self._value(cast("Ref[EngineReport]", call), key))
-            elif (key := self._steals.pop(call, None)) is not None:
-                self._take_given_up(key, self._value(cast("Ref[GivenUp]", call), key))
-            elif (key := self._begins.pop(call, None)) is not None:
-                self._value(call, key)
+            value = self._value(call, key)
+            if take is not None and value is not None:
+                take(key, value)
         with self.together():  # send tasks that begin now with the next `run` call of an engine
             if self._on_end is not None:
                 self._on_end()
@@ -254,19 +193,17 @@ class Scheduler:
             self._assign()
         return ticket
 
-    def _run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
+    def generate(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
         with self.together():
             tickets = [self.begin(task, None) for task in tasks]
         while True:
             self._recover()
             # Wait for answers to steals too: a later answer would give up requests of the next run.
-            if not (self._unfinished or self._steals):
+            if not (self._unfinished or self._balance.is_stealing):
                 return [self._result(ticket) for ticket in tickets]
             self.fleet.watch.wait([], 0)
 
-    def _take_report(self, key: EngineKey, report: EngineReport | None) -> None:
-        if report is None:
-            return
+    def _take_report(self, key: EngineKey, report: EngineReport) -> None:
         engine, fleet = self.fleet.engines[key.number], self.fleet
         engine.busy_seconds = report.busy_seconds
         if self.streaming:
@@ -275,24 +212,21 @@ class Scheduler:
         for number, kept_key, scalars in report.ended:
             fleet.count("engine/tokens_taken_over", scalars.tokens_taken_over)
             place = fleet.released.refer(engine.producer, engine.process, kept_key)
-            self._finish(number, FinishedPiece(key, place, scalars))
+            self._finish(number, key, place, scalars)
         self._balance.report(key, report.requests_received, report.requests_left)
 
-    def _finish(self, number: int, finished: FinishedPiece) -> None:
-        self._balance.finished(number)
-        ticket = self._balance.pieces[number].task
-        submission = self._submissions[ticket]
-        submission.finish(number, finished)
-        if len(submission.pieces) < self._balance.num_pieces(ticket):
+    def _finish(self, number: int, engine: EngineKey, place: TrajectoryPlace, scalars: RolloutScalars) -> None:
+        piece = self._balance.finished(number)
+        ticket, submission = piece.task, self._submissions[piece.task]
+        piece.finished = FinishedPiece(engine, place, submission.with_queue_time(scalars))
+        if any(piece.finished is None for piece in self._balance.of_task(ticket)):
             return
         if submission.results is None:
             self._unfinished.discard(ticket)
         else:
             submission.results[ticket] = self._result(ticket)
 
-    def _take_given_up(self, key: EngineKey, given_up: GivenUp | None) -> None:
-        if given_up is None:
-            return
+    def _take_given_up(self, key: EngineKey, given_up: GivenUp) -> None:
         # The cut-off responses become a new piece, even of a task whose pieces have all ended.
         self._unfinished |= {self._balance.pieces[number].task for number, _ in given_up.ends}
         moved = self._balance.gave_up(key, given_up.ends, given_up.num_unstarted)
@@ -301,9 +235,9 @@ class Scheduler:
 
     def _result(self, ticket: int) -> RolloutResult:
         """Return the result of a finished task and drop the task."""
-        pieces = {number: self._balance.pieces[number] for number in self._balance.of_task(ticket)}
+        pieces = self._balance.of_task(ticket)
         self._balance.drop(ticket)
-        return self._submissions.pop(ticket).result(pieces, self.renew)
+        return self._submissions.pop(ticket).result(pieces)
 
     def _value(self, call: Ref[T], key: EngineKey) -> T | None:
         """Return the result of a call; None if its engine is lost."""
@@ -345,11 +279,11 @@ class Scheduler:
                 # An engine that gets no task now gets none until its present tasks have ended, so it need not report
                 # before.
                 condition = until if tasks or self.streaming else Until.ALL
-                self._runs[engine.process.call(EngineProcess.run, tasks, condition, released)] = key
+                self._calls[engine.process.call(EngineProcess.run, tasks, condition, released)] = key, self._take_report
             elif tasks:
-                self._begins[engine.process.call(EngineProcess.begin, tasks)] = key
+                self._calls[engine.process.call(EngineProcess.begin, tasks)] = key, None
         for key, free in self._balance.steal():
-            self._steals[engines[key.number].process.call(EngineProcess.give_up, free)] = key
+            self._calls[engines[key.number].process.call(EngineProcess.give_up, free)] = key, self._take_given_up
 
     def _recover(self) -> None:
         """Restart lost engines and queue their work for others."""
@@ -365,41 +299,29 @@ class Scheduler:
     def _requeue_lost(self) -> None:
         """Queue unfinished pieces of engines that were replaced, and finished ones that `run` has not returned."""
         serving = {engine.key for engine in self.fleet.serving}
-        lost = [key for key in {*self._balance.engines, *self._carried} if key not in serving]
+        lost = {*self._balance.engines, *self._carried} - serving
         again: set[tuple[int, EngineKey]] = set()
-        for ticket, submission in self._submissions.items():
-            gone = {number: piece.engine for number, piece in submission.pieces.items() if piece.engine in lost}
-            again |= {(ticket, key) for key in gone.values()}
-            for number in gone:
-                del submission.pieces[number]
-            if gone:
-                self._unfinished.add(ticket)
-                self._balance.requeue(sorted(gone))
-        # Before `leave`, which forgets the engine of a piece.
-        for piece in self._balance.pieces.values():
-            if piece.engine is not None and piece.engine in lost:
-                again.add((piece.task, piece.engine))
+        finished = []
+        for number, piece in self._balance.pieces.items():
+            key = piece.engine if piece.finished is None else piece.finished.engine
+            if key is None or key not in lost:
+                continue
+            again.add((piece.task, key))
+            if piece.finished is not None:
+                piece.finished = None
+                self._unfinished.add(piece.task)
+                finished.append(number)
+        self._balance.requeue(finished)
         self._balance.leave(lost)
         for ticket, key in sorted(again):
-            self._submissions[ticket].continue_from(self.fleet.journal_of(self.fleet.producer_of(key)))
+            submission, journal = self._submissions[ticket], self.fleet.journal_of(self.fleet.producer_of(key))
+            submission.task = with_journal(submission.task, journal)
         for key in lost:
             self._carried.pop(key, None)
         # The replacements have no `run` call yet. Results of calls to the lost processes are not awaited any more.
-        self._idle |= {key.number for key in self._runs.values() if key in lost}
-        for calls in (self._runs, self._begins, self._steals):
-            for call in [call for call, key in calls.items() if key in lost]:
-                del calls[call]
+        self._idle |= {key.number for key, take in self._calls.values() if key in lost and take == self._take_report}
+        self._calls = {call: (key, take) for call, (key, take) in self._calls.items() if key not in lost}
 
     def _located(self, ticket: int) -> tuple[RolloutTask, EngineKey | None]:
-        (number,) = self._balance.of_task(ticket)  # streaming tasks are not split
-        return self._submissions[ticket].task, self._balance.pieces[number].engine
-
-    def _renew(self, chunks: Sequence[Chunk]) -> bool:
-        self.fleet.reap_failed()
-        lost = lost_parts(self.fleet, chunks)
-        if not lost:
-            return False
-        tasks = [task_again(self.fleet, chunk, part) for chunk, part in lost]
-        for (chunk, part), (again, _) in zip(lost, self._run(tasks), strict=True):
-            replace_part(chunk, part, again)
-        return True
+        (piece,) = self._balance.of_task(ticket)  # streaming tasks are not split
+        return self._submissions[ticket].task, piece.engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,5 @@ NONE = np.empty(0, np.int64)
 TASK = RolloutTask("train", NONE, NONE, 1, SamplingOptions(4), 1)
 
 
-def chunk(
-    producer: str, process: Any, key: int, renew: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
-) -> BuffersRef:
-    return BuffersRef(Chunk([Part(TrajectoryPlace(producer, process, key), 0, ROWS, (0, ROWS))], TASK, renew))
+def chunk(producer: str, process: Any, key: int) -> BuffersRef:
+    return BuffersRef(Chunk([Part(TrajectoryPlace(producer, process, key), 0, ROWS, (0, ROWS))], TASK))

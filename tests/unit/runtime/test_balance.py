@@ -147,7 +147,7 @@ def test_idle_engine_stays_a_candidate_while_others_may_give_up_requests() -> No
     assert (made.assign(), balance.steal()) == ({}, [(SECOND, 3)])
     assert balance.gave_up(SECOND, [(4, 2)], 2) == 2
     assert made.assign() == {THIRD: [5]}
-    assert [(balance.pieces[n].first, balance.pieces[n].last) for n in balance.of_task(4)] == [(0, 2), (2, 4)]
+    assert [(piece.first, piece.last) for piece in balance.of_task(4)] == [(0, 2), (2, 4)]
     made.report(FIRST, 3)
     assert (made.assign(), balance.steal()) == ({}, [(SECOND, 1)])
     balance.gave_up(SECOND, [], 0)
@@ -201,7 +201,7 @@ def test_pieces_of_a_task_stay_in_order_when_split() -> None:
     assert made.assign() == {SECOND: [2]}
     made._asked[SECOND] = 0
     assert made.gave_up(SECOND, [(2, 6)], 0) == 3  # all of it, under a new number
-    assert (made.of_task(0), made.of_task(1)) == ([0], [1, 3])
-    assert [(made.pieces[n].first, made.pieces[n].last) for n in made.of_task(1)] == [(4, 6), (6, 9)]
+    assert (made.of_task(0), made.of_task(1)) == ([made.pieces[0]], [made.pieces[1], made.pieces[3]])
+    assert [(piece.first, piece.last) for piece in made.of_task(1)] == [(4, 6), (6, 9)]
     made.drop(1)
     assert list(made.pieces) == [0]

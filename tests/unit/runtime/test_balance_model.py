@@ -76,12 +76,11 @@ class Model:
     def done(self) -> list[int]:
         """Return the numbers of all finished responses, with repetitions."""
         found = []
-        for task, start in enumerate(self.starts):
-            for number in self.balance.of_task(task):
-                piece = self.pieces[number]
-                assert self.made[number][1] == piece.last - piece.first
-                found += range(start + piece.first, start + piece.last)
-        return found
+        for number, piece in self.pieces.items():
+            start = self.starts[piece.task]
+            assert self.made[number][1] == piece.last - piece.first
+            found += range(start + piece.first, start + piece.last)
+        return sorted(found)
 
     def _at(self, moment: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (moment, next(self._order), event))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
@@ -84,10 +84,15 @@ class Reader:
 
 @dataclass
 class Come:
-    """Fake Watch; fetches from `lost` producers fail."""
+    """Fake Watch and its attendant; fetches from `lost` producers fail."""
 
     lost: frozenset[str] = frozenset()
+    renew: Callable[[Sequence[Chunk]], bool] = lambda chunks: False
     dependent_seconds: float = 9.0
+
+    @property
+    def attendant(self) -> Come:
+        return self
 
     def blame_the_dead(self) -> None: ...
 
@@ -120,7 +125,7 @@ def test_deliver_chunk_of_several_producers_keeps_its_order() -> None:
         Part(TrajectoryPlace("b", None, 6), 4, 6, (4, 6)),
         Part(TrajectoryPlace("a", None, 7), 6, 9, (6, 9)),
     ]
-    whole = BuffersRef(Chunk(parts, TASK, lambda chunks: False))
+    whole = BuffersRef(Chunk(parts, TASK))
     reader = Reader()
     Delivery([reader], Come()).deliver([chunk("b", None, 1), whole], [rows_of([2], [3, 8, 5, 4, 6, 0])])  # type: ignore[arg-type]
     (call,) = reader.calls
@@ -149,8 +154,8 @@ def test_deliver_renews_rows_of_a_lost_producer() -> None:
         return True
 
     readers = [Reader(), Reader()]
-    chunks = [chunk("a", "handle of a", 5, renew), chunk("b", "handle of b", 6, renew)]
-    group = Delivery(readers, Come(frozenset("b")))  # type: ignore[arg-type]
+    chunks = [chunk("a", "handle of a", 5), chunk("b", "handle of b", 6)]
+    group = Delivery(readers, Come(frozenset("b"), renew))  # type: ignore[arg-type]
     assert group.deliver(chunks, [rows_of([0], [1]), rows_of([2], [])]) == [("call 2",), ("call 2",)]
     assert asked == [["a", "b"]]
     again = readers[0].calls[1]
