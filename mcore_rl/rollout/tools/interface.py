@@ -85,6 +85,7 @@ class Tool(Protocol):
 
     async def close(self) -> None:
         """Release all resources before the process ends."""
+        return  # without a statement, mypy would require every tool to define it
 
 
 def as_text(result: object) -> str:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,7 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.interface import Tool
-from mcore_rl.rollout.tools.kinds.adapters import (
-    LIFECYCLES,
-    SCHEMAS,
-    THREADS,
-    FunctionTool,
-    PooledFunctionTool,
-    SandboxedTool,
-    VerlTool,
-    is_async,
-    is_verl_tool,
-)
+from mcore_rl.rollout.tools.kinds import adapters
 from mcore_rl.rollout.tools.kinds.mcp_servers import read_servers
 from mcore_rl.rollout.tools.kinds.verl_names import MARK_ATTRIBUTE, FunctionMark
 from mcore_rl.rollout.tools.limits import LimitedTool, ToolLimits
@@ -37,12 +28,13 @@ from mcore_rl.rollout.tools.schemas import Schema, checked_schema, name_of, sche
 from mcore_rl.sandbox.check import check_local
 
 KEY = "rollout.tools"
-LIMIT_KEYS = ("timeout_seconds", "max_running", "retries", "rate_per_second")
+LIMITS = {"timeout_seconds": None, "max_running": 1, "retries": 0, "rate_per_second": None}
+"""Keys of ToolLimits. The value is the minimum of a whole number; None: any number above 0."""
 KEYS = {
-    "builtin": ("builtin", *LIMIT_KEYS),
-    "function": ("function", "processes", "tool_schema", *LIMIT_KEYS),
-    "mcp": ("class_name", "config", "mcp", *LIMIT_KEYS),
-    "class_name": ("class_name", "config", "tool_schema", "lifecycle", *LIMIT_KEYS),
+    "builtin": ("builtin", *LIMITS),
+    "function": ("function", "processes", "tool_schema", *LIMITS),
+    "mcp": ("class_name", "config", "mcp", *LIMITS),
+    "class_name": ("class_name", "config", "tool_schema", "lifecycle", *LIMITS),
 }
 """Keys of each form of an entry, which the form's own key selects."""
 FORM = "a function with type hints, a class of verl's form or with `schema` and `call`, or a list of them"
@@ -54,20 +46,24 @@ FORMS = (
 
 @dataclass(frozen=True)
 class ToolEntry:
-    """Entry of `tools`. Exactly one of `builtin`, `function`, `class_name` and `servers` (a file of MCP servers) is
-    set. `origin` names file and entry, for messages. `processes`: number of processes of a function; None: threads."""
+    """Entry of `tools`, or an object that rollout.tools names itself (`form` is empty).
+
+    origin: file and entry, for messages.
+    form: one of KEYS.
+    target: name of a built-in tool, user code as module_or_file.py:name, or file of MCP servers.
+    processes: number of processes of a function; None: threads.
+    """
 
     origin: str
     limits: ToolLimits
-    function: str | None = None
-    class_name: str | None = None
-    servers: Path | None = None
+    form: str = ""
+    target: str = ""
     schema: object = None
     config: Mapping[str, object] = field(default_factory=dict)
-    lifecycle: str = LIFECYCLES[0]
+    lifecycle: str = adapters.LIFECYCLES[0]
     processes: int | None = None
     selected: tuple[str, ...] | None = None
-    builtin: str | None = None
+    given: object = None
 
 
 def read_entries(spec: str, timeout_seconds: float) -> list[ToolEntry]:
@@ -103,21 +99,18 @@ def _entry(origin: str, given: object, folder: Path, timeout_seconds: float) -> 
     _reject_unknown(origin, given, KEYS[form])
     if form == "mcp":
         return _mcp_entry(origin, given, config, folder, timeout_seconds)
-    limits, schema = _limits(origin, given, timeout_seconds), given.get("tool_schema")
+    limits, target = _limits(origin, given, timeout_seconds), given[form]
     if form == "builtin":
-        if given["builtin"] not in SCHEMAS:
-            raise ConfigError(f"{origin}.builtin={given['builtin']} must be one of {', '.join(SCHEMAS)}")
-        return ToolEntry(origin, limits, builtin=given["builtin"])
-    if form == "function":
-        function = _code(f"{origin}.function", given["function"], folder)
-        return ToolEntry(origin, limits, function, schema=schema, processes=_count(origin, given, "processes", 1))
+        _check_choice(f"{origin}.builtin", target, adapters.SCHEMAS)
+        return ToolEntry(origin, limits, form, target)
     if config.get("type", "native") != "native":
         raise ConfigError(f"{origin}.config.type={config['type']} must be native or mcp")
-    lifecycle = given.get("lifecycle", LIFECYCLES[0])
-    if lifecycle not in LIFECYCLES:
-        raise ConfigError(f"{origin}.lifecycle={lifecycle} must be one of {', '.join(LIFECYCLES)}")
-    class_name = _class(f"{origin}.class_name", given["class_name"], folder)
-    return ToolEntry(origin, limits, class_name=class_name, schema=schema, config=config, lifecycle=lifecycle)
+    lifecycle = given.get("lifecycle", adapters.LIFECYCLES[0])
+    _check_choice(f"{origin}.lifecycle", lifecycle, adapters.LIFECYCLES)
+    if form == "class_name" and isinstance(target, str) and not names_function(target) and "." in target:
+        target = ":".join(target.rsplit(".", 1))  # verl writes pkg.module.Class
+    target, processes = _code(f"{origin}.{form}", target, folder), _number(origin, given, "processes", 1)
+    return ToolEntry(origin, limits, form, target, given.get("tool_schema"), config, lifecycle, processes)
 
 
 def _mcp_entry(
@@ -133,34 +126,32 @@ def _mcp_entry(
         raise ConfigError(f"{origin}.mcp.tool_selected_list must be a list of names of tools")
     # Under verl's names in `config`; keys of the entry itself take precedence.
     verls = {"timeout_seconds": config.get("timeout"), "rate_per_second": config.get("rate_limit")}
-    limits = {**{key: value for key, value in verls.items() if value is not None}, **given}
+    limits = _limits(
+        origin, {**{key: value for key, value in verls.items() if value is not None}, **given}, timeout_seconds
+    )
     servers = _beside(f"{origin}.mcp.mcp_servers_config_path", folder, mcp["mcp_servers_config_path"])
-    chosen = None if selected is None else tuple(selected)
-    return ToolEntry(origin, _limits(origin, limits, timeout_seconds), servers=servers, selected=chosen)
+    return ToolEntry(origin, limits, "mcp", str(servers), selected=None if selected is None else tuple(selected))
 
 
 def _limits(origin: str, given: Mapping[str, object], timeout_seconds: float) -> ToolLimits:
-    retries = _count(origin, given, "retries", 0)
-    return ToolLimits(
-        timeout_seconds=_amount(origin, given, "timeout_seconds") or timeout_seconds,
-        max_running=_count(origin, given, "max_running", 1),
-        retries=ToolLimits(1).retries if retries is None else retries,
-        rate_per_second=_amount(origin, given, "rate_per_second"),
-    )
+    found = {key: _number(origin, given, key, minimum) for key, minimum in LIMITS.items()}
+    changed = {key: value for key, value in found.items() if value is not None}
+    return replace(ToolLimits(timeout_seconds), **changed)
 
 
-def _count(origin: str, given: Mapping[str, object], key: str, minimum: int) -> int | None:
-    value = given.get(key)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= minimum):
+def _number(origin: str, given: Mapping[str, Any], key: str, minimum: int | None) -> Any:
+    """Return a number above 0, or with `minimum` a whole number; None if it is not given."""
+    value, types = given.get(key), int | float if minimum is None else int
+    is_number = isinstance(value, types) and not isinstance(value, bool)
+    if value is None or (is_number and (0 < value < math.inf if minimum is None else value >= minimum)):
         return value
-    raise ConfigError(f"{origin}.{key}={value} must be a whole number of at least {minimum}")
+    wanted = "a number above 0" if minimum is None else f"a whole number of at least {minimum}"
+    raise ConfigError(f"{origin}.{key}={value} must be {wanted}")
 
 
-def _amount(origin: str, given: Mapping[str, object], key: str) -> float | None:
-    value = given.get(key)
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf):
-        return value
-    raise ConfigError(f"{origin}.{key}={value} must be a number above 0")
+def _check_choice(key: str, value: object, choices: Iterable[str]) -> None:
+    if value not in list(choices):
+        raise ConfigError(f"{key}={value} must be one of {', '.join(choices)}")
 
 
 def _reject_unknown(origin: str, given: Mapping[str, object], known: tuple[str, ...]) -> None:
@@ -174,14 +165,6 @@ def _code(origin: str, spec: object, folder: Path) -> str:
         raise ConfigError(f"{origin}={spec} must be module_or_file.py:name")
     source, _, name = spec.rpartition(":")
     return f"{_beside(origin, folder, source)}:{name}" if source.endswith(".py") else spec
-
-
-def _class(origin: str, spec: object, folder: Path) -> str:
-    """Convert verl's `pkg.module.Class` to `pkg.module:Class`."""
-    if isinstance(spec, str) and not names_function(spec) and "." in spec:
-        module, _, name = spec.rpartition(".")
-        spec = f"{module}:{name}"
-    return _code(origin, spec, folder)
 
 
 def _beside(origin: str, folder: Path, path: str) -> Path:
@@ -215,12 +198,13 @@ async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) ->
     derived = {name_of(schema): schema for schema in settings.schemas}
     # FILE.py without a name stands for all functions with the decorator in it.
     if spec.endswith(".py") or (names_function(spec) and not spec.endswith((".yaml", ".yml"))):
-        entries = [(ToolEntry(f"{KEY}={spec}", ToolLimits(timeout_seconds)), each) for each in _objects(spec)]
+        entries = [ToolEntry(f"{KEY}={spec}", ToolLimits(timeout_seconds), given=each) for each in _objects(spec)]
     else:
-        entries = [(entry, None) for entry in read_entries(spec, timeout_seconds)]
+        entries = read_entries(spec, timeout_seconds)
     tools: dict[str, LimitedTool] = {}
-    for entry, given in entries:
-        for tool, limits in await _made(entry, given, derived, settings.sandbox):
+    for entry in entries:
+        made, limits = await _made(entry, derived, settings.sandbox)
+        for tool in made:
             limited = LimitedTool(tool, limits, on_stuck)
             if limited.name in tools:
                 raise ConfigError(f"{entry.origin}: another tool has the name {limited.name}; rename one")
@@ -244,61 +228,58 @@ def _objects(spec: str) -> list[object]:
 
 
 async def _made(
-    entry: ToolEntry, given: object, derived: Mapping[str, Schema], sandbox: SandboxConfig
-) -> Sequence[tuple[Tool, ToolLimits]]:
-    if entry.builtin is not None:
+    entry: ToolEntry, derived: Mapping[str, Schema], sandbox: SandboxConfig
+) -> tuple[Sequence[Tool], ToolLimits]:
+    """Construct the tools of an entry; returns them and their limits."""
+    if entry.form == "builtin":
         # Fails at the start of the run instead of at the model's first call.
         check_local(sandbox)
-        return [(SandboxedTool(entry.builtin, sandbox), entry.limits)]
-    if entry.servers is not None:
-        return [(tool, entry.limits) for tool in await _of_servers(entry)]
-    if entry.function is not None:
-        given = load_object(f"{entry.origin}: function", entry.function)
-        if not inspect.isroutine(given):
-            raise ConfigError(f"{entry.origin}: function: {entry.function} is a {type(given).__name__}, not a function")
-    elif entry.class_name is not None:
-        given = load_object(f"{entry.origin}: class_name", entry.class_name)
-        if not inspect.isclass(given):
-            raise ConfigError(f"{entry.origin}: class_name: {entry.class_name} is not a class")
-    if inspect.isclass(given):
-        return [(_of_class(entry, given), entry.limits)]
+        return [adapters.SandboxedTool(entry.target, sandbox)], entry.limits
+    if entry.form == "mcp":
+        return await _of_servers(entry), entry.limits
+    given = load_object(f"{entry.origin}: {entry.form}", entry.target) if entry.form else entry.given
+    if entry.form == "function" and not inspect.isroutine(given):
+        raise ConfigError(f"{entry.origin}: function: {entry.target} is a {type(given).__name__}, not a function")
+    if entry.form == "class_name" and not inspect.isclass(given):
+        raise ConfigError(f"{entry.origin}: class_name: {entry.target} is not a class")
     if inspect.isroutine(given):
-        return [_of_function(entry, given, derived)]
-    return [(_native(entry.origin, given), entry.limits)]
+        return _of_function(entry, given, derived)
+    return [_of_class(entry, given) if inspect.isclass(given) else _native(entry.origin, given)], entry.limits
 
 
 async def _of_servers(entry: ToolEntry) -> list[Tool]:
-    assert entry.servers is not None
     tools: dict[str, Tool] = {}
-    for server in read_servers(f"{entry.origin}.mcp.mcp_servers_config_path={entry.servers}", entry.servers):
+    for server in read_servers(f"{entry.origin}.mcp.mcp_servers_config_path={entry.target}", Path(entry.target)):
         for tool in await server.tools():
-            name = tool.schema["function"]["name"]
+            name = name_of(tool.schema)
             if name in tools:
                 raise ConfigError(f"{entry.origin}: two servers have a tool {name}; remove one of the servers")
             tools[name] = tool
-    for name in entry.selected or ():
+    selected = tools if entry.selected is None else entry.selected
+    for name in selected:
         if name not in tools:
             raise ConfigError(
                 f"{entry.origin}.mcp.tool_selected_list: no server has a tool {name}; they have: {', '.join(tools)}"
             )
-    return [tool for name, tool in tools.items() if entry.selected is None or name in entry.selected]
+    return [tool for name, tool in tools.items() if name in selected]
 
 
 def _of_function(
     entry: ToolEntry, function: Callable[..., object], derived: Mapping[str, Schema]
-) -> tuple[Tool, ToolLimits]:
-    schema = _given_schema(entry) or _schema_of(entry.origin, function, derived)
+) -> tuple[Sequence[Tool], ToolLimits]:
+    schema, limits = _given_schema(entry) or _schema_of(entry.origin, function, derived), entry.limits
+    is_async = inspect.iscoroutinefunction(function)
     if entry.processes is not None:
-        assert entry.function is not None
-        if is_async(function):
+        if is_async:
             raise ConfigError(f"{entry.origin}.processes={entry.processes} is for functions that are not async")
         # More concurrent calls than processes would wait inside the executor, where the time limit already counts.
-        limits = replace(entry.limits, max_running=min(entry.processes, entry.limits.max_running or entry.processes))
-        return PooledFunctionTool(entry.function, schema, entry.processes), limits
-    limits = entry.limits
-    if not is_async(function):
-        limits = replace(limits, max_running=limits.max_running or THREADS)
-    return FunctionTool(function, schema, limits.max_running or THREADS), limits
+        limits = replace(limits, max_running=min(entry.processes, limits.max_running or entry.processes))
+        return [adapters.PooledFunctionTool(entry.target, schema, entry.processes)], limits
+    if is_async:
+        return [adapters.FunctionTool(function, schema)], limits
+    limits = replace(limits, max_running=limits.max_running or adapters.THREADS)
+    executor = ThreadPoolExecutor(limits.max_running, thread_name_prefix="tool")
+    return [adapters.FunctionTool(function, schema, executor)], limits
 
 
 def _schema_of(origin: str, function: Callable[..., object], derived: Mapping[str, Schema]) -> Schema:
@@ -318,7 +299,7 @@ def _plain(schema: object) -> object:
 
 
 def _of_class(entry: ToolEntry, kind: type) -> Tool:
-    if not is_verl_tool(kind):
+    if not adapters.is_verl_tool(kind):
         try:
             made = kind(**entry.config)
         except Exception as error:  # any error of a user's class
@@ -335,7 +316,9 @@ def _of_class(entry: ToolEntry, kind: type) -> Tool:
         raise ConfigError(
             f"{entry.origin}: {kind.__name__}(config, tool_schema) raised {describe(error)}; check its tool_schema"
         ) from error
-    return VerlTool(tool, checked_schema(f"{entry.origin}: the schema of {kind.__name__}", schema), entry.lifecycle)
+    return adapters.VerlTool(
+        tool, checked_schema(f"{entry.origin}: the schema of {kind.__name__}", schema), entry.lifecycle
+    )
 
 
 def _native(origin: str, tool: Any) -> Tool:

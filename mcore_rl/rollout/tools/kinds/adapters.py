@@ -12,9 +12,10 @@ import inspect
 import multiprocessing
 import os
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from mcore_rl.config.functions import describe, load_function
 from mcore_rl.config.sandbox import SandboxConfig
@@ -28,6 +29,7 @@ from mcore_rl.rollout.tools.interface import (
     result_of,
     result_of_function,
 )
+from mcore_rl.rollout.tools.kinds.verl_names import BaseTool
 from mcore_rl.rollout.tools.schemas import Schema
 from mcore_rl.sandbox.interpreter import Interpreter, Shell
 from mcore_rl.sandbox.local import LocalSandbox
@@ -37,23 +39,18 @@ THREADS = 32
 """Default number of concurrent calls of a synchronous function."""
 
 
-def is_async(function: Callable[..., object]) -> bool:
-    return inspect.iscoroutinefunction(function)
-
-
 class FunctionTool(Tool):
-    """User's function, called with keyword arguments. The model receives its result as text: strings unchanged, other
-    values as JSON."""
+    """User's function, called with keyword arguments: an async one on the loop, others in an executor. The model
+    receives its result as text: strings unchanged, other values as JSON."""
 
-    def __init__(self, function: Callable[..., Any], schema: Schema, threads: int = THREADS) -> None:
+    def __init__(self, function: Callable[..., Any], schema: Schema, executor: Executor | None = None) -> None:
         self.schema = schema
-        self._function = function
-        self._executor = None if is_async(function) else ThreadPoolExecutor(threads, thread_name_prefix="tool")
+        self._function, self._executor = function, executor
 
     async def call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
         if self._executor is None:
             return result_of_function(await self._function(**arguments))
-        return result_of_function(await _ended(self._executor.submit(_called, self._function, arguments)))
+        return await _ended(self._executor.submit(_called, self._function, arguments))
 
     async def close(self) -> None:
         if self._executor is not None:
@@ -61,27 +58,23 @@ class FunctionTool(Tool):
             self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-class PooledFunctionTool(Tool):
+class PooledFunctionTool(FunctionTool):
     """User's CPU-bound function in separate processes; each process loads it by name."""
 
     def __init__(self, spec: str, schema: Schema, processes: int) -> None:
-        self.schema = schema
-        self._spec, self._processes = spec, processes
-        self._executor: Executor = self._started()
+        self._processes = processes
+        super().__init__(partial(_call_by_name, spec), schema, self._started())
 
     async def call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
         # Kept in a local variable: another call may replace a broken executor while this one waits.
         executor = self._executor
         try:
-            return await _ended(executor.submit(_call_by_name, self._spec, arguments))
+            return await super().call(episode, arguments)
         except BrokenExecutor:
-            if self._executor is executor:  # only the first failing call replaces it
+            if executor is not None and self._executor is executor:  # only the first failing call replaces it
                 executor.shutdown(wait=False)
                 self._executor = self._started()
             raise RetryableToolError("a process of the function died") from None
-
-    async def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _started(self) -> Executor:
         # Spawned, because this process has threads. The pool's processes hold both ends of their queue and would not
@@ -90,13 +83,13 @@ class PooledFunctionTool(Tool):
         return ProcessPoolExecutor(self._processes, context, initializer=die_with, initargs=(os.getpid(),))
 
 
-def _call_by_name(spec: str, arguments: dict[str, object]) -> ToolResult:
-    return result_of_function(_called(load_function("function", spec), arguments))
+def _call_by_name(spec: str, /, **arguments: object) -> object:
+    return load_function("function", spec)(**arguments)
 
 
-def _called(function: Callable[..., object], arguments: dict[str, object]) -> object:
+def _called(function: Callable[..., object], arguments: dict[str, object]) -> ToolResult:
     try:
-        return function(**arguments)
+        return result_of_function(function(**arguments))
     except StopIteration as error:  # a future cannot hold it, so the call would only end at its time limit
         raise RuntimeError("the function raised StopIteration") from error
 
@@ -117,16 +110,6 @@ async def _ended(job: Future[T]) -> T:
 LIFECYCLES = ("call", "episode")
 
 
-class UserTool(Protocol):
-    """Object of a class in verl's format. Its methods may be async; calc_reward(instance, **kwargs) is optional."""
-
-    def create(self, **kwargs: object) -> object: ...
-
-    def execute(self, instance: str, arguments: dict[str, object], **kwargs: object) -> object: ...
-
-    def release(self, instance: str, **kwargs: object) -> object: ...
-
-
 def is_verl_tool(kind: type) -> bool:
     return all(callable(getattr(kind, name, None)) for name in ("create", "execute", "release"))
 
@@ -134,7 +117,7 @@ def is_verl_tool(kind: type) -> bool:
 class VerlTool(Tool):
     """Adapter of a tool in verl's format."""
 
-    def __init__(self, tool: UserTool, schema: Schema, lifecycle: str = "call") -> None:
+    def __init__(self, tool: BaseTool, schema: Schema, lifecycle: str = "call") -> None:
         self.schema = schema
         self._tool = tool
         self._name = schema["function"]["name"]
@@ -170,11 +153,10 @@ class VerlTool(Tool):
         finally:
             await self._release(episode, instance)
 
-    async def close(self) -> None: ...
-
     async def _create(self, episode: EpisodeState) -> str:
         given = episode.kwargs_of(self._name, "create_kwargs")
-        created = await _awaited(self._tool.create(**_create_kwargs(self._tool.create, given)))
+        create: Callable[..., object] = self._tool.create
+        created = await _awaited(create(**_create_kwargs(create, given)))
         instance = created[0] if isinstance(created, tuple) else created
         if not isinstance(instance, str):
             raise TypeError(f"create returned {type(instance).__name__} instead of an instance's id")
@@ -269,5 +251,3 @@ class SandboxedTool(Tool):
         if session is not None:
             await asyncio.to_thread(session.close)
         return None
-
-    async def close(self) -> None: ...

@@ -43,12 +43,13 @@ def test_read_entries_accepts_every_kind(tmp_path: Path) -> None:
     (tmp_path / "mine.py").touch()
     (tmp_path / "servers.json").touch()
     search, servers, add = read_entries(written(tmp_path, VERLS), 30.0)
-    assert (search.class_name, search.config["url"], search.lifecycle) == ("my.tools:Search", "here", "call")
+    assert (search.form, search.target) == ("class_name", "my.tools:Search")
+    assert (search.config["url"], search.lifecycle) == ("here", "call")
     assert search.schema["function"]["name"] == "search"
     assert search.limits == ToolLimits(30.0)
-    assert (servers.servers, servers.selected, servers.class_name) == (tmp_path / "servers.json", ("find",), None)
+    assert (servers.form, servers.target, servers.selected) == ("mcp", f"{tmp_path}/servers.json", ("find",))
     assert servers.limits == ToolLimits(15, rate_per_second=120)
-    assert (add.function, add.processes) == (f"{tmp_path}/mine.py:add", 2)  # beside the YAML, wherever a process runs
+    assert (add.target, add.processes) == (f"{tmp_path}/mine.py:add", 2)  # beside the YAML, wherever a process runs
     assert add.limits == ToolLimits(3, max_running=5, retries=0, rate_per_second=0.5)
 
 
@@ -90,8 +91,8 @@ def test_read_entries_paths_expand_home_and_variables(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PLACE", str(tmp_path))
     text = "tools: [{function: ~/mine.py:add}, {class_name: $PLACE/mine.py:Add}, {mcp: {mcp_servers_config_path: ~/s}}]"
     function, kind, servers = read_entries(written(tmp_path, text), 30.0)
-    assert (function.function, kind.class_name) == (f"{tmp_path}/mine.py:add", f"{tmp_path}/mine.py:Add")
-    assert servers.servers == tmp_path / "s"
+    assert (function.target, kind.target) == (f"{tmp_path}/mine.py:add", f"{tmp_path}/mine.py:Add")
+    assert servers.target == f"{tmp_path}/s"
     with pytest.raises(ConfigError, match=r"tools\[0\]\.function=\$NOWHERE/a\.py: the environment variable NOWHERE"):
         read_entries(written(tmp_path, "tools: [{function: $NOWHERE/a.py:f}]"), 30.0)
 
