@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mcore_rl.rollout.episodes.single_turn import Generator
 from mcore_rl.rollout.journal import JournaledResponse
-from mcore_rl.rollout.loop import Choose
+from mcore_rl.rollout.loop import Choose, EngineLoop
 from mcore_rl.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
@@ -19,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class ForcedLengthGenerator:
-    """Generator whose call k gives response i lengths[k][i] tokens. The model must never sample the end token."""
+    """EngineLoop whose call k gives response i lengths[k][i] tokens. The model must never sample the end token."""
 
-    def __init__(self, generator: Generator, lengths: Sequence[np.ndarray]) -> None:
-        self._generator = generator
+    def __init__(self, loop: EngineLoop, lengths: Sequence[np.ndarray]) -> None:
+        self._loop = loop
         self._lengths: Iterator[np.ndarray] = iter(lengths)
 
     def generate(
@@ -36,17 +35,17 @@ class ForcedLengthGenerator:
             replace(request, sampling=replace(request.sampling, max_response_tokens=length))
             for request, length in zip(requests, wanted, strict=True)
         ]
-        self._generator.generate(forced, on_finish, begun)
+        self._loop.generate(forced, on_finish, begun)
 
     def take_over(self, responses: Sequence[JournaledResponse]) -> Future[None]:
-        return self._generator.take_over(responses)
+        return self._loop.take_over(responses)
 
     def withdraw(self, choose: Choose) -> None:
-        self._generator.withdraw(choose)
+        self._loop.withdraw(choose)
 
 
 def force_lengths(process: EngineProcess, lengths: Sequence[np.ndarray]) -> None:
     """Force the lengths; called in the engine's process (runtime.engines.process.EngineProcess)."""
     # The task runner withdraws requests through the player of tasks.
     player = process._runner._withdraw.__self__  # type: ignore[attr-defined]
-    player._generator = ForcedLengthGenerator(player._generator, lengths)
+    player._loop = ForcedLengthGenerator(player._loop, lengths)

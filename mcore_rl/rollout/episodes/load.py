@@ -98,8 +98,6 @@ def start_episodes(
         conversation,
         tools,
         parser_of(schemas) if schemas else None,
-        history=rollout.history or "keep",
-        drops_turns=rollout.long_history == "drop_turns",
         parallel_calls=facts.parallel_calls,
         stop_ids=frozenset(stop_ids),
         parser_of=parser_of if schemas else None,

@@ -54,7 +54,7 @@ def failed(session: Session, error: str, traceback: str | None, end_id: int, ver
     """Return the outcome of an episode that raised an error: its sequences, none of which is trained. `end_id` is used
     as the response of an episode that sampled nothing."""
     # Every response needs a trajectory, since groups have a fixed number of responses.
-    trajectories = session.book.trajectories(trained=False)
+    trajectories = [sequence.trajectory(trained=False) for sequence in session.book.sequences]
     if not trajectories:
         prompt_ids, zero = np.asarray(session.prompt_ids, np.int32), np.zeros(1, np.float32)
         token, versions = np.array([end_id], np.int32), np.array([version], np.int32)
@@ -114,12 +114,12 @@ def _part(value: object) -> float | str:
 def _chosen(session: Session, result: EpisodeResult) -> list[Trajectory]:
     if result.token_ids is not None:
         return [_as_returned(session, result.token_ids, result.mask)]
-    if result.sampled is None:
-        return session.book.trajectories()
-    chosen = list(dict.fromkeys(turn.sequence for turn in result.sampled))
-    if not chosen:
-        raise DataError("EpisodeResult.sampled is empty; omit it to train on everything")
-    return session.book.trajectories(chosen)
+    sequences = session.book.sequences
+    if result.sampled is not None:
+        sequences = list(dict.fromkeys(turn.sequence for turn in result.sampled))
+        if not sequences:
+            raise DataError("EpisodeResult.sampled is empty; omit it to train on everything")
+    return [sequence.trajectory() for sequence in sequences]
 
 
 def _as_returned(session: Session, token_ids: Sequence[int], mask: Sequence[int] | None) -> Trajectory:

@@ -29,6 +29,12 @@ from mcore_rl.rollout.loop import Choose, EngineLoop
 from mcore_rl.rollout.results import FAILED_EPISODE
 from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest
 
+MAX_TRACEBACK_CHARACTERS = 4000
+"""Maximum length of a recorded traceback; its end, with the error, is kept."""
+THREADS = 64
+"""Threads for synchronous code of users' environments."""
+T = TypeVar("T")
+
 
 class WithdrawnError(BaseException):
     """The engine withdrew a request that had not started; another engine generates the response. Not an Exception, so
@@ -36,7 +42,7 @@ class WithdrawnError(BaseException):
 
 
 class EngineClient:
-    """TokenSource for one asyncio loop. It wakes the loop once for all responses that end in the same engine step."""
+    """Client of an engine for one asyncio loop. It wakes the loop once for all responses that end in the same step."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self.loop = loop
@@ -84,7 +90,7 @@ class EngineClient:
 
 
 class AttemptClient:
-    """TokenSource for one attempt, whose first request has the id `first_id`. `begin` is called once, when the first
+    """Client of one attempt, whose first request has the id `first_id`. `begin` is called once, when the first
     request or any other work of the attempt starts; until then, the attempt can be withdrawn.
 
     `recovered` holds responses of lost engines by request id; their tokens are not sampled again. A request with a
@@ -109,6 +115,7 @@ class AttemptClient:
             self._begin()
 
     async def generate(self, request: GenerationRequest) -> Completion:
+        """Generate the response to a request. Cancelling the call aborts the request."""
         try:
             return await self._generate(request)
         except DataError:
@@ -120,27 +127,17 @@ class AttemptClient:
     async def _generate(self, request: GenerationRequest) -> Completion:
         found = self._recovered.get(request.request_id)
         # The seed includes the history, so a different seed means that a tool answered differently this time.
-        if found is None or found.seed != request.seed:
-            return await self._sample(request)
-        self.taken_over += len(found.completion.token_ids)
-        if found.finish_reason is not None:
-            self.begin()
-            await asyncio.wrap_future(self._client.loop.take_over([found]))
-            return replace(found.completion, finish_reason=found.finish_reason)
-        return await self._sample(replace(request, partial=found.completion))
-
-    async def _sample(self, request: GenerationRequest) -> Completion:
+        if found is not None and found.seed == request.seed:
+            self.taken_over += len(found.completion.token_ids)
+            if found.finish_reason is not None:
+                self.begin()
+                await asyncio.wrap_future(self._client.loop.take_over([found]))
+                return replace(found.completion, finish_reason=found.finish_reason)
+            request = replace(request, partial=found.completion)
         if request.request_id == self._first_id and not self._has_started:
             return await self._client.generate(request, self.begin)
         self.begin()
         return await self._client.generate(request)
-
-
-MAX_TRACEBACK_CHARACTERS = 4000
-"""Maximum length of a recorded traceback; its end, with the error, is kept."""
-THREADS = 64
-"""Threads for synchronous code of users' environments."""
-T = TypeVar("T")
 
 
 class EpisodePlayer:
@@ -243,10 +240,10 @@ class EpisodePlayer:
         turns = max_turns if prompt.max_turns is None else min(prompt.max_turns, max_turns)
         limits = EpisodeLimits(self._config, attempt.request.sampling.max_response_tokens, turns)
         context = self.context.offering(prompt.tools)
-        session = Session(context, client, attempt, limits, traced)
+        session = Session(context, client.generate, attempt, limits, traced)
         ended_in = FAILED
         try:
-            outcome = await self._outcome(session, EpisodePrompt.of(prompt), self._config.max_episode_seconds)
+            outcome = await self._outcome(session, EpisodePrompt.of(prompt))
             ended_in = COMPLETED if outcome.error is None else FAILED
         except WithdrawnError:
             return None
@@ -262,29 +259,25 @@ class EpisodePlayer:
         client.begin()  # for an episode that failed before it generated anything
         return replace(outcome, taken_over=client.taken_over) if client.taken_over else outcome
 
-    async def _outcome(self, session: Session, prompt: EpisodePrompt, seconds: float | None) -> EpisodeOutcome:
+    async def _outcome(self, session: Session, prompt: EpisodePrompt) -> EpisodeOutcome:
+        seconds = self._config.max_episode_seconds
         deadline = asyncio.timeout(seconds)
         try:
             async with deadline:
                 return outcome_of(session, await self._episode.run(session, prompt))
         except EpisodeLimitError as error:
-            return self._limited(session, error.reason, str(error))
-        except TimeoutError as error:
-            # Only the limit ends an episode normally; a TimeoutError of its own code is a failure.
-            if deadline.expired():
-                return self._limited(session, "seconds", f"rollout.max_episode_seconds={seconds:g} passed")
-            return self._failed(session, error)
+            reason, text = error.reason, str(error)
         except WorkerDiedError:
             raise  # the tool processes cannot be started any more
-        except asyncio.CancelledError as error:
+        # Any error of a user's episode.
+        except (Exception, asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the player itself is cancelled
-            return self._failed(session, error)  # raised by the user's episode
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # any error of a user's episode
-            return self._failed(session, error)
-
-    def _limited(self, session: Session, reason: str, text: str) -> EpisodeOutcome:
+            # Only the limit ends an episode normally; a TimeoutError of its own code is a failure.
+            if not (isinstance(error, TimeoutError) and deadline.expired()):
+                return self._failed(session, error)
+            reason, text = "seconds", f"rollout.max_episode_seconds={seconds:g} passed"
         if not session.book.sequences:
             return self._failed(session, DataError(f"{text} before anything was sampled"))
         return outcome_of(session, None, reason=reason)

@@ -11,8 +11,6 @@ sequence sampled are trained only there. Example (s: sampled, t: token of a tool
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from mcore_rl.types import NOT_SAMPLED, Completion, Trajectory
@@ -90,8 +88,3 @@ class SequenceBook:
             self.sequences.append(sequence)
         sequence.extend(token_ids, completion, temperature)
         return sequence
-
-    def trajectories(self, chosen: Sequence[TokenSequence] | None = None, *, trained: bool = True) -> list[Trajectory]:
-        """Return the trajectories of the chosen sequences (None: all sequences)."""
-        sequences = self.sequences if chosen is None else chosen
-        return [sequence.trajectory(trained=trained) for sequence in sequences]

@@ -7,9 +7,8 @@ import math
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -26,8 +25,9 @@ from mcore_rl.rollout.episodes.limits import EpisodeLimits
 from mcore_rl.rollout.episodes.sequences import SequenceBook, TokenSequence
 from mcore_rl.rollout.episodes.single_turn import Attempt
 from mcore_rl.rollout.episodes.trace import EpisodeTrace
-from mcore_rl.rollout.tools.interface import ClosedEpisode, ToolResult
+from mcore_rl.rollout.tools.interface import ToolResult
 from mcore_rl.rollout.tools.parsers import ParsedMessage, ToolCallParser
+from mcore_rl.rollout.tools.toolbox import ToolBox
 from mcore_rl.types import Completion, GenerationRequest, Prompt, SamplingOptions
 from mcore_rl.types.chat import ChatMessage, ToolSchema, tool_function
 
@@ -35,23 +35,6 @@ GENERATING, TOOL_CALLING = "generating", "tool_calling"
 THOUGHT = "<think>"
 PROMPT_END = 16
 """Number of tokens before a turn that its parser sees, since the prompt may have opened the reasoning."""
-
-
-class TokenSource(Protocol):
-    """Asynchronous source of sampled tokens: an engine."""
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """Generate the response to a request. Cancelling the call aborts the request."""
-
-
-class ToolCaller(Protocol):
-    """Tools of an engine's episodes."""
-
-    async def call(
-        self, episode_id: str, name: str, arguments: dict[str, object], tools_kwargs: Mapping[str, object]
-    ) -> ToolResult: ...
-
-    async def close_episode(self, episode_id: str) -> ClosedEpisode: ...
 
 
 @dataclass(frozen=True)
@@ -84,19 +67,18 @@ class Sampled:
     """Text without special tokens and without the stop string that ended the turn."""
     sequence: TokenSequence = field(repr=False)
     prompt_end: list[int] = field(repr=False)
+    messages: list[ChatMessage] = field(default_factory=list, repr=False)
+    """Message of the model, followed by the answers; empty until the turn is answered."""
 
 
 @dataclass(frozen=True)
 class EpisodeContext:
-    """Objects and settings shared by all episodes of an engine. `history`: keep | new_sequence, see rollout.history.
-    `drops_turns`: drop the oldest turns of a history that is too long."""
+    """Objects and settings shared by all episodes of an engine."""
 
     decoder: TextDecoder
     conversation: Conversation
-    tools: ToolCaller | None = None
+    tools: ToolBox | None = None
     parser: ToolCallParser | None = None
-    history: str = "keep"
-    drops_turns: bool = False
     parallel_calls: bool = True
     """False if the chat template supports only one call per turn."""
     stop_ids: frozenset[int] = frozenset()
@@ -112,11 +94,15 @@ class EpisodeContext:
         return replace(self, conversation=self.conversation.with_tools(tools), parser=parser)
 
 
+Sample = Callable[[GenerationRequest], Awaitable[Completion]]
+"""Generates the response to a request. Cancelling the call aborts the request."""
+
+
 class Session:
     """State of one episode. The request of `attempt` has the seed and the id of the episode."""
 
     def __init__(
-        self, context: EpisodeContext, source: TokenSource, attempt: Attempt, limits: EpisodeLimits, trace: EpisodeTrace
+        self, context: EpisodeContext, sample: Sample, attempt: Attempt, limits: EpisodeLimits, trace: EpisodeTrace
     ) -> None:
         request, prompt, self._trained = attempt.request, attempt.prompt, attempt.trained
         self.seed = request.seed
@@ -132,12 +118,9 @@ class Session:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.truncated = False
         """True if a limit truncated the last turn."""
-        self._context, self._source, self._request, self._prompt, self._trace = context, source, request, prompt, trace
+        self._context, self._sample, self._request, self._prompt, self._trace = context, sample, request, prompt, trace
         self._tool_calls_under_way = 0
-        self._last: Sampled | None = None
-        self._texts: list[str] = []
-        self._turn_messages: list[list[ChatMessage]] = []
-        """Messages of each turn: the model's, followed by the answers."""
+        self._turns: list[Sampled] = []
         self._calls_of_turn = 0
         self._requests: Counter[bytes] = Counter()
         last = prompt.messages[-1] if prompt.messages else None
@@ -172,16 +155,14 @@ class Session:
         self.num_turns += 1
         self._calls_of_turn = 0
         with self._spent(GENERATING):
-            completion = await self._source.generate(request)
+            completion = await self._sample(request)
         sequence = self.book.add(ids, completion, request.sampling.temperature)
         self.truncated = completion.finish_reason == "length"
         found = completion.token_ids.tolist()
         logp, versions, reason = completion.logp.tolist(), completion.versions.tolist(), completion.finish_reason
         text = response_text(self._context.decoder, found, request.sampling.stop)
-        self._last = Sampled(found, logp, versions, reason, text, sequence, ids[-PROMPT_END:].tolist())
-        self._turn_messages.append([])
-        self._texts.append(self._last.text)
-        return self._last
+        self._turns.append(Sampled(found, logp, versions, reason, text, sequence, ids[-PROMPT_END:].tolist()))
+        return self._turns[-1]
 
     async def call(self, tool_name: str, arguments: Mapping[str, object]) -> ToolResult:
         """Call a tool. Errors of the tool are returned as text for the model and counted.
@@ -219,9 +200,9 @@ class Session:
 
     def reward(self, value: float) -> None:
         """Add to the reward of the last sampled turn."""
-        if self._last is None:
+        if not self._turns:
             raise ValueError("session.reward was called before session.generate")
-        self._last.sequence.reward(float(value))
+        self._turns[-1].sequence.reward(float(value))
 
     def parse(self, sampled: Sampled) -> ParsedMessage:
         """Parse a turn into content, reasoning and tool calls, well-formed or not."""
@@ -241,29 +222,28 @@ class Session:
         Raises: DataError if the chat template cannot render them; ConfigError with rollout.history=new_sequence, which
         needs `next_prompt`.
         """
-        if self._last is None:
+        if not self._turns:
             self.messages = list(messages)
-            return self._first(messages)
-        if self._context.history == "new_sequence":
+            if self.messages == list(self._prompt.messages):
+                return [int(i) for i in self._prompt.token_ids]
+            return self._context.conversation.prompt_ids(messages)
+        if self.limits.config.history == "new_sequence":
             raise ConfigError(
                 "rollout.history=new_sequence renders whole conversations: get the tokens of the next turn from "
                 "session.next_prompt(messages) instead of session.render"
             )
         self._note(messages)
-        return self._context.conversation.ids_after_turn(with_answer_ids(messages), self._last.token_ids[-1])
+        return self._ids_after_turn(messages)
 
     def next_prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Return all tokens for the next turn after `messages`, following rollout.history and rollout.long_history."""
-        assert self._last is not None, "nothing was sampled yet"
+        assert self._turns, "nothing was sampled yet"
         self._note(messages)
-        if self._context.history == "keep":
-            ids = self._last.sequence.tokens.tolist()
-            ids += self._context.conversation.ids_after_turn(with_answer_ids(messages), self._last.token_ids[-1])
-        else:
+        if self.limits.config.history == "new_sequence":
             ids = self._context.conversation.prompt_ids(self.messages, continues=False)
-        if self._context.drops_turns:
-            ids = self._shortened(ids)
-        return ids
+        else:
+            ids = self._turns[-1].sequence.tokens.tolist() + self._ids_after_turn(messages)
+        return self._shortened(ids) if self.limits.config.long_history == "drop_turns" else ids
 
     def encode(self, text: str) -> list[int]:
         """Tokenize plain text; special tokens are treated as text."""
@@ -273,7 +253,7 @@ class Session:
     def response_text(self) -> str:
         """Text of all the model's turns, for graders. Messages of tools and users are excluded, so that a tool's result
         is not graded as the model's answer."""
-        return "\n".join(self._texts)
+        return "\n".join(turn.text for turn in self._turns)
 
     @property
     def prompt_ids(self) -> np.ndarray:
@@ -283,26 +263,24 @@ class Session:
     def transcript(self) -> list[ChatMessage]:
         """Return the conversation including the last sampled turn."""
         # Once messages followed the last turn, the conversation already contains it.
-        if self._last is None or self._turn_messages[-1]:
+        if not self._turns or self._turns[-1].messages:
             return list(self.messages)
-        return [*with_answer(self.messages, {"role": "assistant", "content": self._last.text})]
+        return [*with_answer(self.messages, {"role": "assistant", "content": self._turns[-1].text})]
 
-    def _first(self, messages: Sequence[ChatMessage]) -> list[int]:
-        if list(messages) == list(self._prompt.messages):
-            return [int(i) for i in self._prompt.token_ids]
-        return self._context.conversation.prompt_ids(messages)
+    def _ids_after_turn(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return self._context.conversation.ids_after_turn(with_answer_ids(messages), self._turns[-1].token_ids[-1])
 
     def _note(self, messages: Sequence[ChatMessage]) -> None:
         """Append the last sampled turn and `messages` to the conversation."""
-        assert self._last is not None
-        said, context = self.parse(self._last), self._context
-        written = context.decoder.decode(self._without_stop(self._last), skip_special_tokens=context.parser is None)
+        last, context = self._turns[-1], self._context
+        said = self.parse(last)
+        written = context.decoder.decode(self._without_stop(last), skip_special_tokens=context.parser is None)
         turn = turn_message(context.conversation, said, written, messages)
-        if not any(self._turn_messages):  # the row may have begun the first turn
+        if not any(each.messages for each in self._turns):  # the row may have begun the first turn
             *earlier, turn = with_answer(self.messages, turn)
             self.messages = [*earlier]
-        self._turn_messages[-1] = [turn, *with_answer_ids(messages)]
-        self.messages += self._turn_messages[-1]
+        last.messages[:] = [turn, *with_answer_ids(messages)]
+        self.messages += last.messages
 
     def _without_stop(self, sampled: Sampled) -> list[int]:
         ids = sampled.token_ids
@@ -312,7 +290,7 @@ class Session:
         """Drop the oldest turns until another turn fits; the last turn always stays."""
         # The messages of the row (`start`) always stay; whole turns with their answers are dropped from the front.
         wanted = self.limits.config.max_turn_tokens or 1
-        kept = [turn for turn in self._turn_messages if turn]
+        kept = [turn.messages for turn in self._turns if turn.messages]
         start = self.messages[: len(self.messages) - sum(map(len, kept))]
         while len(ids) + wanted > self.limits.context_tokens and len(kept) > 1:
             kept = kept[1:]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mcore_rl.data.transcripts import TextDecoder, response_text
 from mcore_rl.rollout.journal import JournaledResponse
-from mcore_rl.rollout.loop import Choose
+from mcore_rl.rollout.loop import Choose, EngineLoop
 from mcore_rl.types import Completion, EpisodeOutcome, GenerationRequest, Prompt, Trajectory, extra_of_turns
 
 
@@ -49,26 +48,11 @@ class Player(Protocol):
         """Same as EngineLoop.withdraw, for attempts by the ids of their first requests."""
 
 
-class Generator(Protocol):
-    """Part of EngineLoop that the player uses."""
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        on_finish: Callable[[Completion], None],
-        started: Callable[[], None],
-    ) -> None: ...
-
-    def take_over(self, responses: Sequence[JournaledResponse]) -> Future[None]: ...
-
-    def withdraw(self, choose: Choose) -> None: ...
-
-
 class SingleTurnPlayer:
     """Player for single-turn episodes."""
 
-    def __init__(self, generator: Generator, decoder: TextDecoder) -> None:
-        self._generator, self._decoder = generator, decoder
+    def __init__(self, loop: EngineLoop, decoder: TextDecoder) -> None:
+        self._loop, self._decoder = loop, decoder
 
     def play(
         self, attempts: Sequence[Attempt], callbacks: AttemptCallbacks, recovered: Mapping[str, JournaledResponse]
@@ -89,7 +73,7 @@ class SingleTurnPlayer:
         known = [recovered[request_id] for request_id in place_of if request_id in recovered]
         finished = [found for found in known if found.finish_reason is not None]
         if finished:
-            self._generator.take_over(finished).result()
+            self._loop.take_over(finished).result()
         for attempt in attempts:
             request = attempt.request
             found = recovered.get(request.request_id)
@@ -101,11 +85,11 @@ class SingleTurnPlayer:
                 # This response never reaches the engine, which reports the start of the others.
                 callbacks.started()
                 end(replace(found.completion, finish_reason=found.finish_reason))
-        self._generator.generate(left, end, callbacks.started)
+        self._loop.generate(left, end, callbacks.started)
 
     def withdraw(self, choose: Choose) -> None:
         """Same as Player.withdraw."""
-        self._generator.withdraw(choose)
+        self._loop.withdraw(choose)
 
     def _outcome(
         self, request: GenerationRequest, completion: Completion, before: JournaledResponse | None

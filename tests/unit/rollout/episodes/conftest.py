@@ -116,8 +116,6 @@ def stage() -> Iterator[SetUp]:
             template: str | None = made.STABLE,
             parser: str = "hermes",
             experts: bool = False,
-            history: str = "keep",
-            drops_turns: bool = False,
             journal: TokenJournal | None = None,
             extra_info: dict[str, Any] | None = None,
             **rollout: object,
@@ -143,8 +141,6 @@ def stage() -> Iterator[SetUp]:
                 talk,
                 tools,
                 ToolCallParser(parser, None, schemas) if tools else None,
-                history=history,
-                drops_turns=drops_turns,
                 stop_ids=frozenset(made.stop_ids(tokenizer)),
                 parser_of=lambda offered: ToolCallParser(parser, None, [dict(each) for each in offered]),
             )

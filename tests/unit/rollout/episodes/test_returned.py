@@ -111,7 +111,7 @@ def test_next_prompt_long_history_ends_or_drops_turns(stage: SetUp) -> None:
     ends = stage(asks_until_it_has_seen(100), ToolEpisode(), tools=FakeTools(echo), **sizes)
     (outcome,) = ends.play()
     assert (outcome.finish_reason, len(outcome.trajectories)) == ("length", 1)
-    drops = stage(asks_until_it_has_seen(100), ToolEpisode(), tools=FakeTools(echo), drops_turns=True, **sizes)
+    drops = stage(asks_until_it_has_seen(100), ToolEpisode(), tools=FakeTools(echo), long_history="drop_turns", **sizes)
     (outcome,) = drops.play()
     assert outcome.finish_reason == "turns"
     assert len(outcome.trajectories) > 1

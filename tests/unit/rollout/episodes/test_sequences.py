@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.rollout.episodes.sequences import SequenceBook
-from mcore_rl.types import NOT_SAMPLED, Completion
+from mcore_rl.types import NOT_SAMPLED, Completion, Trajectory
 
 
 def sampled(*ids: int, version: int = 0, experts: int | None = None, before: int = 0) -> Completion:
@@ -23,6 +23,10 @@ def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+def trajectories(book: SequenceBook) -> list[Trajectory]:
+    return [sequence.trajectory() for sequence in book.sequences]
+
+
 def test_sequence_book_turns_extend_one_sequence() -> None:
     book = SequenceBook()
     first = book.add(ids(1, 2), sampled(3, 4), 1.0)
@@ -30,7 +34,7 @@ def test_sequence_book_turns_extend_one_sequence() -> None:
     again = book.add(ids(1, 2, 3, 4, 9, 9, 9), sampled(5, version=2), 1.0)
     again.reward(0.5)
     assert again is first
-    (trajectory,) = book.trajectories()
+    (trajectory,) = trajectories(book)
     assert trajectory.prompt_ids.tolist() == [1, 2]
     assert trajectory.token_ids.tolist() == [3, 4, 9, 9, 9, 5]
     assert trajectory.trained is not None
@@ -48,7 +52,7 @@ def test_sequence_book_branches_share_no_trained_token() -> None:
     book.add(ids(1, 2, 3, 4, 8), sampled(6), 1.0)
     book.add(ids(1, 2, 3, 5, 8), sampled(7), 1.0)
     book.add(ids(1, 2, 3), sampled(0), 1.0)
-    found = [(t.prompt_ids.tolist(), t.token_ids.tolist()) for t in book.trajectories()]
+    found = [(t.prompt_ids.tolist(), t.token_ids.tolist()) for t in trajectories(book)]
     assert found == [([1, 2], [3, 4, 8, 6]), ([1, 2], [3, 5, 8, 7]), ([1, 2, 3], [0])]
 
 
@@ -57,7 +61,7 @@ def test_sequence_experts_stay_from_the_first_computation() -> None:
     book = SequenceBook()
     book.add(ids(1, 2), sampled(3, 4, experts=7, before=2), 1.0)
     book.add(ids(1, 2, 3, 4, 9), sampled(5, 6, experts=8, before=5), 1.0)
-    (trajectory,) = book.trajectories()
+    (trajectory,) = trajectories(book)
     assert trajectory.routed_experts is not None
     assert trajectory.routed_experts.ravel().tolist() == [7, 7, 7, 8, 8, 8]
     assert len(trajectory.routed_experts) == len(trajectory.prompt_ids) + len(trajectory.token_ids) - 1
@@ -79,7 +83,7 @@ def test_sequence_book_trains_each_sampled_token_once(
         ends.append(prefix + new)
         total += count
     trained: list[int] = []
-    for trajectory in book.trajectories():
+    for trajectory in trajectories(book):
         assert trajectory.trained is not None
         trained += trajectory.token_ids[trajectory.trained > 0].tolist()
         assert (trajectory.trained == (trajectory.versions != NOT_SAMPLED)).all()
@@ -94,5 +98,5 @@ def test_sequence_tokens_have_temperatures_of_their_call() -> None:
     book.add(ids(1, 2), sampled(3, 4), 0.5)
     resumed = replace(sampled(5, 6), temperatures=np.array([0.25, 2.0], np.float32))
     book.add(ids(1, 2, 3, 4, 9), resumed, 2.0)
-    (trajectory,) = book.trajectories()
+    (trajectory,) = trajectories(book)
     np.testing.assert_array_equal(trajectory.temperatures, np.float32([0.5, 0.5, np.nan, 0.25, 2.0]))
