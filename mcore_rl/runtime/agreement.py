@@ -53,40 +53,31 @@ class HostFacts:
     missing_interface: str = ""
 
 
-@dataclass(frozen=True)
-class FactsRequest:
-    """Request for the facts of a host: `paths` by key; `mark` is a file in run.dir that the driver has just created."""
-
-    paths: Mapping[str, str]
-    mark: str
-
-
-def answer(request: FactsRequest) -> HostFacts:
-    """Collect the facts of this process's host."""
+def host_facts(paths: Mapping[str, str], mark: Path) -> HostFacts:
+    """Collect the facts of this process's host. `mark` is a file in run.dir that the driver has just created."""
     versions = {"Python": platform.python_version()}
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "none"
-    files = {key: digest(Path(path)) for key, path in request.paths.items()}
-    seen = Path(request.mark).exists()
-    return HostFacts(socket.gethostname(), versions, files, seen, time.time(), missing_interface())
+    files = {key: digest(Path(path)) for key, path in paths.items()}
+    return HostFacts(socket.gethostname(), versions, files, mark.exists(), time.time(), missing_interface())
 
 
-def check_hosts(run_dir: str, paths: Mapping[str, str], ask: Callable[[FactsRequest], list[HostFacts]]) -> None:
-    """Compare all hosts with this one. `paths` comes from `named_paths`; `ask` returns the facts of the other hosts.
+def check_hosts(run_dir: str, paths: Mapping[str, str], ask: Callable[[Path], list[HostFacts]]) -> None:
+    """Compare all hosts with this one. `paths` comes from `named_paths`; `ask` returns the `host_facts` of the other
+    hosts for the given mark.
 
     Raises: ConfigError with the host and the remedy.
     """
     mark = Path(run_dir) / f".hosts-{secrets.token_hex(8)}"
     mark.touch()  # a host that does not share run.dir does not see this new file
     try:
-        request = FactsRequest(paths, str(mark))
         started = time.time()
-        answers = ask(request)
+        answers = ask(mark)
         ended = time.time()
-        here = answer(request)
+        here = host_facts(paths, mark)
     finally:
         mark.unlink()
     for there in answers:
@@ -97,8 +88,7 @@ def check_hosts(run_dir: str, paths: Mapping[str, str], ask: Callable[[FactsRequ
                 f"run.dir={run_dir}: {there.name} does not see the files of {here.name} there; set run.dir to "
                 "storage that all hosts share"
             )
-        for key, path in request.paths.items():
-            _check_file(f"{key}={path}", here, there, key)
+        _check_files(paths, here, there)
         for package, version in here.versions.items():
             if there.versions[package] != version:
                 raise ConfigError(
@@ -141,11 +131,14 @@ def digest(path: Path) -> str:
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
 
 
-def _check_file(setting: str, here: HostFacts, there: HostFacts, key: str) -> None:
-    if there.files[key] == here.files[key]:
-        return
-    if there.files[key] == ABSENT:
-        raise ConfigError(f"{setting} does not exist on {there.name}; copy it there or to storage that all hosts share")
-    raise ConfigError(
-        f"{setting} differs between {there.name} and {here.name}; make it the same, or use storage that all hosts share"
-    )
+def _check_files(paths: Mapping[str, str], here: HostFacts, there: HostFacts) -> None:
+    for key, path in paths.items():
+        if there.files[key] == here.files[key]:
+            continue
+        if there.files[key] == ABSENT:
+            problem = f"does not exist on {there.name}; copy it there or to storage that all hosts share"
+        else:
+            problem = (
+                f"differs between {there.name} and {here.name}; make it the same, or use storage that all hosts share"
+            )
+        raise ConfigError(f"{key}={path} {problem}")

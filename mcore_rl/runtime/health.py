@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -43,6 +43,8 @@ MAX_PLACES = 4
 T = TypeVar("T")
 AnyRef = Ref[object]
 AnyProcess = ProcessHandle[RunProcess]
+Starts = dict[AnyRef, Sequence[AnyProcess]]
+"""Set-ups in progress: reference that is ready when a set-up ends -> the processes that take part in it."""
 
 
 class Attendant(Protocol):
@@ -147,7 +149,7 @@ class Watch:
                     self._require_present(pending, needs)
         return [results[ref] for ref in refs]
 
-    def get_started(self, starts: Mapping[AnyRef, Sequence[AnyProcess]]) -> None:
+    def get_started(self, starts: Starts) -> None:
         """Wait until set-ups have ended, each with the processes that take part in it.
 
         Raises: as `get`, also for replaceable processes; WorkerDiedError with the names of processes that are not ready

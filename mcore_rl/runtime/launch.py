@@ -17,19 +17,19 @@ from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.placement import RunPlacement, place, visible_devices
 from mcore_rl.runtime.addresses import missing_interface
-from mcore_rl.runtime.agreement import FactsRequest, HostFacts, check_hosts, named_paths
+from mcore_rl.runtime.agreement import HostFacts, check_hosts, named_paths
 from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.cores import shares_cores
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.engines.engine import FleetEngine
 from mcore_rl.runtime.engines.fleet import Fleet
-from mcore_rl.runtime.health import AnyProcess, AnyRef, Watch, kill_all
+from mcore_rl.runtime.health import AnyProcess, Starts, Watch, kill_all
 from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.output import ray_output_to
 from mcore_rl.runtime.phases import shares_device
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
-from mcore_rl.runtime.roles.groups import ActorOptions, RankMap, Role, RoleGroup
+from mcore_rl.runtime.roles.groups import RankMap, Role, RoleGroup
 from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.roles.trainer import TrainerActor, TrainerGroup, TrainerProcess
 from mcore_rl.runtime.staged import Stages
@@ -38,9 +38,6 @@ from mcore_rl.weights.transports.hosts import Host, this_host
 if TYPE_CHECKING:
     from ray.actor import ActorClass
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-Starts = dict[AnyRef, Sequence[AnyProcess]]
-"""Set-ups in progress: reference that is ready when a set-up ends -> the processes that take part in it."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +83,8 @@ def launch(
         _killed_at_the_end(cluster, config.run.logs) as watch,
     ):
         starter = _Starter(placement, nodes, watch, config.run.logs, several_threads)
-        ranks = starter.ranks(on_gpus)
-        groups = {role.guests.section: starter.role(role, stages) for role in roles}
+        ranks = starter.ranks(TrainerActor, "trainer rank", "actor", placement.ranks, num_gpus=int(on_gpus))
+        groups = {role.guests.section: starter.group(role, stages) for role in roles}
         fleet = starter.fleet(rollout, on_gpus and cluster.placement == "disaggregated", journals)
         processes = RunProcesses(TrainerGroup(ranks, placement.ranks, watch, trainers, stages), fleet, groups)
         watch.places.ask(list(watch.processes.values()))
@@ -96,68 +93,52 @@ def launch(
             _check_hosts(config.run.dir, named_paths(config), watch)
         if cluster.address is not None and cluster.isolation != "none":
             _check_users(cluster.isolation, watch)
-        _set_up(config, placement, prompts, roles, processes, show)
+        context = SetUpContext(config, {name: ray.put(prompt_set) for name, prompt_set in prompts.items()})
+        _set_up(context, placement, roles, processes, show)
         yield processes
 
 
 def _set_up(
-    config: Config,
+    context: SetUpContext,
     placement: RunPlacement,
-    prompts: Mapping[str, PromptSource],
     roles: Sequence[Role],
     processes: RunProcesses,
     show: Callable[[str], None],
 ) -> None:
     """Set up all processes, and return when all are ready. Set-ups run concurrently, except while an engine measures
     the free memory of a device that it shares with other processes."""
-    trainers, fleet, watch = processes.trainers, processes.engines, processes.trainers.watch
-    num_ranks, num_engines = len(trainers.processes), 0 if fleet is None else fleet.num_engines
+    trainers, watch, config = processes.trainers, processes.trainers.watch, context.config
+    engines = [] if processes.engines is None else processes.engines.engines
+    num_ranks, engines_ready = len(trainers.processes), f"{_count(len(engines), 'rollout engine')} ready"
     devices = trainers.call(TrainerProcess.visible_devices).results() if uses_cuda(config.cluster) else []
-    context = SetUpContext(config, {name: ray.put(prompt_set) for name, prompt_set in prompts.items()})
     starting: Starts = {}
-    for engine, slots in zip([] if fleet is None else fleet.engines, placement.engines, strict=True):
+    for engine, slots in zip(engines, placement.engines, strict=True):
         # Ray numbers the GPUs of a node in its own order, so a colocated engine gets the devices that its ranks report.
         visible = [visible_devices(placement, slot, devices) for slot in slots]
         starting[engine.set_up(context, visible)] = engine.processes
-    takes_turns = fleet is not None and shares_device(config.cluster, config.actor.offload)
-    if fleet is not None and takes_turns:
+    takes_turns = processes.engines is not None and shares_device(config.cluster, config.actor.offload)
+    if processes.engines is not None and takes_turns:
         # Rollout engines measure the free memory when they start: ranks and other engines start after they sleep.
         watch.get_started(starting)
-        fleet.sleep(keep_weights=False)
-        show(f"{_count(num_engines, 'rollout engine')} ready")
-    starting |= _set_up_roles(roles, context, placement, processes, devices, takes_turns=takes_turns)
-    watch.get(trainers.set_up(context, [None] * num_ranks))
-    show(f"{_count(num_ranks, 'trainer rank')} ready")
-    watch.get_started(starting)
-    if len(starting) and not (takes_turns and len(starting) == num_engines):
-        show("engines and other models ready" if roles else f"{_count(num_engines, 'rollout engine')} ready")
-    # Not earlier: if an engine cannot be set up, every restart would fail, too.
-    if fleet is not None and fleet.max_restarts:
-        watch.allow_failure(process for engine in fleet.engines for process in engine.processes)
-
-
-def _set_up_roles(
-    roles: Sequence[Role],
-    context: SetUpContext,
-    placement: RunPlacement,
-    processes: RunProcesses,
-    devices: list[str],
-    *,
-    takes_turns: bool,
-) -> Starts:
-    """Begin the set-ups of all roles. `devices`: the GPUs of trainer ranks."""
-    starting: Starts = {}
+        processes.engines.sleep(keep_weights=False)
+        show(engines_ready)
+        starting = {}
     for role in sorted(roles, key=lambda role: role.guests.tp is None):  # engines first
         section = role.guests.section
         visible = [visible_devices(placement, slot, devices) for slot in placement.guests[section]]
-        group = processes.groups[section]
-        set_ups = group.set_up(context, visible)
-        of_role: Starts = {ready: [process] for ready, process in zip(set_ups, group.processes, strict=True)}
+        set_ups = processes.groups[section].set_up(context, visible)
         if (takes_turns or devices) and role.guests.tp is not None:
             # These engines share the ranks' GPUs even if rollout engines do not.
-            processes.trainers.watch.get_started(of_role)
-        starting |= of_role
-    return starting
+            watch.get_started(set_ups)
+        starting |= set_ups
+    watch.get(list(trainers.set_up(context, [None] * num_ranks)))
+    show(f"{_count(num_ranks, 'trainer rank')} ready")
+    watch.get_started(starting)
+    if starting:
+        show("engines and other models ready" if roles else engines_ready)
+    # Not earlier: if an engine cannot be set up, every restart would fail, too.
+    if processes.engines is not None and processes.engines.max_restarts:
+        watch.allow_failure(process for engine in engines for process in engine.processes)
 
 
 @contextlib.contextmanager
@@ -189,17 +170,22 @@ class _Starter:
     logs: str
     several_threads: bool
 
-    def ranks(self, on_gpus: bool) -> list[ProcessHandle[TrainerProcess]]:
-        options: ActorOptions = {"num_cpus": 1, "num_gpus": 1 if on_gpus else 0}
-        nodes = enumerate(self.placement.ranks)
-        return [self._start(TrainerActor, f"trainer rank {rank}", "actor", node, options) for rank, node in nodes]
+    def ranks(
+        self, actor: ActorClass, name: str, section: str, nodes: Sequence[int], **options: float
+    ) -> list[ProcessHandle[Any]]:
+        """Create a process on each of `nodes`, with Ray's `options`. Messages name each by `name` and its number."""
+        processes = []
+        for index, node in enumerate(nodes):
+            placed = actor.options(**{"num_cpus": 1, **options}, scheduling_strategy=self.nodes[node])
+            of_rank = f"{name} {index}"
+            processes.append(ProcessHandle[Any](of_rank, placed.remote(of_rank, self.logs, self._peers(section, node))))
+            self.watch.add(processes[-1])
+        return processes
 
-    def role(self, role: Role, stages: Stages) -> RoleGroup:
-        section, options = role.guests.section, ActorOptions(num_cpus=role.guests.num_cpus)
+    def group(self, role: Role, stages: Stages) -> RoleGroup:
+        section = role.guests.section
         nodes = [slot.node for slot in self.placement.guests[section]]
-        processes = [
-            self._start(role.actor, f"{role.name} {index}", section, node, options) for index, node in enumerate(nodes)
-        ]
+        processes = self.ranks(role.actor, role.name, section, nodes, num_cpus=role.guests.num_cpus)
         return role.group(processes, nodes, self.watch, stages)
 
     def fleet(self, rollout: RolloutConfig, own_gpus: bool, journals: Path | None) -> Fleet | None:
@@ -210,21 +196,12 @@ class _Starter:
             size = rollout.tp // len(slots)
             num_gpus = size if own_gpus else 0
             options = [
-                ActorOptions(num_cpus=size, num_gpus=num_gpus, scheduling_strategy=self.nodes[slot.node])
-                for slot in slots
+                {"num_cpus": size, "num_gpus": num_gpus, "scheduling_strategy": self.nodes[slot.node]} for slot in slots
             ]
             peers = [self._peers("rollout", slot.node) for slot in slots]
             name = f"rollout engine {number}"
             engines.append(FleetEngine(number, name, options, peers, self.watch, self.logs, journals))
         return Fleet(engines, self.watch, rollout.max_engine_restarts) if engines else None
-
-    def _start(
-        self, actor: ActorClass, name: str, section: str, node: int, options: ActorOptions
-    ) -> ProcessHandle[Any]:
-        placed = actor.options(**options, scheduling_strategy=self.nodes[node])
-        process = ProcessHandle[Any](name, placed.remote(name, self.logs, self._peers(section, node)))
-        self.watch.add(process)
-        return process
 
     def _peers(self, section: str, node: int) -> int | None:
         return self.placement.peers(section, node) if self.several_threads else None
@@ -267,9 +244,9 @@ def _check_hosts(run_dir: str, paths: Mapping[str, str], watch: Watch) -> None:
         if host != this_host():
             others[host.memory] = process
 
-    def ask(request: FactsRequest) -> list[HostFacts]:
+    def ask(mark: Path) -> list[HostFacts]:
         """Query one process per host, except on the driver's host."""
-        return watch.get([process.call(RunProcess.host_facts, request) for process in others.values()])
+        return watch.get([process.call(RunProcess.host_facts, paths, mark) for process in others.values()])
 
     check_hosts(run_dir, paths, ask)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
@@ -15,9 +15,6 @@ from mcore_rl.runtime.engines.balance import EngineKey
 from mcore_rl.runtime.engines.process import EngineActor, EngineProcess, FollowerActor, FollowerProcess
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
-
-if TYPE_CHECKING:
-    from mcore_rl.runtime.roles.groups import ActorOptions
 
 
 @dataclass
@@ -28,7 +25,7 @@ class FleetEngine:
 
     number: int
     name: str
-    options: Sequence[ActorOptions]
+    options: Sequence[Mapping[str, object]]
     peers: Sequence[int | None]
     watch: Watch
     logs: str

@@ -18,7 +18,7 @@ import ray
 
 from mcore_rl.errors import McoreRLError
 from mcore_rl.runtime.addresses import free_port, meet_at
-from mcore_rl.runtime.agreement import FactsRequest, HostFacts, answer
+from mcore_rl.runtime.agreement import HostFacts, host_facts
 from mcore_rl.runtime.calls import ProcessHandle, Ref, call_all, remote_method
 from mcore_rl.runtime.collectives import Collective, pending_collectives
 from mcore_rl.runtime.cores import share_cores
@@ -89,8 +89,8 @@ class RunProcess:
         return 0.0
 
     @remote_method(concurrency_group="watch")
-    def host_facts(self, request: FactsRequest) -> HostFacts:
-        return answer(request)
+    def host_facts(self, paths: Mapping[str, str], mark: Path) -> HostFacts:
+        return host_facts(paths, mark)
 
     @remote_method(concurrency_group="watch")
     def other_users(self) -> list[str]:

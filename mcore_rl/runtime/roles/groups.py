@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import ray
@@ -16,7 +16,7 @@ import ray
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.runtime.calls import FanOut, ProcessHandle, Rank_co, Ref, passed
 from mcore_rl.runtime.delivery import Delivery, rows_by_rank
-from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.health import Starts, Watch
 from mcore_rl.runtime.phases import Phase
 from mcore_rl.runtime.roles.base import RankProcess, RunProcess, SetUpContext, TrainedRankProcess
 from mcore_rl.runtime.staged import Stages, staged
@@ -24,7 +24,6 @@ from mcore_rl.types import Batch, BatchHandle, Metric, RankShares, SavedFile, Sa
 
 if TYPE_CHECKING:
     from ray.actor import ActorClass
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from mcore_rl.types import TrajectoryBuffers
 
@@ -72,14 +71,15 @@ class RankGroup(FanOut[Rank_co]):
     def _delivery(self) -> Delivery:
         return Delivery([self.processes[rank] for rank in self.ranks.reporting], self.watch)
 
-    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> list[Ref[None]]:
+    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> Starts:
         """Begin the set-up of all ranks, each with the GPUs that it may see. Each rank is called directly, because a
         set-up takes much longer than a call."""
         address = self.watch.get([self.processes[0].call(RankProcess.free_address)])[0]
-        return [
-            process.call(RankProcess.setup, replace(context, visible_devices=devices), rank, len(visible), address)
-            for rank, (process, devices) in enumerate(zip(self.processes, visible, strict=True))
-        ]
+        starts: Starts = {}
+        for rank, (process, devices) in enumerate(zip(self.processes, visible, strict=True)):
+            own = replace(context, visible_devices=devices)
+            starts[process.call(RankProcess.setup, own, rank, len(visible), address)] = [process]
+        return starts
 
     def spans(self) -> list[Span]:
         return [span for spans in self.call(RankProcess.drain_spans).results() for span in spans]
@@ -138,23 +138,15 @@ class TrainedRankGroup(RankGroup[TrainedRank_co]):
         return sum(self.call(TrainedRankProcess.offload, parts).results())
 
 
-class ActorOptions(TypedDict, total=False):
-    """Options of Ray for a process."""
-
-    num_cpus: float
-    num_gpus: float
-    scheduling_strategy: PlacementGroupSchedulingStrategy
-
-
 class RoleGroup(Protocol):
     """Processes of a role, from the driver's side."""
 
     @property
     def processes(self) -> Sequence[ProcessHandle[RunProcess]]: ...
 
-    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> list[Ref[None]]:
-        """Begin the set-up of all processes, each with the GPUs that it may see. Returns references that are ready
-        when the set-ups have ended. If the processes take turns on a device, they have freed it by then."""
+    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> Starts:
+        """Begin the set-up of all processes, each with the GPUs that it may see. If the processes take turns on a
+        device, they have freed it when the set-ups have ended."""
 
     def spans(self) -> list[Span]: ...
 

@@ -22,9 +22,9 @@ from mcore_rl.rewards.judge.prompts import JudgePrompts, Template
 from mcore_rl.rewards.judge.scores import score_reader
 from mcore_rl.rewards.judge.server import ServerAnswerer, served_model
 from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader, join_scores, split_tasks
-from mcore_rl.runtime.calls import ProcessHandle, Ref, passed
+from mcore_rl.runtime.calls import ProcessHandle, passed
 from mcore_rl.runtime.delivery import Delivery, Rows
-from mcore_rl.runtime.health import Watch
+from mcore_rl.runtime.health import Starts, Watch
 from mcore_rl.runtime.phases import Phase
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import Role, drain_spans
@@ -67,13 +67,13 @@ class JudgeGroup:
     def __post_init__(self) -> None:
         self._delivery = Delivery(self.processes, self.watch)
 
-    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> list[Ref[None]]:
+    def set_up(self, context: SetUpContext, visible: Sequence[str | None]) -> Starts:
         """Begin the set-up of all processes, each with the GPUs that it may see."""
         key = server_key(context.config.judge)
-        return [
-            process.call(JudgeProcess.setup, replace(context, visible_devices=devices), key)
+        return {
+            process.call(JudgeProcess.setup, replace(context, visible_devices=devices), key): [process]
             for process, devices in zip(self.processes, visible, strict=True)
-        ]
+        }
 
     @staged("judge", Phase.KEEP)  # dynamic sampling may generate another batch with the same weights
     def score(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[np.ndarray]:

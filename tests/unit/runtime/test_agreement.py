@@ -9,6 +9,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mcore_rl.config import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime import addresses
 from mcore_rl.runtime.addresses import free_port, meet_at, missing_interface
-from mcore_rl.runtime.agreement import FactsRequest, HostFacts, answer, check_hosts, digest, named_paths
+from mcore_rl.runtime.agreement import HostFacts, check_hosts, digest, host_facts, named_paths
 
 
 @pytest.fixture
@@ -34,13 +35,16 @@ def config(tmp_path: Path) -> Config:
     return made
 
 
-def other(request: FactsRequest, **changes: Any) -> list[HostFacts]:
-    """Return the facts of another host that equals this one except for `changes`."""
-    return [replace(answer(request), **({"name": "node7"} | changes))]
+def other(
+    config: Config, mark: Path, change: Callable[[HostFacts], dict[str, Any]] = lambda here: {}
+) -> list[HostFacts]:
+    """Return the facts of another host that equals this one except for `change`."""
+    here = host_facts(named_paths(config), mark)
+    return [replace(here, **({"name": "node7"} | change(here)))]
 
 
 def test_check_hosts_equal_hosts_pass_and_leave_no_file(config: Config) -> None:
-    check_hosts(config.run.dir, named_paths(config), other)
+    check_hosts(config.run.dir, named_paths(config), partial(other, config))
     assert list(Path(config.run.dir).iterdir()) == []
     assert named_paths(config).keys() == {"model.hf_path", "reward.function"}
 
@@ -48,23 +52,23 @@ def test_check_hosts_equal_hosts_pass_and_leave_no_file(config: Config) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (lambda q: {"sees_mark": False}, r"run\.dir=.* node7 does not see .* storage that all hosts share"),
-        (lambda q: {"versions": answer(q).versions | {"torch": "1.0"}}, r"node7 has torch 1\.0, and .* has \d"),
-        (lambda q: {"missing_interface": "GLOO_SOCKET_IFNAME=ib7: node7 has no such"}, "ib7: node7 has no such"),
-        (lambda q: {"seconds": answer(q).seconds - 40}, r"clocks of .* and node7 are \d\d s apart"),
-        (lambda q: {"seconds": answer(q).seconds + 40}, r"clocks of .* and node7 are \d\d s apart"),
+        (lambda here: {"sees_mark": False}, r"run\.dir=.* node7 does not see .* storage that all hosts share"),
+        (lambda here: {"versions": here.versions | {"torch": "1.0"}}, r"node7 has torch 1\.0, and .* has \d"),
+        (lambda here: {"missing_interface": "GLOO_SOCKET_IFNAME=ib7: node7 has no such"}, "ib7: node7 has no such"),
+        (lambda here: {"seconds": here.seconds - 40}, r"clocks of .* and node7 are \d\d s apart"),
+        (lambda here: {"seconds": here.seconds + 40}, r"clocks of .* and node7 are \d\d s apart"),
         (
-            lambda q: {"files": answer(q).files | {"model.hf_path": "nothing"}},
+            lambda here: {"files": here.files | {"model.hf_path": "nothing"}},
             r"model\.hf_path=.* does not exist on node7",
         ),
-        (lambda q: {"files": answer(q).files | {"reward.function": "x"}}, r"reward\.function=.* differs between node7"),
+        (lambda here: {"files": here.files | {"reward.function": "x"}}, r"reward\.function=.* differs between node7"),
     ],
 )
 def test_check_hosts_difference_is_named(
-    config: Config, changes: Callable[[FactsRequest], dict[str, object]], message: str
+    config: Config, changes: Callable[[HostFacts], dict[str, object]], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_hosts(config.run.dir, named_paths(config), lambda request: other(request, **changes(request)))
+        check_hosts(config.run.dir, named_paths(config), partial(other, config, change=changes))
     assert list(Path(config.run.dir).iterdir()) == []
 
 
