@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from mcore_rl.weights.transports.hosts import remove_abandoned
+
 PREFIX = "mcore_rl_"
 TEMPORARY_PREFIX = f"{PREFIX}tmp_"
 MAX_PARENT_CHARACTERS = 14
@@ -55,11 +57,11 @@ def temporary_files() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _removed_directory(parent: Path, prefix: str) -> Iterator[Path]:
-    remove_stale(parent)
+    remove_abandoned(parent)
     directory = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}_", dir=parent))
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        # Held while this process lives: remove_stale() recognises dead owners by it, also in other pid namespaces.
+        # Held while this process lives: remove_abandoned() recognises dead owners by it, also in other pid namespaces.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield directory
     finally:
@@ -69,26 +71,6 @@ def _removed_directory(parent: Path, prefix: str) -> Iterator[Path]:
             time.sleep(0.1)
         # The lock is released only now, after the directory is gone.
         os.close(descriptor)
-
-
-def remove_stale(parent: Path) -> None:
-    """Remove directories whose owners were killed."""
-    for path in parent.glob(f"{PREFIX}*_*"):
-        pid = path.name.removeprefix(TEMPORARY_PREFIX).removeprefix(PREFIX).split("_")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            _remove_dead(path)
-
-
-def _remove_dead(path: Path) -> None:
-    """Remove a directory of this user unless a living process, in another pid namespace, holds it."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if os.fstat(descriptor).st_uid == os.getuid():
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(descriptor)
 
 
 @contextlib.contextmanager

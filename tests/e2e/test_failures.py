@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.weights.transports.segments import remove_stale
+from mcore_rl.weights.transports.hosts import remove_abandoned
+from mcore_rl.weights.transports.segments import SHARED_MEMORY
 from tests.e2e.runs import TrainProcess, metrics, train
 
 pytestmark = pytest.mark.slow
@@ -62,7 +63,7 @@ def in_call(run: TrainProcess, kind: str, method: str) -> Callable[[], bool]:
 
 def no_segment_is_left() -> bool:
     """Return whether there is no shared-memory segment of a dead process."""
-    return remove_stale() == []
+    return remove_abandoned(SHARED_MEMORY) == []
 
 
 def assert_resumes_to_the_same(task: Path, run_dir: Path, whole_run: Path, *overrides: str) -> None:

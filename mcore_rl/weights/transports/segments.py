@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from mcore_rl.errors import ConfigError, WeightSyncError
+from mcore_rl.weights.transports.hosts import remove_abandoned
 
 PREFIX = "mcore_rl"
 SHARED_MEMORY = Path("/dev/shm")
@@ -44,7 +45,7 @@ class SharedSegment:
 
         Raises: ConfigError if the shared memory of this machine is too small.
         """
-        remove_stale()
+        remove_abandoned(SHARED_MEMORY)
         needed, available = max(num_bytes, mmap.PAGESIZE), _available_bytes()
         if needed > available:
             raise ConfigError(
@@ -55,7 +56,7 @@ class SharedSegment:
         path = SHARED_MEMORY / name
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Locked while this process lives: remove_stale() detects dead creators by it, also in other pid namespaces.
+            # Locked while this process lives: remove_abandoned() detects dead creators by it in other pid namespaces.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             # Without this reservation a full /dev/shm causes a SIGBUS in the middle of a copy.
             os.posix_fallocate(descriptor, 0, needed)
@@ -129,31 +130,6 @@ def device_uuid(number: int | None = None) -> str:
     if not torch.cuda.is_available():
         return ""
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device() if number is None else number).uuid}"
-
-
-def remove_stale() -> list[str]:
-    """Remove segments whose creators died before they were unlinked. Returns their names."""
-    # A pid may be unknown because its process is in another pid namespace: only a free lock proves that the
-    # creator is dead.
-    removed = []
-    for path in SHARED_MEMORY.glob(f"{PREFIX}_*_*"):
-        pid = path.name.split("_")[-2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and _unlock(path):
-            removed.append(path.name)
-    return removed
-
-
-def _unlock(path: Path) -> bool:
-    """Unlink the file unless a living process of another pid namespace holds its lock."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            return True
-        finally:
-            os.close(descriptor)
-    return False
 
 
 def _available_bytes() -> int:

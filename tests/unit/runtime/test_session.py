@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.runtime.session import MAX_PARENT_CHARACTERS, private_directory, remove_stale, temporary_files
+from mcore_rl.runtime.session import MAX_PARENT_CHARACTERS, private_directory, temporary_files
+from mcore_rl.weights.transports.hosts import remove_abandoned
 
 DEAD = 4_194_305
 """Above the kernel's largest process id."""
@@ -40,43 +41,43 @@ def test_private_directory_leaves_room_for_sockets(tmp_path: Path, monkeypatch: 
         assert len(str(socket)) <= 107
 
 
-def test_remove_stale_directories_of_dead_processes_only(tmp_path: Path) -> None:
+def test_remove_abandoned_directories_of_dead_processes_only(tmp_path: Path) -> None:
     left_by(tmp_path, DEAD)
     living = left_by(tmp_path, os.getpid()).name
     for name in ("mcore_rl_slurm_x", f"other_{DEAD}_x", f"mcore_rl_tmp_{DEAD}_x", f"mcore_rl_tmp_{os.getpid()}_x"):
         (tmp_path / name).mkdir()
-    remove_stale(tmp_path)
+    remove_abandoned(tmp_path)
     kept = {living, "mcore_rl_slurm_x", f"other_{DEAD}_x", f"mcore_rl_tmp_{os.getpid()}_x"}
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
-def test_remove_stale_keeps_a_locked_directory(tmp_path: Path) -> None:
+def test_remove_abandoned_keeps_a_locked_directory(tmp_path: Path) -> None:
     held = left_by(tmp_path, DEAD)
     descriptor = os.open(held, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        remove_stale(tmp_path)
+        remove_abandoned(tmp_path)
         assert held.exists()
     finally:
         os.close(descriptor)
-    remove_stale(tmp_path)
+    remove_abandoned(tmp_path)
     assert not held.exists()
 
 
-def test_remove_stale_does_not_follow_links(tmp_path: Path) -> None:
+def test_remove_abandoned_does_not_follow_links(tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.mkdir()
     (target / "file").write_text("")
     (tmp_path / f"mcore_rl_{DEAD}_x").symlink_to(target)
-    remove_stale(tmp_path)
+    remove_abandoned(tmp_path)
     assert (target / "file").exists()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a directory of another user")
-def test_remove_stale_keeps_directories_of_other_users(tmp_path: Path) -> None:
+def test_remove_abandoned_keeps_directories_of_other_users(tmp_path: Path) -> None:
     theirs = left_by(tmp_path, DEAD)
     os.chown(theirs, 12345, 12345)
-    remove_stale(tmp_path)
+    remove_abandoned(tmp_path)
     assert theirs.exists()
 
 
