@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,19 +18,17 @@ from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.models import uses_reference
 from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.schema import Config
-from mcore_rl.config.staleness import FINISH
 from mcore_rl.data.batching import UpdateSchedule, build_batch, rank_balance, spread
 from mcore_rl.data.prompts import supervised_chunk
 from mcore_rl.data.records import remove_unjoined
-from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.model_check import model_check
 from mcore_rl.observe.journal import RunJournal
 from mcore_rl.observe.signs import Sign, signs_for
-from mcore_rl.ports import PendingSave, Publisher, Validator
+from mcore_rl.ports import Publisher, Validator
 from mcore_rl.preparation.prepare import Prepared
-from mcore_rl.rollout.collector import RolloutCollector, RolloutPool
+from mcore_rl.rollout.collector import GroupSource, RolloutCollector, RolloutPool
 from mcore_rl.rollout.results import GradingFailures
-from mcore_rl.rollout.scored_pool import RecordedPool, ScoredPool, StepGradingPool, WeightedScorer
+from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.streaming.collector import ScoreTasks, StreamingCollector, SwappingPublisher
 from mcore_rl.rollout.streaming.replay import read_replay
 from mcore_rl.rollout.validator import PromptProbe, RolloutValidator
@@ -49,7 +46,7 @@ from mcore_rl.runtime.staged import StagedCollector, StagedValidator, Stages
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.sandbox.confinement.memory import groups_removed
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights
-from mcore_rl.trainer.checkpoints import Checkpoints, CheckpointState
+from mcore_rl.trainer.checkpoints import Checkpoints
 from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.logp_gap import LogpGapCheck
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
@@ -68,13 +65,13 @@ def assemble(config: Config, prepared: Prepared, show: Callable[[str], None]) ->
     checking = model_check(config.model, config.actor, prepared.layout.dp, prepared.cost)
     recorder = SpanRecorder("driver")
     stages = Stages(recorder.span)
-    starting = launch(config, ranks, prepared.prompts, roles, stages, show=show)
+    starting = launch(config, ranks, prepared.data.prompts, roles, stages, show=show)
     # groups_removed is entered first, so it removes the control groups after all processes have ended.
     with groups_removed(), checking as check, starting as processes:
         # Before the first step: a field of config.json that is read wrongly would make the whole run useless.
         check(processes.trainers)
         site = _Site(config, prepared, processes, recorder, stages, Path(config.run.dir), show)
-        run = site.supervised() if prepared.targets is not None else site.reinforcement()
+        run = site.supervised() if prepared.data.targets is not None else site.reinforcement()
         try:
             yield run
         finally:
@@ -128,23 +125,18 @@ class _Site:
         # The fleet starts before the journal exists, so it receives the function later.
         engines.note = journal.note
         scheduler = self._scheduler(engines, slices)
-        graded: RecordedPool = StepGradingPool(scheduler) if config.reward.batch == STEP else scheduler
-        scorers = self._scorers()
         has_rules = config.reward.function != NO_RULE
-        scored = ScoredPool(graded, scorers, has_rules=has_rules) if scorers else None
-        pool = graded if scored is None else scored
-        sampler = self._sampler(len(self.prepared.prompts["train"]))
+        pool = ScoredPool(scheduler, self._scorers(), has_rules, grades_step=config.reward.batch == STEP)
         failures = GradingFailures(config.reward, journal.note)
+        source = self._source(failures)
         publisher: Publisher = slices
         collector: RolloutCollector | StreamingCollector
         in_flight: StreamingCollector | None = None
         if config.rollout.max_staleness:
-            score = None if scored is None else scored.scored
-            collector = in_flight = self._streaming(scheduler, sampler, failures, score)
-            finish = config.rollout.swap == FINISH
-            publisher = SwappingPublisher(slices, collector, finish)
+            collector = in_flight = self._streaming(scheduler, source, pool.scored if pool.scorers else None)
+            publisher = SwappingPublisher(slices, collector)
         else:
-            collector = self._collector(pool, sampler, failures)
+            collector = RolloutCollector(pool, source, self.prepared.estimator.needs.baseline_rewards)
         reference, controllers = self._reference(journal)
         return Run(
             config=config,
@@ -152,13 +144,13 @@ class _Site:
             collector=StagedCollector(collector, self.stages),
             publisher=publisher,
             validator=self._validator(pool, failures),
-            validation_parts=self.prepared.validation_parts,
+            validation_parts=self.prepared.data.validation_parts,
             journal=journal,
             checkpoints=self._checkpoints(),
-            remove_unfinished=self._remove_unfinished,
+            remove_unfinished=functools.partial(remove_unjoined, self.directory / "rollouts"),
             stops=STOPS,
             # State that checkpoints contain, so that a resumed run continues where it stopped.
-            positions={"collector": collector, "sampler": sampler, **controllers},
+            positions={"collector": in_flight or source, "sampler": self.prepared.sampler, **controllers},
             in_flight=in_flight,
             batch_of=self._batch_of(journal),
             describe=self._describe,
@@ -170,19 +162,9 @@ class _Site:
 
     def _logp_gap(self, scheduler: Scheduler) -> LogpGapCheck:
         prepared, config = self.prepared, self.config
-        prompt_tokens = np.diff(prepared.prompts["train"].offsets)
+        prompt_tokens = np.diff(prepared.data.prompts["train"].offsets)
         probe = PromptProbe(scheduler, prompt_tokens, config.rollout, config.run.seed)
         return LogpGapCheck(config, self.processes.trainers, probe, prepared.layout.dp, self.show, prepared.cost)
-
-    def _sampler(self, num_rows: int) -> PromptSampler:
-        prepared, config = self.prepared, self.config
-        return PromptSampler(
-            num_rows,
-            config.run.seed,
-            config.data.shuffle,
-            weights=prepared.weights,
-            curriculum=prepared.curriculum,
-        )
 
     def _scheduler(self, fleet: Fleet, publisher: SlicePublisher) -> Scheduler:
         config = self.config
@@ -236,35 +218,28 @@ class _Site:
 
     def _describe(self, groups: Groups) -> dict[str, Metric]:
         """Compute the metrics of the step's responses, the engines and the judge."""
-        engines, judge = self.processes.engines, self._group(JudgeGroup)
-        of_groups = [] if engines is None else [engines.take_metrics()]
-        of_groups += [] if judge is None else [judge.take_metrics()]
+        parts = self.processes.engines, self._group(JudgeGroup)
+        measured = [part.take_metrics() for part in parts if part is not None]
         overlong = self.config.reward.punishes_overlong
         unpunished = self.config.rollout.max_response_tokens - self.config.reward.overlong.buffer_tokens
         found = describe(groups, unpunished_tokens=unpunished if overlong else None)
-        return found | {name: metric for of_group in of_groups for name, metric in of_group.items()}
+        return found | {name: metric for metrics in measured for name, metric in metrics.items()}
 
     def supervised(self) -> SupervisedRun:
         """Build a run that trains on the targets of the data set; it has no engines."""
-        targets, config, dp_size, cost = self.prepared.targets, self.config, self.prepared.layout.dp, self.prepared.cost
+        prepared, config, trainer = self.prepared, self.config, self.config.trainer
+        targets, sampler = prepared.data.targets, prepared.sampler
         assert targets is not None
-        trainer, sampler = config.trainer, self._sampler(len(targets))
-        schedule = UpdateSchedule(trainer.prompts_per_update, num_dp_ranks=dp_size, cost=cost)
+        schedule = UpdateSchedule(trainer.prompts_per_update, num_dp_ranks=prepared.layout.dp, cost=prepared.cost)
         weights_of = response_weights(config.algorithm, config.rollout.max_response_tokens)
 
         def next_batch() -> Batch:
             """Build a batch of the next prompts_per_step rows, each a group of its own."""
             rows = sampler.draw(trainer.prompts_per_step)
             buffers, scalars = supervised_chunk(targets, rows)
-            return build_batch(
-                [self.processes.trainers.store(buffers)],
-                [scalars],
-                [np.arange(len(rows))],
-                # The supervised loss uses no advantages.
-                advantages=np.zeros(len(rows), np.float32),
-                weights_of=weights_of,
-                schedule=schedule,
-            )
+            # The supervised loss uses no advantages.
+            chunk = self.processes.trainers.store(buffers)
+            return build_batch([chunk], [scalars], schedule=schedule, weights_of=weights_of)
 
         return SupervisedRun(
             config=config,
@@ -272,17 +247,14 @@ class _Site:
             next_batch=next_batch,
             journal=self._journal(signs=()),
             checkpoints=self._checkpoints(),
-            remove_unfinished=self._remove_unfinished,
+            remove_unfinished=functools.partial(remove_unjoined, self.directory / "rollouts"),
             positions={"sampler": sampler},
             stops=STOPS,
         )
 
     def _checkpoints(self) -> Checkpoints:
         settings, directory = self.config.checkpoint, self.directory / "checkpoints"
-        return TimedCheckpoints(directory, settings.keep_last, settings.keep_best, span=self.recorder.span)
-
-    def _remove_unfinished(self) -> None:
-        remove_unjoined(self.directory / "rollouts")
+        return Checkpoints(directory, settings.keep_last, settings.keep_best, self.recorder.span)
 
     def _journal(self, signs: Sequence[Sign]) -> RunJournal:
         """Create the journal. With `signs` empty (supervised runs), only the gradient norm is monitored for signs of
@@ -306,63 +278,39 @@ class _Site:
 
         return batch_of
 
-    def _collector(self, pool: RolloutPool, sampler: PromptSampler, failures: GradingFailures) -> RolloutCollector:
+    def _source(self, failures: GradingFailures) -> GroupSource:
         config = self.config
-        return RolloutCollector(
-            pool=pool,
-            sampler=sampler,
+        return GroupSource(
+            sampler=self.prepared.sampler,
             rollout=config.rollout,
             dynamic=config.algorithm.dynamic_sampling,
             has_signal=groups_with_variance,
             prompts_per_step=config.trainer.prompts_per_step,
             seed=config.run.seed,
             records_dir=self.directory / "rollouts",
-            with_greedy=self.prepared.estimator.needs.baseline_rewards,
             failures=failures,
         )
 
-    def _streaming(
-        self, scheduler: Scheduler, sampler: PromptSampler, failures: GradingFailures, score: ScoreTasks | None
-    ) -> StreamingCollector:
-        config, source = self.config, self.config.rollout.replay_schedule
+    def _streaming(self, scheduler: Scheduler, source: GroupSource, score: ScoreTasks | None) -> StreamingCollector:
+        config, earlier = self.config, self.config.rollout.replay_schedule
         return StreamingCollector(
-            stream=scheduler,
-            sampler=sampler,
-            rollout=config.rollout,
-            dynamic=config.algorithm.dynamic_sampling,
-            has_signal=groups_with_variance,
-            prompts_per_step=config.trainer.prompts_per_step,
-            steps=config.trainer.steps,
-            seed=config.run.seed,
-            records_dir=self.directory / "rollouts",
-            failures=failures,
-            score=score,
+            scheduler,
+            source,
+            config.trainer.steps,
+            score,
+            replay=None if earlier is None else read_replay(Path(earlier), config.rollout.samples_per_prompt),
             drain=config.checkpoint.drain,
-            replay=None if source is None else read_replay(Path(source), config.rollout.samples_per_prompt),
         )
 
     def _validator(self, pool: RolloutPool, failures: GradingFailures) -> Validator | None:
-        if "val" not in self.prepared.prompts:
+        if "val" not in self.prepared.data.prompts:
             return None
         validator = RolloutValidator(
             pool,
-            len(self.prepared.prompts["val"]),
+            len(self.prepared.data.prompts["val"]),
             self.config.rollout,
             self.config.run.seed,
             self.directory / "rollouts",
             failures,
         )
         return StagedValidator(validator, self.stages)
-
-
-@dataclass
-class TimedCheckpoints(Checkpoints):
-    """Checkpoints whose saves appear in the timeline."""
-
-    span: Callable[[str], AbstractContextManager[None]] = field(kw_only=True)
-
-    def save(
-        self, step: int, state: CheckpointState, start: Callable[[str], PendingSave], *, wait: bool = True
-    ) -> None:
-        with self.span("checkpoint"):
-            super().save(step, state, start, wait=wait)

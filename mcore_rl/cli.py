@@ -27,12 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options) or 0)
-    except McoreRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
+    except (McoreRLError, OSError) as error:
         # A full disk can be met by any write of a run.
-        known = storage_error(error)
+        known = storage_error(error) if isinstance(error, OSError) else error
         if known is None:
             raise
         print(f"error: {known}", file=sys.stderr)
@@ -71,74 +68,54 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mcore-rl", description="Reinforcement learning on Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"mcore-rl {__version__}")
     # Only the parsers of verbs accept options between overrides.
-    verbs = parser.add_subparsers(required=True, metavar="VERB", parser_class=_Verb)
-    _add_verb(verbs, "train", _train, "start a run, or resume what run.dir holds")
-    text = "validate only: the newest checkpoint in run.dir, or model.hf_path if there is none"
-    _add_verb(verbs, "eval", _eval, text)
+    verbs = parser.add_subparsers(required=True, dest="verb", metavar="VERB", parser_class=_Verb)
+
+    def add(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> _Verb:
+        verb = verbs.add_parser(name, help=text, description=text)
+        verb.set_defaults(run=run)
+        return verb
+
+    def add_configured(name: str, text: str, example: str = "trainer.steps=3") -> _Verb:
+        """Add a verb that takes a configuration."""
+        verb = add(name, text, _run_configured)
+        verb.add_argument("config", metavar="CONFIG.yaml")
+        verb.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"such as {example}")
+        return verb
+
+    add_configured("train", "start a run, or resume what run.dir holds")
+    add_configured("eval", "validate only: the newest checkpoint in run.dir, or model.hf_path if there is none")
     text = (
         "preflight without a GPU: memory, communication and computation of every rank; exit code 0: fits, 1: does not "
         "fit, 3: fits, but this version cannot run it"
     )
-    plan = _add_verb(verbs, "plan", _plan, text, "actor.parallel.ep=16")
+    plan = add_configured("plan", text, "actor.parallel.ep=16")
     plan.add_argument("--json", action="store_true", help="print one JSON object on stdout, also if it does not fit")
     plan.add_argument("--suggest", action="store_true", help="search for layouts that fit and print them, best first")
-    slurm = _add_verb(verbs, "slurm", _slurm, "print a job script for sbatch", "cluster.nodes=64")
+    slurm = add_configured("slurm", "print a job script for sbatch", "cluster.nodes=64")
     slurm.add_argument("--force", action="store_true", help="print the script even if plan rejects the job")
-    text = "every configuration key: its type, default, unit, range and meaning"
-    keys = verbs.add_parser("keys", help=text, description=text)
+    keys = add("keys", "every configuration key: its type, default, unit, range and meaning", _keys)
     keys.add_argument("word", metavar="WORD", nargs="?", default="", help="only keys with WORD in name or description")
     keys.add_argument("--json", action="store_true", help="print a JSON list of objects")
-    keys.set_defaults(run=_keys)
     text = "show versions, devices, engines and missing packages; --node: test devices and network"
-    doctor = verbs.add_parser("doctor", help=text, description=text)
-    add_doctor_arguments(doctor)
-    doctor.set_defaults(run=run_doctor)
+    add_doctor_arguments(add("doctor", text, run_doctor))
     return parser
 
 
-def _add_verb(
-    verbs: argparse._SubParsersAction[_Verb],
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    text: str,
-    example: str = "trainer.steps=3",
-) -> _Verb:
-    """Add a verb that takes a configuration."""
-    verb = verbs.add_parser(name, help=text, description=text)
-    verb.add_argument("config", metavar="CONFIG.yaml")
-    verb.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"such as {example}")
-    verb.set_defaults(run=run)
-    return verb
-
-
-def _train(options: argparse.Namespace) -> int:
+def _run_configured(options: argparse.Namespace) -> int:
+    """Run a verb that takes a configuration."""
+    from mcore_rl import verbs
     from mcore_rl.config import load_config
-    from mcore_rl.verbs import train
 
-    return train(load_config(options.config, options.overrides))
-
-
-def _eval(options: argparse.Namespace) -> int:
-    from mcore_rl.config import load_config
-    from mcore_rl.verbs import evaluate
-
-    return evaluate(load_config(options.config, options.overrides))
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from mcore_rl.config import load_config
-    from mcore_rl.verbs import plan
-
-    config = load_config(options.config, options.overrides, needs_data=False)
-    return plan(config, as_json=options.json, suggest=options.suggest)
-
-
-def _slurm(options: argparse.Namespace) -> int:
-    from mcore_rl.config import load_config
-    from mcore_rl.verbs import slurm
-
-    config = load_config(options.config, options.overrides)
-    return slurm(config, options.config, options.overrides, force=options.force)
+    config = load_config(options.config, options.overrides, needs_data=options.verb != "plan")
+    match options.verb:
+        case "train":
+            return verbs.train(config)
+        case "eval":
+            return verbs.evaluate(config)
+        case "plan":
+            return verbs.plan(config, as_json=options.json, suggest=options.suggest)
+        case _:
+            return verbs.slurm(config, options.config, options.overrides, force=options.force)
 
 
 def _keys(options: argparse.Namespace) -> int:

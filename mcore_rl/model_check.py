@@ -62,7 +62,7 @@ def model_check(
     with ThreadPoolExecutor(1) as pool:
         expected = pool.submit(_expected, model.hf_path, actor.tokens_per_microbatch, num_dp_ranks)
         schedule = UpdateSchedule(_NUM_SEQUENCES * num_dp_ranks, num_dp_ranks=num_dp_ranks, cost=cost)
-        yield lambda ranks: _require_equal(model, ranks, _batch(ranks, *expected.result(), schedule))
+        yield lambda ranks: _require_equal(model, ranks, *expected.result(), schedule)
 
 
 def _skip_reason(model: ModelConfig, actor: ActorConfig) -> str | None:
@@ -117,23 +117,14 @@ def _sequences(directory: str, max_tokens: int) -> list[torch.Tensor]:
     return [torch.randint(0, arguments.vocab_size, (length,), generator=generator) for _ in range(_NUM_SEQUENCES)]
 
 
-def _batch(
-    ranks: ComparingRanks, buffers: TrajectoryBuffers, scalars: RolloutScalars, schedule: UpdateSchedule
-) -> Batch:
-    count = len(scalars.group_ids)
-    return build_batch(
-        [ranks.store(buffers)],
-        [scalars],
-        [np.arange(count)],
-        # Nothing is trained: the ranks only compare log-probabilities.
-        advantages=np.zeros(count, np.float32),
-        weights_of=lambda trained_tokens: np.zeros(len(trained_tokens), np.float32),
-        schedule=schedule,
-    )
-
-
-def _require_equal(model: ModelConfig, ranks: ComparingRanks, batch: Batch) -> None:
-    metrics = ranks.compare(batch)
+def _require_equal(
+    model: ModelConfig,
+    ranks: ComparingRanks,
+    buffers: TrajectoryBuffers,
+    scalars: RolloutScalars,
+    schedule: UpdateSchedule,
+) -> None:
+    metrics = ranks.compare(build_batch([ranks.store(buffers)], [scalars], schedule=schedule))
     mean, largest = (metrics[f"rollout/logp_diff_{kind}"].value for kind in ("mean", "max"))
     if not mean <= TOLERANCE[model.dtype]:  # also true for NaN
         raise ConfigError(

@@ -10,9 +10,14 @@ from typing import TypeVar
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.schema import Config, TrainerConfig
-from mcore_rl.observe.progress import StartUp
+from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.observe.progress import start_up_log
 from mcore_rl.observe.third_party import ThirdPartyLog, third_party_log
+from mcore_rl.runtime.output import own_stderr
+from mcore_rl.runtime.stops import STOPS
 
+Show = Callable[[str], None]
+"""Prints a line of the start-up log."""
 Result = TypeVar("Result")
 CANNOT_RUN = 3
 """Exit code of `plan` if the configuration fits but this version cannot run it."""
@@ -21,9 +26,6 @@ CANNOT_RUN = 3
 def train(config: Config) -> int:
     """Start the run, or resume from run.dir, and print a summary of the training. If a signal stopped the run early,
     the exit code is Stops.exit_code()."""
-    from mcore_rl.runtime.output import own_stderr
-    from mcore_rl.runtime.stops import STOPS
-
     run_dir = Path(config.run.dir)
     # The block includes the imports of other modules, since they print warnings too.
     with own_stderr(), STOPS.listening(lambda: _resume_hint(run_dir)), third_party_log() as log:
@@ -83,7 +85,7 @@ def _export_hint(run_dir: Path, export_hf: str | None, actor: ActorConfig) -> st
 def _locked(
     config: Config,
     log: ThirdPartyLog,
-    run: Callable[[Config, StartUp, ThirdPartyLog, Callable[[], None]], Result],
+    run: Callable[[Config, Show, ThirdPartyLog, Callable[[], None]], Result],
     *,
     exports: bool,
 ) -> Result:
@@ -93,22 +95,21 @@ def _locked(
     """
     from mcore_rl.preparation.preflight import check_exports, check_run
 
-    start_up = StartUp()
+    show = start_up_log()
     check_run(config)
     if exports:
         check_exports(config.trainer)
     # Imports follow the checks that do not need them, so that errors are reported at once.
     from mcore_rl.runtime.isolation.choice import isolate
-    from mcore_rl.runtime.stops import STOPS
 
-    isolate(config, start_up.show)
+    isolate(config, show)
     from mcore_rl.preparation.run_dir import run_lock
 
-    with run_lock(config.run.dir, start_up.show, STOPS.give_up) as take_lock:
-        return run(config, start_up, log, take_lock)
+    with run_lock(config.run.dir, show, STOPS.give_up) as take_lock:
+        return run(config, show, log, take_lock)
 
 
-def _train_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lock: Callable[[], None]) -> bool:
+def _train_locked(config: Config, show: Show, log: ThirdPartyLog, take_lock: Callable[[], None]) -> bool:
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_run_dir, remove_partial_checkpoints
@@ -122,11 +123,11 @@ def _train_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lo
     # Before processes start: a damaged checkpoint could not be loaded.
     check_newest(Path(config.run.dir))
     log.begin(Path(config.run.logs))
-    for line in (*(f"changed since the last start: {keys}" for keys in changed), *prepared.reports):
-        start_up.show(str(line))
+    for line in (*(f"changed since the last start: {keys}" for keys in changed), *prepared.lines):
+        show(str(line))
     try:
-        with assemble(config, prepared, start_up.show) as run:
-            start_up.show("sending the initial weights to the engines" if isinstance(run, Run) else "training")
+        with assemble(config, prepared, show) as run:
+            show("sending the initial weights to the engines" if isinstance(run, Run) else "training")
             finished = train_policy(run) if isinstance(run, Run) else train_supervised(run)
             if finished and config.trainer.export_hf is not None:
                 run.actor.export_hf(config.trainer.export_hf, config.model.hf_path)
@@ -140,7 +141,6 @@ def _train_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lo
 
 def _resume_hint(run_dir: Path) -> str:
     """Describe where the next start of a stopped run begins."""
-    from mcore_rl.errors import McoreRLError
     from mcore_rl.trainer.checkpoints import newest_step
 
     try:
@@ -155,19 +155,14 @@ def _resume_hint(run_dir: Path) -> str:
 
 def evaluate(config: Config) -> int:
     """Print the validation accuracy of the newest checkpoint in run.dir, or of model.hf_path if there is none."""
-    from mcore_rl.errors import ConfigError
-    from mcore_rl.runtime.output import own_stderr
-    from mcore_rl.runtime.stops import STOPS
-
     if not config.data.validation:
         raise ConfigError("data.val must be set: it names the prompts to evaluate on")
     with own_stderr(), STOPS.listening(), third_party_log() as log:
         return _locked(config, log, _evaluate_locked, exports=False)
 
 
-def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take_lock: Callable[[], None]) -> int:
+def _evaluate_locked(config: Config, show: Show, log: ThirdPartyLog, take_lock: Callable[[], None]) -> int:
     from mcore_rl.assembly import assemble
-    from mcore_rl.errors import ConfigError
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import open_run_dir
     from mcore_rl.trainer.checkpoints import check_newest
@@ -176,7 +171,7 @@ def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take
     from mcore_rl.trainer.validation import part_accuracies
 
     prepared = prepare(config)
-    if prepared.targets is not None:
+    if prepared.data.targets is not None:
         raise ConfigError("algorithm.policy_loss.name: eval generates responses; name a policy loss, not sft")
     directory = open_run_dir(config.run)
     take_lock()
@@ -184,7 +179,7 @@ def _evaluate_locked(config: Config, start_up: StartUp, log: ThirdPartyLog, take
     # The directory may be new: eval does not need a run.
     (directory / "rollouts").mkdir(exist_ok=True)
     log.begin(Path(config.run.logs))
-    with assemble(config, prepared, start_up.show) as run:
+    with assemble(config, prepared, show) as run:
         assert isinstance(run, Run)
         result = evaluate_policy(run)
     accuracy, samples = result.accuracies.mean(), config.rollout.validation_samples
@@ -236,7 +231,6 @@ def slurm(config: Config, config_path: str, overrides: Sequence[str], *, force: 
     Raises: ConfigError.
     """
     from mcore_rl.config.rules.engine_support import cannot_run
-    from mcore_rl.errors import ConfigError
     from mcore_rl.preparation.preflight import missing_files
     from mcore_rl.slurm.script import render_job
 

@@ -14,8 +14,11 @@ from benchmarks.asynchronous.clock import SLOTS, SimulatedClock, SimulatedEngine
 from benchmarks.driver.ray_ranks import Up
 from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.config.algorithm import DynamicSamplingConfig
+from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sampler import PromptSampler
+from mcore_rl.rollout.collector import GroupSource
+from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.rollout.streaming.collector import StreamingCollector
 from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.engines.engine import FleetEngine
@@ -166,8 +169,7 @@ class _SimulatedRun:
 
 
 def _collector(scheduler: Scheduler, setting: Setting, directory: Path) -> StreamingCollector:
-    return StreamingCollector(
-        stream=scheduler,
+    source = GroupSource(
         sampler=PromptSampler(PROMPTS, 1),
         rollout=RolloutConfig(
             samples_per_prompt=SAMPLES,
@@ -177,7 +179,8 @@ def _collector(scheduler: Scheduler, setting: Setting, directory: Path) -> Strea
         dynamic=DynamicSamplingConfig(enable=False),
         has_signal=groups_with_variance,
         prompts_per_step=setting.prompts_per_step,
-        steps=ENDLESS,
         seed=1,
         records_dir=directory,
+        failures=GradingFailures(RewardConfig(), print),
     )
+    return StreamingCollector(scheduler, source, ENDLESS)

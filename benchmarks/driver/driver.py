@@ -26,7 +26,8 @@ from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.config.schema import Config
 from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.observe.journal import RunJournal
-from mcore_rl.rollout.collector import RolloutCollector
+from mcore_rl.rollout.collector import GroupSource, RolloutCollector
+from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.roles.trainer import TrainerGroup
 from mcore_rl.runtime.spans import SpanRecorder
@@ -95,14 +96,17 @@ class Driver:
         records.mkdir(parents=True)
         config = large_config(self.run_dir)
         self.collector = RolloutCollector(
-            pool=self.pool,
-            sampler=PromptSampler(PROMPTS * 16, config.run.seed, True),
-            rollout=config.rollout,
-            dynamic=config.algorithm.dynamic_sampling,
-            has_signal=groups_with_variance,
-            prompts_per_step=PROMPTS,
-            seed=config.run.seed,
-            records_dir=records,
+            self.pool,
+            GroupSource(
+                sampler=PromptSampler(PROMPTS * 16, config.run.seed, True),
+                rollout=config.rollout,
+                dynamic=config.algorithm.dynamic_sampling,
+                has_signal=groups_with_variance,
+                prompts_per_step=PROMPTS,
+                seed=config.run.seed,
+                records_dir=records,
+                failures=GradingFailures(config.reward, print),
+            ),
         )
         self.batch_of = batch_builder(config, DP_RANKS)
         self.journal = RunJournal(self.run_dir, STEPS + 1, SpanRecorder("driver").drain, [])

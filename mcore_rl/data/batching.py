@@ -114,11 +114,11 @@ def one_row_per_episode(scalars: RolloutScalars) -> RolloutScalars:
 def build_batch(
     chunks: Sequence[BuffersRef],
     scalars: Sequence[RolloutScalars],
-    keep: Sequence[np.ndarray],
+    keep: Sequence[np.ndarray] | None = None,
     *,
-    advantages: np.ndarray,
-    weights_of: Callable[[np.ndarray], np.ndarray],
     schedule: UpdateSchedule,
+    advantages: np.ndarray | None = None,
+    weights_of: Callable[[np.ndarray], np.ndarray] | None = None,
     trained: np.ndarray | None = None,
     version: int = 0,
 ) -> Batch:
@@ -128,22 +128,26 @@ def build_batch(
     the same updates in another order. A response keeps its update, and so its loss weight and its data-parallel rank,
     which stores the results of earlier passes (log-probabilities), are equal in all epochs.
 
-    Shapes: keep[i] integer indices into chunk i; advantages float32 [B] in the order of `gather(scalars, keep)`.
-    weights_of: maps trained_tokens int32 [b] of one update to the loss weights float32 [b] of its responses.
+    Shapes: keep[i] integer indices into chunk i, None: all; advantages float32 [B] in the order of `gather(scalars,
+    keep)`, None: 0.
+    weights_of: maps trained_tokens int32 [b] of one update to the loss weights float32 [b] of its responses; None: 0,
+    for a batch that is not trained.
     trained: bool [B]; other responses have weight 0 and do not count in the weights of the others.
     version: weight version at the start of the step.
     Raises: ConfigError if no response is kept or prompts_per_update does not divide the number of groups.
     """
-    kept = gather(scalars, keep)
+    kept = gather(scalars, [np.arange(len(part.group_ids)) for part in scalars] if keep is None else keep)
+    advantages = np.zeros(len(kept), np.float32) if advantages is None else advantages
     if len(advantages) != len(kept):
         raise ValueError(f"{len(advantages)} advantages for {len(kept)} kept responses")
     first_epoch = _cut(kept.group_ids, schedule.prompts_per_update)
     # Responses that are not trained have no tokens for the denominators of the loss weights.
     counted = kept.trained_tokens if trained is None else np.where(trained, kept.trained_tokens, 0)
-    loss_weights = np.empty(len(kept), np.float32)
+    loss_weights = np.zeros(len(kept), np.float32)
     dp_ranks = np.empty(len(kept), np.int32)
     for samples in first_epoch:
-        loss_weights[samples] = weights_of(counted[samples])
+        if weights_of is not None:
+            loss_weights[samples] = weights_of(counted[samples])
         dp_ranks[samples] = balance(schedule.cost.of(kept.total_tokens[samples]), schedule.num_dp_ranks)
     return Batch(
         chunks=tuple(chunks),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
+from mcore_rl.types import SavedFile
+
 _BLOCK_BYTES = 1 << 22
 
 
@@ -30,3 +32,12 @@ def file_crc32(path: Path) -> Crc32:
         while block := stream.read(_BLOCK_BYTES):
             crc.update(block)
     return crc
+
+
+def saved_file(directory: Path, name: str) -> SavedFile:
+    """Describe a file of a checkpoint: its name, size and checksum.
+
+    Raises: OSError.
+    """
+    crc = file_crc32(directory / name)
+    return SavedFile(name, crc.num_bytes, crc.value)

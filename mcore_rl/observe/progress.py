@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -20,15 +20,14 @@ _SHOWN = (
 _PHASES = ("generate", "reward", "logp", "update", "weight_sync", "validate", "checkpoint")
 
 
-class StartUp:
-    """Prints lines with the seconds since this object was created."""
+def start_up_log() -> Callable[[str], None]:
+    """Return a function that prints a line with the seconds since this call to the current stderr."""
+    stream, started = sys.stderr, time.monotonic()
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream if stream is not None else sys.stderr
-        self._started = time.monotonic()
+    def show(line: str) -> None:
+        print(f"[{time.monotonic() - started:5.1f} s] {line}", file=stream, flush=True)
 
-    def show(self, line: str) -> None:
-        print(f"[{time.monotonic() - self._started:5.1f} s] {line}", file=self._stream, flush=True)
+    return show
 
 
 class Progress:

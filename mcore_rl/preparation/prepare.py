@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,7 @@ from mcore_rl.data.curriculum import Curriculum
 from mcore_rl.data.loading import load_prompts, load_supervised
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, SupervisedSet, joined
-from mcore_rl.data.sampler import RowWeights
+from mcore_rl.data.sampler import PromptSampler, RowWeights
 from mcore_rl.data.sources.paths import file_weights
 from mcore_rl.data.templates import PromptRenderer
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
@@ -59,27 +59,35 @@ CHECKPOINT_BYTES_PER_PARAMETER = {"float32": 12, "bfloat16": 14}
 """The parameter, the float32 main copy of a bfloat16 parameter, and two float32 Adam moments."""
 
 
+class RunData(NamedTuple):
+    """Data of a run: `prompts` by split for reinforcement learning, or `targets` for supervised training.
+
+    `validation_parts` are validation prompts that have a metric of their own.
+    """
+
+    prompts: dict[str, PromptSet]
+    targets: SupervisedSet | None
+    reports: list[LoadReport]
+    notes: list[str]
+    validation_parts: ValidationParts
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """Checked inputs of a run: `prompts` for reinforcement learning, `targets` for supervised training.
+    """Checked inputs of a run. `critic` and `reward_model` are the layouts of these models, if the run has them.
 
-    `critic` and `reward_model` are the layouts of these models, if the run has them. Training rows are ordered by
-    `weights` (data.weights) or `curriculum` (data.curriculum), if set. `validation_parts` are validation prompts that
-    have a metric of their own.
+    `sampler` samples the training rows. `lines` are printed at the start of the run.
     """
 
     layout: TrainLayout
     cost: SequenceCost
-    prompts: dict[str, PromptSet]
-    targets: SupervisedSet | None
-    reports: tuple[LoadReport | str, ...]
+    data: RunData
+    sampler: PromptSampler
+    lines: tuple[LoadReport | str, ...]
     checkpoint_bytes: int
     estimator: Estimator
-    critic: TrainLayout | None = None
-    reward_model: TrainLayout | None = None
-    weights: RowWeights | None = None
-    curriculum: Curriculum | None = None
-    validation_parts: ValidationParts = field(default_factory=ValidationParts)
+    critic: TrainLayout | None
+    reward_model: TrainLayout | None
 
 
 def prepare(config: Config) -> Prepared:
@@ -109,28 +117,25 @@ def prepare(config: Config) -> Prepared:
         ranks = config.reward_model.num_ranks or config.num_trainer_ranks
         role = ModelRole.reward_model(config.reward_model, config.model)
         reward_model = reward_model_layout(role, config.cluster, ranks, algorithm.policy_loss.name, needs)
-    loaded = (
+    data = (
         _load_prompts(config, tokenizer) if needs.advantages else _load_targets(config.data, config.rollout, tokenizer)
     )
-    train = loaded.prompts["train"] if loaded.targets is None else loaded.targets.prompts
-    weights, curriculum = _row_order(config.data, train, loaded.reports[0], config.run.seed)
-    check_judge(config.judge, config.rollout, config.model, algorithm, loaded.prompts)
-    notes = [*loaded.notes, *(overridden_fields(config.model, hf_config) if needs.advantages else [])]
-    notes += _try_rewards(config.reward, loaded.prompts, multi_turn=has_turns(config.rollout))
+    train = data.prompts["train"] if data.targets is None else data.targets.prompts
+    sampler = _sampler(config.data, train, data.reports[0], config.run.seed)
+    check_judge(config.judge, config.rollout, config.model, algorithm, data.prompts)
+    notes = [*data.notes, *(overridden_fields(config.model, hf_config) if needs.advantages else [])]
+    notes += _try_rewards(config.reward, data.prompts, multi_turn=has_turns(config.rollout))
     refreshed = parameters if uses_reference(algorithm.kl) and config.reference.refresh_every_steps else 0
     return Prepared(
         spec.layout,
         sequence_cost(hf_config),
-        loaded.prompts,
-        loaded.targets,
-        (*loaded.reports, *notes),
+        data,
+        sampler,
+        (*data.reports, *notes),
         _checkpoint_bytes(config.model.dtype, trained + (0 if critic is None else parameters), refreshed),
         chosen,
         critic,
         reward_model,
-        weights,
-        curriculum,
-        loaded.parts,
     )
 
 
@@ -142,23 +147,13 @@ def _checkpoint_bytes(dtype: str, trained: int, refreshed: int) -> int:
     return trained * CHECKPOINT_BYTES_PER_PARAMETER[dtype] + refreshed * (2 if dtype == "bfloat16" else 4)
 
 
-class _LoadedData(NamedTuple):
-    """Data of a run: either `prompts` by split, or `targets`."""
-
-    prompts: dict[str, PromptSet]
-    targets: SupervisedSet | None
-    reports: list[LoadReport]
-    notes: list[str]
-    parts: ValidationParts
-
-
-def _load_targets(data: DataConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> _LoadedData:
+def _load_targets(data: DataConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> RunData:
     check_keys(data, {"data.train": data.train})
     targets, report = load_supervised(data.train, tokenizer, data, rollout)
-    return _LoadedData({}, targets, [report], [], ValidationParts())
+    return RunData({}, targets, [report], [], ValidationParts())
 
 
-def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> _LoadedData:
+def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> RunData:
     """Check graders and episode, then load the prompts. All sets of data.val are joined into the split `val`."""
     data, rollout, reward = config.data, config.rollout, config.reward
     load_grader(reward, config.sandbox)  # raises for functions that do not load
@@ -193,7 +188,7 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> _Loaded
         inputs = RewardInputs(config.reward_model, config.model, rollout)
         for name, split in prompts.items():
             inputs.check(split, f"data.{name}")
-    return _LoadedData(prompts, None, reports, [*notes, *parts.notes], parts)
+    return RunData(prompts, None, reports, [*notes, *parts.notes], parts)
 
 
 def _check_episode(
@@ -228,20 +223,16 @@ def _check_episode(
     return schemas, notes
 
 
-def _row_order(
-    data: DataConfig, prompts: PromptSet, report: LoadReport, seed: int
-) -> tuple[RowWeights | None, Curriculum | None]:
-    """Build the sampling weights or the curriculum of the training rows; both are None if neither is configured."""
+def _sampler(data: DataConfig, prompts: PromptSet, report: LoadReport, seed: int) -> PromptSampler:
+    """Build the sampler of the training rows, with their weights or curriculum if they are configured."""
     weights = file_weights(data.weights, data.train)
-    if data.curriculum is None:
-        return None if weights is None else RowWeights(report.of_files, weights, seed), None
-    curriculum = Curriculum(data.curriculum, prompts, seed)
+    row_weights = None if weights is None else RowWeights(report.of_files, weights, seed)
+    curriculum = None if data.curriculum is None else Curriculum(data.curriculum, prompts, seed)
     try:
-        # Order the first epoch now, so that an error of the user's function is reported before processes start.
-        curriculum.order(0)
+        # Orders the first epoch, so that an error of the user's function is reported before processes start.
+        return PromptSampler(len(prompts), seed, data.shuffle, weights=row_weights, curriculum=curriculum)
     except CurriculumError as error:
         raise ConfigError(str(error)) from error
-    return None, curriculum
 
 
 def _check_algorithm(algorithm: AlgorithmConfig, critic_warmup_steps: int) -> tuple[Estimator, Needs]:

@@ -34,9 +34,11 @@ class Response:
     score: Score
 
 
-def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: TrajectoryBuffers) -> RolloutScalars:
+def scalars_of(
+    task: RolloutTask, responses: Sequence[Response], buffers: TrajectoryBuffers, seconds: tuple[float, float]
+) -> RolloutScalars:
     """Build the scalars: one row per trajectory, in the order of `responses`. All trajectories of an episode have its
-    results."""
+    results. `seconds`: time of generating and of grading."""
     # An episode may have several trajectories, one row each; `first` is the row of its episode's first trajectory.
     counts = np.array([len(r.outcome.trajectories) for r in responses], np.int64)
     first = np.repeat(np.cumsum(counts) - counts, counts)
@@ -57,6 +59,9 @@ def scalars_of(task: RolloutTask, responses: Sequence[Response], buffers: Trajec
         episode_metrics=_episode_metrics([r.outcome for r in responses], counts),
         digests=_digests(responses),
         version_tokens=tuple(zip(drawn_by.tolist(), drawn.tolist(), strict=True)),
+        seconds_generating=seconds[0],
+        seconds_grading=seconds[1],
+        tokens_taken_over=sum(r.outcome.taken_over for r in responses),
         **vars(grades_of(scores)),
     )
 

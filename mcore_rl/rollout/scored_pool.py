@@ -3,7 +3,7 @@
     reward = reward.weight * rule + overlong punishment + sum of weight * score over the models
 
 A model scores whole tasks on its own ranks. The engines that wrote the tasks' records add the scores to them, so that
-neither tokens nor texts pass through the driver. Each class here is a pool that returns responses with these rewards.
+neither tokens nor texts pass through the driver.
 """
 
 from __future__ import annotations
@@ -20,45 +20,14 @@ from mcore_rl.rollout.collector import RolloutPool
 from mcore_rl.types import Grades, RolloutResult, RolloutScalars, RolloutTask
 
 
-class RecordedPool(RolloutPool, Protocol):
-    """Pool that can update its tasks' records."""
-
-    def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
-        """Write rewards, accuracies and scores of `results` into the tasks' records, if there are any."""
-
-
-class DeferredGradingPool(RecordedPool, Protocol):
-    """Pool that grades responses after all of them have been generated."""
+class DeferredGradingPool(RolloutPool, Protocol):
+    """Pool that can grade responses after all of them have been generated, and update its tasks' records."""
 
     def grade(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[Grades]:
         """Grade the responses of all tasks together. The grades are kept for the tasks' records until `amend`."""
 
-
-@dataclass(frozen=True)
-class StepGradingPool:
-    """RecordedPool whose rewards come from a function that grades all responses of a `run` together."""
-
-    pool: DeferredGradingPool
-
-    @property
-    def num_engines(self) -> int:
-        return self.pool.num_engines
-
-    def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
-        results = self.pool.run(tasks)
-        started = time.perf_counter()
-        grades = self.pool.grade(tasks, results)
-        # Counts as grading time: the step waits for it after all responses have been generated.
-        seconds = time.perf_counter() - started
-        graded = [
-            (chunk, replace(scalars, **vars(of_task), seconds_grading=scalars.seconds_grading + seconds))
-            for (chunk, scalars), of_task in zip(results, grades, strict=True)
-        ]
-        self.pool.amend(tasks, graded)
-        return graded
-
     def amend(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> None:
-        self.pool.amend(tasks, results)
+        """Write rewards, accuracies and scores of `results` into the tasks' records, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +41,39 @@ class ScoredPool:
     """Pool that adds the scores of `scorers` to the results of `pool`. Keys are the names in metrics and records.
 
     Without rules (`has_rules` is False), no grader decides whether a response is right: its accuracy is then its
-    reward.
+    reward. With `grades_step`, the rules' rewards come from a function that grades all responses of a `run` together.
     """
 
-    pool: RecordedPool
+    pool: DeferredGradingPool
     scorers: Mapping[str, WeightedScorer]
     has_rules: bool
+    grades_step: bool = False
 
     @property
     def num_engines(self) -> int:
         return self.pool.num_engines
 
     def run(self, tasks: Sequence[RolloutTask]) -> list[RolloutResult]:
-        """Run the tasks and score them; scoring counts as grading time."""
-        return self.scored(tasks, self.pool.run(tasks))
+        """Run, grade and score the tasks."""
+        results = self.pool.run(tasks)
+        if self.grades_step:
+            results = self._graded(tasks, results)
+        return self.scored(tasks, results) if self.scorers else results
+
+    def _graded(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[RolloutResult]:
+        started = time.perf_counter()
+        grades = self.pool.grade(tasks, results)
+        # Counts as grading time: the step waits for it after all responses have been generated.
+        seconds = time.perf_counter() - started
+        graded = [
+            (chunk, replace(scalars, **vars(of_task), seconds_grading=scalars.seconds_grading + seconds))
+            for (chunk, scalars), of_task in zip(results, grades, strict=True)
+        ]
+        self.pool.amend(tasks, graded)
+        return graded
 
     def scored(self, tasks: Sequence[RolloutTask], results: Sequence[RolloutResult]) -> list[RolloutResult]:
-        """Add the scores to the results and to the tasks' records."""
+        """Add the scores to the results and to the tasks' records; scoring counts as grading time."""
         started = time.perf_counter()
         scores_by_name = {name: weighted.scorer.score(tasks, results) for name, weighted in self.scorers.items()}
         seconds = time.perf_counter() - started

@@ -37,6 +37,22 @@ def cut(num_groups: int, samples: int, num_engines: int, num_concurrent: int) ->
     return [part for part in np.array_split(np.arange(num_groups), parts) if len(part)]
 
 
+def split(
+    task: RolloutTask, num_engines: int, num_concurrent: int, records: Callable[[int], str] | None = None
+) -> list[RolloutTask]:
+    """Split a task as described in `cut`. `records` returns the file for the records of each part."""
+    parts = cut(len(task.group_ids), task.samples_per_prompt, num_engines, num_concurrent)
+    return [
+        replace(
+            task,
+            prompt_rows=task.prompt_rows[part],
+            group_ids=task.group_ids[part],
+            records=None if records is None else records(number),
+        )
+        for number, part in enumerate(parts)
+    ]
+
+
 @dataclass(frozen=True)
 class Tail:
     """Unstarted responses at the end of a task, from `first` up to `last` (exclusive), in groups of `samples`."""

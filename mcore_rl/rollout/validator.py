@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.batching import one_row_per_episode
 from mcore_rl.data.records import join_parts, part_path
-from mcore_rl.ports import EngineProbe, Validator
 from mcore_rl.rollout.collector import RolloutPool, training_sampling
 from mcore_rl.rollout.results import GradingFailures, join_scalars
-from mcore_rl.rollout.tasks import cut
+from mcore_rl.rollout.tasks import split
 from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
 
 PROBE = "probe"
@@ -35,7 +35,7 @@ class RolloutValidator:
     rollout: RolloutConfig
     seed: int
     records_dir: Path
-    failures: GradingFailures | None = None
+    failures: GradingFailures
 
     def validate(self, step: int) -> RolloutScalars:
         """Return the scalars of all responses in the order of the prompts; the group id is the number of the prompt."""
@@ -44,19 +44,14 @@ class RolloutValidator:
         temperature, top_p, top_k = options.validation_temperature, options.validation_top_p, options.validation_top_k
         sampling = SamplingOptions(options.max_response_tokens, temperature, top_p, top_k, tuple(options.stop))
         # Prompts are the groups: their numbers serve as rows and as group ids.
-        parts = cut(
-            self.num_prompts, options.validation_samples, self.pool.num_engines, options.max_concurrent_requests
-        )
-        tasks = []
-        for number, rows in enumerate(parts):
-            # One file per task, because engines write them concurrently; `join_parts` joins them in order.
-            records = part_path(self.records_dir, name, 0, number)
-            samples = options.validation_samples
-            tasks.append(RolloutTask("val", rows, rows, samples, sampling, self.seed, records))
+        rows = np.arange(self.num_prompts)
+        task = RolloutTask("val", rows, rows, options.validation_samples, sampling, self.seed)
+        # One file per task, because engines write them concurrently; `join_parts` joins them in order.
+        records = partial(part_path, self.records_dir, name, 0)
+        tasks = split(task, self.pool.num_engines, options.max_concurrent_requests, records)
         results = [one_row_per_episode(scalars) for _, scalars in self.pool.run(tasks)]
         join_parts([str(task.records) for task in tasks], self.records_dir, name)
-        if self.failures is not None:
-            self.failures.check(results, f"data.val after step {step}", f"rollouts/{name}.jsonl")
+        self.failures.check(results, f"data.val after step {step}", f"rollouts/{name}.jsonl")
         return join_scalars(results)
 
 
@@ -90,7 +85,3 @@ class PromptProbe:
         longest_first = np.argsort(-self.prompt_tokens, kind="stable")
         rows = longest_first[np.linspace(0, len(longest_first) - 1, num_prompts).astype(np.int64)]
         return self.pool.probe(RolloutTask(PROBE, rows, np.arange(num_prompts), 1, sampling, self.seed))
-
-
-if TYPE_CHECKING:
-    _ports: tuple[type[Validator], type[EngineProbe]] = (RolloutValidator, PromptProbe)

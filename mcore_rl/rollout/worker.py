@@ -108,7 +108,7 @@ class RolloutWorker:
             # Not strict: `keys` also has those of withdrawn responses, at its end.
             for key, attempt, outcome in zip(keys, attempts, finished, strict=False)
         ]
-        return _packed(task, responses, generated - started, graded - generated)
+        return _packed(task, responses, (generated - started, graded - generated))
 
     def _attempts(self, task: RolloutTask) -> list[Attempt]:
         of_group = [self._prompts[task.prompt_set][int(row)] for row in task.prompt_rows]
@@ -142,17 +142,12 @@ class RolloutWorker:
 
 
 def _packed(
-    task: RolloutTask, responses: list[Response], seconds_generating: float, seconds_grading: float
+    task: RolloutTask, responses: list[Response], seconds: tuple[float, float]
 ) -> tuple[TrajectoryBuffers, RolloutScalars]:
     """Pack the responses of a task, and write its records."""
     names = [r.attempt.request.request_id for r in responses for _ in r.outcome.trajectories]
     buffers = pack_trajectories([t for r in responses for t in r.outcome.trajectories], names)
-    scalars = replace(
-        scalars_of(task, responses, buffers),
-        seconds_generating=seconds_generating,
-        seconds_grading=seconds_grading,
-        tokens_taken_over=sum(response.outcome.taken_over for response in responses),
-    )
+    scalars = scalars_of(task, responses, buffers, seconds)
     if task.records is not None:
         write_records(Path(task.records), task, responses)
     return buffers, scalars

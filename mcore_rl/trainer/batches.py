@@ -17,7 +17,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import KeptSamples, UpdateSchedule, build_batch, gather, one_row_per_episode
 from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.errors import NonFiniteError
-from mcore_rl.trainer.diagnostics import column, describe_equality, describe_groups, describe_lengths, describe_parts
+from mcore_rl.trainer.diagnostics import column, describe_columns, describe_equality, describe_groups, describe_lengths
 from mcore_rl.types import Batch, Groups, Max, Mean, Metric, RolloutScalars, Total
 
 
@@ -161,30 +161,15 @@ def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[st
         "time/reward": Total(float(groups.seconds_grading)),
         "tokens/generated": Total(float(tokens.sum())),
         "tokens/trained_sequences": Total(float(gather(groups.scalars, groups.keep).total_tokens.sum())),
-        **describe_parts("reward", episodes),
-        **_describe_scores(episodes),
-        **_describe_episodes(episodes),
+        # The scores of reward models are those before weighting.
+        **describe_columns([{**each.parts, **each.scores} for each in episodes], "reward/"),
+        **describe_columns([each.episode_metrics for each in episodes]),
         **({"reward/greedy": _mean(groups.greedy, "rewards")} if groups.greedy else {}),
         **describe_groups(episodes),
         **describe_equality(episodes, unpunished_tokens),
         **describe_lengths(groups.scalars),
         **groups.metrics,
     }
-
-
-def _describe_scores(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
-    """Compute the mean score of each reward model, before weighting."""
-    names = scalars[0].scores if scalars else ()
-    values = {name: np.concatenate([part.scores[name] for part in scalars]) for name in names}
-    return {f"reward/{name}": Mean(float(scores.sum(dtype=np.float64)), len(scores)) for name, scores in values.items()}
-
-
-def _describe_episodes(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
-    """Average the episode metrics."""
-    of_parts = [part.episode_metrics for part in scalars]
-    names = sorted({name for part in of_parts for name in part})
-    values = {name: np.concatenate([part[name] for part in of_parts if name in part]) for name in names}
-    return {name: Mean(float(numbers.sum()), len(numbers)) for name, numbers in values.items()}
 
 
 def _mean(scalars: Sequence[RolloutScalars], name: str) -> Mean:

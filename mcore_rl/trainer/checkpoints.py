@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypedDict
@@ -34,15 +35,6 @@ class CheckpointState(TypedDict):
     positions: dict[str, JsonObject]
 
 
-@dataclass(frozen=True)
-class _RunningSave:
-    """Save that the ranks have not finished."""
-
-    step: int
-    directory: Path
-    ranks: PendingSave
-
-
 @dataclass
 class Checkpoints:
     """The `checkpoints/` directory of a run. A directory step_<n> is a checkpoint only if it has a proof
@@ -51,7 +43,10 @@ class Checkpoints:
     directory: Path
     keep_last: int
     keep_best: int = 0
-    _running: _RunningSave | None = field(default=None, init=False)
+    span: Callable[[str], AbstractContextManager[object]] = nullcontext
+    """Records the time of `save` in the timeline."""
+    _running: tuple[int, Path, PendingSave] | None = field(default=None, init=False)
+    """Step, directory and save that the ranks have not finished."""
 
     def latest(self) -> tuple[int, Path] | None:
         """Return the newest complete checkpoint, or None if none was ever saved.
@@ -99,24 +94,25 @@ class Checkpoints:
 
         Raises: errors of the ranks, also from the previous save.
         """
-        # One save at a time: errors of the previous one must appear before another directory is written.
-        self.settle()
-        if self._is_complete(self.directory / f"step_{step}"):
-            return
-        self.clean()
-        temporary = self.directory / f".step_{step}.partial"
-        temporary.mkdir(parents=True)
-        (temporary / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        self._running = _RunningSave(step, temporary, start(str(temporary)))
-        if wait:
+        with self.span("checkpoint"):
+            # One save at a time: errors of the previous one must appear before another directory is written.
             self.settle()
+            if self._is_complete(self.directory / f"step_{step}"):
+                return
+            self.clean()
+            temporary = self.directory / f".step_{step}.partial"
+            temporary.mkdir(parents=True)
+            (temporary / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+            self._running = step, temporary, start(str(temporary))
+            if wait:
+                self.settle()
 
     def poll(self) -> None:
         """Complete the running save if all ranks have finished; does not wait.
 
         Raises: same as save.
         """
-        if self._running is not None and self._running.ranks.done():
+        if self._running is not None and self._running[-1].done():
             self.settle()
 
     def settle(self) -> None:
@@ -127,23 +123,23 @@ class Checkpoints:
         if self._running is None:
             return
         # Cleared first, so that a save that fails is not completed again by the next call.
-        save, self._running = self._running, None
-        write_proof(save.directory, save.ranks.result(), [STATE_FILE])
+        (step, directory, ranks), self._running = self._running, None
+        write_proof(directory, ranks.result(), [STATE_FILE])
         # Each rank has already synced its own files to disk.
         for path in (STATE_FILE, PROOF_FILE, "."):
-            sync(save.directory / path)
+            sync(directory / path)
         # A step_<n> that exists here is incomplete or damaged, since `save` skips complete ones.
-        final = self.directory / f"step_{save.step}"
+        final = self.directory / f"step_{step}"
         if final.exists():
             self._discard(final)
         # The rename makes the checkpoint visible, so everything is on disk before. Syncing the directory makes the
         # rename durable.
-        os.replace(save.directory, final)
+        os.replace(directory, final)
         sync(self.directory)
         complete = self._complete()
         best = self._best(complete)
-        for step, old in complete[: -self.keep_last]:
-            if step not in best:
+        for number, old in complete[: -self.keep_last]:
+            if number not in best:
                 self._discard(old)
 
     @staticmethod

@@ -3,10 +3,11 @@ driver."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from mcore_rl.algorithms.filters import groups_with_variance
 from mcore_rl.types import Max, Mean, Metric, RolloutScalars
 
 LENGTH_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -23,17 +24,15 @@ def describe_groups(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     ids = column(scalars, "group_ids")
     if not len(ids):
         return {}
-    _, group = np.unique(ids, return_inverse=True)
-    sizes = np.bincount(group)
-    right = np.bincount(group, column(scalars, "accuracies") > SOLVED) / sizes
-    # The distance to the first reward is exactly 0 for equal rewards; a variance would have rounding errors.
-    spread = np.bincount(group, np.abs(column(scalars, "rewards") - _first_of_group(scalars, group)))
+    _, first, group = np.unique(ids, return_index=True, return_inverse=True)
+    right = np.bincount(group, column(scalars, "accuracies") > SOLVED) / np.bincount(group)
+    rewards = column(scalars, "rewards")
     return {
         "groups/solved_all": fraction(right == 1),
         "groups/solved_none": fraction(right == 0),
         "groups/solve_rate_std": Mean(float(right.std()), 1),
-        "groups/without_signal": fraction(spread == 0),
-        "reward/std": Mean(float(column(scalars, "rewards").std(dtype=np.float64)), 1),
+        "groups/without_signal": fraction(~groups_with_variance(rewards, ids)[first]),
+        "reward/std": Mean(float(rewards.std(dtype=np.float64)), 1),
     }
 
 
@@ -63,13 +62,16 @@ def describe_lengths(scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
     return metrics
 
 
-def describe_parts(section: str, scalars: Sequence[RolloutScalars]) -> dict[str, Metric]:
-    """Compute the mean of each additional number that graders returned, over the responses that have it."""
+def describe_columns(columns: Sequence[Mapping[str, np.ndarray]], prefix: str = "") -> dict[str, Metric]:
+    """Compute the mean of each named column over the responses that have a number; NaN marks those that have none.
+
+    columns: the columns of each rollout call, such as the additional numbers of its graders.
+    """
     metrics: dict[str, Metric] = {}
-    for name in sorted({name for part in scalars for name in part.parts}):
-        values = np.concatenate([part.parts[name] for part in scalars if name in part.parts])
+    for name in sorted({name for part in columns for name in part}):
+        values = np.concatenate([part[name] for part in columns if name in part])
         there = values[~np.isnan(values)]
-        metrics[f"{section}/{name}"] = Mean(float(there.sum()), len(there))
+        metrics[f"{prefix}{name}"] = Mean(float(there.sum(dtype=np.float64)), len(there))
     return metrics
 
 
@@ -86,12 +88,6 @@ def describe_advantages(advantages: np.ndarray) -> dict[str, Metric]:
         "advantages/positive_fraction": fraction(values > 0),
         "advantages/zero_fraction": fraction(values == 0),
     }
-
-
-def _first_of_group(scalars: Sequence[RolloutScalars], group: np.ndarray) -> np.ndarray:
-    """Return the first reward of each response's group."""
-    _, first = np.unique(group, return_index=True)
-    return column(scalars, "rewards")[first][group]
 
 
 def fraction(chosen: np.ndarray) -> Mean:

@@ -6,15 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from mcore_rl.config.rules.models import uses_lora
 from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateSchedule, build_batch
 from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.errors import ConfigError
 from mcore_rl.ports import Actor, EngineProbe
-from mcore_rl.types import LogpGap, RolloutResult
+from mcore_rl.types import LogpGap
 
 KEY, AUTO = "rollout.max_logp_gap", "auto"
 BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05}
@@ -73,21 +71,10 @@ class LogpGapCheck:
         # Every data-parallel rank needs at least one response of every engine, since an update covers all ranks.
         num_prompts = max(NUM_PROMPTS, self.num_dp_ranks)
         results = self.engines.probe(num_prompts)
-        chunks: list[RolloutResult] = list(results.values())
-        scalars = [of_engine for _, of_engine in chunks]
-        keep = [np.arange(len(of_engine.group_ids)) for of_engine in scalars]
-        batch = build_batch(
-            [chunk for chunk, _ in chunks],
-            scalars,
-            keep,
-            advantages=np.zeros(sum(map(len, keep)), np.float32),
-            # Advantages and loss weights are not used: nothing is trained.
-            weights_of=lambda trained_tokens: np.zeros(len(trained_tokens), np.float32),
-            schedule=UpdateSchedule(
-                num_prompts, num_dp_ranks=self.num_dp_ranks, cost=self.cost
-            ),  # an update per engine
-            version=version,
-        )
+        # One update per engine.
+        schedule = UpdateSchedule(num_prompts, num_dp_ranks=self.num_dp_ranks, cost=self.cost)
+        chunks, scalars = [chunk for chunk, _ in results.values()], [scalars for _, scalars in results.values()]
+        batch = build_batch(chunks, scalars, schedule=schedule, version=version)
         return dict(zip(results, self.actor.compare_logp(batch), strict=True))
 
 

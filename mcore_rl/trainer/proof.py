@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypedDict
 from zlib import crc32
 
-from mcore_rl.data.checksum import file_crc32
+from mcore_rl.data.checksum import saved_file
 from mcore_rl.errors import DamagedCheckpointError
 from mcore_rl.types import SavedFile, SavedState
 
@@ -43,7 +43,7 @@ def write_proof(directory: Path, saved: SavedState, others: Sequence[str]) -> No
 
     Raises: OSError.
     """
-    files = [*saved.files, *(_saved(directory, name) for name in others)]
+    files = [*saved.files, *(saved_file(directory, name) for name in others)]
     listed = {file.name: {"bytes": file.num_bytes, "crc32": f"{file.crc32:08x}"} for file in files}
     proof = {"files": listed, **saved.description}
     text = json.dumps({**proof, _OWN_CHECKSUM: _own_checksum(proof)}, indent=1)
@@ -112,7 +112,9 @@ def check_content(directory: Path, files: Sequence[SavedFile]) -> None:
 def _damage(directory: Path, file: SavedFile, *, whole: bool) -> str | None:
     try:
         if whole or file.num_bytes <= _SMALL_BYTES:
-            return None if _saved(directory, file.name) == file else f"{file.name} has another checksum than was saved"
+            return (
+                None if saved_file(directory, file.name) == file else f"{file.name} has another checksum than was saved"
+            )
         # A file that was cut off or overwritten from the start is found with two reads. Ranks compare the rest while
         # they load.
         with (directory / file.name).open("rb") as opened:
@@ -138,8 +140,3 @@ def _size_problem(directory: Path, file: SavedFile) -> str | None:
     except OSError:
         return f"{file.name} is missing"
     return None if size == file.num_bytes else f"{file.name} has {size} of {file.num_bytes} bytes"
-
-
-def _saved(directory: Path, name: str) -> SavedFile:
-    crc = file_crc32(directory / name)
-    return SavedFile(name, crc.num_bytes, crc.value)

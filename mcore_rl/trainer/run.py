@@ -12,6 +12,7 @@ from mcore_rl.config.schema import Config
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError, McoreRLError
 from mcore_rl.ports import Actor, Collector, Critic, PendingSave, Publisher, Validator
 from mcore_rl.trainer.checkpoints import Checkpoints, CheckpointState, JoinedSave, split_files
+from mcore_rl.trainer.logp_gap import LogpGapCheck
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.validation import ValidationParts
 from mcore_rl.types import Batch, Groups, Metric, SavedFile
@@ -65,13 +66,6 @@ class StopRequests(Protocol):
     def requested(self) -> bool: ...
 
 
-class StartCheck(Protocol):
-    """Comparison of engines and trainer before the first step."""
-
-    def check(self, version: int) -> None:
-        """Compare them at weight `version`. Raises: ConfigError."""
-
-
 @dataclass(kw_only=True)
 class TrainingRun:
     """Parts that every run has."""
@@ -114,7 +108,7 @@ class Run(TrainingRun):
     estimates_tokens: bool = False
     """True if the ranks compute per-token advantages; otherwise batch_of computes one per response."""
     reference: Reference | None = None
-    logp_gap: StartCheck | None = None
+    logp_gap: LogpGapCheck | None = None
     """Called once after the engines have received the initial weights, also in a resumed run."""
     validation_parts: ValidationParts = field(default_factory=ValidationParts)
     """Subsets of the validation prompts with separate metrics."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mcore_rl.trainer.diagnostics import describe_parts
+from mcore_rl.trainer.diagnostics import describe_columns
 from mcore_rl.types import Mean, Metric, RolloutScalars, Total
 
 UNKNOWN = "unknown"
@@ -66,7 +66,7 @@ def describe_validation(result: RolloutScalars, parts: ValidationParts) -> dict[
     metrics = _means(result, np.ones(len(result.accuracies), bool), "")
     for name, rows in parts.rows.items():
         metrics |= _means(result, np.isin(result.group_ids, rows), f"/{name}")
-    return {**metrics, **describe_parts("val", [result]), "val/errors": Total(len(result.errors))}
+    return {**metrics, **describe_columns([result.parts], "val/"), "val/errors": Total(len(result.errors))}
 
 
 def part_accuracies(result: RolloutScalars, parts: ValidationParts) -> dict[str, float]:

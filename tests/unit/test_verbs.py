@@ -106,11 +106,11 @@ def test_train_damaged_proof_is_one_message_with_exit_code_2(run_dir: Path) -> N
 
 def test_train_damaged_block_is_found_before_processes(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(str(run_dir.parent / "config.yaml"), [f"run.dir={run_dir}", "trainer.steps=6"])
-    inputs = SimpleNamespace(checkpoint_bytes=0, reports=())
+    inputs = SimpleNamespace(checkpoint_bytes=0, lines=())
     monkeypatch.setattr("mcore_rl.preparation.prepare.prepare", lambda config: inputs)
     monkeypatch.setattr("mcore_rl.assembly.assemble", lambda *_: pytest.fail("processes were started"))
     state = run_dir / "checkpoints" / "step_4" / "state.json"
     state.write_bytes(b"[]")  # of the size that was saved
     assert state.stat().st_size == 2
     with pytest.raises(DamagedCheckpointError, match=r"step_4 is damaged: state\.json has another checksum"):
-        verbs._train_locked(config, verbs.StartUp(), cast(ThirdPartyLog, None), lambda: None)
+        verbs._train_locked(config, print, cast(ThirdPartyLog, None), lambda: None)

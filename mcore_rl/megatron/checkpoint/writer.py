@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_rl.data.checksum import Crc32, file_crc32
+from mcore_rl.data.checksum import Crc32, saved_file
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.checkpoint.blocks import blocks_to_save, reference_blocks
 from mcore_rl.megatron.checkpoint.format_files import CommonState, write_format_files
@@ -117,7 +117,7 @@ class CheckpointWriter:
         for name in names:
             sync(self.directory / name)
         names += sorted(str(file.relative_to(self.directory)) for file in (self.directory / HF_FOLDER).iterdir())
-        added = [_with_checksum(self.directory, name) for name in names]
+        added = [saved_file(self.directory, name) for name in names]
         description: JsonObject = {
             "world_size": len(reports),
             "layout": self._common["layout"],
@@ -162,8 +162,3 @@ def _without_contents(file: PlannedFile) -> PlannedFile:
         for entry in file.entries
     )
     return replace(file, entries=tuple(entries))
-
-
-def _with_checksum(directory: Path, name: str) -> SavedFile:
-    crc = file_crc32(directory / name)
-    return SavedFile(name, crc.num_bytes, crc.value)

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.data.checksum import file_crc32
+from mcore_rl.data.checksum import saved_file
 from mcore_rl.data.trajectories import join_rows, split_rows
 from mcore_rl.errors import CheckpointError, DamagedCheckpointError
 from mcore_rl.rollout.streaming.interface import JOURNAL, Group, TaskStream
-from mcore_rl.types import BuffersRef, RolloutScalars, RolloutTask, SavedFile, SavedState, TrajectoryBuffers
+from mcore_rl.types import BuffersRef, RolloutScalars, RolloutTask, SavedFile, TrajectoryBuffers
 from model_converters.durable_files import durable_write
 
 GROUPS_FILE, RECORDS_FILE = "groups.json", "records.jsonl"
@@ -29,8 +29,6 @@ RUNNING, UNSCORED, FINISHED, ZERO_VARIANCE = "running", "unscored", "finished", 
 COUNTS = "counts"
 """Additional array in the file: number of trajectories of each buffer."""
 ARRAY = "array"
-SAVED_NAMES = {"episode_metrics": "figures"}
-"""Renamed fields: current name -> name in groups.json, so that checkpoints of earlier versions stay readable."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +78,6 @@ class Bounds:
             )
 
 
-@dataclass(frozen=True)
-class CompletedSave:
-    """PendingSave of files that already exist."""
-
-    files: tuple[SavedFile, ...]
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> SavedState:
-        return SavedState(self.files, {})
-
-
 def write_groups(path: Path, bounds: Bounds, groups: Sequence[SavedGroup]) -> None:
     """Write groups.json durably.
 
@@ -121,8 +106,7 @@ def read_groups(path: Path) -> tuple[Bounds, list[SavedGroup]]:
 def check_files(directory: Path, files: Sequence[SavedFile]) -> None:
     """Raise DamagedCheckpointError naming the first file whose checksum differs."""
     for file in files:
-        crc = file_crc32(directory / file.name)
-        if (crc.num_bytes, crc.value) != (file.num_bytes, file.crc32):
+        if saved_file(directory, file.name) != file:
             raise DamagedCheckpointError(
                 f"{directory.parent} is damaged: {directory.name}/{file.name} has another checksum than was saved"
             )
@@ -138,7 +122,7 @@ def write_trajectories(path: Path, parts: Sequence[TrajectoryBuffers]) -> SavedF
     arrays[COUNTS] = np.array([len(part.prompt_tokens) for part in parts], np.int64)
     with durable_write(path) as file:
         np.savez(file, **arrays)
-    return saved_file(path)
+    return saved_file(path.parent, path.name)
 
 
 def read_trajectories(path: Path) -> list[TrajectoryBuffers]:
@@ -148,27 +132,19 @@ def read_trajectories(path: Path) -> list[TrajectoryBuffers]:
         return split_rows(TrajectoryBuffers(**given), arrays[COUNTS].tolist())
 
 
-def saved_file(path: Path) -> SavedFile:
-    """Return name, size and checksum of a written file.
-
-    Raises: OSError.
-    """
-    crc = file_crc32(path)
-    return SavedFile(path.name, crc.num_bytes, crc.value)
-
-
 def _as_json(group: SavedGroup) -> dict[str, object]:
-    scalars = group.scalars
-    saved = None if scalars is None else {SAVED_NAMES.get(name, name): each for name, each in vars(scalars).items()}
-    return {**vars(group), "scalars": saved}
+    scalars = None if group.scalars is None else dict(vars(group.scalars))
+    if scalars is not None:
+        # The name in checkpoints of earlier versions, so that they stay readable.
+        scalars["figures"] = scalars.pop("episode_metrics")
+    return {**vars(group), "scalars": scalars}
 
 
 def _from_json(given: dict[str, Any]) -> SavedGroup:
-    saved = given.pop("scalars")
-    if saved is None:
+    scalars = given.pop("scalars")
+    if scalars is None:
         return SavedGroup(**given)
-    field_names = {saved_name: name for name, saved_name in SAVED_NAMES.items()}
-    scalars = {field_names.get(name, name): value for name, value in saved.items()}
+    scalars["episode_metrics"] = scalars.pop("figures", {})
     # JSON has no tuples.
     for name in ("errors", "version_tokens"):
         scalars[name] = tuple((first, second) for first, second in scalars[name])
@@ -196,18 +172,18 @@ def save_groups(
     tickets = [ticket for ticket, _, _ in groups if ticket is not None]
     ended = [group for ticket, group, _ in groups if ticket is None]
     saved = stream.save(directory, [group.result[0] for group in ended if group.result is not None], tickets)
-    sizes = _copy_records(directory / RECORDS_FILE, [Path(str(group.task.records)) for group in ended])
-    # Both lists cover the ended groups only, in their order in `groups`.
-    places = iter(zip(saved.places, sizes, strict=True))
-    written = []
-    for ticket, group, state in groups:
-        entry = SavedGroup(group.number, int(group.task.prompt_rows[0]), group.version, state)
-        if ticket is None:
-            (file, index), record_bytes = next(places)
-            entry = replace(entry, scalars=group.scalars, trajectories=file, index=index, record_bytes=record_bytes)
-        written.append(entry)
+    # Places and records of the ended groups only, in their order in `groups`.
+    places, written = iter(saved.places), []
+    with durable_write(directory / RECORDS_FILE) as records:
+        for ticket, group, state in groups:
+            entry = SavedGroup(group.number, int(group.task.prompt_rows[0]), group.version, state)
+            if ticket is None:
+                file, index = next(places)
+                size = records.write(Path(str(group.task.records)).read_bytes())
+                entry = replace(entry, scalars=group.scalars, trajectories=file, index=index, record_bytes=size)
+            written.append(entry)
     write_groups(directory / GROUPS_FILE, bounds, written)
-    return (*saved.files, saved_file(directory / RECORDS_FILE), saved_file(directory / GROUPS_FILE))
+    return (*saved.files, saved_file(directory, RECORDS_FILE), saved_file(directory, GROUPS_FILE))
 
 
 def load_groups(
@@ -257,14 +233,3 @@ def _restored(
         restored = stream.restore(directory / file, made)
         chunks |= {group.number: chunk for group, chunk in zip(groups, restored, strict=True)}
     return chunks
-
-
-def _copy_records(path: Path, parts: Sequence[Path]) -> list[int]:
-    """Concatenate the records of finished groups; returns the bytes of each."""
-    sizes = []
-    with durable_write(path) as file:
-        for part in parts:
-            content = part.read_bytes()
-            file.write(content)
-            sizes.append(len(content))
-    return sizes

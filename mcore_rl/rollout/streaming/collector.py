@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mcore_rl.config.algorithm import DynamicSamplingConfig
-from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.config.staleness import FINISH
 from mcore_rl.data.records import join_parts, part_path
-from mcore_rl.ports import Collector, PendingSave, Publisher
+from mcore_rl.ports import PendingSave, Publisher
 from mcore_rl.rollout.admission import may_submit
-from mcore_rl.rollout.collector import RowSampler, training_sampling
-from mcore_rl.rollout.results import GradingFailures
+from mcore_rl.rollout.collector import GroupSource
 from mcore_rl.rollout.streaming.checkpoint import (
     FINISHED,
     RUNNING,
     UNSCORED,
     ZERO_VARIANCE,
     Bounds,
-    CompletedSave,
     load_groups,
     save_groups,
 )
@@ -37,7 +34,7 @@ from mcore_rl.rollout.streaming.ended_groups import BY_NUMBER, EndedGroups
 from mcore_rl.rollout.streaming.interface import Group, ScoreTasks, TaskStream
 from mcore_rl.rollout.streaming.replay import Replay
 from mcore_rl.rollout.streaming.staleness import QueueLengths, describe_staleness
-from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SavedFile, Total
+from mcore_rl.types import Groups, Mean, RolloutResult, RolloutTask, SavedFile, SavedState, Total
 from mcore_rl.types.json import JsonObject
 
 
@@ -55,22 +52,14 @@ class StreamingCollector:
     """
 
     stream: TaskStream
-    sampler: RowSampler
-    rollout: RolloutConfig
-    dynamic: DynamicSamplingConfig
-    has_signal: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    prompts_per_step: int
+    source: GroupSource
     steps: int
     """Total steps of the run; groups that no step would train are not submitted."""
-    seed: int
-    records_dir: Path
-    failures: GradingFailures | None = None
     score: ScoreTasks | None = None
     replay: Replay | None = None
     """Schedule of an earlier run, whose steps are repeated as far as it goes."""
     drain: bool = False
     """Finish running groups before a checkpoint is saved."""
-    next_group: int = field(default=0)
     _version: int | None = field(default=None, init=False)
     """Current weight version; None before the first publication."""
     _collected: int = field(default=0, init=False)
@@ -133,24 +122,23 @@ class StreamingCollector:
         self._collected, self._in_training = step, len(taken)
         recorded = None if self.replay is None else self.replay.of_step.get(step)
         groups = sorted([*taken, *self._ended.give_up(taken, recorded)], key=BY_NUMBER)
-        join_parts([str(group.task.records) for group in groups], self.records_dir, f"step_{step}")
-        if self.failures is not None:
-            self.failures.check([group.scalars for group in groups], f"step {step}", f"rollouts/step_{step}.jsonl")
+        join_parts([str(group.task.records) for group in groups], self.source.records_dir, f"step_{step}")
+        self.source.failures.check([group.scalars for group in groups], f"step {step}", f"rollouts/step_{step}.jsonl")
         return self._as_groups(groups, {group.number for group in taken}, waited)
 
     def state_dict(self) -> JsonObject:
-        """Return the position for a checkpoint. Group ids are never reused, since they determine the seeds of
-        responses. No group starts between this call and start_save, so that both describe the same groups."""
+        """Return the position for a checkpoint. No group starts between this call and start_save, so that both describe
+        the same groups."""
         self._paused = True
         if self.drain:
             self.settle()
-        return {"next_group": self.next_group, "collected": self._collected}
+        return {**self.source.state_dict(), "collected": self._collected}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        next_group, collected = state["next_group"], state.get("collected", 0)
-        assert isinstance(next_group, int)
+        self.source.load_state_dict(state)
+        collected = state.get("collected", 0)
         assert isinstance(collected, int)
-        self.next_group, self._collected = next_group, collected
+        self._collected = collected
 
     def start_save(self, directory: str) -> PendingSave:
         """Save the groups that no step has trained, complete or partial."""
@@ -158,10 +146,11 @@ class StreamingCollector:
         groups: list[tuple[int | None, Group, str]] = []
         groups += [(ticket, group, RUNNING) for ticket, group in self._running.items()]
         groups += [(None, group, state) for state, of_state in self._not_running.items() for group in of_state]
-        saved = save_groups(self.stream, Path(directory), self._bounds, groups)
+        saved: Future[SavedState] = Future()
+        saved.set_result(SavedState(save_groups(self.stream, Path(directory), self._bounds, groups), {}))
         self._paused = False
         self._admit()
-        return CompletedSave(saved)
+        return saved
 
     def load(self, directory: str, files: Sequence[SavedFile]) -> None:
         """Load the groups of a checkpoint; partial ones continue at the next publication.
@@ -183,8 +172,8 @@ class StreamingCollector:
 
     @property
     def _bounds(self) -> Bounds:
-        rollout = self.rollout
-        return Bounds(rollout.max_staleness, rollout.hard_staleness, self.prompts_per_step, rollout.samples_per_prompt)
+        rollout, size = self.source.rollout, self.source.prompts_per_step
+        return Bounds(rollout.max_staleness, rollout.hard_staleness, size, rollout.samples_per_prompt)
 
     def _advance(self) -> None:
         """Process finished groups and submit new ones, without waiting."""
@@ -215,9 +204,8 @@ class StreamingCollector:
         self._admit()
 
     def _sort(self, group: Group) -> None:
-        values = group.scalars.accuracies if self.dynamic.metric == "accuracy" else group.scalars.rewards
-        zero_variance = self.dynamic.enable and not self.has_signal(values, group.scalars.group_ids).all()
-        (self._ended.zero_variance if zero_variance else self._ended.finished).append(group)
+        has_signal = self.source.signal(group.scalars).all()
+        (self._ended.finished if has_signal else self._ended.zero_variance).append(group)
 
     def _admit(self) -> None:
         if self._version is not None and not self._paused:
@@ -229,36 +217,37 @@ class StreamingCollector:
 
     def _may_submit(self, slots: int) -> bool:
         if self._replayed is not None and self._version is not None:
-            return self._replayed.was_submitted(self.next_group, self._version)
+            return self._replayed.was_submitted(self.source.next_group, self._version)
         # Groups without signal leave the count, except for those beyond max_batches steps' worth (see the class).
-        spare = self.prompts_per_step * (self.dynamic.max_batches - 1)
+        size = self.source.prompts_per_step
+        spare = size * (self.source.dynamic.max_batches - 1)
         finished = len(self._unscored) + len(self._ended.finished) + max(0, len(self._ended.zero_variance) - spare)
         # Groups beyond the last step would never be trained.
-        wanted = self.prompts_per_step * (self.steps - self._collected)
+        wanted = size * (self.steps - self._collected)
         return len(self._running) + finished < wanted and may_submit(
             running=len(self._running),
             finished=finished,
             in_training=self._in_training,
-            groups_per_version=self.prompts_per_step,
-            max_staleness=self.rollout.max_staleness,
+            groups_per_version=size,
+            max_staleness=self.source.rollout.max_staleness,
             running_requests=self.stream.running_requests,
             slots=slots,
-            samples_per_group=self.rollout.samples_per_prompt,
+            samples_per_group=self.source.rollout.samples_per_prompt,
         )
 
     def _submit(self, version: int) -> None:
-        row, number = int(np.asarray(self.sampler.draw(1))[0]), self.next_group
-        self.next_group += 1
-        task = self._task(number, row, version)
+        task = self._submitted(self.source.new_task(1), version)
         self._running[self.stream.begin(task, self._results)] = Group(task, version)
 
     def _task(self, number: int, row: int, version: int) -> RolloutTask:
-        rows, numbers = np.array([row], np.int64), np.array([number], np.int64)
-        samples, sampling = self.rollout.samples_per_prompt, training_sampling(self.rollout)
-        records = part_path(self.records_dir, "group", 0, number)
-        task = RolloutTask("train", rows, numbers, samples, sampling, self.seed, records, version=version)
+        return self._submitted(self.source.task(np.array([row], np.int64), np.array([number], np.int64)), version)
+
+    def _submitted(self, task: RolloutTask, version: int) -> RolloutTask:
+        """Return the task of one group as it is submitted at this weight version."""
+        number, per_version = int(task.group_ids[0]), self.source.rollout.partial_tokens
+        records = part_path(self.source.records_dir, "group", 0, number)
         spans = () if self.replay is None else self.replay.spans.get(number, ())
-        return replace(task, tokens_per_version=self.rollout.partial_tokens, spans=spans)
+        return replace(task, records=records, version=version, tokens_per_version=per_version, spans=spans)
 
     def _take(self) -> list[Group] | None:
         """Return the groups to train now, or None if the step must wait."""
@@ -311,16 +300,15 @@ class StreamingCollector:
 
 @dataclass(frozen=True)
 class SwappingPublisher:
-    """Publisher that notifies the collector of new weights. With `finish`, running responses finish first; otherwise
-    they continue with the new weights."""
+    """Publisher that notifies the collector of new weights. With rollout.swap=finish, running responses finish first;
+    otherwise they continue with the new weights."""
 
     publisher: Publisher
     collector: StreamingCollector
-    finish: bool
 
     def publish(self, version: int) -> int:
         # Engines update between two steps, so running responses need no pause here unless they must finish first.
-        if self.finish:
+        if self.collector.source.rollout.swap == FINISH:
             self.collector.settle()
         self.collector.rest()
         version = self.publisher.publish(version)
@@ -329,7 +317,3 @@ class SwappingPublisher:
 
     def verify(self) -> int:
         return self.publisher.verify()
-
-
-if TYPE_CHECKING:
-    _ports: tuple[type[Collector], type[Publisher]] = (StreamingCollector, SwappingPublisher)

@@ -14,6 +14,7 @@ import ray
 from mcore_rl.config.reward import NO_RULE, STEP
 from mcore_rl.config.rules.rollout import concurrent_episodes, has_turns
 from mcore_rl.config.schema import Config
+from mcore_rl.data.checksum import saved_file
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
 from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follower
@@ -165,14 +166,14 @@ class EngineProcess(RunProcess):
     def save_tasks(self, path: str, keys: list[int], request_ids: list[str]) -> list[SavedFile]:
         """Write the trajectories under `keys` and the sampled tokens of running requests to files whose names begin
         with `path`. Returns the files written."""
-        from mcore_rl.rollout.streaming.checkpoint import saved_file, write_trajectories
+        from mcore_rl.rollout.streaming.checkpoint import write_trajectories
 
         with self.spans.span("save tasks"):
             trajectories, journal, files = Path(f"{path}{TRAJECTORIES}"), Path(f"{path}{JOURNAL}"), []
             if keys:
                 files.append(write_trajectories(trajectories, [self._kept.all_of(key) for key in keys]))
             if request_ids and self.loop.copy_journal(journal, request_ids):
-                files.append(saved_file(journal))
+                files.append(saved_file(journal.parent, journal.name))
             return files
 
     @remote_method(concurrency_group="cut")

@@ -1,12 +1,22 @@
-"""Samplers and scalars for tests of collectors and results."""
+"""Samplers, sources of groups and scalars for tests of collectors and results."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from mcore_rl.algorithms import groups_with_variance
+from mcore_rl.config.algorithm import DynamicSamplingConfig
+from mcore_rl.config.reward import RewardConfig
+from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.collector import GroupSource
+from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.types import RolloutScalars
+
+FAILURES = GradingFailures(RewardConfig(), print)
 
 
 class CountingSampler:
@@ -19,6 +29,14 @@ class CountingSampler:
         rows = np.arange(self.next, self.next + count)
         self.next += count
         return rows
+
+
+def source_of(
+    directory: Path, size: int, rollout: dict[str, Any], dynamic: dict[str, Any], failures: Any = FAILURES
+) -> GroupSource:
+    """Source of `size` groups per step with rows 0, 1, 2, ..."""
+    settings, sampling = RolloutConfig(**rollout), DynamicSamplingConfig(**dynamic)
+    return GroupSource(CountingSampler(), settings, sampling, groups_with_variance, size, 1, directory, failures)
 
 
 def made_scalars(group_ids: Sequence[int] | np.ndarray, **given: object) -> RolloutScalars:

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.algorithms import groups_with_variance
-from mcore_rl.config.algorithm import DynamicSamplingConfig
-from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.batching import positions_in_groups
 from mcore_rl.rollout.collector import RolloutCollector
 from mcore_rl.types import Groups, RolloutScalars, RolloutTask
-from tests.unit.rollout.made import CountingSampler, made_scalars
+from tests.unit.rollout.made import made_scalars, source_of
 
 SAMPLES = 4
 
@@ -40,9 +37,11 @@ class ScriptedPool:
         return made_scalars(np.repeat(task.group_ids, samples), rewards=accuracies.ravel().copy(), **given)
 
 
-def collector_of(pool: ScriptedPool, tmp_path: Path, *, dynamic: dict[str, Any], **given: object) -> RolloutCollector:
-    rollout, sampling = RolloutConfig(samples_per_prompt=SAMPLES, top_k=5), DynamicSamplingConfig(**dynamic)
-    return RolloutCollector(pool, CountingSampler(), rollout, sampling, groups_with_variance, 8, 1, tmp_path, **given)
+def collector_of(
+    pool: ScriptedPool, tmp_path: Path, *, dynamic: dict[str, Any], with_greedy: bool = False, **given: object
+) -> RolloutCollector:
+    source = source_of(tmp_path, 8, {"samples_per_prompt": SAMPLES, "top_k": 5}, dynamic, **given)
+    return RolloutCollector(pool, source, with_greedy)
 
 
 def collect(tmp_path: Path, signal: Any, *, num_engines: int = 1, **dynamic: object) -> tuple[Groups, ScriptedPool]:

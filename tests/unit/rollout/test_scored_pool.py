@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.data.records import amend_part
-from mcore_rl.rollout.scored_pool import ScoredPool, StepGradingPool, WeightedScorer
+from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.types import Grades, RolloutScalars, RolloutTask, SamplingOptions
 from tests.unit.rollout.made import made_scalars
 
@@ -112,14 +112,14 @@ class LaterPool(RulesPool):
 
 def test_step_grading_precedes_scoring() -> None:
     pool, model = LaterPool(), FixedScorer([10, 20], [1, 2, 3, 4])
-    scored = ScoredPool(StepGradingPool(pool), {"model": WeightedScorer(model, 1.0)}, True)
+    scored = ScoredPool(pool, {"model": WeightedScorer(model, 1.0)}, True, grades_step=True)
     (_, first), (chunk, second) = scored.run(TASKS)
     assert model.seen == [("a", "chunk a", [5, 6]), ("b", "chunk b", [7, 8, 9, 0])]
     assert (chunk, first.rewards.tolist(), second.rewards.tolist()) == ("chunk b", [15, 26], [8, 10, 12, 4])
     assert second.accuracies == pytest.approx([0.7, 0.8, 0.9, 0])
     assert (second.errors, second.traceback, second.parts["of"].tolist()) == (((3, "no"),), "Traceback", [6] * 4)
     assert pool.amended[1][1][1] is second
-    together = StepGradingPool(LaterPool())
+    together = ScoredPool(LaterPool(), {}, True, grades_step=True)
     [(_, alone), _] = together.run(TASKS)
     assert alone.rewards.tolist() == [5, 6]
     assert alone.seconds_grading > 2.0

@@ -17,6 +17,7 @@ from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
 from mcore_rl.rollout.validator import MAX_TOKENS, PROBE, PromptProbe, RolloutValidator
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, SamplingOptions, Score
+from tests.unit.rollout.made import FAILURES
 
 NUM_PROMPTS = 5
 Finish = Callable[[Completion], None]
@@ -73,7 +74,7 @@ def validate(
 ) -> tuple[RolloutScalars, list[dict[str, Any]], WorkerPool]:
     pool = WorkerPool(num_engines)
     config = RolloutConfig(max_response_tokens=9, **rollout)
-    scalars = RolloutValidator(pool, NUM_PROMPTS, config, seed, directory).validate(step)
+    scalars = RolloutValidator(pool, NUM_PROMPTS, config, seed, directory, FAILURES).validate(step)
     records = [json.loads(line) for line in (directory / f"val_step_{step}.jsonl").read_text().splitlines()]
     return scalars, records, pool
 
@@ -130,8 +131,8 @@ def test_validator_failures_are_recorded_before_the_error(tmp_path: Path) -> Non
             assert (tmp_path.parent / records.replace("rollouts", tmp_path.name)).exists()
             raise RewardError(what)
 
-    validator = RolloutValidator(WorkerPool(2), NUM_PROMPTS, RolloutConfig(max_response_tokens=9), 1, tmp_path)
-    validator.failures = Failing()  # type: ignore[assignment]
+    config = RolloutConfig(max_response_tokens=9)
+    validator = RolloutValidator(WorkerPool(2), NUM_PROMPTS, config, 1, tmp_path, Failing())
     with pytest.raises(RewardError, match=r"data\.val after step 4"):
         validator.validate(4)
 

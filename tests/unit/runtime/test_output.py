@@ -10,7 +10,7 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from ray._private import worker
-from mcore_rl.observe.progress import StartUp
+from mcore_rl.observe.progress import start_up_log
 from mcore_rl.runtime.output import own_stderr, ray_output_to
 from mcore_rl.runtime.stops import _print
 before = sys.stderr
@@ -18,12 +18,12 @@ with ray_output_to(Path(sys.argv[1])):
     print("without own_stderr", file=sys.stderr)
 try:
     with own_stderr():
-        early = StartUp()
+        early = start_up_log()
         with ray_output_to(Path(sys.argv[1])):
             os.write(2, b"*** stack dump\\n")
             worker.print_to_stdstream({"lines": ["Raylet is terminated."], "pid": "raylet", "is_err": False}, False)
             print("from Python", file=sys.stderr)
-            early.show("from an early reference")
+            early("from an early reference")
             _print("from a signal handler")
             raise ValueError
 except ValueError:

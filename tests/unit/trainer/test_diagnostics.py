@@ -9,10 +9,10 @@ import pytest
 
 from mcore_rl.trainer.diagnostics import (
     describe_advantages,
+    describe_columns,
     describe_equality,
     describe_groups,
     describe_lengths,
-    describe_parts,
 )
 from mcore_rl.types import Max, Mean, RolloutScalars
 from tests.unit.rollouts import scalars_of
@@ -56,10 +56,9 @@ def test_describe_lengths_omits_an_empty_side() -> None:
     assert describe_groups([]) == describe_lengths([]) == {}
 
 
-def test_describe_parts_average_over_existing_values() -> None:
-    first, second = scalars()
+def test_describe_columns_average_over_existing_values() -> None:
     parts = {"format": np.array([0.5, np.nan, 1, 0]), "none": np.full(4, np.nan), "rare": np.array([np.nan, 8, 2, 2])}
-    found = describe_parts("reward", [replace(first, parts=parts), replace(second, parts={"format": np.ones(4)})])
+    found = describe_columns([parts, {"format": np.ones(4)}], "reward/")
     assert found == {"reward/format": Mean(5.5, 7), "reward/none": Mean(0.0, 0), "reward/rare": Mean(12.0, 3)}
 
 

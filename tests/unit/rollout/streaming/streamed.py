@@ -11,14 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from mcore_rl.algorithms import groups_with_variance
-from mcore_rl.config.algorithm import DynamicSamplingConfig
-from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout.streaming.checkpoint import saved_file
+from mcore_rl.data.checksum import saved_file
 from mcore_rl.rollout.streaming.collector import StreamingCollector
 from mcore_rl.rollout.streaming.interface import SavedTasks
 from mcore_rl.types import Mean, RolloutResult, RolloutScalars, RolloutTask
-from tests.unit.rollout.made import CountingSampler, made_scalars
+from tests.unit.rollout.made import FAILURES, made_scalars, source_of
 
 SAMPLES = 4
 SIZE = 4
@@ -73,7 +70,7 @@ class Stream:
     def save(self, directory: Path, chunks: Sequence[Any], tickets: Sequence[int]) -> SavedTasks:
         (directory / "engine_0.npz").write_text(json.dumps(list(chunks)))
         (directory / "engine_0.journal").write_text(json.dumps([int(self.begun[i].group_ids[0]) for i in tickets]))
-        files = [saved_file(directory / name) for name in ("engine_0.npz", "engine_0.journal")]
+        files = [saved_file(directory, name) for name in ("engine_0.npz", "engine_0.journal")]
         return SavedTasks([("engine_0.npz", index) for index in range(len(chunks))], files)
 
     def restore(self, path: Path, made: Sequence[tuple[RolloutTask, RolloutScalars]]) -> list[Any]:
@@ -108,16 +105,5 @@ def some(seed: int) -> Callable[[list[int]], list[int]]:
 
 def collector_of(stream: Stream, tmp_path: Path, *, steps: int = 50, **given: object) -> StreamingCollector:
     rollout = {"samples_per_prompt": SAMPLES, "max_staleness": 1, **given.pop("rollout", {})}
-    dynamic = given.pop("dynamic", {"enable": False})
-    return StreamingCollector(
-        stream=stream,
-        sampler=CountingSampler(),
-        rollout=RolloutConfig(**rollout),
-        dynamic=DynamicSamplingConfig(**dynamic),
-        has_signal=groups_with_variance,
-        prompts_per_step=SIZE,
-        steps=steps,
-        seed=1,
-        records_dir=tmp_path,
-        **given,
-    )
+    dynamic, failures = given.pop("dynamic", {"enable": False}), given.pop("failures", FAILURES)
+    return StreamingCollector(stream, source_of(tmp_path, SIZE, rollout, dynamic, failures), steps, **given)

@@ -45,7 +45,7 @@ class Run:
         self.collector: StreamingCollector = collector_of(
             self.stream, records, steps=20, rollout={"max_staleness": 2}, dynamic=dynamic, **self.given
         )
-        self.sampler: Any = self.collector.sampler
+        self.sampler: Any = self.collector.source.sampler
 
     def save(self) -> tuple[dict[str, Any], int, tuple[SavedFile, ...]]:
         state = self.collector.state_dict()

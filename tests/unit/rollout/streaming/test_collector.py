@@ -136,7 +136,7 @@ def test_collector_one_step_off_is_independent_of_timing(tmp_path: Path) -> None
         stream.dull = lambda group: group % 3 == 0
         given = {"max_staleness": 1, "max_staleness_hard": 1, "swap": "finish"}
         collector = collector_of(stream, tmp_path, rollout=given, dynamic={"enable": True, "max_batches": 3})
-        publisher = SwappingPublisher(FakePublisher(stream), collector, finish=True)
+        publisher = SwappingPublisher(FakePublisher(stream), collector)
         publisher.publish(0)
         steps: list[Any] = []
         for step in range(1, 12):

@@ -116,7 +116,7 @@ def test_paused_requests_early_weights_keep_the_span_limit() -> None:
 def run(stream: Stream, tmp_path: Path, steps: int, replay: Replay | None = None) -> list[Groups]:
     rollout, dynamic = {"max_staleness": 2, "swap": "recompute"}, {"enable": True, "max_batches": 2}
     collector = collector_of(stream, tmp_path, rollout=rollout, dynamic=dynamic, replay=replay, steps=20)
-    publisher = SwappingPublisher(FakePublisher(stream, may_run=True), collector, finish=False)
+    publisher = SwappingPublisher(FakePublisher(stream, may_run=True), collector)
     publisher.publish(0)
     collected = []
     for step in range(1, steps + 1):
