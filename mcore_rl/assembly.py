@@ -31,7 +31,7 @@ from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.rollout.scored_pool import ScoredPool, WeightedScorer
 from mcore_rl.rollout.streaming.collector import ScoreTasks, StreamingCollector, SwappingPublisher
 from mcore_rl.rollout.streaming.replay import read_replay
-from mcore_rl.rollout.validator import PromptProbe, RolloutValidator
+from mcore_rl.rollout.validator import RolloutValidator, probe_task
 from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.launch import RunProcesses, launch
@@ -51,7 +51,7 @@ from mcore_rl.trainer.diagnostics import describe_advantages
 from mcore_rl.trainer.logp_gap import LogpGapCheck
 from mcore_rl.trainer.reference import KL_CONTROLLER, Reference
 from mcore_rl.trainer.run import Run, SupervisedRun
-from mcore_rl.types import Batch, Groups, Mean, Metric
+from mcore_rl.types import Batch, Groups, Mean, Metric, RolloutResult
 from model_converters.mapping.layout import TrainLayout
 
 G = TypeVar("G")
@@ -163,7 +163,10 @@ class _Site:
     def _logp_gap(self, scheduler: Scheduler) -> LogpGapCheck:
         prepared, config = self.prepared, self.config
         prompt_tokens = np.diff(prepared.data.prompts["train"].offsets)
-        probe = PromptProbe(scheduler, prompt_tokens, config.rollout, config.run.seed)
+
+        def probe(num_prompts: int) -> dict[str, RolloutResult]:
+            return scheduler.probe(probe_task(prompt_tokens, config.rollout, config.run.seed, num_prompts))
+
         return LogpGapCheck(config, self.processes.trainers, probe, prepared.layout.dp, self.show, prepared.cost)
 
     def _scheduler(self, fleet: Fleet, publisher: SlicePublisher) -> Scheduler:

@@ -19,12 +19,15 @@ from mcore_rl.doctor.command import add_arguments as add_doctor_arguments
 from mcore_rl.doctor.command import run as run_doctor
 from mcore_rl.errors import McoreRLError, storage_error
 
+CONFIGURED_VERBS = ("train", "eval", "plan", "slurm")
+"""Verbs that take a configuration and overrides."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     if arguments is None:  # called as a program, not from other code; train and eval install their own handler
         signal.signal(signal.SIGTERM, _exit_on_term)
-    options = _parser().parse_args(arguments)
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         return int(options.run(options) or 0)
     except (McoreRLError, OSError) as error:
@@ -41,41 +44,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return STOPS.exit_code()
 
 
-class _Verb(argparse.ArgumentParser):
-    """Parser of one verb; options may stand between `key=value` arguments."""
-
-    _intermixed = False
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse intermixed arguments; parse_known_intermixed_args calls this method again, hence the flag."""
-        if self._intermixed:
-            return super().parse_known_args(args, namespace)
-        self._intermixed = True
-        try:
-            return self.parse_known_intermixed_args(args, namespace)
-        finally:
-            self._intermixed = False
-
-
 def _exit_on_term(number: int, frame: FrameType | None) -> NoReturn:
     # An exception runs the finally blocks, which the default action of TERM would not.
     raise SystemExit(128 + number)
 
 
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line. Options may stand between overrides, which argparse rejects, so they are moved to the
+    front; options of these verbs have no values."""
+    verb, rest = words[:1], words[1:]
+    if verb and verb[0] in CONFIGURED_VERBS:
+        rest = sorted(rest, key=lambda word: not word.startswith("-"))
+    return _parser().parse_args([*verb, *rest])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mcore-rl", description="Reinforcement learning on Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"mcore-rl {__version__}")
-    # Only the parsers of verbs accept options between overrides.
-    verbs = parser.add_subparsers(required=True, dest="verb", metavar="VERB", parser_class=_Verb)
+    verbs = parser.add_subparsers(required=True, dest="verb", metavar="VERB")
 
-    def add(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> _Verb:
+    def add(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=text, description=text)
         verb.set_defaults(run=run)
         return verb
 
-    def add_configured(name: str, text: str, example: str = "trainer.steps=3") -> _Verb:
+    def add_configured(name: str, text: str, example: str = "trainer.steps=3") -> argparse.ArgumentParser:
         """Add a verb that takes a configuration."""
         verb = add(name, text, _run_configured)
         verb.add_argument("config", metavar="CONFIG.yaml")

@@ -273,14 +273,6 @@ class Publisher(Protocol):
         """
 
 
-class EngineProbe(Protocol):
-    """Generates short, ungraded responses to training prompts, outside of training."""
-
-    def probe(self, num_prompts: int) -> dict[str, RolloutResult]:
-        """Generate one response to each of `num_prompts` prompts on every engine; returns {engine name: result}. Group
-        ids are unique."""
-
-
 class Validator(Protocol):
     """Generates and grades responses to the validation prompts."""
 

@@ -27,7 +27,11 @@ class MetricsLog:
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_incomplete_line(self.path)
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        complete = content.rfind(b"\n") + 1
+        # A crash in `append` leaves a line without a newline.
+        if complete < len(content):
+            os.truncate(self.path, complete)
 
     def append(self, step: int, values: Mapping[str, float]) -> None:
         """Append {"step": step, **values} durably; values that are not finite become null."""
@@ -38,17 +42,11 @@ class MetricsLog:
             # On disk before the next step starts.
             os.fsync(file.fileno())
 
-    def holds_after(self, step: int) -> bool:
-        """Return whether there are records of steps after `step`."""
-        return any(record["step"] > step for record in self.read())
-
     def move_after(self, step: int, target: Path) -> None:
         """Move records after `step`, which a resumed run writes again, to the new file `target`.
 
         They are durable in `target` before they are removed here.
         """
-        if not self.holds_after(step):
-            return
         lines = self.path.read_bytes().splitlines(keepends=True)
         is_later = [record["step"] > step for record in self.read()]
         # Write the target first: a crash between the two writes duplicates records instead of losing them.
@@ -98,7 +96,8 @@ def set_aside(run_dir: Path, step: int) -> Path | None:
     """
     metrics = MetricsLog(run_dir)
     rollouts = [path for path in (run_dir / ROLLOUTS).glob("*.jsonl") if _step_of(path) > step]
-    if not metrics.holds_after(step) and not rollouts:
+    has_later = any(record["step"] > step for record in metrics.read())
+    if not has_later and not rollouts:
         return None
     whole = [path for name in (TIMELINE, TENSORBOARD) if (path := run_dir / name).exists()] if step < 0 else []
     target = _new_folder(run_dir / FOLDER)
@@ -107,7 +106,8 @@ def set_aside(run_dir: Path, step: int) -> Path | None:
         kept.parent.mkdir(exist_ok=True)
         os.rename(path, kept)
     # Must come last: after an interruption, the next start finds these records and moves the rest.
-    metrics.move_after(step, target / FILE_NAME)
+    if has_later:
+        metrics.move_after(step, target / FILE_NAME)
     return target
 
 
@@ -121,13 +121,3 @@ def _new_folder(parent: Path) -> Path:
     target = parent / str(max(taken, default=0) + 1)
     target.mkdir(parents=True)
     return target
-
-
-def _remove_incomplete_line(path: Path) -> None:
-    if not path.is_file():
-        return
-    content = path.read_bytes()
-    complete = content.rfind(b"\n") + 1
-    # A crash in `append` leaves a line without a newline.
-    if complete < len(content):
-        os.truncate(path, complete)

@@ -256,11 +256,8 @@ def read_holder(path: Path) -> Holder | None:
 
 def _modified(path: Path) -> float:
     # Opening the file makes an NFS client ask the server for the current attributes.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.fstat(descriptor).st_mtime
-    finally:
-        os.close(descriptor)
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def _boot_id() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from mcore_rl.data.records import join_parts, part_path
 from mcore_rl.rollout.collector import RolloutPool, training_sampling
 from mcore_rl.rollout.results import GradingFailures, join_scalars
 from mcore_rl.rollout.tasks import split
-from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
+from mcore_rl.types import RolloutScalars, RolloutTask, SamplingOptions
 
 PROBE = "probe"
 """Name of this prompt set on engines; the request ids start with it."""
@@ -55,33 +54,16 @@ class RolloutValidator:
         return join_scalars(results)
 
 
-class ProbedPool(Protocol):
-    """Engines that can all run the same task."""
-
-    def probe(self, task: RolloutTask) -> dict[str, RolloutResult]:
-        """Run the task on every engine, with different group ids each; returns {engine name: result}."""
-
-
-@dataclass(frozen=True)
-class PromptProbe:
-    """EngineProbe: short ungraded responses of each engine to training prompts, to compare log-probabilities before
-    training. They use the sampling options of training, and share no id, journal entry or record with responses of
-    steps.
+def probe_task(prompt_tokens: np.ndarray, rollout: RolloutConfig, seed: int, num_prompts: int) -> RolloutTask:
+    """Return the task of a probe: short ungraded responses to `num_prompts` training prompts, to compare
+    log-probabilities before training. They use the sampling options of training, and share no id, journal entry or
+    record with responses of steps. Prompts range from the longest to the shortest; they repeat if there are too few.
 
     Shapes: prompt_tokens int64 [N], the length of every training prompt.
     """
-
-    pool: ProbedPool
-    prompt_tokens: np.ndarray
-    rollout: RolloutConfig
-    seed: int
-
-    def probe(self, num_prompts: int) -> dict[str, RolloutResult]:
-        """Same as EngineProbe.probe. Prompts range from the longest to the shortest; they repeat if there are too
-        few."""
-        sampling = training_sampling(self.rollout)
-        sampling = replace(sampling, max_response_tokens=min(MAX_TOKENS, sampling.max_response_tokens))
-        # Long and short prompts, because some errors, such as a wrong attention window, depend on the length.
-        longest_first = np.argsort(-self.prompt_tokens, kind="stable")
-        rows = longest_first[np.linspace(0, len(longest_first) - 1, num_prompts).astype(np.int64)]
-        return self.pool.probe(RolloutTask(PROBE, rows, np.arange(num_prompts), 1, sampling, self.seed))
+    sampling = training_sampling(rollout)
+    sampling = replace(sampling, max_response_tokens=min(MAX_TOKENS, sampling.max_response_tokens))
+    # Long and short prompts, because some errors, such as a wrong attention window, depend on the length.
+    longest_first = np.argsort(-prompt_tokens, kind="stable")
+    rows = longest_first[np.linspace(0, len(longest_first) - 1, num_prompts).astype(np.int64)]
+    return RolloutTask(PROBE, rows, np.arange(num_prompts), 1, sampling, seed)

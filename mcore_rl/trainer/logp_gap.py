@@ -11,8 +11,8 @@ from mcore_rl.config.schema import Config
 from mcore_rl.data.batching import UpdateSchedule, build_batch
 from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.errors import ConfigError
-from mcore_rl.ports import Actor, EngineProbe
-from mcore_rl.types import LogpGap
+from mcore_rl.ports import Actor
+from mcore_rl.types import LogpGap, RolloutResult
 
 KEY, AUTO = "rollout.max_logp_gap", "auto"
 BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.05}
@@ -36,12 +36,13 @@ def logp_gap_limit(config: Config) -> float | None:
 class LogpGapCheck:
     """Compares log-probabilities of a few short responses from every engine. The tokens stay on engines and ranks.
 
-    `show` prints a line of the start-up log.
+    `probe` generates one response to each of a number of training prompts on every engine, outside of training, and
+    returns {engine name: result} with unique group ids. `show` prints a line of the start-up log.
     """
 
     config: Config
     actor: Actor
-    engines: EngineProbe
+    probe: Callable[[int], dict[str, RolloutResult]]
     num_dp_ranks: int
     show: Callable[[str], None]
     cost: SequenceCost = TOKENS
@@ -70,7 +71,7 @@ class LogpGapCheck:
         """Return the gap of each engine by its name."""
         # Every data-parallel rank needs at least one response of every engine, since an update covers all ranks.
         num_prompts = max(NUM_PROMPTS, self.num_dp_ranks)
-        results = self.engines.probe(num_prompts)
+        results = self.probe(num_prompts)
         # One update per engine.
         schedule = UpdateSchedule(num_prompts, num_dp_ranks=self.num_dp_ranks, cost=self.cost)
         chunks, scalars = [chunk for chunk, _ in results.values()], [scalars for _, scalars in results.values()]

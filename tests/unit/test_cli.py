@@ -19,14 +19,14 @@ def test_parser_option_between_overrides_keeps_their_order(verb: str, option: st
     words = [verb, "c.yaml", "a=b", option, "c=-1"]
     places = [words, [verb, option, "c.yaml", "a=b", "c=-1"], [verb, "c.yaml", "a=b", "c=-1", option]]
     for given in places if option else [words]:
-        options = cli._parser().parse_args([word for word in given if word])
+        options = cli._parse([word for word in given if word])
         assert (options.config, options.overrides) == ("c.yaml", ["a=b", "c=-1"])
         assert not option or getattr(options, option.removeprefix("--"))
 
 
 @pytest.mark.parametrize("words", [["keys", "--json", "lr"], ["keys", "lr", "--json"]])
 def test_parser_keys_takes_its_option_on_either_side(words: list[str]) -> None:
-    options = cli._parser().parse_args(words)
+    options = cli._parse(words)
     assert (options.word, options.json) == ("lr", True)
 
 
@@ -36,7 +36,7 @@ def test_parser_keys_takes_its_option_on_either_side(words: list[str]) -> None:
 )
 def test_parser_wrong_words_exit_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli._parser().parse_args(words)
+        cli._parse(words)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
 

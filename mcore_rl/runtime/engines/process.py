@@ -132,7 +132,7 @@ class EngineProcess(RunProcess):
 
     @remote_method(concurrency_group="engine")
     def probe(self, task: RolloutTask) -> tuple[int, RolloutScalars, float]:
-        """Run a task of rollout.validator.PromptProbe concurrently with other tasks. Returns the key of its
+        """Run a task of rollout.validator.probe_task concurrently with other tasks. Returns the key of its
         trajectories, its scalars, and the engine's busy seconds."""
         with self.spans.span("probe"):
             made = self._probe(task)

@@ -80,7 +80,7 @@ class Submission:
 
 @dataclass
 class Scheduler(EngineTrajectories):
-    """Runs tasks on the engines of `fleet`. Implements DeferredGradingPool, ProbedPool, TaskStream and Attendant.
+    """Runs tasks on the engines of `fleet`. Implements DeferredGradingPool, TaskStream and Attendant.
 
     Results of finished calls are processed in every wait of the driver. Work of a lost engine is queued again only in
     `wait`, where nothing else is in progress: code that publishes weights handles the loss of an engine itself. The

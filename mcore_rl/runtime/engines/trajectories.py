@@ -79,7 +79,8 @@ class EngineTrajectories:
 
     @staged("probe", Phase.GENERATE)
     def probe(self, task: RolloutTask) -> dict[str, RolloutResult]:
-        """Run a task on each engine that has weights (see ProbedPool.probe). Metrics of steps do not include it."""
+        """Run a task on each engine that has weights, with different group ids each; returns {engine name: result}.
+        Metrics of steps do not include it."""
         fleet, shift = self.fleet, len(task.group_ids)
 
         def probe() -> dict[str, RolloutResult]:

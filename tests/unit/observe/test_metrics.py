@@ -55,16 +55,9 @@ def test_move_after_keeps_earlier_steps_only(tmp_path):
     assert log.read() == before[:4]
     assert read_metrics(tmp_path / "moved.jsonl") == before[4:]
     assert log.path.read_text() + (tmp_path / "moved.jsonl").read_text() == text
-    assert not log.holds_after(3)
     log.append(4, {"reward/mean": 1.0})
     assert [record["step"] for record in log.read()] == [0, 1, 2, 3, 4]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
-
-
-def test_move_after_without_records_creates_no_file(tmp_path):
-    log = log_of(tmp_path)
-    log.move_after(2, tmp_path / "moved.jsonl")
-    assert not (tmp_path / "moved.jsonl").exists()
 
 
 def test_invalid_record_in_the_middle_raises_with_its_line(tmp_path):

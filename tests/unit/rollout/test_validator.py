@@ -14,7 +14,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import RewardError
 from mcore_rl.rewards.step_grading import DeferredRewarder
 from mcore_rl.rollout.episodes.single_turn import SingleTurnPlayer
-from mcore_rl.rollout.validator import MAX_TOKENS, PROBE, PromptProbe, RolloutValidator
+from mcore_rl.rollout.validator import MAX_TOKENS, PROBE, RolloutValidator, probe_task
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.types import Completion, GenerationRequest, Prompt, RolloutScalars, RolloutTask, SamplingOptions, Score
 from tests.unit.rollout.made import FAILURES
@@ -162,7 +162,7 @@ class ProbedPool:
 def test_probe_takes_long_and_short_prompts_with_training_options() -> None:
     pool = ProbedPool()
     rollout = RolloutConfig(temperature=0.7, max_response_tokens=500, samples_per_prompt=8)
-    [(buffers, scalars)] = PromptProbe(pool, np.arange(1, 6), rollout, seed=1).probe(3).values()
+    [(buffers, scalars)] = pool.probe(probe_task(np.arange(1, 6), rollout, 1, 3)).values()
     assert scalars.prompt_rows.tolist() == [4, 2, 0]
     assert [request.request_id for request in pool.engine.requests] == ["probe.0.0", "probe.1.0", "probe.2.0"]
     sampling = [request.sampling for request in pool.engine.requests]
@@ -173,6 +173,6 @@ def test_probe_takes_long_and_short_prompts_with_training_options() -> None:
 
 def test_probe_few_prompts_repeats_them_under_other_ids() -> None:
     pool = ProbedPool()
-    [(_, scalars)] = PromptProbe(pool, np.array([1, 2]), RolloutConfig(), seed=1).probe(5).values()
+    [(_, scalars)] = pool.probe(probe_task(np.array([1, 2]), RolloutConfig(), 1, 5)).values()
     assert set(scalars.prompt_rows) == {0, 1}
     assert len(set(scalars.group_ids)) == 5

@@ -58,7 +58,7 @@ def checked(config: Config, *gaps: LogpGap, num_dp_ranks: int = 1) -> tuple[list
     lines: list[str] = []
     engines = Engines(tuple(f"rollout engine {number}" for number in range(len(gaps))))
     actor = Actor(list(gaps))
-    LogpGapCheck(config, cast(Any, actor), engines, num_dp_ranks, lines.append).check(3)
+    LogpGapCheck(config, cast(Any, actor), engines.probe, num_dp_ranks, lines.append).check(3)
     return lines, actor, engines
 
 
