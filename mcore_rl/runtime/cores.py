@@ -8,8 +8,6 @@ import sys
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
-from mcore_rl.resolved.costs import sequence_cost
-from mcore_rl.resolved.model import policy_config
 
 THREADS = "OMP_NUM_THREADS"
 SMALL = 2 * 16e6
@@ -22,6 +20,10 @@ def shares_cores(config: Config) -> bool:
     starts, which sets that variable."""
     if uses_cuda(config.cluster) or THREADS in os.environ:
         return False
+    # Inside the function: these modules import torch, and every process imports this module.
+    from mcore_rl.resolved.costs import sequence_cost
+    from mcore_rl.resolved.model import policy_config
+
     return sequence_cost(policy_config(ModelRole.policy(config.actor, config.model))[0]).per_token >= SMALL
 
 

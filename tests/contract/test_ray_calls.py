@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import ray
 
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError, McoreRLError, NonFiniteError, WorkerDiedError
-from mcore_rl.runtime.calls import FanOut, ProcessHandle
+from mcore_rl.runtime.calls import FanOut, ProcessHandle, remote_method
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.health import Watch, kill_all
 from mcore_rl.runtime.roles.base import RankProcess
@@ -38,14 +40,22 @@ class UnpicklableError(Exception):
 
 @marks_errors
 class Rank(RankProcess):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.ends: dict[int, threading.Event] = defaultdict(threading.Event)
+
     def add(self, number: int, fetched: int) -> tuple[int, int, str]:
         return number + fetched, os.getpid(), threading.current_thread().name
 
-    def meet(self, failing: bool) -> None:
-        """Block like a collective with a missing rank."""
+    def meet(self, failing: bool, meeting: int = 0) -> None:
+        """Block like a collective with a missing rank, until `release` of the same meeting."""
         if failing:
             raise NonFiniteError("loss is nan")
-        threading.Event().wait(60)
+        self.ends[meeting].wait(60)
+
+    @remote_method(concurrency_group="watch")
+    def release(self, meeting: int) -> None:
+        self.ends[meeting].set()
 
     def die(self, how: str) -> None:
         if how == "exit":
@@ -73,22 +83,22 @@ class Group:
 
     def __post_init__(self) -> None:
         self.handles = [rank.actor for rank in self.ranks]
-        self.calls = FanOut(self.ranks, NODES, self.watch)
+        self.calls = FanOut(self.ranks, NODES[: len(self.ranks)], self.watch)
 
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Any]:
     config = Config()
     config.cluster.device = "cpu"
-    with ray_cluster(config.cluster, {"CPU": 5.0}) as [node]:
+    with ray_cluster(config.cluster, {"CPU": 10.0}) as [node]:
         daemons = psutil.Process().children(recursive=True)
         yield node
     psutil.wait_procs(daemons, timeout=60)  # they end with the driver process, which is this process
 
 
-@pytest.fixture
-def group(node: Any) -> Iterator[Group]:
-    ranks = [start(RankActor, node, 1, f"rank {rank}") for rank in range(5)]
+@contextmanager
+def started(node: Any, num_ranks: int) -> Iterator[Group]:
+    ranks = [start(RankActor, node, 1, f"rank {rank}") for rank in range(num_ranks)]
     watch = Watch(timeout_seconds=4.0)
     for rank in ranks:
         watch.add(rank)
@@ -98,30 +108,49 @@ def group(node: Any) -> Iterator[Group]:
         kill_all(ranks)
 
 
+@pytest.fixture(scope="module")
+def living(node: Any) -> Iterator[Group]:
+    """Ranks for tests that leave them as they were."""
+    with started(node, len(NODES)) as group:
+        yield group
+
+
+@pytest.fixture
+def group(node: Any, request: pytest.FixtureRequest) -> Iterator[Group]:
+    """Ranks that the test may kill. Their number is the parameter; default: one per entry of NODES."""
+    with started(node, getattr(request, "param", len(NODES))) as group:
+        yield group
+
+
+with_two_ranks = pytest.mark.parametrize("group", [2], indirect=True)
+
+
 def start(actor: Any, node: Any, num_cpus: int, name: str, *arguments: str) -> ProcessHandle[Any]:
     return ProcessHandle(name, actor.options(num_cpus=num_cpus, scheduling_strategy=node).remote(name, *arguments))
 
 
-def test_ranks_have_niceness_of_driver(group: Group) -> None:
+def test_ranks_have_niceness_of_driver(living: Group) -> None:
     """With Ray's default of 15 they get almost no CPU time if anything else runs."""
-    found = [psutil.Process(pid).nice() for _, pid in group.watch.get([h.where.remote() for h in group.handles])]
+    found = [psutil.Process(pid).nice() for _, pid in living.watch.get([h.where.remote() for h in living.handles])]
     assert found == [psutil.Process().nice()] * 5
 
 
-def test_on_every_rank_passes_own_arguments_and_uses_main_thread(group: Group) -> None:
-    pids = [pid for _, pid in group.watch.get([handle.where.remote() for handle in group.handles])]
-    threads = [thread for _, _, thread in group.watch.get([h.add.remote(0, 0) for h in group.handles])]
+def test_on_every_rank_passes_own_arguments_and_uses_main_thread(living: Group) -> None:
+    pids = [pid for _, pid in living.watch.get([handle.where.remote() for handle in living.handles])]
+    threads = [thread for _, _, thread in living.watch.get([h.add.remote(0, 0) for h in living.handles])]
     for _ in range(2):  # the second time the ranks know their neighbours
         hundreds = ray.put(100)
-        found = group.calls.call_each(Rank.add, [(rank, hundreds) for rank in range(5)]).results()
+        found = living.calls.call_each(Rank.add, [(rank, hundreds) for rank in range(5)]).results()
         assert found == [(100 + rank, pid, thread) for rank, pid, thread in zip(range(5), pids, threads, strict=True)]
-    assert len(group.calls.call(Rank.add, 0, 0).references) == 3
+    assert len(living.calls.call(Rank.add, 0, 0).references) == 3
 
 
 @pytest.mark.parametrize("failing", [0, 4])
-def test_on_every_rank_error_arrives_while_neighbours_wait(group: Group, failing: int) -> None:
+def test_on_every_rank_error_arrives_while_neighbours_wait(living: Group, failing: int) -> None:
     with pytest.raises(NonFiniteError, match=rf"^loss is nan \(rank {failing} on \S+\)$"):
-        group.calls.call_each(Rank.meet, [(rank == failing,) for rank in range(5)]).results()
+        living.calls.call_each(Rank.meet, [(rank == failing, failing) for rank in range(5)]).results()
+    living.watch.get([handle.release.remote(failing) for handle in living.handles])
+    living.watch.get([handle.add.remote(0, 0) for handle in living.handles])  # all waits have ended
 
 
 @pytest.mark.parametrize(
@@ -132,9 +161,9 @@ def test_on_every_rank_error_arrives_while_neighbours_wait(group: Group, failing
         ("unpicklable", WorkerDiedError, r"^rank 1 failed: [\s\S]*UnpicklableError"),  # only the call names the rank
     ],
 )
-def test_watch_error_of_any_type_names_rank(group: Group, kind: str, error: type[Exception], message: str) -> None:
+def test_watch_error_of_any_type_names_rank(living: Group, kind: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        group.watch.get([group.handles[0].add.remote(0, 0), group.handles[1].fail.remote(kind)])
+        living.watch.get([living.handles[0].add.remote(0, 0), living.handles[1].fail.remote(kind)])
 
 
 def test_trainer_rank_error_names_role_rank_and_host(node: Any) -> None:
@@ -156,16 +185,18 @@ def test_watch_death_of_rank_called_by_neighbour_is_named(group: Group) -> None:
         group.watch.get(calls.references)
 
 
+@with_two_ranks
 def test_get_started_timeout_names_rank_and_key(group: Group) -> None:
     group.watch.start_seconds = 1.0
-    (first, second, *_), ranks = group.handles, group.ranks
+    (first, second), ranks = group.handles, group.ranks
     with pytest.raises(WorkerDiedError, match=r"rank 1 did not start within 1 s \(cluster\.start_timeout_seconds\)"):
         group.watch.get_started({first.add.remote(0, 0): [ranks[0]], second.meet.remote(False): [ranks[1]]})
 
 
+@with_two_ranks
 def test_get_started_dead_replaceable_process_raises_at_once(group: Group) -> None:
     """Example: the first host of an engine waits for a rank on another host that has died."""
-    watch, (leader, follower, *_) = group.watch, group.ranks
+    watch, (leader, follower) = group.watch, group.ranks
     watch.allow_failure([leader, follower])
     _, pid = watch.get([follower.actor.where.remote()])[0]
     os.kill(pid, signal.SIGKILL)
@@ -235,6 +266,7 @@ def test_watch_death_names_status_host_and_log(node: Any, tmp_path: Path) -> Non
         assert watch.lost(rank) == expected or expected in str(raised.value), (watch.lost(rank), raised.value)
 
 
+@with_two_ranks
 def test_watch_stopped_rank_without_calls_is_named_in_time(group: Group) -> None:
     """Includes a rank whose liveness was not checked since its start."""
     watch = group.watch
