@@ -5,15 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.types import Completion, GenerationRequest
+
+T = TypeVar("T")
 
 SGLANG = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
 WITH_SGLANG = pytest.mark.skipif(
@@ -22,8 +25,15 @@ WITH_SGLANG = pytest.mark.skipif(
 MARKS = {"vllm": [], "sglang": [WITH_SGLANG]}
 KINDS = [pytest.param(kind, marks=marks) for kind, marks in MARKS.items()]
 """Engines of the contract suite, with one rank."""
+
+
+def on_demand_unless(usual: bool) -> list[pytest.MarkDecorator]:
+    """Return the marks of a case that is always tested, or only on demand."""
+    return [] if usual else [pytest.mark.on_demand]
+
+
 RANKS = [
-    pytest.param((kind, tp), id=f"{kind}-tp{tp}", marks=[*marks, *[pytest.mark.on_demand] * (tp > 1)])
+    pytest.param((kind, tp), id=f"{kind}-tp{tp}", marks=[*marks, *on_demand_unless(tp == 1)])
     for tp in (1, 2)
     for kind, marks in MARKS.items()
 ]
@@ -172,3 +182,12 @@ class FamilyEngine:
         else:
             self.engine.restart(directory)
         return self.engine
+
+
+def families_of_engines(cases: Iterable[T], with_sglang: Collection[T]) -> list[ParameterSet]:
+    """Return (kind, case) for each engine and case; for SGLang those that are not in `with_sglang` run on demand."""
+    return [
+        pytest.param(kind, case, marks=[*marks, *on_demand_unless(kind == "vllm" or case in with_sglang)])
+        for kind, marks in MARKS.items()
+        for case in cases
+    ]

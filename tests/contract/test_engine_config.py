@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from mcore_rl.types import GenerationRequest, SamplingOptions
 from model_converters.families import FAMILIES
-from tests.contract.engines import KINDS, LATENT, FamilyEngine
+from tests.contract.engines import LATENT, FamilyEngine, families_of_engines
 from tests.engine_fields import OTHER_VALUES
 from tests.tiny_models import VOCABULARY, YARN, reference_logits, tiny_model
 
@@ -31,12 +30,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 """(family, fields of the model, fields that replace those in the config.json that transformers saves)."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def engines(request: pytest.FixtureRequest) -> Iterator[FamilyEngine]:
-    engines = FamilyEngine(request.param)
-    yield engines
-    if engines.engine is not None:
-        engines.engine.shutdown()
+SGLANG_CASES = [case for case in EVERY_FIELD if case[0] in ("qwen2", "glm4_moe")]
+"""Always tested with SGLang, whose restart imports it again; the others on demand."""
 
 
 def saved(directory: Path, name: str, fields: dict[str, Any], replaced: dict[str, Any]) -> Path:
@@ -60,10 +55,16 @@ def reference_directory(directory: Path, name: str) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("name", "fields", "replaced"), CASES, ids=lambda value: value if value else "plain")
+@pytest.mark.parametrize(
+    ("engines", "case"),
+    families_of_engines(CASES, SGLANG_CASES),
+    indirect=["engines"],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value,
+)
 def test_engine_own_config_fields_do_not_change_logp(
-    engines: FamilyEngine, name: str, fields: dict[str, Any], replaced: dict[str, Any], tmp_path: Path
+    engines: FamilyEngine, case: tuple[str, dict[str, Any], dict[str, Any]], tmp_path: Path
 ) -> None:
+    name, fields, replaced = case
     if engines.kind == "sglang" and FAMILIES[name].absent_for_engines:
         pytest.skip("refused by config.rules.engine_support")
     engine = engines.start(saved(tmp_path, name, fields, replaced))

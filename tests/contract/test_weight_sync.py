@@ -13,7 +13,7 @@ import torch
 from mcore_rl.errors import WeightSyncError
 from model_converters.families import FAMILIES as REGISTRY
 from model_converters.mapping.layout import TrainLayout
-from tests.contract.engines import KINDS, LATENT, MARKS, FamilyEngine, start_engine
+from tests.contract.engines import LATENT, MARKS, FamilyEngine, families_of_engines, on_demand_unless, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, break_update, check_greedy, check_recovery
 from tests.exported import export_through
@@ -58,9 +58,10 @@ class Session:
         return HFTrainer(self.model(seed), self.engine, bucket_bytes, num_slots)
 
 
-ON_DEMAND = {"dense_tied", "moe_bf16"}  # the other two cover both architectures and both dtypes
+TESTED = {"vllm": ("moe", "dense_bf16"), "sglang": ("moe",)}
+"""Always tested; for vLLM both architectures and both dtypes. An SGLang process takes 14 CPU seconds to start."""
 SESSIONS = [
-    pytest.param((kind, name), id=f"{kind}-{name}", marks=[*marks, *[pytest.mark.on_demand] * (name in ON_DEMAND)])
+    pytest.param((kind, name), id=f"{kind}-{name}", marks=[*marks, *on_demand_unless(name in TESTED[kind])])
     for kind, marks in MARKS.items()
     for name in MODELS
 ]
@@ -174,26 +175,22 @@ def test_update_after_broken_update_is_complete(session: Session) -> None:
     check_recovery(session.engine, session.trainer(6, 40 << 10, 2), 1, greedy=session.dtype == "float32")
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def family_engine(request: pytest.FixtureRequest) -> Iterator[FamilyEngine]:
-    engines = FamilyEngine(request.param)
-    yield engines
-    if engines.engine is not None:
-        engines.engine.shutdown()
+SGLANG_FAMILIES = ("qwen2", "qwen3_moe")
+"""Always tested with SGLang, whose restart imports it again; the others on demand."""
 
 
 def test_families_supported_on_vllm_cpu_are_tested() -> None:
     assert set(FAMILIES) == {name for name, family in REGISTRY.items() if family.description.vllm_cpu == "runs"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_update_family_loaded_from_export_is_exact(family_engine: FamilyEngine, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engines", "family"), families_of_engines(FAMILIES, SGLANG_FAMILIES), indirect=["engines"])
+def test_update_family_loaded_from_export_is_exact(engines: FamilyEngine, family: str, tmp_path: Path) -> None:
     """Sizes: vLLM's Qwen2 computes head_dim as hidden_size / heads, and its CPU attention requires head_dim 32.
 
     SGLang does not support Qwen3-MoE with dense layers.
     """
     kind, changes, layout = FAMILIES[family]
-    if family_engine.kind == "sglang":
+    if engines.kind == "sglang":
         if "kv_lora_rank" in changes:
             pytest.skip("refused by config.rules.engine_support")
         changes = changes | {"mlp_only_layers": []} if family == "qwen3_moe" else changes
@@ -205,7 +202,7 @@ def test_update_family_loaded_from_export_is_exact(family_engine: FamilyEngine, 
     first.save_pretrained(tmp_path / "saved")
     config = tmp_path / "saved" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": family}))
-    engine = family_engine.start(export_through(tmp_path / "saved", tmp_path / "exported", layout))
+    engine = engines.start(export_through(tmp_path / "saved", tmp_path / "exported", layout))
     check_greedy(engine, first, version=0)
     trainer = HFTrainer(model(seed=8), engine, 40 << 10, 2)
     for version in (1, 2):

@@ -1,4 +1,4 @@
-"""A task and an uninterrupted run of it, shared by all tests of this folder."""
+"""A task and an uninterrupted run of it, shared by all tests of this folder, also between test processes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,36 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.e2e.runs import train, write_task
 
 
 @pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Directory that all test processes share."""
+    own = tmp_path_factory.getbasetemp()
+    return own if worker_id == "master" else own.parent
+
+
+@pytest.fixture(scope="session")
+def task(shared: Path) -> Path:
     """Path of the configuration of a tiny task."""
-    return write_task(tmp_path_factory.mktemp("task"))
+    with FileLock(shared / "task.lock"):
+        done = shared / "task" / "config.yaml"  # written last
+        if not done.exists():
+            done.parent.mkdir()
+            write_task(done.parent)
+    return done
 
 
 @pytest.fixture(scope="session")
 def whole_run(task: Path) -> Path:
     """Run directory of a run that nothing interrupted; `exported` beside it holds its final weights."""
-    directory = task.parent / "whole"
-    output = train(task, directory, f"trainer.export_hf={task.parent / 'exported'}")
-    (task.parent / "whole.log").write_text(output)
+    directory, output = task.parent / "whole", task.parent / "whole.log"
+    with FileLock(task.parent / "whole.lock"):
+        if not output.exists():
+            output.write_text(train(task, directory, f"trainer.export_hf={task.parent / 'exported'}"))
     return directory
 
 

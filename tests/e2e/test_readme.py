@@ -70,9 +70,9 @@ CASES = {
     "python scripts/compare_algorithms.py": Case(
         add="--only dapo --steps 1", needs=("work3", "compared"), says=r"dapo +0\.250 +0\.500"
     ),
-    "mcore-rl plan configs/dapo_deepseek_v3_671b.yaml": Case(codes=frozenset(PLAN_OK), says="671"),
+    "mcore-rl plan configs/dapo_deepseek_v3_671b.yaml": Case(codes=frozenset(PLAN_OK), says="671", on_demand=True),
     "mcore-rl plan configs/gsm8k_cpu.yaml trainer.steps=10": Case(codes=frozenset(PLAN_OK)),
-    "mcore-rl plan configs/qwen3_30b_a3b.yaml": Case(codes=frozenset(PLAN_OK)),
+    "mcore-rl plan configs/qwen3_30b_a3b.yaml": Case(codes=frozenset(PLAN_OK), on_demand=True),
     "mcore-rl plan configs/deepseek_v3_256_gpus.yaml cluster.gpu_memory_gib=64": Case(
         codes=frozenset({1}), says=r"does not fit(.|\n)*cluster\.gpu_memory_gib|cluster\.gpu_memory_gib(.|\n)*not fit"
     ),
@@ -98,7 +98,7 @@ CASES = {
     "mcore-rl doctor": Case(says="torch"),
     "mcore-rl doctor --node": Case(says="fabric: all well"),
     "mcore-rl keys lr": Case(says=r"actor\.optimizer\.lr"),
-    "make bench": Case(add="advantages", says="advantages"),
+    "make bench": Case(add="--smallest advantages", says="advantages"),
     'make bench ARGS="--smallest NAME"': Case(where={"NAME": "advantages"}, says="advantages"),
 }
 NOT_RUN = {
