@@ -24,6 +24,8 @@ from tests.tiny_models import write_tiny_model
 
 ALPHABET = "0123456789+-*/=;|<>()#.,:? \n_"
 RUN_VARIABLE = "MCORE_RL_TEST_RUN"
+ONE_RANK = ("actor.parallel.ep=1", "cluster.gpus_per_node=1")
+"""Overrides for one trainer rank instead of two, which saves the start of a process."""
 
 # Random models get different rewards within groups, so gradients are not zero.
 REWARD = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import TrainProcess, metrics
+from tests.e2e.runs import ONE_RANK, TrainProcess, metrics
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,9 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_message(
     task: Path, small_disk: Callable[[str], Path], tmp_path: Path
 ) -> None:
     run_dir = small_disk("5m") / "run"  # room for a checkpoint or two of the tiny model
-    with TrainProcess(task, run_dir, ("checkpoint.every_steps=1", "checkpoint.keep_last=9"), log_dir=tmp_path) as run:
+    with TrainProcess(
+        task, run_dir, (*ONE_RANK, "checkpoint.every_steps=1", "checkpoint.keep_last=9"), log_dir=tmp_path
+    ) as run:
         assert run.finish() == 2, run.text()[-4000:]
         error = [line for line in run.text().splitlines() if line.startswith("error:")]
         assert len(error) == 1

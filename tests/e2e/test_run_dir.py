@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.runtime.isolation.namespace import can_enter, current
-from tests.e2e.runs import TrainProcess, metrics
+from tests.e2e.runs import ONE_RANK, TrainProcess, metrics
 
 pytestmark = pytest.mark.slow
 
 ISOLATED = ("cluster.isolation=namespace",) if can_enter() else ()
-"""The first test's run has its own network namespace if the host allows it."""
+"""The run has its own network namespace if the host allows it."""
 
 
-def test_run_dir_in_use_rejects_train_and_eval(task: Path, tmp_path: Path) -> None:
+def test_run_dir_in_use_rejects_other_runs_and_its_deletion_ends_the_run(task: Path, tmp_path: Path) -> None:
     run_dir, temporary = tmp_path / "run", tmp_path / "temporary"
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary)}
-    overrides = ("trainer.steps=3", "checkpoint.every_steps=0", *ISOLATED)
+    overrides = (*ONE_RANK, "trainer.steps=10000", "checkpoint.every_steps=0", *ISOLATED)
     with TrainProcess(task, run_dir, overrides, environment=environment) as run:
         run.wait_until(lambda: (run_dir / "run.lock").exists() and "starting Ray" in run.text())
         for verb in ("train", "eval"):
@@ -37,19 +37,12 @@ def test_run_dir_in_use_rejects_train_and_eval(task: Path, tmp_path: Path) -> No
             networks = {os.readlink(f"/proc/{process.pid}/ns/net") for process in run.processes()}
             assert len(networks) == 1
             assert networks != {current()}
-        assert run.finish() == 0, run.text()[-4000:]
-    assert max(metrics(run_dir)) == 3
-    assert not list(run_dir.glob("config.*.yaml"))  # the rejected start wrote no configuration
-    assert not list(temporary.iterdir())  # engines and compilers leave files there at every start
-
-
-def test_run_dir_deleted_during_a_run_ends_it_with_one_message(task: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with TrainProcess(task, run_dir, ("trainer.steps=10000", "checkpoint.every_steps=0")) as run:
         run.wait_until(lambda: (run_dir / "metrics.jsonl").exists() and len(metrics(run_dir)) > 1)
+        assert not list(run_dir.glob("config.*.yaml"))  # the rejected starts wrote no configuration
         shutil.rmtree(run_dir, ignore_errors=True)
         shutil.rmtree(run_dir, ignore_errors=True)
         assert run.finish(30) == 1, run.text()[-4000:]
         assert "Traceback" not in run.text(), run.text()[-4000:]
         assert f"run.dir={run_dir} was deleted" in run.text().splitlines()[-1]
         assert not run.left_after(10)
+    assert not list(temporary.iterdir())  # engines and compilers leave files there at every start

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.runs import TrainProcess, metrics
+from tests.e2e.runs import ONE_RANK, TrainProcess, metrics
 from tests.e2e.test_failures import SECONDS_TO_END, assert_resumes_to_the_same, in_step, no_segment_is_left
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def assert_ended(run: TrainProcess, code: int, last_line: str) -> None:
 def long_step(tmp_path: Path) -> tuple[str, ...]:
     """Overrides with which the first step never ends; the validation before it does."""
     (tmp_path / "slow.py").write_text(SLOW_REWARD.format(metrics=str(tmp_path / "run" / "metrics.jsonl")))
-    return (f"reward.function={tmp_path / 'slow.py'}:slow", "reward.timeout_seconds=600")
+    return (f"reward.function={tmp_path / 'slow.py'}:slow", "reward.timeout_seconds=600", *ONE_RANK)
 
 
 def test_term_to_every_process_saves_step_and_resume_repeats_nothing(
@@ -72,7 +72,7 @@ def test_term_to_every_process_saves_step_and_resume_repeats_nothing(
 
 
 def test_a_term_to_the_whole_group_in_start_up_ends_it(task: Path, tmp_path: Path) -> None:
-    with TrainProcess(task, tmp_path / "run") as run:
+    with TrainProcess(task, tmp_path / "run", ONE_RANK) as run:
         run.wait_until(lambda: run.processes("gcs_server"))
         os.killpg(run.process.pid, signal.SIGTERM)
         assert_ended(run, 143, "stopped: no checkpoint; the same command starts from the beginning")
