@@ -24,10 +24,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import psutil
 import pytest
 
+from tests.selection import EVERY_TEST
+
 SESSION_VARIABLE = "MCORE_RL_TEST_SESSION"
 SESSION = f"{os.getpid()}-{time.time_ns()}"
 SHARED_MEMORY = Path("/dev/shm")
-EVERY_TEST = bool(os.environ.get("MCORE_RL_EVERY_TEST"))
 ORDER = ("e2e", "contract", "distributed", "te", "architecture", "unit")
 """Folders of tests, slowest first: otherwise one process would run the last slow test while the others are idle."""
 GRACE_SECONDS = float(os.environ.get("MCORE_RL_TEST_GRACE_SECONDS", "15"))

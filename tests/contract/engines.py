@@ -15,6 +15,7 @@ from _pytest.mark import ParameterSet
 
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.types import Completion, GenerationRequest
+from tests.selection import on_demand_unless
 
 T = TypeVar("T")
 
@@ -25,13 +26,6 @@ WITH_SGLANG = pytest.mark.skipif(
 MARKS = {"vllm": [], "sglang": [WITH_SGLANG]}
 KINDS = [pytest.param(kind, marks=marks) for kind, marks in MARKS.items()]
 """Engines of the contract suite, with one rank."""
-
-
-def on_demand_unless(usual: bool) -> list[pytest.MarkDecorator]:
-    """Return the marks of a case that is always tested, or only on demand."""
-    return [] if usual else [pytest.mark.on_demand]
-
-
 RANKS = [
     pytest.param((kind, tp), id=f"{kind}-tp{tp}", marks=[*marks, *on_demand_unless(tp == 1)])
     for tp in (1, 2)

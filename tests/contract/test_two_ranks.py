@@ -17,9 +17,10 @@ import pytest
 
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.types import GenerationRequest, SamplingOptions
-from tests.contract.engines import DIVIDED_BY_TWO, LATENT, MARKS, WITH_SGLANG, on_demand_unless, start_engine
+from tests.contract.engines import DIVIDED_BY_TWO, LATENT, MARKS, WITH_SGLANG, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, check_greedy, check_recovery
+from tests.selection import on_demand_unless
 from tests.tiny_models import tiny_model
 
 MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {

@@ -13,10 +13,11 @@ import torch
 from mcore_rl.errors import WeightSyncError
 from model_converters.families import FAMILIES as REGISTRY
 from model_converters.mapping.layout import TrainLayout
-from tests.contract.engines import LATENT, MARKS, FamilyEngine, families_of_engines, on_demand_unless, start_engine
+from tests.contract.engines import LATENT, MARKS, FamilyEngine, families_of_engines, start_engine
 from tests.contract.hf_trainer import HFTrainer
 from tests.contract.update_checks import TINY_BUCKET, break_update, check_greedy, check_recovery
 from tests.exported import export_through
+from tests.selection import on_demand_unless
 from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, tiny_model
 
 MODELS = {

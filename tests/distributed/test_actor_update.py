@@ -16,36 +16,45 @@ from mcore_rl.types import Metric
 from tests.distributed import policy_batch
 from tests.distributed.launch import launch
 from tests.distributed.two_updates import join, make_actor, make_config, reference, train
+from tests.selection import usual_cases
 from tests.tiny_models import write_tiny_model
 
 REPLICATED = {"distributed_optimizer": False}
 GRADIENTS = {"overlap_grad_reduce": True}
 BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 INTERLEAVED = {"pp": 2, "vpp": 2}
-CASES: dict[int, dict[str, tuple[Any, ...]]] = {
-    1: {"dense": ("qwen3", {}), "moe": ("qwen3_moe", {})},
-    2: {
-        "dense dp2": ("qwen3", {}),
-        "dense tp2": ("qwen3", {"tp": 2}),
-        "dense pp2": ("qwen3", {"pp": 2}),
-        "moe ep2": ("qwen3_moe", {"ep": 2}),
-        "v3 tp2": ("deepseek_v3", {"tp": 2}),
-        "moe cp2": ("qwen3_moe", {"cp": 2}),
-        "dense dp2 replicated": ("qwen3", {}, REPLICATED),
-        "dense dp2 overlapped gradients": ("qwen3", {}, GRADIENTS),
-        "dense dp2 replicated, overlapped": ("qwen3", {}, REPLICATED | GRADIENTS),
-        "dense dp2 overlapped": ("qwen3", {}, BOTH),
-        "moe ep2 replicated": ("qwen3_moe", {"ep": 2}, REPLICATED),
-        "moe dp2 overlapped": ("qwen3_moe", {}, BOTH),
-        "moe ep2 overlapped": ("qwen3_moe", {"ep": 2}, BOTH),
+CASES = usual_cases(
+    {
+        1: {"dense": ("qwen3", {}), "moe": ("qwen3_moe", {})},
+        2: {
+            "dense dp2": ("qwen3", {}),
+            "dense tp2": ("qwen3", {"tp": 2}),
+            "dense pp2": ("qwen3", {"pp": 2}),
+            "moe ep2": ("qwen3_moe", {"ep": 2}),
+            "v3 tp2": ("deepseek_v3", {"tp": 2}),
+            "moe cp2": ("qwen3_moe", {"cp": 2}),
+            "dense dp2 replicated": ("qwen3", {}, REPLICATED),
+            "dense dp2 overlapped gradients": ("qwen3", {}, GRADIENTS),
+            "dense dp2 replicated, overlapped": ("qwen3", {}, REPLICATED | GRADIENTS),
+            "dense dp2 overlapped": ("qwen3", {}, BOTH),
+            "moe ep2 replicated": ("qwen3_moe", {"ep": 2}, REPLICATED),
+            "moe dp2 overlapped": ("qwen3_moe", {}, BOTH),
+            "moe ep2 overlapped": ("qwen3_moe", {"ep": 2}, BOTH),
+        },
+        4: {
+            "dense dp2 pp2 vpp2 replicated": ("qwen3", INTERLEAVED, REPLICATED),
+            "dense dp2 pp2 vpp2 overlapped gradients": ("qwen3", INTERLEAVED, GRADIENTS),
+            "dense dp2 pp2 vpp2 overlapped": ("qwen3", INTERLEAVED, BOTH),
+            "dense dp2 pp2 overlapped": ("qwen3", {"pp": 2}, BOTH),
+        },
     },
-    4: {
-        "dense dp2 pp2 vpp2 replicated": ("qwen3", INTERLEAVED, REPLICATED),
-        "dense dp2 pp2 vpp2 overlapped gradients": ("qwen3", INTERLEAVED, GRADIENTS),
-        "dense dp2 pp2 vpp2 overlapped": ("qwen3", INTERLEAVED, BOTH),
-        "dense dp2 pp2 overlapped": ("qwen3", {"pp": 2}, BOTH),
-    },
-}
+    on_demand=(
+        "dense dp2 replicated, overlapped",
+        "moe dp2 overlapped",
+        "dense dp2 pp2 vpp2 replicated",
+        "dense dp2 pp2 overlapped",
+    ),
+)
 ALL_CASES = [pytest.param(size, name, id=name) for size, cases in CASES.items() for name in cases]
 
 

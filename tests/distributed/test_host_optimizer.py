@@ -8,27 +8,31 @@ from typing import Any
 import pytest
 
 from mcore_rl.errors import OffloadedError
-from tests.distributed.gradient_oracle import Cases, case_parameters
+from tests.distributed.gradient_oracle import case_parameters
 from tests.distributed.two_steps import configure, differences, held_tensors, run_cases, train_two_steps
+from tests.selection import usual_cases
 
 PIECE_ELEMENTS = 5000
 """Size that gives several pieces with several parameters each."""
-CASES: Cases = {
-    1: {
-        "dense float32": ("qwen3", "float32", {}),
-        "moe bfloat16": ("qwen3_moe", "bfloat16", {}),
+CASES = usual_cases(
+    {
+        1: {
+            "dense float32": ("qwen3", "float32", {}),
+            "moe bfloat16": ("qwen3_moe", "bfloat16", {}),
+        },
+        2: {
+            "dense dp2 bfloat16": ("qwen3", "bfloat16", {}),
+            "dense dp2 bfloat16 overlapped": (
+                "qwen3",
+                "bfloat16",
+                {"actor": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+            ),
+            "moe ep2 bfloat16": ("qwen3_moe", "bfloat16", {"ep": 2}),
+            "dense pp2 vpp2 bfloat16": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}),
+        },
     },
-    2: {
-        "dense dp2 bfloat16": ("qwen3", "bfloat16", {}),
-        "dense dp2 bfloat16 overlapped": (
-            "qwen3",
-            "bfloat16",
-            {"actor": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
-        ),
-        "moe ep2 bfloat16": ("qwen3_moe", "bfloat16", {"ep": 2}),
-        "dense pp2 vpp2 bfloat16": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}),
-    },
-}
+    on_demand=("dense dp2 bfloat16",),
+)
 
 
 @pytest.fixture(scope="module")

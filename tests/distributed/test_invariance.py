@@ -1,10 +1,10 @@
 """The same update in every layout: starting from one distributed checkpoint, the loss, the log-probabilities and
 entropies of all tokens, the gradients, and the parameters after two optimizer steps equal those of one rank.
 
-Layouts: on 1 and 2 ranks all that the model supports; on 4, for models with experts, a choice that combines every two
-axes; on 8 one layout that uses every axis. MCORE_RL_EVERY_TEST=1 runs all layouts on 4 ranks and a choice on 8 ranks
-for each model. With simulated TransformerEngine, without that variable: the layouts in which its layers differ, tensor
-parallelism and whole experts, on 2 ranks.
+Layouts: on 1 and 2 ranks all that the model supports; on 4, for one model with experts, a choice that combines every
+two axes; on 8 one layout that uses every axis. MCORE_RL_EVERY_TEST=1 runs all layouts on 4 ranks and a choice on 8
+ranks for each model. With simulated TransformerEngine, without that variable: the layouts in which its layers differ,
+tensor parallelism and whole experts, on 2 ranks.
 
 test_actor_gradients compares with transformers.
 """
@@ -12,7 +12,6 @@ test_actor_gradients compares with transformers.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from mcore_rl.types import merge_metrics
 from tests.distributed import policy_batch
 from tests.distributed.invariance import ONE_MICROBATCH, Case, layouts, measure
 from tests.distributed.launch import SIMULATED, launch
+from tests.selection import EVERY_TEST
 from tests.tiny_models import GROUPS, YARN, add_mtp_layer, tiny_fields, write_tiny_model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,24 +75,27 @@ MEANS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-EVERY_LAYOUT = bool(os.environ.get("MCORE_RL_EVERY_TEST"))
-USUAL = {4: ("moe", "v3"), 8: ("v3",)}
+USUAL = {4: ("v3",), 8: ("v3",)}
+"""Models with experts and latent attention; test_actor_gradients runs others on 4 ranks."""
+FEW: dict[int, list[dict[str, int]]] = {1: [{}], 2: [{"tp": 2}]}
+"""Layouts in which the settings of MATH and MEANS are tested."""
+if EVERY_TEST:
+    FEW = {1: [{}], 2: [{"tp": 2}, {"pp": 2, "vpp": 2}], 4: [{"ep": 2, "cp": 2}]}
 
 
 def _cases(num_ranks: int) -> list[Case]:
     cases = []
-    for model in ("dense", "moe", "v3") if num_ranks < 4 or EVERY_LAYOUT else USUAL[num_ranks]:
+    for model in ("dense", "moe", "v3") if num_ranks < 4 or EVERY_TEST else USUAL[num_ranks]:
         kind, changes = MODELS[model]
         every = layouts(num_ranks, tiny_fields(kind, **changes))
-        all_of_them = num_ranks < 4 or (num_ranks == 4 and EVERY_LAYOUT)
+        all_of_them = num_ranks < 4 or (num_ranks == 4 and EVERY_TEST)
         cases += [Case(model, layout) for layout in (every if all_of_them else cover(every))]
     if num_ranks == 2:
         cases += [Case(model, tokens=ONE_MICROBATCH) for model in ("dense", "moe", "v3")]
-    few: dict[int, list[dict[str, int]]] = {1: [{}], 2: [{"tp": 2}, {"pp": 2, "vpp": 2}], 4: [{"ep": 2, "cp": 2}]}
-    for layout in few.get(num_ranks, []):
+    for layout in FEW.get(num_ranks, []):
         cases += [Case(model, layout, math=math) for model, math in MATH]
         cases += [Case(model, layout, means=means) for model, means in MEANS if layout.get("pp") is None]
-    if SIMULATED and not EVERY_LAYOUT:
+    if SIMULATED and not EVERY_TEST:
         cases = [case for case in cases if num_ranks == 2 and case.parallel.keys() <= {"tp", "ep", "etp"}]
     return cases
 

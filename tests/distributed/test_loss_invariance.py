@@ -4,7 +4,6 @@ into micro-batches equal those of one rank and one micro-batch."""
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ from mcore_rl.types import merge_metrics
 from tests.distributed import policy_batch
 from tests.distributed.invariance import ONE_MICROBATCH, SMALL, Case, build_actor, load_weights, pieces, policy_values
 from tests.distributed.launch import launch
+from tests.selection import EVERY_TEST
 from tests.tiny_models import write_tiny_model
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 ]
 ESTIMATORS: dict[str, dict[str, Any]] = {"gae": {"gamma": 0.95, "lam": 0.9}, "reinforce_plus_plus": {"gamma": 0.9}}
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {"dp2": (2, {}), "cp2": (2, {"cp": 2})}
-if os.environ.get("MCORE_RL_EVERY_TEST"):  # a loss is computed on the last stage and is independent of experts
+if EVERY_TEST:  # a loss is computed on the last stage and is independent of experts
     LAYOUTS |= {"pp2": (2, {"pp": 2}), "ep2": (2, {"ep": 2})}
 SAMPLES = policy_batch.UPDATES[0]
 # Relative to the tensor's largest entry; see test_invariance.

@@ -10,27 +10,31 @@ import pytest
 import torch
 
 from mcore_rl.errors import OffloadedError
-from tests.distributed.gradient_oracle import Cases, case_parameters
+from tests.distributed.gradient_oracle import case_parameters
 from tests.distributed.two_steps import configure, differences, held_tensors, run_cases, train_two_steps
+from tests.selection import usual_cases
 
-CASES: Cases = {
-    1: {
-        "dense float32": ("qwen3", "float32", {}),
-        "dense bfloat16": ("qwen3", "bfloat16", {}),
-        "moe bfloat16": ("qwen3_moe", "bfloat16", {}),
+CASES = usual_cases(
+    {
+        1: {
+            "dense float32": ("qwen3", "float32", {}),
+            "dense bfloat16": ("qwen3", "bfloat16", {}),
+            "moe bfloat16": ("qwen3_moe", "bfloat16", {}),
+        },
+        2: {
+            "dense dp2 bfloat16": ("qwen3", "bfloat16", {}),
+            "dense dp2 bfloat16 replicated": ("qwen3", "bfloat16", {"actor": {"distributed_optimizer": False}}),
+            "dense dp2 bfloat16 overlapped": (
+                "qwen3",
+                "bfloat16",
+                {"actor": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+            ),
+            "moe ep2 float32": ("qwen3_moe", "float32", {"ep": 2}),
+            "dense pp2 vpp2 bfloat16": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}),
+        },
     },
-    2: {
-        "dense dp2 bfloat16": ("qwen3", "bfloat16", {}),
-        "dense dp2 bfloat16 replicated": ("qwen3", "bfloat16", {"actor": {"distributed_optimizer": False}}),
-        "dense dp2 bfloat16 overlapped": (
-            "qwen3",
-            "bfloat16",
-            {"actor": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
-        ),
-        "moe ep2 float32": ("qwen3_moe", "float32", {"ep": 2}),
-        "dense pp2 vpp2 bfloat16": ("qwen3", "bfloat16", {"pp": 2, "vpp": 2}),
-    },
-}
+    on_demand=("dense bfloat16", "dense dp2 bfloat16", "dense dp2 bfloat16 replicated"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ after Megatron has gathered it from the distributed optimizer's buffers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from tests.distributed import policy_batch
 from tests.distributed.launch import launch
+from tests.selection import EVERY_TEST
 from tests.tiny_models import add_mtp_layer, write_tiny_model
 
 MODELS = {
@@ -55,7 +55,7 @@ def describe(ranks: int, layout: dict[str, int]) -> str:
 
 
 # On demand: the same number of ranks on both sides, and replicas of tensor-parallel ranks.
-MORE = [(4, {"ep": 2, "tp": 2, "etp": 2})] if os.environ.get("MCORE_RL_EVERY_TEST") else []
+MORE = [(4, {"ep": 2, "tp": 2, "etp": 2})] if EVERY_TEST else []
 CASES = [
     Case("dense", 1, {}, ((2, {"tp": 2}), (2, {}))),
     Case("dense", 2, {"tp": 2}, ((2, {"pp": 2}),)),

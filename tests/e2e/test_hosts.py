@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import EVERY_TEST
 from tests.contract.engines import DIVIDED_BY_TWO, WITH_SGLANG
 from tests.e2e.hosts import ADDRESS, TwoHosts, two_hosts
 from tests.e2e.runs import ALPHABET, TrainProcess, metrics, train, write_task
 from tests.e2e.test_judge_run import write_judge
 from tests.e2e.test_reward_model_run import write_scorer
+from tests.selection import EVERY_TEST
 from tests.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -13,6 +13,7 @@ import torch
 from tests.distributed import test_resharding as resharding
 from tests.distributed.launch import launch
 from tests.distributed.test_resharding import Case
+from tests.selection import on_demand_unless
 from tests.te.processes import NEEDS_TE
 from tests.te.ranks import launch_simulated
 from tests.tiny_models import write_tiny_model
@@ -33,7 +34,11 @@ WAYS: dict[str, tuple[Launch, Launch]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(WAYS))
+USUAL = "TransformerEngine to local"
+"""A checkpoint of GPUs that the converter reads on a CPU."""
+
+
+@pytest.fixture(scope="module", params=[pytest.param(way, marks=on_demand_unless(way == USUAL)) for way in WAYS])
 def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By model: state when it was saved, state one update later, and both of the ranks that went on from it."""
     save, load = WAYS[request.param]
