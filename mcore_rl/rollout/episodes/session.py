@@ -108,6 +108,12 @@ class Session:
         self.seed = request.seed
         self.id = request.request_id
         self.limits = limits
+        self.tools: Sequence[ToolSchema] = context.conversation.tools
+        """OpenAI schemas of the tools."""
+        self.parallel_calls = context.parallel_calls
+        """True if a turn may call more than one tool."""
+        self.prompt_ids = prompt.token_ids
+        """Tokens of the row's prompt, int32 [P]."""
         self.book = SequenceBook()
         self.messages: list[ChatMessage] = list(prompt.messages)
         """Conversation so far, as rendered or parsed."""
@@ -126,16 +132,6 @@ class Session:
         last = prompt.messages[-1] if prompt.messages else None
         self._begins_in_thought = last is not None and last["role"] == "assistant" and opens_thought(text_of(last))
         """True if the row opens the reasoning of the first turn."""
-
-    @property
-    def tools(self) -> Sequence[ToolSchema]:
-        """OpenAI schemas of the tools."""
-        return self._context.conversation.tools
-
-    @property
-    def parallel_calls(self) -> bool:
-        """True if a turn may call more than one tool."""
-        return self._context.parallel_calls
 
     async def generate(
         self, token_ids: Sequence[int], sampling: SamplingOptions | Mapping[str, object] | None = None
@@ -211,7 +207,7 @@ class Session:
         decode = self._context.decoder.decode
         prompt = decode(sampled.prompt_end, skip_special_tokens=False)
         # The row's message may have opened the reasoning more than PROMPT_END tokens before its end.
-        if self._begins_in_thought and sampled.prompt_end == self._prompt.token_ids[-PROMPT_END:].tolist():
+        if self._begins_in_thought and sampled.prompt_end == self.prompt_ids[-PROMPT_END:].tolist():
             prompt = THOUGHT
         return self._context.parser.parse(decode(self._without_stop(sampled), skip_special_tokens=False), prompt)
 
@@ -225,7 +221,7 @@ class Session:
         if not self._turns:
             self.messages = list(messages)
             if self.messages == list(self._prompt.messages):
-                return [int(i) for i in self._prompt.token_ids]
+                return self.prompt_ids.tolist()
             return self._context.conversation.prompt_ids(messages)
         if self.limits.config.history == "new_sequence":
             raise ConfigError(
@@ -254,11 +250,6 @@ class Session:
         """Text of all the model's turns, for graders. Messages of tools and users are excluded, so that a tool's result
         is not graded as the model's answer."""
         return "\n".join(turn.text for turn in self._turns)
-
-    @property
-    def prompt_ids(self) -> np.ndarray:
-        """Tokens of the row's prompt, int32 [P]."""
-        return self._prompt.token_ids
 
     def transcript(self) -> list[ChatMessage]:
         """Return the conversation including the last sampled turn."""
@@ -314,7 +305,7 @@ class Session:
         # Counting repetitions gives repeated calls with the same history different seeds.
         key = ids.tobytes()
         again, self._requests[key] = self._requests[key], self._requests[key] + 1
-        if not again and np.array_equal(ids, self._prompt.token_ids):
+        if not again and np.array_equal(ids, self.prompt_ids):
             unchanged = options is self._request.sampling
             return self._request if unchanged else replace(self._request, sampling=options)
         digest = zlib.crc32(key)

@@ -232,25 +232,22 @@ def _glm45(text: str, place: int) -> tuple[list[RawCall], int]:
     return [RawCall("", name, arguments, typed=False)], _ended(text, end, _GLM_END, place, name)
 
 
-_DEEPSEEK = (
-    re.compile(r"\s*+function<｜tool▁sep｜>(?P<name>[^<\n]+)\n```json\n"),
-    re.compile(r"\s*+(?P<name>[^<\n]+)<｜tool▁sep｜>"),
-)
+_DEEPSEEK = re.compile(r"\s*+(?P<fence>function<｜tool▁sep｜>)?(?P<name>[^<\n]+)(?(fence)\n```json\n|<｜tool▁sep｜>)")
 """Beginning of a call of DeepSeek-V3 and R1 (arguments in a code fence), and of V3.1."""
 _FENCE_END = re.compile(r"\s*+```")
 
 
 def _deepseek(text: str, place: int) -> tuple[list[RawCall], int]:
-    match = next((match for form in _DEEPSEEK if (match := form.match(text, place))), None)
-    if match is None:
+    if (match := _DEEPSEEK.match(text, place)) is None:
         raise UnreadableError("the call is not a tool's name and its arguments around <｜tool▁sep｜>", place)
     name = match["name"].strip()
     value, end = _json_at(text, _behind_blanks(text, match.end()), name)
-    if match.re is _DEEPSEEK[0]:
+    after = end
+    if match["fence"]:
         if (fence := _FENCE_END.match(text, end)) is None:
             raise UnreadableError("the code fence of the call is not closed", end, name)
-        return [_with_arguments(name, value, end)], fence.end()
-    return [_with_arguments(name, value, end)], end
+        after = fence.end()
+    return [_with_arguments(name, value, end)], after
 
 
 _KIMI = re.compile(r"\s*+(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*+<\|tool_call_argument_begin\|>")

@@ -45,7 +45,7 @@ class LimitedTool:
         self._checker = ArgumentChecker(tool.schema)
         self._slots = asyncio.Semaphore(limits.max_running or sys.maxsize)
         self._next_start = 0.0
-        self._stuck = 0
+        self._stuck: set[asyncio.Task[ToolResult]] = set()
         self._on_stuck = on_stuck
 
     async def call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
@@ -77,12 +77,11 @@ class LimitedTool:
         seconds = self.limits.timeout_seconds
         try:
             # Not wait_for: after the time limit it would wait until the cancelled call has ended, which may be never.
-            done, _ = await asyncio.wait({task}, timeout=seconds)
-        except asyncio.CancelledError:
-            self._abandon(task)
-            raise
-        if not done:
-            self._abandon(task)
+            await asyncio.wait({task}, timeout=seconds)
+        finally:
+            if late := not task.done():
+                self._abandon(task)
+        if late:
             raise TimeoutError(f"the tool did not answer within {seconds:g} seconds")
         if task.cancelled():
             raise ToolError(CANCELLED_ITSELF)
@@ -115,13 +114,10 @@ class LimitedTool:
     def _check_stuck(self, task: asyncio.Task[ToolResult]) -> None:
         if task.done():
             return
-        self._stuck += 1
-        task.add_done_callback(self._returned)
-        if self._stuck >= min(MAX_STUCK, self.limits.max_running or MAX_STUCK):
-            self._on_stuck(f"{self._stuck} calls of {self.name} did not return")
-
-    def _returned(self, task: asyncio.Task[ToolResult]) -> None:
-        self._stuck -= 1
+        self._stuck.add(task)
+        task.add_done_callback(self._stuck.discard)
+        if len(self._stuck) >= min(MAX_STUCK, self.limits.max_running or MAX_STUCK):
+            self._on_stuck(f"{len(self._stuck)} calls of {self.name} did not return")
 
 
 async def contained(call: Coroutine[object, None, T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,7 +42,7 @@ class ToolProcess:
         self._child, self._socket = start_module("mcore_rl.rollout.tools.tool_server")
         self.pid = self._child.pid
         self._pending: dict[int, asyncio.Future[ToolResult | ClosedEpisode]] = {}
-        self._keys = 0
+        self._keys = itertools.count()
         self._last_message = time.monotonic()
         self._max_silence = START_SECONDS
         self._writer: asyncio.StreamWriter | None = None
@@ -57,8 +58,7 @@ class ToolProcess:
         """
         if self.lost.is_set() or self._writer is None:
             raise ToolError(self.cause or "the tool process is not ready")
-        self._keys += 1
-        key, answer = self._keys, asyncio.get_running_loop().create_future()
+        key, answer = next(self._keys), asyncio.get_running_loop().create_future()
         frames.write(self._writer, (kind, key, *arguments))
         self._pending[key] = answer
         try:
@@ -156,7 +156,6 @@ class ToolBox:
         self._monitors: list[asyncio.Task[None]] = []
         self._failure: WorkerDiedError | None = None
         self.schemas = []
-        self.restarts = 0
 
     @classmethod
     async def start(cls, rollout: RolloutConfig, sandbox: SandboxConfig | None = None) -> ToolBox:
@@ -247,7 +246,6 @@ class ToolBox:
             if failed >= MAX_FAILED_STARTS:
                 self._failure = WorkerDiedError(f"rollout.tools: {process.cause}, {failed} times before it was ready")
                 return
-            self.restarts += 1
             self._processes[place] = ToolProcess(self._settings)
 
 

@@ -11,11 +11,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -65,11 +65,10 @@ class ServerSettings:
     """Address of a server: a command to start, or a URL."""
 
     transport: str
-    command: tuple[str, ...] = ()
-    environment: Mapping[str, str] | None = None
-    directory: str | None = None
     url: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    process: Mapping[str, object] = field(default_factory=dict)
+    """Fields of StdioServerParameters."""
 
     @classmethod
     def of(cls, origin: str, given: object) -> ServerSettings:
@@ -103,7 +102,10 @@ class ServerSettings:
             if not os.path.isdir(directory):
                 raise ConfigError(f"{origin}: cwd {directory} is not a directory")
         command = _command(origin, given["command"], environment or {}, directory)
-        return cls(STDIO, (command, *map(str, arguments)), environment, directory)
+        # The package starts servers in new sessions, which would outlive this process without parent_death.
+        words = ["-I", parent_death.__file__, str(os.getpid()), command, *map(str, arguments)]
+        process = {"command": sys.executable, "args": words, "env": environment, "cwd": directory}
+        return cls(STDIO, process=process)
 
     @property
     def is_on_this_host(self) -> bool:
@@ -167,11 +169,11 @@ class McpServer:
             infos = await self._list()
         except Exception as error:  # any error of a third-party server
             raise ConfigError(f"{self._origin} does not answer: {self._cause(error)}") from error
-        made = []
-        for info in infos:
-            function = {"name": info.name, "description": info.description or "", "parameters": info.input_schema}
-            made.append(McpTool(self, checked_schema(self._origin, {"type": "function", "function": function})))
-        return made
+        functions = (
+            {"name": info.name, "description": info.description or "", "parameters": info.input_schema}
+            for info in infos
+        )
+        return [McpTool(self, checked_schema(self._origin, {"function": function})) for function in functions]
 
     async def call(self, name: str, arguments: dict[str, object]) -> ToolResult:
         """Call a tool. Raises: ToolError with the server's message; RetryableToolError if the connection broke."""
@@ -225,47 +227,31 @@ class McpServer:
 
     async def _run(self, connected: asyncio.Future[ClientSession], closing: asyncio.Event) -> None:
         """Open and close the session in the same task, as the package requires."""
-        from mcp import ClientSession
-
         try:
-            async with self._streams() as (read, write), ClientSession(read, write) as session:
-                await session.initialize()
-                connected.set_result(session)
+            async with contextlib.AsyncExitStack() as stack:
+                connected.set_result(await self._connect(stack))
                 await closing.wait()
         except Exception as error:  # any error of the transport; the session has passed it to running calls
             if not connected.done():
                 connected.set_exception(error)
                 connected.exception()  # mark as retrieved, since the caller may have given up
 
-    @contextlib.asynccontextmanager
-    async def _streams(self) -> AsyncIterator[tuple[Any, Any]]:
-        from mcp import StdioServerParameters, stdio_client
+    async def _connect(self, stack: contextlib.AsyncExitStack) -> ClientSession:
+        from mcp import ClientSession, StdioServerParameters, stdio_client
         from mcp.client.sse import sse_client
         from mcp.client.streamable_http import streamable_http_client
 
-        settings = self._settings
-        if settings.transport == SSE:
-            headers = dict(settings.headers)
-            async with sse_client(
-                settings.url, headers, sse_read_timeout=SSE_IDLE_SECONDS, httpx_client_factory=self._client
-            ) as streams:
-                yield streams
-            return
-        if settings.transport == HTTP:
-            async with (
-                self._client(dict(settings.headers)) as client,
-                streamable_http_client(settings.url, http_client=client) as streams,
-            ):
-                yield streams
-            return
-        parameters = StdioServerParameters(
-            command=sys.executable,  # the package starts servers in new sessions, which would outlive this process
-            args=["-I", parent_death.__file__, str(os.getpid()), *settings.command],
-            env=None if settings.environment is None else dict(settings.environment),
-            cwd=settings.directory,
-        )
-        async with stdio_client(parameters) as streams:
-            yield streams
+        url, headers = self._settings.url, self._settings.headers
+        if self._settings.transport == STDIO:
+            streams = stdio_client(StdioServerParameters.model_validate(self._settings.process))
+        elif self._settings.transport == SSE:
+            streams = sse_client(url, headers, sse_read_timeout=SSE_IDLE_SECONDS, httpx_client_factory=self._client)
+        else:
+            client = await stack.enter_async_context(self._client(headers))
+            streams = streamable_http_client(url, http_client=client)
+        session = await stack.enter_async_context(ClientSession(*await stack.enter_async_context(streams)))
+        await session.initialize()
+        return session
 
     def _client(
         self,

@@ -362,15 +362,17 @@ def test_toolbox_self_cancelling_tool_fails_its_call(tmp_path: Path) -> None:
         "raises_its_own": "the tool raised Own: x",
     }
 
-    async def use(box: ToolBox) -> tuple[list[Any], Any, Any, int]:
+    async def use(box: ToolBox) -> tuple[list[Any], Any, Any]:
+        process = box._processes[0]
         answers = [await asyncio.wait_for(box.call("e", name, {}), 10) for name in told]
         assert (await box.call("e", "episodes", {})).text == "here"
         closed = await asyncio.wait_for(box.close_episode("e"), 10)
-        return answers, closed, await box.call("f", "fine", {}), box.restarts
+        fine = await box.call("f", "fine", {})
+        assert box._processes == [process], "it was not replaced"
+        return answers, closed, fine
 
-    answers, closed, fine, restarts = with_tools(f"{tmp_path}/raising.py:TOOLS", use)
+    answers, closed, fine = with_tools(f"{tmp_path}/raising.py:TOOLS", use)
     assert [answer.error.partition(" (")[0] for answer in answers] == list(told.values())
     assert all(answer.text == f"Error: {answer.error}" for answer in answers)
     assert "episodes: the tool cancelled itself" in str(closed.error)
     assert (fine.text, fine.error) == ('{"n": 3, "d": 0.5, "x": null, "a": [0, 1]}', None)
-    assert restarts == 0
