@@ -5,33 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
-from mcore_rl.rewards.graders.code import CodeGrader, RunProgram
-from mcore_rl.rewards.graders.data_sets import (
-    grade_geometry3k,
-    grade_gsm8k,
-    grade_math_boxed,
-    grade_math_dapo,
-    grade_prime_math,
-    grade_search_qa,
-)
+from mcore_rl.rewards.graders import data_sets
+from mcore_rl.rewards.graders.code import grade_asserts, grade_outputs
 from mcore_rl.types import Score
 
 Grade = Callable[[str, object], Score]
 """Function of a response and its ground truth."""
 
 PURE: dict[str, Grade] = {
-    "gsm8k": grade_gsm8k,
-    "math_boxed": grade_math_boxed,
-    "math_dapo": grade_math_dapo,
-    "prime_math": grade_prime_math,
-    "geometry3k": grade_geometry3k,
-    "search_qa": grade_search_qa,
+    "gsm8k": data_sets.grade_gsm8k,
+    "math_boxed": data_sets.grade_math_boxed,
+    "math_dapo": data_sets.grade_math_dapo,
+    "prime_math": data_sets.grade_prime_math,
+    "geometry3k": data_sets.grade_geometry3k,
+    "search_qa": data_sets.grade_search_qa,
 }
 """Graders by name, except `math`, which the configuration parametrizes, and RUN_CODE."""
-RUN_CODE: dict[str, Callable[[CodeGrader], Grade]] = {
-    "code_outputs": lambda grader: grader.grade_outputs,
-    "code_asserts": lambda grader: grader.grade_asserts,
-}
+RUN_CODE: dict[str, Callable[..., Score]] = {"code_outputs": grade_outputs, "code_asserts": grade_asserts}
 """Graders that run code, by name."""
 
 SOURCES = {
@@ -62,11 +52,6 @@ def grader_of(data_source: str, functions: Mapping[str, str]) -> str | None:
     Exact names precede patterns, and the first matching pattern counts. Returns None if nothing matches.
     """
     return next((table[key] for table in (functions, SOURCES) if (key := _key(data_source, table)) is not None), None)
-
-
-def build(name: str, run: RunProgram, seconds: float) -> Grade:
-    """Build a grader by name. seconds: time limit per response."""
-    return PURE[name] if name in PURE else RUN_CODE[name](CodeGrader(run, seconds))
 
 
 def _key(data_source: str, table: Mapping[str, str]) -> str | None:

@@ -18,19 +18,13 @@ import re
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 
+from mcore_rl.rewards.graders.programs import truths
 from mcore_rl.rewards.graders.programs.bundle import bundle
 from mcore_rl.rewards.graders.programs.comparison import same_output, same_result
 from mcore_rl.rewards.graders.programs.extraction import extract_program
 from mcore_rl.rewards.graders.programs.tester import LACKS, NO_FIXTURE, UNPROTECTED
-from mcore_rl.rewards.graders.programs.truths import (
-    Assertions,
-    as_text,
-    encoded_arguments,
-    read_assertions,
-    read_examples,
-)
 from mcore_rl.sandbox.interface import Outcome, Program
 from mcore_rl.types import Score
 
@@ -52,77 +46,65 @@ RunProgram = Callable[[Program], Outcome]
 """Sandbox.run. It raises only for faults that the program did not cause; grading of the response then fails."""
 
 
-@dataclass(frozen=True)
-class CodeGrader:
-    """Grader of programs. seconds: time limit per response."""
+def grade_outputs(response: str, ground_truth: object, run: RunProgram, seconds: float) -> Score:
+    """Score the fraction of passed tests.
 
-    run: RunProgram
-    seconds: float
+    ground_truth: a form of programs.truths.read_examples, or its JSON text. seconds: time limit of all tests.
 
-    def grade_outputs(self, response: str, ground_truth: object) -> Score:
-        """Score the fraction of passed tests. ground_truth: a form of programs.truths.read_examples, or its JSON text.
+    Raises: ValueError for a ground truth of another form.
+    """
+    examples = truths.read_examples(ground_truth)
+    tests = examples.tests[:MAX_TESTS]
+    program = extract_program(response)
+    if program is None:
+        return _share(0, len(tests))
+    if examples.name is None:
+        source, encoded, same = bundle("script", program), truths.as_text, same_output
+    else:
+        source, encoded, same = bundle("call", program, examples.name), truths.encoded_arguments, same_result
+    end, passed = time.monotonic() + SHARE_OF_TIME * seconds, 0
+    for given, expected in tests:
+        left = min(MAX_TEST_SECONDS, end - time.monotonic())
+        if left <= 0:
+            break  # the remaining tests have failed
+        outcome = run(Program(source, stdin=encoded(given), seconds=left))
+        passed += outcome.ok and same(outcome.stdout, expected)
+    return _share(passed, len(tests))
 
-        Raises: ValueError for a ground truth of another form.
-        """
-        examples = read_examples(ground_truth)
-        tests = examples.tests[:MAX_TESTS]
-        program = extract_program(response)
-        if program is None:
-            return _share(0, len(tests))
-        source = bundle("script", program) if examples.name is None else bundle("call", program, examples.name)
-        end, passed = time.monotonic() + SHARE_OF_TIME * self.seconds, 0
-        for given, expected in tests:
-            left = min(MAX_TEST_SECONDS, end - time.monotonic())
-            if left <= 0:
-                break  # the remaining tests have failed
-            stdin = as_text(given) if examples.name is None else encoded_arguments(given)
-            outcome = self.run(Program(source, stdin=stdin, seconds=left))
-            if examples.name is None:
-                passed += outcome.ok and same_output(outcome.stdout, as_text(expected))
-            else:
-                passed += outcome.ok and same_result(outcome.stdout, expected)
-        return _share(passed, len(tests))
 
-    def grade_asserts(self, response: str, ground_truth: object) -> Score:
-        """Score 1 if all assertions hold, else 0. ground_truth: a form of programs.truths.read_assertions, or JSON.
+def grade_asserts(response: str, ground_truth: object, run: RunProgram, seconds: float) -> Score:
+    """Score 1 if all assertions hold, else 0.
 
-        Raises: ValueError for a ground truth of another form.
-        """
-        tests = read_assertions(ground_truth)
-        program = extract_program(response)
-        if program is None:
-            return Score(0.0, 0.0)
-        # The program cannot print the secret, because only the tester's process knows it.
-        secret = secrets.token_hex(32)
-        seconds = min(MAX_TEST_SECONDS, SHARE_OF_TIME * self.seconds)
-        outcome = self.run(Program(bundle("tester"), stdin=_request(tests, program, secret), seconds=seconds))
-        verdict = outcome.stdout.rstrip().rpartition("\n")[2]
-        report, _, end = verdict.rpartition(" ")
-        cause, _, names = report.partition(" ")
-        if end == secret and cause in _NO_VERDICT:
-            raise RuntimeError(_NO_VERDICT[cause].format(names=names))
-        right = float(outcome.ok and verdict == secret)
-        return Score(right, right)
+    ground_truth: a form of programs.truths.read_assertions, or its JSON text. seconds: time limit of all assertions.
+
+    Raises: ValueError for a ground truth of another form.
+    """
+    tests = truths.read_assertions(ground_truth)
+    program = extract_program(response)
+    if program is None:
+        return Score(0.0, 0.0)
+    # The program cannot print the secret, because only the tester's process knows it.
+    secret = secrets.token_hex(32)
+    limit = min(MAX_TEST_SECONDS, SHARE_OF_TIME * seconds)
+    outcome = run(Program(bundle("tester"), stdin=_request(tests, program, secret), seconds=limit))
+    verdict = outcome.stdout.rstrip().rpartition("\n")[2]
+    report, _, end = verdict.rpartition(" ")
+    cause, _, names = report.partition(" ")
+    if end == secret and cause in _NO_VERDICT:
+        raise RuntimeError(_NO_VERDICT[cause].format(names=names))
+    right = float(outcome.ok and verdict == secret)
+    return Score(right, right)
 
 
 def _share(passed: int, tests: int) -> Score:
     return Score(passed / tests, float(passed == tests), parts={"tests_passed": float(passed), "tests": float(tests)})
 
 
-def _request(tests: Assertions, program: str, secret: str) -> str:
+def _request(tests: truths.Assertions, program: str, secret: str) -> str:
     """Return the tester's standard input. Tests are not in its source, because the program can read the source."""
     name = re.match(r"\w*", tests.entry_point or "")
     root = name[0] if name else ""
     defined = re.search(rf"^(?:(?:async )?def|class) {root}\b|^{root}\s*[:=]", program, re.MULTILINE)
-    continues = bool(root and not defined and tests.prompt)
-    return json.dumps(
-        {
-            "secret": secret,
-            "program": tests.prompt + program if continues else program,
-            "context": tests.prompt,
-            "candidate": bundle("candidate"),
-            "statements": tests.statements,
-            "entry_point": tests.entry_point,
-            "collect": tests.collect,
-        }
-    )
+    if root and not defined:  # the program continues the prompt
+        program = tests.prompt + program
+    return json.dumps({**asdict(tests), "program": program, "candidate": bundle("candidate"), "secret": secret})

@@ -13,8 +13,9 @@ from mcore_rl.config.reward import BATCH, BY_DATA_SOURCE, GRADERS, NO_RULE, Rewa
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rewards.functions import BUILTIN, Grader, Rule, Sample, then, user_batch_grader, user_rule
-from mcore_rl.rewards.graders.catalogue import RUN_CODE, build, grader_of
+from mcore_rl.rewards.graders.catalogue import PURE, RUN_CODE, grader_of
 from mcore_rl.rewards.graders.code import RunProgram
+from mcore_rl.rewards.math_grader import is_correct
 from mcore_rl.rewards.results import TAKEN, NotApplicable, failed
 from mcore_rl.sandbox.check import open_sandbox
 from mcore_rl.sandbox.interface import Outcome, Program
@@ -70,8 +71,7 @@ def load_grader(config: RewardConfig, sandbox: SandboxConfig) -> Grader:
     rule = _weighted(config, run) if config.weighted else _rule(KEY, config.function, config.kwargs, config, run)
 
     def grade(samples: Sequence[Sample]) -> list[Score] | Awaitable[list[Score]]:
-        (sample,) = samples
-        return then(rule.grade(sample), lambda score: [score])
+        return then(rule.grade(*samples), lambda score: [score])
 
     return Grader(grade, rule.is_async)
 
@@ -84,19 +84,14 @@ def _rule(key: str, name: str, kwargs: Mapping[str, str], config: RewardConfig, 
     if name not in GRADERS:  # for unknown names, user_rule raises the error
         return user_rule(key, name, kwargs)
     if name == BUILTIN:
-        return _math(config)
-    grade = build(name, run, config.timeout_seconds)
+        return Rule(partial(_graded_math, config))
+    grade = PURE[name] if name in PURE else partial(RUN_CODE[name], run=run, seconds=config.timeout_seconds)
     return Rule(lambda sample: grade(sample.response, sample.ground_truth))
 
 
-def _math(config: RewardConfig) -> Rule:
-    from mcore_rl.rewards.math_grader import is_correct
-
-    def grade(sample: Sample) -> Score:
-        right = is_correct(sample.response, sample.ground_truth)
-        return Score(config.correct if right else config.incorrect, float(right))
-
-    return Rule(grade)
+def _graded_math(config: RewardConfig, sample: Sample) -> Score:
+    right = is_correct(sample.response, sample.ground_truth)
+    return Score(config.correct if right else config.incorrect, float(right))
 
 
 def _by_data_source(kwargs: Mapping[str, str], config: RewardConfig, run: RunProgram) -> Rule:
@@ -105,44 +100,38 @@ def _by_data_source(kwargs: Mapping[str, str], config: RewardConfig, run: RunPro
         for source, spec in config.functions.items()
         if names_function(spec)
     }
-    rules: dict[str, Rule] = {}  # filled on demand, because patterns match any number of data sources
 
+    @cache  # filled on demand, because patterns match any number of data sources
     def rule_of(source: str) -> Rule:
         name = grader_of(source, config.functions)
         if name is None:  # check_data_sources has rejected such rows before the run
             return Rule(lambda sample: failed(f"the data_source {source!r} has no grader"))
         return users[name] if name in users else _rule(f"reward.functions.{source}", name, {}, config, run)
 
-    def grade(sample: Sample) -> Score | Awaitable[Score]:
-        if sample.data_source not in rules:
-            rules[sample.data_source] = rule_of(sample.data_source)
-        return rules[sample.data_source].grade(sample)
-
-    return Rule(grade, any(rule.is_async for rule in users.values()))
+    return Rule(lambda sample: rule_of(sample.data_source).grade(sample), any(rule.is_async for rule in users.values()))
 
 
 def _weighted(config: RewardConfig, run: RunProgram) -> Rule:
-    names = _names(config)
+    weights = dict(zip(_names(config), (entry.weight for entry in config.weighted), strict=True))
     rules = [
         _rule(f"reward.weighted[{i}].function", entry.function, entry.kwargs, config, run)
         for i, entry in enumerate(config.weighted)
     ]
-    weights = [entry.weight for entry in config.weighted]
-    accurate = names.index(config.accuracy_of) if config.accuracy_of is not None else 0
 
     def joined(scores: Sequence[Score]) -> Score:
-        applicable = [i for i, score in enumerate(scores) if not isinstance(score, NotApplicable)]
-        for i in applicable:
-            if scores[i].error is not None:
-                return failed(f"{names[i]}: {scores[i].error}", scores[i].traceback)
-        if not applicable:
+        own = {name: each for name, each in zip(weights, scores, strict=True) if not isinstance(each, NotApplicable)}
+        for name, score in own.items():
+            if score.error is not None:
+                return failed(f"{name}: {score.error}", score.traceback)
+        if not own:
             return failed("no function of reward.weighted applies to the response: each of them returned None")
         parts: dict[str, float | str] = {}
-        for i in applicable:
-            parts |= {names[i]: scores[i].reward}
-            parts |= {f"{names[i]}_{part}": value for part, value in scores[i].parts.items()}
-        reward = sum(weights[i] * scores[i].reward for i in applicable)
-        return Score(reward, scores[accurate if accurate in applicable else applicable[0]].accuracy, parts=parts)
+        for name, score in own.items():
+            parts[name] = score.reward
+            parts |= {f"{name}_{part}": value for part, value in score.parts.items()}
+        reward = sum(weights[name] * score.reward for name, score in own.items())
+        accurate = config.accuracy_of if config.accuracy_of in own else next(iter(own))
+        return Score(reward, own[accurate].accuracy, parts=parts)
 
     def grade(sample: Sample) -> Score | Awaitable[Score]:
         return then(_together([rule.grade(sample) for rule in rules]), joined)

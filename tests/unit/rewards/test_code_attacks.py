@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.rewards.graders.code import CodeGrader
+from mcore_rl.rewards.graders.code import RunProgram, grade_asserts
 from mcore_rl.sandbox.check import check_local
 from mcore_rl.sandbox.local import LocalSandbox
 
@@ -153,13 +153,13 @@ SOLUTIONS = [
 
 
 @pytest.fixture(scope="module")
-def grader() -> CodeGrader:
+def run() -> RunProgram:
     config = SandboxConfig(seconds=10.0)
     try:
         check_local(config)
     except ConfigError as error:
         pytest.skip(str(error))
-    return CodeGrader(LocalSandbox(config).run, 30.0)
+    return LocalSandbox(config).run
 
 
 def fenced(code: str) -> str:
@@ -168,11 +168,11 @@ def fenced(code: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
-def test_program_that_does_not_solve_the_task_gets_nothing(grader: CodeGrader, name: str) -> None:
+def test_program_that_does_not_solve_the_task_gets_nothing(run: RunProgram, name: str) -> None:
     truth, program = ATTACKS[name]
-    assert grader.grade_asserts(fenced(program), truth).reward == 0.0
+    assert grade_asserts(fenced(program), truth, run, 30.0).reward == 0.0
 
 
 @pytest.mark.parametrize(("truth", "program"), SOLUTIONS)
-def test_program_that_solves_the_task_passes(grader: CodeGrader, truth: dict[str, object], program: str) -> None:
-    assert grader.grade_asserts(fenced(program), truth).reward == 1.0
+def test_program_that_solves_the_task_passes(run: RunProgram, truth: dict[str, object], program: str) -> None:
+    assert grade_asserts(fenced(program), truth, run, 30.0).reward == 1.0

@@ -6,16 +6,18 @@ Each program passes the harness of its data set.
 # ruff: noqa: E501 (one program on each line)
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mcore_rl.rewards.graders.code import CodeGrader
+from mcore_rl.rewards.graders import code
 from mcore_rl.rewards.graders.programs.extraction import extract_program
 from tests.unit.rewards.trusted import run_trusted
 
-GRADER = CodeGrader(run_trusted, 60.0)
+grade_outputs = partial(code.grade_outputs, run=run_trusted, seconds=60.0)
+grade_asserts = partial(code.grade_asserts, run=run_trusted, seconds=60.0)
 TWO_SUM = """class Solution:
     def twoSum(self, nums: List[int], target: int) -> List[int]:
         seen = {}
@@ -94,7 +96,7 @@ def fenced(code: str) -> str:
     ],
 )  # fmt: skip
 def test_program_right_by_its_harness_passes_examples(program: str, truth: Any) -> None:
-    assert GRADER.grade_outputs(fenced(program), truth).accuracy == 1.0
+    assert grade_outputs(fenced(program), truth).accuracy == 1.0
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_program_right_by_its_harness_passes_examples(program: str, truth: Any) 
     ],
 )  # fmt: skip
 def test_program_that_is_wrong_fails_examples(program: str, truth: Any) -> None:
-    assert GRADER.grade_outputs(fenced(program), truth).accuracy == 0.0
+    assert grade_outputs(fenced(program), truth).accuracy == 0.0
 
 
 FIXTURES = """import pytest
@@ -237,13 +239,13 @@ VALUES = "10**30, (1, {2: {3}}, b'x', 2j, None, True), {(1, 2): [3]}, range(3), 
     ],
 )  # fmt: skip
 def test_program_right_by_its_harness_passes_asserts(program: str, truth: Any) -> None:
-    assert GRADER.grade_asserts(fenced(program), truth).accuracy == 1.0
+    assert grade_asserts(fenced(program), truth).accuracy == 1.0
 
 
 @pytest.mark.parametrize("truth", [{"test_list": ["assert ("]}, {"test": "def check(c): pass", "entry_point": "f("}])
 def test_tests_that_are_not_python_raise_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match="not Python"):
-        GRADER.grade_asserts(fenced("x = 1"), truth)
+        grade_asserts(fenced("x = 1"), truth)
 
 
 @pytest.mark.parametrize(
@@ -255,31 +257,31 @@ def test_tests_that_are_not_python_raise_an_error(truth: Any) -> None:
     ],
 )  # fmt: skip
 def test_program_that_is_wrong_fails_asserts(truth: Any) -> None:
-    assert GRADER.grade_asserts(fenced("def task(x): return x + 1"), truth).accuracy == 0.0
+    assert grade_asserts(fenced("def task(x): return x + 1"), truth).accuracy == 0.0
 
 
 @pytest.mark.parametrize(
     "program", ["def f(x): return x", "def f(x): return 2 * x + (x == 4)", "def f(x): return 2 * x"]
 )
 def test_program_wrong_in_one_test_with_fixtures_fails(program: str) -> None:
-    assert GRADER.grade_asserts(fenced(program), {"test": FIXTURES}).accuracy == 0.0
+    assert grade_asserts(fenced(program), {"test": FIXTURES}).accuracy == 0.0
 
 
 def test_unknown_fixture_is_an_error_that_names_it() -> None:
     truth = {"test": "from solution import f\ndef test_f(monkeypatch):\n    assert f()"}
     with pytest.raises(RuntimeError, match="fixture monkeypatch, which this grader does not provide"):
-        GRADER.grade_asserts(fenced("def f(): return 1"), truth)
+        grade_asserts(fenced("def f(): return 1"), truth)
 
 
 def test_tests_without_a_check_are_an_error_of_the_row() -> None:
     with pytest.raises(ValueError, match="neither check, test functions nor assertions"):
-        GRADER.grade_asserts(fenced("def f(): pass"), {"entry_point": "f", "test": "def verify(candidate): return 1"})
+        grade_asserts(fenced("def f(): pass"), {"entry_point": "f", "test": "def verify(candidate): return 1"})
 
 
 def test_tests_that_import_a_missing_module_are_an_error() -> None:
     truth = {"test_list": ["assert f() == 1"], "test_imports": ["import no_such_module.part"]}
     with pytest.raises(RuntimeError, match=r"import no_such_module, which sandbox\.python lacks"):
-        GRADER.grade_asserts(fenced("def f(): return 1"), truth)
+        grade_asserts(fenced("def f(): return 1"), truth)
 
 
 @pytest.mark.parametrize(

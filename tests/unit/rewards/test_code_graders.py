@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from mcore_rl.rewards.graders.code import CodeGrader, extract_program, same_output
+from mcore_rl.rewards.graders.code import extract_program, grade_asserts, grade_outputs, same_output
 from mcore_rl.sandbox.interface import Outcome
 from tests.unit.rewards.trusted import run_trusted
 
@@ -37,11 +37,11 @@ class Recorder:
 
 
 def outputs(response, truth, run=run_trusted):
-    return CodeGrader(run, 30.0).grade_outputs(response, truth)
+    return grade_outputs(response, truth, run, 30.0)
 
 
 def asserts(response, truth):
-    return CodeGrader(run_trusted, 30.0).grade_asserts(response, truth).reward
+    return grade_asserts(response, truth, run_trusted, 30.0).reward
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_mbpp_too(response, right):
 def test_all_tests_share_the_time_of_a_response():
     run = Recorder()
     slow = "```python\nimport time\ntime.sleep(60)\n```"
-    score = CodeGrader(run, 1.0).grade_outputs(slow, DOUBLES)
+    score = grade_outputs(slow, DOUBLES, run, 1.0)
     assert (score.reward, score.parts["tests"]) == (0.0, 3.0)
     assert sum(program.seconds for program in run.programs) <= 1.0
 
@@ -182,18 +182,18 @@ def test_what_was_printed_before_the_time_was_over_does_not_count():
 @pytest.mark.parametrize(
     ("grade", "truth"),
     [
-        ("grade_outputs", {"inputs": ["1"]}),
-        ("grade_outputs", {"inputs": ["1"], "outputs": []}),
-        ("grade_outputs", {"inputs": [], "outputs": []}),
-        ("grade_outputs", "[1]"),
-        ("grade_outputs", "no JSON"),
-        ("grade_asserts", {"test": "def check(c): pass"}),
-        ("grade_asserts", {"test_list": []}),
+        (grade_outputs, {"inputs": ["1"]}),
+        (grade_outputs, {"inputs": ["1"], "outputs": []}),
+        (grade_outputs, {"inputs": [], "outputs": []}),
+        (grade_outputs, "[1]"),
+        (grade_outputs, "no JSON"),
+        (grade_asserts, {"test": "def check(c): pass"}),
+        (grade_asserts, {"test_list": []}),
     ],
 )
 def test_a_ground_truth_without_tests_is_an_error_and_no_verdict(grade, truth):
     with pytest.raises(ValueError, match=r"ground truth|JSON|Expecting"):
-        getattr(CodeGrader(run_trusted, 5.0), grade)(ADD, truth)
+        grade(ADD, truth, run_trusted, 5.0)
 
 
 def test_blocks_of_other_languages_are_programs_only_without_python():
@@ -208,4 +208,4 @@ def test_tests_that_cannot_be_hidden_are_an_error_and_no_verdict():
         return Outcome("exit", 0, f"unprotected {json.loads(program.stdin)['secret']}\n", "", 0.0)
 
     with pytest.raises(RuntimeError, match=r"sandbox\.python cannot hide"):
-        CodeGrader(run, 5.0).grade_asserts(ADD, MBPP)
+        grade_asserts(ADD, MBPP, run, 5.0)

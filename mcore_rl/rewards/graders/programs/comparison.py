@@ -8,13 +8,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_rl.rewards.graders.programs.truths import as_text
+
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
 _MISSING = object()  # equals no result; None is a value
 
 
-def same_output(printed: str, expected: str) -> bool:
-    """Compare outputs, ignoring empty lines, spaces around lines, and the last digits of decimals."""
-    ours, theirs = ([line.strip() for line in text.splitlines() if line.strip()] for text in (printed, expected))
+def same_output(printed: str, expected: object) -> bool:
+    """Compare an output with the expected one (see as_text), ignoring empty lines, spaces around lines, and the last
+    digits of decimals."""
+    texts = printed, as_text(expected)
+    ours, theirs = ([line.strip() for line in text.splitlines() if line.strip()] for text in texts)
     if len(ours) != len(theirs):
         return False
     return all(one == other or _same_words(one.split(), other.split()) for one, other in zip(ours, theirs, strict=True))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
-_OPENING = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w+.-]*)[^\n`]*$", re.MULTILINE)
+_OPENING = re.compile(
+    r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w+.-]*)[^\n`]*$"  # a fence on its own line
+    r"|`{3}[ \t]*(python[\d.]*|py3?)[ \t]*$",  # a Python fence behind other text
+    re.IGNORECASE | re.MULTILINE,
+)
 _PYTHON = re.compile(r"python[\d.]*|py3?", re.IGNORECASE)
 
 
@@ -14,32 +18,16 @@ def extract_program(response: str) -> str | None:
     A block ends at a fence at the start or end of a line, or with the response. A fence inside a line, such as in a
     string, does not end it.
     """
-    text, blocks, place = response.replace("\r\n", "\n"), [], 0
-    own, inline = _OPENING.search(text), _INLINE.search(text)
-    while (opening := _first(own, inline)) is not None:
-        indent, fence, language = opening.groups()
+    text, place = response.replace("\r\n", "\n"), 0
+    python, last = None, None
+    while (opening := _OPENING.search(text, place)) is not None:
+        indent, fence, language, behind_text = opening.groups("")
         start = opening.end() + 1
-        end, place = _closing(text, start, fence)
-        blocks.append((bool(_PYTHON.fullmatch(language)), _dedented(text[start:end], len(indent)), language))
-        own, inline = (_from(place, text, each) for each in (own, inline))
-    python = [code for is_python, code, _ in blocks if is_python]
-    return python[-1] if python else blocks[-1][1] if blocks else None
-
-
-def _first(own: re.Match[str] | None, inline: re.Match[str] | None) -> re.Match[str] | None:
-    """Return the earlier match: a fence on its own line, or a Python fence behind other text."""
-    return min((each for each in (own, inline) if each), key=lambda match: match.start(2), default=None)
-
-
-def _from(place: int, text: str, found: re.Match[str] | None) -> re.Match[str] | None:
-    """Return the next match at or after `place`.
-
-    A match ahead of `place` is reused, because a new search for every block would take quadratic time.
-    """
-    return found if found is None or found.start() >= place else found.re.search(text, place)
-
-
-_INLINE = re.compile(r"()(`{3})[ \t]*(python[\d.]*|py3?)[ \t]*$", re.IGNORECASE | re.MULTILINE)
+        end, place = _closing(text, start, fence or "```")
+        last = _dedented(text[start:end], len(indent))
+        if _PYTHON.fullmatch(language or behind_text):
+            python = last
+    return last if python is None else python
 
 
 def _closing(text: str, start: int, fence: str) -> tuple[int, int]:

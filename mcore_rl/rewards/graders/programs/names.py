@@ -24,7 +24,7 @@ class NameOwners:
         self._entry = _root(request.get("entry_point"))
         self._examines_classes = bool(self._entry or request["collect"])
         self._tree = ast.parse("\n".join(map(str, request["statements"])))
-        self.context = ast.parse(request["context"])
+        self.context = ast.parse(request["prompt"])
         """The prompt without the functions that the program must implement."""
         self.context.body = [node for node in self.context.body if not self._is_stub(node)]
         self._program = set(_bound(_parsed(request["program"])))

@@ -86,7 +86,7 @@ def main() -> None:
     exec(compile(names.context, "prompt.py", "exec"), space.__dict__)
     records = {**NODES, **{name: getattr(space, name) for name in names.records}}
     peer = Tester(reader, writer, records)
-    module = peer.ask("load", request["program"], request["context"], sorted(records))
+    module = peer.ask("load", request["program"], request["prompt"], sorted(records))
     _bind(names, module, space)
     try:
         run_suite(request, space)
