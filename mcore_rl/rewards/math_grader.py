@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import partial, reduce
 
 from mcore_rl.rewards.answers import MAX_ANSWER_CHARS, after_hashes, extract_answer, is_prose, last_boxed
 from mcore_rl.rewards.expressions import same_expression, within_limits
@@ -20,7 +21,6 @@ from mcore_rl.rewards.formulas import last_formula
 from mcore_rl.rewards.notation.choices import named_choice, parse_choice
 from mcore_rl.rewards.notation.clock import parse_time, plain_colons, same_time
 from mcore_rl.rewards.notation.decimals import is_rounded
-from mcore_rl.rewards.notation.sets import finite_set
 from mcore_rl.rewards.numbers import FORMULA, NOT_UNITS, number_in_words, parse_decimal_comma, parse_number
 from mcore_rl.rewards.spelling import elements, normalise
 
@@ -37,6 +37,8 @@ _EXPONENT = re.compile(r"[0-9][eE][-+]?[0-9]")
 # E notation inside a point or interval, such as 1e-20. The expression is first compared with e as Euler's number.
 _E_NOTATION = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([-+]?[0-9]{1,3})(?![\w.])")
 _PAIR = re.compile(r"([(\[])[^()\[\]]*,[^()\[\]]*([)\]])")
+_SET_OPERATOR = re.compile(r"\\(cup|cap|setminus|backslash)(?![A-Za-z])")
+_SET = re.compile(r"\s*\\\{((?:[^{}\\]|\\[A-Za-z]+|\\[,;! ]|\{[^{}]*\})*)\\\}\s*")
 _MULTIPLE = re.compile(
     r"(?P<number>\S+) (?P<unit>hundred|thousand|million|billion|trillion|dozen)s?(?P<rest>(?: [a-z]{3,})*)"
 )
@@ -127,7 +129,7 @@ def value_of(answer: str) -> Fraction | None:
 
 
 def _same_in_parts(given: str, expected: str, value: Fraction | None) -> bool:
-    given, expected = (finite_set(text, elements, _same_element) for text in (given, expected))
+    given, expected = _finite_set(given), _finite_set(expected)
     ours = elements(given)
     theirs = elements(expected) if value is None else [_ungrouped(expected)]
     if len(ours) != len(theirs):
@@ -156,6 +158,38 @@ def _same_in_parts(given: str, expected: str, value: Fraction | None) -> bool:
 
 def _same_element(one: str, other: str) -> bool:
     return _same_one(one, other, _value(other))
+
+
+def _finite_set(text: str) -> str:
+    r"""Evaluate operations on finite sets, such as `\{1,2\}\cup\{3\}`, to a set `\{1, 2, 3\}`; return any other text
+    unchanged.
+
+    Text with two different operators is unchanged too, because their precedence is not standardized.
+    """
+    parts = _SET_OPERATOR.split(text)  # operands and operators in turn
+    operands, operators = [part.strip() for part in parts[::2]], set(parts[1::2])
+    if len(operators) != 1 or len(operands) > MAX_ELEMENTS:
+        return text
+    if not all(operand == r"\emptyset" or _SET.fullmatch(operand) for operand in operands):
+        return text
+    sets = [[] if operand == r"\emptyset" else elements(operand) for operand in operands]
+    if max(map(len, sets)) > MAX_ELEMENTS:
+        return text
+    members: list[str] = []
+    for member in reduce(partial(_combined, parts[1]), sets):
+        if not _is_member(member, members):
+            members.append(member)
+    return rf"\{{{', '.join(members)}\}}" if members else r"\emptyset"
+
+
+def _combined(operator: str, one: list[str], other: list[str]) -> list[str]:
+    if operator == "cup":
+        return [*one, *other]
+    return [member for member in one if _is_member(member, other) == (operator == "cap")]
+
+
+def _is_member(element: str, members: list[str]) -> bool:
+    return any(_same_element(element, member) for member in members)
 
 
 def _other_ends(given: str, expected: str) -> bool:
@@ -208,8 +242,7 @@ def _value_of_words(text: str) -> Fraction | None:
 
 def _value(text: str) -> Fraction | None:
     text = text.replace("\\%", "").rstrip("%").strip()
-    mixed = _MIXED.fullmatch(text)
-    if mixed:
+    if mixed := _MIXED.fullmatch(text):
         sign, whole, top, bottom = mixed[1], mixed[2], mixed[3] or mixed[5], mixed[4] or mixed[6]
         value = parse_number(f"{top}/{bottom}")
         return None if value is None else (int(whole) + value) * (-1 if sign else 1)

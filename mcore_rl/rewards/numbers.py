@@ -46,11 +46,9 @@ def parse_number(text: str) -> Fraction | None:
         return None
     if _PLAIN.fullmatch(text):
         return _plain(text)
-    slash = _SLASH.fullmatch(text)
-    if slash:
+    if slash := _SLASH.fullmatch(text):
         return _ratio(*slash.groups())
-    frac = _FRAC.fullmatch(text)
-    if frac:
+    if frac := _FRAC.fullmatch(text):
         value = _ratio(frac.group(2), frac.group(3))
         return -value if value is not None and frac.group(1) == "-" else value
     scientific = _POWER_OF_TEN.fullmatch(text)

@@ -11,13 +11,12 @@ from mcore_rl.types import Score
 
 MAX_MESSAGE_CHARS = 300
 MAX_PART_CHARS = 2000
-METRICS = ("mean", "accuracy", "std", "errors", "greedy", "kl", "kl_coefficient", "model", "judge", "reward")
-FIELDS = (
-    *("prompt", "response", "tokens", "response_tokens", "finish_reason", "group", "sample", "version", "versions"),
-    *("submitted_version", "ground_truth", "error", "scores", "turns", "tool_calls", "messages", "mask"),
-    *("turn_rewards", "temperatures"),
+_METRICS = "mean accuracy std errors greedy kl kl_coefficient model judge reward"
+_FIELDS = (
+    "prompt response tokens response_tokens finish_reason group sample version versions submitted_version ground_truth "
+    "error scores turns tool_calls messages mask turn_rewards temperatures"
 )
-TAKEN = frozenset((*METRICS, *FIELDS))
+TAKEN = frozenset(f"{_METRICS} {_FIELDS}".split())
 """Reserved names of metrics (reward/, val/) and record fields. A part with such a name gets `_part` appended."""
 
 

@@ -16,17 +16,9 @@ MAX_CHARS = 400
 """Longer answers are compared without normalization."""
 
 _SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\quad|\\qquad|~|\s+")
-_WRAPPERS = (
-    ("\\(", "\\)"),
-    ("\\[", "\\]"),
-    ("$$", "$$"),
-    ("$", "$"),
-    ("**", "**"),
-    ('"', '"'),
-    ("\u201c", "\u201d"),
-    ("`", "`"),
-    ("\\boxed{", "}"),
-)
+_WRAPPERS = [
+    pair.split() for pair in (r"\( \)", r"\[ \]", "$$ $$", "$ $", "** **", '" "', "\u201c \u201d", "` `", r"\boxed{ }")
+]
 _TEXT = re.compile(r"\\(?:text|textrm|mathrm|textbf|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _WHOLE_TEXT = re.compile(r"^\\(?:text|textrm|mathrm)\s*\{([^{}]*[0-9][^{}]*)\}$")
 _BLACKBOARD = {"\u211d": "R", "\u2124": "Z", "\u211a": "Q", "\u2115": "N", "\u2102": "C"}

@@ -24,25 +24,17 @@ PURE: dict[str, Grade] = {
 RUN_CODE: dict[str, Callable[..., Score]] = {"code_outputs": grade_outputs, "code_asserts": grade_asserts}
 """Graders that run code, by name."""
 
-SOURCES = {
-    "openai/gsm8k": "gsm8k",
-    "lighteval/MATH": "math_boxed",
-    "DigitalLearningGmbH/MATH-lighteval": "math_boxed",
-    "HuggingFaceH4/MATH-500": "math_boxed",
-    "math": "math_dapo",
-    "math_dapo": "math_dapo",
-    "math_dapo_reasoning": "math_dapo",
-    "aime*": "math_dapo",
-    "numina_*": "prime_math",
-    "hiyouga/geometry3k": "geometry3k",
-    "searchR1_*": "search_qa",
-    "codecontests": "code_outputs",
-    "apps": "code_outputs",
-    "codeforces": "code_outputs",
-    "taco": "code_outputs",
-    "*humaneval*": "code_asserts",
-    "*mbpp*": "code_asserts",
+_SOURCES_OF = {
+    "gsm8k": ["openai/gsm8k"],
+    "math_boxed": ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"],
+    "math_dapo": ["math", "math_dapo", "math_dapo_reasoning", "aime*"],
+    "prime_math": ["numina_*"],
+    "geometry3k": ["hiyouga/geometry3k"],
+    "search_qa": ["searchR1_*"],
+    "code_outputs": ["codecontests", "apps", "codeforces", "taco"],
+    "code_asserts": ["*humaneval*", "*mbpp*"],
 }
+SOURCES = {source: name for name, sources in _SOURCES_OF.items() for source in sources}
 """Grader of each data source or pattern of data sources."""
 
 

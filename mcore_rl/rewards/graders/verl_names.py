@@ -11,22 +11,8 @@ import re
 from collections.abc import Sequence
 
 from mcore_rl.rewards.answers import last_box
+from mcore_rl.rewards.graders import data_sets
 from mcore_rl.rewards.graders.catalogue import PURE, grader_of
-from mcore_rl.rewards.graders.data_sets import (
-    MISSING_ANSWER,
-    TAIL_CHARS,
-    final_answer,
-    grade_geometry3k,
-    grade_math_boxed,
-    grade_math_dapo,
-    grade_prime_math,
-    grade_search_qa,
-    last_answer,
-    marked_number,
-    plain,
-    same_number,
-    thinks_first,
-)
 from mcore_rl.rewards.graders.verl_helpers import BOX_TAIL_CHARS
 from mcore_rl.rewards.math_grader import is_correct, reference_answer, same_answer
 
@@ -53,11 +39,11 @@ def default_compute_score(
 def extract_gsm8k(solution_str: str, method: str = "strict") -> str | None:
     """Return the last `#### number` (method="strict") or the last number (method="flexible"), or None."""
     if method == "strict":
-        marked = marked_number(solution_str)
-        return None if marked is None else plain(marked)
+        marked = data_sets.marked_number(solution_str)
+        return None if marked is None else data_sets.plain(marked)
     if method != "flexible":
         raise ValueError(f"method={method} must be strict or flexible")
-    numbers = [number for number in _NUMBER.findall(solution_str[-TAIL_CHARS:]) if number.strip(".,-")]
+    numbers = [number for number in _NUMBER.findall(solution_str[-data_sets.TAIL_CHARS :]) if number.strip(".,-")]
     return numbers[-1] if numbers else None
 
 
@@ -68,12 +54,12 @@ def score_gsm8k(
     answer = extract_gsm8k(solution_str, method)
     if answer is None:
         return 0.0
-    return score if same_number(answer, ground_truth) else format_score
+    return score if data_sets.same_number(answer, ground_truth) else format_score
 
 
 def score_math(solution_str: str, ground_truth: object) -> float:
     """Return 1 if the last box has the correct answer, else 0."""
-    return grade_math_boxed(solution_str, ground_truth).reward
+    return data_sets.grade_math_boxed(solution_str, ground_truth).reward
 
 
 def score_math_verify(model_output: str, ground_truth: object, timeout_score: float = 0.0) -> float:
@@ -99,20 +85,20 @@ def score_math_dapo(
         start = -BOX_TAIL_CHARS if pause_tokens_index is None else pause_tokens_index[-1] - BOX_TAIL_CHARS
         box = last_box(solution_str[start:])
         right = box is not None and same_answer(box, reference_answer(ground_truth))
-        return {"score": 1.0 if right else -1.0, "acc": right, "pred": MISSING_ANSWER if box is None else box}
-    graded = grade_math_dapo(solution_str, ground_truth)
+        return {"score": 1.0 if right else -1.0, "acc": right, "pred": data_sets.MISSING_ANSWER if box is None else box}
+    graded = data_sets.grade_math_dapo(solution_str, ground_truth)
     return {"score": graded.reward, "acc": bool(graded.accuracy), **graded.parts}
 
 
 def score_prime_math(model_output: str, ground_truth: object) -> tuple[bool, bool, str]:
     """Return whether the answer is correct, whether it is in a box, and the answer."""
-    right = grade_prime_math(model_output, ground_truth).reward > 0
-    return right, last_box(model_output) is not None, final_answer(model_output) or ""
+    right = data_sets.grade_prime_math(model_output, ground_truth).reward > 0
+    return right, last_box(model_output) is not None, data_sets.final_answer(model_output) or ""
 
 
 def match_answer(response: str) -> tuple[bool, str]:
     """Return whether a response has a box or a phrase such as `the answer is`, and the answer."""
-    answer = final_answer(response)
+    answer = data_sets.final_answer(response)
     return answer is not None, response if answer is None else answer
 
 
@@ -123,12 +109,12 @@ def grade_answer(given_answer: str | None, ground_truth: str) -> bool:
 
 def math_equal(prediction: str, reference: str, *options: object, **more: object) -> bool:
     """Return whether two answers are equal, or numbers within a relative 1e-4. verl's other options have no effect."""
-    return bool(grade_prime_math(rf"\boxed{{{prediction}}}", reference).accuracy)
+    return bool(data_sets.grade_prime_math(rf"\boxed{{{prediction}}}", reference).accuracy)
 
 
 def format_geometry3k(predict_str: str) -> float:
     """Return 1 if `<think>...</think>` precedes the box, else 0."""
-    return float(thinks_first(predict_str))
+    return float(data_sets.thinks_first(predict_str))
 
 
 def accuracy_geometry3k(predict_str: str, ground_truth: object, use_boxed: bool = True) -> float:
@@ -141,17 +127,17 @@ def score_geometry3k(
 ) -> float:
     """Return 1 - format_score for the correct answer plus format_score for `<think>...</think>` before the box."""
     if use_boxed:
-        right = grade_geometry3k(predict_str, ground_truth).accuracy
+        right = data_sets.grade_geometry3k(predict_str, ground_truth).accuracy
     else:
         right = float(same_answer(predict_str, reference_answer(ground_truth)))
-    return (1.0 - format_score) * right + format_score * thinks_first(predict_str)
+    return (1.0 - format_score) * right + format_score * data_sets.thinks_first(predict_str)
 
 
 def score_search_qa(
     solution_str: str, ground_truth: object, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """Return `score` for the correct answer (a quarter with too many tags), `format_score` for another, 0 for none."""
-    graded = grade_search_qa(solution_str, ground_truth)
-    if last_answer(solution_str) is None:
+    graded = data_sets.grade_search_qa(solution_str, ground_truth)
+    if data_sets.last_answer(solution_str) is None:
         return 0.0
     return score * graded.reward if graded.accuracy else format_score

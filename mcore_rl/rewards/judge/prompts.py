@@ -29,7 +29,9 @@ class Template:
     """
 
     def __init__(self, text: str, control_tokens: Iterable[str] = ()) -> None:
-        self._text, self._controls = text, _pattern_of(control_tokens)
+        # Longest first, because a token may be a prefix of another one. `(?!)` matches nothing.
+        longest_first = sorted(filter(str.strip, control_tokens), key=len, reverse=True)
+        self._text, self._controls = text, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def filled(self, prompt: Prompt, response: str) -> str:
         """Return the text of the question about a response."""
@@ -87,9 +89,3 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase, rendered: str) -> set[st
     """Return the special tokens and all other added tokens that the chat template writes."""
     added = tokenizer.added_tokens_decoder.values()
     return {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special or str(token) in rendered)}
-
-
-def _pattern_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    # Longest first, because a token may be a prefix of another one. `(?!)` matches nothing.
-    longest_first = sorted(filter(str.strip, tokens), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -75,14 +75,9 @@ def _read_by_function(spec: str) -> Reader:
     check_call(f"{KEY}={spec}", function, GIVEN, {}, FORM)
 
     def read(prompt: Prompt, reply: Reply) -> float:
+        given = (reply.text, reply.finish_reason, prompt.data_source, prompt.ground_truth, prompt.extra_info)
         try:
-            score: object = function(
-                answer=reply.text,
-                finish_reason=reply.finish_reason,
-                data_source=prompt.data_source,
-                ground_truth=prompt.ground_truth,
-                extra_info=prompt.extra_info,
-            )
+            score: object = function(**dict(zip(GIVEN, given, strict=True)))
         except Exception as error:  # the user's code may raise anything for unexpected text
             raise NoScoreError(f"{KEY} raised {describe(error)}"[:MAX_MESSAGE_CHARS]) from error
         if not isinstance(score, Real) or not math.isfinite(score):

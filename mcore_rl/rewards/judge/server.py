@@ -65,15 +65,11 @@ class ServerAnswerer:
         slots = asyncio.Semaphore(self.config.max_concurrent_requests)
         async with AsyncOpenAI(**_connection(self.config, self.key)) as client:
 
-            async def asked(text: str, seed: int) -> Reply:
-                async with slots:
-                    return await self._ask(client, text, seed)
-
             async def of_question(question: JudgeQuestion) -> list[Reply]:
                 if (reply := self._refused(question)) is not None:
                     return [reply]
                 text = self.template.filled(question.prompt, question.response)
-                return await asyncio.gather(*(asked(text, seed) for seed in question.seeds))
+                return await asyncio.gather(*(self._ask(client, slots, text, seed) for seed in question.seeds))
 
             return await asyncio.gather(*map(of_question, questions))
 
@@ -84,11 +80,12 @@ class ServerAnswerer:
         limit = self.config.max_prompt_tokens
         return too_long(len(ids), limit) if len(ids) > limit else None
 
-    async def _ask(self, client: AsyncOpenAI, text: str, seed: int) -> Reply:
+    async def _ask(self, client: AsyncOpenAI, slots: asyncio.Semaphore, text: str, seed: int) -> Reply:
         from openai import OpenAIError
 
         try:
-            given = await client.chat.completions.create(**_request(self.config, self.model, text, seed))
+            async with slots:
+                given = await client.chat.completions.create(**_request(self.config, self.model, text, seed))
         except OpenAIError as error:
             return Reply("", 0, None, _told(error))
         if not given.choices:

@@ -54,8 +54,7 @@ def parse_choice(text: str) -> Choice | None:
     if len(text) > MAX_CHARS:
         return None
     text = _BLANKS.sub(" ", text.strip())
-    alone = _ALONE.fullmatch(text)
-    if alone:
+    if alone := _ALONE.fullmatch(text):
         letter = _letter(alone)
         return Choice(letter, "") if letter else None
     leading = _LEADING.fullmatch(text)

@@ -84,7 +84,6 @@ class _UnitReader:
     def __init__(self, letters: frozenset[str]) -> None:
         self._letters = letters
         self._exponents: dict[str, int] = {}
-        self._known = True
         self._last = ""
         self._sign, self._dimension = 1, 1
 
@@ -96,22 +95,24 @@ class _UnitReader:
                 self._sign = -1
             power = token["exponent"] or {"\u00b2": "2", "\u00b3": "3"}.get(token["raised"] or "")
             return self._raise(int(power)) if power else not token["other"]
-        if word.lower() == "per":
+        name = word.lower()
+        if name == "per":
             self._sign = -1
-            return True
-        if word.lower() in _DIMENSIONS:
-            if word.lower().endswith("ed"):
-                return self._raise(_DIMENSIONS[word.lower()])
-            self._dimension = _DIMENSIONS[word.lower()]
-            return True
-        return self._add(word)
+        elif name in _DIMENSIONS and name.endswith("ed"):
+            return self._raise(_DIMENSIONS[name])
+        elif name in _DIMENSIONS:
+            self._dimension = _DIMENSIONS[name]
+        else:
+            return self._add(word)
+        return True
 
     def unit(self) -> str | None:
         """Return the canonical name; None if nothing was read."""
         if not self._last:
             return None
-        named = sorted((name, power) for name, power in self._exponents.items() if power)
-        return " ".join(f"{name}^{power}" for name, power in named) if self._known else ""
+        if not self._exponents.keys() <= _CANONICAL.keys():
+            return ""
+        return " ".join(f"{name}^{power}" for name, power in sorted(self._exponents.items()) if power)
 
     def _raise(self, power: int) -> bool:
         if not self._last:
@@ -120,15 +121,13 @@ class _UnitReader:
         return True
 
     def _add(self, word: str) -> bool:
-        if (len(word) == 1 and word not in self._letters) or word.lower() in NOT_UNITS:
-            return False
-        if word.lower() in _SPEEDS:
-            return all(map(self.take, _TOKEN.finditer(_SPEEDS[word.lower()])))
         name = word.lower()
+        if (len(word) == 1 and word not in self._letters) or name in NOT_UNITS:
+            return False
+        if name in _SPEEDS:
+            return all(map(self.take, _TOKEN.finditer(_SPEEDS[name])))
         # An unknown word may be a unit too (apples): the exponent is kept, but the product has no canonical name.
-        canonical = _CANONICAL.get(name) or _CANONICAL.get(name.removesuffix("s")) or ""
-        self._known = self._known and bool(canonical)
-        self._last = canonical or name
+        self._last = _CANONICAL.get(name) or _CANONICAL.get(name.removesuffix("s")) or name
         self._exponents[self._last] = self._exponents.get(self._last, 0) + self._sign * self._dimension
         self._sign, self._dimension = 1, 1
         return True

@@ -155,11 +155,7 @@ class Dispatcher:
             share = math.ceil(len(self.queue) / self.config.workers)
         else:  # large enough to amortise the message, small enough that all processes finish at about the same time
             share = max(1, len(self.queue) // (2 * self.config.workers))
-        size = min(worker.room(), share)
-        batch: list[GradingTask] = []
-        while len(batch) < size and self.queue and not self.queue[0].alone:
-            batch.append(self.queue.popleft())
-        return batch
+        return [self.queue.popleft() for _ in range(min(worker.room(), share))]
 
     def _wait_seconds(self) -> float | None:
         due = min(worker.deadline for worker in self._workers)

@@ -11,7 +11,7 @@ import types
 from typing import Any
 
 from mcore_rl.rewards.graders.programs.peer import CallPeer
-from mcore_rl.rewards.graders.programs.prelude import NODES, SOLUTION, execute
+from mcore_rl.rewards.graders.programs.prelude import NODES, SOLUTION, execute, take
 
 
 class Candidate(CallPeer):
@@ -20,8 +20,12 @@ class Candidate(CallPeer):
     def __init__(self, reader: int, writer: int) -> None:
         super().__init__(reader, writer)
         self.trusts = True
+        self._printed = sys.stdout = io.StringIO()
         self._records: list[str] = []
         self._module = types.ModuleType(SOLUTION)
+
+    def take_printed(self) -> str:
+        return take(self._printed)
 
     def perform(self, operation: str, target: object, *parts: Any) -> object:
         if operation != "load":
@@ -41,16 +45,4 @@ class Candidate(CallPeer):
 
 
 def main() -> None:
-    reader, writer = int(sys.argv[1]), int(sys.argv[2])
-    peer = Candidate(reader, writer)
-    printed = io.StringIO()
-
-    def take() -> str:
-        """Return and clear the text printed so far."""
-        text = printed.getvalue()
-        printed.seek(0)
-        printed.truncate()
-        return text
-
-    sys.stdout, peer.take_printed = printed, take
-    peer.serve()
+    Candidate(int(sys.argv[1]), int(sys.argv[2])).serve()

@@ -82,7 +82,8 @@ class NameOwners:
 
     def _common_calls(self) -> set[str]:
         """Return the names of the functions that all assertions call."""
-        called = [set(_called_names(node)) for node in self._tree.body if isinstance(node, ast.Assert)]
+        asserts = [node for node in self._tree.body if isinstance(node, ast.Assert)]
+        called = [{name for node in ast.walk(each) for name in _called_name(node)} for each in asserts]
         return set.intersection(*called) if called else set()
 
     def _imported(self) -> Iterator[str]:
@@ -138,15 +139,13 @@ def _imported_modules(tree: ast.AST) -> Iterator[str]:
 def _object_makers(tree: ast.AST) -> Iterator[str]:
     """Yield names whose call results are assigned or have an attribute read: `root = Node(1)`, `Solution().f`."""
     for node in ast.walk(tree):
-        value = node.value if isinstance(node, (ast.Assign, ast.Attribute)) else None
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-            yield value.func.id
+        if isinstance(node, (ast.Assign, ast.Attribute)):
+            yield from _called_name(node.value)
 
 
-def _called_names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            yield node.func.id
+def _called_name(node: ast.AST) -> list[str]:
+    """Return the name of a called function; empty for any other node."""
+    return [node.func.id] if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else []
 
 
 def _is_empty(statement: ast.AST) -> bool:

@@ -22,17 +22,13 @@ from mcore_rl.rewards.graders.programs.wire import TYPES, Decoder, Encoder, Owne
 
 MAX_FRAME_BYTES = 32 << 20
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_BINARY = (
-    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
-    *("lshift", "rshift", "and", "or", "xor"),
-)
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor".split()
 OPERAND = (*_BINARY, *(f"r{name}" for name in _BINARY), *(f"i{name}" for name in _BINARY if name != "divmod"))
 """Methods that receive the other operand."""
 PLAIN = (
-    *("len", "iter", "next", "getitem", "setitem", "delitem", "call", "str", "repr", "format", "bool", "int", "float"),
-    *("complex", "index", "neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil", "enter", "exit"),
-    *("reversed", "hash", "length_hint", "fspath", "bytes", "aiter", "copy", "deepcopy"),
-)
+    "len iter next getitem setitem delitem call str repr format bool int float complex index neg pos abs invert round "
+    "trunc floor ceil enter exit reversed hash length_hint fspath bytes aiter copy deepcopy"
+).split()
 SPECIAL = frozenset(f"__{name}__" for name in (*COMPARISONS, *OPERAND, *PLAIN, "contains"))
 HIDDEN = ("_", "gi_", "cr_", "ag_", "f_", "tb_", "co_")
 """Prefixes of attributes that expose the code around an object."""
@@ -145,9 +141,6 @@ class CallPeer(Owner):
         self._handles: dict[int, int] = {}
         self._remotes: dict[int, object] = {}
         self._classes: dict[frozenset[str], type[RemoteObject]] = {}
-        self.take_printed: Callable[[], str] = str
-        """Text printed by this side since the last call."""
-        self.print: Callable[[str], object] = len
         self.trusts = False
         """Operators of the other side's objects may receive operands."""
         self.broken = False
@@ -182,7 +175,7 @@ class CallPeer(Owner):
             if index not in encoder.objects or not encoder.may_change(index):
                 raise WireError("change of an object that was not passed by value")
             decoder.content(content, encoder.objects[index])
-        self.print(str(message.get("printed", ""))[:_PRINTED_CHARACTERS])
+        self.show_printed(str(message.get("printed", ""))[:_PRINTED_CHARACTERS])
         return decoder.value(message.get("root")), message.get("ok") is True
 
     def serve(self) -> None:
@@ -226,6 +219,13 @@ class CallPeer(Owner):
     def may(self, operation: str, target: object, *parts: object) -> bool:
         """Return whether the other side may perform an operation."""
         return operation in _OPERATIONS or (operation == "special" and parts[0] in SPECIAL)
+
+    def take_printed(self) -> str:
+        """Return the text printed by this side since the last call."""
+        return ""
+
+    def show_printed(self, text: str) -> None:
+        """Handle text that the other side has printed."""
 
     def record_class(self, name: str) -> type[object] | None:
         """Return the class of objects that are passed by value, by its name; None if there is no such class."""

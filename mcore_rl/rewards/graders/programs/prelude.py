@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import io
 import linecache
 import sys
 import types
+from collections.abc import Sequence
 
 RECURSION_LIMIT = 50_000
 INTEGER_DIGITS = 50_000
@@ -18,9 +20,9 @@ INTEGER_DIGITS = 50_000
 SOLUTION = "solution"
 """Module name of a program whose functions are called: its `if __name__ == "__main__":` block does not run."""
 _STARRED = (
-    *("typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
-    *("itertools", "functools", "operator", "io", "json"),
-)
+    "typing string re datetime collections heapq bisect copy math random statistics itertools functools operator io "
+    "json"
+).split()
 _MODULES = (*_STARRED, "sys", "os", "time", "decimal", "fractions", "queue", "array", "cmath", "enum", "dataclasses")
 COMPARING = ("math", "statistics", "collections", "copy", "re")
 """Modules whose functions tests apply to results, sometimes without importing them."""
@@ -44,7 +46,7 @@ class TreeNode:
 NODES: dict[str, type] = {"ListNode": ListNode, "TreeNode": TreeNode}
 
 
-def starred_names(modules: tuple[str, ...] = _STARRED) -> dict[str, object]:
+def starred_names(modules: Sequence[str] = _STARRED) -> dict[str, object]:
     """Return the names of `from module import *` for all modules, without names of built-in functions."""
     names = {name: getattr(sys, name) for name in _FROM_SYS} if modules == _STARRED else {}
     for name in modules:
@@ -61,6 +63,14 @@ def _public(name: str) -> dict[str, object]:
     module = importlib.import_module(name)
     public = getattr(module, "__all__", [each for each in vars(module) if not each.startswith("_")])
     return {each: getattr(module, each) for each in public}
+
+
+def take(stream: io.StringIO) -> str:
+    """Return and clear the text of a stream."""
+    text = stream.getvalue()
+    stream.seek(0)
+    stream.truncate()
+    return text
 
 
 def unbound_names(source: str) -> set[str]:

@@ -9,14 +9,14 @@ import asyncio
 import collections
 import inspect
 import io
-import sys
 import types
 import unittest
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from typing import Any
 
 from mcore_rl.rewards.graders.programs.peer import RemoteObject
+from mcore_rl.rewards.graders.programs.prelude import take
 
 _SETUPS = ("setup_method", "setUp")
 Output = collections.namedtuple("Output", ["out", "err"])
@@ -84,14 +84,14 @@ def _run_function(
         test = function if kind is None else getattr(instance, method)
         setups = [names.get("setup_function")] if kind is None else [getattr(instance, each, None) for each in _SETUPS]
         fixtures = Fixtures(names, instance)
-        with fixtures.captured.active():
+        with redirect_stdout(fixtures.captured.out), redirect_stderr(fixtures.captured.err):
             for setup in setups:
                 _call_if_defined(setup)
             fixtures.use_automatic()
             outcome = test(**fixtures.arguments(test, call))
             if inspect.iscoroutine(outcome):
                 asyncio.run(outcome)
-            fixtures.close()  # not after a failed test, which ends the suite
+            fixtures.teardown.close()  # not after a failed test, which ends the suite
     return len(calls)
 
 
@@ -133,28 +133,14 @@ class UnknownFixture(Exception):
 
 
 class Captured:
-    """Substitute for pytest's capsys."""
+    """Substitute for pytest's capsys: the text on the streams `out` and `err`."""
 
     def __init__(self) -> None:
-        self._out, self._err = io.StringIO(), io.StringIO()
+        self.out, self.err = io.StringIO(), io.StringIO()
 
     def readouterr(self) -> Output:
         """Return the text since the last call."""
-        texts = self._out.getvalue(), self._err.getvalue()
-        for stream in (self._out, self._err):
-            stream.seek(0)
-            stream.truncate()
-        return Output(*texts)
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Replace the standard streams."""
-        before = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = self._out, self._err
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = before
+        return Output(take(self.out), take(self.err))
 
 
 class Fixtures:
@@ -164,7 +150,8 @@ class Fixtures:
         self.captured = Captured()
         self._names, self._instance = names, instance
         self._values: dict[str, object] = {}
-        self._open: list[Iterator[object]] = []
+        self.teardown = ExitStack()
+        """Resumes generator fixtures after their yield, in reverse order."""
 
     def arguments(self, function: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
         """Return an argument for every parameter without a default. given: arguments from parametrize.
@@ -180,11 +167,6 @@ class Fixtures:
         for name, value in list(self._names.items()):
             if _fixture(value) is not None and _option(value, "autouse"):
                 self._value(name)
-
-    def close(self) -> None:
-        """Resume generator fixtures after their yield, in reverse order."""
-        for generator in reversed(self._open):
-            next(generator, None)
 
     def _value(self, name: str) -> object:
         if name not in self._values:
@@ -212,7 +194,7 @@ class Fixtures:
         value = function(**arguments)
         if not inspect.isgenerator(value):
             return value
-        self._open.append(value)
+        self.teardown.callback(next, value, None)
         return next(value)
 
 

@@ -16,16 +16,9 @@ import sys
 import types
 from collections.abc import Mapping
 
+from mcore_rl.rewards.graders.programs import prelude
 from mcore_rl.rewards.graders.programs.names import NameOwners
 from mcore_rl.rewards.graders.programs.peer import HIDDEN, CallPeer, RemoteObject
-from mcore_rl.rewards.graders.programs.prelude import (
-    COMPARING,
-    NODES,
-    RECURSION_LIMIT,
-    SOLUTION,
-    module_names,
-    starred_names,
-)
 from mcore_rl.rewards.graders.programs.suite import UnknownFixture, run_suite
 
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
@@ -40,7 +33,10 @@ class Tester(CallPeer):
     def __init__(self, reader: int, writer: int, records: Mapping[str, type[object]]) -> None:
         super().__init__(reader, writer)
         self._records = records
-        self.print = lambda text: sys.stdout.write(text) if text else 0
+
+    def show_printed(self, text: str) -> None:
+        if text:
+            sys.stdout.write(text)
 
     def may(self, operation: str, target: object, *parts: object) -> bool:
         """Allow calls, iteration, and public attributes of objects that a test passes to the program."""
@@ -74,17 +70,17 @@ def main() -> None:
     os.dup2(null, 1)
     sys.stdout = io.StringIO()  # keeps the tests' output apart from the verdict
     _trust_no_directory_of_the_program()
-    sys.setrecursionlimit(RECURSION_LIMIT)
+    sys.setrecursionlimit(prelude.RECURSION_LIMIT)
     names = NameOwners(request)
     if names.missing_modules:
         os.write(verdict, f"\n{LACKS} {', '.join(names.missing_modules)} {secret}\n".encode())
         return
     reader, writer = _start(request["candidate"])  # after the request was read: the program never sees standard input
     space = types.ModuleType("tests")
-    space.__dict__.update(module_names())
+    space.__dict__.update(prelude.module_names())
     sys.modules["tests"] = space
     exec(compile(names.context, "prompt.py", "exec"), space.__dict__)
-    records = {**NODES, **{name: getattr(space, name) for name in names.records}}
+    records = {**prelude.NODES, **{name: getattr(space, name) for name in names.records}}
     peer = Tester(reader, writer, records)
     module = peer.ask("load", request["program"], request["prompt"], sorted(records))
     _bind(names, module, space)
@@ -130,8 +126,8 @@ def _start(source: str) -> tuple[int, int]:
 
 def _bind(names: NameOwners, module: object, space: types.ModuleType) -> None:
     """Add the program's names that the tests may use to their module, and make the program importable."""
-    comparing = starred_names(COMPARING)
-    of_program = names.of_program(space.__dict__, comparing, starred_names())
+    comparing = prelude.starred_names(prelude.COMPARING)
+    of_program = names.of_program(space.__dict__, comparing, prelude.starred_names())
     space.__dict__.update({name: comparing[name] for name in names.of_tests(space.__dict__, comparing)})
     for name in of_program:
         try:
@@ -145,7 +141,7 @@ def _bind(names: NameOwners, module: object, space: types.ModuleType) -> None:
         if isinstance(value, RemoteObject) and value._kind == "class" and names.is_trusted(name):
             value.__dict__["_trusted"] = True
         setattr(space, name, value)
-    proxy = types.ModuleType(SOLUTION)
+    proxy = types.ModuleType(prelude.SOLUTION)
     proxy.__getattr__ = lambda name: getattr(space, name) if name in vars(space) else getattr(module, name)  # type: ignore[method-assign]
     for name in names.modules:
         sys.modules[name] = proxy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,14 +79,14 @@ def read_assertions(ground_truth: object) -> Assertions:
     return Assertions(statements, None, prompt)
 
 
-def encoded_arguments(given: object) -> str:
+def encoded_arguments(value: object) -> str:
     """Encode the arguments of a call as a message for programs.call.
 
     Raises: ValueError for arguments that are not plain data.
     """
     encoder = Encoder(Owner())
     try:
-        root = encoder.encode(_arguments(given))
+        root = encoder.encode(_arguments(value))
     except WireError as error:
         raise ValueError(f"ground truth: {error}") from error
     return json.dumps({"root": root, "nodes": encoder.nodes})
@@ -127,10 +128,8 @@ def _arguments(given: object) -> list[object]:
 
 def _from_text(text: str) -> list[object]:
     lines = [line for line in text.split("\n") if line.strip()]
-    try:
+    with contextlib.suppress(ValueError, SyntaxError):
         return [_literal(line) for line in lines]
-    except ValueError:
-        pass
     try:
         call = ast.parse(f"call({text})", mode="eval").body
         assert isinstance(call, ast.Call)
@@ -141,14 +140,9 @@ def _from_text(text: str) -> list[object]:
 
 
 def _literal(line: str) -> object:
-    try:
+    with contextlib.suppress(ValueError):
         return json.loads(line)
-    except ValueError:
-        pass
-    try:
-        return ast.literal_eval(line.strip())
-    except SyntaxError as error:
-        raise ValueError(str(error)) from None
+    return ast.literal_eval(line.strip())
 
 
 def _with_number_keys(value: dict[Any, object]) -> dict[Any, object]:

@@ -26,7 +26,7 @@ _LIBRARY_TYPES = (
 TYPES = {value.__name__: value for value in (*vars(builtins).values(), *_LIBRARY_TYPES) if isinstance(value, type)}
 """Classes that are sent by name."""
 # Type, encoder, and decoder of each tag. An instance of a subclass is sent as its base, without its methods.
-_LEAVES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], object]]] = {
+_LEAVES: dict[str, tuple[type, Callable[[Any], object], Callable[[Any], object]]] = {
     "int": (int, lambda value: hex(int(value)), lambda text: int(text, 16)),
     "float": (float, float.hex, float.fromhex),
     "str": (str, str.__str__, str),
@@ -42,6 +42,7 @@ _LEAVES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], object]]] =
     "path": (pathlib.PurePath, str, pathlib.PurePosixPath),
     "ellipsis": (type(...), repr, lambda text: ...),
     "notimplemented": (type(NotImplemented), repr, lambda text: NotImplemented),
+    "range": (range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
 }
 _MAPPINGS = {"OrderedDict": collections.OrderedDict, "Counter": collections.Counter, "dict": dict}
 _SEQUENCES = {"deque": collections.deque, "list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -158,8 +159,8 @@ class Encoder:
         for tag, sequence in _SEQUENCES.items():
             if isinstance(value, sequence):
                 return [tag, *map(self._reference, sequence.__iter__(value))]
-        if isinstance(value, (range, slice)):
-            return [type(value).__name__, *map(self._reference, (value.start, value.stop, value.step))]
+        if isinstance(value, slice):
+            return ["slice", *map(self._reference, (value.start, value.stop, value.step))]
         if isinstance(value, datetime.timedelta):
             return ["timedelta", value.days, value.seconds, value.microseconds]
         if isinstance(value, array.array):
@@ -201,15 +202,25 @@ class Decoder:
             raise WireError("reference to a missing object") from None
 
     def _build(self) -> None:
-        # Leaves and empty mutable objects first, so that references may be cyclic; then immutable containers; the
-        # contents of mutable objects last.
-        frozen = []
+        # Leaves and empty mutable objects first, so that references may be cyclic; then immutable containers, children
+        # first; the contents of mutable objects last.
+        frozen = {index: node for index, node in enumerate(self._nodes) if node[0] in _FROZEN}
         for index, node in enumerate(self._nodes):
-            if node[0] in _FROZEN:
-                frozen.append(index)
-            else:
+            if index not in frozen:
                 self._built[index] = self._shell(node)
-        self._build_frozen(frozen)
+        waiting, opened = list(frozen), set()
+        while waiting:
+            index = waiting.pop()
+            if index in self._built:
+                continue
+            children = [ref[0] for ref in frozen[index][1:] if self._is_missing(ref)]
+            if children and index in opened:
+                raise WireError("cycle of immutable values")
+            if children:
+                opened.add(index)
+                waiting += [index, *children]
+            else:
+                self._built[index] = self._frozen(frozen[index])
         containers = [(index, node) for index, node in enumerate(self._nodes) if node[0] in _CONTAINERS]
         # Records first: hashing a key may need the attributes of a record.
         for index, node in sorted(containers, key=lambda pair: pair[1][0] != "record"):
@@ -225,22 +236,6 @@ class Decoder:
         if tag in _FROM_NODE:
             return _FROM_NODE[tag](node)
         return self._owner.new_record(node[1]) if tag == "record" else self._owner.resolve(node)
-
-    def _build_frozen(self, frozen: list[int]) -> None:
-        """Build immutable values, children first. They cannot form a valid cycle."""
-        waiting, open_nodes = list(reversed(frozen)), set()
-        while waiting:
-            index = waiting[-1]
-            if index in self._built:
-                waiting.pop()
-                continue
-            missing = [ref[0] for ref in self._nodes[index][1:] if self._is_missing(ref)]
-            if missing and index in open_nodes:
-                raise WireError("cycle of immutable values")
-            open_nodes.add(index)
-            waiting += missing
-            if not missing:
-                self._built[index] = self._frozen(self._nodes[index])
 
     def _is_missing(self, reference: object) -> bool:
         index = reference[0] if isinstance(reference, list) and len(reference) == 1 else None
@@ -261,17 +256,14 @@ class Decoder:
             return
         head = references.pop(0) if tag in ("record", "defaultdict") else None
         values = [self.value(each) for each in references]
-        if tag == "record":
-            vars(shell).clear()
-            vars(shell).update(_paired(values))
-            return
         if tag == "defaultdict":
             shell.default_factory = self.value(head)
-        shell.clear()
-        if tag in ("defaultdict", *_MAPPINGS):
-            dict.update(shell, _paired(values))
+        content = vars(shell) if tag == "record" else shell
+        content.clear()
+        if isinstance(content, dict):
+            dict.update(content, _paired(values))
         else:
-            getattr(shell, "update" if tag == "set" else "extend")(values)
+            getattr(content, "update" if tag == "set" else "extend")(values)
 
     def content(self, index: int, shell: object) -> None:
         """Replace the content of a local object by the content of node `index` of this message.
@@ -303,7 +295,6 @@ def _numpy_value(node: list[Any]) -> object:
 
 _FROM_NODE: dict[str, Callable[[list[Any]], object]] = {
     "type": lambda node: TYPES[node[1]],
-    "range": lambda node: range(*node[1:]),
     "timedelta": lambda node: datetime.timedelta(*node[1:]),
     "numpy": _numpy_value,
 }
