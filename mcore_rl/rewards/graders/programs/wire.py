@@ -261,7 +261,8 @@ class Decoder:
         content = vars(shell) if tag == "record" else shell
         content.clear()
         if isinstance(content, dict):
-            dict.update(content, _paired(values))
+            base: Any = _MAPPINGS.get(tag, dict)  # dict.update breaks an OrderedDict
+            base.update(content, _paired(values))
         else:
             getattr(content, "update" if tag == "set" else "extend")(values)
 
