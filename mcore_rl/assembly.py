@@ -35,14 +35,13 @@ from mcore_rl.rollout.validator import RolloutValidator, probe_task
 from mcore_rl.runtime.engines.fleet import Fleet
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.launch import RunProcesses, launch
-from mcore_rl.runtime.phases import DevicePhases, Phase, shares_device
+from mcore_rl.runtime.phases import DevicePhases, Phase, StagedCollector, StagedValidator, Stages, shares_device
 from mcore_rl.runtime.publisher import SlicePublisher
 from mcore_rl.runtime.roles.critic import CriticGroup, critic_role
 from mcore_rl.runtime.roles.groups import RankMap, Role
 from mcore_rl.runtime.roles.judge import JudgeGroup, judge_role
 from mcore_rl.runtime.roles.reward_model import RewardModelGroup, reward_model_role
 from mcore_rl.runtime.spans import SpanRecorder
-from mcore_rl.runtime.staged import StagedCollector, StagedValidator, Stages
 from mcore_rl.runtime.stops import STOPS
 from mcore_rl.sandbox.confinement.memory import groups_removed
 from mcore_rl.trainer.batches import batch_builder, describe, response_advantages, response_weights

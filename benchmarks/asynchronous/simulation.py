@@ -21,8 +21,7 @@ from mcore_rl.rollout.collector import GroupSource
 from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.rollout.streaming.collector import StreamingCollector
 from mcore_rl.runtime.calls import ProcessHandle
-from mcore_rl.runtime.engines.engine import FleetEngine
-from mcore_rl.runtime.engines.fleet import Fleet
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.health import Watch

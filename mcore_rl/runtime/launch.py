@@ -22,17 +22,15 @@ from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.cores import shares_cores
 from mcore_rl.runtime.daemons import Daemons
-from mcore_rl.runtime.engines.engine import FleetEngine
-from mcore_rl.runtime.engines.fleet import Fleet
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.health import AnyProcess, Starts, Watch, kill_all
 from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.output import ray_output_to
-from mcore_rl.runtime.phases import shares_device
+from mcore_rl.runtime.phases import Stages, shares_device
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import RankMap, Role, RoleGroup
 from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.roles.trainer import TrainerActor, TrainerGroup, TrainerProcess
-from mcore_rl.runtime.staged import Stages
 from mcore_rl.weights.transports.hosts import Host, this_host
 
 if TYPE_CHECKING:

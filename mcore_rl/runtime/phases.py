@@ -1,4 +1,5 @@
-"""Phases of a step, if trainer ranks and engines share devices, and the memory that moves between them.
+"""Spans and phases of calls to the parts of a run: each call is timed and, if trainer ranks and engines share devices,
+enters the phase that it needs. Methods of this package use the decorator `staged`.
 
     phase            memory of trainer ranks        memory of engines
     REPLACE, KEEP    state that the call needs      none: weights are discarded (REPLACE) or in host memory (KEEP)
@@ -14,16 +15,23 @@ memory before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import ClusterConfig
-from mcore_rl.types import Metric, Total
+from mcore_rl.ports import Collector, Validator
+from mcore_rl.types import Groups, Metric, RolloutScalars, Total
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Owner = TypeVar("Owner", bound="HasStages")
+StagedMethod: TypeAlias = Callable[Concatenate[Owner, P], T]
 
 ALL_STATE = ("params", "grads", "optimizer")
 NOT_SYNCED = ("grads", "optimizer")
@@ -134,3 +142,65 @@ class DevicePhases:
     def _offload(self, parts: tuple[str, ...]) -> int:
         with self.span("offload"):
             return self.trainers.offload(parts)
+
+
+@dataclass
+class Stages:
+    """Timing and phases of calls. `span` times a block. `phases` is set when engines and trainer ranks exist; without
+    it, they always keep their memory."""
+
+    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    phases: DevicePhases | None = None
+
+    @contextmanager
+    def stage(self, name: str | None = None, phase: Phase | None = None) -> Iterator[None]:
+        """Run the block in `phase`; the span `name` includes entering the phase."""
+        with self.span(name) if name is not None else nullcontext():
+            if self.phases is not None and phase is not None:
+                self.phases.enter(phase)
+            yield
+
+
+class HasStages(Protocol):
+    """Owner of methods that are `staged`."""
+
+    @property
+    def stages(self) -> Stages: ...
+
+
+def staged(name: str | None, phase: Phase | None) -> Callable[[StagedMethod[Owner, P, T]], StagedMethod[Owner, P, T]]:
+    """Decorate a method: it runs in `phase` and is recorded as the span `name`, as in Stages.stage."""
+
+    def decorate(method: StagedMethod[Owner, P, T]) -> StagedMethod[Owner, P, T]:
+        @functools.wraps(method)
+        def call(self: Owner, *arguments: P.args, **options: P.kwargs) -> T:
+            with self.stages.stage(name, phase):
+                return method(self, *arguments, **options)
+
+        return call
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class StagedCollector:
+    """Collector with spans."""
+
+    collector: Collector
+    stages: Stages
+
+    def collect(self, step: int) -> Groups:
+        with self.stages.span("rollout"):
+            return self.collector.collect(step)
+
+
+@dataclass(frozen=True)
+class StagedValidator:
+    """Validator with spans."""
+
+    validator: Validator
+    stages: Stages
+
+    def validate(self, step: int) -> RolloutScalars:
+        with self.stages.span("validate"):
+            return self.validator.validate(step)

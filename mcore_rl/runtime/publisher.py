@@ -13,12 +13,10 @@ import torch.distributed as dist
 from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import RECOMPUTE
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
-from mcore_rl.runtime.engines.engine import FleetEngine
-from mcore_rl.runtime.engines.fleet import Fleet
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineProcess
-from mcore_rl.runtime.phases import Phase
+from mcore_rl.runtime.phases import Phase, Stages, staged
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
-from mcore_rl.runtime.staged import Stages, staged
 from mcore_rl.weights.connection import Connection, check_plan
 from mcore_rl.weights.slices.engine_layout import EngineLayout
 from mcore_rl.weights.sync_plan import SyncPlan

@@ -29,8 +29,7 @@ from mcore_rl.runtime.engines.balance import EngineKey, FinishedPiece, LoadBalan
 from mcore_rl.runtime.engines.process import EngineProcess, EngineReport
 from mcore_rl.runtime.engines.trajectories import EngineTrajectories, chunk_of, with_journal
 from mcore_rl.runtime.health import AnyRef
-from mcore_rl.runtime.phases import Phase
-from mcore_rl.runtime.staged import staged
+from mcore_rl.runtime.phases import Phase, staged
 from mcore_rl.types import BuffersRef, Mean, RolloutResult, RolloutScalars, RolloutTask
 
 T = TypeVar("T")

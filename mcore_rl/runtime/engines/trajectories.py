@@ -18,11 +18,9 @@ from mcore_rl.rollout.streaming.interface import TRAJECTORIES, SavedTasks
 from mcore_rl.runtime.calls import passed
 from mcore_rl.runtime.delivery import Chunk, Delivery, Part, Rows
 from mcore_rl.runtime.engines.balance import EngineKey
-from mcore_rl.runtime.engines.engine import FleetEngine
-from mcore_rl.runtime.engines.fleet import Fleet
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineProcess
-from mcore_rl.runtime.phases import Phase
-from mcore_rl.runtime.staged import Stages, staged
+from mcore_rl.runtime.phases import Phase, Stages, staged
 from mcore_rl.types import BuffersRef, Grades, RolloutResult, RolloutScalars, RolloutTask
 
 

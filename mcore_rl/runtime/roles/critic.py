@@ -10,11 +10,10 @@ import ray
 
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.runtime.calls import remote_method
-from mcore_rl.runtime.phases import Phase
+from mcore_rl.runtime.phases import Phase, staged
 from mcore_rl.runtime.roles.base import HeldBatch, SetUpContext, TrainedRankProcess, joined
 from mcore_rl.runtime.roles.groups import RankMap, Role, TrainedRankGroup, batch_keys
 from mcore_rl.runtime.roles.origins import marks_errors
-from mcore_rl.runtime.staged import staged
 from mcore_rl.types import Batch, Metric, RankShares, TokenColumn, TokenRefs, TrajectoryBuffers, merge_metrics
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from mcore_rl.resolved.placement import Guests
 from mcore_rl.runtime.calls import FanOut, ProcessHandle, Rank_co, Ref, passed
 from mcore_rl.runtime.delivery import Delivery, rows_by_rank
 from mcore_rl.runtime.health import Starts, Watch
-from mcore_rl.runtime.phases import Phase
+from mcore_rl.runtime.phases import Phase, Stages, staged
 from mcore_rl.runtime.roles.base import RankProcess, RunProcess, SetUpContext, TrainedRankProcess
-from mcore_rl.runtime.staged import Stages, staged
 from mcore_rl.types import Batch, BatchHandle, Metric, RankShares, SavedFile, SavedState, Span, merge_metrics
 
 if TYPE_CHECKING:

@@ -25,11 +25,10 @@ from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader, join_scores,
 from mcore_rl.runtime.calls import ProcessHandle, passed
 from mcore_rl.runtime.delivery import Delivery, Rows
 from mcore_rl.runtime.health import Starts, Watch
-from mcore_rl.runtime.phases import Phase
+from mcore_rl.runtime.phases import Phase, Stages, staged
 from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import Role, drain_spans
 from mcore_rl.runtime.roles.origins import marks_errors
-from mcore_rl.runtime.staged import Stages, staged
 from mcore_rl.types import Metric, RolloutResult, RolloutTask, Span, TrajectoryBuffers, merge_metrics
 
 

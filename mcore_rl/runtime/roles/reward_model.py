@@ -12,11 +12,10 @@ from mcore_rl.data.trajectories import split_rows
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.rewards.task_parts import TaskPart, join_scores, split_tasks
 from mcore_rl.runtime.delivery import Rows
-from mcore_rl.runtime.phases import Phase
+from mcore_rl.runtime.phases import Phase, staged
 from mcore_rl.runtime.roles.base import RankProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import RankGroup, RankMap, Role
 from mcore_rl.runtime.roles.origins import marks_errors
-from mcore_rl.runtime.staged import staged
 from mcore_rl.types import RolloutResult, RolloutTask, TrajectoryBuffers
 
 

@@ -13,11 +13,10 @@ import ray
 
 from mcore_rl.runtime.calls import remote_method
 from mcore_rl.runtime.delivery import DriverChunk
-from mcore_rl.runtime.phases import Phase
+from mcore_rl.runtime.phases import Phase, staged
 from mcore_rl.runtime.roles.base import HeldBatch, SetUpContext, TrainedRankProcess, joined
 from mcore_rl.runtime.roles.groups import TrainedRankGroup, batch_keys, with_metrics
 from mcore_rl.runtime.roles.origins import marks_errors
-from mcore_rl.runtime.staged import staged
 from mcore_rl.types import (
     Batch,
     BatchHandle,

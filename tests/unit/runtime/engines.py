@@ -10,8 +10,7 @@ import numpy as np
 
 from mcore_rl.rollout.tasks import GivenUp, Tail, Until, share
 from mcore_rl.runtime.calls import ProcessHandle
-from mcore_rl.runtime.engines.engine import FleetEngine
-from mcore_rl.runtime.engines.fleet import Fleet
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineProcess
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.types import RolloutResult, RolloutScalars, RolloutTask, SamplingOptions

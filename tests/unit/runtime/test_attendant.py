@@ -13,8 +13,7 @@ import pytest
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.tasks import Until
 from mcore_rl.runtime import health
-from mcore_rl.runtime.engines.engine import FleetEngine
-from mcore_rl.runtime.engines.fleet import Fleet
+from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
 from mcore_rl.runtime.health import PART_OF_CALLS, SECONDS_BETWEEN_LOOKS, SECONDS_TO_GATHER, Watch

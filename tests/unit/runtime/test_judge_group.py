@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mcore_rl.rewards.task_parts import TaskPart
+from mcore_rl.runtime.phases import Stages
 from mcore_rl.runtime.roles.judge import JudgeGroup
-from mcore_rl.runtime.staged import Stages
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import BuffersRef, Mean, Metric, RolloutScalars, RolloutTask, SamplingOptions
 from tests.unit.rollouts import scalars_of

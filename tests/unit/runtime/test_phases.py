@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from mcore_rl.config.schema import Config
-from mcore_rl.runtime.phases import DevicePhases, Phase, shares_device
-from mcore_rl.runtime.staged import Stages, staged
+from mcore_rl.runtime.phases import DevicePhases, Phase, Stages, shares_device, staged
 from mcore_rl.types import Total
 
 

@@ -10,8 +10,8 @@ import pytest
 import ray
 
 from mcore_rl.errors import WeightSyncError, WorkerDiedError
+from mcore_rl.runtime.phases import Stages
 from mcore_rl.runtime.publisher import SlicePublisher
-from mcore_rl.runtime.staged import Stages
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.hosts import Host
 from mcore_rl.weights.transports.topology import Endpoint, Topology

@@ -19,8 +19,7 @@ from mcore_rl.rollout.tasks import GivenUp
 from mcore_rl.runtime.delivery import Chunk
 from mcore_rl.runtime.engines.process import EngineReport
 from mcore_rl.runtime.engines.scheduler import Scheduler
-from mcore_rl.runtime.phases import Phase
-from mcore_rl.runtime.staged import Stages
+from mcore_rl.runtime.phases import Phase, Stages
 from mcore_rl.types import RolloutTask, SamplingOptions, Total
 from tests.unit.runtime.engines import SAMPLES, Call, GiveUp, Watch, groups, scalars_of, scheduler_over, tasks_of
 

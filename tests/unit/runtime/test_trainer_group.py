@@ -14,10 +14,10 @@ import torch
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.step.rank_batch import RankBatch, ValuedBatch
 from mcore_rl.runtime.calls import ProcessHandle
+from mcore_rl.runtime.phases import Stages
 from mcore_rl.runtime.roles.critic import CriticGroup, CriticProcess
 from mcore_rl.runtime.roles.groups import RankMap
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
-from mcore_rl.runtime.staged import Stages
 from mcore_rl.runtime.trajectory_store import FetchRequest
 from mcore_rl.types import Batch, Mean, RankShare, TokenRefs, Total
 from tests.unit.rollouts import batch_of
