@@ -90,7 +90,7 @@ class SimulatedClock:
     version: int = 0
     """Weight version of all engines."""
     attendant: CallOwner | None = None
-    any_lost: bool = False
+    lost: dict[object, str] = field(default_factory=dict)
     waits: int = 0
     calls: int = 0
     """Number of calls to engines."""
@@ -145,9 +145,6 @@ class SimulatedClock:
 
     def value(self, call: Call) -> EngineReport | None:
         return call.report
-
-    def lost(self, handle: object) -> None:
-        return None
 
     def blame_the_dead(self) -> None: ...
 

@@ -81,8 +81,8 @@ class Watch:
     """Calls that end only with their process."""
     _replaceable: set[AnyProcess] = field(default_factory=set, init=False)
     """Processes whose death does not end the run."""
-    _lost: dict[AnyProcess, str] = field(default_factory=dict, init=False)
-    """Reason of the loss of each lost process."""
+    lost: dict[AnyProcess, str] = field(default_factory=dict, init=False)
+    """Reason of the loss of each replaceable process that is lost."""
     _looked: float = field(default_factory=time.monotonic, init=False)
     """Time of the last look at all processes."""
     _probes: dict[Ref[float], AnyProcess] = field(default_factory=dict, init=False)
@@ -104,21 +104,13 @@ class Watch:
         self.processes[process.actor_id] = process
 
     def allow_failure(self, processes: Iterable[AnyProcess]) -> None:
-        """Do not end the run when one of these processes dies: `lost` returns the reason, and `replace` replaces it."""
+        """Do not end the run when one of these processes dies: `lost` has the reason, and `replace` replaces it."""
         self._replaceable.update(processes)
-
-    def lost(self, process: AnyProcess) -> str | None:
-        """Return the reason why a replaceable process is lost; None if it is not lost."""
-        return self._lost.get(process)
-
-    @property
-    def any_lost(self) -> bool:
-        return bool(self._lost)
 
     def replace(self, process: AnyProcess, other: AnyProcess) -> None:
         """Watch `other` under the name of `process`, a replaceable process that is dead or being killed."""
         self._lose(process, "")
-        del self._lost[process], self.processes[process.actor_id]
+        del self.lost[process], self.processes[process.actor_id]
         self._replaceable.discard(process)
         self.places.forget(process)
         other.name = process.name
@@ -195,8 +187,8 @@ class Watch:
 
     def _require_alive(self, processes: Iterable[AnyProcess]) -> None:
         for process in processes:
-            if process in self._lost:
-                raise WorkerDiedError(self._lost[process])
+            if process in self.lost:
+                raise WorkerDiedError(self.lost[process])
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -217,7 +209,7 @@ class Watch:
         """
         if any(process.actor_id not in self.processes for process in needs):
             raise WorkerDiedError("a process that was needed has been replaced")
-        if self._lost:
+        if self.lost:
             owing = [process for ref in pending if (process := self._called(ref)) is not None]
             self._require_alive([*needs, *owing])
 
@@ -300,7 +292,7 @@ class Watch:
         self._ends = {ref: other for ref, other in self._ends.items() if other is not process}
         self._probes = {call: other for call, other in self._probes.items() if other is not process}
         self._answered.discard(process)
-        self._lost[process] = why
+        self.lost[process] = why
 
     def value(self, ref: Ref[T]) -> T:
         """Return the result of a call that has ended.
@@ -339,7 +331,7 @@ class Watch:
 
     def _pending_work(self) -> list[str]:
         """Return lines about the pending collectives of living processes, and about processes that do not answer."""
-        living = [process for process in self.processes.values() if process not in self._lost]
+        living = [process for process in self.processes.values() if process not in self.lost]
         calls = {process.call(RunProcess.pending_collectives): process.name for process in living}
         if not calls:
             return []
@@ -356,7 +348,7 @@ class Watch:
         Raises: WorkerDiedError with the name of the dead process, unless it can be replaced.
         """
         suspects = set(processes or self.processes.values())
-        if not suspects.isdisjoint(self._lost):  # a known loss explains the failure
+        if not suspects.isdisjoint(self.lost):  # a known loss explains the failure
             return
         refs = [ref for ref, process in self._ends.items() if process in suspects]
         ready, _ = ray.wait(refs, num_returns=1, timeout=SECONDS_FOR_A_DEATH_TO_SHOW)

@@ -80,9 +80,10 @@ class DevicePhases:
     engines: Engines
     record: Callable[[dict[str, Metric]], None]
     span: Callable[[str], AbstractContextManager[None]]
-    _weights: str = field(default="discarded", init=False)
-    """awake | kept (in host memory) | discarded"""
-    _kv_cache_awake: bool = field(default=False, init=False)
+    _awake: set[str] = field(default_factory=set, init=False)
+    """Parts of the engines that are in device memory: weights, kv_cache."""
+    _has_weights: bool = field(default=False, init=False)
+    """True if engines have weights, in device or host memory; False if they were discarded until the next sync."""
     _phase: Phase | None = field(default=None, init=False)
 
     def enter(self, phase: Phase) -> None:
@@ -92,22 +93,23 @@ class DevicePhases:
         self._phase = phase
         if phase in (Phase.REPLACE, Phase.KEEP):
             self._put_to_sleep(keep_weights=phase is Phase.KEEP)
-            if phase is Phase.REPLACE:
-                self._weights = "discarded"  # engines may still have them in host memory, but the sync replaces them
+            # Before REPLACE engines may still have them in host memory, but the sync replaces them.
+            self._has_weights &= phase is Phase.KEEP
         elif phase is Phase.SYNC:
             # The trainer's parameters need the memory of the KV cache. The weights return before the sync, which writes
             # into them.
-            if self._kv_cache_awake:
+            if "kv_cache" in self._awake:
                 self._put_to_sleep(keep_weights=True)
             self._offload(NOT_SYNCED)
-            self._wake_weights()
+            self._wake("weights")
+            self._has_weights = True
         else:
             # Discarded weights have undefined values until a sync.
-            assert self._weights != "discarded", "engines would generate without weights"
+            assert self._has_weights, "engines would generate without weights"
             away = self._offload(ALL_STATE)
             self.record({"memory/offloaded_bytes": Total(away)})
-            self._wake_weights()
-            self._wake_kv_cache()
+            self._wake("weights")
+            self._wake("kv_cache")
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -120,24 +122,18 @@ class DevicePhases:
             self.enter(before)
 
     def _put_to_sleep(self, *, keep_weights: bool) -> None:
-        if self._weights != "awake":
+        if "weights" not in self._awake:
             return
         with self.span("engine_sleep"):
             released = self.engines.sleep(keep_weights)
-        self._weights, self._kv_cache_awake = "kept" if keep_weights else "discarded", False
+        self._awake.clear()
         self.record({"memory/engine_released_bytes": Total(released)})
 
-    def _wake_weights(self) -> None:
-        if self._weights != "awake":
+    def _wake(self, part: str) -> None:
+        if part not in self._awake:
             with self.span("engine_wake_up"):
-                self.engines.wake_up("weights")
-            self._weights = "awake"
-
-    def _wake_kv_cache(self) -> None:
-        if not self._kv_cache_awake:
-            with self.span("engine_wake_up"):
-                self.engines.wake_up("kv_cache")
-            self._kv_cache_awake = True
+                self.engines.wake_up(part)
+            self._awake.add(part)
 
     def _offload(self, parts: tuple[str, ...]) -> int:
         with self.span("offload"):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 SECONDS_OF_ONE_STOP = 1.0
@@ -19,26 +20,23 @@ SECONDS_TO_LEAVE_A_CALLBACK = 0.2
 """Delay until an interrupt that was swallowed in a callback is raised again, when the callback has returned."""
 
 
+@dataclass
 class Stops:
     """Stop requests that a run has received, and the state that decides how to handle the next one."""
 
-    _step: int | None
-    _requested_by: int | None
-    _interrupted_by: int | None
-    _to_raise: bool
-    _was_swallowed: bool
-    _last_seconds: float
-    _what_follows: Callable[[], str] | None
-
-    def __init__(self) -> None:
-        self._reset()
+    _step: int | None = None
+    _requested_by: int | None = None
+    _interrupted_by: int | None = None
+    _to_raise: bool = False
+    _was_swallowed: bool = False
+    _last_seconds: float = -SECONDS_OF_ONE_STOP
+    _what_follows: Callable[[], str] | None = None
 
     @contextlib.contextmanager
     def listening(self, what_follows: Callable[[], str] | None = None) -> Iterator[None]:
         """Handle the signals in the block, which starts without requests. `what_follows` returns how to continue a
         stopped run."""
-        self._reset()
-        self._what_follows = what_follows
+        vars(self).update(vars(Stops(_what_follows=what_follows)))
         handlers = {signal.SIGINT: self.stop, signal.SIGTERM: self.stop, signal.SIGUSR1: self.request}
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         # Python reports exceptions that cannot propagate to this hook.
@@ -145,12 +143,6 @@ class Stops:
             timer.start()
 
         return raise_again
-
-    def _reset(self) -> None:
-        self._step = self._requested_by = self._interrupted_by = None
-        self._to_raise = self._was_swallowed = False
-        self._last_seconds = -SECONDS_OF_ONE_STOP
-        self._what_follows = None
 
 
 def _print(line: str) -> None:

@@ -47,12 +47,10 @@ def seconds(time_limit: str) -> int | None:
     if match is None:
         raise ConfigError(f"slurm.time_limit={time_limit} must look like 04:00:00 or 2-12:00:00")
     numbers = [int(part) for part in match.groups()[1:] if part is not None]
-    if match["days"] is not None:  # hours follow days
-        units = (3600, 60, 1)
-        return int(match["days"]) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
-    # minutes, minutes:seconds, or hours:minutes:seconds
-    units = {1: (60, 0, 0), 2: (60, 1, 0), 3: (3600, 60, 1)}[len(numbers)]
-    return sum(n * unit for n, unit in zip(numbers, units, strict=False))
+    if match["days"] is None and len(numbers) < 3:  # minutes or minutes:seconds; hours follow days
+        numbers = [0, *numbers]
+    units = (3600, 60, 1)
+    return int(match["days"] or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
 
 
 def looks_secret(name: str) -> bool:

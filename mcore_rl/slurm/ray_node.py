@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from mcore_rl.runtime.addresses import free_port
 from mcore_rl.runtime.session import RAYLET_VARIABLES, private_directory, temporary_files
 from mcore_rl.slurm.meeting import address_of, is_first, node_name, parse_options, publish, put_name, wait_for
 
@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace, temporary: Path) -> int:
 def _command(options: argparse.Namespace, temporary: Path, deadline: float) -> list[str]:
     if is_first():
         # The port of Ray's client server cannot be 0 (2.60); nothing here connects to it.
-        role = ["--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={_free_port()}"]
+        role = ["--head", "--port=0", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
     else:
         role = [f"--address={wait_for(options.attempt / 'address', deadline)}"]
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -81,12 +81,6 @@ def _command(options: argparse.Namespace, temporary: Path, deadline: float) -> l
         "--disable-usage-stats",
         "--log-style=record",
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 def _end(ray: subprocess.Popen[bytes] | None) -> None:

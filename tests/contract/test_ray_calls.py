@@ -202,8 +202,8 @@ def test_get_started_dead_replaceable_process_raises_at_once(group: Group) -> No
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="rank 1 died"):
         watch.get_started({leader.actor.meet.remote(False): [leader, follower]})
-    assert "died" in (watch.lost(follower) or "")
-    assert watch.lost(leader) is None
+    assert "died" in (watch.lost.get(follower) or "")
+    assert watch.lost.get(leader) is None
 
 
 class Attendant:
@@ -222,7 +222,7 @@ class Attendant:
                 self.found[rank] = self.watch.value(call)[0]
             except WorkerDiedError:
                 self.watch.blame_the_dead([process])
-                self.found[rank] = self.watch.lost(process)
+                self.found[rank] = self.watch.lost.get(process)
 
 
 def test_attendant_calls_end_during_waits_and_deaths_are_known(group: Group) -> None:
@@ -263,7 +263,7 @@ def test_watch_death_names_status_host_and_log(node: Any, tmp_path: Path) -> Non
         with pytest.raises(WorkerDiedError) as raised:
             watch.get([rank.actor.die.remote(how)])
         expected = f"{name} died: {status} (host {this_host().name}, log {tmp_path}/trainer_rank_{how}.log)"
-        assert watch.lost(rank) == expected or expected in str(raised.value), (watch.lost(rank), raised.value)
+        assert watch.lost.get(rank) == expected or expected in str(raised.value), (watch.lost.get(rank), raised.value)
 
 
 @with_two_ranks

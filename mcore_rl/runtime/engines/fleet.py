@@ -153,7 +153,7 @@ class Fleet:
     released: ReleasedKeys = field(default_factory=ReleasedKeys, init=False)
     asleep: bool = field(default=False, init=False)
     _metrics: dict[str, Metric] = field(default_factory=dict, init=False)
-    _journals: dict[str, str] = field(default_factory=dict, init=False)
+    lost_journals: dict[str, str] = field(default_factory=dict, init=False)
     """Journal files of lost engines, by producer."""
 
     @property
@@ -173,10 +173,6 @@ class Fleet:
     def producer_of(self, key: EngineKey) -> str:
         return self.engines[key.number].producer_of(key.incarnation)
 
-    def journal_of(self, producer: str) -> str | None:
-        """Return the journal file that a lost engine left, or None."""
-        return self._journals.get(producer)
-
     def lose(self, engine: FleetEngine, why: str) -> None:
         """Restart an engine; it has no weights then.
 
@@ -187,12 +183,12 @@ class Fleet:
         if self.num_restarts == self.max_restarts:
             raise WorkerDiedError(f"{why} (rollout.max_engine_restarts={self.max_restarts})")
         self.num_restarts += 1
-        self.count("engine/restarts", 1)
+        self.add_metric("engine/restarts", Total(1))
         first_line = why.splitlines()[0]
         self.note(f"warning: {first_line}; it starts again ({self.num_restarts} of {self.max_restarts} times)")
         # Before the restart, which changes `producer` and the name of the journal.
         if engine.journal is not None:
-            self._journals[engine.producer] = engine.journal
+            self.lost_journals[engine.producer] = engine.journal
         # A new incarnation gives the process a new name as a producer, so keys of the lost one are never requested from
         # it.
         engine.incarnation += 1
@@ -207,13 +203,13 @@ class Fleet:
 
     def failed(self) -> list[FleetEngine]:
         """Return the engines with a process that was lost since the last `reap_failed`."""
-        if not self.watch.any_lost:
+        if not self.watch.lost:
             return []
         return [engine for engine in self.engines if self._reasons(engine)]
 
     def _reasons(self, engine: FleetEngine) -> list[str]:
         """Return the reasons why processes of the engine are lost."""
-        return [why for process in engine.processes if (why := self.watch.lost(process)) is not None]
+        return [self.watch.lost[process] for process in engine.processes if process in self.watch.lost]
 
     def reap_failed(self) -> None:
         """Restart failed engines."""
@@ -311,9 +307,6 @@ class Fleet:
             return self.watch.get([begin(engine.process) for engine in self.engines])
 
         return self.retry_on_engine_loss(call)
-
-    def count(self, name: str, number: int) -> None:
-        self.add_metric(name, Total(number))
 
     def add_metric(self, name: str, metric: Metric) -> None:
         self._metrics = merge_metrics([self._metrics, {name: metric}])

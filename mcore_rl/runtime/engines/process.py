@@ -233,15 +233,14 @@ class EngineProcess(RunProcess):
 
     def _receive_update(self, version: int, recompute: bool) -> list[int]:
         self.receiver.begin_update()
-        totals = [0]
+        received = []
         for sync_round in range(self._num_rounds):
             with self.spans.span("receive bucket"):
-                received = self.receiver.receive_bucket(sync_round)
-            # Bytes of each rank of the engine, summed over the rounds.
-            totals = received if sync_round == 0 else [sum(pair) for pair in zip(totals, received, strict=True)]
+                received.append(self.receiver.receive_bucket(sync_round))
         with self.spans.span("finish weight update"):
             self.receiver.finish_update(version, recompute=recompute)
-        return totals
+        # Bytes of each rank of the engine, summed over the rounds.
+        return [sum(of_rank) for of_rank in zip(*received, strict=True)]
 
     @remote_method(concurrency_group="engine")
     def compare_weights(self) -> list[Comparison]:

@@ -30,7 +30,7 @@ from mcore_rl.runtime.engines.process import EngineProcess, EngineReport
 from mcore_rl.runtime.engines.trajectories import EngineTrajectories, chunk_of, with_journal
 from mcore_rl.runtime.health import AnyRef
 from mcore_rl.runtime.phases import Phase, staged
-from mcore_rl.types import BuffersRef, Mean, RolloutResult, RolloutScalars, RolloutTask
+from mcore_rl.types import BuffersRef, Mean, RolloutResult, RolloutScalars, RolloutTask, Total
 
 T = TypeVar("T")
 
@@ -251,10 +251,11 @@ class Scheduler(EngineTrajectories):
         engine, fleet = self.fleet.engines[key.number], self.fleet
         engine.busy_seconds = report.busy_seconds
         if self.streaming:
-            fleet.count("engine/tokens_carried_over", report.tokens_carried_over - self._carried.get(key, 0))
+            carried_over = report.tokens_carried_over - self._carried.get(key, 0)
+            fleet.add_metric("engine/tokens_carried_over", Total(carried_over))
             self._carried[key] = report.tokens_carried_over
         for number, kept_key, scalars in report.ended:
-            fleet.count("engine/tokens_taken_over", scalars.tokens_taken_over)
+            fleet.add_metric("engine/tokens_taken_over", Total(scalars.tokens_taken_over))
             place = fleet.released.refer(engine.producer, engine.process, kept_key)
             self._finish(number, key, place, scalars)
         self._balance.report(key, report.requests_received, report.requests_left)
@@ -275,7 +276,7 @@ class Scheduler(EngineTrajectories):
         self._unfinished |= {self._balance.pieces[number].task for number, _ in given_up.ends}
         moved = self._balance.gave_up(key, given_up.ends, given_up.num_unstarted)
         if moved:
-            self.fleet.count("engine/requests_stolen", moved)
+            self.fleet.add_metric("engine/requests_stolen", Total(moved))
 
     def _result(self, ticket: int) -> RolloutResult:
         """Return the result of a finished task and drop the task."""
@@ -358,7 +359,7 @@ class Scheduler(EngineTrajectories):
         self._balance.requeue(finished)
         self._balance.leave(lost)
         for ticket, key in sorted(again):
-            submission, journal = self._submissions[ticket], self.fleet.journal_of(self.fleet.producer_of(key))
+            submission, journal = self._submissions[ticket], self.fleet.lost_journals.get(self.fleet.producer_of(key))
             submission.task = with_journal(submission.task, journal)
         for key in lost:
             self._carried.pop(key, None)

@@ -140,7 +140,7 @@ class EngineTrajectories:
         fleet, phases = self.fleet, self.stages.phases
         if not fleet.asleep:
             return self._regenerate(chunks)
-        if phases is None or not (fleet.watch.any_lost or self._lost(chunks)):
+        if phases is None or not (fleet.watch.lost or self._lost(chunks)):
             return False
         for engine in fleet.failed():
             engine.kill()  # ranks that fetch from it must not wait: they free their devices next
@@ -162,7 +162,7 @@ class EngineTrajectories:
         for chunk, part in lost:
             # The records are already written.
             task = replace(chunk.task, records=None, responses=part.responses)
-            tasks.append(with_journal(task, self.fleet.journal_of(part.place.producer)))
+            tasks.append(with_journal(task, self.fleet.lost_journals.get(part.place.producer)))
         for (chunk, part), (again, _) in zip(lost, self.generate(tasks), strict=True):
             parts = cast(Chunk, again).parts
             _require_same(part, parts)

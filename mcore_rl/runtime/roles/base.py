@@ -194,24 +194,23 @@ class HeldBatch(Generic[T]):
     """Batch that a rank keeps between calls, under the driver's key; at most one."""
 
     def __init__(self) -> None:
-        self._key: int | None = None
-        self._batch: T | None = None
+        self._batches: dict[int, T] = {}
 
     def keep(self, key: int, batch: T) -> None:
         """Replace the held batch."""
-        self._key, self._batch = key, batch
+        self._batches = {key: batch}
 
     def of(self, key: int) -> T:
         """Return the held batch.
 
         Raises: McoreRLError if it has another key.
         """
-        if self._batch is None or key != self._key:
-            raise McoreRLError(f"batch {key} is not on this rank, which holds {self._key or 'none'}")
-        return self._batch
+        if key not in self._batches:
+            raise McoreRLError(f"batch {key} is not on this rank, which holds {next(iter(self._batches), 'none')}")
+        return self._batches[key]
 
     def take(self, key: int) -> T:
         """Return the held batch and drop it."""
         batch = self.of(key)
-        self._key = self._batch = None
+        self._batches.clear()
         return batch

@@ -24,13 +24,10 @@ if TYPE_CHECKING:
 class CriticProcess(TrainedRankProcess):
     """One rank of the critic."""
 
-    def __init__(self, name: str, logs: str | None = None, peers: int | None = None) -> None:
-        super().__init__(name, logs, peers)
-        self._held: HeldBatch[ValuedBatch] = HeldBatch()
-
     def _build(self, context: SetUpContext, rank: int, world_size: int, address: str) -> None:
         from mcore_rl.megatron.roles.critic import MegatronCritic
 
+        self._held: HeldBatch[ValuedBatch] = HeldBatch()
         self.critic = self.role = MegatronCritic(context.config, rank, world_size, address)
         self.critic.memory.span = self.spans.span
         self.critic.memory.offload()

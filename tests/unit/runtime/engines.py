@@ -140,12 +140,9 @@ class Watch:
         """Return the current process with this name."""
         return next(engine for engine in self.engines if engine.name == name).process
 
-    def lost(self, process: Process) -> str | None:
-        return self.dead.get(id(process))
-
     @property
-    def any_lost(self) -> bool:
-        return bool(self.dead)
+    def lost(self) -> dict[Process, str]:
+        return {self.process(process_id): why for process_id, why in self.dead.items()}
 
     def blame_the_dead(self, handles: Sequence[object] = ()) -> None: ...
 

@@ -316,8 +316,8 @@ def test_get_of_a_stopped_replaceable_process_raises_in_time(ray: Ray, role: str
     with pytest.raises(WorkerDiedError, match="engine 0 did not answer for 20 s"):
         watch.get([call], needs)
     assert ray.seconds - 15.0 < watch.dependent_seconds
-    assert watch.lost(engine) is not None
-    assert watch.lost(processes["engine 1"]) is None
+    assert engine in watch.lost
+    assert processes["engine 1"] not in watch.lost
 
 
 def test_get_ignores_a_lost_process_that_owes_nothing(ray: Ray) -> None:
@@ -325,7 +325,7 @@ def test_get_ignores_a_lost_process_that_owes_nothing(ray: Ray) -> None:
     watch.allow_failure([processes["engine 0"]])
     ray.after(15.0, lambda: stop(processes["engine 0"]))
     assert watch.get([ray.call(90.0, "trained")]) == ["trained"]
-    assert watch.any_lost
+    assert watch.lost
 
 
 def test_get_with_a_replaced_process_in_needs_raises_at_once(ray: Ray) -> None:

@@ -15,6 +15,7 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.step.rank_batch import RankBatch, ValuedBatch
 from mcore_rl.runtime.calls import ProcessHandle
 from mcore_rl.runtime.phases import Stages
+from mcore_rl.runtime.roles.base import HeldBatch
 from mcore_rl.runtime.roles.critic import CriticGroup, CriticProcess
 from mcore_rl.runtime.roles.groups import RankMap
 from mcore_rl.runtime.roles.trainer import TrainerGroup, TrainerProcess
@@ -75,7 +76,7 @@ class Rank(ProcessHandle[object]):
     def __init__(self, rounds: list[str], process: type[Any] = TrainerProcess) -> None:
         super().__init__("rank", cast(Any, self))
         self.process = process("rank")
-        self.process.actor = RecordedActor()
+        self.process.actor, self.process._held = RecordedActor(), HeldBatch()
         self.rounds = rounds
 
     def __getattr__(self, name: str) -> object:
