@@ -16,7 +16,7 @@ from typing import Any
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
-from mcore_rl.sandbox.confinement.limits import MIB
+from mcore_rl.sandbox.confinement.commands import MIB
 from mcore_rl.sandbox.confinement.start import KILLED
 from mcore_rl.sandbox.interface import Outcome, Program, Why
 

@@ -12,8 +12,7 @@ from typing import Literal, Self
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
-from mcore_rl.sandbox.confinement.commands import Confinement
-from mcore_rl.sandbox.confinement.limits import SESSION_CPU_FACTOR, RunLimits
+from mcore_rl.sandbox.confinement.commands import SESSION_CPU_FACTOR, Confinement, RunLimits
 from mcore_rl.sandbox.confinement.start import Budget, Confined
 from mcore_rl.sandbox.interface import Why
 

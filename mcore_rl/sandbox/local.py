@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.errors import SandboxError
-from mcore_rl.sandbox.confinement.commands import confinement_of, in_memory
-from mcore_rl.sandbox.confinement.limits import MIB, RunLimits
+from mcore_rl.sandbox.confinement.commands import MIB, RunLimits, confinement_of, in_memory
 from mcore_rl.sandbox.confinement.start import KILLED, Budget, Confined
 from mcore_rl.sandbox.interface import Outcome, Program
 from mcore_rl.sandbox.interpreter import Interpreter, Shell

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mcore_rl.config.functions import describe
-from mcore_rl.rollout.tools.interface import EpisodeState, RetryableToolError, Tool, ToolError, ToolResult
+from mcore_rl.rollout.tools.interface import EpisodeState, Tool, ToolError, ToolResult
 from mcore_rl.rollout.tools.schemas import ArgumentChecker, name_of
 
 T = TypeVar("T")
@@ -56,11 +56,11 @@ class LimitedTool:
         while True:
             try:
                 return await self._attempt(episode, arguments)
-            except (TimeoutError, ToolError) as error:
+            except ToolError as error:
                 return failure(str(error) or describe(error))
             except Exception as error:  # any error of the user's tool
-                is_transient = any(kind.__name__ in TRANSIENT for kind in type(error).__mro__)
-                if attempt == self.limits.retries or not is_transient:
+                names = {kind.__name__ for kind in type(error).__mro__}
+                if attempt == self.limits.retries or not (isinstance(error, TimeoutError) or names & TRANSIENT):
                     return failure(describe(error))
             await asyncio.sleep(BACKOFF_SECONDS * 2**attempt)
             attempt += 1
@@ -72,7 +72,7 @@ class LimitedTool:
         except asyncio.CancelledError:
             self._slots.release()
             raise
-        task = asyncio.create_task(self._call(episode, arguments))
+        task = asyncio.create_task(contained(self.tool.call(episode, arguments)))
         task.add_done_callback(self._ended)  # the slot is freed when the call ends, not when its caller gives up
         seconds = self.limits.timeout_seconds
         try:
@@ -82,16 +82,10 @@ class LimitedTool:
             if late := not task.done():
                 self._abandon(task)
         if late:
-            raise TimeoutError(f"the tool did not answer within {seconds:g} seconds")
+            raise ToolError(f"the tool did not answer within {seconds:g} seconds")
         if task.cancelled():
             raise ToolError(CANCELLED_ITSELF)
         return task.result()
-
-    async def _call(self, episode: EpisodeState, arguments: dict[str, object]) -> ToolResult:
-        try:
-            return await contained(self.tool.call(episode, arguments))
-        except TimeoutError as error:  # raised by the tool itself, not by the time limit
-            raise RetryableToolError(describe(error)) from error
 
     async def _wait_for_rate(self) -> None:
         if self.limits.rate_per_second is None:

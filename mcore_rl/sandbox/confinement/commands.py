@@ -1,4 +1,4 @@
-"""Command lines that confine a program: bubblewrap in new namespaces, or Landlock.
+"""Command lines that confine a program and limit its resources: bubblewrap in new namespaces, or Landlock.
 
 The bubblewrap command closes gaps of a default call: if root starts it, the user inside is the host's root and can
 write /proc/sys; / and /dev are in-memory file systems without a size limit; code can create more namespaces; process 1
@@ -10,20 +10,24 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 from mcore_rl.config.sandbox import BUBBLEWRAP, SandboxConfig
 from mcore_rl.errors import SandboxError
-from mcore_rl.sandbox.confinement.limits import MIB, RunLimits
 from mcore_rl.sandbox.confinement.seccomp import filter_program
 
+MIB = 1 << 20
+SESSION_CPU_FACTOR = 10
+"""Factor on cpu_seconds of an episode's interpreter or shell: all its cells share one process."""
 INSIDE_UID = 1000
 """User id inside. It is not 0, because some programs refuse to run as root."""
 WORK = "/tmp"
@@ -43,6 +47,42 @@ _STOP_SECONDS = 10.0
 # Ranges of user ids: first id and number of ids.
 _FAR = (1 << 30, 1 << 22)
 _NEAR = (20_000, 40_000)  # for containers, which often have only 65,536 user ids
+
+
+@dataclass
+class RunLimits(SandboxConfig):
+    """Limits of one run: the configured ones, possibly lowered.
+
+    address_space: whether memory_mib also limits the address space of each process; some runtimes reserve far more
+    than they use.
+    """
+
+    address_space: bool = True
+
+    def prlimit(self, processes: int) -> list[str]:
+        """Return a command prefix that sets the limits and executes the rest.
+
+        It must run inside the namespace, since RLIMIT_NPROC counts processes per user and user namespace. Soft and hard
+        limits are equal: otherwise code could ignore the signal of the soft limit and continue.
+        """
+        limits = {
+            "nproc": (processes, resource.RLIMIT_NPROC),
+            "cpu": (self.cpu_seconds, resource.RLIMIT_CPU),
+            "fsize": (self.file_mib * MIB, resource.RLIMIT_FSIZE),
+            "nofile": (self.open_files, resource.RLIMIT_NOFILE),
+            # A core dump could be as large as the memory limit.
+            "core": (0, resource.RLIMIT_CORE),
+        }
+        if self.address_space:
+            limits["as"] = (self.memory_mib * MIB, resource.RLIMIT_AS)
+        options = [f"--{name}={_lowered(value, which)}" for name, (value, which) in limits.items()]
+        return ["/usr/bin/prlimit", *options, "--"]
+
+
+def _lowered(value: int, which: int) -> int:
+    """Lower a limit to the hard limit of this process."""
+    hard = resource.getrlimit(which)[1]
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
 class Confinement(Protocol):

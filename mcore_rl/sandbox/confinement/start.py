@@ -14,8 +14,7 @@ from functools import cache
 from typing import IO
 
 from mcore_rl.errors import SandboxError
-from mcore_rl.sandbox.confinement.commands import Confinement
-from mcore_rl.sandbox.confinement.limits import MIB, RunLimits
+from mcore_rl.sandbox.confinement.commands import MIB, Confinement, RunLimits
 from mcore_rl.sandbox.confinement.memory import limit_memory
 from mcore_rl.sandbox.interface import Why
 
