@@ -21,7 +21,7 @@ from benchmarks.result import Result
 from benchmarks.rollout.engine_loop import write_model
 from benchmarks.sizes import size
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks, Player
+from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch, Player
 from mcore_rl.types import EpisodeOutcome, GenerationRequest, Prompt, SamplingOptions
 
 if TYPE_CHECKING:
@@ -85,7 +85,9 @@ def _with_context(player: EpisodePlayer) -> EpisodePlayer:
     from mcore_rl.data.chat.conversation import Conversation
     from mcore_rl.rollout.episodes.session import EpisodeContext
 
-    player.context = EpisodeContext(_NoText(), Conversation.__new__(Conversation))
+    conversation = Conversation.__new__(Conversation)
+    conversation.tools = []
+    player.context = EpisodeContext(_NoText(), conversation)
     return player
 
 
@@ -132,7 +134,7 @@ def _rate(player: Player) -> float:
 
     attempts = _attempts(SINGLE_TURNS, TURN_TOKENS)
     started = time.process_time()
-    player.play(attempts, AttemptCallbacks(lambda: None, end), {})
+    player.play(AttemptBatch(attempts, lambda: None, end))
     seconds = time.process_time() - started
     return sum(len(outcome.trajectories[0].token_ids) for outcome in outcomes) / seconds
 
@@ -149,6 +151,6 @@ def _idle_percent(player: Player, busy_seconds: Callable[[], float]) -> float:
             figures.append((time.perf_counter(), busy_seconds()))
 
     started, busy = time.perf_counter(), busy_seconds()
-    player.play(_attempts(CONVERSATIONS, TURNS * TURN_TOKENS + TURNS), AttemptCallbacks(lambda: None, end), {})
+    player.play(AttemptBatch(_attempts(CONVERSATIONS, TURNS * TURN_TOKENS + TURNS), lambda: None, end))
     (then, busy_then), *_ = figures
     return 100 * (1 - (busy_then - busy) / (then - started))

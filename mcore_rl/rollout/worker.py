@@ -18,7 +18,7 @@ from mcore_rl.data.seeds import request_seeds
 from mcore_rl.data.sources.row_options import with_overrides
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.ports import Rewarder
-from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks, Player
+from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch, Player
 from mcore_rl.rollout.journal import JournaledResponse, first_id, read_journal
 from mcore_rl.rollout.results import Response, scalars_of, write_records
 from mcore_rl.rollout.tasks import NO_CALLBACKS, RequestCallbacks
@@ -89,7 +89,7 @@ class RolloutWorker:
         # Each response is graded as soon as it ends (in `end`), so that grading overlaps the generation of the others.
         started = time.perf_counter()
         recovered = _recovered_responses(task, attempts)
-        self._player.play(attempts, AttemptCallbacks(callbacks.started, end), recovered)
+        self._player.play(AttemptBatch(attempts, callbacks.started, end, recovered))
         generated = time.perf_counter()
         # Withdrawn responses are always at the end of the task; the driver has given them to another engine.
         if len(withdrawn) == len(attempts) > 0:

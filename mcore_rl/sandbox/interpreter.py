@@ -17,6 +17,7 @@ from mcore_rl.sandbox.confinement.start import Budget, Confined
 from mcore_rl.sandbox.interface import Why
 
 Ended = Why | Literal["gone"]
+PYTHON = "{python}"
 DRIVER = Path(__file__).with_name("driver.py").read_text()
 SHELL = r"""
 case $1 in 3) ;; *) eval "exec 3>&$1 $1>&-" ;; esac
@@ -53,11 +54,12 @@ class _CellRunner:
     """Sandbox with a process that runs cells one after another. close() interrupts a running cell."""
 
     name = "session"
+    inside: tuple[str, ...]
+    """Command, in which PYTHON stands for sandbox.python. The descriptor for results and the output limit in bytes
+    are appended."""
 
-    def __init__(
-        self, config: SandboxConfig, confinement: Confinement, slots: threading.Semaphore, inside: list[str]
-    ) -> None:
-        """inside: command; the descriptor for results and the output limit in bytes are appended."""
+    def __init__(self, config: SandboxConfig, confinement: Confinement, slots: threading.Semaphore) -> None:
+        inside = [os.path.abspath(config.python) if word == PYTHON else word for word in self.inside]
         limits = RunLimits(**vars(config) | {"cpu_seconds": config.cpu_seconds * SESSION_CPU_FACTOR})
         self._seconds, self._output_bytes = config.seconds, limits.output_kib << 10
         self._slots, self._lock = slots, threading.Lock()
@@ -138,10 +140,7 @@ class _CellRunner:
 class Interpreter(_CellRunner):
     """Python interpreter whose cells share a namespace."""
 
-    name = "interpreter"
-
-    def __init__(self, config: SandboxConfig, confinement: Confinement, slots: threading.Semaphore) -> None:
-        super().__init__(config, confinement, slots, [os.path.abspath(config.python), "-I", "-u", "-c", DRIVER])
+    name, inside = "interpreter", (PYTHON, "-I", "-u", "-c", DRIVER)
 
     def cell(self, code: str, seconds: float | None = None) -> CellOutcome:
         """Run a cell and print the value of a final expression. seconds: limit, at most sandbox.seconds."""
@@ -158,10 +157,7 @@ class Interpreter(_CellRunner):
 class Shell(_CellRunner):
     """bash session that keeps its directory, variables and functions."""
 
-    name = "shell"
-
-    def __init__(self, config: SandboxConfig, confinement: Confinement, slots: threading.Semaphore) -> None:
-        super().__init__(config, confinement, slots, ["/bin/bash", "--norc", "--noprofile", "-c", SHELL, "sandbox"])
+    name, inside = "shell", ("/bin/bash", "--norc", "--noprofile", "-c", SHELL, "sandbox")
 
     def cell(self, code: str, seconds: float | None = None) -> CellOutcome:
         """Run commands. ok: the last one exited with 0. seconds: limit, at most sandbox.seconds."""

@@ -14,7 +14,7 @@ from mcore_rl.errors import SandboxError
 from mcore_rl.sandbox.confinement.commands import MIB, RunLimits, confinement_of, in_memory
 from mcore_rl.sandbox.confinement.start import KILLED, Budget, Confined
 from mcore_rl.sandbox.interface import Outcome, Program
-from mcore_rl.sandbox.interpreter import Interpreter, Shell
+from mcore_rl.sandbox.interpreter import PYTHON, Interpreter, Shell
 from mcore_rl.sandbox.parcels import READY, RUN, check_path, pack, unpack
 
 SEARCH_PATH = "/usr/local/bin:/usr/bin"
@@ -23,7 +23,7 @@ SEARCH_PATH = "/usr/local/bin:/usr/bin"
 
 @dataclass(frozen=True)
 class Language:
-    """Programming language. {python} in a command stands for sandbox.python.
+    """Programming language. PYTHON in a command stands for sandbox.python.
 
     source: file name of the code.
     run: command that runs the program.
@@ -44,8 +44,8 @@ LANGUAGES = {
     "lua": Language("main.lua", ("lua", "main.lua")),
     "nodejs": Language("main.js", ("node", "main.js"), address_space=False),
     "perl": Language("main.pl", ("perl", "main.pl")),
-    "pytest": Language("test_main.py", ("{python}", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_main.py")),
-    "python": Language("main.py", ("{python}", "-u", "main.py")),
+    "pytest": Language("test_main.py", (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_main.py")),
+    "python": Language("main.py", (PYTHON, "-u", "main.py")),
     "ruby": Language("main.rb", ("ruby", "main.rb")),
 }
 
@@ -56,7 +56,7 @@ def find_language(name: str) -> Language:
         raise SandboxError(f"language {name} is not known here, only {', '.join(LANGUAGES)}")
     language = LANGUAGES[name]
     program = (language.compile or language.run)[0]
-    if program != "{python}" and shutil.which(program, path=SEARCH_PATH) is None:
+    if program != PYTHON and shutil.which(program, path=SEARCH_PATH) is None:
         raise SandboxError(f"language {name}: {program} is not installed on this machine")
     return language
 
@@ -64,7 +64,7 @@ def find_language(name: str) -> Language:
 def resolve_command(command: tuple[str, ...], config: SandboxConfig) -> list[str]:
     """Replace the program of a command with its absolute path inside the sandbox."""
     python = os.path.abspath(config.python)
-    program = python if command[0] == "{python}" else shutil.which(command[0], path=SEARCH_PATH) or command[0]
+    program = python if command[0] == PYTHON else shutil.which(command[0], path=SEARCH_PATH) or command[0]
     return [program, *command[1:]]
 
 

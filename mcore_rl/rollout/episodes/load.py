@@ -93,14 +93,9 @@ def start_episodes(
     def parser_of(schemas: Sequence[ToolSchema]) -> ToolCallParser:
         return ToolCallParser(rollout.tool_parser, str(tokenizer.chat_template), [dict(schema) for schema in schemas])
 
+    parser = parser_of if schemas else None
     player.context = EpisodeContext(
-        tokenizer,
-        conversation,
-        tools,
-        parser_of(schemas) if schemas else None,
-        parallel_calls=facts.parallel_calls,
-        stop_ids=frozenset(stop_ids),
-        parser_of=parser_of if schemas else None,
+        tokenizer, conversation, tools, facts.parallel_calls, frozenset(stop_ids), parser_of=parser
     )
     return player
 

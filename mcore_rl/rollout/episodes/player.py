@@ -8,7 +8,7 @@ import contextlib
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
@@ -22,7 +22,7 @@ from mcore_rl.rollout.episodes.limits import EpisodeLimitError, EpisodeLimits
 from mcore_rl.rollout.episodes.outcome import ended as outcome_of
 from mcore_rl.rollout.episodes.outcome import failed
 from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Session
-from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks
+from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch
 from mcore_rl.rollout.episodes.trace import COMPLETED, FAILED, RUNNING, EpisodeTraces, Record
 from mcore_rl.rollout.journal import JournaledResponse
 from mcore_rl.rollout.loop import Choose, EngineLoop
@@ -101,17 +101,15 @@ class AttemptClient:
         self, client: EngineClient, recovered: Mapping[str, JournaledResponse], first_id: str, begin: Callable[[], None]
     ) -> None:
         self._client, self._recovered, self._first_id, self._begin = client, recovered, first_id, begin
-        self._lock = threading.Lock()
-        self._has_started = False
+        self._has_started = threading.Lock()
+        """Locked from the start on, so that only the first caller of `begin` acquires it."""
         self.taken_over = 0
         self.failure: Exception | None = None
         """First error of the engine, which is remembered even if the episode catches it."""
 
     def begin(self) -> None:
         """Call `begin` once; may be called from the engine's thread and from the episodes' thread."""
-        with self._lock:
-            before, self._has_started = self._has_started, True
-        if not before:
+        if self._has_started.acquire(blocking=False):
             self._begin()
 
     async def generate(self, request: GenerationRequest) -> Completion:
@@ -134,7 +132,7 @@ class AttemptClient:
                 await asyncio.wrap_future(self._client.loop.take_over([found]))
                 return replace(found.completion, finish_reason=found.finish_reason)
             request = replace(request, partial=found.completion)
-        if request.request_id == self._first_id and not self._has_started:
+        if request.request_id == self._first_id and not self._has_started.locked():
             return await self._client.generate(request, self.begin)
         self.begin()
         return await self._client.generate(request)
@@ -165,11 +163,9 @@ class EpisodePlayer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
-    def play(
-        self, attempts: Sequence[Attempt], callbacks: AttemptCallbacks, recovered: Mapping[str, JournaledResponse]
-    ) -> None:
+    def play(self, batch: AttemptBatch) -> None:
         """Same as Player.play. A failed episode does not affect others; its outcome contains the error."""
-        self.run(self._play_all(attempts, callbacks, recovered))
+        self.run(self._play_all(batch))
 
     def withdraw(self, choose: Choose) -> None:
         """Same as Player.withdraw, for attempts that wait for a slot and for first turns that have not started."""
@@ -193,20 +189,18 @@ class EpisodePlayer:
         """Run a coroutine on the episodes' thread and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    async def _play_all(
-        self, attempts: Sequence[Attempt], callbacks: AttemptCallbacks, recovered: Mapping[str, JournaledResponse]
-    ) -> None:
+    async def _play_all(self, batch: AttemptBatch) -> None:
         async def play(place: int) -> None:
-            attempt = attempts[place]
+            attempt = batch.attempts[place]
             async with self._slots:
                 is_waiting = self._leave(attempt)
-                outcome = await self._play(attempt, callbacks, recovered) if is_waiting else None
-            callbacks.ended(place, outcome)
+                outcome = await self._play(attempt, batch) if is_waiting else None
+            batch.ended(place, outcome)
 
         with self._lock:
-            self._waiting.update(attempt.request.request_id for attempt in attempts)
+            self._waiting.update(attempt.request.request_id for attempt in batch.attempts)
 
-        tasks = [self._loop.create_task(play(place)) for place in range(len(attempts))]
+        tasks = [self._loop.create_task(play(place)) for place in range(len(batch.attempts))]
         # Only errors of the engine or of tool processes arrive here; errors of episodes are part of their outcomes.
         try:
             await asyncio.gather(*tasks)
@@ -214,7 +208,7 @@ class EpisodePlayer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for attempt in attempts:
+            for attempt in batch.attempts:
                 self._leave(attempt)
             raise
 
@@ -225,17 +219,15 @@ class EpisodePlayer:
             self._waiting.discard(attempt.request.request_id)
             return is_waiting
 
-    async def _play(
-        self, attempt: Attempt, callbacks: AttemptCallbacks, recovered: Mapping[str, JournaledResponse]
-    ) -> EpisodeOutcome | None:
+    async def _play(self, attempt: Attempt, batch: AttemptBatch) -> EpisodeOutcome | None:
         """Run one episode; returns None if it was withdrawn."""
         traced = self._traces.begin(attempt.request.request_id)
 
         def begin() -> None:
             traced.enter(RUNNING)
-            callbacks.started()
+            batch.started()
 
-        client = AttemptClient(self.client, recovered, attempt.request.request_id, begin)
+        client = AttemptClient(self.client, batch.recovered, attempt.request.request_id, begin)
         prompt, max_turns = attempt.prompt, self._config.max_turns
         turns = max_turns if prompt.max_turns is None else min(prompt.max_turns, max_turns)
         limits = EpisodeLimits(self._config, attempt.request.sampling.max_response_tokens, turns)

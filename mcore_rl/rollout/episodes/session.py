@@ -9,6 +9,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -78,20 +79,21 @@ class EpisodeContext:
     decoder: TextDecoder
     conversation: Conversation
     tools: ToolBox | None = None
-    parser: ToolCallParser | None = None
     parallel_calls: bool = True
     """False if the chat template supports only one call per turn."""
     stop_ids: frozenset[int] = frozenset()
     parser_of: Callable[[Sequence[ToolSchema]], ToolCallParser] | None = None
-    """Function that builds a parser for the calls of other tools."""
+    """Function that builds a parser for the calls of tools; None if the run has no tools."""
+
+    @cached_property
+    def parser(self) -> ToolCallParser | None:
+        """Parser for the conversation's tools. Without tools, a turn that looks like a call is text."""
+        tools = self.conversation.tools
+        return self.parser_of(tools) if tools and self.parser_of is not None else None
 
     def offering(self, tools: Sequence[ToolSchema] | None) -> EpisodeContext:
         """Return a context with the tools of a row; None: the run's tools."""
-        if tools is None:
-            return self
-        # Without tools, a turn that looks like a call is text.
-        parser = self.parser_of(tools) if tools and self.parser_of is not None else None
-        return replace(self, conversation=self.conversation.with_tools(tools), parser=parser)
+        return self if tools is None else replace(self, conversation=self.conversation.with_tools(tools))
 
 
 Sample = Callable[[GenerationRequest], Awaitable[Completion]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from mcore_rl.data.transcripts import TextDecoder, response_text
@@ -25,21 +25,24 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class AttemptCallbacks:
-    """Callbacks for attempts, from any thread: `started` when an attempt starts; `ended` with its index and outcome,
-    None if the engine withdrew it before it started."""
+class AttemptBatch:
+    """Attempts that are played together. `recovered`: responses of lost engines by request id.
 
+    Callbacks, from any thread: `started` when an attempt starts; `ended` with its index and outcome, None if the engine
+    withdrew it before it started.
+    """
+
+    attempts: Sequence[Attempt]
     started: Callable[[], None]
     ended: Callable[[int, EpisodeOutcome | None], None]
+    recovered: Mapping[str, JournaledResponse] = field(default_factory=dict)
 
 
 class Player(Protocol):
     """Runs attempts."""
 
-    def play(
-        self, attempts: Sequence[Attempt], callbacks: AttemptCallbacks, recovered: Mapping[str, JournaledResponse]
-    ) -> None:
-        """Run all attempts and return when they have ended. `recovered` holds responses of lost engines by request id.
+    def play(self, batch: AttemptBatch) -> None:
+        """Run all attempts and return when they have ended.
 
         Raises: errors of the engine; no attempt is running then.
         """
@@ -54,27 +57,26 @@ class SingleTurnPlayer:
     def __init__(self, loop: EngineLoop, decoder: TextDecoder) -> None:
         self._loop, self._decoder = loop, decoder
 
-    def play(
-        self, attempts: Sequence[Attempt], callbacks: AttemptCallbacks, recovered: Mapping[str, JournaledResponse]
-    ) -> None:
+    def play(self, batch: AttemptBatch) -> None:
         """Same as Player.play."""
-        place_of = {attempt.request.request_id: place for place, attempt in enumerate(attempts)}
+        recovered = batch.recovered
+        place_of = {attempt.request.request_id: place for place, attempt in enumerate(batch.attempts)}
         left: list[GenerationRequest] = []
 
         def end(completion: Completion) -> None:
             place = place_of[completion.request_id]
             if completion.finish_reason == "abort":
-                callbacks.ended(place, None)
+                batch.ended(place, None)
                 return
             before = recovered.get(completion.request_id)
-            callbacks.ended(place, self._outcome(attempts[place].request, completion, before))
+            batch.ended(place, self._outcome(batch.attempts[place].request, completion, before))
 
         # Journal them before reporting them: if this engine dies, the next one reads only this engine's journal.
         known = [recovered[request_id] for request_id in place_of if request_id in recovered]
         finished = [found for found in known if found.finish_reason is not None]
         if finished:
             self._loop.take_over(finished).result()
-        for attempt in attempts:
+        for attempt in batch.attempts:
             request = attempt.request
             found = recovered.get(request.request_id)
             if found is None:
@@ -83,9 +85,9 @@ class SingleTurnPlayer:
                 left.append(replace(request, partial=found.completion))
             else:
                 # This response never reaches the engine, which reports the start of the others.
-                callbacks.started()
+                batch.started()
                 end(replace(found.completion, finish_reason=found.finish_reason))
-        self._loop.generate(left, end, callbacks.started)
+        self._loop.generate(left, end, batch.started)
 
     def withdraw(self, choose: Choose) -> None:
         """Same as Player.withdraw."""

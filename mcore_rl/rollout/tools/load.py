@@ -180,12 +180,12 @@ def _beside(origin: str, folder: Path, path: str) -> Path:
 
 @dataclass(frozen=True)
 class ToolSettings:
-    """Settings of a tool process. `schemas`: derived by an earlier process; with them, a replacement process need not
-    import transformers."""
+    """Settings of a tool process. `schemas`: derived by an earlier process, by name; with them, a replacement process
+    need not import transformers."""
 
     rollout: RolloutConfig
     sandbox: SandboxConfig
-    schemas: tuple[Schema, ...] = ()
+    schemas: Mapping[str, Schema] = field(default_factory=dict)
 
 
 async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) -> dict[str, LimitedTool]:
@@ -195,7 +195,6 @@ async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) ->
     """
     spec, timeout_seconds = settings.rollout.tools, settings.rollout.max_tool_seconds
     assert spec is not None
-    derived = {name_of(schema): schema for schema in settings.schemas}
     # FILE.py without a name stands for all functions with the decorator in it.
     if spec.endswith(".py") or (names_function(spec) and not spec.endswith((".yaml", ".yml"))):
         entries = [ToolEntry(f"{KEY}={spec}", ToolLimits(timeout_seconds), given=each) for each in _objects(spec)]
@@ -203,7 +202,7 @@ async def load_tools(settings: ToolSettings, on_stuck: Callable[[str], None]) ->
         entries = read_entries(spec, timeout_seconds)
     tools: dict[str, LimitedTool] = {}
     for entry in entries:
-        made, limits = await _made(entry, derived, settings.sandbox)
+        made, limits = await _made(entry, settings)
         for tool in made:
             limited = LimitedTool(tool, limits, on_stuck)
             if limited.name in tools:
@@ -227,14 +226,12 @@ def _objects(spec: str) -> list[object]:
     return list(functions.values())
 
 
-async def _made(
-    entry: ToolEntry, derived: Mapping[str, Schema], sandbox: SandboxConfig
-) -> tuple[Sequence[Tool], ToolLimits]:
+async def _made(entry: ToolEntry, settings: ToolSettings) -> tuple[Sequence[Tool], ToolLimits]:
     """Construct the tools of an entry; returns them and their limits."""
     if entry.form == "builtin":
         # Fails at the start of the run instead of at the model's first call.
-        check_local(sandbox)
-        return [adapters.SandboxedTool(entry.target, sandbox)], entry.limits
+        check_local(settings.sandbox)
+        return [adapters.SandboxedTool(entry.target, settings.sandbox)], entry.limits
     if entry.form == "mcp":
         return await _of_servers(entry), entry.limits
     given = load_object(f"{entry.origin}: {entry.form}", entry.target) if entry.form else entry.given
@@ -243,7 +240,7 @@ async def _made(
     if entry.form == "class_name" and not inspect.isclass(given):
         raise ConfigError(f"{entry.origin}: class_name: {entry.target} is not a class")
     if inspect.isroutine(given):
-        return _of_function(entry, given, derived)
+        return _of_function(entry, given, settings.schemas)
     return [_of_class(entry, given) if inspect.isclass(given) else _native(entry.origin, given)], entry.limits
 
 

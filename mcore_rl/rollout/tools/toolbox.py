@@ -17,7 +17,7 @@ from mcore_rl.processes.child import start_module
 from mcore_rl.rollout.tools.interface import ClosedEpisode, ToolError, ToolResult
 from mcore_rl.rollout.tools.limits import failure
 from mcore_rl.rollout.tools.load import ToolSettings
-from mcore_rl.rollout.tools.schemas import Schema
+from mcore_rl.rollout.tools.schemas import Schema, name_of
 from mcore_rl.rollout.tools.tool_server import BEAT_SECONDS, CLOSE_SECONDS
 
 START_SECONDS = 300.0
@@ -169,7 +169,7 @@ class ToolBox:
         except BaseException:
             await box.shutdown()
             raise
-        box._settings = replace(box._settings, schemas=tuple(box.schemas))
+        box._settings = replace(box._settings, schemas={name_of(schema): schema for schema in box.schemas})
         box._monitors = [asyncio.create_task(box._replace_lost(i)) for i in range(rollout.tool_processes)]
         return box
 

@@ -17,7 +17,7 @@ from mcore_rl.rollout.episodes.builtin import Episode
 from mcore_rl.rollout.episodes.load import FunctionEpisode
 from mcore_rl.rollout.episodes.player import EpisodePlayer
 from mcore_rl.rollout.episodes.session import EpisodeContext
-from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks
+from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal
 from mcore_rl.rollout.tools.interface import ClosedEpisode, ToolResult
 from mcore_rl.rollout.tools.parsers import ToolCallParser
@@ -83,7 +83,7 @@ class Stage:
         attempts = attempts or self.attempts(count, seed)
         outcomes: dict[int, EpisodeOutcome | None] = {}
         begun: list[None] = []
-        self.player.play(attempts, AttemptCallbacks(lambda: begun.append(None), outcomes.__setitem__), drawn or {})
+        self.player.play(AttemptBatch(attempts, lambda: begun.append(None), outcomes.__setitem__, drawn or {}))
         assert sorted(outcomes) == list(range(len(attempts)))
         assert len(begun) == len(attempts), "each has started once"
         return [outcome for place in range(len(attempts)) if (outcome := outcomes[place]) is not None]
@@ -140,7 +140,6 @@ def stage() -> Iterator[SetUp]:
                 tokenizer,
                 talk,
                 tools,
-                ToolCallParser(parser, None, schemas) if tools else None,
                 stop_ids=frozenset(made.stop_ids(tokenizer)),
                 parser_of=lambda offered: ToolCallParser(parser, None, [dict(each) for each in offered]),
             )

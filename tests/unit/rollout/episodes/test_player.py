@@ -16,7 +16,7 @@ import pytest
 from mcore_rl.errors import WorkerDiedError
 from mcore_rl.rollout.episodes.builtin import ToolEpisode
 from mcore_rl.rollout.episodes.session import EpisodePrompt, Session
-from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptCallbacks, SingleTurnPlayer
+from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch, SingleTurnPlayer
 from mcore_rl.rollout.episodes.trace import MAX_TRACED
 from mcore_rl.rollout.journal import JournaledResponse, TokenJournal, read_journal
 from mcore_rl.rollout.tools.interface import ToolResult
@@ -209,8 +209,8 @@ def test_player_single_turn_episode_equals_single_turn_player(stage: SetUp) -> N
     on = stage(lambda text: f"hello{END}", one_turn)
     through = on.play(2)
     simple: dict[int, Any] = {}
-    course = AttemptCallbacks(lambda: None, simple.__setitem__)
-    SingleTurnPlayer(on.player._engine, on.tokenizer).play(on.attempts(2), course, {})
+    batch = AttemptBatch(on.attempts(2), lambda: None, simple.__setitem__)
+    SingleTurnPlayer(on.player._engine, on.tokenizer).play(batch)
     for place, outcome in enumerate(through):
         (a,), (b,) = outcome.trajectories, simple[place].trajectories
         for name in ("prompt_ids", "token_ids", "logp", "versions"):
@@ -220,14 +220,14 @@ def test_player_single_turn_episode_equals_single_turn_player(stage: SetUp) -> N
 
 
 def withdraw_in_the_first_pass(
-    on: Stage, count: int, course: AttemptCallbacks, choose: Callable[[Collection[str]], Collection[str]]
+    on: Stage, batch: AttemptBatch, choose: Callable[[Collection[str]], Collection[str]]
 ) -> None:
-    """Withdraw from `count` attempts after two requests have reached the engine, which runs one at a time."""
+    """Withdraw from the attempts after two requests have reached the engine, which runs one at a time."""
     on.engine.slots = 1
     on.engine.go.clear()
     loop = on.player._engine
     with ThreadPoolExecutor(2) as pool:
-        playing = pool.submit(on.player.play, on.attempts(count), course, {})
+        playing = pool.submit(on.player.play, batch)
         deadline = time.monotonic() + 30
         assert on.engine.passing.wait(30)
         while on.engine.num_running + loop._calls.qsize() < 2 and time.monotonic() < deadline:
@@ -253,7 +253,8 @@ def test_player_withdraw_takes_unstarted_attempts_only(stage: SetUp) -> None:
         seen.append(sorted(unbegun))
         return [name for name in unbegun if name.endswith(".1")]
 
-    withdraw_in_the_first_pass(on, 2, AttemptCallbacks(lambda: begun.append(None), outcomes.__setitem__), choose)
+    batch = AttemptBatch(on.attempts(2), lambda: begun.append(None), outcomes.__setitem__)
+    withdraw_in_the_first_pass(on, batch, choose)
     assert seen == [["train.0.1"]]
     assert outcomes[1] is None
     assert outcomes[0].turns == 2
@@ -289,7 +290,7 @@ def test_player_withdraw_includes_waiting_episodes(stage: SetUp) -> None:
         seen.append(sorted(unbegun))
         return [name for name in unbegun if not name.endswith(".0")]
 
-    withdraw_in_the_first_pass(on, 5, AttemptCallbacks(lambda: None, outcomes.__setitem__), choose)
+    withdraw_in_the_first_pass(on, AttemptBatch(on.attempts(5), lambda: None, outcomes.__setitem__), choose)
     assert seen == [[f"train.0.{place}" for place in (1, 2, 3, 4)]]
     assert [outcomes[place] is None for place in range(5)] == [False, True, True, True, True]
 
