@@ -183,7 +183,7 @@ class _Site:
         """Return a function that sends the current weights to engines that were restarted during generation."""
 
         def supply() -> None:
-            publisher.publish(publisher.version)
+            publisher.publish(publisher.engines.version)
             # Entering the stage switches a shared device back to generation.
             with self.stages.stage(phase=Phase.GENERATE):
                 pass

@@ -163,23 +163,23 @@ class Delivery:
 
         Raises: WorkerDiedError.
         """
+        # The driver made the chunks of supervised training itself; engines keep all others. A batch has one kind.
+        produced = [chunk for chunk in chunks if isinstance(chunk, Chunk)]
+        if not produced:
+            return [(_put(chunks, of_reader),) if len(of_reader.rows) else () for of_reader in rows]
         while True:
-            # The driver made the chunks of supervised training itself; all other chunks are kept by engines. A batch
-            # has one kind.
-            produced = [chunk for chunk in chunks if isinstance(chunk, Chunk)]
-            index = TrajectoryIndex(produced) if produced else None
-            fetched = {
-                number: _put(chunks, of_reader) if index is None else self._fetch(number, index, of_reader)
+            index = TrajectoryIndex(produced)
+            fetched = [
+                self._fetch(number, index, of_reader) if len(of_reader.rows) else None
                 for number, of_reader in enumerate(rows)
-                if len(of_reader.rows)
-            }
+            ]
             try:
-                self.watch.get([arrived for arrived, _ in fetched.values()], [] if index is None else index.processes)
-                return [(fetched[number][1],) if number in fetched else () for number in range(len(rows))]
+                self.watch.get([calls[0] for calls in fetched if calls is not None], index.processes)
+                return [() if calls is None else (calls[1],) for calls in fetched]
             except WorkerDiedError:
                 self.watch.blame_the_dead()
                 scheduler = self.watch.attendant
-                if not produced or scheduler is None or not scheduler.renew(produced):
+                if scheduler is None or not scheduler.renew(produced):
                     raise
 
     def _fetch(self, reader: int, index: TrajectoryIndex, rows: Rows) -> tuple[Ref[None], Ref[TrajectoryBuffers]]:
@@ -191,11 +191,11 @@ class Delivery:
         return arrived, trajectories
 
 
-def _put(chunks: Sequence[BuffersRef], rows: Rows) -> tuple[Ref[None], Ref[TrajectoryBuffers]]:
-    """Put rows of trajectories that the driver made into the object store; returns references as Delivery._fetch."""
+def _put(chunks: Sequence[BuffersRef], rows: Rows) -> Ref[TrajectoryBuffers]:
+    """Put rows of trajectories that the driver made into the object store."""
     parts = zip(rows.chunks, np.split(rows.rows, rows.offsets[1:-1]), strict=True)
     made = [take_rows(cast("DriverChunk", chunks[number]).buffers, of_chunk) for number, of_chunk in parts]
-    return ray.put(None), ray.put(join_rows(made))
+    return cast("Ref[TrajectoryBuffers]", ray.put(join_rows(made)))
 
 
 def rows_by_rank(batch: Batch, num_dp_ranks: int) -> tuple[list[Rows], np.ndarray]:

@@ -321,7 +321,8 @@ class Watch:
             process = self._called(ref)
             if process is None:
                 raise WorkerDiedError(f"a process died: {first_line(error)}") from None
-            raise WorkerDiedError(f"{process.name} died: {self.places.death(process, error)}") from None
+            how = self.places.death(process, error)
+            raise WorkerDiedError(f"{process.name} died: {how}{self.places.described([process])}") from None
 
     def _called(self, ref: AnyRef) -> AnyProcess | None:
         """Return the process that was called; None if it is not a process of this run."""
@@ -359,20 +360,17 @@ class Watch:
         """Mark the process of a `watch` call that has ended as lost. Raises: WorkerDiedError unless it can be
         replaced."""
         process = self._ends[ref]
-        place = self.places.described([process])
         try:
             ray.get(ref, timeout=1)
         except (RayActorError, OutOfMemoryError) as error:
             why = f"died: {self.places.death(process, error)}"
         except RayTaskError as error:
-            why = f"stopped: {error.cause if isinstance(error.cause, McoreRLError) else first_line(error)}{place}"
+            why = f"stopped: {error.cause if isinstance(error.cause, McoreRLError) else first_line(error)}"
         except (RayError, GetTimeoutError) as error:
-            why = f"stopped: {first_line(error)}{place}"
+            why = f"stopped: {first_line(error)}"
         else:
-            why = f"ended: see its log in run.logs{place}"
-        if process not in self._replaceable:
-            raise WorkerDiedError(f"{process.name} {why}")
-        self._lose(process, f"{process.name} {why}")
+            why = "ended: see its log in run.logs"
+        self._give_up([process], why)
 
 
 def kill_all(processes: Sequence[AnyProcess], seconds: float = 10.0) -> None:

@@ -45,7 +45,6 @@ class SlicePublisher:
     timeout_seconds: float
     recompute: bool = False
     """True if running requests recompute their KV cache after an update."""
-    version: int = field(default=0, init=False)
     _generation: int = field(default=0, init=False)
     """Number of the current transfer group; 0: none."""
     _members: list[int] = field(default_factory=list, init=False)
@@ -97,7 +96,7 @@ class SlicePublisher:
             self._send(version)
 
         self._retry(publish)
-        self.version = self.engines.version = version
+        self.engines.version = version
         if self.engines.lack_weights(self._members):
             self._verify()
             self.engines.mark_supplied(self._members)
@@ -116,7 +115,7 @@ class SlicePublisher:
     def _verify(self) -> int:
         def compare() -> WeightSyncError | None:
             if self._broken:  # an engine was lost in the previous comparison
-                self._publish(self.version)
+                self._publish(self.engines.version)
             members = self._member_engines
             sending = self.trainers.call(TrainerProcess.send_digests)
             comparing = [engine.process.call(EngineProcess.compare_weights) for engine in members]
@@ -134,7 +133,7 @@ class SlicePublisher:
             return None
 
         while self._retry(compare) is not None:
-            self._publish(self.version)
+            self._publish(self.engines.version)
         return self.plan.num_tensors * len(self._members)
 
     def _retry(self, call: Callable[[], T]) -> T:

@@ -27,8 +27,7 @@ RAYLET_VARIABLES = {"RAY_worker_niceness": "0"}
 """Ray (2.60) starts workers with niceness 15; next to two busy processes of niceness 0 they get 3 % of the cores."""
 
 
-@contextlib.contextmanager
-def private_directory() -> Iterator[Path]:
+def private_directory() -> contextlib.AbstractContextManager[Path]:
     """Make a directory for Ray's sockets and logs that no other user can enter, and remove it after the block. Before,
     remove directories that killed processes of this user have left.
 
@@ -36,9 +35,7 @@ def private_directory() -> Iterator[Path]:
     """
     parent = Path(tempfile.gettempdir())
     # A longer TMPDIR would make the paths of Ray's sockets too long.
-    parent = parent if len(str(parent)) <= MAX_PARENT_CHARACTERS else Path("/tmp")
-    with _removed_directory(parent, PREFIX) as directory:
-        yield directory
+    return _removed_directory(parent if len(str(parent)) <= MAX_PARENT_CHARACTERS else Path("/tmp"), PREFIX)
 
 
 @contextlib.contextmanager

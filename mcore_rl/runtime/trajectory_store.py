@@ -30,24 +30,22 @@ class TrajectoryStore:
     def __init__(self, name: str) -> None:
         self._name = name
         self._keys = itertools.count()
-        self._chunks: dict[int, TrajectoryBuffers] = {}
-        self._request_ids: dict[int, Sequence[str]] = {}
+        self._kept: dict[int, tuple[TrajectoryBuffers, Sequence[str]]] = {}
+        """Trajectories and the ids of their requests, by key."""
 
     def keep(self, buffers: TrajectoryBuffers, request_ids: Sequence[str] = ()) -> int:
         """Store trajectories with the ids of their requests; returns their key."""
         # Keys are never reused: a late request for released trajectories fails instead of reading others.
         key = next(self._keys)
-        self._chunks[key], self._request_ids[key] = buffers, request_ids
+        self._kept[key] = buffers, request_ids
         return key
 
     def all_of(self, key: int) -> TrajectoryBuffers:
-        return self._chunks[key]
+        return self._kept[key][0]
 
     def release(self, keys: Sequence[int]) -> list[str]:
         """Delete trajectories; returns the ids of their requests."""
-        for key in keys:
-            del self._chunks[key]
-        return [request_id for key in keys for request_id in self._request_ids.pop(key)]
+        return [request_id for key in keys for request_id in self._kept.pop(key)[1]]
 
     def cut(self, keys: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> TrajectoryBuffers:
         """Join rows `rows[offsets[i]:offsets[i + 1]]` of the trajectories under `keys[i]`.
@@ -56,9 +54,9 @@ class TrajectoryStore:
         """
         parts = []
         for key, of_key in zip(keys.tolist(), np.split(rows, offsets[1:-1]), strict=True):
-            if key not in self._chunks:
+            if key not in self._kept:
                 raise McoreRLError(f"{self._name} has no trajectories under {key}")
-            parts.append(take_rows(self._chunks[key], of_key))
+            parts.append(take_rows(self._kept[key][0], of_key))
         return join_rows(parts)
 
 

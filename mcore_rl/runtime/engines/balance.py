@@ -73,14 +73,14 @@ class LoadBalancer:
         """Number of unfinished requests, including queued ones."""
         self._num_added = 0
         self._of_task: dict[int, list[int]] = {}
-        self._queue: deque[int] = deque()
-        self._given: dict[EngineKey, set[int]] = {}
+        self.queue: deque[int] = deque()
+        self.given: dict[EngineKey, set[int]] = {}
         """Unfinished pieces of each engine."""
         self._loads: dict[EngineKey, int] = {}
         """Unfinished requests of each engine."""
         self._sent: dict[EngineKey, int] = {}
         """Number of requests given to each engine since it joined."""
-        self._candidates: set[EngineKey] = set()
+        self.candidates: set[EngineKey] = set()
         """Engines that may be given pieces."""
         self._heap: list[tuple[int, EngineKey]] = []
         """Heap of (load, candidate); may contain outdated entries."""
@@ -92,14 +92,6 @@ class LoadBalancer:
         """Engines with a steal in progress, and the number of requests given to them since it began."""
 
     @property
-    def engines(self) -> Collection[EngineKey]:
-        return self._given.keys()
-
-    @property
-    def has_queue(self) -> bool:
-        return bool(self._queue)
-
-    @property
     def is_stealing(self) -> bool:
         """True while an answer to a steal is pending."""
         return bool(self._asked)
@@ -107,7 +99,7 @@ class LoadBalancer:
     @property
     def has_more(self) -> bool:
         """True if an engine that reports later may be given requests."""
-        return bool(self._queue) or (len(self._given) > 1 and self._may_steal())
+        return bool(self.queue) or (len(self.given) > 1 and self._may_steal())
 
     def add(self, task: int, first: int, last: int) -> int:
         """Append a piece to the queue; returns its number."""
@@ -128,13 +120,10 @@ class LoadBalancer:
         """Put pieces that no engine has at the end of the queue, or in front of everything else."""
         if first:
             # `extendleft` reverses its argument.
-            self._queue.extendleft(sorted(numbers, reverse=True))
+            self.queue.extendleft(sorted(numbers, reverse=True))
         else:
-            self._queue.extend(numbers)
+            self.queue.extend(numbers)
         self.running_requests += sum(self.pieces[number].num_requests for number in numbers)
-
-    def is_candidate(self, engine: EngineKey) -> bool:
-        return engine in self._candidates
 
     def join(self, engine: EngineKey) -> None:
         """Make an engine without a call a candidate; its load stays."""
@@ -149,16 +138,16 @@ class LoadBalancer:
         """Take a piece from its engine, which has finished it, and return it."""
         piece = self.pieces[number]
         assert piece.engine is not None, f"piece {number} finished on no engine"
-        self._given[piece.engine].remove(number)
+        self.given[piece.engine].remove(number)
         piece.engine = None
         return piece
 
     def leave(self, engines: Collection[EngineKey]) -> list[int]:
         """Remove engines and put their unfinished pieces in front of the queue, in order; returns these pieces."""
-        numbers = sorted(number for engine in engines for number in self._given.pop(engine, ()))
+        numbers = sorted(number for engine in engines for number in self.given.pop(engine, ()))
         for engine in engines:
             self.running_requests -= self._loads.pop(engine, 0)
-            self._candidates.discard(engine)
+            self.candidates.discard(engine)
             for of_engine in (self._sent, self._unstarted, self._asked):
                 of_engine.pop(engine, None)
         for number in numbers:
@@ -173,17 +162,17 @@ class LoadBalancer:
         has no room or the queue is empty. Such an engine is not a candidate until its next report.
         """
         given: dict[EngineKey, list[int]] = {}
-        while self._queue and (engine := self._least_loaded()) is not None:
-            number = self._queue[0]
+        while self.queue and (engine := self._least_loaded()) is not None:
+            number = self.queue[0]
             requests = self.pieces[number].num_requests
             numbers = given.setdefault(engine, [])
-            if self._room is not None and self._given[engine] and self._loads[engine] + requests > self._room:
+            if self._room is not None and self.given[engine] and self._loads[engine] + requests > self._room:
                 # The entry in the heap stays; `_least_loaded` drops entries of engines that are no candidates.
-                self._candidates.discard(engine)
+                self.candidates.discard(engine)
                 continue
-            numbers.append(self._queue.popleft())
+            numbers.append(self.queue.popleft())
             self.pieces[number].engine = engine
-            self._given[engine].add(number)
+            self.given[engine].add(number)
             self._sent[engine] = self._sent.get(engine, 0) + requests
             self._set_load(engine, self._loads[engine] + requests)
             self.running_requests -= requests  # moved from the queue to the load
@@ -195,10 +184,10 @@ class LoadBalancer:
         """Choose engines that must give up unstarted requests, and mark them. Returns (engine, free slots of the
         candidate that waits for requests), engines with the most unstarted requests first: at most one per candidate,
         and none that has a steal in progress."""
-        if self._queue or len(self._candidates) <= len(self._asked) or not self._may_steal():
+        if self.queue or len(self.candidates) <= len(self._asked) or not self._may_steal():
             return []
         steals: list[tuple[EngineKey, int]] = []
-        loads = sorted((self._loads[engine], engine) for engine in self._candidates)
+        loads = sorted((self._loads[engine], engine) for engine in self.candidates)
         # The steals in progress will supply as many candidates, the ones with the fewest requests.
         candidates = iter(loads[len(self._asked) :])
         while (victim := self._top_victim()) is not None and (candidate := next(candidates, None)) is not None:
@@ -239,8 +228,8 @@ class LoadBalancer:
         return number
 
     def _make_candidate(self, engine: EngineKey, load: int) -> None:
-        self._given.setdefault(engine, set())
-        self._candidates.add(engine)
+        self.given.setdefault(engine, set())
+        self.candidates.add(engine)
         self._set_unstarted(engine, 0)
         self._set_load(engine, load)
 
@@ -248,18 +237,18 @@ class LoadBalancer:
         self.running_requests += load - self._loads.get(engine, 0)
         self._loads[engine] = load
         heapq.heappush(self._heap, (load, engine))
-        if len(self._heap) > MAX_ENTRIES_PER_ENGINE * len(self._given):
+        if len(self._heap) > MAX_ENTRIES_PER_ENGINE * len(self.given):
             # A sorted list is a heap.
-            self._heap = sorted((self._loads[each], each) for each in self._candidates)
+            self._heap = sorted((self._loads[each], each) for each in self.candidates)
 
     def _least_loaded(self) -> EngineKey | None:
         """Return the serving candidate with the fewest requests, or None."""
         while self._heap:
             load, engine = self._heap[0]
-            if engine in self._candidates and self._loads[engine] == load:
+            if engine in self.candidates and self._loads[engine] == load:
                 if self._serves(engine):
                     return engine
-                self._candidates.discard(engine)
+                self.candidates.discard(engine)
             heapq.heappop(self._heap)
         return None
 
@@ -271,11 +260,11 @@ class LoadBalancer:
                 self._asked[engine] += requests
             self._set_unstarted(engine, self._unstarted[engine] + requests)
         # Their reports could not lead to new pieces, so let these engines finish everything before they report again.
-        if not self._queue and not self._may_steal():
-            for engine in self._candidates - given.keys():
-                if self._given[engine]:
+        if not self.queue and not self._may_steal():
+            for engine in self.candidates - given.keys():
+                if self.given[engine]:
                     given[engine] = []
-        self._candidates -= given.keys()
+        self.candidates -= given.keys()
 
     def _may_steal(self) -> bool:
         return self._steals and (bool(self._asked) or self._top_victim() is not None)

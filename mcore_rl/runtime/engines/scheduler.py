@@ -173,7 +173,7 @@ class Scheduler(EngineTrajectories):
 
     def rest(self) -> None:
         """Wait until every request has ended or waits for the next weights."""
-        while self._balance.has_queue or not self.fleet.retry_on_engine_loss(self._rests):
+        while self._balance.queue or not self.fleet.retry_on_engine_loss(self._rests):
             self.wait()
 
     def _rests(self) -> bool:
@@ -308,7 +308,7 @@ class Scheduler(EngineTrajectories):
         engines, pieces = self.fleet.engines, self._balance.pieces
         idle = [key for key in [engines[index].key for index in self._idle] if self._serves(key)]
         for key in idle:
-            if not self._balance.is_candidate(key):
+            if key not in self._balance.candidates:
                 self._balance.join(key)
         given = self._balance.assign()
         if self.streaming:  # one call always waits at each engine
@@ -344,7 +344,7 @@ class Scheduler(EngineTrajectories):
     def _requeue_lost(self) -> None:
         """Queue unfinished pieces of engines that were replaced, and finished ones that `run` has not returned."""
         serving = {engine.key for engine in self.fleet.serving}
-        lost = {*self._balance.engines, *self._carried} - serving
+        lost = {*self._balance.given, *self._carried} - serving
         again: set[tuple[int, EngineKey]] = set()
         finished = []
         for number, piece in self._balance.pieces.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,7 +13,6 @@ from mcore_rl.config.roles import EngineRole
 from mcore_rl.config.rules.judge import server_key, template_text
 from mcore_rl.config.schema import Config
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer
-from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.engines.registry import engine_class
 from mcore_rl.resolved.placement import Guests
 from mcore_rl.rewards.judge.answers import EngineAnswerer
@@ -40,8 +39,12 @@ class JudgeProcess(RunProcess):
         """Build the judge. `key` is the API key of the server."""
         context.hide_devices()
         with self.spans.span("setup"):
+            config, judge = context.config, context.config.judge
             prompts = {name: ray.get(reference) for name, reference in context.prompts.items()}
-            self.judge = build_judge(context.config, self.name, prompts, key)
+            answerer = _engine(config, self.name) if judge.url is None else _server(config, key)
+            tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
+            reader = TranscriptReader(prompts, tokenizer, config.rollout.stop)
+            self.judge = Judge(answerer, score_reader(judge), reader, judge, config.run.seed)
 
     def score(
         self, parts: list[TaskPart], trajectories: TrajectoryBuffers
@@ -111,14 +114,6 @@ def judge_role(config: JudgeConfig) -> Role:
         guests=Guests("judge", config.num_engines, config.tp) if config.url is None else Guests("judge", 1),
         group=lambda processes, nodes, watch, stages: JudgeGroup(processes, watch, stages),
     )
-
-
-def build_judge(config: Config, name: str, prompts: Mapping[str, PromptSource], key: str | None) -> Judge:
-    """Build the judge of a process. `name` is the name of the process in messages, `key` the API key of a server."""
-    answerer = _engine(config, name) if config.judge.url is None else _server(config, key)
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
-    reader = TranscriptReader(prompts, tokenizer, config.rollout.stop)
-    return Judge(answerer, score_reader(config.judge), reader, config.judge, config.run.seed)
 
 
 def _server(config: Config, key: str | None) -> ServerAnswerer:

@@ -57,16 +57,14 @@ class Places:
         self._exits.forget(id(process))
 
     def death(self, process: ProcessHandle[RunProcess], error: RayError) -> str:
-        """Describe the death of a process whose call failed with `error`: `killed by SIGKILL (host node3, log
-        logs/trainer_rank_1.log)`."""
+        """Describe how a process died whose call failed with `error`, such as `killed by SIGKILL`."""
         self.update()
         how = self._exits.status(id(process))
         if how is None:
             found = _EXIT_CODE.search(str(error))
-            how = first_line(error) if found is None else f"exit code {found[1]}"
-        elif isinstance(error, OutOfMemoryError):  # Ray's memory monitor killed it
-            how = f"{how}; {first_line(error)}"
-        return how + self.described([process])
+            return first_line(error) if found is None else f"exit code {found[1]}"
+        # Ray's memory monitor killed it.
+        return f"{how}; {first_line(error)}" if isinstance(error, OutOfMemoryError) else how
 
     def described(self, processes: Sequence[ProcessHandle[RunProcess]]) -> str:
         """Describe the places of processes: ` (host node3, log logs/trainer_rank_1.log)`; "" if unknown."""

@@ -55,7 +55,7 @@ def test_assign_fills_engines_evenly_and_again_after_reports() -> None:
     assert made.assign() == {SECOND: [4]}
     made.report(FIRST, 0, 0, 2)
     assert made.assign() == {FIRST: [5, 6]}
-    assert not made.balance.has_queue
+    assert not made.balance.queue
 
 
 def test_candidates_with_work_are_released_and_idle_ones_stay() -> None:

@@ -34,12 +34,10 @@ def test_death_on_another_host_has_the_status_that_ray_knows(
     process = Process(ray, "trainer rank 1")
     process.where = lambda: process.ended((Host("node7", ("another boot", 1)), 12))  # type: ignore[method-assign]
     found = Places("run/logs")
-    assert found.death(process, error).endswith(" (log run/logs/trainer_rank_1.log)")
+    assert found.described([process]) == " (log run/logs/trainer_rank_1.log)"
     found.ask([process])
-    found.update()
-    death = found.death(process, error)
-    assert death.startswith(how)
-    assert death.endswith(" (host node7, log run/logs/trainer_rank_1.log)")
+    assert found.death(process, error).startswith(how)
+    assert found.described([process]) == " (host node7, log run/logs/trainer_rank_1.log)"
     process.name = "trainer rank 1 on node7"
-    assert found.death(process, error).endswith(" (log run/logs/trainer_rank_1.log)")
-    assert "(" not in Places().death(process, RayActorError(error_msg="died"))
+    assert found.described([process]) == " (log run/logs/trainer_rank_1.log)"
+    assert Places().described([process]) == ""

@@ -177,7 +177,7 @@ def test_engine_lost_in_publish_is_connected_again_and_compared() -> None:
     processes.fails["receive_update", 1] = "dies"
     publisher.publish(2)
     assert order(processes.events) == ["send", "meet", "send", "compare"]
-    assert (publisher.version, processes.restarts, processes.without_weights) == (2, 1, set())
+    assert (publisher.engines.version, processes.restarts, processes.without_weights) == (2, 1, set())
 
 
 def test_publish_skips_a_starting_engine_and_supplies_it_later() -> None:
@@ -212,7 +212,7 @@ def test_verify_after_a_loss_publishes_before_comparing_again() -> None:
     processes.fails["compare_weights", 1] = "dies"
     assert publisher.verify() == 7
     assert order(processes.events)[:4] == ["compare", "meet", "send", "compare"]
-    assert (publisher.version, processes.restarts, processes.without_weights) == (1, 1, set())
+    assert (publisher.engines.version, processes.restarts, processes.without_weights) == (1, 1, set())
 
 
 def test_verify_restarts_an_engine_until_its_weights_are_equal() -> None:
