@@ -61,19 +61,15 @@ def unpack(packed: bytes, wanted: Sequence[str]) -> dict[str, bytes]:
 
     Raises: SandboxError if the stream is malformed.
     """
-    files, rest = {}, memoryview(packed)
-    if not packed:
-        return {}
-    for path in wanted:
-        header = bytes(rest[:MAX_HEADER_BYTES]).partition(b"\n")[0]
-        rest = rest[len(header) + 1 :]
-        if header == MISSING:
+    files, stream = {}, io.BytesIO(packed)
+    for path in wanted if packed else ():
+        length = stream.readline(MAX_HEADER_BYTES + 1).removesuffix(b"\n")
+        if length == MISSING:
             continue
-        if not header.isdigit() or int(header) > len(rest):
+        if not length.isdigit() or int(length) > len(packed) - stream.tell():
             raise SandboxError(f"files of the sandbox cannot be fetched: the length of {path} is damaged")
-        files[path] = bytes(rest[: int(header)])
-        rest = rest[int(header) :]
-    if rest:
+        files[path] = stream.read(int(length))
+    if stream.read(1):
         raise SandboxError("files of the sandbox cannot be fetched: there is more data than the requested files")
     return files
 

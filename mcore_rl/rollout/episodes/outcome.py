@@ -59,8 +59,7 @@ def failed(session: Session, error: str, traceback: str | None, end_id: int, ver
         prompt_ids, zero = np.asarray(session.prompt_ids, np.int32), np.zeros(1, np.float32)
         token, versions = np.array([end_id], np.int32), np.array([version], np.int32)
         trajectories = [Trajectory(prompt_ids, token, zero, versions, np.zeros(1, np.uint8), zero)]
-    outcome = _outcome(session, [replace(t, rewards=np.zeros_like(t.rewards)) for t in trajectories], ERROR)
-    return replace(outcome, error=error, traceback=traceback)
+    return replace(_outcome(session, trajectories, ERROR), error=error, traceback=traceback)
 
 
 def _outcome(

@@ -57,11 +57,11 @@ class TokenSequence:
         self._rewards[place] = self._rewards.get(place, 0.0) + value
 
     def trajectory(self, *, trained: bool = True) -> Trajectory:
-        """Return the trajectory. With `trained` False, no token is trained."""
+        """Return the trajectory. With `trained` False, no token is trained, and turns have no rewards."""
         logp, versions, temperatures, sampled = (np.concatenate(column) for column in zip(*self._pieces, strict=True))
         rewards = np.zeros(len(sampled), np.float32)
-        for place, value in self._rewards.items():
-            rewards[place] = value
+        if trained:
+            rewards[list(self._rewards)] = list(self._rewards.values())
         response = self.tokens[len(self.prompt_ids) :]
         logp, versions = logp.astype(np.float32, copy=False), versions.astype(np.int32, copy=False)
         mask = sampled if trained else np.zeros_like(sampled)

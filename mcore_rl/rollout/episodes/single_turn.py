@@ -72,9 +72,8 @@ class SingleTurnPlayer:
             batch.ended(place, self._outcome(batch.attempts[place].request, completion, before))
 
         # Journal them before reporting them: if this engine dies, the next one reads only this engine's journal.
-        known = [recovered[request_id] for request_id in place_of if request_id in recovered]
-        finished = [found for found in known if found.finish_reason is not None]
-        if finished:
+        known = (recovered[request_id] for request_id in place_of if request_id in recovered)
+        if finished := [found for found in known if found.finish_reason is not None]:
             self._loop.take_over(finished).result()
         for attempt in batch.attempts:
             request = attempt.request

@@ -40,7 +40,6 @@ class LimitedTool:
 
     def __init__(self, tool: Tool, limits: ToolLimits, on_stuck: Callable[[str], None]) -> None:
         self.tool, self.limits = tool, limits
-        self.schema = tool.schema
         self.name = name_of(tool.schema)
         self._checker = ArgumentChecker(tool.schema)
         self._slots = asyncio.Semaphore(limits.max_running or sys.maxsize)

@@ -51,7 +51,7 @@ async def serve(connection: socket.socket) -> None:
         await writer.drain()
         return
     slowest = max(tool.limits.timeout_seconds for tool in tools.values())
-    frames.write(writer, ("ready", [tool.schema for tool in tools.values()], slowest))
+    frames.write(writer, ("ready", [tool.tool.schema for tool in tools.values()], slowest))
     beating = asyncio.create_task(_beat(writer))
     try:
         await ToolServer(tools, settings.rollout, writer).run(reader)
