@@ -23,7 +23,7 @@ from mcore_rl.rollout.episodes.outcome import ended as outcome_of
 from mcore_rl.rollout.episodes.outcome import failed
 from mcore_rl.rollout.episodes.session import EpisodeContext, EpisodePrompt, Session
 from mcore_rl.rollout.episodes.single_turn import Attempt, AttemptBatch
-from mcore_rl.rollout.episodes.trace import COMPLETED, FAILED, RUNNING, EpisodeTraces, Record
+from mcore_rl.rollout.episodes.trace import COMPLETED, FAILED, RUNNING, EpisodeTrace, Record
 from mcore_rl.rollout.journal import JournaledResponse
 from mcore_rl.rollout.loop import Choose, EngineLoop
 from mcore_rl.rollout.results import FAILED_EPISODE
@@ -149,7 +149,8 @@ class EpisodePlayer:
     ) -> None:
         """Start the event loop of the episodes. `record` receives spans for the timeline."""
         self._episode, self._engine, self._config = episode, loop, config
-        self._traces = EpisodeTraces(record)
+        self._record = record
+        self._traced: set[EpisodeTrace] = set()
         # An engine runs requests in order of arrival. Without a limit, all first turns would run before any second
         # turn, and all conversations would be open at the same time.
         self._slots = asyncio.Semaphore(concurrent_episodes(config))
@@ -221,7 +222,7 @@ class EpisodePlayer:
 
     async def _play(self, attempt: Attempt, batch: AttemptBatch) -> EpisodeOutcome | None:
         """Run one episode; returns None if it was withdrawn."""
-        traced = self._traces.begin(attempt.request.request_id)
+        traced = EpisodeTrace(attempt.request.request_id, self._record, self._traced)
 
         def begin() -> None:
             traced.enter(RUNNING)
@@ -240,7 +241,7 @@ class EpisodePlayer:
         except WithdrawnError:
             return None
         finally:
-            self._traces.end(traced, ended_in)
+            traced.end(ended_in)
             closed = None
             if self.context.tools is not None:
                 closed = await self.context.tools.close_episode(session.id)

@@ -15,38 +15,28 @@ Record = Callable[[str, float, float], None]
 
 class EpisodeTrace:
     """Trace of one episode from its submission: PENDING until the engine starts, then RUNNING or TOOL_CALLING, finally
-    COMPLETED or FAILED."""
+    COMPLETED or FAILED. It records nothing while MAX_TRACED others do.
 
-    def __init__(self, name: str, record: Record) -> None:
-        self._name, self._record = name, record
+    traced: the traces that record, of all episodes. Only the episodes' thread creates and ends traces.
+    """
+
+    def __init__(self, name: str, record: Record, traced: set[EpisodeTrace]) -> None:
+        self._name, self._record, self._traced = name, record, traced
         self._state, self._since = PENDING, time.time()
+        if len(traced) < MAX_TRACED:
+            traced.add(self)
 
     def enter(self, state: str) -> None:
         """Enter a state; does nothing if it is the current one."""
         if state != self._state:
             now = time.time()
-            self._record(f"{self._name} {self._state}", self._since, now)
+            if self in self._traced:
+                self._record(f"{self._name} {self._state}", self._since, now)
             self._state, self._since = state, now
 
-
-class EpisodeTraces:
-    """Provides traces for up to MAX_TRACED episodes at a time. Not thread-safe: used on the episodes' thread only."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._traced: set[EpisodeTrace] = set()
-
-    def begin(self, name: str) -> EpisodeTrace:
-        """Return a trace; it records nothing while MAX_TRACED others do."""
-        if len(self._traced) == MAX_TRACED:
-            return EpisodeTrace(name, lambda *span: None)
-        trace = EpisodeTrace(name, self._record)
-        self._traced.add(trace)
-        return trace
-
-    def end(self, trace: EpisodeTrace, state: str) -> None:
-        """End a trace; the final state appears as a span of zero length."""
-        self._traced.discard(trace)
-        trace.enter(state)
+    def end(self, state: str) -> None:
+        """End the trace; the final state appears as a span of zero length."""
+        self.enter(state)
         # Leaving the final state records it.
-        trace.enter("")
+        self.enter("")
+        self._traced.discard(self)
