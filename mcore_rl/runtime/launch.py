@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from mcore_rl.config.rules.defaults import uses_cuda
-from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
+from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.placement import RunPlacement, place, visible_devices
@@ -23,7 +23,7 @@ from mcore_rl.runtime.cluster import ray_cluster
 from mcore_rl.runtime.cores import shares_cores
 from mcore_rl.runtime.daemons import Daemons
 from mcore_rl.runtime.engines.fleet import Fleet, FleetEngine
-from mcore_rl.runtime.health import AnyProcess, Starts, Watch, kill_all
+from mcore_rl.runtime.health import Starts, Watch, kill_all
 from mcore_rl.runtime.isolation.choice import check_remote_host
 from mcore_rl.runtime.output import ray_output_to
 from mcore_rl.runtime.phases import Stages, shares_device
@@ -31,7 +31,7 @@ from mcore_rl.runtime.roles.base import RunProcess, SetUpContext
 from mcore_rl.runtime.roles.groups import RankMap, Role, RoleGroup
 from mcore_rl.runtime.roles.places import Places
 from mcore_rl.runtime.roles.trainer import TrainerActor, TrainerGroup, TrainerProcess
-from mcore_rl.weights.transports.hosts import Host, this_host
+from mcore_rl.weights.transports.hosts import this_host
 
 if TYPE_CHECKING:
     from ray.actor import ActorClass
@@ -66,11 +66,9 @@ def launch(
     if problem := missing_interface():
         raise ConfigError(problem)
     cluster, rollout, on_gpus = config.cluster, config.rollout, uses_cuda(config.cluster)
-    num_engines = rollout.num_engines if prompts else 0
-    guests = [role.guests for role in roles]
-    placement = place(
-        cluster, rollout, config.num_trainer_ranks, on_gpus=on_gpus, num_engines=num_engines, guests=guests
-    )
+    guests, num_engines = [role.guests for role in roles], rollout.num_engines if prompts else 0
+    num_ranks = config.num_trainer_ranks
+    placement = place(cluster, rollout, num_ranks, on_gpus=on_gpus, num_engines=num_engines, guests=guests)
     show("starting Ray" if cluster.address is None else f"joining the Ray cluster at {cluster.address}")
     # Call this before `ray_cluster` sets OMP_NUM_THREADS: `shares_cores` would take it for the user's setting.
     several_threads = shares_cores(config)
@@ -78,8 +76,15 @@ def launch(
         ray_output_to(Path(config.run.logs)),
         ray_cluster(cluster, placement.bundle) as nodes,
         _journals(Path(config.run.dir), rollout, config.actor.moe.router_replay) as journals,
-        _killed_at_the_end(cluster, config.run.logs) as watch,
+        contextlib.ExitStack() as at_the_end,
     ):
+        watch = Watch(
+            daemons=Daemons.started(),
+            timeout_seconds=cluster.collective_timeout_seconds,
+            start_seconds=cluster.start_timeout_seconds,
+            places=Places(config.run.logs),
+        )
+        at_the_end.callback(lambda: kill_all(list(watch.processes.values())))
         starter = _Starter(placement, nodes, watch, config.run.logs, several_threads)
         ranks = starter.ranks(TrainerActor, "trainer rank", "actor", placement.ranks, num_gpus=int(on_gpus))
         groups = {role.guests.section: starter.group(role, stages) for role in roles}
@@ -87,10 +92,7 @@ def launch(
         processes = RunProcesses(TrainerGroup(ranks, placement.ranks, watch, trainers, stages), fleet, groups)
         watch.places.ask(list(watch.processes.values()))
         show(f"setting up {_counted(processes)}")
-        if cluster.nodes > 1:
-            _check_hosts(config.run.dir, named_paths(config), watch)
-        if cluster.address is not None and cluster.isolation != "none":
-            _check_users(cluster.isolation, watch)
+        _check_hosts(config, watch)
         context = SetUpContext(config, {name: ray.put(prompt_set) for name, prompt_set in prompts.items()})
         _set_up(context, placement, roles, processes, show)
         yield processes
@@ -137,21 +139,6 @@ def _set_up(
     # Not earlier: if an engine cannot be set up, every restart would fail, too.
     if processes.engines is not None and processes.engines.max_restarts:
         watch.allow_failure(process for engine in engines for process in engine.processes)
-
-
-@contextlib.contextmanager
-def _killed_at_the_end(cluster: ClusterConfig, logs: str) -> Iterator[Watch]:
-    """Yield a watch without processes, and kill its processes when the block ends."""
-    watch = Watch(
-        daemons=Daemons.started(),
-        timeout_seconds=cluster.collective_timeout_seconds,
-        start_seconds=cluster.start_timeout_seconds,
-        places=Places(logs),
-    )
-    try:
-        yield watch
-    finally:
-        kill_all(list(watch.processes.values()))
 
 
 @dataclass(frozen=True)
@@ -223,41 +210,33 @@ def _journals(run_dir: Path, rollout: RolloutConfig, router_replay: str) -> Iter
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _hosts_of(watch: Watch) -> dict[AnyProcess, Host]:
-    """Return the host of each process."""
-    processes = list(watch.processes.values())
-    places = watch.get([process.call(RunProcess.where) for process in processes])
-    return {process: host for process, (host, _) in zip(processes, places, strict=True)}
-
-
-def _check_hosts(run_dir: str, paths: Mapping[str, str], watch: Watch) -> None:
-    """Compare all hosts with the driver's host, and add the host to the names of processes.
-
-    Raises: ConfigError if hosts differ.
-    """
-    others: dict[object, AnyProcess] = {}
-    # A host is identified by its /dev/shm, so containers of one machine are checked separately.
-    for process, host in _hosts_of(watch).items():
-        process.name = f"{process.name} on {host.name}"
-        if host != this_host():
-            others[host.memory] = process
-
-    def ask(mark: Path) -> list[HostFacts]:
-        """Query one process per host, except on the driver's host."""
-        return watch.get([process.call(RunProcess.host_facts, paths, mark) for process in others.values()])
-
-    check_hosts(run_dir, paths, ask)
-
-
-def _check_users(isolation: str, watch: Watch) -> None:
-    """Check that no other users are logged in on any host. One process per host is queried.
+def _check_hosts(config: Config, watch: Watch) -> None:
+    """Compare all hosts with the driver's host, and add the host to the names of processes. In a cluster that the run
+    has joined, check that no other users are logged in on any host. One process per host is queried.
 
     Raises: ConfigError naming the host.
     """
-    one_per_host = {host.memory: (host.name, process) for process, host in _hosts_of(watch).items()}
-    users = watch.get([process.call(RunProcess.other_users) for _, process in one_per_host.values()])
-    for (name, _), others in zip(one_per_host.values(), users, strict=True):
-        check_remote_host(isolation, name, others)
+    cluster, processes = config.cluster, list(watch.processes.values())
+    checks_users = cluster.address is not None and cluster.isolation != "none"
+    if cluster.nodes == 1 and not checks_users:
+        return
+    hosts = [host for host, _ in watch.get([process.call(RunProcess.where) for process in processes])]
+    # A host is identified by its /dev/shm, so containers of one machine are checked separately.
+    one_per_host = {host.memory: (host, process) for host, process in zip(hosts, processes, strict=True)}
+    if cluster.nodes > 1:
+        for host, process in zip(hosts, processes, strict=True):
+            process.name = f"{process.name} on {host.name}"
+        others = [process for host, process in one_per_host.values() if host != this_host()]
+        paths = named_paths(config)
+
+        def ask(mark: Path) -> list[HostFacts]:
+            return watch.get([process.call(RunProcess.host_facts, paths, mark) for process in others])
+
+        check_hosts(config.run.dir, paths, ask)
+    if checks_users:
+        users = watch.get([process.call(RunProcess.other_users) for _, process in one_per_host.values()])
+        for (host, _), names in zip(one_per_host.values(), users, strict=True):
+            check_remote_host(cluster.isolation, host.name, names)
 
 
 def _counted(processes: RunProcesses) -> str:

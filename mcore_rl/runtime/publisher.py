@@ -40,9 +40,6 @@ class SlicePublisher:
     engines: Fleet
     plan: SyncPlan
     store: dist.TCPStore
-    address: str
-    """Host of the store."""
-    timeout_seconds: float
     recompute: bool = False
     """True if running requests recompute their KV cache after an update."""
     _generation: int = field(default=0, init=False)
@@ -71,10 +68,8 @@ class SlicePublisher:
         sizes = int(weights.bucket_mib * MIB), weights.num_buckets
         [plan] = watch.get([trainers.processes[0].call(TrainerProcess.sync_plan, layout, topology, *sizes)])
         check_plan(plan)
-        address = ray.util.get_node_ip_address()
-        seconds = watch.dependent_seconds
-        recompute = rollout.swap == RECOMPUTE
-        publisher = SlicePublisher(trainers, engines, plan, open_store(address), address, seconds, recompute)
+        store = open_store(ray.util.get_node_ip_address())
+        publisher = SlicePublisher(trainers, engines, plan, store, recompute=rollout.swap == RECOMPUTE)
         publisher._connect(range(engines.num_engines))
         return publisher
 
@@ -158,8 +153,8 @@ class SlicePublisher:
         try:
             made = trainers.call(TrainerProcess.create_buffers, ray.put(self._member_plan)).results()
             segments = {number: name for of_rank in made for number, name in of_rank.items()}
-            rendezvous = Rendezvous(self.address, self.store.port, self._generation)
-            connection = ray.put(Connection(self._member_plan, rendezvous, segments, self.timeout_seconds))
+            rendezvous = Rendezvous(self.store.host, self.store.port, self._generation)
+            connection = ray.put(Connection(self._member_plan, rendezvous, segments, watch.dependent_seconds))
             ranks = trainers.call(TrainerProcess.connect_weights, connection)
             engines = [
                 engine.process.call(EngineProcess.connect, connection, place)

@@ -39,7 +39,9 @@ class Processes:
     def publisher(self) -> SlicePublisher:
         endpoints = [Endpoint(Host("here", ("", 0)), "127.0.0.1")] * (self.num_engines + 1)
         topology = Topology((endpoints[0],), tuple(endpoints[1:]), 1)
-        made = SlicePublisher(_Trainers(self), _Engines(self), _Plan(topology), SimpleNamespace(port=1), "127.0.0.1", 9)  # type: ignore[arg-type]
+        made = SlicePublisher(
+            _Trainers(self), _Engines(self), _Plan(topology), SimpleNamespace(host="127.0.0.1", port=1)
+        )  # type: ignore[arg-type]
         made.publish(1)
         self.events.clear()
         return made
@@ -73,7 +75,7 @@ class _Trainers:
     """Fake TrainerGroup."""
 
     def __init__(self, processes: Processes) -> None:
-        self.watch, self.processes, self.stages = SimpleNamespace(get=list), (), Stages()
+        self.watch, self.processes, self.stages = SimpleNamespace(get=list, dependent_seconds=9.0), (), Stages()
 
     def call(self, method: Callable[..., object], *arguments: object) -> _Call:
         return _Call({} if method.__name__ == "create_buffers" else None)
