@@ -7,26 +7,13 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
-class Collective:
-    """Last unfinished collective of a process group that a rank has called. `number` counts the collectives of the
-    group; `seconds` have passed since the call."""
-
-    group: str
-    name: str
-    number: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.number} of {self.group} for {self.seconds:.0f} s"
-
-
-def pending_collectives() -> list[Collective]:
-    """Return the pending collectives of this process, in the order of the calls; [] without torch.distributed."""
+def pending_collectives() -> list[str]:
+    """Describe the last unfinished collective of each process group that this process has called, in the order of the
+    calls: `all_reduce 12 of tp for 31 s`, where 12 counts the collectives of the group and 31 s have passed since the
+    call. Returns [] without torch.distributed."""
     if "torch.distributed" not in sys.modules:
         return []
     from torch._C import _distributed_c10d
@@ -34,9 +21,9 @@ def pending_collectives() -> list[Collective]:
     return read_record(json.loads(_distributed_c10d._dump_fr_trace_json()), time.time_ns())
 
 
-def read_record(record: Mapping[str, Sequence[dict[str, Any]]], now_ns: int) -> list[Collective]:
+def read_record(record: Mapping[str, Sequence[dict[str, Any]]], now_ns: int) -> list[str]:
     """Read a flight recorder's dump (torch 2.13); `now_ns` is the time since the epoch."""
-    newest: dict[str, Collective] = {}
+    newest: dict[str, str] = {}
     for entry in record.get("entries", []):
         number, name = entry["process_group"]
         group = name if name not in ("", "undefined") else f"group {number}"
@@ -47,5 +34,5 @@ def read_record(record: Mapping[str, Sequence[dict[str, Any]]], now_ns: int) -> 
         # Sends and receives have a counter of their own.
         sequence = int(entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"])
         # Entries are in the order of the calls, so the last one of a group stays.
-        newest[group] = Collective(group, operation, sequence, seconds)
+        newest[group] = f"{operation} {sequence} of {group} for {seconds:.0f} s"
     return list(newest.values())

@@ -20,13 +20,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from mcore_rl.config.models import OffloadConfig
 from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.ports import Collector, Validator
 from mcore_rl.types import Groups, Metric, RolloutScalars, Total
+
+if TYPE_CHECKING:
+    from mcore_rl.runtime.engines.fleet import Fleet
+    from mcore_rl.runtime.roles.trainer import TrainerGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,20 +51,6 @@ class Phase(Enum):
     GENERATE = "generate"
 
 
-class Trainers(Protocol):
-    def offload(self, parts: tuple[str, ...]) -> int:
-        """Move `parts` to host memory if the configuration offloads them. Returns the bytes in host memory, of all
-        ranks."""
-
-
-class Engines(Protocol):
-    def sleep(self, keep_weights: bool) -> int:
-        """Free device memory; returns the bytes freed by all engines."""
-
-    def wake_up(self, part: str) -> None:
-        """Restore "weights" or "kv_cache" to device memory."""
-
-
 def shares_device(cluster: ClusterConfig, offload: OffloadConfig) -> bool:
     """Return whether engines and trainer ranks use the device in turns: colocated on GPUs, or with offloading."""
     if cluster.placement != "colocated":
@@ -76,8 +66,8 @@ class DevicePhases:
     `span` times them.
     """
 
-    trainers: Trainers
-    engines: Engines
+    trainers: TrainerGroup
+    engines: Fleet
     record: Callable[[dict[str, Metric]], None]
     span: Callable[[str], AbstractContextManager[None]]
     _awake: set[str] = field(default_factory=set, init=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ def _nothing_is_pending() -> None:
         time.sleep(0.05)
 
 
-def _wait_for_the_other(rank: int) -> list[tuple[str, str, int]]:
+def _wait_for_the_other(rank: int) -> list[str]:
     import torch
     import torch.distributed as dist
 
@@ -38,10 +39,9 @@ def _wait_for_the_other(rank: int) -> list[tuple[str, str, int]]:
     pending = pending_collectives()
     work.wait()
     _nothing_is_pending()
-    assert all(0.4 < each.seconds < 60 for each in pending)
-    return [(each.group, each.name, each.number) for each in pending]
+    return pending
 
 
 def test_pending_collectives_names_collective_and_group() -> None:
-    waiting, _ = launch(_wait_for_the_other, 2)
-    assert waiting == [("TENSOR_MODEL_PARALLEL_GROUP", "all_reduce", 2)]
+    (waiting,), _ = launch(_wait_for_the_other, 2)
+    assert re.fullmatch(r"all_reduce 2 of TENSOR_MODEL_PARALLEL_GROUP for \d\d? s", waiting)

@@ -20,7 +20,7 @@ from mcore_rl.errors import McoreRLError
 from mcore_rl.runtime.addresses import free_port, meet_at
 from mcore_rl.runtime.agreement import HostFacts, host_facts
 from mcore_rl.runtime.calls import ProcessHandle, Ref, call_all, remote_method
-from mcore_rl.runtime.collectives import Collective, pending_collectives
+from mcore_rl.runtime.collectives import pending_collectives
 from mcore_rl.runtime.cores import share_cores
 from mcore_rl.runtime.isolation.choice import other_users
 from mcore_rl.runtime.output import write_output_to
@@ -98,7 +98,7 @@ class RunProcess:
         return other_users()
 
     @remote_method(concurrency_group="watch")
-    def pending_collectives(self) -> list[Collective]:
+    def pending_collectives(self) -> list[str]:
         """Return the collectives in which this process waits for its peers."""
         return pending_collectives()
 
