@@ -49,7 +49,6 @@ def _measure(load: ModelLoad, device: str) -> Result:
 
 def planned_bytes(load: ModelLoad, device: str) -> int:
     """Return the planned state and activations of the update, for the packages that are installed here."""
-    from mcore_rl.config.roles import ModelRole
     from mcore_rl.planner.plan import Job
     from mcore_rl.planner.stages import planned_stages
     from mcore_rl.resolved.installed import here
@@ -63,8 +62,7 @@ def planned_bytes(load: ModelLoad, device: str) -> int:
         config.trainer.prompts_per_step = config.trainer.prompts_per_update = load.responses
         config.data.train = [root]  # required, but never read
         job = Job.of(config)
-        role = ModelRole.policy(config.actor, config.model)
-        implementation = job.spec.implementation(role, config.cluster.gpus_per_node, here())
+        implementation = job.spec.implementation(config.cluster.gpus_per_node, here())
         run = replace(job.run, fused=implementation.transformer_engine, cuda=torch.cuda.is_available())
         ((activations, (state,)),) = planned_stages(job.spec, run, job.batch(job.spec.layout).most_microbatches)
         return state.total_bytes + max(int(activations.total_bytes), state.piece_bytes)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mcore_rl.doctor.checks import Check, Need
 from mcore_rl.doctor.kernels import present, trials
 from mcore_rl.resolved.attention import BACKENDS
-from mcore_rl.resolved.implementation import USUAL_HEADS, BuildRequest, Implementation, choose
+from mcore_rl.resolved.implementation import USUAL, Implementation, choose
 from mcore_rl.resolved.installed import Installed
 
 
@@ -16,7 +16,7 @@ def implementation(installed: Installed) -> Implementation:
 
     Raises: ConfigError if no implementation works with these packages.
     """
-    return choose(installed, BuildRequest(experts=True, ep=2, expert_ranks=2, gpus_per_node=1))
+    return choose(installed, USUAL)
 
 
 def print_implementation(installed: Installed) -> None:
@@ -24,7 +24,7 @@ def print_implementation(installed: Installed) -> None:
     print("\nImplementation of a mixture-of-experts model on several nodes with these packages:")
     if installed.cuda and installed.transformer_engine:
         for backend in BACKENDS:
-            lacks = backend.lacks(installed, USUAL_HEADS)
+            lacks = backend.lacks(installed, USUAL.heads)
             print(f"{backend.name:24}{'no' if lacks else 'yes':20}{lacks or 'needs ' + backend.needs}")
     for name, choice in implementation(installed).choices():
         print(f"{name:24}{choice.value:20}{choice.why}")

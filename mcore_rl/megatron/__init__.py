@@ -4,10 +4,11 @@ megatron.core. Importing this package imports nothing; the folders with modules 
 
 Building an actor, on every rank (`initialize` and `build_model` are collective):
 
-    layout = train_layout(config.actor.parallel, world_size, hf_config)  # ConfigError for an invalid layout
-    parallel.initialize(layout, rank=r, init_method="tcp://127.0.0.1:29500", timeout_seconds=600, seed=1)
-    chunks = model.build_model(hf_config, config.actor, config.model, layout)      # one PolicyModel per VPP chunk
-    loading.load_hf(chunks, config.model.hf_path, layout)                          # error if any tensor has no match
+    role = ModelRole.policy(config.actor, config.model)
+    spec = ResolvedModel.policy(role, world_size)                    # ConfigError for an invalid layout
+    parallel.initialize(spec.layout, rank=r, init_method="tcp://127.0.0.1:29500", timeout_seconds=600, seed=1)
+    chunks = model.build_model(spec)                                 # one PolicyModel per VPP chunk
+    loading.load_hf(chunks, config.model.hf_path, spec.layout)       # error if any tensor has no match
     ...
     parallel.destroy()
 

@@ -174,13 +174,13 @@ def value_model_ranks(
     Raises: ConfigError.
     """
     spec = ResolvedModel.value_model(role, num_ranks)
-    implementation = spec.implementation(role, cluster.gpus_per_node, planned_machine(cuda=cuda))
+    implementation = spec.implementation(cluster.gpus_per_node, planned_machine(cuda=cuda))
     longest = longest_sequence(rollout)
-    run = execution_of(role, spec, implementation, plan, longest=longest, cuda=cuda)
+    run = execution_of(spec, implementation, plan, longest=longest, cuda=cuda)
     responses = prompts_per_update * rollout.samples_per_prompt
     microbatches = num_microbatches(responses, run.section.tokens_per_microbatch, spec.layout, longest)
     ranks: list[ColocatedRank] = []
-    for activations, states in planned_stages(spec, run, microbatches, ValueModel, role):
+    for activations, states in planned_stages(spec, run, microbatches, ValueModel):
         for state in states:
             # The weights of a model without gradients are outside Megatron's buffers and have no padding.
             held = state if trained else RankState(state.parameters, state.parameters * run.element_bytes, 0, 0)

@@ -157,9 +157,9 @@ class Job:
         role = ModelRole.policy(config.actor, config.model)
         spec = ResolvedModel.policy(role, config.num_trainer_ranks)
         check_engine_model(EngineRole.rollout(config.rollout, config.model), config.algorithm, spec.hf_config)
-        implementation = spec.implementation(role, config.cluster.gpus_per_node, planned_machine(cuda=cuda))
+        implementation = spec.implementation(config.cluster.gpus_per_node, planned_machine(cuda=cuda))
         longest, dtype = longest_sequence(config.rollout), DTYPES[config.model.dtype]
-        run = execution_of(role, spec, implementation, config.plan, longest=longest, cuda=cuda)
+        run = execution_of(spec, implementation, config.plan, longest=longest, cuda=cuda)
         # The search for layouts starts from the resolved modules of recomputation.
         config = replace(config, actor=run.section)
         rows = bound_rows(spec.hf_config, dtype)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mcore_rl.config.models import LoraConfig
-from mcore_rl.config.roles import POLICY, KeyNames, ModelRole
+from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.config.schema import PlanConfig
-from mcore_rl.megatron.lora.weights import attach_adapters
+from mcore_rl.megatron.lora.adapters import attach_adapters
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.sharded import meta_model
@@ -55,14 +55,15 @@ def stage_parameters(
 
 
 def execution_of(
-    role: ModelRole, spec: ResolvedModel, implementation: Implementation, plan: PlanConfig, *, longest: int, cuda: bool
+    spec: ResolvedModel, implementation: Implementation, plan: PlanConfig, *, longest: int, cuda: bool
 ) -> Execution:
     """Describe a model that trains on sequences of up to `longest` tokens."""
-    modules = recomputed_modules(role.section, spec.arguments, implementation)
+    section = spec.role.section
+    modules = recomputed_modules(section, spec.arguments, implementation)
     return Execution(
-        replace(role.section, recompute_modules=modules),
+        replace(section, recompute_modules=modules),
         spec.layout,
-        DTYPES[role.model.dtype].itemsize,
+        DTYPES[spec.role.model.dtype].itemsize,
         fused=implementation.transformer_engine,
         cuda=cuda,
         imbalance=plan.moe_imbalance,
@@ -75,14 +76,13 @@ def planned_stages(
     run: Execution,
     microbatches: int,
     kind: type[PolicyModel] = PolicyModel,
-    names: KeyNames = POLICY,
 ) -> Iterator[tuple[StageActivations, list[RankState]]]:
     """Yield, for each stage, the peak activations of an update and the state of its ranks.
 
     `microbatches` is per update and rank.
     """
     for stage in range(spec.layout.pp):
-        chunks = stage_parameters(spec.hf_config, spec.layout, stage, kind, lora=run.section.lora, names=names)
+        chunks = stage_parameters(spec.hf_config, spec.layout, stage, kind, lora=run.section.lora, names=spec.role)
         # Its gradient exists once more before it is added to the buffer.
         largest = max((parameter.elements for chunk in chunks for parameter in chunk if parameter.trained), default=0)
         activations = stage_activations(

@@ -47,12 +47,12 @@ from model_converters.mapping.table import bind
 logger = logging.getLogger(__name__)
 
 
-def check_implementation(role: ModelRole, cluster: ClusterConfig, spec: ResolvedModel) -> None:
+def check_implementation(cluster: ClusterConfig, spec: ResolvedModel) -> None:
     """Reject a model that Megatron ranks cannot build with the packages of this machine.
 
     The other hosts of a run are assumed to have the same packages.
     """
-    spec.implementation(role, cluster.gpus_per_node, look(cuda=uses_cuda(cluster)))
+    spec.implementation(cluster.gpus_per_node, look(cuda=uses_cuda(cluster)))
 
 
 def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
@@ -60,7 +60,7 @@ def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:
     validate_critic(config)
     role = ModelRole.critic(config.critic, config.model)
     spec = ResolvedModel.value_model(role, role.section.num_ranks or config.num_trainer_ranks)
-    check_implementation(role, config.cluster, spec)
+    check_implementation(config.cluster, spec)
     layout = spec.layout
     # Ranks of one model fetch only from the ranks of the other whose responses overlap theirs (types.TokenRefs).
     if actor.dp % layout.dp and layout.dp % actor.dp:
@@ -81,7 +81,7 @@ def reward_model_layout(
             "supervised; set it to null"
         )
     spec = ResolvedModel.value_model(role, num_ranks)
-    check_implementation(role, cluster, spec)
+    check_implementation(cluster, spec)
     key = role.checkpoint
     remedy = f"; set {key} to a sequence classification checkpoint with one label"
     with conversion_errors(f"{key}={role.model.hf_path}: ", remedy), HFCheckpoint(role.model.hf_path) as checkpoint:

@@ -102,7 +102,7 @@ def prepare(config: Config) -> Prepared:
     spec = ResolvedModel.policy(role, config.num_trainer_ranks)
     hf_config = spec.hf_config
     check_engine_model(EngineRole.rollout(config.rollout, config.model), algorithm, hf_config)
-    check_implementation(role, config.cluster, spec)
+    check_implementation(config.cluster, spec)
     parameters = trained = check_weights(role)
     if uses_lora(actor):
         trained = check_adapters(actor.lora, hf_config, exports=config.trainer.export_adapter is not None)

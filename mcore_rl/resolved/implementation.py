@@ -7,23 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from mcore_rl.config.roles import POLICY, KeyNames
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.defaults import resolved_dtype
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.attention import HeadDims, pick
 from mcore_rl.resolved.installed import Installed, dotted, release
+from model_converters.mapping.layout import TrainLayout
 
 if TYPE_CHECKING:
-    from mcore_rl.config.models import ActorConfig
-    from mcore_rl.config.schema import ModelConfig
-    from model_converters.families.parts.family import ModelArguments
-    from model_converters.mapping.layout import TrainLayout
+    from model_converters.families.parts.family import TransformerArguments
 
 PERMUTE_FUSION_VERSION = (2, 1)
 GROUPED_GEMM_VERSION = (1, 9)
 """Oldest versions of TransformerEngine whose kernels Megatron (0.16.1) uses."""
-USUAL_HEADS = HeadDims(128, 128)
-"""Head sizes of most models, for doctor, which has no model."""
 
 
 @dataclass(frozen=True)
@@ -70,39 +68,39 @@ def row_multiple(fp8: str) -> int:
     return 1 if fp8 == "none" else RECIPES[fp8].tokens
 
 
-def _require_recipe(fp8: str, installed: Installed, *, engine: bool, names: KeyNames) -> None:
-    """Check a recipe. `engine`: the model is built from TransformerEngine's layers.
-
-    Raises: ConfigError for a recipe that this machine does not support.
-    """
-    key = f"{names.key('fp8')}={fp8}"
-    if not installed.cuda:
-        raise ConfigError(f"{key} needs a CUDA device; set it to none")
-    lacks = RECIPES[fp8].lacks(installed) or ("" if engine else "needs layers of transformer-engine")
-    if lacks:
-        raise ConfigError(f"{key} {lacks}; set {names.key('fp8')} to another recipe or none")
-
-
 @dataclass(frozen=True)
 class BuildRequest:
-    """Configuration, model and layout properties that determine the implementation. `expert_ranks`: number of ranks
-    that hold all experts once; without gpus_per_node, they count as being on one node."""
+    """Model and layout that determine the implementation. `sizes` is ModelArguments.transformer. Without gpus_per_node,
+    all experts count as being on one node."""
 
-    experts: bool = False
-    adapters: bool = False
-    latent_attention: bool = False
-    heads: HeadDims = USUAL_HEADS
-    dtype: str = "bfloat16"
-    fp8: str = "none"
-    dispatcher: str = "auto"
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    cp: int = 1
-    expert_ranks: int = 1
+    role: ModelRole
+    sizes: TransformerArguments
+    layout: TrainLayout
     gpus_per_node: int | None = None
-    names: KeyNames = POLICY
-    """Keys of the model's role, for errors."""
+
+    @property
+    def experts(self) -> bool:
+        return bool(self.sizes.get("num_moe_experts"))
+
+    @property
+    def adapters(self) -> bool:
+        return self.role.section.lora.rank > 0
+
+    @property
+    def heads(self) -> HeadDims:
+        sizes = self.sizes
+        if sizes.get("multi_latent_attention"):
+            return HeadDims(sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"], sizes["v_head_dim"])
+        return HeadDims(sizes["kv_channels"], sizes["kv_channels"])
+
+
+USUAL = BuildRequest(
+    ModelRole.policy(ActorConfig(), ModelConfig(hf_path="")),
+    {"num_moe_experts": 2, "kv_channels": 128},
+    TrainLayout(2, ep=2),
+    gpus_per_node=1,
+)
+"""Mixture-of-experts model on several nodes with the head size of most models, for doctor, which has no model."""
 
 
 @dataclass(frozen=True)
@@ -159,38 +157,6 @@ class Implementation:
         return arguments
 
 
-def build_request(
-    actor: ActorConfig,
-    model: ModelConfig,
-    layout: TrainLayout,
-    arguments: ModelArguments,
-    gpus_per_node: int | None = None,
-    names: KeyNames = POLICY,
-) -> BuildRequest:
-    """Collect the properties of a model in a layout."""
-    sizes = arguments.transformer
-    if sizes.get("multi_latent_attention"):
-        heads = HeadDims(sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"], sizes["v_head_dim"])
-    else:
-        heads = HeadDims(sizes["kv_channels"], sizes["kv_channels"])
-    return BuildRequest(
-        experts=bool(sizes.get("num_moe_experts")),
-        adapters=actor.lora.rank > 0,
-        latent_attention=bool(sizes.get("multi_latent_attention")),
-        heads=heads,
-        dtype=model.dtype,
-        fp8=actor.fp8,
-        dispatcher=actor.moe.dispatcher,
-        tp=layout.tp,
-        pp=layout.pp,
-        ep=layout.ep,
-        cp=layout.cp,
-        expert_ranks=layout.ep * layout.etp,
-        gpus_per_node=gpus_per_node,
-        names=names,
-    )
-
-
 def choose(installed: Installed, request: BuildRequest) -> Implementation:
     """Select the best available components. Explicitly requested ones that are missing are rejected.
 
@@ -230,20 +196,22 @@ def _layers(installed: Installed, request: BuildRequest) -> Component:
 def _attention(installed: Installed, engine: bool, request: BuildRequest) -> Component:
     if engine:
         # TransformerEngine's layers exist on GPUs only, where the dtype auto is bfloat16.
-        backend = pick(installed, resolved_dtype(request.dtype, cuda=True), request.heads, request.names.checkpoint)
+        dtype = resolved_dtype(request.role.model.dtype, cuda=True)
+        backend = pick(installed, dtype, request.heads, request.role.checkpoint)
         return Component(backend.name, f"TransformerEngine's first choice for packed rows; it needs {backend.needs}")
-    if installed.cuda and request.cp > 1:
-        key, lora = request.names.key("parallel.cp"), request.names.key("lora.rank")
+    if installed.cuda and request.layout.cp > 1:
+        key, lora = request.role.key("parallel.cp"), request.role.key("lora.rank")
         remedy = f"set {lora}=0 or {key}=1" if request.adapters else f"install transformer-engine or set {key}=1"
         whose = "a model with adapters uses megatron's local layers" if request.adapters else "it is not installed"
         raise ConfigError(
-            f"{key}={request.cp}: on GPUs context-parallel ranks need TransformerEngine's layers, but {whose}; {remedy}"
+            f"{key}={request.layout.cp}: on GPUs context-parallel ranks need TransformerEngine's layers, but {whose}; "
+            f"{remedy}"
         )
     return Component("SDPA", "torch's, sequence by sequence: megatron's local attention takes no packed rows")
 
 
 def _rope(engine: bool, request: BuildRequest) -> Component:
-    if request.latent_attention:
+    if request.sizes.get("multi_latent_attention"):
         return Component("unfused", "megatron's fused RoPE for latent attention is experimental and supports yarn only")
     if not engine:
         return Component("unfused", "fused RoPE needs TransformerEngine's layers")
@@ -263,11 +231,12 @@ def _expert_kernel(
 def _dispatcher(installed: Installed, request: BuildRequest) -> Component:
     if not request.experts:
         return Component("alltoall", "the model has no experts")
-    if request.dispatcher != "auto":
+    configured = request.role.section.moe.dispatcher
+    if configured != "auto":
         _check_dispatcher(installed, request)
-        return Component(request.dispatcher, f"{request.names.key('moe.dispatcher')}={request.dispatcher}")
+        return Component(configured, f"{request.role.key('moe.dispatcher')}={configured}")
     # The ranks that hold all experts once are consecutive, and consecutive ranks fill a node.
-    if request.gpus_per_node is None or request.expert_ranks <= request.gpus_per_node:
+    if request.gpus_per_node is None or request.layout.ep * request.layout.etp <= request.gpus_per_node:
         return Component("alltoall", "all experts are on one node")
     if not installed.cuda:
         return Component("alltoall", "deepep needs a CUDA device")
@@ -277,28 +246,35 @@ def _dispatcher(installed: Installed, request: BuildRequest) -> Component:
 
 
 def _check_dispatcher(installed: Installed, request: BuildRequest) -> None:
+    role, layout, dispatcher = request.role, request.layout, request.role.section.moe.dispatcher
+    key_of_ep = role.key("parallel.ep")
     problem = None
-    if request.dispatcher == "allgather" and request.ep > 1:
+    if dispatcher == "allgather" and layout.ep > 1:
         problem = (
             "supports rows of equal length only, but packed rows differ between the ranks of "
-            f"{request.names.key('parallel.ep')}={request.ep}; set it to alltoall"
+            f"{key_of_ep}={layout.ep}; set it to alltoall"
         )
-    elif request.dispatcher == "allgather" and request.pp > 1:
+    elif dispatcher == "allgather" and layout.pp > 1:
         problem = "is not supported by megatron with pipeline stages and packed rows; set it to alltoall"
-    elif request.dispatcher == "deepep" and not installed.cuda:
+    elif dispatcher == "deepep" and not installed.cuda:
         problem = "needs a CUDA device; set it to auto or alltoall"
-    elif request.dispatcher == "deepep" and not installed.deep_ep:
+    elif dispatcher == "deepep" and not installed.deep_ep:
         problem = "needs the package deep_ep of DeepEP 1; set it to auto or alltoall"
-    elif request.dispatcher == "deepep" and request.tp * request.ep == 1:
-        problem = f"needs {request.names.key('parallel.ep')} > 1 (or tp > 1); set it to auto or alltoall"
+    elif dispatcher == "deepep" and layout.tp * layout.ep == 1:
+        problem = f"needs {key_of_ep} > 1 (or tp > 1); set it to auto or alltoall"
     if problem:
-        raise ConfigError(f"{request.names.key('moe.dispatcher')}={request.dispatcher} {problem}")
+        raise ConfigError(f"{role.key('moe.dispatcher')}={dispatcher} {problem}")
 
 
 def _fp8(installed: Installed, engine: bool, request: BuildRequest) -> Component:
-    if request.fp8 != "none":
-        _require_recipe(request.fp8, installed, engine=engine, names=request.names)
-    return Component(request.fp8, f"{request.names.key('fp8')}={request.fp8}")
+    fp8, key = request.role.section.fp8, request.role.key("fp8")
+    if fp8 != "none":
+        if not installed.cuda:
+            raise ConfigError(f"{key}={fp8} needs a CUDA device; set it to none")
+        lacks = RECIPES[fp8].lacks(installed) or ("" if engine else "needs layers of transformer-engine")
+        if lacks:
+            raise ConfigError(f"{key}={fp8} {lacks}; set {key} to another recipe or none")
+    return Component(fp8, f"{key}={fp8}")
 
 
 def _gradient_accumulation(installed: Installed) -> Component:

@@ -72,11 +72,10 @@ def here() -> Installed:
     try:
         import torch
 
-        cuda = torch.cuda.is_available()
-        capability = torch.cuda.get_device_capability() if cuda else None
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     except Exception:  # any error of loading its libraries; doctor reports it
-        return look(cuda=False)
-    if not cuda:
+        capability = None
+    if capability is None:
         return look(cuda=False)
     return replace(look(cuda=True), capability=capability, cuda_version=release(torch.version.cuda)[:2] or None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.algorithm import AlgorithmConfig, is_supervised
@@ -12,7 +13,7 @@ from mcore_rl.config.roles import POLICY, EngineRole, ModelRole
 from mcore_rl.config.rules.validation import read_hf_config
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
-from mcore_rl.resolved.implementation import Implementation, build_request, choose
+from mcore_rl.resolved.implementation import BuildRequest, Implementation, choose
 from mcore_rl.resolved.layout import check_experts, conversion_errors, model_arguments, train_layout
 from mcore_rl.resolved.recompute import recompute_arguments
 from model_converters.families import check_for_engine, engine_overrides, family_for, missing_engine_fields
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """Model and layout. `hf_config` is config.json without layers that are not built, `arguments` are the sizes and
-    settings that the model family derives from it. `left_out`: number of multi-token-prediction layers in config.json
-    that are not built."""
+    """A model of the run in its layout. `hf_config` is config.json without layers that are not built; `left_out` of its
+    multi-token-prediction layers are not built."""
 
+    role: ModelRole
     hf_config: dict[str, Any]
-    arguments: ModelArguments
     layout: TrainLayout
     left_out: int = 0
 
@@ -43,8 +43,7 @@ class ResolvedModel:
 
         Raises: ConfigError.
         """
-        hf_config, left_out = policy_config(role)
-        return _spec(role, hf_config, num_ranks, left_out)
+        return cls._checked(role, num_ranks, *policy_config(role))
 
     @classmethod
     def value_model(cls, role: ModelRole, num_ranks: int) -> ResolvedModel:
@@ -52,17 +51,33 @@ class ResolvedModel:
 
         Raises: ConfigError.
         """
-        return _spec(role, value_config(role), num_ranks, left_out=0)
+        hf_config = read_hf_config(role.model, role.checkpoint)
+        with conversion_errors(f"{role.checkpoint}={role.model.hf_path}: "):
+            # Only for its error: value_model_config accepts unknown families.
+            family_for(hf_config)
+            hf_config = value_model_config(hf_config)
+        return cls._checked(role, num_ranks, hf_config)
 
-    def implementation(self, role: ModelRole, gpus_per_node: int, installed: Installed) -> Implementation:
-        """Choose the components that the model is built from, on a machine with `installed`.
+    @classmethod
+    def _checked(cls, role: ModelRole, num_ranks: int, hf_config: dict[str, Any], left_out: int = 0) -> ResolvedModel:
+        spec = cls(role, hf_config, train_layout(role.section.parallel, num_ranks, hf_config, role), left_out)
+        check_experts(role.section.moe, spec.arguments.transformer, role)
+        return spec
+
+    @cached_property
+    def arguments(self) -> ModelArguments:
+        """Sizes and settings that the model family derives from `hf_config`."""
+        return model_arguments(self.hf_config, self.role.checkpoint)
+
+    def implementation(self, gpus_per_node: int | None, installed: Installed) -> Implementation:
+        """Choose the components that the model is built from, on a machine with `installed`. Without gpus_per_node, all
+        ranks count as being on one node.
 
         Raises: ConfigError for an explicitly requested setting that is not available, including recomputation.
         """
-        request = build_request(role.section, role.model, self.layout, self.arguments, gpus_per_node, role)
-        chosen = choose(installed, request)
-        # Only for its errors: the ranks compute the arguments again.
-        recompute_arguments(role.section, self.arguments, self.layout, chosen, role)
+        chosen = choose(installed, BuildRequest(self.role, self.arguments.transformer, self.layout, gpus_per_node))
+        # Only for its errors: build_model computes the arguments again.
+        recompute_arguments(self, chosen)
         return chosen
 
 
@@ -91,18 +106,6 @@ def policy_config(role: ModelRole) -> tuple[dict[str, object], int]:
     return hf_config, 0
 
 
-def value_config(role: ModelRole) -> dict[str, object]:
-    """Return config.json of a value model.
-
-    Raises: ConfigError for a file that cannot be read, or an unknown family.
-    """
-    hf_config = read_hf_config(role.model, role.checkpoint)
-    with conversion_errors(f"{role.checkpoint}={role.model.hf_path}: "):
-        # Only for its error: value_model_config accepts unknown families.
-        family_for(hf_config)
-        return value_model_config(hf_config)
-
-
 def check_engine_model(role: EngineRole, algorithm: AlgorithmConfig, hf_config: HFConfig) -> None:
     """Reject a config.json from which the engine builds a different model than transformers and the trainer. A
     supervised run has no engine, so every config.json passes.
@@ -127,10 +130,3 @@ def overridden_fields(model: ModelConfig, hf_config: HFConfig) -> list[str]:
         "correct config.json before an export is served"
     )
     return [note]
-
-
-def _spec(role: ModelRole, hf_config: dict[str, object], num_ranks: int, left_out: int) -> ResolvedModel:
-    arguments = model_arguments(hf_config, role.checkpoint)
-    layout = train_layout(role.section.parallel, num_ranks, hf_config, role)
-    check_experts(role.section.moe, arguments.transformer, role)
-    return ResolvedModel(hf_config, arguments, layout, left_out)

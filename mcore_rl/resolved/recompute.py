@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from mcore_rl.config.models import ActorConfig
-from mcore_rl.config.roles import POLICY, KeyNames
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import Implementation
 from model_converters.families.parts.family import ModelArguments, TransformerArguments
-from model_converters.mapping.layout import TrainLayout
+
+if TYPE_CHECKING:
+    from mcore_rl.resolved.model import ResolvedModel
 
 Missing = Callable[[TransformerArguments, Implementation], str]
 
@@ -45,38 +47,33 @@ MODULES: dict[str, Missing] = {
 Source: megatron.core.transformer.transformer_config (0.16.1)."""
 
 
-def recompute_arguments(
-    actor: ActorConfig,
-    arguments: ModelArguments,
-    layout: TrainLayout,
-    implementation: Implementation,
-    names: KeyNames = POLICY,
-) -> dict[str, object]:
+def recompute_arguments(spec: ResolvedModel, implementation: Implementation) -> dict[str, object]:
     """Return the arguments of TransformerConfig.
 
     Raises: ConfigError naming the key.
     """
-    if actor.recompute == "none":
+    role, section = spec.role, spec.role.section
+    if section.recompute == "none":
         return {}
-    if actor.recompute == "full":
-        _check_layers(actor.recompute_layers, arguments, layout, names)
+    if section.recompute == "full":
+        _check_layers(spec)
         return {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
-            "recompute_num_layers": actor.recompute_layers,
+            "recompute_num_layers": section.recompute_layers,
         }
-    modules = recomputed_modules(actor, arguments, implementation)
-    key = f"{names.key('recompute_modules')}={','.join(modules)}"
+    modules = recomputed_modules(section, spec.arguments, implementation)
+    key = f"{role.key('recompute_modules')}={','.join(modules)}"
     if len(set(modules)) < len(modules):
         raise ConfigError(f"{key} must name modules, each once")
     for module in modules:
         if module not in MODULES:
             raise ConfigError(f"{key}: {module} is not known; known: {', '.join(MODULES)}")
-        missing = MODULES[module](arguments.transformer, implementation)
+        missing = MODULES[module](spec.arguments.transformer, implementation)
         if missing:
             raise ConfigError(f"{key}: {module}: {missing}; leave it out")
         if module in ("moe_act", "layernorm") and implementation.fp8.value == "delayed":
-            raise ConfigError(f"{key}: {module} cannot be recomputed with {names.key('fp8')}=delayed; leave it out")
+            raise ConfigError(f"{key}: {module} cannot be recomputed with {role.key('fp8')}=delayed; leave it out")
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
@@ -100,12 +97,13 @@ def recomputed_modules(actor: ActorConfig, arguments: ModelArguments, implementa
     return [module for module in cheap if not MODULES[module](sizes, implementation)] or ["core_attn"]
 
 
-def _check_layers(layers: int, arguments: ModelArguments, layout: TrainLayout, names: KeyNames) -> None:
-    """Check divisibility: Megatron 0.16.1 runs past the last layer of a stage if `layers` does not divide it."""
-    key = f"{names.key('recompute_layers')}={layers}"
-    if layers > 1 and arguments.mtp_num_layers:
+def _check_layers(spec: ResolvedModel) -> None:
+    """Check recompute_layers: Megatron 0.16.1 runs past the last layer of a stage if the number does not divide it."""
+    layers = spec.role.section.recompute_layers
+    key = f"{spec.role.key('recompute_layers')}={layers}"
+    if layers > 1 and spec.arguments.mtp_num_layers:
         raise ConfigError(f"{key}: megatron recomputes multi-token-prediction layers one by one; set it to 1")
-    stages = layout.stage_layers(arguments.transformer["num_layers"])
+    stages = spec.layout.stage_layers(spec.arguments.transformer["num_layers"])
     layer_counts = {len(chunk) for chunks in stages for chunk in chunks}
     wrong = sorted(count for count in layer_counts if count % layers)
     if wrong:

@@ -98,12 +98,15 @@ def assert_same_tensors(found: Path, wanted: Path) -> None:
 def build(hf_config: dict[str, Any], sizes: dict[str, Any]) -> tuple[list[Any], TrainLayout]:
     """Build a real model in the current process group; its weights are undefined."""
     from mcore_rl.config.models import ActorConfig
+    from mcore_rl.config.roles import ModelRole
     from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron.model import model, parallel
+    from mcore_rl.resolved.model import ResolvedModel
 
     layout = TrainLayout(**sizes)
     parallel.initialize_groups(layout, timeout_seconds=30, seed=3)
-    return model.build_model(hf_config, ActorConfig(), ModelConfig(hf_path="", dtype="float32"), layout), layout
+    role = ModelRole.policy(ActorConfig(), ModelConfig(hf_path="", dtype="float32"))
+    return model.build_model(ResolvedModel(role, hf_config, layout)), layout
 
 
 def load_distributed(directory: str, chunks: list[Any]) -> None:

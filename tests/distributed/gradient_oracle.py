@@ -47,7 +47,8 @@ def accumulate(actor: Any) -> tuple[float, dict[str, Metric]]:
     batch, _ = actor.recompute_logp(shares, policy_batch.chunks())
     for sample, logp in batch.old_logp.items():
         logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, actor.rank)])
-    _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
+    with policy_batch.complete_gradients(actor):
+        _, reports = actor.accumulate_gradients(batch, 1)
     return sum(report.loss for report in reports) * (place.tp == 0), merge_metrics([r.metrics for r in reports])
 
 

@@ -4,6 +4,7 @@ not depend on the layout."""
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -74,7 +75,7 @@ def measure(rank: int, directories: dict[str, str], checkpoints: dict[str, str],
 
 
 def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str, Any]:
-    from mcore_rl.megatron.step.rank_batch import RankBatch
+    from mcore_rl.megatron.roles.actor import RankBatch
 
     actor = build_actor(rank, directory, case)
     load_weights(actor, checkpoint)
@@ -89,7 +90,8 @@ def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str
     later = RankBatch([shares[1], shares[0]], chunks, old_logp)
     # An overlapped reduction leaves summed gradients only on the ranks whose optimizer needs them.
     on_every_replica = not case.means.get("overlap_grad_reduce")
-    _, reports = actor.accumulate_gradients(later, 1, on_every_replica=on_every_replica)
+    with policy_batch.complete_gradients(actor) if on_every_replica else nullcontext():
+        _, reports = actor.accumulate_gradients(later, 1)
     loss = sum(report.loss for report in reports) if place.tp == 0 else 0.0
     gradients = pieces(actor, gradients=True) if on_every_replica else []
     batch, _ = actor.recompute_logp(shares, chunks)

@@ -3,6 +3,9 @@ plain torch and transformers' model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,14 @@ TEMPERATURE, SECOND_TEMPERATURE = 0.8, 1.25
 """Temperature of the run, and of the samples in the second chunk."""
 ENTROPY_COEFFICIENT = 0.02
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 1.6
+
+
+@contextmanager
+def complete_gradients(model: Any) -> Iterator[None]:
+    """Context in which passes complete the gradients on every data-parallel rank."""
+    model.run = partial(model.run, force_all_reduce=True)
+    yield
+    del model.run
 
 
 def chunks() -> list[TrajectoryBuffers]:

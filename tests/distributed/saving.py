@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mcore_rl.types import SavedState
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.roles.trained_model import TrainedModel
+    from mcore_rl.megatron.roles.rank_model import TrainedModel
 
 
 def save_checkpoint(directory: str, model: TrainedModel) -> SavedState | None:

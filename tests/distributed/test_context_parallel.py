@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.megatron.model import attention
-from mcore_rl.megatron.model.context import ContextPart
-from mcore_rl.megatron.model.context_attention import attention_blocks
+from mcore_rl.megatron.model.context import ContextPart, attention_blocks
 from tests.distributed.launch import launch
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
@@ -53,11 +52,12 @@ def test_attention_blocks_cover_causal_pairs_once_and_equally(size: int) -> None
         part = ContextPart(rank, size)
         indices = part.row_indices(torch.tensor([length])).numpy().reshape(2, chunk)
         work.append(0)
-        for block in attention_blocks(part, chunk):
-            keys = np.arange(length)[block.keys]
-            pairs = np.tril(np.ones((chunk, len(keys)), int)) if block.causal else np.ones((chunk, len(keys)), int)
-            seen[np.ix_(indices[block.half], keys)] += pairs
-            work[-1] += pairs.sum()
+        for queries, blocks in zip(indices, attention_blocks(part, chunk), strict=True):
+            for block in blocks:
+                keys = np.arange(length)[block.keys]
+                pairs = np.tril(np.ones((chunk, len(keys)), int)) if block.causal else np.ones((chunk, len(keys)), int)
+                seen[np.ix_(queries, keys)] += pairs
+                work[-1] += pairs.sum()
     assert np.array_equal(seen, np.tril(np.ones_like(seen)))
     assert work == [length * (length + 1) // 2 // size] * size
 
@@ -92,7 +92,6 @@ def _worker(rank: int) -> dict[str, Any]:
     return {
         "attention": {name: _attend(part, shape, torch.float32) for name, shape in SHAPES.items()},
         "bfloat16": _attend(part, SHAPES["grouped"], torch.bfloat16),
-        "unpacked": _attend_unpacked(part),
         "gathered": _gather(part),
         "rolled": _roll(part),
         "rotated": _rotate(part),
@@ -143,21 +142,6 @@ def test_context_attention_in_bfloat16_is_as_accurate_as_bfloat16(found: Any) ->
 
 
 ROWS, LENGTH = 3, 24  # a multiple of 2 * size
-
-
-def _attend_unpacked(part: ContextPart) -> np.ndarray:
-    own = part.row_indices(torch.tensor([LENGTH]))
-    whole = [x.unflatten(0, (ROWS, LENGTH)).transpose(0, 1) for x in _inputs(ROWS * LENGTH, GROUPS, WIDTH, WIDTH)]
-    return _core(part)(*(x[own] for x in whole)).numpy()
-
-
-def test_context_attention_of_unpacked_batch_stays_within_rows(found: Any) -> None:
-    size, ranks = found
-    expected = _written_out(*_inputs(ROWS * LENGTH, GROUPS, WIDTH, WIDTH), [LENGTH] * ROWS)
-    expected = expected.flatten(1).unflatten(0, (ROWS, LENGTH)).transpose(0, 1)
-    for rank, results in enumerate(ranks):
-        own = ContextPart(rank, size).row_indices(torch.tensor([LENGTH]))
-        torch.testing.assert_close(torch.from_numpy(results["unpacked"]), expected[own], rtol=0, atol=1e-5)
 
 
 OWNERS = [1, 0, 0, 1, 1, 1, 0, 1]  # with more than two ranks the other ranks have no tokens

@@ -188,7 +188,8 @@ def _train(rank: int, directories: dict[str, str], cases: dict[str, Case]) -> di
         result = found[name] = {"values": dict(batch.values)}
         batch = replace(batch, values={s: values + policy_batch.drift(s) for s, values in batch.values.items()})
         wanted = {sample: returns(sample) for sample in SAMPLES}
-        critic.accumulate_gradients(batch, 0, wanted, on_every_replica=True)
+        with policy_batch.complete_gradients(critic):
+            critic.accumulate_gradients(batch, 0, wanted)
         result["gradients"] = _pieces(critic, gradients=True)
         result["metrics"] = [critic.update(batch, index, wanted) for index in range(len(shares))]
         critic.gather_parameters()

@@ -100,8 +100,8 @@ def measure_all(rank: int, directory: str, checkpoint: str, case: Case) -> list[
 
 def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, torch.Tensor]) -> dict[str, Any]:
     """Compute the gradient of one update; old and current log-probabilities differ by `drift`."""
+    from mcore_rl.megatron.roles.actor import RankBatch
     from mcore_rl.megatron.step.objective import Objective
-    from mcore_rl.megatron.step.rank_batch import RankBatch
 
     config = configure(actor.config, objective)
     actor.objective = Objective.from_config(config, actor.group, actor.context)
@@ -111,7 +111,8 @@ def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, t
         actor.estimator = chosen = estimator(objective.estimator, **ESTIMATORS[objective.estimator])
         values = {s: policy_batch.drift(s) for s in share.samples.tolist()} if chosen.needs.values else None
         batch, metrics, _ = actor.estimate(batch, values)
-    _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
+    with policy_batch.complete_gradients(actor):
+        _, reports = actor.accumulate_gradients(batch, 1)
     counts = actor.counts_tokens
     return {
         "loss": sum(report.loss for report in reports) if counts else 0.0,

@@ -23,13 +23,16 @@ from tests.tiny_models import reference_logits, tiny_fields, write_tiny_model
 
 def _build(hf_config: dict[str, Any], sizes: dict[str, int], **settings: Any) -> tuple[list[Any], Any]:
     from mcore_rl.config.models import ActorConfig, ParallelConfig
+    from mcore_rl.config.roles import ModelRole
     from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron.model import model, parallel
     from mcore_rl.resolved import layout
+    from mcore_rl.resolved.model import ResolvedModel
 
     placed = layout.train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
     parallel.initialize_groups(placed, timeout_seconds=30, seed=3)
-    return model.build_model(hf_config, ActorConfig(), ModelConfig(hf_path="", **settings), placed), placed
+    role = ModelRole.policy(ActorConfig(), ModelConfig(hf_path="", **settings))
+    return model.build_model(ResolvedModel(role, hf_config, placed)), placed
 
 
 # ---- names ----

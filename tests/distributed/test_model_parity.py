@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import ModelConfig
 from tests.distributed.launch import launch
 from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, checkpoint_tensors, write_tiny_model
@@ -171,9 +172,11 @@ def _run_case(rank: int, directory: str, sizes: dict[str, int]) -> dict[str, Any
 def _build(hf_config: dict[str, Any], directory: str, layout: Any, sequence_parallel: bool) -> list[Any]:
     """Call build_model; sequence parallelism, on by default with tp > 1, can be switched off."""
     from mcore_rl.megatron.model import model
+    from mcore_rl.resolved.model import ResolvedModel
 
     actor = ActorConfig(parallel=ParallelConfig(sequence_parallel=None if sequence_parallel else False))
-    return model.build_model(hf_config, actor, ModelConfig(hf_path=directory), layout)
+    role = ModelRole.policy(actor, ModelConfig(hf_path=directory))
+    return model.build_model(ResolvedModel(role, hf_config, layout))
 
 
 def _schedule(chunks: list[Any], forward_step: Any, microbatches: list[Any], **options: Any) -> Any:

@@ -161,7 +161,8 @@ def _trained(rank: int, directory: str, parallel: dict[str, int], tokens: int, r
     batch, _ = actor.recompute_logp(shares, chunks)
     for sample, logp in batch.old_logp.items():
         logp += torch.from_numpy(policy_batch.drift(sample)[policy_batch.held(sample, actor.layout, rank)])
-    _, reports = actor.accumulate_gradients(batch, 1, on_every_replica=True)
+    with policy_batch.complete_gradients(actor):
+        _, reports = actor.accumulate_gradients(batch, 1)
     ahead = merge_metrics([report.metrics for report in reports]).get("actor/mtp_loss")
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
     with torch.no_grad():
@@ -216,15 +217,18 @@ def test_engines_receive_policy_without_mtp(results: Any, references: Any) -> No
 def _values(rank: int, directory: str) -> list[np.ndarray]:
     """Logits of every depth for one packed row."""
     from mcore_rl.config.models import ActorConfig
+    from mcore_rl.config.roles import ModelRole
     from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron.model import loading, model, parallel
     from mcore_rl.megatron.model.attention import pack_sequences
     from mcore_rl.megatron.model.output import output_weight
+    from mcore_rl.resolved.model import ResolvedModel
     from model_converters.mapping.layout import TrainLayout
 
     hf_config = json.loads((Path(directory) / "config.json").read_text())
     parallel.initialize_groups(TrainLayout(1), timeout_seconds=60, seed=1)
-    chunks = model.build_model(hf_config, ActorConfig(), ModelConfig(hf_path=directory), TrainLayout(1))
+    role = ModelRole.policy(ActorConfig(), ModelConfig(hf_path=directory))
+    chunks = model.build_model(ResolvedModel(role, hf_config, TrainLayout(1)))
     loading.load_hf(chunks, directory, TrainLayout(1))
     sequences = [policy_batch.sequence(sample) for sample in SAMPLES]
     row = torch.from_numpy(np.concatenate(sequences).astype(np.int64))

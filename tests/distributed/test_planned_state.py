@@ -129,6 +129,7 @@ def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[
     from mcore_rl.megatron.model.value_model import ValueModel
     from mcore_rl.megatron.optim.optimizer import in_bfloat16
     from mcore_rl.megatron.roles.critic import MegatronCritic
+    from mcore_rl.resolved.model import ResolvedModel
 
     found = []
     for case in cases:
@@ -140,7 +141,7 @@ def role_bytes(rank: int, cases: list[tuple[str, dict[str, Any], str]]) -> list[
         critic.update(batch, 0, {sample: own + 1 for sample, own in batch.values.items()})
         _, *sizes = allocated(critic.chunks, critic.optimizer)
         role = ModelRole.reward_model(config.reward_model, config.model)
-        chunks = build_model(critic.hf_config, role.section, role.model, critic.layout, kind=ValueModel)
+        chunks = build_model(ResolvedModel(role, critic.hf_config, critic.layout), kind=ValueModel)
         bare = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
         frozen = sum(tensor.nbytes for chunk in bare for tensor in chunk.parameters())
         found.append((sum(sizes), frozen))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.config.models import ActorConfig
 from tests.distributed import policy_batch
 from tests.distributed.launch import SIMULATED, launch
 from tests.tiny_models import write_tiny_model
@@ -100,14 +101,15 @@ def test_megatron_accepts_all_arguments_for_fully_equipped_gpu() -> None:
     cpu.install()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mcore_rl.resolved.implementation import RECIPES, BuildRequest, choose
+    from mcore_rl.resolved.implementation import RECIPES, USUAL, choose
     from mcore_rl.resolved.installed import Installed
 
     everything = Installed(True, (10, 0), "2.8.0", flash_attention="2.8.3", gradient_fusion=True, deep_ep=True)
-    spread = BuildRequest(experts=True, ep=16, expert_ranks=16, gpus_per_node=8)
     known = {field.name for field in fields(TransformerConfig)}
     for recipe in RECIPES:
-        arguments = choose(everything, replace(spread, fp8=recipe)).arguments()
+        role = replace(USUAL.role, section=ActorConfig(fp8=recipe))
+        request = replace(USUAL, role=role)
+        arguments = choose(everything, request).arguments()
         assert set(arguments) <= known
         # Only arguments that need TransformerEngine are left out.
         for name in ("apply_rope_fusion", "moe_permute_fusion"):

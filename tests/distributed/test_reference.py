@@ -127,7 +127,8 @@ def _measure_one(rank: int, directories: dict[str, str], model: str, parallel: d
     }
     # Like a second update, with old log-probabilities.
     later = replace(penalized, shares=[shares[1], shares[0]], old_logp=old_logp)
-    _, reports = actor.accumulate_gradients(later, 1, on_every_replica=True)
+    with policy_batch.complete_gradients(actor):
+        _, reports = actor.accumulate_gradients(later, 1)
     counts = actor.counts_tokens
     found["loss"] = sum(report.loss for report in reports) if counts else 0.0
     found["metrics"] = merge_metrics([report.metrics for report in reports]) if counts else {}

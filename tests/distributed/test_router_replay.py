@@ -121,7 +121,8 @@ def _restore(actor: Any) -> None:
 
 
 def _gradients(actor: Any, batch: Any) -> list[Any]:
-    actor.accumulate_gradients(batch, 1, on_every_replica=True)
+    with policy_batch.complete_gradients(actor):
+        actor.accumulate_gradients(batch, 1)
     parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
     with torch.no_grad():
         weights = [parameter.clone() for parameter in parameters]
@@ -253,8 +254,7 @@ def test_replay_differences_are_counted_in_a_free_pass(case: str, results: Any, 
 
 
 def _unrecorded(rank: int, directory: str) -> None:
-    from mcore_rl.megatron.roles.actor import MegatronActor
-    from mcore_rl.megatron.step.rank_batch import RankBatch
+    from mcore_rl.megatron.roles.actor import MegatronActor, RankBatch
 
     config = policy_batch.config(directory, {}, SMALL)
     config.actor.moe.router_replay = "policy"

@@ -44,6 +44,7 @@ def logits(rank: int, directory: str) -> dict[str, Any]:
 
 def _logits(directory: str, installed: Any) -> list[torch.Tensor]:
     from mcore_rl.config.models import ActorConfig, ParallelConfig
+    from mcore_rl.config.roles import ModelRole
     from mcore_rl.config.schema import ModelConfig
     from mcore_rl.megatron.model import parallel
     from mcore_rl.megatron.model.attention import pack_sequences
@@ -51,13 +52,14 @@ def _logits(directory: str, installed: Any) -> list[torch.Tensor]:
     from mcore_rl.megatron.model.model import build_model
     from mcore_rl.megatron.model.output import logits_emitted
     from mcore_rl.resolved.layout import train_layout
+    from mcore_rl.resolved.model import ResolvedModel
     from model_converters.families.parts.hf_config import read_hf_config
 
     hf_config = read_hf_config(directory)
     layout = train_layout(ParallelConfig(), 1, hf_config)
     parallel.initialize_groups(layout, timeout_seconds=60, seed=0)
-    settings = ModelConfig(hf_path="", dtype="bfloat16")
-    (model,) = build_model(hf_config, ActorConfig(), settings, layout, installed=installed)
+    role = ModelRole.policy(ActorConfig(), ModelConfig(hf_path="", dtype="bfloat16"))
+    (model,) = build_model(ResolvedModel(role, hf_config, layout), installed=installed)
     load_hf([model], directory, layout)
     device = next(model.parameters()).device
     tokens = torch.tensor([token for part in sequences() for token in part], device=device)

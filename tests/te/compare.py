@@ -17,6 +17,7 @@ from tests.te.everywhere import ENGINE  # first: before anything imports megatro
 import torch
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.megatron.model import parallel
 from mcore_rl.megatron.model.attention import pack_sequences
@@ -26,6 +27,7 @@ from mcore_rl.megatron.model.names import canonical_name
 from mcore_rl.megatron.model.output import PolicyModel, logits_emitted
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.layout import train_layout
+from mcore_rl.resolved.model import ResolvedModel
 from model_converters.families.parts.hf_config import read_hf_config
 from tests.tiny_models import write_tiny_model
 
@@ -52,8 +54,8 @@ def compute(directory: str, installed: Installed) -> Computed:
         method = f"file://{store}/store"
         parallel.initialize(layout, rank=0, init_method=method, timeout_seconds=30, seed=0)
         try:
-            settings = ModelConfig(hf_path="", dtype="float32")
-            (model,) = build_model(hf_config, ActorConfig(), settings, layout, installed=installed)
+            role = ModelRole.policy(ActorConfig(), ModelConfig(hf_path="", dtype="float32"))
+            (model,) = build_model(ResolvedModel(role, hf_config, layout), installed=installed)
             load_hf([model], directory, layout)
             return _measured(model)
         finally:

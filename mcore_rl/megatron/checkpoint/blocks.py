@@ -53,7 +53,7 @@ def blocks_to_load(models: list[PolicyModel], optimizer: MegatronOptimizer) -> l
         blocks += _weights(item, 0, item.tensor.numel())
         state = states.get(id(item.tensor))
         if state is not None:
-            blocks += _state(item, state, state.start, state.stop)
+            blocks += _state(item, state, state.owned.start, state.owned.stop)
     return blocks
 
 
@@ -72,7 +72,7 @@ def blocks_to_save(models: list[PolicyModel], optimizer: MegatronOptimizer) -> l
         if state is None or any(item.replica[:-1]):
             continue
         # Weights are written with the state of the same elements, so each block is written by its owner.
-        start, stop = (state.start, state.stop) if state.sharded else _share(item)
+        start, stop = (state.owned.start, state.owned.stop) if state.owned.sharded else _share(item)
         blocks += _weights(item, start, stop)
         blocks += _state(item, state, start, stop)
     return blocks
@@ -143,8 +143,9 @@ def _weights(item: _ModelTensor, start: int, stop: int) -> Iterator[LiveBlock]:
 
 
 def _state(item: _ModelTensor, state: ParameterState, start: int, stop: int) -> Iterator[LiveBlock]:
+    first = state.owned.start
     for name, flat in state.tensors.items():
-        yield from _blocks(item, f"optimizer.state.{name}.", flat[start - state.start : stop - state.start], start)
+        yield from _blocks(item, f"optimizer.state.{name}.", flat[start - first : stop - first], start)
 
 
 def _blocks(item: _ModelTensor, prefix: str, flat: torch.Tensor, start: int) -> Iterator[LiveBlock]:

@@ -14,7 +14,7 @@ from model_converters.dcp.blocks import StateObject
 from model_converters.dcp.reader import DcpReader
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.roles.trained_model import TrainedModel
+    from mcore_rl.megatron.roles.rank_model import TrainedModel
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.tensor_parallel.random import _get_all_rng_states, _set_all_rng_states
 
@@ -49,7 +49,8 @@ def extra_states(models: list[PolicyModel]) -> list[StateObject]:
     """Extra states of TransformerEngine's modules, such as FP8 scaling factors, without replicas."""
     return [
         pickled_object(entry.unique_key, [entry.data])
-        for _, _, entry in _objects(models)
+        for model in models
+        for _, entry in _objects(model)
         if is_main_replica(entry.replica_id)
     ]
 
@@ -60,19 +61,14 @@ def load_extra_states(models: list[PolicyModel], reader: DcpReader) -> None:
 
     Raises: ConversionError.
     """
-    states_by_model: dict[int, dict[str, object]] = {}
-    for index, name, entry in _objects(models):
-        if reader.has_object(entry.unique_key):
-            states_by_model.setdefault(index, {})[name] = reader.read_object(entry.unique_key)[0]
-    for index, states in states_by_model.items():
+    for model in models:
+        stored = [(name, entry.unique_key) for name, entry in _objects(model) if reader.has_object(entry.unique_key)]
         # Only extra states are passed; the weights are read block by block.
-        models[index].load_state_dict(states, strict=False)
+        if stored:
+            model.load_state_dict({name: reader.read_object(key)[0] for name, key in stored}, strict=False)
 
 
-def _objects(models: list[PolicyModel]) -> Iterator[tuple[int, str, ShardedObject]]:
-    """Yield (index of the model, name in the model, object)."""
-    for index, model in enumerate(models):
-        state = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group({}))
-        for name, entry in state.items():
-            if isinstance(entry, ShardedObject):
-                yield index, name, entry
+def _objects(model: PolicyModel) -> Iterator[tuple[str, ShardedObject]]:
+    """Yield (name in the model, object)."""
+    state = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group({}))
+    yield from ((name, entry) for name, entry in state.items() if isinstance(entry, ShardedObject))

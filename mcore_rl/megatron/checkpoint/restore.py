@@ -38,7 +38,7 @@ from model_converters.dcp.reader import DcpReader
 from model_converters.errors import ConversionError, listing
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.roles.trained_model import TrainedModel
+    from mcore_rl.megatron.roles.rank_model import TrainedModel
 
 
 def load_checkpoint(directory: str, model: TrainedModel, files: Sequence[SavedFile] = ()) -> None:

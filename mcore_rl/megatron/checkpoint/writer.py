@@ -35,7 +35,7 @@ from model_converters.errors import ConversionError
 from model_converters.hf.side_files import HF_FOLDER, copy_side_files
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.roles.trained_model import TrainedModel
+    from mcore_rl.megatron.roles.rank_model import TrainedModel
 
 MAX_FILE_BYTES = 2 * 2**30
 _VERSIONED = ("mcore-rl", "megatron-core", "torch")

@@ -74,16 +74,12 @@ def _cuda_calls(this: Fix, _: None) -> None:
         this.patch(CUDA, name, replacement)
 
 
-def _is_cuda(device: object) -> bool:
-    return str(device).startswith("cuda") if isinstance(device, (str, torch.device)) else False
-
-
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def create(*args: object, **kwargs: object) -> torch.Tensor:
         # Pinned memory exists only for copies to a GPU.
         kwargs.pop("pin_memory", None)
-        if _is_cuda(kwargs.get("device")):
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
         return factory(*args, **kwargs)
 

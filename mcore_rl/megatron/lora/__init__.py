@@ -1,4 +1,4 @@
-"""LoRA: adapter modules (adapters), and their initial values and merging into weights (weights)."""
+"""LoRA: adapter modules, their initial values, and merging into weights."""
 
 from mcore_rl.megatron import cpu
 

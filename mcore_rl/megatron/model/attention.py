@@ -2,7 +2,7 @@
 
 The core attention of megatron.core's local layer spec does not support packed sequences. Here, short sequences of
 similar length share a padded batch. With a causal mask this is exact, because a query never attends to the padding
-after its sequence. With context parallelism, `context_attention` is used instead.
+after its sequence. With context parallelism, `context.context_attention` is used instead.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
-from mcore_rl.megatron.model.context_attention import context_attention
+from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart, context_attention
 
 BATCHED_TOKENS = 128
 """Sequences up to this length are batched. Longer ones keep a core busy alone; batching them would only add padding."""
@@ -142,8 +141,8 @@ def _plan(lengths: tuple[int, ...], device: torch.device) -> tuple[list[PaddedBa
 
 
 class SDPACoreAttention(MegatronModule):
-    """Core attention of the local layer spec: causal self-attention, grouped queries, THD and BSHD formats; context
-    parallelism on the CPU only."""
+    """Core attention of the local layer spec: causal self-attention of packed rows (THD format), grouped queries;
+    context parallelism on the CPU only."""
 
     def __init__(
         self,
@@ -162,8 +161,7 @@ class SDPACoreAttention(MegatronModule):
                 "resolved.model rejects this layout on GPUs: these attention kernels run on CPUs only"
             )
             assert pg_collection is not None
-            group = pg_collection.cp
-            self.context = ContextPart(group.rank(), group.size(), group)
+            self.context = ContextPart.of(pg_collection.cp)
         assert not config.attention_dropout, "build_model sets dropout to 0"
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise NotImplementedError(f"layer {layer_number}: {attention_type} attention with mask {attn_mask_type}")
@@ -180,36 +178,19 @@ class SDPACoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """Compute causal attention; attention_mask is ignored.
 
-        Shapes, packed: query [T, heads, d], key and value [T, groups, d] -> [T, heads * d].
-        Shapes, otherwise: query [S, B, heads, d], key and value [S, B, groups, d] -> [S, B, heads * d].
+        Shapes: query [T, heads, d], key and value [T, groups, d] -> [T, heads * d].
         Collective: the context-parallel group.
         """
+        assert packed_seq_params is not None, "this attention takes packed rows only"
+        lengths = packed_seq_params.lengths
         if self.context.size > 1:
-            return self._attend_over_ranks(query, key, value, packed_seq_params)
-        if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        batches, place = _plan(packed_seq_params.lengths, query.device)
+            return context_attention(query, key, value, lengths, self.context, scale=self.scale).flatten(1)
+        batches, place = _plan(lengths, query.device)
         outputs = []
         for batch in batches:
             q, k, v = (batch.pad(x).transpose(1, 2) for x in (query, key, value))
-            outputs.append(batch.unpad(self._attend(q, k, v).transpose(1, 2)))
+            grouped = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+            outputs.append(batch.unpad(out.transpose(1, 2)))
         packed = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return (packed if place is None else packed.index_select(0, place)).flatten(1)
-
-    def _attend_over_ranks(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedRow | None
-    ) -> torch.Tensor:
-        """Compute attention with context parallelism. Shapes: like forward, for this rank's tokens."""
-        if packed is not None:
-            return context_attention(query, key, value, packed.lengths, self.context, scale=self.scale).flatten(1)
-        length, rows = query.shape[:2]
-        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        lengths = (length * self.context.size,) * rows
-        out = context_attention(q, k, v, lengths, self.context, scale=self.scale)
-        return out.unflatten(0, (rows, length)).transpose(0, 1).flatten(2)
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Call SDPA. Shapes: [rows, heads or groups, width, d] -> [rows, heads, width, d]."""
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,10 +13,12 @@ from mcore_rl.config.roles import POLICY
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import unwrap
+from mcore_rl.megatron.model.value_model import initialize_head
 from model_converters.errors import ConversionError
 from model_converters.families.parts.mtp import resolve_copies, resolve_mtp
 from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.loader import load_tensors
+from model_converters.hf.value_head import VALUE_HEAD, resolve_value_head, value_model_config
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
 
@@ -31,13 +34,44 @@ def load_hf(
 
     Raises: ConfigError that lists missing, unknown, truncated or misshapen tensors.
     """
-    tensors = canonical_tensors(chunks)
-    dtype = next(iter(tensors.values())).dtype
     keep = bool(unwrap(chunks[0]).config.mtp_num_layers)
+    tensors = canonical_tensors(chunks)
+    with _reading(directory, key) as checkpoint:
+        config, dropped = resolve_mtp(checkpoint.config, checkpoint.shapes, keep=keep)
+        rows = bind(checkpoint.family.rows(config), config, _dtype(tensors))
+        bound, _ = resolve_copies(rows, checkpoint.shapes)
+        load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped)
+
+
+def load_value_model(
+    chunks: Sequence[torch.nn.Module], directory: str | Path, layout: TrainLayout, seed: int | None, key: str
+) -> None:
+    """Load an HF classification model with one label (its head becomes the value head) or an HF causal model (the head
+    is initialized with `seed`), like load_hf.
+
+    Raises: ConfigError that lists missing, unknown, truncated or misshapen tensors; also for a causal model without
+    `seed`.
+    """
+    if seed is not None:
+        initialize_head(chunks, seed)
+    tensors = canonical_tensors(chunks)
+    with _reading(directory, key) as checkpoint:
+        rows, dropped = resolve_value_head(checkpoint, required=seed is None)
+        bound = bind(rows, value_model_config(checkpoint.config), _dtype(tensors))
+        # A causal model has no head: keep the initialized one.
+        if all(row.mcore != VALUE_HEAD for row in rows):
+            tensors.pop(VALUE_HEAD, None)
+        load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped)
+
+
+@contextmanager
+def _reading(directory: str | Path, key: str) -> Iterator[HFCheckpoint]:
     try:
         with HFCheckpoint(directory) as checkpoint, torch.no_grad():
-            config, dropped = resolve_mtp(checkpoint.config, checkpoint.shapes, keep=keep)
-            bound, _ = resolve_copies(bind(checkpoint.family.rows(config), config, dtype), checkpoint.shapes)
-            load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped)
+            yield checkpoint
     except ConversionError as error:
         raise ConfigError(f"{key}={directory}: {error}") from error
+
+
+def _dtype(tensors: dict[str, torch.Tensor]) -> torch.dtype:
+    return next(iter(tensors.values())).dtype

@@ -21,8 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from mcore_rl.config.models import ActorConfig, ParallelConfig
-from mcore_rl.config.roles import POLICY, KeyNames
+from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.rules.defaults import resolved_dtype
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
@@ -31,9 +30,10 @@ from mcore_rl.megatron.model.mtp import DetachedMTPLayer
 from mcore_rl.megatron.model.norm import LocalRMSNorm
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.routers import use_policy_router
-from mcore_rl.resolved.implementation import Implementation, build_request, choose
+from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import Installed, here
-from mcore_rl.resolved.layout import check_experts, model_arguments, sequence_parallel
+from mcore_rl.resolved.layout import sequence_parallel
+from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.recompute import recompute_arguments
 from model_converters.families.parts.family import ModelArguments
 from model_converters.mapping.layout import TrainLayout
@@ -43,20 +43,16 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.sil
 
 
 def build_model(
-    hf_config: dict[str, object],
-    actor_config: ActorConfig,
-    model_config: ModelConfig,
-    layout: TrainLayout,
+    spec: ResolvedModel,
     *,
     gpus_per_node: int | None = None,
     kind: type[PolicyModel] = PolicyModel,
     installed: Installed | None = None,
-    names: KeyNames = POLICY,
 ) -> list[PolicyModel]:
     """Build this rank's chunks, one per virtual pipeline stage, in the order that forward_backward_func expects.
 
-    Weights are initialized only if model_config.random_init is set (Megatron's random streams make this reproducible
-    for one layout). Otherwise they are undefined until `loading.load_hf` or a checkpoint fills them.
+    Weights are initialized only if random_init of the role's model is set (Megatron's random streams make this
+    reproducible for one layout). Otherwise they are undefined until `loading.load_hf` or a checkpoint fills them.
 
     gpus_per_node: used to detect expert parallelism across nodes; None: experts stay within a node.
     kind: class of the chunks.
@@ -65,46 +61,32 @@ def build_model(
     Raises: ConfigError for a dtype, recompute mode or model that cannot be built.
     Collective: all ranks, after parallel.initialize.
     """
-    arguments = model_arguments(hf_config, names.checkpoint)
-    check_experts(actor_config.moe, arguments.transformer, names)
-    request = build_request(actor_config, model_config, layout, arguments, gpus_per_node, names)
-    implementation = choose(installed or here(), request)
-    config = transformer_config(arguments, actor_config, model_config, layout, implementation, names)
-    if config.normalization != "RMSNorm" and not implementation.transformer_engine:
-        raise ConfigError(f"normalization {config.normalization} needs TransformerEngine ({names.checkpoint})")
-    stages = [None] if layout.vpp is None else range(layout.vpp)
-    return [_build_chunk(kind, config, arguments, implementation, stage) for stage in stages]
+    implementation = spec.implementation(gpus_per_node, installed or here())
+    config = _transformer_config(spec, implementation)
+    engine = implementation.transformer_engine
+    if config.normalization != "RMSNorm" and not engine:
+        raise ConfigError(f"normalization {config.normalization} needs TransformerEngine ({spec.role.checkpoint})")
+    stages = [None] if spec.layout.vpp is None else range(spec.layout.vpp)
+    return [_build_chunk(kind, config, spec.arguments, engine, stage) for stage in stages]
 
 
-def transformer_config(
-    arguments: ModelArguments,
-    actor_config: ActorConfig,
-    model_config: ModelConfig,
-    layout: TrainLayout,
-    implementation: Implementation,
-    names: KeyNames = POLICY,
-) -> TransformerConfig:
-    """Build Megatron's configuration: architecture, parallelism, and the options that the actor relies on.
-
-    Raises: ConfigError.
-    """
-    given: dict[str, object] = dict(arguments.transformer)
-    given["activation_func"] = _ACTIVATIONS[arguments.transformer["activation_func"]]
+def _transformer_config(spec: ResolvedModel, implementation: Implementation) -> TransformerConfig:
+    """Build Megatron's configuration: architecture, parallelism, and the options that the actor relies on."""
+    given: dict[str, object] = dict(spec.arguments.transformer)
+    given["activation_func"] = _ACTIVATIONS[spec.arguments.transformer["activation_func"]]
     # With 0 instead of None, Megatron would still look for MTP layers.
-    given["mtp_num_layers"] = arguments.mtp_num_layers or None
+    given["mtp_num_layers"] = spec.arguments.mtp_num_layers or None
     kind = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
     unknown = set(given) - {f.name for f in fields(kind)}
     assert not unknown, f"{kind.__name__} has no {sorted(unknown)}"
-    groups = (
-        _parallel_arguments(layout, actor_config.parallel),
-        _numeric_arguments(model_config),
-        implementation.arguments(),
-        recompute_arguments(actor_config, arguments, layout, implementation, names),
-        _EXPERT_ARGUMENTS if given.get("num_moe_experts") else {},
-        {} if model_config.random_init else _SKIP_INITIALIZATION,
-    )
-    for group in groups:
-        given.update(group)
+    given |= _parallel_arguments(spec.layout, spec.role.section.parallel)
+    given |= _numeric_arguments(spec.role.model)
+    given |= implementation.arguments()
+    given |= recompute_arguments(spec, implementation)
+    if given.get("num_moe_experts"):
+        given |= _EXPERT_ARGUMENTS
+    if not spec.role.model.random_init:
+        given |= _SKIP_INITIALIZATION
     return kind(**given)
 
 
@@ -132,9 +114,7 @@ def _parallel_arguments(layout: TrainLayout, parallel: ParallelConfig) -> dict[s
 
 
 def _numeric_arguments(model_config: ModelConfig) -> dict[str, object]:
-    dtype = DTYPES.get(resolved_dtype(model_config.dtype, cuda=torch.cuda.is_available()))
-    if dtype is None:
-        raise ConfigError(f"model.dtype={model_config.dtype!r} is not known. Known: {', '.join(DTYPES)}.")
+    dtype = DTYPES[resolved_dtype(model_config.dtype, cuda=torch.cuda.is_available())]
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -178,10 +158,9 @@ def _build_chunk(
     kind: type[PolicyModel],
     config: TransformerConfig,
     arguments: ModelArguments,
-    implementation: Implementation,
+    engine: bool,
     vp_stage: int | None,
 ) -> PolicyModel:
-    engine = implementation.transformer_engine
     tp = config.tensor_model_parallel_size
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=engine, normalization=config.normalization, vp_stage=vp_stage

@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import CheckpointError
 from mcore_rl.megatron.hf_logits import transformers_logits
@@ -20,6 +21,7 @@ from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.output import PolicyModel, logits_emitted
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.resolved.model import ResolvedModel
 from model_converters.families.parts.mtp import without_mtp
 from model_converters.mapping.layout import TrainLayout
 
@@ -52,10 +54,10 @@ def _megatron_logits(
         parallel.initialize(layout, rank=0, init_method=f"file://{store}/store", timeout_seconds=60, seed=0)
         try:
             # The comparison covers next-token logits only, without MTP layers.
-            settings = ModelConfig(hf_path="", dtype="float32")
+            role = ModelRole.policy(ActorConfig(), ModelConfig(hf_path="", dtype="float32"))
             # TransformerEngine has no attention for packed rows in float32.
             local = Installed(cuda=device == "cuda")
-            (model,) = build_model(without_mtp(hf_config), ActorConfig(), settings, layout, installed=local)
+            (model,) = build_model(ResolvedModel(role, without_mtp(hf_config), layout), installed=local)
             _load(model, checkpoint)
             # All sequences in one packed row: this also tests the packing.
             tokens = torch.cat(sequences)[None].to(device)

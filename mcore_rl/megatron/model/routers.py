@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -76,7 +77,7 @@ class PolicyRouter(TopKRouter):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         # Megatron calls this hook in place of its top-k function.
-        self.router_replay = _ReplayHook(self)
+        self.router_replay = SimpleNamespace(get_replay_topk=self._replay_or_choose)
         self.to_recompute: deque[RoutingRow] = deque()
         self.reset()
 
@@ -161,18 +162,12 @@ class PolicyRouter(TopKRouter):
             # Only the first pass of an update moves the counter to the device.
             self.load = self.load.to(routing_map.device) + (routing_map & valid).sum(0)
 
-
-class _ReplayHook:
-    """Per-router replacement for Megatron's RouterReplay, which has one global list of routers and one global mode."""
-
-    def __init__(self, router: PolicyRouter) -> None:
-        self.router = router
-
-    def get_replay_topk(
+    def _replay_or_choose(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: _TopK
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and experts, [t, k] each: the imposed experts, or the result of `compute`."""
-        row, index = self.router.current, self.router.index
+        """Return scores and experts, [t, k] each: the imposed experts, or the result of `compute`. Replaces Megatron's
+        RouterReplay, which has one global list of routers and one global mode."""
+        row, index = self.current, self.index
         if row is not None and index is not None and row.imposed is not None:
             experts = row.imposed[index].to(torch.int64)
             return scores.gather(1, experts), experts

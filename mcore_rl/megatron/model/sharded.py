@@ -7,7 +7,7 @@ needed.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
-from mcore_rl.config.roles import POLICY, KeyNames
+from mcore_rl.config.roles import POLICY, KeyNames, ModelRole
 from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model import parallel
@@ -29,6 +29,7 @@ from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.resolved.installed import Installed
 from mcore_rl.resolved.layout import train_layout
+from mcore_rl.resolved.model import ResolvedModel
 from model_converters.dcp.blocks import Box, CheckpointChunk, Naming, ShardedRankState, StateObject
 from model_converters.mapping.layout import TrainLayout
 
@@ -84,8 +85,9 @@ def meta_model(
     with _fake_process_group(layout, rank):
         with torch.device("meta"):
             model = ModelConfig(hf_path="", dtype="bfloat16")
+            role = ModelRole(names.prefix, names.checkpoint, section=ActorConfig(), model=model)
             # TransformerEngine does not support the meta device; the local spec has the same keys and shapes.
-            chunks = build_model(hf_config, ActorConfig(), model, layout, kind=kind, installed=Installed(), names=names)
+            chunks = build_model(ResolvedModel(role, hf_config, layout), kind=kind, installed=Installed())
         yield chunks
 
 
@@ -106,6 +108,9 @@ def _fake_process_group(layout: TrainLayout, rank: int) -> Iterator[None]:
         parallel.destroy()
 
 
+_make_group, _enumerate_groups = parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups
+
+
 @contextmanager
 def _only_own_groups(rank: int) -> Iterator[None]:
     """Context in which Megatron creates only the process groups that contain `rank`.
@@ -113,31 +118,25 @@ def _only_own_groups(rank: int) -> Iterator[None]:
     By default it enumerates and creates all groups on every rank: 2,800 groups for 512 ranks, half of the time to
     simulate a rank.
     """
-    make, enumerate_groups = parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups
 
     def make_own(ranks: Sequence[int], **options: object) -> dist.ProcessGroup:
-        return make(ranks, **options) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
+        return _make_group(ranks, **options) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
 
     def enumerated(world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
         # Copy, because the caller may modify the lists.
-        return [list(ranks) for ranks in _rank_groups(enumerate_groups, world_size, tuple(parallel_size), tuple(mask))]
+        return [list(ranks) for ranks in _rank_groups(world_size, tuple(parallel_size), tuple(mask))]
 
     parallel_state.create_group, parallel_state.generate_masked_orthogonal_rank_groups = make_own, enumerated
     try:
         yield
     finally:
-        parallel_state.create_group = make
-        parallel_state.generate_masked_orthogonal_rank_groups = enumerate_groups
+        parallel_state.create_group = _make_group
+        parallel_state.generate_masked_orthogonal_rank_groups = _enumerate_groups
 
 
 @lru_cache(maxsize=64)
-def _rank_groups(
-    enumerate_groups: Callable[..., list[list[int]]],
-    world_size: int,
-    parallel_size: tuple[int, ...],
-    mask: tuple[bool, ...],
-) -> list[list[int]]:
-    return enumerate_groups(world_size, list(parallel_size), list(mask))
+def _rank_groups(world_size: int, parallel_size: tuple[int, ...], mask: tuple[bool, ...]) -> list[list[int]]:
+    return _enumerate_groups(world_size, list(parallel_size), list(mask))
 
 
 def _entries(chunk: PolicyModel, naming: Naming) -> list[ShardedTensor | ShardedObject]:

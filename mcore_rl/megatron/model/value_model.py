@@ -10,27 +10,15 @@ over these ranks, like the gradient of a norm. Without sequence parallelism ever
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_rl.config.roles import ModelRole
-from mcore_rl.errors import ConfigError
-from mcore_rl.megatron.model.model import build_model
-from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel, unwrap
-from mcore_rl.resolved.model import ResolvedModel
-from model_converters.errors import ConversionError
-from model_converters.hf.io import HFCheckpoint
-from model_converters.hf.loader import load_tensors
-from model_converters.hf.value_head import VALUE_HEAD, resolve_value_head, value_model_config
-from model_converters.mapping.layout import TrainLayout
-from model_converters.mapping.table import bind
+from model_converters.hf.value_head import VALUE_HEAD
 
 
 class ValueHead(torch.nn.Module):
@@ -79,42 +67,6 @@ class ValueModel(PolicyModel):
             # projection would be loaded as a value head.
             state[VALUE_HEAD].allow_shape_mismatch = False
         return state
-
-
-def value_chunks(role: ModelRole, spec: ResolvedModel, gpus_per_node: int) -> list[PolicyModel]:
-    """Build this rank's chunks of a value model. The caller loads their weights.
-
-    Raises: ConfigError.
-    Collective: all ranks, after parallel.initialize.
-    """
-    return build_model(
-        spec.hf_config, role.section, role.model, spec.layout, gpus_per_node=gpus_per_node, kind=ValueModel, names=role
-    )
-
-
-def load_value_model(
-    chunks: Sequence[torch.nn.Module], directory: str | Path, layout: TrainLayout, seed: int | None, key: str
-) -> None:
-    """Load an HF classification model with one label (its head becomes the value head) or an HF causal model (the head
-    is initialized with `seed`), like loading.load_hf.
-
-    Raises: ConfigError that lists missing, unknown, truncated or misshapen tensors; also for a causal model without
-    `seed`.
-    """
-    tensors = canonical_tensors(chunks)
-    dtype = next(iter(tensors.values())).dtype
-    if seed is not None:
-        initialize_head(chunks, seed)
-    try:
-        with HFCheckpoint(directory) as checkpoint, torch.no_grad():
-            rows, dropped = resolve_value_head(checkpoint, required=seed is None)
-            # A causal model has no head: keep the initialized one.
-            if all(row.mcore != VALUE_HEAD for row in rows):
-                tensors.pop(VALUE_HEAD, None)
-            bound = bind(rows, value_model_config(checkpoint.config), dtype)
-            load_tensors(checkpoint, bound, layout, dist.get_rank(), tensors, dropped=dropped)
-    except ConversionError as error:
-        raise ConfigError(f"{key}={directory}: {error}") from error
 
 
 @torch.no_grad()

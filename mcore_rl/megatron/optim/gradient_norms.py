@@ -6,11 +6,11 @@ over tensor-parallel ranks. The squares of all kinds therefore add up to the squ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts, replicas_of
@@ -52,18 +52,13 @@ def gradient_norms(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimiz
     return dict(zip(squares, map(Root, sums), strict=True))
 
 
-def _counted_on_rank(part: MegatronOptimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """List (gradient of the elements that this rank owns, parameter), without those that another rank counts."""
-    counted = []
+def _counted_on_rank(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (gradient of the elements that this rank owns, parameter), without those that another rank counts."""
+    tp_group = getattr(part, "tp_group", None)
     for owned in main_parameters(part):
         parameter = owned.model
         if not owned.sharded and replicas_of(parameter).rank():
             continue
-        if not param_is_not_shared(parameter):
-            continue
-        if not tensor_parallel.param_is_not_tensor_parallel_duplicate(parameter, getattr(part, "tp_group", None)):
-            continue
-        stop = owned.start + owned.main.numel()
-        # main_grad has the parameter's shape; the optimizer owns a range of its elements.
-        counted.append((parameter.main_grad.view(-1)[owned.start : stop], parameter))
-    return counted
+        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, tp_group):
+            # main_grad has the parameter's shape; the optimizer owns a range of its elements.
+            yield parameter.main_grad.view(-1)[owned.start : owned.stop], parameter

@@ -136,7 +136,7 @@ class HostOptimizer:
             host = hosts[name] if name in hosts else self._memory.take(value)
             state[name] = host.copy_(value, non_blocking=True)
         if owned.is_copy:
-            owned.model.detach().view(-1)[owned.start : owned.start + main.numel()].copy_(main)
+            owned.model.detach().view(-1)[owned.start : owned.stop].copy_(main)
             self._release(owned)
 
     def _release(self, owned: MainParameter) -> None:

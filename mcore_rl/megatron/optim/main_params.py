@@ -45,7 +45,7 @@ def replicas_of(parameter: torch.Tensor) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class MainParameter:
-    """A main parameter: the elements [start, start + main.numel()) of the flattened parameter `model`.
+    """A main parameter: the elements [start, stop) of the flattened parameter `model`.
 
     sharded: data-parallel ranks hold different ranges. is_copy: `main` is a float32 copy; otherwise it shares the
     memory of `model`.
@@ -56,6 +56,10 @@ class MainParameter:
     start: int
     sharded: bool
     is_copy: bool
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.main.numel()
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -22,7 +22,6 @@ from mcore_rl.megatron.optim.host_optimizer import HostOptimizer, gradients_rele
 from mcore_rl.megatron.optim.main_params import optimizer_parts
 
 Item = TypeVar("Item")
-SCHEDULES = ("constant", "linear", "cosine")
 BUCKET_PARAMETERS: int | None = None
 """Parameters per gradient bucket with overlapped reduction; None: Megatron's default."""
 
@@ -168,8 +167,6 @@ def build_scheduler(optimizer: MegatronOptimizer, role: ModelRole, num_updates: 
     Raises: ConfigError that names the key.
     """
     settings, key = role.section.optimizer, role.key("optimizer")
-    if settings.schedule not in SCHEDULES:
-        raise ConfigError(f"{key}.schedule={settings.schedule} is not known. Known: {', '.join(SCHEDULES)}")
     if not 0 <= settings.min_lr <= settings.lr:
         raise ConfigError(f"{key}.min_lr={settings.min_lr} must be between 0 and {key}.lr={settings.lr}")
     warmup = settings.warmup_steps
@@ -200,8 +197,3 @@ def build_scheduler(optimizer: MegatronOptimizer, role: ModelRole, num_updates: 
 def updates_of_run(trainer: TrainerConfig) -> int:
     """Total number of optimizer updates of the policy in the run."""
     return trainer.steps * max(trainer.prompts_per_step // trainer.prompts_per_update, 1) * trainer.update_epochs
-
-
-def learning_rate(optimizer: MegatronOptimizer) -> float:
-    """Learning rate of the next update."""
-    return float(optimizer.param_groups[0]["lr"])

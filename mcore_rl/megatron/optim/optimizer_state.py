@@ -8,29 +8,25 @@ Megatron's own state_dict is nested by optimizer and cannot be loaded in a layou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from mcore_rl.megatron.optim.host_optimizer import HostOptimizer
-from mcore_rl.megatron.optim.main_params import main_parameters, optimizer_parts
+from mcore_rl.megatron.optim.main_params import MainParameter, main_parameters, optimizer_parts
 
 MAIN_PARAMETER = "param"  # the name of the main parameter in Megatron's checkpoints
 
 
-@dataclass(frozen=True)
-class ParameterState:
-    """Optimizer state of the elements [start, stop) of a flattened parameter.
+class ParameterState(NamedTuple):
+    """Optimizer state of the elements of a parameter that the optimizer owns.
 
-    sharded: data-parallel ranks hold different ranges; otherwise all hold the whole parameter.
     tensors: flat tensors by name, sharing memory with the optimizer: Adam's moments, and MAIN_PARAMETER unless it is
     the parameter itself. They are in host memory with actor.optimizer.cpu_offload.
     """
 
-    start: int
-    stop: int
-    sharded: bool
+    owned: MainParameter
     tensors: Mapping[str, torch.Tensor]
 
 
@@ -47,10 +43,9 @@ def parameter_states(optimizer: MegatronOptimizer) -> dict[int, ParameterState]:
                 on_host = isinstance(inner, HostOptimizer)
                 tensors[MAIN_PARAMETER] = inner.host_copy(owned.main) if on_host else owned.main
             flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
-            stop = owned.start + owned.main.numel()
-            assert all(tensor.numel() == stop - owned.start for tensor in flat.values()), f"wrong size in {list(flat)}"
+            assert all(tensor.numel() == owned.main.numel() for tensor in flat.values()), f"wrong size in {list(flat)}"
             # By id, because tensors compare by element.
-            states[id(owned.model)] = ParameterState(owned.start, stop, owned.sharded, flat)
+            states[id(owned.model)] = ParameterState(owned, flat)
     return states
 
 

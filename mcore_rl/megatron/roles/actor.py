@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -16,19 +16,22 @@ from mcore_rl.algorithms import advantage_options, estimator
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.rules.models import base_is_reference, uses_lora, uses_reference
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.lora.weights import attach_adapters
-from mcore_rl.megatron.model import parallel
+from mcore_rl.megatron.lora.adapters import attach_adapters
 from mcore_rl.megatron.model.loading import load_hf
-from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.optim.optimizer import updates_of_run
+from mcore_rl.megatron.roles.rank_model import TrainedModel, join_and_build
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
-from mcore_rl.megatron.roles.trained_model import TrainedModel
 from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples, own_tokens
-from mcore_rl.megatron.step.mtp_objective import MTPObjective
-from mcore_rl.megatron.step.objective import MicroBatchReport, Objective, logp_gap, mismatch, non_finite_samples
-from mcore_rl.megatron.step.rank_batch import RankBatch
+from mcore_rl.megatron.step.objective import (
+    MicroBatchReport,
+    MTPObjective,
+    Objective,
+    logp_gap,
+    mismatch,
+    non_finite_samples,
+)
 from mcore_rl.megatron.step.replay import engine_routing
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import LogpGap, Mean, Metric, RankShare, TrajectoryBuffers, merge_metrics
@@ -41,6 +44,33 @@ from model_converters.mapping.plan import export_plan
 from model_converters.mapping.table import bind
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """The policy's batch: this rank's shares, one per update, their trajectories, and per-token results.
+
+    Each forward pass returns a new RankBatch with its results added; a rank has no other state about the current batch.
+    Results are by sample, on the ranks of the last stage:
+
+    old_logp: log-probabilities of the policy before the first update. The first update adds the entries of its samples.
+    ref_logp: log-probabilities of the reference.
+    penalties: KL penalties, to be subtracted from the rewards.
+    token_advantages: advantages per token.
+
+    replays: whether the later updates use the experts that the policy chose before the first update.
+
+    Shapes: old_logp, ref_logp [n], the trained tokens of this context-parallel rank; penalties, token_advantages
+    float32 [n], all trained tokens. Units: logp in nats.
+    """
+
+    shares: Sequence[RankShare]
+    chunks: Sequence[TrajectoryBuffers]
+    old_logp: dict[int, torch.Tensor] = field(default_factory=dict)
+    ref_logp: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    penalties: Mapping[int, np.ndarray] = field(default_factory=dict)
+    token_advantages: Mapping[int, np.ndarray] = field(default_factory=dict)
+    replays: bool = False
 
 
 class MegatronActor(TrainedModel):
@@ -57,8 +87,8 @@ class MegatronActor(TrainedModel):
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
-        self.config, self.world_size = config, world_size
-        role, seed = ModelRole.policy(config.actor, config.model), config.run.seed
+        self.config, seed = config, config.run.seed
+        role = ModelRole.policy(config.actor, config.model)
         spec = ResolvedModel.policy(role, world_size)
         if rank == 0 and spec.left_out:
             logger.warning(
@@ -67,15 +97,12 @@ class MegatronActor(TrainedModel):
                 config.model.hf_path,
                 spec.left_out,
             )
-        seconds = config.cluster.collective_timeout_seconds
-        parallel.initialize(spec.layout, rank=rank, init_method=init_method, timeout_seconds=seconds, seed=seed)
-        gpus = config.cluster.gpus_per_node
-        chunks = build_model(spec.hf_config, role.section, role.model, spec.layout, gpus_per_node=gpus)
+        chunks = join_and_build(config, spec, rank, init_method)
         if not role.model.random_init:
             load_hf(chunks, role.model.hf_path, spec.layout)
         if uses_lora(role.section):
             attach_adapters(chunks, role.section.lora, spec.hf_config, spec.layout, seed=seed)
-        super().__init__(role, spec, rank, chunks, num_updates=updates_of_run(config.trainer), seed=seed)
+        super().__init__(spec, chunks, num_updates=updates_of_run(config.trainer), seed=seed)
         self.objective = Objective.from_config(config, self.group, self.context)
         self.estimator = estimator(config.algorithm.advantage, **advantage_options(config.algorithm))
         self.mtp: MTPObjective | None = None
@@ -87,9 +114,8 @@ class MegatronActor(TrainedModel):
             if base_is_reference(config.actor, config.reference):
                 self.reference = BasePolicy(self, self.objective)
             else:
-                self.reference = FrozenPolicy(
-                    role, config.reference, spec, rank, self.objective, policy=chunks, gpus_per_node=gpus
-                )
+                gpus = config.cluster.gpus_per_node
+                self.reference = FrozenPolicy(spec, config.reference, self.objective, policy=chunks, gpus_per_node=gpus)
                 self.saved_reference = self.reference if self.reference.is_saved else None
 
     def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
@@ -97,7 +123,6 @@ class MegatronActor(TrainedModel):
 
         Each token is compared at its recorded temperature, or at 1 if none is recorded.
         """
-        self.memory.load("params")
         plain = replace(self.objective, temperature=1.0)
         return self._mismatch(self.infer(self.microbatches(share, chunks), plain.logp_of))
 
@@ -109,7 +134,6 @@ class MegatronActor(TrainedModel):
         replays = self.config.actor.moe.router_replay == "engine"
         if replays:
             self.routing.impose(engine_routing(shares, chunks))
-        self.memory.load("params")
         passes = [self.infer(self.microbatches(share, chunks), self.objective.logp_of) for share in shares]
         own_routing = self.routing.num_experts > 0 and not replays
         return [logp_gap(found if self.counts_tokens else [], own_routing=own_routing) for found in passes]
@@ -132,7 +156,6 @@ class MegatronActor(TrainedModel):
         reads = self.objective.needs_old_logp or self.config.algorithm.kl.in_reward > 0 or replays
         if len(shares) == 1 or not reads:
             return batch, replay
-        self.memory.load("params")
         # Without the samples of the first update, which computes their log-probabilities itself.
         share = distinct_samples(shares, first=1)
         microbatches = self.microbatches(share, chunks)
@@ -158,7 +181,6 @@ class MegatronActor(TrainedModel):
         # One step of the run has len(shares) updates.
         if not every or self.scheduler.num_steps // len(batch.shares) % every:
             return {}
-        self.memory.load("params")
         microbatches = self.microbatches(distinct_samples(batch.shares), batch.chunks)
         # free: let the routers choose, and record the choice for the comparison.
         rows = [self.routing.row(microbatch, records=True, free=True) for microbatch in microbatches]
@@ -184,7 +206,6 @@ class MegatronActor(TrainedModel):
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
-        self.memory.load("params")
         every, first = distinct_samples(batch.shares), distinct_samples(batch.shares[:1])
         first_logp = self.infer(self.microbatches(first, batch.chunks), self.objective.logp_of)
         microbatches = self.microbatches(every, batch.chunks)
@@ -243,9 +264,7 @@ class MegatronActor(TrainedModel):
         microbatches, reports = self.accumulate_gradients(batch, index)
         return self._step(microbatches, reports, index)
 
-    def accumulate_gradients(
-        self, batch: RankBatch, index: int, *, on_every_replica: bool = False
-    ) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
+    def accumulate_gradients(self, batch: RankBatch, index: int) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
         """Compute the gradient of the loss of update `index`; see TrainedModel._accumulate.
 
         Raises: NonFiniteError on every rank.
@@ -256,21 +275,15 @@ class MegatronActor(TrainedModel):
         replays, records = batch.replays and not policy_is_old, batch.replays and policy_is_old
         microbatches = self.microbatches(share, batch.chunks)
         trained, routed = self.token_weights(microbatches)
-        chosen: dict[int, torch.Tensor] | None = None
+        chosen: Mapping[int, torch.Tensor] | None = None
         if self.objective.loss.needs.selection:
             chosen = self._choose_tokens(batch, microbatches, replays=replays)
         rows = [
             self.routing.row(microbatch, token_weight=routed, replays=replays, records=records)
             for microbatch in microbatches
         ]
-        reports = self._accumulate(
-            share,
-            microbatches,
-            rows,
-            partial(self._loss, _Update(batch, policy_is_old, chosen, mtp_weight=trained)),
-            suspects="loss or log-probability",
-            on_every_replica=on_every_replica,
-        )
+        loss = partial(self._loss, batch, policy_is_old=policy_is_old, chosen=chosen, mtp_weight=trained)
+        reports = self._accumulate(share, microbatches, rows, loss, suspects="loss or log-probability")
         self.routing.keep(microbatches, rows)
         return microbatches, reports
 
@@ -295,7 +308,6 @@ class MegatronActor(TrainedModel):
 
         Collective: all ranks.
         """
-        self.memory.load("params")
         rows = [self.routing.row(microbatch, replays=replays) for microbatch in microbatches]
         logp_by_batch = self.infer(microbatches, self.objective.logp_of, rows)
         # Ranks of other stages have no log-probabilities and take no part in the reductions.
@@ -313,10 +325,19 @@ class MegatronActor(TrainedModel):
         )
 
     def _loss(
-        self, update: _Update, chunk: torch.nn.Module, microbatch: MicroBatch, hidden: torch.Tensor
+        self,
+        batch: RankBatch,
+        chunk: torch.nn.Module,
+        microbatch: MicroBatch,
+        hidden: torch.Tensor,
+        *,
+        policy_is_old: bool,
+        chosen: Mapping[int, torch.Tensor] | None,
+        mtp_weight: float,
     ) -> tuple[torch.Tensor, MicroBatchReport]:
-        batch, row = update.batch, len(microbatch.tokens)
-        advantages = None
+        """Compute the loss of a micro-batch. `chosen` marks, by sample, the tokens that a selective loss treats
+        differently."""
+        row, advantages = len(microbatch.tokens), None
         if batch.token_advantages:
             advantages = own_tokens(microbatch, batch.token_advantages, self.context, "advantages")
         # The first update also adds the log-probabilities of its samples to batch.old_logp.
@@ -326,33 +347,12 @@ class MegatronActor(TrainedModel):
             hidden[:row] if self.mtp else hidden,
             microbatch,
             batch.old_logp,
-            policy_is_old=update.policy_is_old,
+            policy_is_old=policy_is_old,
             advantages=advantages,
-            chosen=update.chosen_of(microbatch),
+            chosen=chosen,
             ref_logp=batch.ref_logp,
         )
         if self.mtp:
-            ahead, metrics = self.mtp.evaluate(chunk, hidden[row:], microbatch, update.mtp_weight)
+            ahead, metrics = self.mtp.evaluate(chunk, hidden[row:], microbatch, mtp_weight)
             loss, report = loss + ahead, replace(report, metrics=report.metrics | metrics)
         return loss, report
-
-
-@dataclass(frozen=True)
-class _Update:
-    """Inputs of the loss that all micro-batches of an update share.
-
-    `chosen` marks, by sample, the tokens that a selective loss treats differently.
-    """
-
-    batch: RankBatch
-    policy_is_old: bool
-    chosen: Mapping[int, torch.Tensor] | None
-    mtp_weight: float
-
-    def chosen_of(self, microbatch: MicroBatch) -> torch.Tensor | None:
-        """Join the marks of the micro-batch's trained tokens. Shapes: bool [N]."""
-        if self.chosen is None:
-            return None
-        # torch.cat needs at least one tensor, and a dummy micro-batch has no samples.
-        none = microbatch.targets.new_empty(0).bool()
-        return torch.cat([none, *(self.chosen[sample] for sample in microbatch.samples)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -11,16 +12,29 @@ import torch
 from mcore_rl.algorithms.value_loss import compute_value_loss
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.value_model import initialize_head, load_value_model, value_chunks
+from mcore_rl.megatron.model.loading import load_value_model
+from mcore_rl.megatron.model.value_model import ValueModel, initialize_head
 from mcore_rl.megatron.optim.optimizer import updates_of_run
-from mcore_rl.megatron.roles.trained_model import TrainedModel
+from mcore_rl.megatron.roles.rank_model import TrainedModel, join_and_build
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
-from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples, own_tokens, whole_by_sample
+from mcore_rl.megatron.step.microbatches import MicroBatch, distinct_samples, own_tokens
 from mcore_rl.megatron.step.objective import MicroBatchReport, non_finite_samples
-from mcore_rl.megatron.step.rank_batch import ValuedBatch
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import Metric, RankShare, TrajectoryBuffers
+
+
+@dataclass(frozen=True)
+class ValuedBatch:
+    """The critic's batch: this rank's shares, one per update, their trajectories, and the values before the updates.
+
+    values: the critic's values by sample, on every rank of the last stage.
+
+    Shapes: values float32 [n], all trained tokens of the response.
+    """
+
+    shares: Sequence[RankShare]
+    chunks: Sequence[TrajectoryBuffers]
+    values: Mapping[int, np.ndarray]
 
 
 class MegatronCritic(TrainedModel):
@@ -39,25 +53,22 @@ class MegatronCritic(TrainedModel):
         self.clip_range, self.update_epochs = config.critic.clip_range, config.critic.update_epochs
         role, seed = ModelRole.critic(config.critic, config.model), config.run.seed
         spec = ResolvedModel.value_model(role, world_size)
-        seconds = config.cluster.collective_timeout_seconds
-        parallel.initialize(spec.layout, rank=rank, init_method=init_method, timeout_seconds=seconds, seed=seed)
-        chunks = value_chunks(role, spec, config.cluster.gpus_per_node)
+        chunks = join_and_build(config, spec, rank, init_method, ValueModel)
         if role.model.random_init:
             initialize_head(chunks, seed)
         else:
             load_value_model(chunks, role.model.hf_path, spec.layout, seed, role.checkpoint)
         # The schedule counts the critic's own updates.
         num_updates = updates_of_run(config.trainer) * self.update_epochs
-        super().__init__(role, spec, rank, chunks, num_updates=num_updates, seed=seed)
+        super().__init__(spec, chunks, num_updates=num_updates, seed=seed)
 
     def values(self, shares: Sequence[RankShare], chunks: Sequence[TrajectoryBuffers]) -> ValuedBatch:
         """Compute the current values of all samples, each sample once. Ranks of other stages than the last get none.
 
         Raises: NonFiniteError on every rank, naming the samples.
         """
-        self.memory.load("params")
         share = distinct_samples(shares)
-        values_by_row = self.infer(self.microbatches(share, chunks), self._whole_values)
+        values_by_row = self.infer(self.microbatches(share, chunks), self.whole_outputs)
         values = {sample: sample_values for row_values in values_by_row for sample, sample_values in row_values.items()}
         bad = [sample for sample, sample_values in values.items() if not np.isfinite(sample_values).all()]
         require_finite(describe_samples("value", bad, share), self.device)
@@ -75,7 +86,7 @@ class MegatronCritic(TrainedModel):
         return self._step(microbatches, reports, index)
 
     def accumulate_gradients(
-        self, batch: ValuedBatch, index: int, returns: Mapping[int, np.ndarray], *, on_every_replica: bool = False
+        self, batch: ValuedBatch, index: int, returns: Mapping[int, np.ndarray]
     ) -> tuple[list[MicroBatch], list[MicroBatchReport]]:
         """Compute the gradient of the clipped value loss of update `index`; see TrainedModel._accumulate.
 
@@ -92,13 +103,8 @@ class MegatronCritic(TrainedModel):
             rows,
             partial(self._loss, batch.values, returns),
             suspects="value loss, value or return",
-            on_every_replica=on_every_replica,
         )
         return microbatches, reports
-
-    def _whole_values(self, chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor) -> dict[int, np.ndarray]:
-        del chunk
-        return whole_by_sample(batch, output.index_select(0, batch.predictors), self.context)
 
     def _loss(
         self,

@@ -74,7 +74,7 @@ def export_adapter(actor: MegatronActor, directory: str, source: str) -> None:
         (plan.hf_name, piece.dim, piece.start, tensor.detach().cpu().clone())
         for plan, piece, tensor in export_pieces(plans, parameters, actor.rank)
     ]
-    gathered: list[list[_Piece]] | None = [[]] * actor.world_size if actor.rank == 0 else None
+    gathered: list[list[_Piece]] | None = [[]] * dist.get_world_size() if actor.rank == 0 else None
     dist.gather_object(rank_pieces, gathered)
     if gathered is None:
         return

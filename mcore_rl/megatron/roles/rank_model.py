@@ -1,33 +1,63 @@
-"""One rank's part of a model, trained or frozen: joining the process group, building micro-batches, running passes."""
+"""One rank's part of a model, trained or frozen: micro-batches, passes, gradient accumulation, optimizer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mcore_rl.config.models import OffloadConfig
-from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.schema import Config
+from mcore_rl.errors import McoreRLError
+from mcore_rl.megatron.lora.adapters import merged_tensors
 from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
+from mcore_rl.megatron.model.context import ContextPart
+from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.model.routers import Routers, RoutingRow
+from mcore_rl.megatron.optim.gradient_norms import gradient_norms
 from mcore_rl.megatron.optim.offload import Offloader
-from mcore_rl.megatron.optim.optimizer import in_bfloat16
-from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches
+from mcore_rl.megatron.optim.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    gather_parameters,
+    in_bfloat16,
+    parameters_are_gathered,
+    wrap_chunks,
+)
+from mcore_rl.megatron.step.finite_check import describe_gradients, describe_samples, require_finite
+from mcore_rl.megatron.step.microbatches import MicroBatch, Packing, build_microbatches, whole_by_sample
+from mcore_rl.megatron.step.objective import MicroBatchReport
 from mcore_rl.megatron.step.replay import RoutingStore
 from mcore_rl.resolved.costs import sequence_cost
 from mcore_rl.resolved.implementation import row_multiple
 from mcore_rl.resolved.model import ResolvedModel
-from mcore_rl.types import RankShare, TrajectoryBuffers
+from mcore_rl.types import Mean, Metric, RankShare, Total, TrajectoryBuffers, merge_metrics
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.roles.reference import FrozenPolicy
 
 Result = TypeVar("Result")
 Evaluate = Callable[[torch.nn.Module, MicroBatch, torch.Tensor], Result]
 """Maps a chunk, a micro-batch and the output of the last stage to the result of a pass for the micro-batch."""
+
+
+def join_and_build(
+    config: Config, spec: ResolvedModel, rank: int, init_method: str | None, kind: type[PolicyModel] = PolicyModel
+) -> list[PolicyModel]:
+    """Join the process group (see parallel.initialize), and build this rank's chunks; the caller loads their weights.
+
+    Collective: all ranks of the layout.
+    """
+    cluster, seed = config.cluster, config.run.seed
+    seconds = cluster.collective_timeout_seconds
+    parallel.initialize(spec.layout, rank=rank, init_method=init_method, timeout_seconds=seconds, seed=seed)
+    return build_model(spec, gpus_per_node=cluster.gpus_per_node, kind=kind)
 
 
 class RankModel:
@@ -37,36 +67,34 @@ class RankModel:
     prefix of the model's metrics, by default the role's. `group` is the tensor-parallel group, None for one rank.
     `context` is this rank's part of every row, `place` its coordinates in the layout.
 
-    Every token of a batch is on exactly one rank with `counts_tokens`; exactly one rank is the `is_reporting_rank`.
+    `memory` moves its state between device and host. Every token of a batch is on exactly one rank with
+    `counts_tokens`; exactly one rank is the `is_reporting_rank`.
 
     Collective: every method, over all ranks, unless build_microbatches documents otherwise.
     """
 
+    memory: Offloader
+
     def __init__(
         self,
-        role: ModelRole,
         spec: ResolvedModel,
-        rank: int,
         chunks: list[PolicyModel],
         modules: list[torch.nn.Module],
         *,
         name: str | None = None,
     ) -> None:
-        self.role, self.name = role, name or role.prefix
-        self.hf_config, self.layout, self.rank = spec.hf_config, spec.layout, rank
+        role, layout = spec.role, spec.layout
+        self.role, self.hf_config, self.layout = role, spec.hf_config, layout
+        self.name, self.rank = name or role.prefix, dist.get_rank()
         self.chunks, self.modules = chunks, modules
-        layout = spec.layout
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.place = place = layout.coordinates(rank)
+        self.place = place = layout.coordinates(self.rank)
         self.counts_tokens = place.tp == 0 and place.pp == layout.pp - 1
         self.is_reporting_rank = self.counts_tokens and place.dp == place.cp == 0
         self.group = parallel_state.get_tensor_model_parallel_group() if layout.tp > 1 else None
-        self.context = SINGLE_RANK
-        if layout.cp > 1:
-            context_group = parallel_state.get_context_parallel_group()
-            self.context = ContextPart(context_group.rank(), context_group.size(), context_group)
+        self.context = ContextPart.of(parallel_state.get_context_parallel_group())
         # One rank per stage reports the metrics of the stage's layers.
         counts = place.tp == place.cp == place.dp == 0
         self.routers = Routers(modules, role.section.moe, counts=counts, role=self.name)
@@ -112,7 +140,7 @@ class RankModel:
     def infer(
         self, batches: list[MicroBatch], evaluate: Evaluate[Result], rows: list[RoutingRow] | None = None
     ) -> list[Result]:
-        """Run a forward pass without gradients.
+        """Run a forward pass without gradients; loads offloaded parameters.
 
         Ranks of the last stage get `evaluate(chunk, batch, output)` of every micro-batch in execution order; other
         ranks get [].
@@ -123,9 +151,15 @@ class RankModel:
         ) -> tuple[torch.Tensor, Result]:
             return output.new_zeros(()), evaluate(chunk, batch, output)
 
+        self.memory.load("params")
         rows = [self.routing.row(batch) for batch in batches] if rows is None else rows
         with torch.no_grad():
             return self.run(batches, rows, without_loss, forward_only=True)
+
+    def whole_outputs(self, chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor) -> dict[int, np.ndarray]:
+        """Gather the output of a value model at the predictors of all trained tokens, by sample, for `infer`."""
+        del chunk
+        return whole_by_sample(batch, output.index_select(0, batch.predictors), self.context)
 
     def run(
         self,
@@ -137,7 +171,12 @@ class RankModel:
         force_all_reduce: bool = False,
     ) -> list[Result]:
         """Run Megatron's schedule over the micro-batches. `evaluate` returns the loss and the result of a micro-batch;
-        the results are returned on the last stage."""
+        the results are returned on the last stage.
+
+        With force_all_reduce, gradients are complete on every data-parallel rank, for comparisons in tests.
+        """
+        # An overlapped reduction starts before force_all_reduce takes effect at the end of the pass.
+        assert not (force_all_reduce and self.role.section.overlap_grad_reduce)
 
         def forward_step(
             iterator: Iterator[tuple[MicroBatch, RoutingRow]], chunk: torch.nn.Module
@@ -175,17 +214,115 @@ class FrozenModel(RankModel):
     """
 
     def __init__(
-        self,
-        role: ModelRole,
-        spec: ResolvedModel,
-        rank: int,
-        chunks: list[PolicyModel],
-        *,
-        offload: bool,
-        name: str | None = None,
+        self, spec: ResolvedModel, chunks: list[PolicyModel], *, offload: bool, name: str | None = None
     ) -> None:
         modules = [in_bfloat16(chunk) if chunk.config.bf16 else chunk for chunk in chunks]
         for module in modules:
             module.requires_grad_(False)
-        super().__init__(role, spec, rank, chunks, modules, name=name)
+        super().__init__(spec, chunks, modules, name=name)
         self.memory = Offloader(modules, None, OffloadConfig(params=offload))
+
+
+class TrainedModel(RankModel):
+    """A RankModel in DistributedDataParallel (`ddp`), with optimizer and scheduler.
+
+    A checkpoint contains `chunks` (without the weights under adapters), `optimizer`, `scheduler` and, if set, the
+    `saved_reference`. `memory` offloads state; every method loads the parts that it needs. `num_updates` is the number
+    of optimizer updates of the run. `seed` is run.seed, from which a resumed run may derive random streams.
+
+    Collective: every method, over all ranks.
+    """
+
+    saved_reference: FrozenPolicy | None = None
+
+    def __init__(self, spec: ResolvedModel, chunks: list[PolicyModel], *, num_updates: int, seed: int) -> None:
+        role, self.seed = spec.role, seed
+        self.ddp = wrap_chunks(chunks, role.section)
+        # Ranks initialize weights independently, so data-parallel replicas must copy those of one rank.
+        if role.model.random_init:
+            for chunk in self.ddp:
+                chunk.broadcast_params()
+        super().__init__(spec, chunks, self.ddp)
+        # Before the optimizer copies the weights.
+        gather_parameters(self.ddp)
+        self.optimizer = build_optimizer(self.ddp, role.section.optimizer)
+        self.scheduler = build_scheduler(self.optimizer, role, num_updates)
+        self.memory = Offloader(self.ddp, self.optimizer, role.section.offload)
+
+    def _accumulate(
+        self,
+        share: RankShare,
+        batches: list[MicroBatch],
+        rows: list[RoutingRow],
+        evaluate: Evaluate[tuple[torch.Tensor, MicroBatchReport]],
+        *,
+        suspects: str,
+    ) -> list[MicroBatchReport]:
+        """Accumulate the gradient of the update's loss in the parameters' `main_grad`.
+
+        The gradient is the sum over all tokens of all ranks, independent of the layout and of the micro-batches. It is
+        complete only on the data-parallel rank that owns the slice. `evaluate` returns the loss and a MicroBatchReport;
+        `suspects` names the quantities of its non_finite samples in errors.
+
+        Raises: NonFiniteError on every rank, naming the samples.
+        """
+        self.memory.load("params", "grads", "optimizer")
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.routers.reset()
+        reports = self.run(batches, rows, evaluate, forward_only=False)
+        bad = [sample for report in reports for sample in report.non_finite]
+        problem = describe_samples(suspects, bad, share)
+        require_finite(problem or describe_gradients(self.ddp, share), self.device)
+        return reports
+
+    def _step(
+        self, batches: Sequence[MicroBatch], reports: Sequence[MicroBatchReport], update_index: int
+    ) -> dict[str, Metric]:
+        """Run one optimizer step on the accumulated gradients and return this rank's part of the update's metrics.
+
+        Every token counts on exactly one rank, so the metrics of all ranks can be merged exactly.
+        """
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        norms = gradient_norms(self.chunks, self.optimizer)  # before they are clipped
+        successful, grad_norm, _ = self.optimizer.step()
+        # Megatron skips a step only under loss scaling, which float32 and bfloat16 do not use.
+        assert successful, f"update {update_index}: the optimizer skipped its step"
+        self.scheduler.step(1)
+        metrics: dict[str, Metric] = dict(self.routers.finish_update())
+        metrics |= {f"{self.name}/grad_norm_{kind}": norm for kind, norm in norms.items()}
+        if self.counts_tokens:
+            metrics |= merge_metrics([report.metrics for report in reports])
+            loss = sum(report.loss for report in reports)
+            # The losses of all ranks are added, and divided by 1: the loss is a sum over all tokens.
+            metrics[f"{self.name}/loss"] = Mean(loss, 1 if self.is_reporting_rank else 0)
+            metrics[f"{self.name}/trained_tokens"] = Total(sum(len(batch.targets) for batch in batches))
+            metrics[f"{self.name}/tokens"] = Total(sum(len(batch.tokens) for batch in batches))
+        # The norm covers the gradients of all ranks and is equal on each of them.
+        if self.is_reporting_rank:
+            metrics[f"{self.name}/grad_norm"] = Mean(float(grad_norm), 1)
+            metrics[f"{self.name}/lr"] = Mean(rate, 1)
+            metrics[f"{self.name}/microbatches"] = Mean(len(batches), 1)
+        return metrics
+
+    def gather_parameters(self) -> None:
+        """Gather this rank's parameters after an update. Does nothing if they are gathered.
+
+        Call it before `tensors` or a checkpoint: with overlap_param_gather, a step defers the gathering to the next
+        forward pass.
+        """
+        self.memory.load("params")
+        gather_parameters(self.ddp)
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return this rank's live tensors by canonical name; loads offloaded parameters. Not collective.
+
+        In a LoRA run the adapters are merged into a weight when it is read.
+
+        Raises: McoreRLError when `gather_parameters` has not been called since the last update.
+        """
+        if not parameters_are_gathered(self.ddp):
+            raise McoreRLError("parameters are not whole after an update: call gather_parameters on all ranks first")
+        self.memory.load("params")
+        return merged_tensors(self.chunks)

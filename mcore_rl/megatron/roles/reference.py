@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from mcore_rl.algorithms import kl_penalty
 from mcore_rl.config.models import OffloadConfig, ReferenceConfig
-from mcore_rl.config.roles import ModelRole
 from mcore_rl.megatron.lora.adapters import base_only
 from mcore_rl.megatron.model.context import ContextPart
 from mcore_rl.megatron.model.loading import load_hf
@@ -19,15 +17,12 @@ from mcore_rl.megatron.model.model import build_model
 from mcore_rl.megatron.model.names import canonical_tensors
 from mcore_rl.megatron.model.output import PolicyModel
 from mcore_rl.megatron.optim.offload import Offloader
-from mcore_rl.megatron.roles.rank_model import FrozenModel, RankModel
+from mcore_rl.megatron.roles.rank_model import FrozenModel, RankModel, TrainedModel
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, whole_by_sample
 from mcore_rl.megatron.step.objective import Objective, non_finite_samples
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers
-
-if TYPE_CHECKING:
-    from mcore_rl.megatron.roles.trained_model import TrainedModel
 
 
 class FrozenPolicy(FrozenModel):
@@ -42,24 +37,22 @@ class FrozenPolicy(FrozenModel):
 
     def __init__(
         self,
-        role: ModelRole,
-        section: ReferenceConfig,
         spec: ResolvedModel,
-        rank: int,
+        section: ReferenceConfig,
         objective: Objective,
         *,
         policy: Sequence[PolicyModel],
         gpus_per_node: int,
     ) -> None:
-        path = section.hf_path
+        path, model = section.hf_path, spec.role.model
         self.objective = objective
-        self.is_saved = section.refresh_every_steps > 0 or (role.model.random_init and path is None)
+        self.is_saved = section.refresh_every_steps > 0 or (model.random_init and path is None)
         # Skip the initialization: the weights are loaded or copied below.
-        weights = replace(role.model, random_init=False)
-        chunks = build_model(spec.hf_config, role.section, weights, spec.layout, gpus_per_node=gpus_per_node)
+        spec = replace(spec, role=replace(spec.role, model=replace(model, random_init=False)))
+        chunks = build_model(spec, gpus_per_node=gpus_per_node)
         if path is not None:
             load_hf(chunks, path, spec.layout, "reference.hf_path")
-        super().__init__(role, spec, rank, chunks, offload=section.offload, name="reference")
+        super().__init__(spec, chunks, offload=section.offload, name="reference")
         if path is None:
             self.copy_from(policy)
         self.memory.offload()
@@ -72,7 +65,6 @@ class FrozenPolicy(FrozenModel):
         Shapes: [n]. Units: nats.
         Raises: NonFiniteError on every rank, naming the samples.
         """
-        self.memory.load("params")
         logp = _logp(self, self.objective, share, chunks)
         self.memory.offload()
         return logp
@@ -103,7 +95,6 @@ class BasePolicy:
 
     def logp(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[int, torch.Tensor]:
         """See FrozenPolicy.logp. Routers use their own scores even if the policy replays experts."""
-        self.policy.memory.load("params")
         with base_only(self.policy.chunks):
             return _logp(self.policy, self.objective, share, chunks)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 
 from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
-from mcore_rl.megatron.model import parallel
-from mcore_rl.megatron.model.value_model import load_value_model, value_chunks
-from mcore_rl.megatron.roles.rank_model import FrozenModel
-from mcore_rl.megatron.step.microbatches import MicroBatch, whole_by_sample
+from mcore_rl.megatron.model.loading import load_value_model
+from mcore_rl.megatron.model.value_model import ValueModel
+from mcore_rl.megatron.roles.rank_model import FrozenModel, join_and_build
 from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.types import RankShare, TrajectoryBuffers
 
@@ -30,14 +28,10 @@ class MegatronRewardModel(FrozenModel):
     def __init__(self, config: Config, rank: int, world_size: int, init_method: str | None) -> None:
         role = ModelRole.reward_model(config.reward_model, config.model)
         spec = ResolvedModel.value_model(role, world_size)
-        seconds = config.cluster.collective_timeout_seconds
-        parallel.initialize(
-            spec.layout, rank=rank, init_method=init_method, timeout_seconds=seconds, seed=config.run.seed
-        )
-        chunks = value_chunks(role, spec, config.cluster.gpus_per_node)
+        chunks = join_and_build(config, spec, rank, init_method, ValueModel)
         # Without a seed a causal model is rejected: its value head would be random.
         load_value_model(chunks, role.model.hf_path, spec.layout, seed=None, key=role.checkpoint)
-        super().__init__(role, spec, rank, chunks, offload=role.section.offload.params)
+        super().__init__(spec, chunks, offload=role.section.offload.params)
         self.memory.offload()
         self._padding_id: int | None = spec.hf_config.get("pad_token_id")
 
@@ -49,23 +43,17 @@ class MegatronRewardModel(FrozenModel):
 
         Shapes: sequences integer [S], S >= 1.
         """
-        self.memory.load("params")
         numbers = list(sequences)
         share, chunk = _as_share(numbers, [self._scored_part(sequences[number]) for number in numbers])
-        scores_by_batch = self.infer(self.microbatches(share, [chunk]), self._scores)
+        values_by_batch = self.infer(self.microbatches(share, [chunk]), self.whole_outputs)
         self.memory.offload()
-        return {sample: score for batch in scores_by_batch for sample, score in batch.items()}
+        return {sample: float(value[0]) for values in values_by_batch for sample, value in values.items()}
 
     def _scored_part(self, tokens: np.ndarray) -> np.ndarray:
         """Cut the sequence after the scored token; later tokens do not influence its value."""
         # A sequence of padding tokens only is scored at its first token.
         last = np.flatnonzero(tokens != self._padding_id) if self._padding_id is not None else [len(tokens) - 1]
         return tokens[: (int(last[-1]) if len(last) else 0) + 1]
-
-    def _scores(self, chunk: torch.nn.Module, batch: MicroBatch, output: torch.Tensor) -> dict[int, float]:
-        del chunk
-        values = whole_by_sample(batch, output.index_select(0, batch.predictors), self.context)
-        return {sample: float(value[0]) for sample, value in values.items()}
 
 
 def _as_share(numbers: Sequence[int], sequences: Sequence[np.ndarray]) -> tuple[RankShare, TrajectoryBuffers]:

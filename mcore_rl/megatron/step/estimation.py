@@ -114,31 +114,28 @@ def _block(
 ) -> AdvantageInputs:
     samples, ends = share.samples[rows].tolist(), counts[rows]
     mask = np.arange(int(ends.max(initial=0)))[None] < ends[:, None]
+
+    def padded(by_sample: Mapping[int, np.ndarray]) -> np.ndarray:
+        cells = np.zeros(mask.shape, np.float32)
+        cells[mask] = np.concatenate([by_sample[sample] for sample in samples])
+        return cells
+
     rewards = np.zeros(mask.shape, np.float32)
     some = ends > 0
     # The last trained token gets the reward of the response.
     rewards[np.flatnonzero(some), ends[some] - 1] = share.rewards[rows][some]
     if turns:
         # The response's reward includes its turn rewards: move them from the last token to the ends of the turns.
-        turn_rewards = np.zeros(mask.shape, np.float32)
-        turn_rewards[mask] = _flat(turns, samples)
+        turn_rewards = padded(turns)
         rewards[np.flatnonzero(some), ends[some] - 1] -= turn_rewards.sum(axis=1, dtype=np.float64)[some]
         rewards += turn_rewards
     if penalties is not None:
-        rewards[mask] -= _flat(penalties, samples)
-    padded = None
-    if values is not None:
-        padded = np.zeros(mask.shape, np.float32)
-        padded[mask] = _flat(values, samples)
+        rewards -= padded(penalties)
     return AdvantageInputs(
         token_rewards=torch.from_numpy(rewards),
         mask=torch.from_numpy(mask).float(),
-        values=None if padded is None else torch.from_numpy(padded),
+        values=None if values is None else torch.from_numpy(padded(values)),
     )
-
-
-def _flat(by_sample: Mapping[int, np.ndarray], samples: Sequence[int]) -> np.ndarray:
-    return np.concatenate([by_sample[sample] for sample in samples])
 
 
 def _over_ranks(rank_moments: Moments, group: dist.ProcessGroup | None) -> Moments:

@@ -164,35 +164,46 @@ def _max_over_ranks(count: int, packing: Packing) -> int:
     return int(tensor.item())
 
 
+_TRAINED = {
+    "predictors": np.int64,
+    "targets": np.int64,
+    "logp_rollout": np.float32,
+    "staleness": np.float32,
+    "temperatures": np.float32,
+}
+"""Arrays of the trained tokens of a sequence or of a row of all context-parallel ranks, and their types in a row."""
+
+
 def _microbatch(
     share: RankShare, members: np.ndarray, chunks: Sequence[TrajectoryBuffers], packing: Packing
 ) -> MicroBatch:
     # Sort by descending length, so that sequences of equal length are adjacent and attention copies nothing.
     members = members[np.argsort(-share.total_tokens[members], kind="stable")]
     sequences = [_sequence(chunks[share.chunk_ids[i]], share, int(i)) for i in members]
-    row = _row(sequences, packing)
-    tokens, predictors, owners = _part_of_row(row, packing.context)
+    row_lengths, row, trained = _row(sequences, packing)
+    tokens, predictors, owners = _part_of_row(row_lengths, row, trained["predictors"], packing.context)
     mine = slice(None) if packing.context.size == 1 else owners == packing.context.rank
-    responses = row.responses[mine]
+    whole_responses = np.repeat(np.arange(len(sequences)), [len(arrays["targets"]) for _, arrays in sequences])
+    responses = whole_responses[mine]
 
     def to_device(values: np.ndarray) -> torch.Tensor:
         return upload(torch.from_numpy(values), packing.device)
 
     return MicroBatch(
         samples=tuple(int(sample) for sample in share.samples[members]),
-        lengths=tuple(len(sequence.tokens) for sequence in sequences),
+        lengths=tuple(len(computed) for computed, _ in sequences),
         trained_counts=_counts(responses, len(members)),
-        whole_counts=_counts(row.responses, len(members)),
+        whole_counts=_counts(whole_responses, len(members)),
         owners=to_device(owners),
         tokens=to_device(tokens),
-        sequences=pack_sequences(row.lengths, packing.device, context_parallel=packing.context.size > 1),
+        sequences=pack_sequences(row_lengths, packing.device, context_parallel=packing.context.size > 1),
         predictors=to_device(predictors),
-        targets=to_device(row.targets[mine]),
+        targets=to_device(trained["targets"][mine]),
         advantages=to_device(share.advantages[members][responses].astype(np.float32)),
         loss_weights=to_device(share.loss_weights[members][responses].astype(np.float32)),
-        logp_rollout=to_device(row.logp_rollout[mine]),
-        staleness=to_device(row.staleness[mine]),
-        temperatures=_compact_temperatures(row.temperatures[mine], to_device),
+        logp_rollout=to_device(trained["logp_rollout"][mine]),
+        staleness=to_device(trained["staleness"][mine]),
+        temperatures=_compact_temperatures(trained["temperatures"][mine], to_device),
     )
 
 
@@ -206,82 +217,52 @@ def _compact_temperatures(
     return float(first[0]) if (temperatures == first).all() else to_device(temperatures)
 
 
-def _part_of_row(row: _FullRow, part: ContextPart) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _part_of_row(
+    row_lengths: list[int], row: np.ndarray, predictors: np.ndarray, part: ContextPart
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the rank's tokens, the positions of its predictors among them, and the rank of every trained token of the
     full row."""
     if part.size == 1:
-        return row.tokens, row.predictors, np.zeros(len(row.predictors), np.int64)
-    lengths = torch.tensor(row.lengths)
+        return row, predictors, np.zeros(len(predictors), np.int64)
+    lengths = torch.tensor(row_lengths)
     indices = part.row_indices(lengths).numpy()
-    position_on_rank = np.full(len(row.tokens), -1)
+    position_on_rank = np.full(len(row), -1)
     position_on_rank[indices] = np.arange(len(indices))
-    owners = part.owners(lengths).numpy()[row.predictors]
-    return row.tokens[indices], position_on_rank[row.predictors[owners == part.rank]], owners
+    owners = part.owners(lengths).numpy()[predictors]
+    return row[indices], position_on_rank[predictors[owners == part.rank]], owners
 
 
 def _counts(responses: np.ndarray, num_responses: int) -> tuple[int, ...]:
     return tuple(np.bincount(responses, minlength=num_responses).tolist())
 
 
-@dataclass(frozen=True)
-class _FullRow:
-    """A packed row of all context-parallel ranks.
-
-    lengths: padded lengths of the sequences. responses: index of each trained token's response.
-
-    Shapes: tokens int64 [T]; other arrays [M], M trained tokens.
-    """
-
-    lengths: list[int]
-    tokens: np.ndarray
-    responses: np.ndarray
-    predictors: np.ndarray
-    targets: np.ndarray
-    logp_rollout: np.ndarray
-    staleness: np.ndarray
-    temperatures: np.ndarray
+_Sequence = tuple[np.ndarray, dict[str, np.ndarray]]
+"""Tokens of a trajectory up to its last predictor [S], and the arrays of its trained tokens [n], with ascending
+predictors."""
 
 
-def _row(sequences: list[_Sequence], packing: Packing) -> _FullRow:
+def _row(sequences: list[_Sequence], packing: Packing) -> tuple[list[int], np.ndarray, dict[str, np.ndarray]]:
+    """Join sequences to a row of all context-parallel ranks. Returns the padded lengths of the sequences, the tokens
+    (int64), and the arrays of all trained tokens."""
     part = packing.context
-    lengths = [-(-len(sequence.tokens) // part.multiple) * part.multiple for sequence in sequences]
-    starts = np.cumsum([0, *lengths])
+    lengths = [-(-len(computed) // part.multiple) * part.multiple for computed, _ in sequences]
+    starts = np.cumsum([0, *lengths])[:-1]
     # The row is split over context-parallel ranks first, then over tensor-parallel ones (sequence parallelism).
     row_multiple = math.lcm(part.multiple, part.size * packing.row_multiple)
     # A dummy micro-batch consists of padding only: attention needs at least one sequence.
-    padding = -int(starts[-1]) % row_multiple or (0 if lengths else row_multiple)
+    padding = -sum(lengths) % row_multiple or (0 if lengths else row_multiple)
     if padding:
         lengths.append(padding)
     tokens = np.zeros(sum(lengths), np.int64)
-    # `starts` has one more entry, the end of the row.
-    for sequence, first in zip(sequences, starts, strict=False):
-        tokens[first : first + len(sequence.tokens)] = sequence.tokens
-    return _FullRow(
-        lengths=lengths,
-        tokens=tokens,
-        responses=np.repeat(np.arange(len(sequences)), [len(sequence.targets) for sequence in sequences]),
-        predictors=_join([s.predictors + first for s, first in zip(sequences, starts, strict=False)], np.int64),
-        targets=_join([sequence.targets for sequence in sequences], np.int64),
-        logp_rollout=_join([sequence.logp_rollout for sequence in sequences], np.float32),
-        staleness=_join([sequence.staleness for sequence in sequences], np.float32),
-        temperatures=_join([sequence.temperatures for sequence in sequences], np.float32),
-    )
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    """The computed part of a trajectory.
-
-    Shapes: tokens [S], up to the last predictor; predictors int64 [n], ascending; targets, logp_rollout, staleness,
-    temperatures [n].
-    """
-
-    tokens: np.ndarray
-    predictors: np.ndarray
-    targets: np.ndarray
-    logp_rollout: np.ndarray
-    staleness: np.ndarray
-    temperatures: np.ndarray
+    for (computed, _), first in zip(sequences, starts, strict=True):
+        tokens[first : first + len(computed)] = computed
+    # The empty array gives a row without sequences its type.
+    trained = {
+        name: np.concatenate([*(arrays[name] for _, arrays in sequences), np.empty(0, dtype)]).astype(dtype, copy=False)
+        for name, dtype in _TRAINED.items()
+    }
+    trained["predictors"] += np.repeat(starts, [len(arrays["predictors"]) for _, arrays in sequences])
+    return lengths, tokens, trained
 
 
 def computed_tokens(buffers: TrajectoryBuffers, row: int) -> int:
@@ -306,14 +287,13 @@ def _sequence(buffers: TrajectoryBuffers, share: RankShare, index: int) -> _Sequ
         raise McoreRLError(
             f"sample {sample} has tokens of version {newest}, newer than version {share.version} of its batch"
         )
-    return _Sequence(
-        tokens[: computed_tokens(buffers, row)],
-        predictors,
-        tokens[predictors + 1],
-        buffers.logp_rollout[response][trained],
-        share.version + 1 - versions,
-        _temperatures(buffers, response, trained),
-    )
+    return tokens[: computed_tokens(buffers, row)], {
+        "predictors": predictors,
+        "targets": tokens[predictors + 1],
+        "logp_rollout": buffers.logp_rollout[response][trained],
+        "staleness": share.version + 1 - versions,
+        "temperatures": _temperatures(buffers, response, trained),
+    }
 
 
 def _temperatures(buffers: TrajectoryBuffers, response: slice, trained: np.ndarray) -> np.ndarray:
@@ -323,7 +303,3 @@ def _temperatures(buffers: TrajectoryBuffers, response: slice, trained: np.ndarr
     if not buffers.temperatures.ndim:
         return np.full(len(trained), buffers.temperatures)
     return buffers.temperatures[response][trained]
-
-
-def _join(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([*parts, np.empty(0, dtype)]).astype(dtype, copy=False)

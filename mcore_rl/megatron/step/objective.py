@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mcore_rl.algorithms import Correction, PolicyLossInputs, PolicyLossResult, kl_penalty
 from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.algorithms.registry import configured_loss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
+from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
@@ -40,47 +42,32 @@ class MicroBatchReport:
 class Objective:
     """The configured loss, applied to micro-batches.
 
-    group: tensor-parallel group; None for a single rank. context: the rank's part of every row; it reports metrics of
-    its own tokens only.
+    correction: correction of the mismatch between engine and trainer; without algorithm.correction.apply it is only
+    measured. group: tensor-parallel group; None for a single rank. context: the rank's part of every row; it reports
+    metrics of its own tokens only.
 
-    A loss that uses advantages (`follows_sampling`) refers to the distribution that the engine samples from:
-    log-probabilities and entropies use the temperature at which each token was sampled, which is `temperature` unless
-    the batch has another one. Other losses use the model's own distribution, at temperature 1.
+    A loss that uses advantages refers to the distribution that the engine samples from: log-probabilities and entropies
+    use the temperature at which each token was sampled, which is `temperature` unless the batch has another one. Other
+    losses use the model's own distribution, at temperature 1.
     """
 
+    algorithm: AlgorithmConfig
     loss: PolicyLoss
     correction: Correction | None
-    """Correction of the mismatch between engine and trainer; without applies_correction it is only measured."""
-    applies_correction: bool
     temperature: float
-    entropy_coefficient: float
     chunk_tokens: int
     group: dist.ProcessGroup | None
     context: ContextPart = SINGLE_RANK
-    kl_coefficient: float = 0.0
-    """Coefficient of the per-token KL(policy || reference) in the loss, estimated by kl_kind."""
-    kl_kind: str = "low_var"
-    follows_sampling: bool = True
 
     @classmethod
     def from_config(
         cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = SINGLE_RANK
     ) -> Objective:
         """Build the configured objective. Raises: ConfigError like configured_loss."""
-        loss = configured_loss(config.algorithm)
-        return cls(
-            loss=loss,
-            correction=Correction.from_config(config.algorithm.correction),
-            applies_correction=config.algorithm.correction.apply,
-            temperature=config.rollout.temperature if loss.needs.advantages else 1.0,
-            entropy_coefficient=config.algorithm.entropy_coefficient,
-            chunk_tokens=config.actor.logprob_chunk_tokens,
-            group=group,
-            context=context,
-            kl_coefficient=config.algorithm.kl.in_loss,
-            kl_kind=config.algorithm.kl.loss_kind,
-            follows_sampling=loss.needs.advantages,
-        )
+        algorithm = config.algorithm
+        loss, correction = configured_loss(algorithm), Correction.from_config(algorithm.correction)
+        temperature = config.rollout.temperature if loss.needs.advantages else 1.0
+        return cls(algorithm, loss, correction, temperature, config.actor.logprob_chunk_tokens, group, context)
 
     @property
     def needs_old_logp(self) -> bool:
@@ -115,7 +102,7 @@ class Objective:
     def _temperature(self, batch: MicroBatch) -> torch.Tensor | float:
         """Temperature of all trained tokens, a number or [N]."""
         given = batch.temperatures
-        if given is None or not self.follows_sampling:
+        if given is None or not self.loss.needs.advantages:
             return self.temperature
         if isinstance(given, torch.Tensor):
             return torch.where(given.isnan(), self.temperature, given)
@@ -131,7 +118,7 @@ class Objective:
         *,
         policy_is_old: bool = False,
         advantages: torch.Tensor | None = None,
-        chosen: torch.Tensor | None = None,
+        chosen: Mapping[int, torch.Tensor] | None = None,
         ref_logp: Mapping[int, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, MicroBatchReport]:
         """Compute the micro-batch's loss, a scalar with gradient: the sum of its token losses times response weights.
@@ -140,9 +127,9 @@ class Objective:
             later updates need them.
         advantages: per-token advantages, used instead of the advantages of responses.
         chosen: result of `choose_tokens`.
-        ref_logp: log-probabilities of the reference; required with kl_coefficient.
+        ref_logp: log-probabilities of the reference; required with algorithm.kl.in_loss.
 
-        Shapes: old_logp, ref_logp map a sample to [n], its trained tokens on this rank; advantages, chosen [N].
+        Shapes: old_logp, ref_logp, chosen map a sample to [n], its trained tokens on this rank; advantages [N].
         Collective: the tensor-parallel group; also the context-parallel group if the loss needs whole sequences.
         """
         logp, entropy = self.logp(chunk, hidden, batch, compute_entropy=True)
@@ -150,14 +137,18 @@ class Objective:
             parts = logp.detach().split(list(batch.trained_counts))
             # This changes RankBatch.old_logp in place; the later updates of the batch read it.
             old_logp.update(zip(batch.samples, parts, strict=True))
-        result = self._per_token(self._inputs(logp, batch, old_logp, advantages, chosen), batch)
+        inputs = self._inputs(logp, batch, old_logp, advantages)
+        if chosen is not None:
+            no_tokens = batch.targets.new_empty(0, dtype=torch.bool)
+            inputs = replace(inputs, chosen=torch.cat([no_tokens, *(chosen[sample] for sample in batch.samples)]))
+        result = self._per_token(inputs, batch)
         per_token = result.loss
-        if self.entropy_coefficient:
-            per_token = per_token - self.entropy_coefficient * entropy
-        kl = None
-        if self.kl_coefficient:
-            kl = kl_penalty(logp, _stored_logp(batch, ref_logp or {}, logp, "reference"), self.kl_kind)
-            per_token = per_token + self.kl_coefficient * kl
+        algorithm, kl = self.algorithm, None
+        if algorithm.entropy_coefficient:
+            per_token = per_token - algorithm.entropy_coefficient * entropy
+        if algorithm.kl.in_loss:
+            kl = kl_penalty(logp, _stored_logp(batch, ref_logp or {}, logp, "reference"), algorithm.kl.loss_kind)
+            per_token = per_token + algorithm.kl.in_loss * kl
         weighted = per_token * batch.loss_weights
         loss = weighted.sum()
         with torch.no_grad():
@@ -202,7 +193,6 @@ class Objective:
                 batch,
                 by_sample([(batch, logp)]) | dict(old_logp),
                 own_tokens(batch, advantages, self.context, "advantages") if advantages else None,
-                None,
             )
             for batch, logp in parts
         ]
@@ -216,7 +206,6 @@ class Objective:
         batch: MicroBatch,
         old_logp: Mapping[int, torch.Tensor],
         advantages: torch.Tensor | None,
-        chosen: torch.Tensor | None,
     ) -> PolicyLossInputs:
         return PolicyLossInputs(
             logp=logp,
@@ -225,18 +214,35 @@ class Objective:
             advantages=batch.advantages if advantages is None else advantages,
             rollout_logp=batch.logp_rollout,
             staleness=batch.staleness if self.loss.needs.staleness else None,
-            chosen=chosen,
         )
 
     def _per_token(self, inputs: PolicyLossInputs, batch: MicroBatch) -> PolicyLossResult:
         corrects_whole = self.correction is not None and self.correction.needs_whole_sequence
         if not (self.loss.needs.whole_sequence or corrects_whole):
             return self._corrected(inputs)
-        if not len(batch.owners):  # a dummy micro-batch: one row without tokens
-            given = {name: value[None] for name, value in vars(inputs).items() if value is not None}
-            result = self._corrected(PolicyLossInputs(**given))
-            return PolicyLossResult(result.loss.flatten(), result.metrics)
-        return self._on_whole_responses(inputs, batch)
+        return self._on_whole_responses({n: value for n, value in vars(inputs).items() if value is not None}, batch)
+
+    def _on_whole_responses(self, given: dict[str, torch.Tensor], batch: MicroBatch) -> PolicyLossResult:
+        """Compute a loss or correction that needs all tokens of a response; returns the loss of the rank's tokens, [N].
+
+        Metrics cover whole responses, so only the first context-parallel rank reports them.
+        """
+        if self.context.size > 1 and len(batch.owners):
+            stacked = torch.stack([value.to(given["logp"]) for value in given.values()])
+            given = dict(zip(given, self.context.gather(stacked, batch.owners), strict=True))
+            # One collective for all tensors, so the flags were sent as numbers.
+            if "chosen" in given:
+                given["chosen"] = given["chosen"] > 0
+        # Without trained tokens, for example in a dummy micro-batch: one row without tokens.
+        counts = list(batch.whole_counts) if len(batch.owners) else [0]
+        rows = {name: pad_sequence(list(flat.split(counts)), batch_first=True) for name, flat in given.items()}
+        result = self._corrected(PolicyLossInputs(**rows))
+        # The inverse of pad_sequence: [responses, T] -> [tokens].
+        columns = torch.arange(result.loss.shape[1], device=result.loss.device)
+        loss = result.loss[columns < torch.tensor(counts, device=result.loss.device)[:, None]]
+        if self.context.size > 1:
+            loss = loss[batch.owners == self.context.rank]
+        return PolicyLossResult(loss, result.metrics if self.context.rank == 0 else {})
 
     def _corrected(self, inputs: PolicyLossInputs) -> PolicyLossResult:
         """Compute the loss, multiplied by the weights of the correction."""
@@ -247,27 +253,48 @@ class Objective:
         assert inputs.rollout_logp is not None
         correction = self.correction(old_logp=inputs.old_logp, rollout_logp=inputs.rollout_logp, mask=inputs.mask)
         metrics = {f"correction/{name}": metric for name, metric in correction.metrics.items()}
-        loss = result.loss * correction.weights if self.applies_correction else result.loss
+        loss = result.loss * correction.weights if self.algorithm.correction.apply else result.loss
         return PolicyLossResult(loss, result.metrics | metrics)
 
-    def _on_whole_responses(self, inputs: PolicyLossInputs, batch: MicroBatch) -> PolicyLossResult:
-        """Compute a loss or correction that needs all tokens of a response; returns the loss of the rank's tokens, [N].
 
-        Metrics cover whole responses, so only the first context-parallel rank reports them.
+@dataclass(frozen=True)
+class MTPObjective:
+    """Loss of multi-token-prediction layers (formula in model/mtp.py). group: like Objective's."""
+
+    coefficient: float
+    chunk_tokens: int
+    group: dist.ProcessGroup | None
+
+    def evaluate(
+        self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, token_weight: float
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """Compute the loss of a micro-batch, a scalar with gradient, and the mean cross entropy over tokens and depths.
+
+        Shapes: hidden [D * T, h], the hidden states of all depths.
+        Units: nats.
+        Collective: the tensor- and context-parallel groups.
         """
-        if self.context.size == 1:
-            result = self._corrected(_one_response_per_row(inputs, batch.whole_counts))
-            return PolicyLossResult(_unpad(result.loss, batch), result.metrics)
-        given = {name: value for name, value in vars(inputs).items() if value is not None}
-        whole = self.context.gather(torch.stack([value.to(inputs.logp) for value in given.values()]), batch.owners)
-        joined = dict(zip(given, whole, strict=True))
-        # One collective for all tensors, so the flags were sent as numbers.
-        if "chosen" in joined:
-            joined["chosen"] = joined["chosen"] > 0
-        rows = _one_response_per_row(PolicyLossInputs(**joined), batch.whole_counts)
-        result = self._corrected(rows)
-        rank_loss = _unpad(result.loss, batch)[batch.owners == self.context.rank]
-        return PolicyLossResult(rank_loss, result.metrics if self.context.rank == 0 else {})
+        model = unwrap(chunk)
+        # Labels are token + 1, and 0 for positions without a trained token, because roll_tensor fills with 0.
+        labels = torch.zeros_like(batch.tokens)
+        labels[batch.predictors] = batch.targets + 1
+        total, count = hidden.new_zeros((), dtype=torch.float32), 0
+        for states in hidden.chunk(model.config.mtp_num_layers):
+            labels, _ = roll_tensor(labels, cp_group=model.cp_group, packed_seq_params=batch.sequences)
+            positions = labels.nonzero().squeeze(1)
+            logp, _ = linear_logp_entropy(
+                states.index_select(0, positions),
+                # This loss must not train the output projection of the policy (see model/mtp.py).
+                output_weight(chunk).detach(),
+                labels[positions] - 1,
+                chunk_tokens=self.chunk_tokens,
+                group=self.group,
+                compute_entropy=False,
+                vocab_size=model.unpadded_vocab_size,
+            )
+            total, count = total - logp.sum(), count + len(positions)
+        loss = total * (self.coefficient * token_weight / model.config.mtp_num_layers)
+        return loss, {"actor/mtp_loss": Mean(float(total.detach()), count)}
 
 
 def _samples_and_positions(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
@@ -334,22 +361,3 @@ def _stored_logp(
 
 def _mean(values: torch.Tensor) -> Mean:
     return Mean(float(values.sum(dtype=torch.float64)), len(values))
-
-
-def _pad(flat: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-    """Arrange tokens as one response per row, padded with 0. Shapes: [N] -> [B, T]."""
-    return pad_sequence(list(flat.split(list(counts))), batch_first=True)
-
-
-def _unpad(rows: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Inverse of _pad for a micro-batch of whole responses. Shapes: [B, T] -> [N]."""
-    counts = torch.tensor(batch.whole_counts, device=rows.device)
-    return rows[torch.arange(rows.shape[1], device=rows.device) < counts[:, None]]
-
-
-def _one_response_per_row(inputs: PolicyLossInputs, counts: tuple[int, ...]) -> PolicyLossInputs:
-    rows: dict[str, torch.Tensor | None] = {}
-    for field in fields(inputs):
-        value = getattr(inputs, field.name)
-        rows[field.name] = None if value is None else _pad(value, counts)
-    return PolicyLossInputs(**rows)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mcore_rl.config.schema import Config
     from mcore_rl.data.transcripts import PromptSource
     from mcore_rl.megatron.checkpoint.writer import RankReport
-    from mcore_rl.megatron.roles.trained_model import TrainedModel
+    from mcore_rl.megatron.roles.rank_model import TrainedModel
 
 
 @dataclass(frozen=True)

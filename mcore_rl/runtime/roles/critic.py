@@ -17,7 +17,7 @@ from mcore_rl.runtime.roles.origins import marks_errors
 from mcore_rl.types import Batch, Metric, RankShares, TokenColumn, TokenRefs, TrajectoryBuffers, merge_metrics
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.step.rank_batch import ValuedBatch
+    from mcore_rl.megatron.roles.critic import ValuedBatch
 
 
 @marks_errors

@@ -24,7 +24,6 @@ SHARED = (
     "mcore_rl/resolved/attention.py",
     "mcore_rl/megatron/model",
     "mcore_rl/megatron/roles/rank_model.py",
-    "mcore_rl/megatron/roles/trained_model.py",
     "mcore_rl/weights/engine_config.py",
 )
 """Code that more than one role runs."""

@@ -7,18 +7,32 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.models import ActorConfig, LoraConfig, MoeConfig
+from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.schema import ModelConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.implementation import RECIPES, BuildRequest, choose, row_multiple
 from mcore_rl.resolved.installed import Installed
-from mcore_rl.resolved.layout import model_arguments
+from mcore_rl.resolved.model import ResolvedModel
 from mcore_rl.resolved.recompute import MODULES, recompute_arguments
 from model_converters.mapping.layout import TrainLayout
 from tests.tiny_models import tiny_fields
 
 NOTHING = Installed()
 EVERYTHING = Installed(True, (10, 0), "2.8.0", flash_attention="2.8.3", gradient_fusion=True, deep_ep=True)
-SPREAD = BuildRequest(experts=True, ep=32, expert_ranks=32, gpus_per_node=8)
+
+
+def _request(
+    sizes: Any = None, *, dtype: str = "auto", adapters: bool = False, layout: Any = None, **settings: str
+) -> BuildRequest:
+    """Request for a model whose experts are on four nodes, unless `layout` differs."""
+    moe, lora = MoeConfig(dispatcher=settings.pop("dispatcher", "auto")), LoraConfig(rank=8 if adapters else 0)
+    role = ModelRole.policy(ActorConfig(moe=moe, lora=lora, **settings), ModelConfig(hf_path="", dtype=dtype))
+    sizes = {"num_moe_experts": 64, "kv_channels": 128} if sizes is None else sizes
+    return BuildRequest(role, sizes, TrainLayout(64, **{"ep": 32} | (layout or {})), gpus_per_node=8)
+
+
+SPREAD = _request()
 
 
 def test_choose_without_gpu_selects_local_layers() -> None:
@@ -39,8 +53,7 @@ def test_choose_without_gpu_selects_local_layers() -> None:
 
 
 def test_choose_with_all_packages_selects_all() -> None:
-    build = replace(SPREAD, fp8="blockwise")
-    assert choose(EVERYTHING, build).arguments() == {
+    assert choose(EVERYTHING, _request(fp8="blockwise")).arguments() == {
         "apply_rope_fusion": True,
         "bias_dropout_fusion": True,
         "gradient_accumulation_fusion": True,
@@ -54,7 +67,7 @@ def test_choose_with_all_packages_selects_all() -> None:
 
 
 def test_choose_adapters_select_local_layers() -> None:
-    chosen = choose(EVERYTHING, replace(SPREAD, adapters=True))
+    chosen = choose(EVERYTHING, _request(adapters=True))
     assert chosen.layers.value == "local"
     assert "adapters need a projection's input" in chosen.layers.why
     assert not chosen.grouped_gemm
@@ -86,16 +99,13 @@ def test_choose_missing_package_selects_fallback(absent: dict[str, Any], line: s
 @pytest.mark.parametrize(
     ("build", "value"),
     [
-        (BuildRequest(experts=True, ep=8, expert_ranks=8, gpus_per_node=8), "alltoall"),
-        (BuildRequest(experts=True, ep=8, expert_ranks=16, gpus_per_node=8), "deepep"),
-        (BuildRequest(experts=True, ep=64, expert_ranks=64), "alltoall"),
-        (BuildRequest(experts=True, ep=2, expert_ranks=2, gpus_per_node=8, dispatcher="deepep"), "deepep"),
-        (
-            BuildRequest(experts=True, ep=32, expert_ranks=32, gpus_per_node=8, dispatcher="alltoall"),
-            "alltoall",
-        ),
-        (BuildRequest(experts=True, tp=2, dispatcher="allgather"), "allgather"),
-        (BuildRequest(ep=1, gpus_per_node=8), "alltoall"),
+        (_request(layout={"ep": 8}), "alltoall"),
+        (_request(layout={"ep": 8, "etp": 2}), "deepep"),
+        (replace(SPREAD, gpus_per_node=None), "alltoall"),
+        (_request(layout={"ep": 2}, dispatcher="deepep"), "deepep"),
+        (_request(dispatcher="alltoall"), "alltoall"),
+        (_request(layout={"ep": 1, "tp": 2}, dispatcher="allgather"), "allgather"),
+        (_request({"kv_channels": 128}, layout={"ep": 1}), "alltoall"),
     ],
 )
 def test_choose_dispatcher_auto_depends_on_nodes(build: BuildRequest, value: str) -> None:
@@ -103,7 +113,8 @@ def test_choose_dispatcher_auto_depends_on_nodes(build: BuildRequest, value: str
 
 
 def test_choose_latent_attention_selects_unfused_rope() -> None:
-    assert choose(EVERYTHING, replace(SPREAD, latent_attention=True)).rope.value == "unfused"
+    latent = {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    assert choose(EVERYTHING, replace(SPREAD, sizes=latent)).rope.value == "unfused"
 
 
 @pytest.mark.parametrize(
@@ -111,9 +122,13 @@ def test_choose_latent_attention_selects_unfused_rope() -> None:
     [
         ({"deep_ep": False}, {"dispatcher": "deepep"}, r"actor\.moe\.dispatcher=deepep needs the package deep_ep"),
         ({"cuda": False}, {"dispatcher": "deepep"}, r"actor\.moe\.dispatcher=deepep needs a CUDA device"),
-        ({}, {"dispatcher": "deepep", "ep": 1}, r"actor\.moe\.dispatcher=deepep needs actor\.parallel\.ep > 1"),
+        (
+            {},
+            {"dispatcher": "deepep", "layout": {"ep": 1}},
+            r"moe\.dispatcher=deepep needs actor\.parallel\.ep > 1",
+        ),
         ({}, {"dispatcher": "allgather"}, r"actor\.moe\.dispatcher=allgather.*packed rows differ"),
-        ({}, {"dispatcher": "allgather", "ep": 1, "pp": 2}, r"actor\.moe\.dispatcher=allgather.*pipeline"),
+        ({}, {"dispatcher": "allgather", "layout": {"ep": 1, "pp": 2}}, r"actor\.moe\.dispatcher=allgather.*pipeline"),
         ({"cuda": False}, {"fp8": "delayed"}, r"actor\.fp8=delayed needs a CUDA device"),
         ({"transformer_engine": None}, {"fp8": "delayed"}, r"actor\.fp8=delayed needs transformer-engine 1\.11.*none"),
         ({"transformer_engine": "2.1.0"}, {"fp8": "blockwise"}, r"transformer-engine 2\.3 or newer, but 2\.1\.0"),
@@ -126,13 +141,13 @@ def test_choose_latent_attention_selects_unfused_rope() -> None:
             r"blockwise needs a torch for CUDA 12\.9 .* not 12\.8",
         ),
         ({}, {"dtype": "float32"}, r"model\.dtype=float32: attention on GPUs .* set model\.dtype=bfloat16"),
-        ({"transformer_engine": None}, {"cp": 2}, r"actor\.parallel\.cp=2: .* install transformer-engine"),
-        ({}, {"cp": 2, "adapters": True}, r"actor\.parallel\.cp=2: .* set actor\.lora\.rank=0 or actor"),
+        ({"transformer_engine": None}, {"layout": {"cp": 2}}, r"actor\.parallel\.cp=2: .* install transformer-engine"),
+        ({}, {"layout": {"cp": 2}, "adapters": True}, r"actor\.parallel\.cp=2: .* set actor\.lora\.rank=0 or actor"),
     ],
 )
 def test_choose_unavailable_request_is_rejected(absent: dict[str, Any], wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        choose(replace(EVERYTHING, **absent), replace(SPREAD, **wishes))
+        choose(replace(EVERYTHING, **absent), _request(**wishes))
 
 
 def test_row_multiple_depends_on_the_recipe() -> None:
@@ -142,10 +157,15 @@ def test_row_multiple_depends_on_the_recipe() -> None:
 # ---- recomputation ----
 
 
-def _recompute(model: str, installed: Installed = NOTHING, fp8: str = "none", **actor: Any) -> dict[str, Any]:
-    arguments = model_arguments(tiny_fields(model))
-    build = BuildRequest(experts=bool(arguments.transformer.get("num_moe_experts")), fp8=fp8)
-    return recompute_arguments(ActorConfig(**actor), arguments, TrainLayout(1), choose(installed, build))
+def _recompute(
+    model: str, installed: Installed = NOTHING, *, layout: Any = None, mtp: int = 0, **actor: Any
+) -> dict[str, Any]:
+    hf_config = tiny_fields(model) | ({"num_nextn_predict_layers": mtp} if mtp else {})
+    role = ModelRole.policy(ActorConfig(**actor), ModelConfig(hf_path=""))
+    spec = ResolvedModel(role, hf_config, layout or TrainLayout(1))
+    # Heads that all kernels support.
+    sizes = {"num_moe_experts": spec.arguments.transformer.get("num_moe_experts"), "kv_channels": 128}
+    return recompute_arguments(spec, choose(installed, BuildRequest(role, sizes, spec.layout)))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +191,7 @@ def test_recompute_existing_modules_are_accepted() -> None:
         found = _recompute("deepseek_v3", EVERYTHING, recompute="selective", recompute_modules=[name])
         assert found == {"recompute_granularity": "selective", "recompute_modules": [name]}
     with pytest.raises(ConfigError, match=r"moe_act cannot be recomputed with actor\.fp8=delayed"):
-        _recompute("qwen3_moe", EVERYTHING, "delayed", recompute="selective", recompute_modules=["moe_act"])
+        _recompute("qwen3_moe", EVERYTHING, fp8="delayed", recompute="selective", recompute_modules=["moe_act"])
 
 
 @pytest.mark.parametrize(
@@ -190,24 +210,17 @@ def test_recompute_existing_modules_are_accepted() -> None:
 def test_recompute_default_modules_depend_on_the_model(
     model: str, installed: Installed, fp8: str, modules: list[str]
 ) -> None:
-    found = _recompute(model, installed, fp8, recompute="selective")
+    found = _recompute(model, installed, fp8=fp8, recompute="selective")
     assert found == {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
 def test_recompute_mtp_layers_need_one_layer_blocks() -> None:
-    arguments = replace(model_arguments(tiny_fields("deepseek_v3")), mtp_num_layers=1)
     with pytest.raises(ConfigError, match=r"actor\.recompute_layers=2.*one by one"):
-        recompute_arguments(
-            ActorConfig(recompute="full", recompute_layers=2),
-            arguments,
-            TrainLayout(1),
-            choose(NOTHING, BuildRequest()),
-        )
+        _recompute("deepseek_v3", mtp=1, recompute="full", recompute_layers=2)
 
 
 def test_recompute_layers_must_divide_stages() -> None:
-    actor, arguments = ActorConfig(recompute="full", recompute_layers=2), model_arguments(tiny_fields("qwen3"))
-    chosen, uneven = choose(NOTHING, BuildRequest()), TrainLayout(2, pp=2, pipeline_layout="Ettt|tL")
-    assert recompute_arguments(actor, arguments, TrainLayout(2, pp=2), chosen)["recompute_num_layers"] == 2
+    full = {"recompute": "full", "recompute_layers": 2}
+    assert _recompute("qwen3", layout=TrainLayout(2, pp=2), **full)["recompute_num_layers"] == 2
     with pytest.raises(ConfigError, match=r"actor\.recompute_layers=2 does not divide the 1 layers"):
-        recompute_arguments(actor, arguments, uneven, chosen)
+        _recompute("qwen3", layout=TrainLayout(2, pp=2, pipeline_layout="Ettt|tL"), **full)

@@ -74,10 +74,10 @@ def test_resolved_model_expert_keys_of_dense_model_are_rejected(tmp_path: Path) 
 
 
 def test_implementation_missing_package_is_rejected_unless_planned(config: Config) -> None:
-    spec = _policy(config)
-    role, nodes = ModelRole.policy(config.actor, config.model), config.cluster.gpus_per_node
-    wants = replace(role, section=replace(config.actor, recompute="selective", recompute_modules=["moe_act"]))
+    spec, nodes = _policy(config), config.cluster.gpus_per_node
+    section = replace(config.actor, recompute="selective", recompute_modules=["moe_act"])
+    wants = replace(spec, role=replace(spec.role, section=section))
     with pytest.raises(ConfigError, match="needs grouped GEMM"):
-        spec.implementation(wants, nodes, CPU)
-    assert spec.implementation(wants, nodes, planned_machine(cuda=True)).transformer_engine
-    assert not spec.implementation(role, nodes, planned_machine(cuda=False)).transformer_engine
+        wants.implementation(nodes, CPU)
+    assert wants.implementation(nodes, planned_machine(cuda=True)).transformer_engine
+    assert not spec.implementation(nodes, planned_machine(cuda=False)).transformer_engine

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.autograd.function import FunctionCtx
 
-from mcore_rl.megatron.cpu.kernels.jit import array, kernel
+from mcore_rl.megatron.cpu.kernels.jit import kernel
 
 
 def grouped_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
@@ -82,7 +82,7 @@ class _AddRows(torch.autograd.Function):
 
 def _sums(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
     out = x.new_zeros((rows, *x.shape[1:]))
-    _add(array(x.reshape(len(x), -1)), array(index), array(out.view(rows, -1)))
+    _add(x.reshape(len(x), -1), index, out.view(rows, -1))
     return out
 
 

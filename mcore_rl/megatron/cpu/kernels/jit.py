@@ -19,8 +19,14 @@ _storages_are_resized = False
 
 
 def kernel(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile a kernel at the first call for each dtype; the result is cached on disk if possible."""
-    return _compile(function, nogil=True)
+    """Compile a kernel at the first call for each dtype; the result is cached on disk if possible. Arguments that are
+    tensors are passed as arrays."""
+    compiled = _compile(function, nogil=True)
+
+    def launch(*arguments: torch.Tensor | np.ndarray | float) -> None:
+        compiled(*(_array(each) if isinstance(each, torch.Tensor) else each for each in arguments))
+
+    return launch
 
 
 def row_sum(function: Callable[..., float]) -> Callable[..., float]:
@@ -31,7 +37,7 @@ def row_sum(function: Callable[..., float]) -> Callable[..., float]:
     return _compile(function, fastmath={"reassoc", "contract", "nsz"})
 
 
-def array(tensor: torch.Tensor) -> np.ndarray:
+def _array(tensor: torch.Tensor) -> np.ndarray:
     """Array that shares the tensor's memory. tensor.numpy() takes a third of the time of DLPack, but makes the storage
     permanently non-resizable."""
     return np.from_dlpack(tensor.detach()) if _storages_are_resized else tensor.numpy()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.autograd.function import FunctionCtx
 
-from mcore_rl.megatron.cpu.kernels.jit import array, kernel, row_sum
+from mcore_rl.megatron.cpu.kernels.jit import kernel, row_sum
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -22,7 +22,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         out, scale = torch.empty_like(rows), rows.new_empty(len(rows))
-        _forward(array(rows), _copy(weight), eps, array(out), array(scale))
+        # A copy: an array would make the weight's storage (DDP's buffer) non-resizable, and offloading resizes it.
+        _forward(rows, weight.clone(), eps, out, scale)
         ctx.save_for_backward(rows, weight, scale)
         return out.view(x.shape)
 
@@ -31,21 +32,8 @@ class _RMSNorm(torch.autograd.Function):
         rows, weight, scale = ctx.saved_tensors
         # The kernel adds to grad_weight row by row, so it starts with zeros; grad_rows is overwritten.
         grad_rows, grad_weight = torch.empty_like(rows), torch.zeros_like(weight)
-        _backward(
-            array(grad.reshape(rows.shape)),
-            array(rows),
-            _copy(weight),
-            array(scale),
-            array(grad_rows),
-            array(grad_weight),
-        )
+        _backward(grad.reshape(rows.shape), rows, weight.clone(), scale, grad_rows, grad_weight)
         return grad_rows.view(grad.shape), grad_weight, None
-
-
-def _copy(weight: torch.Tensor) -> np.ndarray:
-    """Copy the weight, because numpy() would make its storage (DDP's buffer) non-resizable, and offloading resizes
-    it."""
-    return weight.clone().numpy()
 
 
 @row_sum

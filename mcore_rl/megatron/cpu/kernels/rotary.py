@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.autograd.function import FunctionCtx
 
-from mcore_rl.megatron.cpu.kernels.jit import array, kernel
+from mcore_rl.megatron.cpu.kernels.jit import kernel
 
 
 def rotate(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ class _Rotary(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin, positions)
         out = torch.empty(t.shape, dtype=t.dtype)
-        _rotate(array(t.contiguous()), array(cos), array(sin), array(positions), array(out))
+        _rotate(t.contiguous(), cos, sin, positions, out)
         return out
 
     @staticmethod
@@ -33,7 +33,7 @@ class _Rotary(torch.autograd.Function):
         # The transpose of a rotation is the rotation with the halves of the sines exchanged and negated.
         transposed = -sin.roll(sin.shape[1] // 2, 1)
         out = torch.empty(grad.shape, dtype=grad.dtype)
-        _rotate(array(grad.contiguous()), array(cos), array(transposed), array(positions), array(out))
+        _rotate(grad.contiguous(), cos, transposed, positions, out)
         return out, None, None, None
 
 

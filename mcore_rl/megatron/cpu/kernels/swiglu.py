@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.autograd.function import FunctionCtx
 
-from mcore_rl.megatron.cpu.kernels.jit import array, kernel, row_sum
+from mcore_rl.megatron.cpu.kernels.jit import kernel, row_sum
 
 _BLOCK_ELEMENTS = 1 << 16
 """Sigmoids are computed by torch, which vectorizes the exponential, in blocks that stay in a core's cache."""
@@ -29,7 +29,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         ctx.save_for_backward(x, weights)
         out = x.new_empty(len(x), x.shape[1] // 2)
         for rows, sigmoid in _sigmoids(x):
-            _forward(array(x[rows]), array(sigmoid), array(weights[rows]), array(out[rows]))
+            _forward(x[rows], sigmoid, weights[rows], out[rows])
         return out
 
     @staticmethod
@@ -38,8 +38,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
         for rows, sigmoid in _sigmoids(x):
-            inputs = (array(grad[rows]), array(x[rows]), array(sigmoid), array(weights[rows]))
-            _backward(*inputs, array(grad_x[rows]), array(grad_weights[rows]))
+            _backward(grad[rows], x[rows], sigmoid, weights[rows], grad_x[rows], grad_weights[rows])
         return grad_x, grad_weights
 
 
