@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron import cpu
 from mcore_rl.megatron.cpu.registry import FIXES, without
+from tests.distributed.built import build
 from tests.distributed.launch import RankFailedError, launch
 from tests.tiny_models import tiny_fields
 
@@ -31,18 +32,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backe
 
 def _model(kind: str, sizes: dict[str, int], *, dtype: str = "float32", actor: Any = None, **changes: Any) -> Any:
     """Build one randomly initialized chunk in a layout."""
-    from mcore_rl.config.models import ActorConfig, ParallelConfig
-    from mcore_rl.config.roles import ModelRole
-    from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron.model import model, parallel
-    from mcore_rl.resolved.layout import train_layout
-    from mcore_rl.resolved.model import ResolvedModel
-
     hf_config = tiny_fields(kind, num_hidden_layers=2, **changes)
-    layout = train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
-    parallel.initialize_groups(layout, timeout_seconds=30, seed=3)
-    role = ModelRole.policy(actor or ActorConfig(), ModelConfig(hf_path="", dtype=dtype, random_init=True))
-    return model.build_model(ResolvedModel(role, hf_config, layout))[0]
+    return build(hf_config, sizes, actor=actor, dtype=dtype, random_init=True)[0][0]
 
 
 def _hidden(chunk: Any, lengths: tuple[int, ...] = (5, 7)) -> torch.Tensor:

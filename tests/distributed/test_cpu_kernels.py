@@ -20,6 +20,7 @@ from mcore_rl.megatron.cpu.kernels.norm import rms_norm
 from mcore_rl.megatron.cpu.kernels.rotary import rotate
 from mcore_rl.megatron.cpu.kernels.swiglu import weighted_swiglu
 from mcore_rl.megatron.cpu.registry import without
+from tests.distributed.built import build
 from tests.distributed.launch import launch
 from tests.tiny_models import tiny_fields
 
@@ -197,19 +198,10 @@ def test_kernels_are_bitwise_independent_of_memory_addresses(kernel: Callable[..
 
 def _train(_: int, skipped: list[str], ep: int, dtype: str, listened: bool) -> tuple[set[str], dict[str, Any]]:
     """Return the names of the autograd functions in a pass over two sequences, and output and gradients."""
-    from mcore_rl.config.models import ActorConfig, ParallelConfig
-    from mcore_rl.config.roles import ModelRole
-    from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron.model import model, parallel
     from mcore_rl.megatron.model.attention import pack_sequences
-    from mcore_rl.resolved.layout import train_layout
-    from mcore_rl.resolved.model import ResolvedModel
 
     hf_config = tiny_fields("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[1])
-    layout = train_layout(ParallelConfig(ep=ep), dist.get_world_size(), hf_config)
-    parallel.initialize_groups(layout, timeout_seconds=30, seed=3)
-    role = ModelRole.policy(ActorConfig(), ModelConfig(hf_path="", dtype=dtype, random_init=True))
-    chunk = model.build_model(ResolvedModel(role, hf_config, layout))[0]
+    (chunk,), _ = build(hf_config, {"ep": ep}, dtype=dtype, random_init=True)
     if listened:
         chunk.decoder.layers[0].mlp.experts.local_experts[0].register_forward_hook(lambda *_: None)
     with ExitStack() as stack:

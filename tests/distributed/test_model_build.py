@@ -9,7 +9,6 @@ import shutil
 import socket
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -17,23 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.built import build
 from tests.distributed.launch import RankFailedError, launch
 from tests.tiny_models import reference_logits, tiny_fields, write_tiny_model
-
-
-def _build(hf_config: dict[str, Any], sizes: dict[str, int], **settings: Any) -> tuple[list[Any], Any]:
-    from mcore_rl.config.models import ActorConfig, ParallelConfig
-    from mcore_rl.config.roles import ModelRole
-    from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron.model import model, parallel
-    from mcore_rl.resolved import layout
-    from mcore_rl.resolved.model import ResolvedModel
-
-    placed = layout.train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
-    parallel.initialize_groups(placed, timeout_seconds=30, seed=3)
-    role = ModelRole.policy(ActorConfig(), ModelConfig(hf_path="", **settings))
-    return model.build_model(ResolvedModel(role, hf_config, placed)), placed
-
 
 # ---- names ----
 
@@ -41,7 +26,7 @@ def _build(hf_config: dict[str, Any], sizes: dict[str, int], **settings: Any) ->
 def _name_a_stranger(_: int) -> None:
     from mcore_rl.megatron.model.names import canonical_tensors
 
-    (chunk,), _layout = _build(tiny_fields("qwen3"), {})
+    (chunk,), _layout = build(tiny_fields("qwen3"), {})
     chunk.decoder.layers[1].mlp.gain = torch.nn.Parameter(torch.ones(1))
     canonical_tensors([chunk])
 
@@ -99,7 +84,7 @@ def _load(_: int, directory: str) -> None:
     from mcore_rl.megatron.model.loading import load_hf
 
     hf_config = json.loads((Path(directory) / "config.json").read_text())
-    chunks, layout = _build(hf_config, {})
+    chunks, layout = build(hf_config, {})
     load_hf(chunks, directory, layout)
 
 
@@ -120,7 +105,7 @@ def test_load_hf_with_missing_or_extra_tensor_names_it(tmp_path: Path) -> None:
 
 
 def _marks(_: int, random_init: bool) -> dict[str, tuple[bool, bool, bool]]:
-    (chunk,), _layout = _build(tiny_fields("qwen3_moe"), {"tp": 2, "ep": 2}, random_init=random_init)
+    (chunk,), _layout = build(tiny_fields("qwen3_moe"), {"tp": 2, "ep": 2}, random_init=random_init)
     marks = ("tensor_model_parallel", "sequence_parallel", "allreduce")
     return {name: tuple(bool(getattr(p, mark, False)) for mark in marks) for name, p in chunk.named_parameters()}
 
@@ -136,7 +121,7 @@ def test_build_model_without_init_keeps_tensor_parallel_attributes() -> None:
 def _initial_values(_: int, sizes: dict[str, int]) -> dict[str, np.ndarray]:
     from mcore_rl.megatron.model.names import canonical_tensors
 
-    chunks, _layout = _build(tiny_fields("qwen3_moe"), sizes, random_init=True)
+    chunks, _layout = build(tiny_fields("qwen3_moe"), sizes, random_init=True)
     return {name: tensor.numpy().copy() for name, tensor in canonical_tensors(chunks).items()}
 
 
@@ -159,7 +144,7 @@ def test_random_init_is_equal_for_replicas_and_different_for_shards() -> None:
 
 
 def _initial_down_projection(_: int) -> np.ndarray:
-    (chunk,), _layout = _build(tiny_fields("deepseek_v3", initializer_range=0.5), {"tp": 2}, random_init=True)
+    (chunk,), _layout = build(tiny_fields("deepseek_v3", initializer_range=0.5), {"tp": 2}, random_init=True)
     attention = chunk.decoder.layers[2].self_attention
     assert not np.array_equal(attention.linear_q_up_proj.weight.detach(), 0)
     return torch.cat([attention.linear_q_down_proj.weight, attention.linear_kv_down_proj.weight]).detach().numpy()
@@ -183,7 +168,7 @@ def _bfloat16_logits(_: int, directory: str, tokens: list[int]) -> np.ndarray:
     from mcore_rl.megatron.model.output import output_weight
 
     hf_config = json.loads((Path(directory) / "config.json").read_text())
-    (chunk,), layout = _build(hf_config, {}, dtype="bfloat16")
+    (chunk,), layout = build(hf_config, {}, dtype="bfloat16")
     load_hf([chunk], directory, layout)
     wrapped = Float16Module(chunk.config, chunk)
     with torch.no_grad():

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from mcore_rl.config.models import ActorConfig, ParallelConfig
-from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.schema import ModelConfig
+from tests.distributed.built import build
 from tests.distributed.launch import launch
 from tests.tiny_models import GROUPS, LLAMA3, VOCABULARY, YARN, checkpoint_tensors, write_tiny_model
 
@@ -152,31 +151,18 @@ def _run_cases(rank: int, cases: dict[str, tuple[str, dict[str, int]]]) -> dict[
 
 
 def _run_case(rank: int, directory: str, sizes: dict[str, int]) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from mcore_rl.megatron.model import loading, parallel
-    from mcore_rl.resolved.layout import train_layout
+    from mcore_rl.megatron.model import loading
 
     hf_config = json.loads((Path(directory) / "config.json").read_text())
     sizes = dict(sizes)
-    sequence_parallel = sizes.pop("sequence_parallel", 1)
-    layout = train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
-    parallel.initialize_groups(layout, timeout_seconds=60, seed=1)
-    chunks = _build(hf_config, directory, layout, bool(sequence_parallel))
+    # Sequence parallelism, on by default with tp > 1, can be switched off.
+    sequence_parallel = None if sizes.pop("sequence_parallel", 1) else False
+    actor = ActorConfig(parallel=ParallelConfig(sequence_parallel=sequence_parallel))
+    chunks, layout = build(hf_config, sizes, actor=actor)
     loading.load_hf(chunks, directory, layout)
     logits = _logits(chunks, hf_config["vocab_size"])
     _backward(chunks)
     return {"logits": logits, "gradients": _gradient_pieces(chunks, hf_config, layout, rank)}
-
-
-def _build(hf_config: dict[str, Any], directory: str, layout: Any, sequence_parallel: bool) -> list[Any]:
-    """Call build_model; sequence parallelism, on by default with tp > 1, can be switched off."""
-    from mcore_rl.megatron.model import model
-    from mcore_rl.resolved.model import ResolvedModel
-
-    actor = ActorConfig(parallel=ParallelConfig(sequence_parallel=None if sequence_parallel else False))
-    role = ModelRole.policy(actor, ModelConfig(hf_path=directory))
-    return model.build_model(ResolvedModel(role, hf_config, layout))
 
 
 def _schedule(chunks: list[Any], forward_step: Any, microbatches: list[Any], **options: Any) -> Any:

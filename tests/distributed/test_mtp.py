@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from model_converters.families import family_for
 from model_converters.mapping.table import bind
 from tests.distributed import policy_batch
+from tests.distributed.built import build
 from tests.distributed.launch import launch
 from tests.tiny_models import add_mtp_layer, write_tiny_model
 
@@ -29,22 +30,12 @@ def directory(request: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _through_the_model(rank: int, directory: str, sizes: dict[str, int]) -> tuple[list[str], list[Any]]:
     """Names of the rank's tensors, and the HF slices that it exports after loading."""
-    import torch.distributed as dist
-
-    from mcore_rl.config.models import ActorConfig, ParallelConfig
-    from mcore_rl.config.roles import ModelRole
-    from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron.model import loading, model, parallel
+    from mcore_rl.megatron.model import loading
     from mcore_rl.megatron.model.names import canonical_tensors
-    from mcore_rl.resolved.layout import train_layout
-    from mcore_rl.resolved.model import ResolvedModel
     from model_converters.mapping.plan import export_pieces, export_plan
 
     hf_config = json.loads((Path(directory) / "config.json").read_text())
-    layout = train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
-    parallel.initialize_groups(layout, timeout_seconds=60, seed=1)
-    role = ModelRole.policy(ActorConfig(), ModelConfig(hf_path=directory))
-    chunks = model.build_model(ResolvedModel(role, hf_config, layout))
+    chunks, layout = build(hf_config, sizes)
     loading.load_hf(chunks, directory, layout)
     tensors = canonical_tensors(chunks)
     plans = export_plan(bind(family_for(hf_config).rows(hf_config), hf_config, torch.float32), layout)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed import policy_batch
+from tests.distributed.built import build
 from tests.distributed.gradient_oracle import ONE_MICROBATCH, SMALL, check_gradients, launch_cases
 from tests.distributed.launch import RankFailedError, launch
 from tests.distributed.syncing import synced_slices
@@ -216,20 +217,13 @@ def test_engines_receive_policy_without_mtp(results: Any, references: Any) -> No
 
 def _values(rank: int, directory: str) -> list[np.ndarray]:
     """Logits of every depth for one packed row."""
-    from mcore_rl.config.models import ActorConfig
-    from mcore_rl.config.roles import ModelRole
-    from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron.model import loading, model, parallel
+    from mcore_rl.megatron.model import loading
     from mcore_rl.megatron.model.attention import pack_sequences
     from mcore_rl.megatron.model.output import output_weight
-    from mcore_rl.resolved.model import ResolvedModel
-    from model_converters.mapping.layout import TrainLayout
 
     hf_config = json.loads((Path(directory) / "config.json").read_text())
-    parallel.initialize_groups(TrainLayout(1), timeout_seconds=60, seed=1)
-    role = ModelRole.policy(ActorConfig(), ModelConfig(hf_path=directory))
-    chunks = model.build_model(ResolvedModel(role, hf_config, TrainLayout(1)))
-    loading.load_hf(chunks, directory, TrainLayout(1))
+    chunks, layout = build(hf_config, {})
+    loading.load_hf(chunks, directory, layout)
     sequences = [policy_batch.sequence(sample) for sample in SAMPLES]
     row = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
     packed = pack_sequences([len(sequence) for sequence in sequences])

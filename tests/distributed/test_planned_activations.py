@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.built import build
 from tests.distributed.launch import launch
 from tests.tiny_models import tiny_fields
 
@@ -82,24 +83,14 @@ def measure(rank: int, cases: list[tuple[str, dict[str, int], str, list[str]]]) 
 def saved_bytes(kind: str, parallel: dict[str, int], recompute: str, modules: list[str]) -> float:
     """Bytes of the storages saved by a forward pass of one packed row, without weights."""
     import torch
-    import torch.distributed as dist
 
     from mcore_rl.config.models import ActorConfig, ParallelConfig
-    from mcore_rl.config.roles import ModelRole
-    from mcore_rl.config.schema import ModelConfig
-    from mcore_rl.megatron.model import parallel as groups
     from mcore_rl.megatron.model.attention import pack_sequences
-    from mcore_rl.megatron.model.model import build_model
     from mcore_rl.megatron.optim.optimizer import wrap_chunks
-    from mcore_rl.resolved.layout import train_layout
-    from mcore_rl.resolved.model import ResolvedModel
 
     hf_config = fields_of(kind)
     actor = ActorConfig(parallel=ParallelConfig(**parallel), recompute=recompute, recompute_modules=modules)
-    layout = train_layout(actor.parallel, dist.get_world_size(), hf_config)
-    groups.initialize_groups(layout, timeout_seconds=60, seed=3)
-    role = ModelRole.policy(actor, ModelConfig(hf_path="", random_init=True))
-    (chunk,) = build_model(ResolvedModel(role, hf_config, layout))
+    (chunk,), _ = build(hf_config, parallel, actor=actor, random_init=True)
     (wrapped,) = wrap_chunks([chunk], actor)
     weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
     found: dict[int, torch.Tensor] = {}

@@ -1,0 +1,26 @@
+"""A model in the process group of a test's ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_rl.config.models import ActorConfig, ParallelConfig
+from mcore_rl.config.roles import ModelRole
+from mcore_rl.config.schema import ModelConfig
+
+
+def build(
+    hf_config: dict[str, Any], sizes: dict[str, int], *, actor: Any = None, installed: Any = None, **settings: Any
+) -> tuple[list[Any], Any]:
+    """Build this rank's chunks in a layout of all ranks. `settings` are fields of ModelConfig; without random_init the
+    weights are undefined. Returns the chunks and the layout."""
+    from mcore_rl.megatron.model import model, parallel
+    from mcore_rl.resolved.layout import train_layout
+    from mcore_rl.resolved.model import ResolvedModel
+
+    layout = train_layout(ParallelConfig(**sizes), dist.get_world_size(), hf_config)
+    parallel.initialize_groups(layout, timeout_seconds=60, seed=3)
+    role = ModelRole.policy(actor or ActorConfig(), ModelConfig(hf_path="", **settings))
+    return model.build_model(ResolvedModel(role, hf_config, layout), installed=installed), layout
