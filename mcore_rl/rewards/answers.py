@@ -24,6 +24,7 @@ MAX_JOINT_CHARS = 40
 MIN_PROSE_WORDS = 3
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a symbol and does not nest
 # text between two boxes of one answer; it may repeat the variable: `x = \boxed{1}` or `x = \boxed{2}`
 _JOINT = re.compile(
     r"[\s$]*(?:\\[\])])?[\s$]*(?:,|;|,?\s*(?:\\(?:text|mbox|quad|qquad)\s*\{?\s*)?(?:and|or)\b\s*\}?)[\s$]*(?:\\[\[(])?[\s$]*"
@@ -132,16 +133,9 @@ def _braced(text: str, start: int) -> tuple[str | None, int]:
     if not text.startswith("{", start):
         word = re.match(r"[^\s${}\\]+", text[start : start + MAX_ANSWER_CHARS])
         return (word.group().rstrip(".,"), start + word.end()) if word else (None, start)
-    depth, position, end = 0, start, min(len(text), start + MAX_ANSWER_CHARS)
-    while position < end:
-        char = text[position]
-        if char == "\\":
-            position += 1  # an escaped brace is a symbol and does not nest
-        elif char == "{":
-            depth += 1
-        elif char == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start + 1 : position], position + 1
-        position += 1
+    depth = 0
+    for brace in _BRACE.finditer(text, start, start + MAX_ANSWER_CHARS):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return text[start + 1 : brace.start()], brace.end()
     return None, start

@@ -90,8 +90,11 @@ def is_small(text: str) -> bool:
     """Estimate from the text whether an expression can be parsed and compared with little time and memory."""
     if len(text) > MAX_CHARS or _UNBOUNDED.search(text):
         return False
+    size, tokens = _ONE, _TOKEN.findall(text)[::-1]
     try:
-        size = _SizeReader(_TOKEN.findall(text)).read()
+        while tokens:
+            size = size.times(_sequence(tokens, 0))
+            del tokens[-1:]  # an unmatched closing bracket
     except TooDeep:
         return False
     return size.digits <= MAX_DIGITS and size.terms <= MAX_TERMS
@@ -163,73 +166,63 @@ def _memory_limit() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-class _SizeReader:
-    """Parser that computes the size of an expression from its tokens, left to right."""
+def _sequence(tokens: list[str], depth: int) -> _ExpandedSize:
+    """Return the size of an expression up to its closing bracket. Read tokens are removed from the end of `tokens`.
 
-    def __init__(self, tokens: list[str]) -> None:
-        self._tokens = tokens
-        self._at = 0
+    Sums are bounded like products, except for their number of terms.
+    """
+    if depth > MAX_DEPTH:
+        raise TooDeep
+    value, terms, product = _ONE, 0.0, 1.0
+    last = _ONE
+    while tokens and tokens[-1] not in _ENDS:
+        token = tokens[-1]
+        # last: previous factor, to which a power or factorial applies; product: terms of the current summand
+        if token == "^":
+            tokens.pop()
+            raised = last.to_the(_exponent(tokens, depth))
+            value, product = value.times(raised), product / last.terms * raised.terms
+            last = raised
+        elif token == "!":
+            tokens.pop()
+            last = last.factorial()
+            value = value.times(last)
+        elif token in _ADDITIVE:
+            tokens.pop()
+            terms, product, last = terms + product, 1.0, _ONE
+        else:
+            last = _atom(tokens, depth)
+            value, product = value.times(last), product * last.terms
+    return value._replace(terms=1.0 if value.plain else terms + product)
 
-    def read(self) -> _ExpandedSize:
-        total = _ONE
-        while self._at < len(self._tokens):
-            total = total.times(self._sequence(0))
-            self._at += 1  # skip an unmatched closing bracket
-        return total
 
-    def _sequence(self, depth: int) -> _ExpandedSize:
-        """Read up to the closing bracket. Sums are bounded like products, except for their number of terms."""
-        if depth > MAX_DEPTH:
-            raise TooDeep
-        value, terms, product = _ONE, 0.0, 1.0
-        last = _ONE
-        while self._at < len(self._tokens) and self._tokens[self._at] not in _ENDS:
-            token = self._tokens[self._at]
-            # last: previous factor, to which a power or factorial applies; product: terms of the current summand
-            if token == "^":
-                self._at += 1
-                raised = last.to_the(self._exponent(depth))
-                value, product = value.times(raised), product / last.terms * raised.terms
-                last = raised
-            elif token == "!":
-                self._at += 1
-                last = last.factorial()
-                value = value.times(last)
-            elif token in _ADDITIVE:
-                self._at += 1
-                terms, product, last = terms + product, 1.0, _ONE
-            else:
-                last = self._atom(depth)
-                value, product = value.times(last), product * last.terms
-        return value._replace(terms=1.0 if value.plain else terms + product)
+def _exponent(tokens: list[str], depth: int) -> _ExpandedSize:
+    """Read an exponent; powers are right-associative: 9^9^9 is 9^(9^9)."""
+    exponent = _atom(tokens, depth)
+    if tokens and tokens[-1] == "^":
+        tokens.pop()
+        return exponent.to_the(_exponent(tokens, depth))
+    return exponent
 
-    def _exponent(self, depth: int) -> _ExpandedSize:
-        """Read an exponent; powers are right-associative: 9^9^9 is 9^(9^9)."""
-        exponent = self._atom(depth)
-        if self._at < len(self._tokens) and self._tokens[self._at] == "^":
-            self._at += 1
-            return exponent.to_the(self._exponent(depth))
-        return exponent
 
-    def _atom(self, depth: int) -> _ExpandedSize:
-        if self._at >= len(self._tokens):
-            return _ONE
-        token = self._tokens[self._at]
-        self._at += 1
-        if token in _CLOSERS:
-            inner = self._sequence(depth + 1)
-            self._at += 1
-            return inner
-        if token[-1].isdecimal():
-            whole = token.partition(".")[0].lstrip("0")
-            return _ExpandedSize(len(token), max(0.3, math.log10(float(whole[:15] or 1)) + len(whole[15:])), 1.0, True)
-        if token in (r"\binom", r"\dbinom", r"\tbinom"):
-            upper, lower = self._atom(depth), self._atom(depth)
-            return upper.times(lower).factorial()
-        if token == r"\end":  # a matrix: each entry of a power is a sum over all entries
-            self._atom(depth)
-            return _ExpandedSize(0.0, 0.0, 4.0, False)
-        return _ONE if token in (r"\frac", r"\cdot", r"\times", "*", "/", "_", "|") else _SYMBOL
+def _atom(tokens: list[str], depth: int) -> _ExpandedSize:
+    if not tokens:
+        return _ONE
+    token = tokens.pop()
+    if token in _CLOSERS:
+        inner = _sequence(tokens, depth + 1)
+        del tokens[-1:]  # the closing bracket, which may be missing
+        return inner
+    if token[-1].isdecimal():
+        whole = token.partition(".")[0].lstrip("0")
+        return _ExpandedSize(len(token), max(0.3, math.log10(float(whole[:15] or 1)) + len(whole[15:])), 1.0, True)
+    if token in (r"\binom", r"\dbinom", r"\tbinom"):
+        upper, lower = _atom(tokens, depth), _atom(tokens, depth)
+        return upper.times(lower).factorial()
+    if token == r"\end":  # a matrix: each entry of a power is a sum over all entries
+        _atom(tokens, depth)
+        return _ExpandedSize(0.0, 0.0, 4.0, False)
+    return _ONE if token in (r"\frac", r"\cdot", r"\times", "*", "/", "_", "|") else _SYMBOL
 
 
 def _ten_to(magnitude: float) -> float:

@@ -11,8 +11,7 @@ import re
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from mcore_rl.rewards.notation.decimals import expand_repeating
-from mcore_rl.rewards.numbers import DECIMAL, MULTIPLES, NOT_UNITS, join_groups
+from mcore_rl.rewards.numbers import DECIMAL, MULTIPLES, NOT_UNITS, expand_repeating, join_groups
 
 MAX_TAIL_CHARS = 4000
 """Length of the end of a text in which display formulas may span several lines."""

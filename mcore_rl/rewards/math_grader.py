@@ -20,8 +20,7 @@ from mcore_rl.rewards.expressions import same_expression, within_limits
 from mcore_rl.rewards.formulas import last_formula
 from mcore_rl.rewards.notation.choices import named_choice, parse_choice
 from mcore_rl.rewards.notation.clock import parse_time, plain_colons, same_time
-from mcore_rl.rewards.notation.decimals import is_rounded
-from mcore_rl.rewards.numbers import FORMULA, NOT_UNITS, number_in_words, parse_decimal_comma, parse_number
+from mcore_rl.rewards.numbers import FORMULA, NOT_UNITS, is_rounded, number_in_words, parse_decimal_comma, parse_number
 from mcore_rl.rewards.spelling import elements, normalise
 
 MAX_ELEMENTS = 12
@@ -275,9 +274,6 @@ def _multiple(text: str) -> Fraction | None:
 def _same_value(given: Fraction, answer: str, expected: Fraction, reference: str) -> bool:
     if given == expected:
         return True
-    percents = [text.endswith("%") for text in (answer, reference)]
-    if percents == [True, False]:
-        return given / 100 == expected
-    if percents == [False, True]:
-        return given == expected / 100
+    if answer.endswith("%") != reference.endswith("%"):
+        return given == 100 * expected if answer.endswith("%") else 100 * given == expected
     return is_rounded(given, answer, expected, reference)

@@ -1,4 +1,7 @@
-"""Parsing of numbers in answers: grouped digits, decimal commas, fractions, percentages, and currencies."""
+r"""Parsing of numbers in answers: grouped digits, decimal commas, fractions, percentages, and currencies.
+
+Decimals of fractions may be repeating, such as `0.\overline{3}`, `0.(3)` and `0.333...`, or rounded.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,23 @@ _SPACED_GROUP = re.compile(r"(?<=[0-9]),\s*\\!\s*(?=[0-9]{3}(?![0-9]))")
 # 3,14 and 0,125 are decimals or lists; 1,234 has grouped digits
 _DECIMAL_COMMA = re.compile(r"([-+]?)([0-9]+),([0-9]+)(\s*\\?%)?")
 _EUROPEAN = re.compile(r"[-+]?[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+")
+MIN_ROUNDED_CHARS = 7
+"""Minimum length of an answer that may be a rounded fraction: 0.33333 is too short for 1/3."""
+_FIRST_NUMBER = re.compile(r"[0-9]*\.?[0-9]+")
+# groups of the patterns: whole part, fixed decimals, and the period, which is the last group that matches
+_PERIOD = (
+    r"\\(?:overline|bar)\s*(?:\{\s*([0-9]{1,60})\s*\}|([0-9]))"
+    r"|\(([0-9]{1,60})\)(?![0-9!^])"
+    r"|((?:\\dot\s*(?:\{[0-9]\}|[0-9])[0-9]{0,58}?){1,2})(?![0-9]|\\dot)"
+    r"|((?:[0-9]\u0305){1,60}|[0-9]\u0307(?:[0-9]{0,58}[0-9]\u0307)?)"
+)
+_REPEATING = re.compile(rf"(?<![0-9.,])([0-9]{{0,30}})\.([0-9]{{0,60}}?)(?:{_PERIOD})")
+_ELLIPSIS = re.compile(
+    r"(?<![0-9.,])([0-9]{0,30})\.([0-9]{0,30}?)"
+    r"((?P<one>[0-9])(?P=one){2,}|(?P<block>[0-9]{2,30}?)(?P=block)+)\s*(?:\.\.\.|\u2026|\\[lc]?dots)"
+)
+_BRACES = re.compile(r"\{(\\(?:overline|bar|dot)\{[0-9]{1,60}\})\}")
+_NOT_DIGITS = re.compile(r"[^0-9]")
 WORD = re.compile(r"[A-Za-z]{2,}")
 FORMULA = re.compile(r"[\\^*/=+()<>\[\]{}|_]")
 MULTIPLES = frozenset("hundred thousand million billion trillion dozen pi squared cubed factorial".split())
@@ -86,6 +106,49 @@ def number_in_words(text: str) -> str:
     if FORMULA.search(rest) or not all(WORD.fullmatch(word) for word in words):
         return ""
     return "" if NOT_UNITS.intersection(words) else numbers[0]
+
+
+def expand_repeating(text: str) -> str:
+    r"""Write each repeating decimal of a text as \frac{a}{b}.
+
+    An ellipsis counts if the digits before it repeat: one digit three times, or a block twice.
+    """
+    if "." not in text:
+        return text
+    return _ELLIPSIS.sub(_fraction, _REPEATING.sub(_fraction, _BRACES.sub(r"\1", text)))
+
+
+def _fraction(match: re.Match[str]) -> str:
+    whole, fixed, *periods = match.groups()
+    period = _NOT_DIGITS.sub("", next(filter(None, reversed(periods))))
+    head, scale = int(f"{whole}{fixed}" or 0), 10 ** len(fixed)
+    value = Fraction(head, scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def is_rounded(given: Fraction, answer: str, expected: Fraction, reference: str) -> bool:
+    """Return whether one side is a fraction and the other side is its rounded or truncated decimal.
+
+    Two decimals must be equal. So must a decimal with enough digits for the exact fraction: 0.5000001 is not 1/2.
+    """
+    fractions = ["/" in text or "frac" in text for text in (answer, reference)]
+    close = abs(given - expected) <= min(Fraction(1, 10**6), abs(expected) / 10**5)
+    if fractions[0] == fractions[1] or len(answer) < MIN_ROUNDED_CHARS or not close:
+        return False
+    exact, decimal, text = (given, expected, reference) if fractions[0] else (expected, given, answer)
+    unit = _last_place(decimal, text)
+    if not unit or (exact / unit).denominator == 1:
+        return False
+    difference = abs(exact - decimal)
+    return 2 * difference <= unit or (difference < unit and abs(decimal) < abs(exact))
+
+
+def _last_place(decimal: Fraction, text: str) -> Fraction:
+    """Return the value of a decimal's last digit: 10^-6 for 0.333333."""
+    match = _FIRST_NUMBER.search(text.replace(",", ""))
+    digits = match.group() if match else "0"
+    mantissa = Fraction(digits)
+    return abs(decimal / mantissa) / 10 ** len(digits.partition(".")[2]) if mantissa else Fraction(0)
 
 
 def _plain(text: str) -> Fraction:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 
 from mcore_rl.rewards.notation.clock import plain_colons
-from mcore_rl.rewards.notation.decimals import expand_repeating
 from mcore_rl.rewards.notation.units import split_unit
-from mcore_rl.rewards.numbers import join_groups
+from mcore_rl.rewards.numbers import expand_repeating, join_groups
 
 MAX_CHARS = 400
 """Longer answers are compared without normalization."""
@@ -83,16 +82,14 @@ def elements(text: str) -> list[str]:
         text = text[2:-2]
     elif text.startswith("{") and text.endswith("}") and text.count("{") == 1:
         text = text[1:-1]
-    parts, depth, start = [], 0, 0
-    for index, char in enumerate(text):
-        if char in _OPENING:
-            depth += 1
-        elif char in _CLOSING:
-            depth -= 1
-        elif char in ",;" and depth == 0:
-            parts.append(text[start:index])
-            start = index + 1
-    parts = [part.strip() for part in [*parts, text[start:]]]
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char in _OPENING) - (char in _CLOSING)
+        if char in ",;" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    parts = [part.strip() for part in parts]
     if any(part.count("\\pm") == 1 for part in parts):
         parts = [one.strip() for part in parts for one in _both_signs(part)]
     return parts

@@ -52,8 +52,10 @@ class JudgePrompts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         self._renderer = PromptRenderer(tokenizer, DataConfig())
-        controls = _control_tokens(tokenizer, self._asked("?", "judge.template"))
-        self.template = Template(template, controls)
+        # Control tokens are the special tokens and all other added tokens that the chat template writes.
+        rendered, added = self._asked("?", "judge.template"), tokenizer.added_tokens_decoder.values()
+        written = [str(token) for token in added if token.special or str(token) in rendered]
+        self.template = Template(template, {*tokenizer.all_special_tokens, *written})
 
     def render(self, prompt: Prompt, response: str) -> str:
         """Return the text that the judge continues.
@@ -83,9 +85,3 @@ def check_room(questions: JudgePrompts, prompts: Mapping[str, PromptSet], limit:
                 f"judge.max_prompt_tokens={limit}: judge.template with the longest prompt of data.{name} takes "
                 f"{len(ids)} tokens before any response; raise it"
             )
-
-
-def _control_tokens(tokenizer: PreTrainedTokenizerBase, rendered: str) -> set[str]:
-    """Return the special tokens and all other added tokens that the chat template writes."""
-    added = tokenizer.added_tokens_decoder.values()
-    return {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special or str(token) in rendered)}

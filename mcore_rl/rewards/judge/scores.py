@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from functools import partial
 from numbers import Real
 
 import numpy as np
@@ -36,7 +38,13 @@ def score_reader(config: JudgeConfig) -> Reader:
 
     Raises: ConfigError naming judge.parser or judge.score_pattern and the cause.
     """
-    read = _read_by_pattern(config) if config.parser is None else _read_by_function(config.parser)
+    read: Reader
+    if config.parser is None:
+        read = partial(_read_by_pattern, compiled_pattern(config))
+    else:
+        function = load_function(KEY, config.parser, instead="null")
+        check_call(f"{KEY}={config.parser}", function, GIVEN, {}, FORM)
+        read = partial(_read_by_function, function)
     low = -MOST if config.min_score is None else config.min_score
     high = MOST if config.max_score is None else config.max_score
 
@@ -49,39 +57,28 @@ def score_reader(config: JudgeConfig) -> Reader:
     return within_bounds
 
 
-def _read_by_pattern(config: JudgeConfig) -> Reader:
-    pattern = compiled_pattern(config)
-
-    def read(prompt: Prompt, reply: Reply) -> float:
-        matches = list(pattern.finditer(reply.text))
-        if not matches:
-            raise NoScoreError("judge.score_pattern matches nothing")
-        last = matches[-1]
-        if reply.finish_reason == CUT and last.end() == len(reply.text):
-            raise NoScoreError(f"the answer was cut at its score {last[0]!r}; raise judge.max_response_tokens")
-        try:
-            score = float(last[1])
-        except (TypeError, ValueError):  # the group did not take part in the match, or is not a number
-            score = math.nan
-        if not math.isfinite(score):
-            raise NoScoreError(f"{last[1]!r} is not a finite number")
-        return score
-
-    return read
+def _read_by_pattern(pattern: re.Pattern[str], prompt: Prompt, reply: Reply) -> float:
+    matches = list(pattern.finditer(reply.text))
+    if not matches:
+        raise NoScoreError("judge.score_pattern matches nothing")
+    last = matches[-1]
+    if reply.finish_reason == CUT and last.end() == len(reply.text):
+        raise NoScoreError(f"the answer was cut at its score {last[0]!r}; raise judge.max_response_tokens")
+    try:
+        score = float(last[1])
+    except (TypeError, ValueError):  # the group did not take part in the match, or is not a number
+        score = math.nan
+    if not math.isfinite(score):
+        raise NoScoreError(f"{last[1]!r} is not a finite number")
+    return score
 
 
-def _read_by_function(spec: str) -> Reader:
-    function = load_function(KEY, spec, instead="null")
-    check_call(f"{KEY}={spec}", function, GIVEN, {}, FORM)
-
-    def read(prompt: Prompt, reply: Reply) -> float:
-        given = (reply.text, reply.finish_reason, prompt.data_source, prompt.ground_truth, prompt.extra_info)
-        try:
-            score: object = function(**dict(zip(GIVEN, given, strict=True)))
-        except Exception as error:  # the user's code may raise anything for unexpected text
-            raise NoScoreError(f"{KEY} raised {describe(error)}"[:MAX_MESSAGE_CHARS]) from error
-        if not isinstance(score, Real) or not math.isfinite(score):
-            raise NoScoreError(f"{KEY} returned {score!r}, which is not a finite number"[:MAX_MESSAGE_CHARS])
-        return float(score)
-
-    return read
+def _read_by_function(function: Callable[..., object], prompt: Prompt, reply: Reply) -> float:
+    given = (reply.text, reply.finish_reason, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+    try:
+        score = function(**dict(zip(GIVEN, given, strict=True)))
+    except Exception as error:  # the user's code may raise anything for unexpected text
+        raise NoScoreError(f"{KEY} raised {describe(error)}"[:MAX_MESSAGE_CHARS]) from error
+    if not isinstance(score, Real) or not math.isfinite(score):
+        raise NoScoreError(f"{KEY} returned {score!r}, which is not a finite number"[:MAX_MESSAGE_CHARS])
+    return float(score)

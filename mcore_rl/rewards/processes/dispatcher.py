@@ -51,6 +51,7 @@ class GradingProcess:
         self.given: dict[int, GradingTask] = {}
         self._due: dict[int, float] = {}
         self._start_due = time.monotonic() + START_SECONDS
+        self._answer_seconds = config.timeout_seconds + FLUSH_SECONDS + GRACE_SECONDS
         self._send((config, sandbox))
 
     @property
@@ -75,17 +76,17 @@ class GradingProcess:
             return self.max_calls - len(self.given)
         return 0 if self.given else MAX_BATCH
 
-    def give(self, tasks: list[GradingTask], answer_seconds: float) -> None:
-        """Send tasks. The first answer of a batch is due in `answer_seconds`, and so is every concurrent call."""
+    def give(self, tasks: list[GradingTask]) -> None:
+        """Send tasks, and set the time at which the first answer of a batch, or every concurrent call, is due."""
         self.given |= {task.number: task for task in tasks}
-        self._due |= dict.fromkeys((task.number for task in tasks), time.monotonic() + answer_seconds)
+        self._due |= dict.fromkeys((task.number for task in tasks), time.monotonic() + self._answer_seconds)
         self._send(tasks)
 
-    def answered(self, number: int, answer_seconds: float) -> GradingTask:
-        """Remove a graded task. The next answer of a batch is due in `answer_seconds`."""
+    def answered(self, number: int) -> GradingTask:
+        """Remove a graded task, and set the time at which the next answer of a batch is due."""
         del self._due[number]
         if self.max_calls == 1:
-            self._due = dict.fromkeys(self._due, time.monotonic() + answer_seconds)
+            self._due = dict.fromkeys(self._due, time.monotonic() + self._answer_seconds)
         return self.given.pop(number)
 
     def kill(self) -> int:
@@ -116,10 +117,6 @@ class Dispatcher:
     _memory_check_due: float = field(default=0.0, init=False)
 
     @property
-    def _answer_seconds(self) -> float:
-        return self.config.timeout_seconds + FLUSH_SECONDS + GRACE_SECONDS
-
-    @property
     def num_ready(self) -> int:
         return sum(worker.ready for worker in self._workers)
 
@@ -130,7 +127,7 @@ class Dispatcher:
             self._workers.append(GradingProcess(self.config, self.sandbox))
         for worker in self._workers:
             if self.queue and (batch := self._next_batch(worker)):
-                worker.give(batch, self._answer_seconds)
+                worker.give(batch)
         by_connection = {worker.connection: worker for worker in self._workers}
         readable = wait([wake, *by_connection], self._wait_seconds())
         for connection in readable:
@@ -177,7 +174,7 @@ class Dispatcher:
             self._failed_starts = 0  # only failures in a row count
         else:
             for number, scores in message:
-                task = worker.answered(number, self._answer_seconds)
+                task = worker.answered(number)
                 self.on_scores(list(zip(task.keys, scores, strict=True)))
 
     def _check_alive(self, worker: GradingProcess) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.rewards.math_grader import is_correct, value_of
 from mcore_rl.rewards.notation.choices import named_choice, parse_choice
-from mcore_rl.rewards.notation.decimals import expand_repeating
+from mcore_rl.rewards.numbers import expand_repeating
 
 SAME = {
     "10^6": ["1,000,000", "1{,}000{,}000", r"1\,000\,000", "1 000 000", r"1\text{ million}", "1e6", "10**6"],

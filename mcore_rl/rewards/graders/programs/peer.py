@@ -8,6 +8,7 @@ never receive expected values as operands: the program under test implements the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import json
@@ -89,11 +90,6 @@ class RemoteObject:
             return method == "__eq__"
         return self._peer.ask("special", self, method, other)
 
-    def _with_operand(self, method: str, *operands: object) -> object:
-        if not self._trusted and not all(isinstance(each, RemoteObject) for each in operands):
-            return NotImplemented
-        return self._made(self._peer.ask("special", self, method, *operands))
-
     def _made(self, value: object) -> object:
         # Results of a trusted object are trusted: s + s is a Stack if the tests name Stack.
         if self._trusted and isinstance(value, RemoteObject):
@@ -105,8 +101,9 @@ def _forwarder(method: str) -> Callable[..., object]:
     def forward(self: RemoteObject, *arguments: object, **named: object) -> object:
         if method[2:-2] in COMPARISONS:
             return self._compared(method, *arguments)
-        if method[2:-2] in OPERAND:
-            return self._with_operand(method, *arguments)
+        safe = self._trusted or all(isinstance(each, RemoteObject) for each in arguments)
+        if method[2:-2] in OPERAND and not safe:
+            return NotImplemented  # the program must not receive an expected value
         if method == "__call__":
             if self._guarded and (arguments or named):
                 raise TypeError(f"a method of {self._type_name}, which the tests do not name, cannot take arguments")
@@ -180,12 +177,9 @@ class CallPeer(Owner):
 
     def serve(self) -> None:
         """Answer requests until the other side closes the connection."""
-        while True:
-            try:
-                message = self._receive()
-            except EOFError:
-                return
-            self.answer(message)
+        with contextlib.suppress(EOFError):
+            while True:
+                self.answer(self._receive())
 
     def answer(self, message: Mapping[str, object]) -> None:
         """Perform a requested operation and send its result."""
