@@ -213,7 +213,7 @@ def _atom(tokens: list[str], depth: int) -> _ExpandedSize:
         inner = _sequence(tokens, depth + 1)
         del tokens[-1:]  # the closing bracket, which may be missing
         return inner
-    if token[-1].isdecimal():
+    if token[-1].isdecimal() and token[0] != "\\":
         whole = token.partition(".")[0].lstrip("0")
         return _ExpandedSize(len(token), max(0.3, math.log10(float(whole[:15] or 1)) + len(whole[15:])), 1.0, True)
     if token in (r"\binom", r"\dbinom", r"\tbinom"):

@@ -15,6 +15,7 @@ SMALL = [
     *("x^2+2x+1", r"\frac{\sqrt{1+\sqrt{5}}}{2}", r"3x^2y^2", "2^{100}", "52!", r"\binom{20}{3}", r"(x+1)^{10}"),
     *(r"\left( \frac{3}{2}, -13 \right)", r"\begin{pmatrix} 1/5 \\ -18/5 \end{pmatrix}"),
     "x^8 + x^7 + x^6 + x^5 + x^4 + x^3 + x^2 + x + 1",
+    r"5\9",
 ]
 LARGE = [
     r"\sqrt{" * 30 + "2" + "}" * 30,
