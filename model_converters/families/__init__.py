@@ -5,14 +5,12 @@ from __future__ import annotations
 from model_converters.errors import ConversionError
 from model_converters.families.deepseek_v2 import DEEPSEEK_V2
 from model_converters.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from model_converters.families.dense import LLAMA, QWEN2, QWEN3
 from model_converters.families.glm4_moe import GLM4_MOE
-from model_converters.families.llama import LLAMA
 from model_converters.families.mixtral import MIXTRAL
 from model_converters.families.parts.engine_fields import neutral_fields, refuse_for_engine
 from model_converters.families.parts.family import Family
 from model_converters.families.parts.hf_config import HFConfig
-from model_converters.families.qwen2 import QWEN2
-from model_converters.families.qwen3 import QWEN3
 from model_converters.families.qwen3_moe import QWEN3_MOE
 from model_converters.families.refusals import REFUSED
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from model_converters.families.parts import experts, family
 from model_converters.families.parts.description import REFUSED_BY_ALL, Description
-from model_converters.families.parts.family import SGLANG, VLLM, AttentionSizes, Family, ModelArguments
+from model_converters.families.parts.family import SGLANG, VLLM, Family, GroupedAttention, ModelArguments
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.families.parts.rotary import rope_section
@@ -30,8 +30,9 @@ _DEFAULTS = {
 }
 
 
-def _sizes(config: HFConfig) -> AttentionSizes:
-    return family.attention_sizes(config, bias_of_qkv_only=True)
+def _attention(config: HFConfig) -> GroupedAttention:
+    bias, norm = flag(config, "attention_bias"), flag(config, "use_qk_norm")
+    return family.grouped_attention(config, qkv_bias=bias, qk_norm=norm, bias_of_qkv_only=True)
 
 
 def _rows(config: HFConfig) -> list[Row]:
@@ -43,18 +44,14 @@ def _rows(config: HFConfig) -> list[Row]:
 
 
 def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
-    sizes, layers = _sizes(config), range(len(pattern))
     return [
-        *family.attention_rows(sizes, layers),
-        *([family.qkv_bias_row(sizes, layers)] if flag(config, "attention_bias") else []),
-        *(family.qk_norm_rows(sizes.head_dim, layers) if flag(config, "use_qk_norm") else []),
+        *family.attention_rows(_attention(config), range(len(pattern))),
         *experts.mlp_and_expert_rows(config, pattern, corrected=True),
     ]
 
 
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    bias, norm = flag(config, "attention_bias"), flag(config, "use_qk_norm")
-    transformer = family.decoder_arguments(config, _sizes(config), qkv_bias=bias, qk_norm=norm)
+    transformer = family.decoder_arguments(config, _attention(config))
     transformer |= experts.sparse_arguments(config, experts.sigmoid_routing(config))
     arguments = family.model_arguments(config, transformer, partial_rotation=True)
     return replace(arguments, mtp_num_layers=num_mtp_layers(config))

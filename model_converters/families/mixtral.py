@@ -10,20 +10,20 @@ from __future__ import annotations
 from model_converters.errors import ConversionError
 from model_converters.families.parts import family
 from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
-from model_converters.families.parts.family import SGLANG, AttentionSizes, ExpertNames, Family, ModelArguments
+from model_converters.families.parts.family import SGLANG, ExpertNames, Family, GroupedAttention, ModelArguments
 from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.mapping.table import Row
 
 _NAMES = ExpertNames(block="block_sparse_moe", parts=("w1", "w3", "w2"), size_key="intermediate_size")
 
 
-def _sizes(config: HFConfig) -> AttentionSizes:
+def _attention(config: HFConfig) -> GroupedAttention:
     # Absent means null, as in transformers' MixtralConfig.
     if config.get("sliding_window") is not None:
         raise ConversionError(
             f"config.json: sliding_window {config['sliding_window']} is not supported, only null (full attention)"
         )
-    return family.attention_sizes(config)
+    return family.grouped_attention(config)
 
 
 def _num_experts(config: HFConfig) -> int:
@@ -32,18 +32,18 @@ def _num_experts(config: HFConfig) -> int:
 
 
 def _rows(config: HFConfig) -> list[Row]:
-    sizes = _sizes(config)
+    attention = _attention(config)
     layers = range(integer(config, "num_hidden_layers"))
     intermediate, num_experts = integer(config, "intermediate_size"), _num_experts(config)
     return [
-        *family.embedding_rows(config, sizes.hidden),
-        *family.attention_rows(sizes, layers),
-        *family.expert_rows(sizes.hidden, intermediate, num_experts, layers, names=_NAMES),
+        *family.embedding_rows(config, attention.hidden),
+        *family.attention_rows(attention, layers),
+        *family.expert_rows(attention.hidden, intermediate, num_experts, layers, names=_NAMES),
     ]
 
 
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    transformer = family.decoder_arguments(config, _sizes(config), qkv_bias=False, qk_norm=False)
+    transformer = family.decoder_arguments(config, _attention(config))
     intermediate = integer(config, "intermediate_size")
     transformer |= family.softmax_experts(config, _num_experts(config), intermediate, normalised=True)
     return family.model_arguments(config, transformer)

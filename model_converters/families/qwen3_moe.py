@@ -24,25 +24,22 @@ def _num_experts(config: HFConfig) -> int:
 
 
 def _rows(config: HFConfig) -> list[Row]:
-    sizes = family.attention_sizes(config)
+    attention = family.grouped_attention(config, qk_norm=True)
     layers = range(integer(config, "num_hidden_layers"))
     sparse = sparse_layers(config)
-    dense = [layer for layer in layers if layer not in set(sparse)]
     rows = [
-        *family.embedding_rows(config, sizes.hidden),
-        *family.attention_rows(sizes, layers),
-        *family.qk_norm_rows(sizes.head_dim, layers),
+        *family.embedding_rows(config, attention.hidden),
+        *family.attention_rows(attention, layers),
+        *family.mlp_rows(config, sorted(set(layers) - set(sparse))),
     ]
-    if dense:
-        rows += family.mlp_rows(sizes.hidden, integer(config, "intermediate_size"), dense)
     if sparse:
         intermediate = integer(config, "moe_intermediate_size")
-        rows += family.expert_rows(sizes.hidden, intermediate, _num_experts(config), sparse)
+        rows += family.expert_rows(attention.hidden, intermediate, _num_experts(config), sparse)
     return rows
 
 
 def _model_arguments(config: HFConfig) -> ModelArguments:
-    transformer = family.decoder_arguments(config, family.attention_sizes(config), qkv_bias=False, qk_norm=True)
+    transformer = family.decoder_arguments(config, family.grouped_attention(config, qk_norm=True))
     sparse = set(sparse_layers(config))
     if sparse:
         intermediate, normalised = integer(config, "moe_intermediate_size"), flag(config, "norm_topk_prob")

@@ -10,11 +10,11 @@ A causal model has no value head: its trunk is loaded, its `lm_head` is ignored,
 from __future__ import annotations
 
 from model_converters.errors import ConversionError
+from model_converters.families.parts.family import whole_row
 from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.families.parts.mtp import resolve_mtp, without_mtp
 from model_converters.hf.io import HFCheckpoint
 from model_converters.mapping.table import Row
-from model_converters.mapping.transforms import Same
 
 VALUE_HEAD = "output_layer.weight"
 _SCORE, _BIAS, _VOCABULARY = "score.weight", "score.bias", "lm_head.weight"
@@ -27,13 +27,7 @@ def value_model_config(config: HFConfig) -> dict[str, object]:
 
 def with_value_head(rows: list[Row], config: HFConfig) -> list[Row]:
     """Replace the row of the output projection by the row of the value head; `rows` are for value_model_config."""
-    head = Row(
-        mcore=VALUE_HEAD,
-        hf=(_SCORE,),
-        shapes=((1, integer(config, "hidden_size")),),
-        transform=Same(),
-        place="head",
-    )
+    head = whole_row(VALUE_HEAD, _SCORE, (1, integer(config, "hidden_size")), place="head")
     return [head if row.mcore == VALUE_HEAD else row for row in rows]
 
 

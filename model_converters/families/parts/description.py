@@ -15,7 +15,7 @@ REFUSED_BY_ATTENTION: dict[str, object] = {
     "layer_types": ["sliding_attention"],
     "quantization_config": {"quant_method": "gptq"},
 }
-"""Fields that family.attention_sizes rejects, with an example value."""
+"""Fields that family.grouped_attention rejects, with an example value."""
 
 REFUSED_ROTATIONS: dict[str, object] = {
     "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},

@@ -6,16 +6,15 @@ Source: transformers models/deepseek_v3, models/glm4_moe.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.family import TransformerArguments, expert_rows, gated_rows, mlp_rows
+from model_converters.families.parts.family import TransformerArguments, expert_rows, gated_rows, mlp_rows, whole_row
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number, require
 from model_converters.families.parts.mtp import num_mtp_layers
 from model_converters.mapping.table import Row
-from model_converters.mapping.transforms import Same
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class ExpertSizes:
     """
 
     hidden: int
-    dense_intermediate: int
     intermediate: int
     shared_intermediate: int
     num_experts: int
@@ -41,7 +39,6 @@ def expert_sizes(config: HFConfig) -> ExpertSizes:
     intermediate = integer(config, "moe_intermediate_size")
     sizes = ExpertSizes(
         hidden=integer(config, "hidden_size"),
-        dense_intermediate=integer(config, "intermediate_size"),
         intermediate=intermediate,
         shared_intermediate=intermediate * integer(config, "n_shared_experts"),
         # transformers accepts a second spelling in each of these families; `integer` rejects spellings that differ.
@@ -88,39 +85,20 @@ def mlp_and_expert_rows(config: HFConfig, pattern: Sequence[bool], *, corrected:
     corrected: whether routers have an e_score_correction_bias.
     """
     sizes = expert_sizes(config)
-    dense = [layer for layer, has_experts in enumerate(pattern) if not has_experts]
+    rows = mlp_rows(config, [layer for layer, has_experts in enumerate(pattern) if not has_experts])
     sparse = [layer for layer, has_experts in enumerate(pattern) if has_experts]
-    rows: list[Row] = []
-    if dense:
-        rows += mlp_rows(sizes.hidden, sizes.dense_intermediate, dense)
     if sparse:
+        prefixes = ("decoder.layers.{l}.mlp.shared_experts.", "model.layers.{l}.mlp.shared_experts.")
+        split_by = "n_shared_experts * moe_intermediate_size"
         rows += expert_rows(sizes.hidden, sizes.intermediate, sizes.num_experts, sparse)
-        rows += shared_expert_rows(sizes.hidden, sizes.shared_intermediate, sparse)
+        # The shared experts process every token: one MLP, divided like a dense MLP.
+        rows += gated_rows(prefixes, sizes.hidden, sizes.shared_intermediate, sparse, split_by=split_by)
     if sparse and corrected:
-        rows.append(correction_bias_row(sizes.num_experts, sparse))
+        # The bias affects the choice of experts and not their weights. It is float32 for every model dtype: its updates
+        # are smaller than the resolution of bfloat16.
+        bias = "decoder.layers.{l}.mlp.router.expert_bias", "model.layers.{l}.mlp.gate.e_score_correction_bias"
+        rows.append(replace(whole_row(*bias, (sizes.num_experts,), sparse), dtype=torch.float32))
     return rows
-
-
-def shared_expert_rows(hidden: int, intermediate: int, layers: Sequence[int]) -> list[Row]:
-    """Return the rows of the experts that process every token: one MLP, divided like a dense MLP."""
-    prefixes = ("decoder.layers.{l}.mlp.shared_experts.", "model.layers.{l}.mlp.shared_experts.")
-    split_by = "n_shared_experts * moe_intermediate_size"
-    return gated_rows(prefixes, hidden, intermediate, layers, split_by=split_by)
-
-
-def correction_bias_row(num_experts: int, layers: Sequence[int]) -> Row:
-    """Return the row of the correction bias, which affects the choice of experts and not their weights.
-
-    It is float32 for every model dtype: its updates are smaller than the resolution of bfloat16.
-    """
-    return Row(
-        mcore="decoder.layers.{l}.mlp.router.expert_bias",
-        hf=("model.layers.{l}.mlp.gate.e_score_correction_bias",),
-        shapes=((num_experts,),),
-        transform=Same(),
-        dtype=torch.float32,
-        layers=tuple(layers),
-    )
 
 
 def sparse_arguments(config: HFConfig, routing: TransformerArguments) -> TransformerArguments:

@@ -20,7 +20,7 @@ from model_converters.families.parts.hf_config import (
 )
 from model_converters.families.parts.rotary import RotarySettings, rotary
 from model_converters.mapping.table import FINAL_NORM, Axis, Place, Row
-from model_converters.mapping.transforms import GateUp, GroupedQKV, Same, Vocabulary
+from model_converters.mapping.transforms import GateUp, GroupedQKV, Same, Shape, Vocabulary
 
 
 class TransformerArguments(TypedDict, total=False):
@@ -145,16 +145,23 @@ class Family:
 
 
 @dataclass(frozen=True)
-class AttentionSizes:
-    """Sizes of grouped-query attention. Units: heads, groups, elements."""
+class GroupedAttention:
+    """Grouped-query attention. Units: heads, groups, elements.
+
+    qkv_bias: whether q, k and v have biases. qk_norm: whether query and key heads have RMS norms.
+    """
 
     hidden: int
     num_heads: int
     num_groups: int
     head_dim: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
 
-def attention_sizes(config: HFConfig, *, bias_of_qkv_only: bool = False) -> AttentionSizes:
+def grouped_attention(
+    config: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False, bias_of_qkv_only: bool = False
+) -> GroupedAttention:
     """Read the sizes of grouped-query attention and reject unsupported attention settings.
 
     bias_of_qkv_only: attention_bias of this family applies to q, k and v but not to o_proj.
@@ -172,7 +179,7 @@ def attention_sizes(config: HFConfig, *, bias_of_qkv_only: bool = False) -> Atte
     head_dim = integer(config, "head_dim", default=hidden // num_heads)
     if head_dim % 2:
         raise ConversionError(f"config.json: head_dim {head_dim} is odd, but rotation pairs the elements of a head")
-    return AttentionSizes(hidden=hidden, num_heads=num_heads, num_groups=num_groups, head_dim=head_dim)
+    return GroupedAttention(hidden, num_heads, num_groups, head_dim, qkv_bias, qk_norm)
 
 
 def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
@@ -185,71 +192,58 @@ def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
     redundant = (head,) if tied else ()
     return [
         row(mcore="embedding.word_embeddings.weight", hf=(embedding,), place="embedding", redundant=redundant),
-        norm_row(FINAL_NORM, "model.norm.weight", hidden, place="head"),
+        whole_row(FINAL_NORM, "model.norm.weight", (hidden,), place="head"),
         row(mcore="output_layer.weight", hf=(embedding if tied else head,), place="head", copy_of_embedding=tied),
     ]
 
 
-def norm_row(mcore: str, hf: str, size: int, layers: Sequence[int] = (), *, place: Place = "layer") -> Row:
-    """Return the row of a vector that every rank of the stage holds."""
-    return Row(mcore=mcore, hf=(hf,), shapes=((size,),), transform=Same(), layers=tuple(layers), place=place)
+def whole_row(mcore: str, hf: str, shape: Shape, layers: Sequence[int] = (), *, place: Place = "layer") -> Row:
+    """Return the row of a tensor that every rank of the stage holds."""
+    return Row(mcore=mcore, hf=(hf,), shapes=(shape,), transform=Same(), layers=tuple(layers), place=place)
 
 
-def attention_rows(sizes: AttentionSizes, layers: Sequence[int]) -> list[Row]:
-    """Return the rows of the norms before attention and MLP, fused q, k, v, and the output projection."""
-    mcore, hf = "decoder.layers.{l}.", "model.layers.{l}."
-    q_rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.head_dim
-    return [
-        norm_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", sizes.hidden, layers),
-        Row(
+def attention_rows(attention: GroupedAttention, layers: Sequence[int]) -> list[Row]:
+    """Return the rows of the norms before attention and MLP, of all attention projections, and of q and k norms."""
+    mcore, hf, hidden = "decoder.layers.{l}.", "model.layers.{l}.", attention.hidden
+    q_rows, kv_rows = attention.num_heads * attention.head_dim, attention.num_groups * attention.head_dim
+    row = partial(Row, axis="tp", layers=tuple(layers))
+    qkv = partial(row, transform=GroupedQKV(attention.num_groups), split_by="num_key_value_heads")
+    rows = [
+        whole_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", (hidden,), layers),
+        qkv(
             mcore=f"{mcore}self_attention.linear_qkv.weight",
             hf=tuple(f"{hf}self_attn.{part}_proj.weight" for part in "qkv"),
-            shapes=((q_rows, sizes.hidden), (kv_rows, sizes.hidden), (kv_rows, sizes.hidden)),
-            transform=GroupedQKV(sizes.num_groups),
-            axis="tp",
-            split_by="num_key_value_heads",
-            layers=tuple(layers),
+            shapes=((q_rows, hidden), (kv_rows, hidden), (kv_rows, hidden)),
             fp8=True,
         ),
         # Row-parallel: its columns are divided, like the heads that it reads.
-        Row(
+        row(
             mcore=f"{mcore}self_attention.linear_proj.weight",
             hf=(f"{hf}self_attn.o_proj.weight",),
-            shapes=((sizes.hidden, q_rows),),
+            shapes=((hidden, q_rows),),
             transform=Same(),
-            axis="tp",
             dim=1,
             split_by="num_attention_heads * head_dim",
-            layers=tuple(layers),
             fp8=True,
         ),
         # HF names this norm after the attention that precedes it, Megatron after the MLP that follows.
-        norm_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", sizes.hidden, layers),
+        whole_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", (hidden,), layers),
     ]
+    if attention.qkv_bias:
+        names = tuple(f"{hf}self_attn.{part}_proj.bias" for part in "qkv")
+        shapes = ((q_rows,), (kv_rows,), (kv_rows,))
+        rows.append(qkv(mcore=f"{mcore}self_attention.linear_qkv.bias", hf=names, shapes=shapes))
+    for part in "qk" if attention.qk_norm else "":
+        own, other = f"{mcore}self_attention.{part}_layernorm.weight", f"{hf}self_attn.{part}_norm.weight"
+        rows.append(whole_row(own, other, (attention.head_dim,), layers))
+    return rows
 
 
-def qkv_bias_row(sizes: AttentionSizes, layers: Sequence[int]) -> Row:
-    """Return the row of the biases of q, k and v, fused like their weights."""
-    q_rows, kv_rows = sizes.num_heads * sizes.head_dim, sizes.num_groups * sizes.head_dim
-    return Row(
-        mcore="decoder.layers.{l}.self_attention.linear_qkv.bias",
-        hf=tuple(f"model.layers.{{l}}.self_attn.{part}_proj.bias" for part in "qkv"),
-        shapes=((q_rows,), (kv_rows,), (kv_rows,)),
-        transform=GroupedQKV(sizes.num_groups),
-        axis="tp",
-        split_by="num_key_value_heads",
-        layers=tuple(layers),
-    )
-
-
-def qk_norm_rows(head_dim: int, layers: Sequence[int]) -> list[Row]:
-    """Return the rows of the RMS norms of query and key heads."""
-    mcore, hf = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
-    return [norm_row(f"{mcore}{part}_layernorm.weight", f"{hf}{part}_norm.weight", head_dim, layers) for part in "qk"]
-
-
-def mlp_rows(hidden: int, intermediate: int, layers: Sequence[int]) -> list[Row]:
-    """Return the rows of a dense gated MLP."""
+def mlp_rows(config: HFConfig, layers: Sequence[int]) -> list[Row]:
+    """Return the rows of a dense gated MLP; none without layers."""
+    if not layers:
+        return []
+    hidden, intermediate = integer(config, "hidden_size"), integer(config, "intermediate_size")
     prefixes = ("decoder.layers.{l}.mlp.", "model.layers.{l}.mlp.")
     return gated_rows(prefixes, hidden, intermediate, layers, split_by="intermediate_size")
 
@@ -271,18 +265,11 @@ def expert_rows(
 ) -> list[Row]:
     """Return the rows of routers and routed experts."""
     mcore, hf = "decoder.layers.{l}.mlp.", f"model.layers.{{l}}.{names.block}."
-    # Replicated: every rank computes the scores of all experts for its tokens.
-    router = Row(
-        mcore=f"{mcore}router.weight",
-        hf=(f"{hf}gate.weight",),
-        shapes=((num_experts, hidden),),
-        transform=Same(),
-        layers=tuple(layers),
-    )
     prefixes = (f"{mcore}experts.", f"{hf}experts.{{e}}.")
     split_by, parts = names.size_key, names.parts
     return [
-        router,
+        # Every rank computes the scores of all experts for its tokens.
+        whole_row(f"{mcore}router.weight", f"{hf}gate.weight", (num_experts, hidden), layers),
         *gated_rows(prefixes, hidden, intermediate, layers, split_by=split_by, parts=parts, num_experts=num_experts),
     ]
 
@@ -311,24 +298,22 @@ def gated_rows(
     ]
 
 
-def decoder_arguments(
-    config: HFConfig, sizes: AttentionSizes, *, qkv_bias: bool, qk_norm: bool
-) -> TransformerArguments:
+def decoder_arguments(config: HFConfig, attention: GroupedAttention) -> TransformerArguments:
     """Return the TransformerConfig arguments of a pre-norm decoder with RMS norms and gated SiLU."""
     return {
         "num_layers": integer(config, "num_hidden_layers"),
-        "hidden_size": sizes.hidden,
+        "hidden_size": attention.hidden,
         "ffn_hidden_size": integer(config, "intermediate_size"),
-        "num_attention_heads": sizes.num_heads,
-        "num_query_groups": sizes.num_groups,
-        "kv_channels": sizes.head_dim,
+        "num_attention_heads": attention.num_heads,
+        "num_query_groups": attention.num_groups,
+        "kv_channels": attention.head_dim,
         "layernorm_epsilon": number(config, "rms_norm_eps", 1e-6, positive=True),
         "normalization": "RMSNorm",
         "activation_func": "silu",
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "add_qkv_bias": qkv_bias,
-        "qk_layernorm": qk_norm,
+        "add_qkv_bias": attention.qkv_bias,
+        "qk_layernorm": attention.qk_norm,
         "attention_dropout": number(config, "attention_dropout", 0.0),
         # These families have no dropout after attention and MLP, and no field for it.
         "hidden_dropout": 0.0,
@@ -380,3 +365,23 @@ def model_arguments(
         rotary=rotary(config, known=rope_types, partial=partial_rotation),
         tied_embeddings=flag(config, "tie_word_embeddings"),
     )
+
+
+ReadAttention = Callable[[HFConfig], GroupedAttention]
+
+
+def dense_rows(read_attention: ReadAttention, config: HFConfig) -> list[Row]:
+    """Return the weight table of a decoder without experts."""
+    attention, layers = read_attention(config), range(integer(config, "num_hidden_layers"))
+    return [
+        *embedding_rows(config, attention.hidden),
+        *attention_rows(attention, layers),
+        *mlp_rows(config, layers),
+    ]
+
+
+def dense_arguments(
+    read_attention: ReadAttention, config: HFConfig, rope_types: tuple[str, ...] = ("default",)
+) -> ModelArguments:
+    """Return the arguments of a decoder without experts. rope_types: see model_arguments."""
+    return model_arguments(config, decoder_arguments(config, read_attention(config)), rope_types=rope_types)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from model_converters.errors import ConversionError
 from model_converters.families.parts.description import REFUSED_BY_ALL
 from model_converters.families.parts.family import (
-    AttentionSizes,
+    GroupedAttention,
     ModelArguments,
     TransformerArguments,
     decoder_arguments,
     model_arguments,
-    norm_row,
+    whole_row,
 )
 from model_converters.families.parts.hf_config import (
     HFConfig,
@@ -29,7 +29,7 @@ from model_converters.families.parts.hf_config import (
 )
 from model_converters.families.parts.rotary import rope_section, scale_factor
 from model_converters.mapping.table import Row
-from model_converters.mapping.transforms import Heads, Same, Shape
+from model_converters.mapping.transforms import Heads, Shape
 
 # transformers and DeepSeek's own code do not use the model's rms_norm_eps for these norms.
 LATENT_NORM_EPSILON = 1e-6
@@ -115,14 +115,14 @@ def latent_attention_rows(config: HFConfig, layers: Sequence[int]) -> list[Row]:
     heads = sizes.num_heads
     kv_heads = (heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank)
     return [
-        norm_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", sizes.hidden, layers),
+        whole_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", (sizes.hidden,), layers),
         *_query_rows(sizes, layers),
         # Output: the latent of keys and values, and the positional part of the key that all heads share.
         _whole("linear_kv_down_proj", "kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, sizes.hidden), layers),
-        norm_row(f"{_MCORE}kv_layernorm.weight", f"{_HF}kv_a_layernorm.weight", sizes.kv_rank, layers),
+        whole_row(f"{_MCORE}kv_layernorm.weight", f"{_HF}kv_a_layernorm.weight", (sizes.kv_rank,), layers),
         _by_heads("linear_kv_up_proj", "kv_b_proj", heads, kv_heads, layers),
         _by_heads("linear_proj", "o_proj", heads, (sizes.hidden, heads * sizes.value_dim), layers, dim=1),
-        norm_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", sizes.hidden, layers),
+        whole_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", (sizes.hidden,), layers),
     ]
 
 
@@ -133,21 +133,14 @@ def _query_rows(sizes: LatentSizes, layers: Sequence[int]) -> list[Row]:
         return [_by_heads("linear_q_proj", "q_proj", sizes.num_heads, (rows, sizes.hidden), layers)]
     return [
         _whole("linear_q_down_proj", "q_a_proj", (sizes.q_rank, sizes.hidden), layers),
-        norm_row(f"{_MCORE}q_layernorm.weight", f"{_HF}q_a_layernorm.weight", sizes.q_rank, layers),
+        whole_row(f"{_MCORE}q_layernorm.weight", f"{_HF}q_a_layernorm.weight", (sizes.q_rank,), layers),
         _by_heads("linear_q_up_proj", "q_b_proj", sizes.num_heads, (rows, sizes.q_rank), layers),
     ]
 
 
 def _whole(mcore: str, hf: str, shape: Shape, layers: Sequence[int]) -> Row:
     """Return the row of a projection that every tensor-parallel rank holds."""
-    return Row(
-        mcore=f"{_MCORE}{mcore}.weight",
-        hf=(f"{_HF}{hf}.weight",),
-        shapes=(shape,),
-        transform=Same(),
-        fp8=True,
-        layers=tuple(layers),
-    )
+    return replace(whole_row(f"{_MCORE}{mcore}.weight", f"{_HF}{hf}.weight", shape, layers), fp8=True)
 
 
 def _by_heads(mcore: str, hf: str, num_heads: int, shape: Shape, layers: Sequence[int], dim: int = 0) -> Row:
@@ -162,9 +155,9 @@ def latent_model_arguments(config: HFConfig, experts: TransformerArguments) -> M
     """
     sizes = latent_sizes(config)
     # decoder_arguments describes attention with groups: here every head is one.
-    as_grouped = AttentionSizes(sizes.hidden, sizes.num_heads, num_groups=sizes.num_heads, head_dim=sizes.value_dim)
+    as_grouped = GroupedAttention(sizes.hidden, sizes.num_heads, sizes.num_heads, sizes.value_dim, qk_norm=True)
     transformer: TransformerArguments = {
-        **decoder_arguments(config, as_grouped, qkv_bias=False, qk_norm=True),
+        **decoder_arguments(config, as_grouped),
         "multi_latent_attention": True,
         "q_lora_rank": sizes.q_rank,
         "kv_lora_rank": sizes.kv_rank,

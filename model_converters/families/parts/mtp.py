@@ -20,10 +20,9 @@ from dataclasses import replace
 from typing import Literal
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.family import embedding_rows, norm_row
+from model_converters.families.parts.family import embedding_rows, whole_row
 from model_converters.families.parts.hf_config import HFConfig, flag, integer
 from model_converters.mapping.table import BoundRow, Row
-from model_converters.mapping.transforms import Same
 
 _KEY = "num_nextn_predict_layers"
 Copies = Literal["equal", "main"]
@@ -114,21 +113,14 @@ def _rows_of_depth(config: HFConfig, layer_rows: Sequence[Row], depth: int, laye
     mcore, hf = f"mtp.layers.{depth}.", f"model.layers.{layer}."
     # Megatron shares both tensors with the main model: the copies get rows that repeat them.
     embedding, _, head = embedding_rows(config, hidden)
+    projection = whole_row(f"{mcore}eh_proj.weight", f"{hf}eh_proj.weight", (hidden, 2 * hidden), place="mtp")
     return [
         _repeated(embedding, f"{hf}embed_tokens.weight"),
-        norm_row(f"{mcore}enorm.weight", f"{hf}enorm.weight", hidden, place="mtp"),
-        norm_row(f"{mcore}hnorm.weight", f"{hf}hnorm.weight", hidden, place="mtp"),
-        Row(
-            mcore=f"{mcore}eh_proj.weight",
-            hf=(f"{hf}eh_proj.weight",),
-            shapes=((hidden, 2 * hidden),),
-            transform=Same(),
-            axis="tp",
-            split_by="hidden_size",
-            place="mtp",
-        ),
+        whole_row(f"{mcore}enorm.weight", f"{hf}enorm.weight", (hidden,), place="mtp"),
+        whole_row(f"{mcore}hnorm.weight", f"{hf}hnorm.weight", (hidden,), place="mtp"),
+        replace(projection, axis="tp", split_by="hidden_size"),
         *(_moved(row, f"{mcore}transformer_layer.", hf) for row in layer_rows),
-        norm_row(f"{mcore}final_layernorm.weight", f"{hf}shared_head.norm.weight", hidden, place="mtp"),
+        whole_row(f"{mcore}final_layernorm.weight", f"{hf}shared_head.norm.weight", (hidden,), place="mtp"),
         _repeated(head, f"{hf}shared_head.head.weight"),
     ]
 
