@@ -2,7 +2,3 @@
 
 Importing this package loads neither torch nor the checks.
 """
-
-from mcore_rl.doctor.command import main
-
-__all__ = ["main"]

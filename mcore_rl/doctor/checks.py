@@ -52,13 +52,14 @@ GPU_INSTALL = "make setup EXTRA=gpu"
 
 @dataclass(frozen=True)
 class RequiredPackage:
-    """Distribution to look up, and its top-level module."""
+    """Package to look up, with its top-level module. distributions: names to look for; by default `name`."""
 
     name: str
     module: str
     feature: str
     need: Need = Need.BOTH
     remedy: str = CPU_INSTALL
+    distributions: Sequence[str] = ()
 
 
 PACKAGES = (
@@ -73,6 +74,8 @@ PACKAGES = (
     RequiredPackage("tensorboard", "tensorboard", "run_dir/tensorboard"),
     RequiredPackage("flash-attn", "flash_attn", "packed attention on GPUs older than Hopper", Need.EXTRA,
                     "pip install --no-build-isolation --no-deps flash-attn==2.8.3 (long build, needs nvcc)"),
+    RequiredPackage("transformer-engine", "transformer_engine", "fused and FP8 layers on GPUs", Need.GPU, GPU_INSTALL,
+                    TRANSFORMER_ENGINE),
 )  # fmt: skip
 GIB = 1 << 30
 
@@ -91,7 +94,7 @@ def has_subpackage(package: str, name: str) -> bool:
 
 
 def check_package(package: RequiredPackage) -> Check:
-    version = version_of([package.name])
+    version = version_of(package.distributions or [package.name])
     ok = version is not None and has_module(package.module)
     state = version or "-"
     if version and not ok:
@@ -105,25 +108,20 @@ def check_python() -> Check:
     return Check("python", ok, interpreter, Need.BOTH, "everything", "install Python 3.11 or newer")
 
 
-def torch_devices() -> tuple[str | None, str, int]:
-    """Return torch's version (None: missing or broken), a description, and the number of CUDA devices."""
-    if not has_module("torch"):
-        return None, "-", 0
-    try:
-        import torch  # the only package that is imported: its metadata does not show devices
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
-    except Exception as error:  # a torch that cannot load its libraries must not end the report
-        return None, f"installed, but does not import: {error}", 0
-    devices = f"{count} x {', '.join(names)}" if count else "no CUDA device"
-    return torch.__version__, f"{torch.__version__}, {devices}", count
-
-
 def check_torch() -> list[Check]:
-    version, description, num_devices = torch_devices()
+    works, found, num_devices = False, "-", 0
+    if has_module("torch"):
+        try:
+            import torch  # the only package that is imported: its metadata does not show devices
+
+            num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            names = sorted({torch.cuda.get_device_name(i) for i in range(num_devices)})
+            devices = f"{num_devices} x {', '.join(names)}" if num_devices else "no CUDA device"
+            works, found = True, f"{torch.__version__}, {devices}"
+        except Exception as error:  # a torch that cannot load its libraries must not end the report
+            found, num_devices = f"installed, but does not import: {error}", 0
     return [
-        Check("torch", version is not None, description, Need.BOTH, "everything", CPU_INSTALL),
+        Check("torch", works, found, Need.BOTH, "everything", CPU_INSTALL),
         Check("cuda devices", num_devices > 0, str(num_devices), Need.GPU, "training on GPUs", "an NVIDIA driver"),
     ]
 
@@ -147,12 +145,6 @@ def check_sglang() -> Check:
     version = sglang_version()
     state = f"{version}, for {sglang_python()}" if version else "-"
     return Check("sglang", version == SGLANG_VERSION, state, Need.EXTRA, "rollout.engine=sglang", "make sglang")
-
-
-def check_transformer_engine() -> Check:
-    version = version_of(TRANSFORMER_ENGINE)
-    ok = version is not None and has_module("transformer_engine")
-    return Check("transformer-engine", ok, version or "-", Need.GPU, "fused and FP8 layers on GPUs", GPU_INSTALL)
 
 
 def check_apex() -> Check:
@@ -238,7 +230,6 @@ def report() -> list[Check]:
         *check_vllm(),
         check_sglang(),
         *(check_package(package) for package in PACKAGES),
-        check_transformer_engine(),
         check_apex(),
         check_the_sandbox(),
         check_slurm(),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 
-from mcore_rl.errors import ConfigError, McoreRLError
+from mcore_rl.errors import ConfigError
 
 FABRIC_OPTIONS = ("slots", "rendezvous", "nodes", "node_rank", "port", "timeout", "slow_percent", "json")
 """Options that require --node."""
@@ -49,19 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(arguments: Sequence[str] = ()) -> int:
-    """Run the command as a program. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="mcore-rl doctor", description="Check what is installed, and what is missing for which feature."
-    )
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(arguments))
-    except McoreRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-
-
 def run(options: argparse.Namespace) -> int:
     """Print the report. Returns 0 if the CPU or GPU path is complete or the fabric test passes, otherwise 1.
 
@@ -71,7 +57,9 @@ def run(options: argparse.Namespace) -> int:
         given = [name for name in FABRIC_OPTIONS if getattr(options, name) is not None]
         if given:
             raise ConfigError(f"{_flag(given[0])} belongs to the fabric test: add --node")
-        return _check_installation(only_missing=options.missing)
+        from mcore_rl.doctor.report import check_installation
+
+        return check_installation(only_missing=options.missing)
     if options.missing:
         raise ConfigError("--missing cannot be combined with --node: remove one of them")
     from mcore_rl.resolved.installed import has_module
@@ -103,30 +91,3 @@ def _test_fabric(options: argparse.Namespace) -> int:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _check_installation(*, only_missing: bool) -> int:
-    from mcore_rl.doctor import checks, report
-    from mcore_rl.resolved.installed import here
-
-    results = checks.report()
-    complete = [path for path in (checks.Need.CPU, checks.Need.GPU) if not report.missing(results, path)]
-    if only_missing:
-        needed = (checks.Need.BOTH, checks.Need.CPU)
-        report.print_plain([] if complete else [c for c in results if not c.ok and c.need in needed])
-    elif sys.stdout.isatty():
-        report.print_table(results)
-    else:
-        report.print_plain(results)
-    if not only_missing:
-        try:
-            installed = here()
-            report.print_implementation(installed)
-            if installed.cuda and not report.print_trials():
-                complete = []
-        except ConfigError as error:
-            print(f"no model can be built with the installed packages: {error}")
-            complete = []
-        print()
-    print("\n".join(report.verdicts(results)))
-    return 0 if complete else 1

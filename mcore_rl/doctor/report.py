@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
+from mcore_rl.doctor import checks as machine
 from mcore_rl.doctor.checks import Check, Need
 from mcore_rl.doctor.kernels import present, trials
+from mcore_rl.errors import ConfigError
+from mcore_rl.resolved import installed as packages
 from mcore_rl.resolved.attention import BACKENDS
 from mcore_rl.resolved.implementation import USUAL, Implementation, choose
 from mcore_rl.resolved.installed import Installed
+
+
+def check_installation(*, only_missing: bool) -> int:
+    """Print the report. Returns 0 if the CPU or GPU path is complete, otherwise 1."""
+    checks = machine.report()
+    missing = {path: [c for c in checks if not c.ok and c.need in (Need.BOTH, path)] for path in (Need.CPU, Need.GPU)}
+    complete = not all(missing.values())
+    if only_missing:
+        print_plain([] if complete else missing[Need.CPU])
+    else:
+        print_table(checks) if sys.stdout.isatty() else print_plain(checks)
+        complete = print_models() and complete
+        print()
+    for path, device in ((Need.CPU, "cpu"), (Need.GPU, "cuda")):
+        names = ", ".join(check.name for check in missing[path])
+        print(f"{path.value}: {f'missing {names}' if names else f'complete (cluster.device={device})'}")
+    return 0 if complete else 1
+
+
+def print_models() -> bool:
+    """Print how models are built here, and try the kernels of a GPU. Returns whether models can be built and run."""
+    try:
+        installed = packages.here()
+        print_implementation(installed)
+        return not installed.cuda or print_trials()
+    except ConfigError as error:
+        print(f"no model can be built with the installed packages: {error}")
+        return False
 
 
 def implementation(installed: Installed) -> Implementation:
@@ -38,19 +70,6 @@ def print_trials() -> bool:
         well = well and not error
         print(f"{name:32}{error or 'ok'}", flush=True)
     return well
-
-
-def missing(checks: Sequence[Check], path: Need) -> list[str]:
-    """Return the names of the checks of this path and of every run that fail."""
-    return [check.name for check in checks if not check.ok and check.need in (Need.BOTH, path)]
-
-
-def verdicts(checks: Sequence[Check]) -> list[str]:
-    lines = []
-    for path, device in ((Need.CPU, "cpu"), (Need.GPU, "cuda")):
-        names = ", ".join(missing(checks, path))
-        lines.append(f"{path.value}: {f'missing {names}' if names else f'complete (cluster.device={device})'}")
-    return lines
 
 
 def print_plain(checks: Sequence[Check]) -> None:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from mcore_rl.doctor.fabric.bench import Bench
 
-Probe = Callable[[Bench], float | None]
 Groups = dict[tuple[int, ...], str]
 
 
@@ -51,7 +50,7 @@ class Stage:
     """
 
     name: str
-    probe: Probe
+    probe: Callable[[Bench], float | None]
     unit: str | None
     groups: Groups
 
@@ -82,14 +81,7 @@ def stage_key(number: int) -> str:
     return f"stage {number}"
 
 
-TFLOPS, BANDWIDTH = "TFLOP/s", "GiB/s"
-DEVICE_STAGES: dict[str, tuple[Probe, str | None]] = {
-    "start": (Bench.start, None),
-    "matrix product": (Bench.matrix_product, TFLOPS),
-    "copy on the device": (Bench.copy, BANDWIDTH),
-    "copy from host to device": (Bench.copy_to_device, BANDWIDTH),
-    "copy from device to host": (Bench.copy_to_host, BANDWIDTH),
-}
+BANDWIDTH = "GiB/s"
 
 
 def stages(fabric: Fabric) -> list[Stage]:
@@ -100,7 +92,13 @@ def stages(fabric: Fabric) -> list[Stage]:
     hosts = fabric.hosts
     devices: Groups = {(rank,): fabric.rank_name(rank) for rank in range(fabric.num_ranks)}
     # These stages do not communicate, so a broken device cannot delay or fail other ranks.
-    plan = [Stage(name, probe, unit, devices) for name, (probe, unit) in DEVICE_STAGES.items()]
+    plan = [
+        Stage("start", Bench.start, None, devices),
+        Stage("matrix product", Bench.matrix_product, "TFLOP/s", devices),
+        Stage("copy on the device", Bench.copy, BANDWIDTH, devices),
+        Stage("copy from host to device", Bench.copy_to_device, BANDWIDTH, devices),
+        Stage("copy from device to host", Bench.copy_to_host, BANDWIDTH, devices),
+    ]
     if fabric.slots > 1:
         inside = map(fabric.ranks_of, range(len(hosts)))
         nodes: Groups = {r: f"{host} (ranks {r[0]}-{r[-1]})" for host, r in zip(hosts, inside, strict=True)}

@@ -10,13 +10,12 @@ from typing import TypedDict
 from model_converters.errors import ConversionError
 from model_converters.families.parts.description import Description
 from model_converters.families.parts.hf_config import (
+    ConfigWithDefaults,
     HFConfig,
-    explain_defaults,
     flag,
     integer,
     number,
     refuse_unsupported,
-    with_defaults,
 )
 from model_converters.families.parts.rotary import RotarySettings, rotary
 from model_converters.mapping.table import FINAL_NORM, Axis, Place, Row
@@ -132,16 +131,18 @@ class Family:
 
         Raises: ConversionError for a configuration that the family cannot represent.
         """
-        with explain_defaults(config, self.defaults):
-            return self.build_rows(with_defaults(config, self.defaults, nullable=self.nullable))
+        complete = ConfigWithDefaults(config, self.defaults, self.nullable)
+        with complete.explained():
+            return self.build_rows(complete)
 
     def model_arguments(self, config: HFConfig) -> ModelArguments:
         """Return the arguments of the model.
 
         Raises: ConversionError for a configuration that the family cannot represent.
         """
-        with explain_defaults(config, self.defaults):
-            return self.build_arguments(with_defaults(config, self.defaults, nullable=self.nullable))
+        complete = ConfigWithDefaults(config, self.defaults, self.nullable)
+        with complete.explained():
+            return self.build_arguments(complete)
 
 
 @dataclass(frozen=True)

@@ -39,49 +39,42 @@ def read_hf_config(path: Path | str) -> dict[str, object]:
 
 
 COMPUTED = "its default"
-"""Marker in `defaults` of with_defaults: the default is computed from other fields."""
+"""Marker in a family's defaults: the default is computed from other fields."""
 
 
 class ConfigWithDefaults(dict[str, object]):
-    """Configuration in which absent fields have the defaults of transformers.
-
-    defaults: field -> default, without COMPUTED ones.
-    absent: the part of `defaults` whose fields config.json lacks.
-    """
-
-    def __init__(self, config: HFConfig, defaults: HFConfig) -> None:
-        self.defaults = {key: default for key, default in defaults.items() if default != COMPUTED}
-        self.absent = {key: default for key, default in self.defaults.items() if key not in config}
-        super().__init__({**self.absent, **config})
-
-
-def with_defaults(config: HFConfig, defaults: HFConfig, *, nullable: Collection[str] = ()) -> ConfigWithDefaults:
-    """Add the defaults of the family's configuration class in transformers for absent fields.
+    """config.json in which absent fields have the defaults of the family's configuration class in transformers.
 
     A null does not select the default: transformers rejects it or gives it another meaning. `nullable`: keys whose null
     the caller handles.
 
+    defaults: field -> default, without COMPUTED ones.
+    absent: the part of `defaults` whose fields config.json lacks.
+
     Raises: ConversionError naming any other field that is null.
     """
-    for key, default in defaults.items():
-        if key in config and config[key] is None and key not in nullable:
-            raise ConversionError(f"config.json: {key} is null; set it, or remove it for {default}")
-    return ConfigWithDefaults(config, defaults)
 
+    def __init__(self, config: HFConfig, defaults: HFConfig, nullable: Collection[str]) -> None:
+        for key, default in defaults.items():
+            if key in config and config[key] is None and key not in nullable:
+                raise ConversionError(f"config.json: {key} is null; set it, or remove it for {default}")
+        self.defaults = {key: default for key, default in defaults.items() if default != COMPUTED}
+        self.absent = {key: default for key, default in self.defaults.items() if key not in config}
+        super().__init__({**self.absent, **config})
 
-@contextmanager
-def explain_defaults(config: HFConfig, defaults: HFConfig) -> Iterator[None]:
-    """Append transformers' default to an error of the block that names a field that `config` lacks."""
-    try:
-        yield
-    except ConversionError as error:
-        message, absent = str(error), ConfigWithDefaults(config, defaults).absent
-        named = [key for key in absent if re.search(rf"\b{re.escape(key)}\b", message)]
-        # `require` has already stated the default if its message starts with _ABSENT.
-        if not named or message.startswith(_ABSENT):
-            raise
-        notes = [f"{key} is absent; transformers' default is {json.dumps(absent[key])}" for key in named]
-        raise ConversionError(f"{message} ({', '.join(notes)})") from error
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Append transformers' default to an error of the block that names an absent field."""
+        try:
+            yield
+        except ConversionError as error:
+            message = str(error)
+            named = [key for key in self.absent if re.search(rf"\b{re.escape(key)}\b", message)]
+            # `require` has already stated the default if its message starts with _ABSENT.
+            if not named or message.startswith(_ABSENT):
+                raise
+            notes = [f"{key} is absent; transformers' default is {json.dumps(self.absent[key])}" for key in named]
+            raise ConversionError(f"{message} ({', '.join(notes)})") from error
 
 
 _COUNT_SUFFIXES, _MAX_COUNT = ("_layers", "_experts"), 100_000

@@ -48,18 +48,8 @@ ABSENT_FOR_ENGINES = frozenset({"index_topk", "compress_ratios"})
 """Values of Family.own_fields and Family.absent_for_engines for latent attention. vLLM builds sparse or compressed
 attention if a field of ABSENT_FOR_ENGINES is present, even with null."""
 _MCORE, _HF = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
-_YARN_KEYS = {
-    "rope_type",
-    "type",
-    "rope_theta",
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-}
+# Fields that `rotary` accepts and yarn does not have.
+_NOT_YARN = ("attention_factor", "high_freq_factor", "low_freq_factor")
 _YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 
 
@@ -176,10 +166,7 @@ def latent_model_arguments(config: HFConfig, experts: TransformerArguments) -> M
 def _position_arguments(name: str, scaling: HFConfig) -> TransformerArguments:
     if scaling["rope_type"] != "yarn":
         return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    unknown = sorted(key for key in set(scaling) - _YARN_KEYS if scaling[key] is not None)
-    # A factor of 1 means no partial rotation.
-    if scaling.get("partial_rotary_factor") == 1:
-        unknown.remove("partial_rotary_factor")
+    unknown = [key for key in _NOT_YARN if scaling.get(key) is not None]
     if unknown:
         raise ConversionError(f"config.json: rope scaling 'yarn' with {', '.join(unknown)} is not supported")
     # null differs from the default: transformers then does not round the bounds of the ramp.

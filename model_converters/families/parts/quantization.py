@@ -61,18 +61,17 @@ def refuse_nested(config: Mapping[str, object]) -> None:
 
     Raises: ConversionError.
     """
-    for section in ("", *_NESTED):
-        inside = config.get(section) if section else config
-        if not isinstance(inside, Mapping):
-            continue
-        for key in _SECTIONS:
-            if section == "" and key == "quantization_config":
-                continue  # checked by hf_config.fp8_block
-            if found := inside.get(key):
-                where = f"{section}.{key}" if section else key
-                method = method_of(found) if isinstance(found, Mapping) else "unknown"
-                method = "mlx" if key == "quantization" and method == "unknown" else method
-                raise ConversionError(f"config.json: {where} ({method}) is not supported; {REMEDY}")
+    # hf_config.fp8_block checks the top-level quantization_config.
+    found = {key: config.get(key) for key in _SECTIONS if key != "quantization_config"}
+    for section in _NESTED:
+        inside = config.get(section)
+        if isinstance(inside, Mapping):
+            found |= {f"{section}.{key}": inside.get(key) for key in _SECTIONS}
+    for where, quantised in found.items():
+        if quantised:
+            method = method_of(quantised) if isinstance(quantised, Mapping) else "unknown"
+            method = "mlx" if method == "unknown" and where.endswith("quantization") else method
+            raise ConversionError(f"config.json: {where} ({method}) is not supported; {REMEDY}")
 
 
 def refuse_files(directory: Path) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.cli import main
 from mcore_rl.doctor import checks as machine
-from mcore_rl.doctor import main, report
+from mcore_rl.doctor import report
 from mcore_rl.doctor.checks import Check, Need
 from mcore_rl.resolved.installed import Installed, here
 
@@ -115,7 +116,7 @@ def test_exit_code_is_0_when_one_path_is_complete(
     missing: dict[str, Need], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "report", lambda: checks(**missing))
-    assert main([]) == code
+    assert main(["doctor"]) == code
     text = capsys.readouterr().out
     assert all(name in text for name in missing)
 
@@ -144,7 +145,7 @@ def test_report_without_implementation_prints_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("mcore_rl.resolved.installed.here", lambda: Installed(True, (7, 0), "2.11.0"))
-    assert main([]) == 1
+    assert main(["doctor"]) == 1
     assert "no model can be built with the installed packages: model.hf_path: no attention" in capsys.readouterr().out
 
 
@@ -166,7 +167,7 @@ def test_table_prints_brackets_literally(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_doctor_runs_without_importing_an_engine() -> None:
     code = (
-        "import sys; from mcore_rl.doctor import main; main();"
+        "import sys; from mcore_rl.cli import main; main(['doctor']);"
         "sys.exit(any(m in sys.modules for m in ('vllm', 'ray', 'transformers', 'megatron.core')))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0
