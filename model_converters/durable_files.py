@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,3 +43,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a durable JSON file.
+
+    Raises: OSError.
+    """
+    with durable_write(path) as file:
+        file.write(json.dumps(value, indent=2).encode() + b"\n")

@@ -56,31 +56,20 @@ def open_regular(file: Path) -> BinaryIO:
     raise ConversionError(f"{file} is {kind}; it must be a regular file")
 
 
-def outside_target(file: Path, directory: Path) -> Path | None:
-    """Return the target of a path that leaves `directory` (by `..`, an absolute path or a symbolic link), else None.
+def require_inside(file: Path, directory: Path) -> None:
+    """Reject a path that leaves `directory` (by `..`, an absolute path or a symbolic link).
 
     Links of a Hugging Face cache snapshot may point to the cache's `blobs`.
 
-    Raises: ConversionError for a loop of symbolic links.
+    Raises: ConversionError naming the path and its target, or a loop of symbolic links.
     """
     home = directory.resolve()
     try:
         target = file.resolve()
     except (RuntimeError, OSError):  # RuntimeError: pathlib before Python 3.13
         raise ConversionError(f"{file} is a loop of symbolic links; replace it by a copy of the file") from None
-    if target.is_relative_to(home):
-        return None
     is_blob = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
-    return None if is_blob else target
-
-
-def require_inside(file: Path, directory: Path) -> None:
-    """Reject a path that leaves `directory`.
-
-    Raises: ConversionError naming the path and its target.
-    """
-    target = outside_target(file, directory)
-    if target is not None:
+    if not (target.is_relative_to(home) or is_blob):
         raise ConversionError(
             f"{file} leaves the model directory: it points to {target}; replace it by a copy of the file, or remove it"
         )
@@ -131,25 +120,22 @@ def _unambiguous(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
     for key, value in pairs:
         if key in found:
             raise ValueError(f"the key {key!r} appears twice")
-        if not _is_finite(value):
-            raise ValueError(f"the key {key!r} holds NaN or infinity, which JSON does not have")
-        if not (_is_text(key) and _is_text(value)):
-            raise ValueError(f"the key {key!r} holds half of a surrogate pair")
+        if problem := _problem(value) or _problem(key):
+            raise ValueError(f"the key {key!r} holds {problem}")
         found[key] = value
     return found
 
 
-def _is_finite(value: object) -> bool:
+def _problem(value: object) -> str:
+    """Return the part of a value, or of a list's items, that JSON does not allow; "" if there is none."""
+    if isinstance(value, list):
+        return next(filter(None, map(_problem, value)), "")
     if isinstance(value, float):
-        return math.isfinite(value)
-    return not isinstance(value, list) or all(map(_is_finite, value))
-
-
-def _is_text(value: object) -> bool:
-    if isinstance(value, str):
-        # Almost all names are ASCII; isascii() reads a flag of the string and needs no scan.
-        return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
-    return not isinstance(value, list) or all(map(_is_text, value))
+        return "" if math.isfinite(value) else "NaN or infinity, which JSON does not have"
+    # Almost all names are ASCII; isascii() reads a flag of the string and needs no scan.
+    if isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        return "half of a surrogate pair"
+    return ""
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -14,64 +14,55 @@ from model_converters.mapping.plan import TensorLoad
 from model_converters.mapping.table import BoundRow
 
 
-class ChunkSource:
-    """Reader of one rank's chunks; `loads` is the rank's load_plan.
+def read_chunk(
+    source: HFCheckpoint,
+    loads: Mapping[str, TensorLoad],
+    dtypes: Mapping[str, torch.dtype],
+    chunk: CheckpointChunk,
+) -> torch.Tensor:
+    """Read a chunk into a new tensor; padding is zero.
 
-    Raises: ConversionError if names or shapes differ between the rank's model and its plan.
+    loads: plan of the rank's tensors. dtypes: dtype of each of them. Both by mcore name.
+
+    Raises: ConversionError.
     """
-
-    def __init__(
-        self,
-        source: HFCheckpoint,
-        loads: Sequence[TensorLoad],
-        dtypes: Mapping[str, torch.dtype],
-        state: ShardedRankState,
-    ) -> None:
-        self._source, self._dtypes = source, dtypes
-        self._loads = {load.mcore_name: load for load in loads}
-        _check_shapes(self._loads, state)
-
-    def read(self, chunk: CheckpointChunk) -> torch.Tensor:
-        """Read a chunk into a new tensor; padding is zero.
-
-        Raises: ConversionError.
-        """
-        slices = list(self._slices(chunk))
-        covered = sum(target.volume for _, _, _, target in slices)
-        if covered != chunk.local.volume and not chunk.padded:
-            raise ConversionError(f"{chunk.mcore_name}: {covered} of {chunk.local.volume} elements are planned")
-        # Only the vocabulary is padded; its padding is not covered by any slice and must be zero.
-        allocate = torch.empty if covered == chunk.local.volume else torch.zeros
-        out = allocate(chunk.local.shape, dtype=self._dtypes[chunk.mcore_name])
-        for hf_name, dim, start, target in slices:
-            self._source.read_into(hf_name, target.view(out), dim=dim, start=start)
-        return out
-
-    def _slices(self, chunk: CheckpointChunk) -> Iterator[tuple[str, int, int, Box]]:
-        """Yield (HF name, dim, start, block of the chunk) for each HF slice of a chunk."""
-        load = self._loads[chunk.mcore_name]
-        for hf_name, piece in load.sources:
-            piece_box = slice_box(load.shape, piece.dim, piece.local_start, piece.length)
-            common = piece_box.overlap(chunk.local)
-            if common is None:
-                continue
-            start = _start(common, piece_box, piece)
-            yield hf_name, piece.dim, start, common.moved(chunk.local.offset, (0,) * len(load.shape))
+    load = loads[chunk.mcore_name]
+    slices = []
+    for hf_name, piece in load.sources:
+        planned = slice_box(load.shape, piece.dim, piece.local_start, piece.length)
+        if common := planned.overlap(chunk.local):
+            start = _start(common, planned, piece)
+            slices.append((hf_name, piece.dim, start, common.moved(chunk.local.offset, (0,) * len(load.shape))))
+    covered = sum(target.volume for _, _, _, target in slices)
+    if covered != chunk.local.volume and not chunk.padded:
+        raise ConversionError(f"{chunk.mcore_name}: {covered} of {chunk.local.volume} elements are planned")
+    # Only the vocabulary is padded; its padding is not covered by any slice and must be zero.
+    allocate = torch.empty if covered == chunk.local.volume else torch.zeros
+    out = allocate(chunk.local.shape, dtype=dtypes[chunk.mcore_name])
+    for hf_name, dim, start, target in slices:
+        source.read_into(hf_name, target.view(out), dim=dim, start=start)
+    return out
 
 
-def _start(common: Box, piece_box: Box, piece: Piece) -> int:
+def _start(common: Box, planned: Box, piece: Piece) -> int:
+    """Return the start in the HF tensor of the part `common` of a piece, which is planned as block `planned`."""
     if not common.shape:
         return 0
     # A slice of an HF tensor is read along one dimension, so the chunk must cover the piece in all other dimensions.
-    for dim, (size, whole) in enumerate(zip(common.shape, piece_box.shape, strict=True)):
+    for dim, (size, whole) in enumerate(zip(common.shape, planned.shape, strict=True)):
         assert dim == piece.dim or size == whole, f"{piece.mcore_name} is cut along two dims"
     return piece.start + common.offset[piece.dim] - piece.local_start
 
 
-def _check_shapes(loads: Mapping[str, TensorLoad], state: ShardedRankState) -> None:
+def loads_by_name(loads: Sequence[TensorLoad], state: ShardedRankState) -> dict[str, TensorLoad]:
+    """Return the planned tensors of a rank by mcore name.
+
+    Raises: ConversionError if names or shapes differ between the rank's model and its plan.
+    """
     padded = {chunk.mcore_name for chunk in state.chunks if chunk.padded}
-    problems = [f"{name} has no row" for name in state.shapes if name not in loads]
-    for name, load in loads.items():
+    by_name = {load.mcore_name: load for load in loads}
+    problems = [f"{name} has no row" for name in state.shapes if name not in by_name]
+    for name, load in by_name.items():
         shape = state.shapes.get(name)
         if shape is None:
             problems.append(f"the model has no {name}")
@@ -80,6 +71,7 @@ def _check_shapes(loads: Mapping[str, TensorLoad], state: ShardedRankState) -> N
             problems.append(f"{name} is {shape} in the model, {load.shape} in the table")
     if problems:
         raise ConversionError(f"the weight table does not fit megatron's model: {listing(problems)}")
+    return by_name
 
 
 def stored_dtypes(source: HFCheckpoint, bound: Sequence[BoundRow]) -> dict[str, torch.dtype]:

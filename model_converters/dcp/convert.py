@@ -7,9 +7,9 @@ this module, logits.py and the command line import mcore_rl.megatron, inside fun
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,9 +18,15 @@ from typing import get_args
 import torch
 from torch.distributed.checkpoint import Metadata
 
-from model_converters.dcp.block_source import ChunkSource, stored_dtypes
+from model_converters.dcp.block_source import loads_by_name, read_chunk, stored_dtypes
 from model_converters.dcp.blocks import CheckpointChunk, Naming, ShardedRankState
-from model_converters.dcp.logits import Compare, compare_logits, require_same_logits, should_compare_logits
+from model_converters.dcp.logits import (
+    Compare,
+    compare_logits,
+    megatron_errors,
+    require_same_logits,
+    should_compare_logits,
+)
 from model_converters.dcp.metadata import read_metadata
 from model_converters.dcp.model import McoreCheckpoint, plan_bytes
 from model_converters.dcp.partial_checkpoint import PartialCheckpoint, Span
@@ -203,9 +209,10 @@ def _write(partial: PartialCheckpoint, conversion: _Conversion, spans: dict[str,
                 continue
             if file.rank != rank:
                 rank = file.rank
-                loads = load_plan(conversion.bound, conversion.layout, rank)
-                chunks = ChunkSource(conversion.source, loads, conversion.dtypes, conversion.states[rank])
-            spans[file.name] = write_file(partial.directory, file, chunks.read, advance)
+                plan = load_plan(conversion.bound, conversion.layout, rank)
+                loads = loads_by_name(plan, conversion.states[rank])
+                read = functools.partial(read_chunk, conversion.source, loads, conversion.dtypes)
+            spans[file.name] = write_file(partial.directory, file, read, advance)
             partial.note(file.name, spans[file.name])
 
 
@@ -221,17 +228,10 @@ def rank_states(
 
     Raises: ConversionError.
     """
-    from mcore_rl.errors import McoreRLError
+    with megatron_errors():
+        from mcore_rl.megatron.model.sharded import rank_state
 
-    try:
-        with warnings.catch_warnings():
-            # Megatron warns about missing optional packages and about options without effect.
-            warnings.simplefilter("ignore")
-            from mcore_rl.megatron.model.sharded import rank_state
-
-            return [rank_state(config, layout, rank, naming=naming) for rank in range(layout.world_size)]
-    except McoreRLError as error:
-        raise ConversionError(str(error)) from error
+        return [rank_state(config, layout, rank, naming=naming) for rank in range(layout.world_size)]
 
 
 def to_hf(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -60,14 +62,24 @@ def compare_logits(hf: Path, ckpt: Path, config: dict[str, object]) -> LogitDiff
 
     Raises: ConversionError if either model cannot be loaded.
     """
+    with megatron_errors():
+        # Imported here: other commands do not need Megatron.
+        from mcore_rl.megatron.model import parity
+
+        return LogitDifference(*parity.compare_logits(hf, ckpt, config))
+
+
+@contextmanager
+def megatron_errors() -> Iterator[None]:
+    """Raise errors of mcore_rl in the block as ConversionError, and ignore all warnings.
+
+    Megatron warns about missing optional packages and about options without effect.
+    """
     from mcore_rl.errors import McoreRLError
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Imported here: other commands do not need Megatron.
-            from mcore_rl.megatron.model import parity
-
-            return LogitDifference(*parity.compare_logits(hf, ckpt, config))
+            yield
     except McoreRLError as error:
         raise ConversionError(str(error)) from error

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from model_converters.durable_files import durable_write, sync
+from model_converters.durable_files import sync, write_json
 from model_converters.errors import ConversionError, listing
 
 Span = tuple[int, int]
@@ -41,12 +41,11 @@ class PartialCheckpoint:
             raise ConversionError(f"{self.target} exists already; remove it or choose another directory")
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
-            fresh = not self.directory.exists()
             self.directory.mkdir(exist_ok=True)
             self._acquire()
         except OSError as error:
             raise ConversionError(f"{self.target} cannot be written: {error}") from error
-        recorded = None if fresh else self._read_identity()
+        recorded = self._read_identity()
         if recorded is None:
             self._start(identity)
             return {}
@@ -104,8 +103,7 @@ class PartialCheckpoint:
         """Empty the directory and record the identity. Files without a readable identity cannot be resumed."""
         for stale in self.directory.iterdir():
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-        with durable_write(self.directory / _IDENTITY) as file:
-            file.write(json.dumps(identity, indent=1).encode())
+        write_json(self.directory / _IDENTITY, identity)
 
     def _read_identity(self) -> dict[str, object] | None:
         try:

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
+from model_converters.durable_files import write_json
 from model_converters.errors import ConversionError
-from model_converters.hf.files import TensorFiles
 from model_converters.hf.io import HFCheckpoint
-from model_converters.hf.shards import StoredTensor, read_header, write_tensors
+from model_converters.hf.shards import StoredTensor, TensorFiles, read_header, write_tensors
 from model_converters.hf.side_files import HF_FOLDER, side_files_in
-from model_converters.hf.writer import write_json
 from model_converters.inputs import read_object
 from model_converters.mapping.table import BoundRow
 
@@ -56,8 +55,7 @@ def write_record(directory: Path, source: HFCheckpoint, bound: Sequence[BoundRow
     absent = sorted(row.hf[0] for row in bound if row.row.repeats and row.hf[0] not in source.shapes)
     if absent:
         write_json(folder / _ABSENT_FILE, {"absent": absent})
-    scales = {name: source.stored_scales(name) for name in source.quantised}
-    if scales:
+    if scales := source.stored_scales():
         write_tensors(folder / _SCALES_FILE, scales)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -152,7 +152,11 @@ def write_file(
     Raises: OSError, for example when the disk is full.
     """
     spans = []
-    with _without_checksums(), (directory / file.name).open("wb") as raw:
+    with ExitStack() as stack:
+        # torch.load does not check the CRC32 of torch.save, and computing it takes as long as writing.
+        stack.callback(torch.serialization.set_crc32_options, torch.serialization.get_crc32_options())
+        torch.serialization.set_crc32_options(False)
+        raw = stack.enter_context((directory / file.name).open("wb"))
         stream = _ObservedFile(raw, on_write)
         for entry in file.entries:
             start = stream.tell()
@@ -202,17 +206,6 @@ class _ObservedFile:
 
     def flush(self) -> None:
         self._raw.flush()
-
-
-@contextmanager
-def _without_checksums() -> Iterator[None]:
-    """Disable CRC32 in torch.save: torch.load does not check it, and computing it takes as long as writing."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 class _MetadataWriter(FileSystemWriter):

@@ -8,19 +8,19 @@ Source: peft 0.21 tuners/lora (get_delta_weight, get_pattern_key), utils/save_an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 
 from model_converters.errors import ConversionError, listing
-from model_converters.hf.directory.saved_modules import saved_tensors
-from model_converters.hf.files import TensorFiles
 from model_converters.hf.quant import TILE_COLUMNS, TILE_ROWS
-from model_converters.hf.shards import StoredTensor, read_header
+from model_converters.hf.shards import StoredTensor, TensorFiles, read_header
+from model_converters.hf.unlisted_files import same_bytes
 from model_converters.inputs import is_number, read_object
 from model_converters.mapping.transforms import Shape
 
@@ -36,6 +36,9 @@ _IGNORED = set(
     peft_version qalora_group_size revision runtime_config target_modules task_type""".split()
 )
 _USED = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save"}
+_PREFIX = "base_model.model."
+_WRAPPERS = (".modules_to_save.default.", ".modules_to_save.")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Initialisations of A and B that do not change the base weights.
 _BASE_PRESERVING = (True, False, None, "gaussian", "orthogonal", "eva")
 
@@ -60,10 +63,11 @@ class LoraAdapter:
         if not weights.is_file():
             raise ConversionError(f"{weights} does not exist; save the adapter with safe_serialization=True")
         header = read_header(weights)
-        saved = saved_tensors(header, self.config.get("modules_to_save"))
-        pairs, problems = _pairs({name: stored for name, stored in header.items() if name not in saved.sources})
-        problems = _unsupported(self.config) + saved.problems(shapes, pairs, tied=tied) + problems
-        self.replaced = saved.tensors
+        modules = self.config.get("modules_to_save")
+        saved = {name: base for name in header if (base := _saved_name(name, modules))}
+        self.replaced = {base: header[name] for name, base in saved.items()}
+        pairs, problems = _pairs({name: stored for name, stored in header.items() if name not in saved})
+        problems = _unsupported(self.config) + self._saved_problems(modules, shapes, pairs, tied) + problems
         # Collect all problems before raising, so that the user sees them in one message.
         self._patterns = {field: _compiled(self.config, field, problems) for field in ("rank_pattern", "alpha_pattern")}
         for module, sides in pairs.items():
@@ -77,6 +81,44 @@ class LoraAdapter:
             for module, sides in pairs.items()
         }
 
+    def _saved_problems(
+        self, modules: object, shapes: Mapping[str, Shape], adapted: Collection[str], tied: bool
+    ) -> list[str]:
+        """Return the reasons why `replaced` cannot replace base tensors. Removes the head of a tied model from it.
+
+        adapted: modules that have a low-rank update as well.
+        """
+        if not _is_list_of_names(modules):
+            return [f"modules_to_save {modules!r}, which must be a list of names"]
+        problems = [
+            f"modules_to_save {module!r} has no tensor in the adapter"
+            for module in modules or ()
+            if not any(_is_inside(name, [module]) for name in self.replaced)
+        ]
+        if tied:
+            problems += self._tied_problems()
+        for name, stored in self.replaced.items():
+            if name not in shapes:
+                problems.append(f"modules_to_save names {name}, which the model does not have")
+            elif stored.shape != shapes[name] or not _is_full_precision(stored):
+                found = f"{stored.dtype} {stored.shape}"
+                problems.append(f"{name} of modules_to_save is {found}, in the base model {shapes[name]}")
+            if name.removesuffix(".weight") in adapted:
+                problems.append(f"{name} is saved whole and adapted")
+        return problems
+
+    def _tied_problems(self) -> list[str]:
+        """Check embedding and head of a tied model. PEFT trains copies: both must be saved with equal values."""
+        found = [name for name in (_EMBEDDING, _HEAD) if name in self.replaced]
+        if len(found) == 1:
+            remedy = "merge the adapter with PEFT and save that model with tie_word_embeddings=false"
+            return [f"modules_to_save: {found[0]} alone would untie embedding and head; {remedy}"]
+        if found and not same_bytes(self.replaced[_EMBEDDING], self.replaced[_HEAD]):
+            return ["modules_to_save: embedding and head differ, but the model ties them (tie_word_embeddings)"]
+        # The embedding replaces both.
+        self.replaced.pop(_HEAD, None)
+        return []
+
     def _misfits(self, module: str, sides: Mapping[str, StoredTensor], base: Shape | None) -> list[str]:
         problems = [f"{module} lacks lora_{side}" for side in "AB" if side not in sides]
         if base is None:
@@ -86,8 +128,7 @@ class LoraAdapter:
         rank = self._of_module("rank_pattern", module, "r")
         wanted = {"A": (rank, base[1]), "B": (base[0], rank)}
         for side, tensor in sides.items():
-            # Float8 factors would need scales, which adapters do not have.
-            if tensor.shape != wanted[side] or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            if tensor.shape != wanted[side] or not _is_full_precision(tensor):
                 problems.append(f"{module}.lora_{side} {tensor.dtype} {tensor.shape} instead of {wanted[side]}")
         return problems
 
@@ -142,22 +183,45 @@ class UpdateWindow:
         values += delta[row - top : row - top + values.shape[0], column - left : column - left + values.shape[1]]
 
 
+def _saved_name(name: str, modules: object) -> str | None:
+    """Return the base tensor that an adapter's tensor replaces; None if it is not one of `modules`, modules_to_save."""
+    base = name.removeprefix(_PREFIX)
+    # PEFT inserts a wrapper into the names, with or without the name of the adapter ("default").
+    for wrapper in _WRAPPERS:
+        base = base.replace(wrapper, ".")
+    saved = _is_list_of_names(modules) and ".lora_" not in name and _is_inside(base, modules or ())
+    return base if saved else None
+
+
+def _is_inside(name: str, modules: Sequence[str]) -> bool:
+    """Return whether a tensor belongs to a module whose path ends with one of the names, or to its submodules."""
+    parts = name.split(".")[:-1]
+    paths = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    # Like PEFT, which compares the ends of the paths as text.
+    return any(path.endswith(module) for path in paths for module in modules)
+
+
+def _is_list_of_names(modules: object) -> TypeGuard[list[str] | None]:
+    return modules is None or (isinstance(modules, list) and all(isinstance(name, str) and name for name in modules))
+
+
+def _is_full_precision(stored: StoredTensor) -> bool:
+    # Float8 tensors would need scales, which adapters do not have.
+    return stored.dtype.is_floating_point and stored.dtype.itemsize >= 2
+
+
 def _unsupported(config: Mapping[str, object]) -> list[str]:
-    problems = []
-    if config.get("peft_type") != "LORA":
-        problems.append(f"peft_type {config.get('peft_type')!r}, only 'LORA'")
-    if config.get("bias", "none") != "none":
-        problems.append(f"bias {config['bias']!r}, only 'none'")
-    if config.get("init_lora_weights") not in _BASE_PRESERVING:
-        problems.append(
-            f"init_lora_weights {config['init_lora_weights']!r}, which may have changed the base weights "
-            "(save the adapter as plain LoRA: path_initial_model_for_weight_conversion)"
-        )
-    rank = config.get("r")
-    if not is_number(rank) or rank < 1:
-        problems.append(f"r {rank!r}, which must be a number of at least 1")
-    if not is_number(config.get("lora_alpha")):
-        problems.append(f"lora_alpha {config.get('lora_alpha')!r}, which must be a number")
+    kind, bias, start = config.get("peft_type"), config.get("bias", "none"), config.get("init_lora_weights")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    remedy = "(save the adapter as plain LoRA: path_initial_model_for_weight_conversion)"
+    checks = (
+        (kind == "LORA", f"peft_type {kind!r}, only 'LORA'"),
+        (bias == "none", f"bias {bias!r}, only 'none'"),
+        (start in _BASE_PRESERVING, f"init_lora_weights {start!r}, which may have changed the base weights {remedy}"),
+        (is_number(rank) and rank >= 1, f"r {rank!r}, which must be a number of at least 1"),
+        (is_number(alpha), f"lora_alpha {alpha!r}, which must be a number"),
+    )
+    problems = [problem for holds, problem in checks if not holds]
     # An unknown field with a true value may change the computation (DoRA, for example), so it is rejected.
     known = _IGNORED | _USED | {"peft_type", "bias", "init_lora_weights"}
     return problems + [f"{key} {value!r}" for key, value in config.items() if key not in known and value]

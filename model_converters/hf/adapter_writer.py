@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 
-from model_converters.durable_files import sync
+from model_converters.durable_files import sync, write_json
 from model_converters.errors import ConversionError
 from model_converters.hf.adapter_reader import CONFIG_NAME, WEIGHTS_NAME
 from model_converters.hf.shards import write_tensors
-from model_converters.hf.writer import write_json
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ import torch
 
 from model_converters.errors import ConversionError
 from model_converters.hf.adapter_reader import LowRankUpdate, UpdateWindow
-from model_converters.hf.files import TensorFiles
 from model_converters.hf.quant import TILE_COLUMNS, TILE_ROWS, Block, ScaleWindow
-from model_converters.hf.shards import StoredTensor
+from model_converters.hf.shards import StoredTensor, TensorFiles
 
 
 @dataclass(frozen=True)

@@ -14,28 +14,22 @@ from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.families.parts.hf_config import flag, fp8_block, read_hf_config, weights_dtype
 from model_converters.families.parts.quantization import refuse_tensors
-from model_converters.hf.adapter_reader import LoraAdapter
-from model_converters.hf.buffers import check_frequencies, split_buffers
+from model_converters.hf.adapter_reader import LoraAdapter, LowRankUpdate
 from model_converters.hf.computed_tensor import ComputedTensor
-from model_converters.hf.directory.index import read_headers, refuse_fused_experts
-from model_converters.hf.directory.unlisted_files import find_unlisted
-from model_converters.hf.files import TensorFiles
-from model_converters.hf.scales import split_scales
-from model_converters.hf.shards import StoredTensor
+from model_converters.hf.index import read_headers
+from model_converters.hf.shards import StoredTensor, TensorFiles
+from model_converters.hf.tensor_kinds import (
+    check_frequencies,
+    refuse_fused_experts,
+    require_floating,
+    split_buffers,
+    split_scales,
+)
+from model_converters.hf.unlisted_files import find_unlisted
 from model_converters.hf.writer import HFWriter
 from model_converters.mapping.transforms import Shape
 
 __all__ = ["HFCheckpoint", "HFWriter"]
-
-
-def _require_floating(tensors: Mapping[str, StoredTensor]) -> None:
-    """Reject integer weights: only quantised releases or damaged files have them.
-
-    Raises: ConversionError.
-    """
-    for name, stored in tensors.items():
-        if not stored.dtype.is_floating_point:
-            raise ConversionError(f"{stored.file}: {name} has dtype {stored.dtype}; weights must be floating point")
 
 
 class HFCheckpoint:
@@ -68,11 +62,14 @@ class HFCheckpoint:
         refuse_fused_experts(listed, self.directory)
         tensors, buffers = split_buffers(listed)
         self._stored, self._scales = split_scales(tensors, self.block, self.directory)
-        _require_floating(self._stored)
+        require_floating(self._stored)
         self.shapes: dict[str, Shape] = {name: stored.shape for name, stored in self._stored.items()}
         self._replaced: dict[str, torch.dtype] = {}
-        adapter = self._adapter(lora) if lora is not None else None
-        self._computed = self._find_computed(adapter)
+        updates = self._merge(lora) if lora is not None else {}
+        self._computed = {
+            name: ComputedTensor(name, self._stored[name], self._scales.get(name), self.block, updates.get(name))
+            for name in {*self._scales, *updates}
+        }
         self._files = TensorFiles()
         self._maps: dict[Path, mmap.mmap] = {}
         if buffers:
@@ -88,22 +85,15 @@ class HFCheckpoint:
         finally:
             self._files.close()
 
-    def _adapter(self, directory: Path | str) -> LoraAdapter:
-        """Load the adapter and substitute its whole tensors for base tensors; reads convert them to the base dtype."""
+    def _merge(self, directory: Path | str) -> Mapping[str, LowRankUpdate]:
+        """Substitute an adapter's whole tensors, which reads convert to the base dtype, and return its updates."""
         adapter = LoraAdapter(directory, self.shapes, tied=flag(self.config, "tie_word_embeddings"))
         for name in adapter.replaced:
             self._replaced[name] = self.dtype(name)
         self._stored |= adapter.replaced
         # A replacement is not FP8: the scales of the base tensor do not apply to it.
         self._scales = {name: scales for name, scales in self._scales.items() if name not in adapter.replaced}
-        return adapter
-
-    def _find_computed(self, adapter: LoraAdapter | None) -> dict[str, ComputedTensor]:
-        updates = adapter.updates if adapter is not None else {}
-        return {
-            name: ComputedTensor(name, self._stored[name], self._scales.get(name), self.block, updates.get(name))
-            for name in {*self._scales, *updates}
-        }
+        return adapter.updates
 
     def __enter__(self) -> Self:
         return self
@@ -133,14 +123,9 @@ class HFCheckpoint:
         scales = self._scales.get(name)
         return self._files.read(name, self._find(name)), self._files.read(name, scales) if scales else None
 
-    @property
-    def quantised(self) -> tuple[str, ...]:
-        """Names of the weights that are stored in FP8."""
-        return tuple(self._scales)
-
-    def stored_scales(self, name: str) -> torch.Tensor:
-        """Read the scales of an FP8 weight in their stored dtype."""
-        return self._files.read(name, self._scales[name])
+    def stored_scales(self) -> dict[str, torch.Tensor]:
+        """Read the scales of all FP8 weights in their stored dtype."""
+        return {name: self._files.read(name, scales) for name, scales in self._scales.items()}
 
     def view(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
         """Return a slice as a view of the privately mapped file; pages are read on first use.

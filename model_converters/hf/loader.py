@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 
 import torch
 
@@ -39,9 +40,7 @@ def load_tensors(
             target.zero_()
         for hf_name, piece in load.sources:
             reads.append((*checkpoint.position(hf_name), hf_name, piece, target))
-        for hf_name in load.copies:
-            if hf_name in checkpoint.shapes:
-                check_redundant(checkpoint, hf_name, load)
+        _check_redundant(checkpoint, load)
     # Sort by file and offset for sequential disk reads.
     for _, _, hf_name, piece, target in sorted(reads, key=lambda read: read[:2]):
         checkpoint.read_into(hf_name, local_slice(target, piece), dim=piece.dim, start=piece.start)
@@ -53,18 +52,17 @@ def check_copies(checkpoint: HFCheckpoint, bound: Sequence[BoundRow]) -> None:
     Raises: ConversionError naming a tensor that differs from its copy.
     """
     for load in load_plan(bound, TrainLayout(1), 0):
-        for name in load.copies:
-            if name in checkpoint.shapes:
-                check_redundant(checkpoint, name, load)
+        _check_redundant(checkpoint, load)
     checkpoint.unlisted.check_copies()
 
 
-def check_redundant(checkpoint: HFCheckpoint, hf_name: str, load: TensorLoad) -> None:
-    """Compare the redundant tensor `hf_name` with the tensors that `load` reads.
+def _check_redundant(checkpoint: HFCheckpoint, load: TensorLoad) -> None:
+    """Compare the stored copies of a tensor with the tensors that `load` reads.
 
     Raises: ConversionError if they differ.
     """
-    for own_name, piece in load.sources:
+    stored_copies = (name for name in load.copies if name in checkpoint.shapes)
+    for hf_name, (own_name, piece) in product(stored_copies, load.sources):
         # Views of the mapped files: the comparison copies nothing, except FP8 and merged weights.
         source, other = (checkpoint.view(name, piece.dim, piece.start, piece.length) for name in (own_name, hf_name))
         if not torch.equal(source, other):

@@ -1,4 +1,4 @@
-"""The safetensors file format: reading and checking of headers, and writing.
+"""The safetensors file format: reading and checking of headers, reading of tensors, and writing.
 
 A file consists of the header length (uint64, little endian), a JSON header, and the data without gaps. Our own header
 reader detects a truncated shard without reading its data.
@@ -190,3 +190,44 @@ def write_exactly(descriptor: int, source: memoryview, offset: int) -> None:
     while source:
         written = os.pwrite(descriptor, source, offset)
         source, offset = source[written:], offset + written
+
+
+class TensorFiles:
+    """Cache of open file descriptors. All reads raise ConversionError naming the file and the tensor."""
+
+    def __init__(self, flags: int = os.O_RDONLY) -> None:
+        self._flags, self._descriptors = flags, dict[Path, int]()
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def sync(self) -> None:
+        """Flush the open files to the disk."""
+        for descriptor in self._descriptors.values():
+            os.fsync(descriptor)
+
+    def descriptor(self, file: Path) -> int:
+        # A conversion reads thousands of tensors from the same few files.
+        if file not in self._descriptors:
+            self._descriptors[file] = os.open(file, self._flags)
+        return self._descriptors[file]
+
+    def read(self, name: str, stored: StoredTensor) -> torch.Tensor:
+        """Read a whole tensor in its stored dtype."""
+        out = torch.empty(stored.shape, dtype=stored.dtype)
+        self.fill(name, stored, out)
+        return out
+
+    def fill_rows(self, name: str, stored: StoredTensor, out: torch.Tensor, *, first: int) -> None:
+        """Fill `out` with rows of a matrix, starting at row `first`."""
+        self.fill(name, stored, out, skipped=first * stored.shape[1] * stored.dtype.itemsize)
+
+    def fill(self, name: str, stored: StoredTensor, out: torch.Tensor, *, skipped: int = 0) -> None:
+        """Fill a contiguous CPU tensor of the stored dtype, starting `skipped` bytes into the stored tensor."""
+        try:
+            read_exactly(self.descriptor(stored.file), as_bytes(out), stored.offset + skipped)
+        except (OSError, EOFError) as error:
+            reason = error or "unexpected end of file"
+            raise ConversionError(f"{stored.file}: {name} cannot be read: {reason}") from error

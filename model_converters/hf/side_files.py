@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from model_converters.durable_files import durable_write, sync
+from model_converters.durable_files import sync, write_json
 from model_converters.errors import ConversionError
 from model_converters.inputs import open_regular, require_inside, special_kind
 
@@ -51,8 +50,7 @@ def copy_side_files(source: Path | str, target: Path | str, config: Mapping[str,
         # The caller renames the directory when it is complete; its files must be on the disk by then.
         sync(target / file.name)
     if config is not None:
-        with durable_write(target / _CONFIG) as written:
-            written.write(json.dumps(config, indent=2).encode() + b"\n")
+        write_json(target / _CONFIG, config)
     sync(target)
 
 

@@ -13,14 +13,14 @@ from typing import Self
 
 import torch
 
-from model_converters.durable_files import durable_write, sync
+from model_converters.durable_files import sync, write_json
 from model_converters.errors import ConversionError, listing
 from model_converters.families import missing_engine_fields
 from model_converters.families.parts.hf_config import read_hf_config
-from model_converters.hf.directory.index import INDEX_NAME, SINGLE_NAME
 from model_converters.hf.fp8_export import exported_config
+from model_converters.hf.index import INDEX_NAME, SINGLE_NAME
 from model_converters.hf.quant import FP8
-from model_converters.hf.shards import StoredTensor, as_bytes, layout_shard, write_exactly
+from model_converters.hf.shards import StoredTensor, TensorFiles, as_bytes, layout_shard, write_exactly
 from model_converters.hf.side_files import copy_side_files
 from model_converters.mapping.placement import Piece, TensorPlan
 
@@ -44,7 +44,7 @@ class HFWriter:
         self.partial = self.directory.with_name(f".{self.directory.name}.partial")
         self._plans: dict[str, TensorPlan] = {}
         self._stored: dict[str, StoredTensor] = {}
-        self._descriptors: dict[Path, int] = {}
+        self._files = TensorFiles(os.O_WRONLY)
         self._written: dict[str, set[int]] = {}
         self._owner = False
 
@@ -96,7 +96,7 @@ class HFWriter:
         stride = stored.num_bytes // runs
         first = stored.offset + (0 if whole else piece.start * prod(plan.shape[piece.dim + 1 :]) * plan.dtype.itemsize)
         try:
-            descriptor = self._descriptor(stored.file)
+            descriptor = self._files.descriptor(stored.file)
             for run in range(runs):
                 write_exactly(descriptor, data[run * run_bytes : (run + 1) * run_bytes], first + run * stride)
         except OSError as error:
@@ -139,7 +139,7 @@ class HFWriter:
 
     def abort(self) -> None:
         """Close the files. The owner also removes the partial directory."""
-        self._close_files()
+        self._files.close()
         if self._owner:
             shutil.rmtree(self.partial, ignore_errors=True)
 
@@ -186,20 +186,9 @@ class HFWriter:
         if piece.start in self._written.get(plan.hf_name, ()):
             raise ConversionError(f"{plan.hf_name}: {piece} is written twice")
 
-    def _descriptor(self, file: Path) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(file, os.O_WRONLY)
-        return self._descriptors[file]
-
     def _sync_files(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.fsync(descriptor)
-        self._close_files()
-
-    def _close_files(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        self._files.sync()
+        self._files.close()
 
     def _merge_notes(self) -> None:
         for note in self.partial.glob("pieces.*.json"):
@@ -235,9 +224,3 @@ def _shard_groups(plans: Sequence[TensorPlan], max_shard_bytes: int) -> list[lis
         groups[-1].append(plan)
         filled += num_bytes
     return groups
-
-
-def write_json(file: Path, value: object) -> None:
-    """Write a JSON file and fsync it."""
-    with durable_write(file) as opened:
-        opened.write(json.dumps(value, indent=2).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Weight files that engines read; model_converters.hf.directory.unlisted_files relies on this."""
+"""Weight files that engines read; model_converters.hf.unlisted_files relies on this."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from mcore_rl.engines.vllm.arguments import model_arguments
 from model_converters.errors import ConversionError
-from model_converters.hf.directory.index import read_headers
-from model_converters.hf.directory.unlisted_files import find_unlisted
+from model_converters.hf.index import read_headers
+from model_converters.hf.unlisted_files import find_unlisted
 
 vllm = pytest.importorskip("vllm")
 

@@ -34,7 +34,7 @@ from mcore_rl.megatron.model.output import PolicyModel, unwrap
 from mcore_rl.resolved.adapters import base_rows, bound_adapters, check_adapter, scale_of
 from model_converters.families.parts.adapter_rows import PREFIX, A, B
 from model_converters.hf.adapter_reader import LoraAdapter
-from model_converters.hf.files import TensorFiles
+from model_converters.hf.shards import TensorFiles
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement, local_shape, segments_of
 from model_converters.mapping.table import BoundRow, bind

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model_converters.errors import ConversionError, listing
-from model_converters.hf.directory.index import INDEX_NAME, SINGLE_NAME
+from model_converters.hf.index import INDEX_NAME, SINGLE_NAME
 from model_converters.hf.shards import StoredTensor, read_header
 from model_converters.inputs import open_regular, special_kind
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
@@ -12,8 +12,6 @@ from model_converters.inputs import read_object, require_inside
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_FUSED = re.compile(r".*\.experts\.(gate_up_proj|gate_proj|up_proj|down_proj)(\.weight|_bias)?")
-"""Tensors with all experts of a layer: the in-memory format of transformers 5, saved on request."""
 
 
 def read_headers(directory: Path) -> dict[str, StoredTensor]:
@@ -22,7 +20,7 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     Raises: ConversionError naming a file that is missing, outside of the directory, damaged, or differs from the index.
     """
     index = directory / INDEX_NAME
-    if not _exists(index):
+    if not os.path.lexists(index):
         return _read_single(directory)
     weight_map = _read_index(index)
     stored: dict[str, StoredTensor] = {}
@@ -42,28 +40,10 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def refuse_fused_experts(stored: Mapping[str, StoredTensor], directory: Path) -> None:
-    """Reject directories with fused experts.
-
-    Raises: ConversionError naming the first such tensor.
-    """
-    fused = [name for name in stored if _FUSED.fullmatch(name)]
-    if fused:
-        shape = list(stored[fused[0]].shape)
-        raise ConversionError(
-            f"{directory}: {fused[0]} {shape} and {len(fused) - 1} more tensors hold all experts of a layer; only one "
-            "tensor per expert is supported: save the model with save_pretrained(..., save_original_format=True)"
-        )
-
-
-def _exists(file: Path) -> bool:
-    # A dangling link counts as existing: ignoring it would silently select other files.
-    return file.exists() or file.is_symlink()
-
-
 def _read_single(directory: Path) -> dict[str, StoredTensor]:
     single = directory / SINGLE_NAME
-    if _exists(single):
+    # A dangling link counts as existing: ignoring it would silently select other files.
+    if os.path.lexists(single):
         require_inside(single, directory)
         return read_header(single)
     message = f"{directory} has neither {INDEX_NAME} nor {SINGLE_NAME}"
