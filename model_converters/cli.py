@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import get_args
 
-from model_converters.catalogue import as_lines, as_markdown, write_between_markers
 from model_converters.dcp.convert import to_hf, to_mcore, verify
 from model_converters.dcp.logits import Compare
 from model_converters.errors import ConversionError
@@ -22,7 +21,7 @@ from model_converters.families.parts.mtp import Copies, without_mtp
 from model_converters.hf.size import COMPARED_PARAMETERS
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.table import bind
-from model_converters.table_output import as_json, as_table
+from model_converters.output import families_markdown, families_text, rows_json, rows_text, write_between_markers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -246,7 +245,7 @@ def show_verb(parsed: argparse.Namespace) -> int:
     family_for(config).model_arguments(config)  # rejects unsupported settings before the table is printed
     bound = bind(family_for(config).rows(config), config, weights_dtype(config))
     layout = layout_from(parsed)
-    print(json.dumps(as_json(config, bound, layout)) if parsed.json else "\n".join(as_table(config, bound, layout)))
+    print(json.dumps(rows_json(config, bound, layout)) if parsed.json else "\n".join(rows_text(config, bound, layout)))
     return 0
 
 
@@ -254,5 +253,5 @@ def families_verb(parsed: argparse.Namespace) -> int:
     if parsed.into:
         write_between_markers(parsed.into)
     else:
-        print(as_markdown() if parsed.markdown else "\n".join(as_lines()))
+        print(families_markdown() if parsed.markdown else "\n".join(families_text()))
     return 0

@@ -20,13 +20,7 @@ from torch.distributed.checkpoint import Metadata
 
 from model_converters.dcp.block_source import loads_by_name, read_chunk, stored_dtypes
 from model_converters.dcp.blocks import CheckpointChunk, Naming, ShardedRankState
-from model_converters.dcp.logits import (
-    Compare,
-    compare_logits,
-    megatron_errors,
-    require_same_logits,
-    should_compare_logits,
-)
+from model_converters.dcp.logits import Compare, compare_logits, megatron_errors, require_same_logits, should_compare
 from model_converters.dcp.metadata import read_metadata
 from model_converters.dcp.model import McoreCheckpoint, plan_bytes
 from model_converters.dcp.partial_checkpoint import PartialCheckpoint, Span
@@ -83,7 +77,7 @@ def to_mcore(
     with HFCheckpoint(hf, lora) as source:
         _check_config("--hf", hf, source.config)
         side_files(hf)
-        compared = should_compare_logits(source, logits, lora)
+        compared = should_compare(source, logits, lora)
         conversion = _plan(source, layout, max_file_bytes, keep_mtp=not drop_mtp, mtp_copies=mtp_copies)
         # Nothing is written before this line.
         partial = PartialCheckpoint(out)

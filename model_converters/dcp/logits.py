@@ -17,7 +17,7 @@ from model_converters.hf.size import reason_not_to_compare
 Compare = Literal["auto", "always", "never"]
 
 
-def should_compare_logits(source: HFCheckpoint, logits: Compare, lora: Path | None) -> bool:
+def should_compare(source: HFCheckpoint, logits: Compare, lora: Path | None) -> bool:
     """Decide whether a conversion compares logits. With "auto", print the reason if it does not.
 
     Raises: ConversionError for "always" if the source has an adapter or FP8 weights: transformers would not compute

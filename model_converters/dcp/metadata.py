@@ -12,49 +12,31 @@ from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from model_converters.errors import ConversionError
 
 METADATA_NAME = ".metadata"
 
+_DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath PurePosixPath Path",
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
+    f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+    "TensorStorageMetadata _MEM_FORMAT_ENCODING",
     # Megatron's writer also stores the save plans of its ranks.
-    "torch.distributed.checkpoint.planner": {
-        "BytesIOWriteData",
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
-    },
+    f"{_DCP}.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
 }
+"""Module -> names in it that a checkpoint's metadata may contain, separated by spaces."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
-        if name in _ALLOWED.get(module, ()):
+        if name in _ALLOWED.get(module, "").split():
             return super().find_class(module, name)
         # Dtypes are pickled as attributes of the module torch.
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -103,14 +85,14 @@ def _no_checkpoint(directory: Path) -> str:
 
 def _check(metadata: Metadata) -> None:
     for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, BytesStorageMetadata):
+        if isinstance(stored, dcp.BytesStorageMetadata):
             continue
-        _require(isinstance(key, str) and isinstance(stored, TensorStorageMetadata), f"{key!r} is not a tensor")
-        _require(isinstance(stored.properties, TensorProperties), f"{key} has no properties")
+        _require(isinstance(key, str) and isinstance(stored, dcp.TensorStorageMetadata), f"{key!r} is not a tensor")
+        _require(isinstance(stored.properties, dcp.TensorProperties), f"{key} has no properties")
         _require(isinstance(stored.properties.dtype, torch.dtype), f"{key} has no dtype")
         _check_sizes(key, stored.size)
         for chunk in stored.chunks:
-            _require(isinstance(chunk, ChunkStorageMetadata), f"{key} has an invalid chunk")
+            _require(isinstance(chunk, dcp.ChunkStorageMetadata), f"{key} has an invalid chunk")
             _check_sizes(key, chunk.offsets)
             _check_sizes(key, chunk.sizes)
             same_ndim = len(chunk.offsets) == len(chunk.sizes) == len(stored.size)
@@ -119,7 +101,7 @@ def _check(metadata: Metadata) -> None:
             fits = all(end <= size for end, size in zip(ends, stored.size, strict=True))
             _require(fits, f"a chunk of {key} exceeds the tensor")
     for index, place in metadata.storage_data.items():
-        _require(isinstance(index, MetadataIndex) and isinstance(place, _StorageInfo), f"{index!r} has no location")
+        _require(isinstance(index, dcp.MetadataIndex) and isinstance(place, _StorageInfo), f"{index!r} has no location")
         name = place.relative_path
         in_directory = isinstance(name, str) and name == Path(name).name and name != ".."
         _require(in_directory, f"{index.fqn} is stored in {name!r}, outside the checkpoint")

@@ -17,14 +17,8 @@ from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -102,7 +96,7 @@ def plan_metadata(files: Sequence[PlannedFile]) -> Metadata:
     except (ValueError, AssertionError) as error:
         raise ConversionError(f"the ranks of this layout do not cover every tensor exactly once: {error}") from error
     # torch (2.13) checks that chunks cover a tensor only if there are several plans, so count the elements here.
-    stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, dcp.TensorStorageMetadata)}
     untiled = [key for key, tensor in stored.items() if sum(prod(c.sizes) for c in tensor.chunks) != prod(tensor.size)]
     if untiled:
         raise ConversionError(f"the ranks of this layout cover only parts of {listing(untiled)}")
@@ -125,15 +119,15 @@ def _check_dtypes(files: Sequence[PlannedFile]) -> None:
 def _write_item(entry: FileEntry) -> WriteItem:
     content = entry.content
     if isinstance(content, StateObject):
-        return WriteItem(index=MetadataIndex(content.key), type=WriteItemType.BYTE_IO)
+        return WriteItem(index=dcp.MetadataIndex(content.key), type=WriteItemType.BYTE_IO)
     assert entry.dtype is not None
     offset, shape = (torch.Size(sizes) for sizes in content.stored)
     data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets=offset, sizes=shape),
-        properties=TensorProperties(dtype=entry.dtype),
+        chunk=dcp.ChunkStorageMetadata(offsets=offset, sizes=shape),
+        properties=dcp.TensorProperties(dtype=entry.dtype),
         size=torch.Size(content.global_shape),
     )
-    return WriteItem(index=MetadataIndex(content.key, offset), type=WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(index=dcp.MetadataIndex(content.key, offset), type=WriteItemType.SHARD, tensor_data=data)
 
 
 def write_file(
@@ -211,8 +205,8 @@ class _ObservedFile:
 class _MetadataWriter(FileSystemWriter):
     """FileSystemWriter whose metadata does not contain the directory's path."""
 
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()
+    def storage_meta(self) -> dcp.StorageMeta:
+        return dcp.StorageMeta()
 
 
 def write_metadata(

@@ -6,9 +6,7 @@ Source: transformers models/deepseek_v2.
 from __future__ import annotations
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts import experts, mla
-from model_converters.families.parts.description import REFUSED_ROTATIONS, Description
-from model_converters.families.parts.family import VLLM, Family, ModelArguments, TransformerArguments, embedding_rows
+from model_converters.families.parts import experts, family, mla
 from model_converters.families.parts.hf_config import HFConfig, integer, number, require
 from model_converters.mapping.table import Row
 
@@ -26,18 +24,18 @@ _DEFAULTS = {
 def _rows(config: HFConfig) -> list[Row]:
     require(config, "mlp_bias", False, reason="the table has no row for MLP biases")
     return [
-        *embedding_rows(config, integer(config, "hidden_size")),
+        *family.embedding_rows(config, integer(config, "hidden_size")),
         *mla.latent_attention_rows(config, range(integer(config, "num_hidden_layers"))),
         *experts.mlp_and_expert_rows(config, experts.sparse_pattern(config)),
     ]
 
 
-def _model_arguments(config: HFConfig) -> ModelArguments:
+def _model_arguments(config: HFConfig) -> family.ModelArguments:
     require(config, "mlp_bias", False, reason="the table has no row for MLP biases")
     return mla.latent_model_arguments(config, experts.sparse_arguments(config, _routing(config)))
 
 
-def _routing(config: HFConfig) -> TransformerArguments:
+def _routing(config: HFConfig) -> family.TransformerArguments:
     require(config, "scoring_func", "softmax", None, reason="this family's scores are a softmax")
     # If it is true, DeepSeek's own code normalises the weights, but transformers does not.
     require(config, "norm_topk_prob", False, reason="implementations of this family disagree on it")
@@ -64,7 +62,7 @@ def _engine_values(config: HFConfig) -> dict[str, object]:
     return groups | mla.rotation_for_engines(config)
 
 
-DEEPSEEK_V2 = Family(
+DEEPSEEK_V2 = family.Family(
     "deepseek_v2",
     _rows,
     _model_arguments,
@@ -72,10 +70,10 @@ DEEPSEEK_V2 = Family(
     nullable=("q_lora_rank",),
     architecture="DeepseekV2ForCausalLM",
     engine_values=_engine_values,
-    unread_by_engines={"tie_word_embeddings": VLLM},
+    unread_by_engines={"tie_word_embeddings": family.VLLM},
     own_fields=mla.OWN_FIELDS,
     absent_for_engines=mla.ABSENT_FOR_ENGINES,
-    description=Description(
+    description=family.Description(
         models="DeepSeek-V2-Lite",
         covers="latent attention with or without q_lora_rank, yarn with mscale, softmax scores, shared experts, dense "
         "first layers; expert groups where topk_group is above half of num_experts_per_tok (not DeepSeek-V2: 3 of 6)",
@@ -85,7 +83,6 @@ DEEPSEEK_V2 = Family(
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
             **mla.REFUSED_BY_LATENT_ATTENTION,
-            **REFUSED_ROTATIONS,
         },
         vllm_cpu="runs",
     ),

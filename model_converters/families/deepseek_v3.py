@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model_converters.families.parts import experts, mla
-from model_converters.families.parts.description import REFUSED_ROTATIONS, Description
-from model_converters.families.parts.family import VLLM, Family, ModelArguments, embedding_rows
+from model_converters.families.parts import experts, family, mla
 from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.mapping.table import Row
@@ -26,7 +24,7 @@ _DEFAULTS = {
 
 def _rows(config: HFConfig) -> list[Row]:
     return [
-        *embedding_rows(config, integer(config, "hidden_size")),
+        *family.embedding_rows(config, integer(config, "hidden_size")),
         *_layer_rows(config, experts.sparse_pattern(config)),
         *mtp_rows(config, _layer_rows(config, experts.mtp_pattern(config))),
     ]
@@ -39,12 +37,12 @@ def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
     ]
 
 
-def _model_arguments(config: HFConfig) -> ModelArguments:
+def _model_arguments(config: HFConfig) -> family.ModelArguments:
     sparse = experts.sparse_arguments(config, experts.sigmoid_routing(config))
     return replace(mla.latent_model_arguments(config, sparse), mtp_num_layers=num_mtp_layers(config))
 
 
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = family.Family(
     "deepseek_v3",
     _rows,
     _model_arguments,
@@ -52,10 +50,10 @@ DEEPSEEK_V3 = Family(
     nullable=("num_key_value_heads", "q_lora_rank"),
     architecture="DeepseekV3ForCausalLM",
     engine_values=mla.rotation_for_engines,
-    unread_by_engines={"tie_word_embeddings": VLLM},
+    unread_by_engines={"tie_word_embeddings": family.VLLM},
     own_fields=mla.OWN_FIELDS,
     absent_for_engines=mla.ABSENT_FOR_ENGINES,
-    description=Description(
+    description=family.Description(
         models="DeepSeek-V3, R1, Moonlight",
         covers="latent attention with or without q_lora_rank, yarn with mscale, sigmoid scores with correction bias, "
         "expert groups, shared experts, dense first layers, multi-token prediction (kept by conversions, trained on "
@@ -65,7 +63,6 @@ DEEPSEEK_V3 = Family(
             "scoring_func": "softmax",
             "topk_method": "greedy",
             **mla.REFUSED_BY_LATENT_ATTENTION,
-            **REFUSED_ROTATIONS,
         },
         vllm_cpu="runs",
     ),

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from model_converters.families.parts import experts, family
-from model_converters.families.parts.description import REFUSED_BY_ALL, Description
-from model_converters.families.parts.family import SGLANG, VLLM, Family, GroupedAttention, ModelArguments
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer
 from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.families.parts.rotary import rope_section
@@ -30,7 +28,7 @@ _DEFAULTS = {
 }
 
 
-def _attention(config: HFConfig) -> GroupedAttention:
+def _attention(config: HFConfig) -> family.GroupedAttention:
     bias, norm = flag(config, "attention_bias"), flag(config, "use_qk_norm")
     return family.grouped_attention(config, qkv_bias=bias, qk_norm=norm, bias_of_qkv_only=True)
 
@@ -50,7 +48,7 @@ def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
     ]
 
 
-def _model_arguments(config: HFConfig) -> ModelArguments:
+def _model_arguments(config: HFConfig) -> family.ModelArguments:
     transformer = family.decoder_arguments(config, _attention(config))
     transformer |= experts.sparse_arguments(config, experts.sigmoid_routing(config))
     arguments = family.model_arguments(config, transformer, partial_rotation=True)
@@ -64,16 +62,16 @@ def _engine_values(config: HFConfig) -> dict[str, object]:
     return {"rope_parameters": {"partial_rotary_factor": 1.0, **rope_section(config)[1]}}
 
 
-GLM4_MOE = Family(
+GLM4_MOE = family.Family(
     "glm4_moe",
     _rows,
     _model_arguments,
     defaults=_DEFAULTS,
     nullable=("partial_rotary_factor",),  # with null, transformers rotates whole heads
     architecture="Glm4MoeForCausalLM",
-    unread_by_engines={"tie_word_embeddings": VLLM | SGLANG, "moe_layer_freq": VLLM | SGLANG},
+    unread_by_engines=dict.fromkeys(("tie_word_embeddings", "moe_layer_freq"), family.VLLM | family.SGLANG),
     engine_values=_engine_values,
-    description=Description(
+    description=family.Description(
         models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
         covers="grouped queries, QKV bias, QK norms, partial rotation, sigmoid scores with correction bias, expert "
         "groups, shared experts, dense first layers, multi-token prediction (kept by conversions, trained on request)",
@@ -81,7 +79,7 @@ GLM4_MOE = Family(
             "norm_topk_prob": False,
             "scoring_func": "softmax",
             "topk_method": "greedy",
-            **REFUSED_BY_ALL,
+            **family.REFUSED_BY_ALL,
             "hidden_act": "gelu",
             "layer_types": ["sliding_attention"],
             "quantization_config": {"quant_method": "gptq"},

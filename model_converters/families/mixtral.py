@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts import family
-from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
-from model_converters.families.parts.family import SGLANG, ExpertNames, Family, GroupedAttention, ModelArguments
 from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.mapping.table import Row
 
-_NAMES = ExpertNames(block="block_sparse_moe", parts=("w1", "w3", "w2"), size_key="intermediate_size")
+_NAMES = family.ExpertNames(block="block_sparse_moe", parts=("w1", "w3", "w2"), size_key="intermediate_size")
 
 
-def _attention(config: HFConfig) -> GroupedAttention:
+def _attention(config: HFConfig) -> family.GroupedAttention:
     # Absent means null, as in transformers' MixtralConfig.
     if config.get("sliding_window") is not None:
         raise ConversionError(
@@ -42,25 +40,29 @@ def _rows(config: HFConfig) -> list[Row]:
     ]
 
 
-def _model_arguments(config: HFConfig) -> ModelArguments:
+def _model_arguments(config: HFConfig) -> family.ModelArguments:
     transformer = family.decoder_arguments(config, _attention(config))
     intermediate = integer(config, "intermediate_size")
     transformer |= family.softmax_experts(config, _num_experts(config), intermediate, normalised=True)
     return family.model_arguments(config, transformer)
 
 
-MIXTRAL = Family(
+MIXTRAL = family.Family(
     "mixtral",
     _rows,
     _model_arguments,
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     architecture="MixtralForCausalLM",
-    unread_by_engines={"head_dim": SGLANG, "tie_word_embeddings": SGLANG},
+    unread_by_engines={"head_dim": family.SGLANG, "tie_word_embeddings": family.SGLANG},
     own_fields=frozenset({"sliding_window"}),
-    description=Description(
+    description=family.Description(
         models="Mixtral 8x7B, 8x22B",
         covers="grouped-query attention, softmax over the chosen experts; router_jitter_noise is not applied",
-        refused={"sliding_window": 4096, "num_experts_per_tok": 1, **REFUSED_BY_ATTENTION, **REFUSED_ROTATIONS},
+        refused={
+            "sliding_window": 4096,
+            "num_experts_per_tok": 1,
+            **family.REFUSED_BY_ATTENTION,
+        },
         vllm_cpu="runs",
     ),
 )

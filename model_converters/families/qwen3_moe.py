@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from model_converters.families.parts import family
-from model_converters.families.parts.description import REFUSED_BY_ATTENTION, REFUSED_ROTATIONS, Description
-from model_converters.families.parts.family import SGLANG, Family, ModelArguments
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, whole_numbers
 from model_converters.mapping.table import Row
 
@@ -38,7 +36,7 @@ def _rows(config: HFConfig) -> list[Row]:
     return rows
 
 
-def _model_arguments(config: HFConfig) -> ModelArguments:
+def _model_arguments(config: HFConfig) -> family.ModelArguments:
     transformer = family.decoder_arguments(config, family.grouped_attention(config, qk_norm=True))
     sparse = set(sparse_layers(config))
     if sparse:
@@ -48,18 +46,22 @@ def _model_arguments(config: HFConfig) -> ModelArguments:
     return family.model_arguments(config, transformer)
 
 
-QWEN3_MOE = Family(
+QWEN3_MOE = family.Family(
     "qwen3_moe",
     _rows,
     _model_arguments,
     defaults={"decoder_sparse_step": 1, "head_dim": COMPUTED, "norm_topk_prob": False, "num_key_value_heads": 4},
     architecture="Qwen3MoeForCausalLM",
-    unread_by_engines={"tie_word_embeddings": SGLANG},
+    unread_by_engines={"tie_word_embeddings": family.SGLANG},
     own_fields=frozenset({"sliding_window"}),
-    description=Description(
+    description=family.Description(
         models="Qwen3-30B-A3B, Qwen3-235B-A22B",
         covers="Qwen3 attention, routed experts with or without norm_topk_prob, mlp_only_layers, decoder_sparse_step",
-        refused={"num_experts_per_tok": 1, "use_sliding_window": True, **REFUSED_BY_ATTENTION, **REFUSED_ROTATIONS},
+        refused={
+            "num_experts_per_tok": 1,
+            "use_sliding_window": True,
+            **family.REFUSED_BY_ATTENTION,
+        },
         vllm_cpu="runs",
     ),
 )

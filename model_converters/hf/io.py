@@ -14,17 +14,11 @@ from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.families.parts.hf_config import flag, fp8_block, read_hf_config, weights_dtype
 from model_converters.families.parts.quantization import refuse_tensors
+from model_converters.hf import tensor_kinds
 from model_converters.hf.adapter_reader import LoraAdapter, LowRankUpdate
 from model_converters.hf.computed_tensor import ComputedTensor
 from model_converters.hf.index import read_headers
 from model_converters.hf.shards import StoredTensor, TensorFiles
-from model_converters.hf.tensor_kinds import (
-    check_frequencies,
-    refuse_fused_experts,
-    require_floating,
-    split_buffers,
-    split_scales,
-)
 from model_converters.hf.unlisted_files import find_unlisted
 from model_converters.hf.writer import HFWriter
 from model_converters.mapping.transforms import Shape
@@ -59,10 +53,10 @@ class HFCheckpoint:
         # Before the tensors are split: an unlisted file may also contain scales and buffers.
         self.unlisted = find_unlisted(self.directory, listed)
         refuse_tensors(listed, self.directory)
-        refuse_fused_experts(listed, self.directory)
-        tensors, buffers = split_buffers(listed)
-        self._stored, self._scales = split_scales(tensors, self.block, self.directory)
-        require_floating(self._stored)
+        tensor_kinds.refuse_fused_experts(listed, self.directory)
+        tensors, buffers = tensor_kinds.split_buffers(listed)
+        self._stored, self._scales = tensor_kinds.split_scales(tensors, self.block, self.directory)
+        tensor_kinds.require_floating(self._stored)
         self.shapes: dict[str, Shape] = {name: stored.shape for name, stored in self._stored.items()}
         self._replaced: dict[str, torch.dtype] = {}
         updates = self._merge(lora) if lora is not None else {}
@@ -79,7 +73,7 @@ class HFCheckpoint:
         try:
             arguments = self.family.model_arguments(self.config)
             for name, stored in buffers.items():
-                check_frequencies(name, self._files.read(name, stored), arguments)
+                tensor_kinds.check_frequencies(name, self._files.read(name, stored), arguments)
         except ConversionError as error:
             raise ConversionError(f"{self.directory}: {error}") from None
         finally:

@@ -16,18 +16,10 @@ _OLDER_HF_FOLDER = "hf"
 
 _CONFIG = "config.json"
 _PATTERNS = (
-    _CONFIG,
-    "generation_config.json",
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.*",
+    *(_CONFIG, "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.*"),
     # Models whose tokenizer or configuration comes with its own code.
-    "*.model",
-    "*.tiktoken",
-    "*.py",
+    *("*.model", "*.tiktoken", "*.py"),
 )
 _SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 

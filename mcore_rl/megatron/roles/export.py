@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mcore_rl.megatron.lora.adapters import adapter_parameters
 from mcore_rl.resolved.adapters import base_rows, bound_adapters, targets_of
-from model_converters.hf.adapter_writer import LoraDescription, write_adapter
+from model_converters.hf.adapter_writer import adapter_config, write_adapter
 from model_converters.hf.io import HFWriter
 from model_converters.mapping.placement import TensorPlan
 from model_converters.mapping.plan import export_pieces, export_plan
@@ -82,4 +82,5 @@ def export_adapter(actor: MegatronActor, directory: str, source: str) -> None:
     for name, dim, start, part in (piece for pieces in gathered for piece in pieces):
         tensors[name].narrow(dim, start, part.shape[dim]).copy_(part)
     targets = targets_of(lora, actor.hf_config)
-    write_adapter(directory, tensors, LoraDescription(lora.rank, lora.alpha, lora.rslora, targets, source))
+    config = adapter_config(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora, target_modules=targets, base=source)
+    write_adapter(directory, tensors, config)

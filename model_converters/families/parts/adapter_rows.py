@@ -95,20 +95,11 @@ def _refusal(row: Row) -> str:
 def _factors(row: Row, parts: tuple[int, ...], rank: int) -> list[Row]:
     modules = [module_of(row.hf[part]) for part in parts]
     shapes = [row.shapes[part] for part in parts]
-    a = replace(
-        row,
-        mcore=row.mcore.removesuffix(_WEIGHT) + A,
-        hf=tuple(f"{PREFIX}{module}.lora_A.weight" for module in modules),
-        shapes=tuple((rank, columns) for _, columns in shapes),
-        fp8=False,
-        redundant=(),
-    )
-    b = replace(
-        a,
-        mcore=row.mcore.removesuffix(_WEIGHT) + B,
-        hf=tuple(f"{PREFIX}{module}.lora_B.weight" for module in modules),
-        shapes=tuple((rows, rank) for rows, _ in shapes),
-    )
+    name = row.mcore.removesuffix(_WEIGHT)
+    names = {side: tuple(f"{PREFIX}{module}.lora_{side}.weight" for module in modules) for side in "AB"}
+    factor = replace(row, fp8=False, redundant=())
+    a = replace(factor, mcore=name + A, hf=names["A"], shapes=tuple((rank, columns) for _, columns in shapes))
+    b = replace(factor, mcore=name + B, hf=names["B"], shapes=tuple((rows, rank) for rows, _ in shapes))
     # Row-parallel: A is divided along its columns like W, and B is whole on every rank.
     if row.axis != "none" and row.dim == 1:
         return [a, replace(b, transform=Same(), axis="none", dim=0)]

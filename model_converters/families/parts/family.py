@@ -8,7 +8,6 @@ from functools import partial
 from typing import TypedDict
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.description import Description
 from model_converters.families.parts.hf_config import (
     ConfigWithDefaults,
     HFConfig,
@@ -20,6 +19,25 @@ from model_converters.families.parts.hf_config import (
 from model_converters.families.parts.rotary import RotarySettings, rotary
 from model_converters.mapping.table import FINAL_NORM, Axis, Place, Row
 from model_converters.mapping.transforms import GateUp, GroupedQKV, Same, Shape, Vocabulary
+
+REFUSED_BY_ALL: dict[str, object] = {"dual_chunk_attention_config": {"chunk_size": 262144}, "is_causal": False}
+"""Fields that hf_config.refuse_unsupported rejects for every family."""
+
+REFUSED_ROTATIONS: dict[str, object] = {
+    "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+    "partial_rotary_factor": 0.5,
+}
+"""Fields that model_arguments rejects, with an example value."""
+
+REFUSED_BY_ATTENTION: dict[str, object] = {
+    **REFUSED_BY_ALL,
+    "attention_bias": True,
+    "hidden_act": "gelu",
+    "layer_types": ["sliding_attention"],
+    "quantization_config": {"quant_method": "gptq"},
+    **REFUSED_ROTATIONS,
+}
+"""Fields that grouped_attention and model_arguments reject, with an example value."""
 
 
 class TransformerArguments(TypedDict, total=False):
@@ -89,6 +107,22 @@ class ModelArguments:
     tied_embeddings: bool
     mtp_num_layers: int = 0
     latent_norm_epsilon: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """One row of the catalogue of families.
+
+    models: names of well-known models.
+    covers: supported features of the architecture.
+    refused: fields of config.json that are rejected, each with a rejected value (tests set it and expect the error).
+    vllm_cpu: "runs" if a test syncs the family into vLLM on CPU, else the error that vLLM raises.
+    """
+
+    models: str
+    covers: str
+    refused: Mapping[str, object]
+    vllm_cpu: str = "not tried"
 
 
 VLLM, SGLANG = frozenset({"vllm"}), frozenset({"sglang"})

@@ -11,22 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.description import REFUSED_BY_ALL
-from model_converters.families.parts.family import (
-    GroupedAttention,
-    ModelArguments,
-    TransformerArguments,
-    decoder_arguments,
-    model_arguments,
-    whole_row,
-)
-from model_converters.families.parts.hf_config import (
-    HFConfig,
-    integer,
-    number,
-    refuse_unsupported,
-    require,
-)
+from model_converters.families.parts import family
+from model_converters.families.parts.family import ModelArguments, TransformerArguments, whole_row
+from model_converters.families.parts.hf_config import HFConfig, integer, number, refuse_unsupported, require
 from model_converters.families.parts.rotary import rope_section, scale_factor
 from model_converters.mapping.table import Row
 from model_converters.mapping.transforms import Heads, Shape
@@ -34,15 +21,16 @@ from model_converters.mapping.transforms import Heads, Shape
 # transformers and DeepSeek's own code do not use the model's rms_norm_eps for these norms.
 LATENT_NORM_EPSILON = 1e-6
 REFUSED_BY_LATENT_ATTENTION: HFConfig = {
-    **REFUSED_BY_ALL,
+    **family.REFUSED_BY_ALL,
     "attention_bias": True,
     "hidden_act": "gelu",
     "index_topk": 2048,
     "num_key_value_heads": 1,
     "quantization_config": {"quant_method": "gptq"},
     "rope_interleave": False,
+    **family.REFUSED_ROTATIONS,
 }
-"""Fields that latent_sizes rejects, with an example value; see Description.refused."""
+"""Fields that latent_model_arguments rejects, with an example value; see Description.refused."""
 OWN_FIELDS = frozenset({"v_head_dim"})
 ABSENT_FOR_ENGINES = frozenset({"index_topk", "compress_ratios"})
 """Values of Family.own_fields and Family.absent_for_engines for latent attention. vLLM builds sparse or compressed
@@ -145,9 +133,9 @@ def latent_model_arguments(config: HFConfig, experts: TransformerArguments) -> M
     """
     sizes = latent_sizes(config)
     # decoder_arguments describes attention with groups: here every head is one.
-    as_grouped = GroupedAttention(sizes.hidden, sizes.num_heads, sizes.num_heads, sizes.value_dim, qk_norm=True)
+    as_grouped = family.GroupedAttention(sizes.hidden, sizes.num_heads, sizes.num_heads, sizes.value_dim, qk_norm=True)
     transformer: TransformerArguments = {
-        **decoder_arguments(config, as_grouped),
+        **family.decoder_arguments(config, as_grouped),
         "multi_latent_attention": True,
         "q_lora_rank": sizes.q_rank,
         "kv_lora_rank": sizes.kv_rank,
@@ -156,7 +144,7 @@ def latent_model_arguments(config: HFConfig, experts: TransformerArguments) -> M
         "v_head_dim": sizes.value_dim,
         **experts,
     }
-    arguments = model_arguments(config, transformer, rope_types=("default", "yarn"))
+    arguments = family.model_arguments(config, transformer, rope_types=("default", "yarn"))
     # model_arguments has rejected rotations other than default and yarn.
     transformer["rotary_base"] = arguments.rotary.base
     transformer |= _position_arguments(*rope_section(config))

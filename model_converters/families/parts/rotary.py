@@ -28,18 +28,8 @@ class RotarySettings:
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 _DEFAULT_BASE = 10_000.0
 _FIELDS = {
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "factor",
-    "mscale",
-    "mscale_all_dim",
-    "partial_rotary_factor",
-    "rope_theta",
-    "rope_type",
-    "truncate",
-    "type",
-    *_LLAMA3,
+    *("attention_factor", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim", "partial_rotary_factor"),
+    *("rope_theta", "rope_type", "truncate", "type", *_LLAMA3),
 }
 # For these rope types transformers copies this top-level field of config.json into the object and overwrites its value.
 _MOVED, _TYPES_OF_MOVED = "original_max_position_embeddings", ("llama3", "yarn")

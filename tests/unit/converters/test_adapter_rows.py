@@ -15,7 +15,7 @@ from model_converters.errors import ConversionError
 from model_converters.families import family_for
 from model_converters.families.parts.adapter_rows import adapter_rows, default_targets, shared_with_experts
 from model_converters.hf import shards
-from model_converters.hf.adapter_writer import LoraDescription, write_adapter
+from model_converters.hf.adapter_writer import adapter_config, write_adapter
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import Placement, local_shape, segments_of
 from model_converters.mapping.table import BoundRow, Row, bind
@@ -24,7 +24,7 @@ from tests.tiny_models import tiny_fields
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 RANK = 3
-DESCRIPTION = LoraDescription(3, 6.0, rslora=False, target_modules=["q_proj"], base="/base")
+CONFIG = adapter_config(rank=3, alpha=6.0, rslora=False, target_modules=["q_proj"], base="/base")
 
 
 def rows_of(kind: str, **changes: object) -> tuple[list[Row], dict[str, object]]:
@@ -143,7 +143,7 @@ def test_write_adapter_config_is_read_by_peft(tmp_path: Path) -> None:
         "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.randn(3, 8).bfloat16(),
         "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": torch.randn(4, 6).t()[:, :3],
     }
-    write_adapter(tmp_path / "out", tensors, DESCRIPTION)
+    write_adapter(tmp_path / "out", tensors, CONFIG)
     read = peft.PeftConfig.from_pretrained(tmp_path / "out")
     assert (read.r, read.lora_alpha, read.use_rslora, read.bias) == (3, 6, False, "none")
     assert (set(read.target_modules), read.base_model_name_or_path) == ({"q_proj"}, "/base")
@@ -163,8 +163,8 @@ def test_write_adapter_failure_leaves_no_directory(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patched:
         patched.setattr(shards, "write_exactly", fail)
         with pytest.raises(ConversionError, match=r"out cannot be written: .*No space left"):
-            write_adapter(tmp_path / "out", tensors, DESCRIPTION)
+            write_adapter(tmp_path / "out", tensors, CONFIG)
     assert list(tmp_path.iterdir()) == []
-    write_adapter(tmp_path / "out", tensors, DESCRIPTION)
+    write_adapter(tmp_path / "out", tensors, CONFIG)
     with pytest.raises(ConversionError, match="out exists already"):
-        write_adapter(tmp_path / "out", tensors, DESCRIPTION)
+        write_adapter(tmp_path / "out", tensors, CONFIG)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from model_converters.catalogue import BEGIN, END, as_markdown
 from model_converters.cli import main
 from model_converters.errors import ConversionError
 from model_converters.families import FAMILIES, family_for
 from model_converters.families.refusals import REFUSED
+from model_converters.output import BEGIN, END, families_markdown
 
 ROOT = Path(__file__).parents[3]
 HUB = ROOT.parent / "shared" / "data" / "hf_configs"
@@ -20,7 +20,7 @@ HUB = ROOT.parent / "shared" / "data" / "hf_configs"
 def test_families_page_equals_generated_tables():
     page = (ROOT / "docs" / "families.md").read_text()
     found = page.partition(BEGIN)[2].partition(END)[0].strip()
-    assert found == as_markdown(), "run: python -m model_converters families --into docs/families.md"
+    assert found == families_markdown(), "run: python -m model_converters families --into docs/families.md"
 
 
 def test_families_command_lists_every_family_once(capsys):
@@ -35,7 +35,7 @@ def test_families_into_rewrites_only_between_markers(tmp_path, capsys):
     page.write_text(f"above\n{BEGIN}\nstale\n{END}\nbelow\n")
     for _ in range(2):
         assert main(["families", "--into", str(page)]) == 0
-        assert page.read_text() == f"above\n{BEGIN}\n{as_markdown()}\n{END}\nbelow\n"
+        assert page.read_text() == f"above\n{BEGIN}\n{families_markdown()}\n{END}\nbelow\n"
     page.write_text(f"{END}\n{BEGIN}\n")
     assert main(["families", "--into", str(page)]) == 2
     assert "in this order" in capsys.readouterr().err
