@@ -139,7 +139,6 @@ def _plan(
     check_complete(bound, source.shapes, dropped=(*dropped, *dropped_copies))
     check_copies(source, bound)
     _print_notes(source, dropped, dropped_copies)
-    source.close()  # frees the mapped pages that check_copies compared; the files are reopened on the next read
     load_plan(bound, layout, 0)  # raises for a layout that does not divide the model
     dtypes = stored_dtypes(source, bound)
     states = rank_states(config, layout)

@@ -65,7 +65,6 @@ class HFCheckpoint:
             for name in {*self._scales, *updates}
         }
         self._files = TensorFiles()
-        self._maps: dict[Path, mmap.mmap] = {}
         if buffers:
             self._check_buffers(buffers)
 
@@ -98,7 +97,6 @@ class HFCheckpoint:
     def close(self) -> None:
         """Close the files. Existing views keep their mapping alive."""
         self._files.close()
-        self._maps.clear()
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the values; for FP8 weights this is the model's dtype in config.json."""
@@ -122,7 +120,7 @@ class HFCheckpoint:
         return {name: self._files.read(name, scales) for name, scales in self._scales.items()}
 
     def view(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """Return a slice as a view of the privately mapped file; pages are read on first use.
+        """Return a slice as a view of the privately mapped file; pages are read on first use and freed with the view.
 
         FP8 and merged weights are computed into new memory instead.
         """
@@ -133,18 +131,19 @@ class HFCheckpoint:
             out = torch.empty(shape, dtype=self.dtype(name))
             self.read_into(name, out, dim=dim, start=start)
             return out
+        whole = self._mapped(stored).to(self.dtype(name))
+        return whole if length is None or not stored.shape else whole.narrow(dim, start, length)
+
+    def _mapped(self, stored: StoredTensor) -> torch.Tensor:
         if stored.num_bytes == 0:
             return torch.empty(stored.shape, dtype=stored.dtype)
-        if stored.file not in self._maps:
-            descriptor = self._files.descriptor(stored.file)
-            # Copy on write: torch wants writable memory, but writes must not reach the file.
-            self._maps[stored.file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-        count = prod(stored.shape)
-        whole = torch.frombuffer(self._maps[stored.file], dtype=stored.dtype, count=count, offset=stored.offset)
-        whole = whole.view(stored.shape).to(self.dtype(name))
-        if length is None or not stored.shape:
-            return whole
-        return whole.narrow(dim, start, length)
+        # The offset of a mapping must be a multiple of the page size.
+        skipped = stored.offset % mmap.ALLOCATIONGRANULARITY
+        descriptor, num_bytes = self._files.descriptor(stored.file), skipped + stored.num_bytes
+        # Copy on write: torch wants writable memory, but writes must not reach the file.
+        mapped = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY, offset=stored.offset - skipped)
+        whole = torch.frombuffer(mapped, dtype=stored.dtype, count=prod(stored.shape), offset=skipped)
+        return whole.view(stored.shape)
 
     def read(self, name: str) -> torch.Tensor:
         """Read a whole tensor into new memory."""
@@ -168,24 +167,11 @@ class HFCheckpoint:
             out.copy_(self.view(name, dim, start, out.shape[dim] if out.dim() else 1))
             return
         # The slice is contiguous in the file if all dimensions before `dim` have size 1.
-        outer = prod(stored.shape[:dim])
-        if outer != 1 and tuple(out.shape) != stored.shape:
-            self._read_columns(name, out, dim, start)
+        if prod(stored.shape[:dim]) != 1 and tuple(out.shape) != stored.shape:
+            out.copy_(self._mapped(stored).narrow(dim, start, out.shape[dim]))
             return
         skipped = start * prod(stored.shape[dim + 1 :]) * stored.dtype.itemsize
         self._files.fill(name, stored, out, skipped=skipped)
-
-    def _read_columns(self, name: str, out: torch.Tensor, dim: int, start: int) -> None:
-        # A separate mapping frees its pages on return; pages of the shared mapping stay until the file is closed.
-        stored = self._find(name)
-        # The offset of a mapping must be a multiple of the page size.
-        first = stored.offset - stored.offset % mmap.ALLOCATIONGRANULARITY
-        descriptor = self._files.descriptor(stored.file)
-        num_bytes = stored.offset - first + stored.num_bytes
-        mapped = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY, offset=first)
-        count = prod(stored.shape)
-        whole = torch.frombuffer(mapped, dtype=stored.dtype, count=count, offset=stored.offset - first)
-        out.copy_(whole.view(stored.shape).narrow(dim, start, out.shape[dim]))
 
     def _find(self, name: str) -> StoredTensor:
         stored = self._stored.get(name)

@@ -15,6 +15,7 @@ Source: megatron.core.transformer.multi_token_prediction (0.16.1); the tensor na
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -67,10 +68,7 @@ def resolve_mtp(
 def _num_stored(names: Sequence[str], first: int) -> int:
     """Count the stored MTP layers from `first` on, recognised by eh_proj, which decoder layers do not have."""
     projected = {name.removesuffix(".eh_proj.weight") for name in names if name.endswith(".eh_proj.weight")}
-    depth = 0
-    while f"model.layers.{first + depth}" in projected:
-        depth += 1
-    return depth
+    return next(depth for depth in itertools.count() if f"model.layers.{first + depth}" not in projected)
 
 
 def resolve_copies(
