@@ -9,7 +9,7 @@ from model_converters.families.parts import family
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag
 
 
-def _llama(config: HFConfig) -> family.GroupedAttention:
+def _llama(config: HFConfig) -> family.TransformerArguments:
     if flag(config, "mlp_bias"):
         raise ConversionError("config.json: mlp_bias is not supported: the table has no row for MLP biases")
     return family.grouped_attention(config)

@@ -28,7 +28,7 @@ _DEFAULTS = {
 }
 
 
-def _attention(config: HFConfig) -> family.GroupedAttention:
+def _attention(config: HFConfig) -> family.TransformerArguments:
     bias, norm = flag(config, "attention_bias"), flag(config, "use_qk_norm")
     return family.grouped_attention(config, qkv_bias=bias, qk_norm=norm, bias_of_qkv_only=True)
 

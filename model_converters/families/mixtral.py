@@ -8,14 +8,14 @@ only, but an update must compute the probabilities that the engine sampled with.
 from __future__ import annotations
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts import family
+from model_converters.families.parts import experts, family
 from model_converters.families.parts.hf_config import HFConfig, integer
 from model_converters.mapping.table import Row
 
-_NAMES = family.ExpertNames(block="block_sparse_moe", parts=("w1", "w3", "w2"), size_key="intermediate_size")
+_NAMES = experts.ExpertNames(block="block_sparse_moe", parts=("w1", "w3", "w2"), size_key="intermediate_size")
 
 
-def _attention(config: HFConfig) -> family.GroupedAttention:
+def _attention(config: HFConfig) -> family.TransformerArguments:
     # Absent means null, as in transformers' MixtralConfig.
     if config.get("sliding_window") is not None:
         raise ConversionError(
@@ -34,16 +34,16 @@ def _rows(config: HFConfig) -> list[Row]:
     layers = range(integer(config, "num_hidden_layers"))
     intermediate, num_experts = integer(config, "intermediate_size"), _num_experts(config)
     return [
-        *family.embedding_rows(config, attention.hidden),
+        *family.embedding_rows(config, attention["hidden_size"]),
         *family.attention_rows(attention, layers),
-        *family.expert_rows(attention.hidden, intermediate, num_experts, layers, names=_NAMES),
+        *experts.expert_rows(attention["hidden_size"], intermediate, num_experts, layers, names=_NAMES),
     ]
 
 
 def _model_arguments(config: HFConfig) -> family.ModelArguments:
     transformer = family.decoder_arguments(config, _attention(config))
     intermediate = integer(config, "intermediate_size")
-    transformer |= family.softmax_experts(config, _num_experts(config), intermediate, normalised=True)
+    transformer |= experts.softmax_experts(config, _num_experts(config), intermediate, normalised=True)
     return family.model_arguments(config, transformer)
 
 

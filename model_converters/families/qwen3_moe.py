@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model_converters.families.parts import family
+from model_converters.families.parts import experts, family
 from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer, whole_numbers
 from model_converters.mapping.table import Row
 
@@ -26,13 +26,13 @@ def _rows(config: HFConfig) -> list[Row]:
     layers = range(integer(config, "num_hidden_layers"))
     sparse = sparse_layers(config)
     rows = [
-        *family.embedding_rows(config, attention.hidden),
+        *family.embedding_rows(config, attention["hidden_size"]),
         *family.attention_rows(attention, layers),
         *family.mlp_rows(config, sorted(set(layers) - set(sparse))),
     ]
     if sparse:
         intermediate = integer(config, "moe_intermediate_size")
-        rows += family.expert_rows(attention.hidden, intermediate, _num_experts(config), sparse)
+        rows += experts.expert_rows(attention["hidden_size"], intermediate, _num_experts(config), sparse)
     return rows
 
 
@@ -41,7 +41,7 @@ def _model_arguments(config: HFConfig) -> family.ModelArguments:
     sparse = set(sparse_layers(config))
     if sparse:
         intermediate, normalised = integer(config, "moe_intermediate_size"), flag(config, "norm_topk_prob")
-        transformer |= family.softmax_experts(config, _num_experts(config), intermediate, normalised=normalised)
+        transformer |= experts.softmax_experts(config, _num_experts(config), intermediate, normalised=normalised)
         transformer["moe_layer_freq"] = [int(layer in sparse) for layer in range(transformer["num_layers"])]
     return family.model_arguments(config, transformer)
 

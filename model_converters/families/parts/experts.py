@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers of DeepSeek and GLM: dense first layers, shared experts, sigmoid scores, correction bias.
+"""Mixture-of-experts layers. DeepSeek and GLM have dense first layers, shared experts, sigmoid scores, correction bias.
 
 Source: transformers models/deepseek_v3, models/glm4_moe.
 """
@@ -11,45 +11,81 @@ from dataclasses import dataclass, replace
 import torch
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.family import TransformerArguments, expert_rows, gated_rows, mlp_rows, whole_row
+from model_converters.families.parts.family import PARTS, TransformerArguments, gated_rows, mlp_rows, whole_row
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number, require
 from model_converters.families.parts.mtp import num_mtp_layers
 from model_converters.mapping.table import Row
 
 
 @dataclass(frozen=True)
-class ExpertSizes:
-    """Sizes of experts. Units: elements; num_experts and topk count experts.
+class ExpertNames:
+    """HF names in a layer with experts, and the key of config.json with the experts' size.
 
-    `shared_intermediate` is the size of the one MLP that all shared experts form.
+    parts: gate, up and down projection.
     """
 
-    hidden: int
-    intermediate: int
-    shared_intermediate: int
-    num_experts: int
-    topk: int
+    block: str = "mlp"
+    parts: tuple[str, str, str] = PARTS
+    size_key: str = "moe_intermediate_size"
 
 
-def expert_sizes(config: HFConfig) -> ExpertSizes:
-    """Read the sizes from config.json.
+def expert_rows(
+    hidden: int, intermediate: int, num_experts: int, layers: Sequence[int], *, names: ExpertNames = ExpertNames()
+) -> list[Row]:
+    """Return the rows of routers and routed experts."""
+    mcore, hf = "decoder.layers.{l}.mlp.", f"model.layers.{{l}}.{names.block}."
+    prefixes = (f"{mcore}experts.", f"{hf}experts.{{e}}.")
+    split_by, parts = names.size_key, names.parts
+    return [
+        # Every rank computes the scores of all experts for its tokens.
+        whole_row(f"{mcore}router.weight", f"{hf}gate.weight", (num_experts, hidden), layers),
+        *gated_rows(prefixes, hidden, intermediate, layers, split_by=split_by, parts=parts, num_experts=num_experts),
+    ]
+
+
+def softmax_experts(config: HFConfig, num_experts: int, intermediate: int, *, normalised: bool) -> TransformerArguments:
+    """Return the TransformerConfig arguments of experts of size `intermediate` with a softmax router.
+
+    normalised: whether the weights of the chosen experts sum to 1.
+
+    Raises: ConversionError for more experts per token than experts, and for one normalised expert per token.
+    """
+    topk = integer(config, "num_experts_per_tok")
+    if topk > num_experts:
+        raise ConversionError(f"config.json: num_experts_per_tok {topk} exceeds the {num_experts} experts")
+    if normalised and topk == 1:
+        raise ConversionError(
+            "config.json: num_experts_per_tok 1 with normalised weights (norm_topk_prob) makes every routing weight 1; "
+            "megatron rejects it"
+        )
+    return {
+        "num_moe_experts": num_experts,
+        "moe_ffn_hidden_size": intermediate,
+        "moe_router_topk": topk,
+        "moe_router_score_function": "softmax",
+        # A softmax over the chosen logits equals the full softmax, renormalised over the chosen experts.
+        "moe_router_pre_softmax": not normalised,
+    }
+
+
+def expert_sizes(config: HFConfig) -> TransformerArguments:
+    """Read the sizes of experts, as arguments of TransformerConfig. All shared experts form one MLP.
 
     Raises: ConversionError.
     """
     intermediate = integer(config, "moe_intermediate_size")
-    sizes = ExpertSizes(
-        hidden=integer(config, "hidden_size"),
-        intermediate=intermediate,
-        shared_intermediate=intermediate * integer(config, "n_shared_experts"),
-        # transformers accepts a second spelling in each of these families; `integer` rejects spellings that differ.
-        num_experts=integer(config, "n_routed_experts", "num_local_experts", "num_experts"),
-        topk=integer(config, "num_experts_per_tok"),
-    )
-    if sizes.topk > sizes.num_experts:
-        raise ConversionError(
-            f"config.json: num_experts_per_tok {sizes.topk} exceeds n_routed_experts {sizes.num_experts}"
-        )
-    return sizes
+    shared = intermediate * integer(config, "n_shared_experts")
+    # transformers accepts a second spelling in each of these families; `integer` rejects spellings that differ.
+    num_experts = integer(config, "n_routed_experts", "num_local_experts", "num_experts")
+    topk = integer(config, "num_experts_per_tok")
+    if topk > num_experts:
+        raise ConversionError(f"config.json: num_experts_per_tok {topk} exceeds n_routed_experts {num_experts}")
+    return {
+        "num_moe_experts": num_experts,
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": intermediate,
+        "moe_shared_expert_intermediate_size": shared,
+    }
 
 
 def is_sparse(config: HFConfig, layer: int) -> bool:
@@ -84,20 +120,21 @@ def mlp_and_expert_rows(config: HFConfig, pattern: Sequence[bool], *, corrected:
     pattern: for every layer whether it has experts.
     corrected: whether routers have an e_score_correction_bias.
     """
-    sizes = expert_sizes(config)
+    sizes, hidden = expert_sizes(config), integer(config, "hidden_size")
+    num_experts, shared = sizes["num_moe_experts"], sizes["moe_shared_expert_intermediate_size"]
     rows = mlp_rows(config, [layer for layer, has_experts in enumerate(pattern) if not has_experts])
     sparse = [layer for layer, has_experts in enumerate(pattern) if has_experts]
     if sparse:
         prefixes = ("decoder.layers.{l}.mlp.shared_experts.", "model.layers.{l}.mlp.shared_experts.")
         split_by = "n_shared_experts * moe_intermediate_size"
-        rows += expert_rows(sizes.hidden, sizes.intermediate, sizes.num_experts, sparse)
+        rows += expert_rows(hidden, sizes["moe_ffn_hidden_size"], num_experts, sparse)
         # The shared experts process every token: one MLP, divided like a dense MLP.
-        rows += gated_rows(prefixes, sizes.hidden, sizes.shared_intermediate, sparse, split_by=split_by)
+        rows += gated_rows(prefixes, hidden, shared, sparse, split_by=split_by)
     if sparse and corrected:
         # The bias affects the choice of experts and not their weights. It is float32 for every model dtype: its updates
         # are smaller than the resolution of bfloat16.
         bias = "decoder.layers.{l}.mlp.router.expert_bias", "model.layers.{l}.mlp.gate.e_score_correction_bias"
-        rows.append(replace(whole_row(*bias, (sizes.num_experts,), sparse), dtype=torch.float32))
+        rows.append(replace(whole_row(*bias, (num_experts,), sparse), dtype=torch.float32))
     return rows
 
 
@@ -106,14 +143,7 @@ def sparse_arguments(config: HFConfig, routing: TransformerArguments) -> Transfo
     sizes, pattern = expert_sizes(config), sparse_pattern(config)
     if not any(pattern):
         return {}
-    return {
-        "num_moe_experts": sizes.num_experts,
-        "moe_router_topk": sizes.topk,
-        "moe_ffn_hidden_size": sizes.intermediate,
-        "moe_shared_expert_intermediate_size": sizes.shared_intermediate,
-        "moe_layer_freq": [int(sparse) for sparse in pattern],
-        **routing,
-    }
+    return {**sizes, "moe_layer_freq": [int(sparse) for sparse in pattern], **routing}
 
 
 def sigmoid_routing(config: HFConfig) -> TransformerArguments:
@@ -126,7 +156,7 @@ def sigmoid_routing(config: HFConfig) -> TransformerArguments:
     """
     require(config, "scoring_func", "sigmoid", None, reason="this family's scores are sigmoids")
     require(config, "topk_method", "noaux_tc", None, reason="its experts are chosen with a correction bias")
-    normalised, topk = flag(config, "norm_topk_prob"), expert_sizes(config).topk
+    normalised, topk = flag(config, "norm_topk_prob"), expert_sizes(config)["moe_router_topk"]
     # Megatron has no switch for this normalisation: it depends on the number of chosen experts.
     if normalised != (topk > 1):
         raise ConversionError(
@@ -152,24 +182,23 @@ def group_limits(config: HFConfig, *, best_of_group: int) -> TransformerArgument
     Raises: ConversionError naming the fields if Megatron would sum another number of scores.
     """
     sizes, groups, chosen = expert_sizes(config), integer(config, "n_group"), integer(config, "topk_group")
+    num_experts, topk = sizes["num_moe_experts"], sizes["moe_router_topk"]
     if chosen > groups:
         raise ConversionError(f"config.json: topk_group {chosen} exceeds n_group {groups}")
-    if sizes.num_experts % groups:
-        raise ConversionError(
-            f"config.json: n_routed_experts {sizes.num_experts} is not a multiple of n_group {groups}"
-        )
+    if num_experts % groups:
+        raise ConversionError(f"config.json: n_routed_experts {num_experts} is not a multiple of n_group {groups}")
     if groups == chosen:  # all groups are chosen: no limit
         return {}
-    if sizes.topk // chosen != best_of_group:
+    if topk // chosen != best_of_group:
         raise ConversionError(
-            f"config.json: topk_group {chosen} with num_experts_per_tok {sizes.topk} is not supported: this family "
+            f"config.json: topk_group {chosen} with num_experts_per_tok {topk} is not supported: this family "
             f"ranks a group by its best {best_of_group}, megatron by its best num_experts_per_tok // topk_group = "
-            f"{sizes.topk // chosen}"
+            f"{topk // chosen}"
         )
-    per_group = sizes.num_experts // groups
-    if per_group < best_of_group or per_group * chosen < sizes.topk:
+    per_group = num_experts // groups
+    if per_group < best_of_group or per_group * chosen < topk:
         raise ConversionError(
             f"config.json: n_group {groups} gives {per_group} experts per group, too few for topk_group {chosen} and "
-            f"num_experts_per_tok {sizes.topk}"
+            f"num_experts_per_tok {topk}"
         )
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}

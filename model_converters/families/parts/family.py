@@ -179,26 +179,13 @@ class Family:
             return self.build_arguments(complete)
 
 
-@dataclass(frozen=True)
-class GroupedAttention:
-    """Grouped-query attention. Units: heads, groups, elements.
-
-    qkv_bias: whether q, k and v have biases. qk_norm: whether query and key heads have RMS norms.
-    """
-
-    hidden: int
-    num_heads: int
-    num_groups: int
-    head_dim: int
-    qkv_bias: bool = False
-    qk_norm: bool = False
-
-
 def grouped_attention(
     config: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False, bias_of_qkv_only: bool = False
-) -> GroupedAttention:
-    """Read the sizes of grouped-query attention and reject unsupported attention settings.
+) -> TransformerArguments:
+    """Read the arguments of grouped-query attention and reject unsupported attention settings.
 
+    qkv_bias: whether q, k and v have biases.
+    qk_norm: whether query and key heads have RMS norms.
     bias_of_qkv_only: attention_bias of this family applies to q, k and v but not to o_proj.
     """
     refuse_unsupported(config)
@@ -214,7 +201,14 @@ def grouped_attention(
     head_dim = integer(config, "head_dim", default=hidden // num_heads)
     if head_dim % 2:
         raise ConversionError(f"config.json: head_dim {head_dim} is odd, but rotation pairs the elements of a head")
-    return GroupedAttention(hidden, num_heads, num_groups, head_dim, qkv_bias, qk_norm)
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": num_heads,
+        "num_query_groups": num_groups,
+        "kv_channels": head_dim,
+        "add_qkv_bias": qkv_bias,
+        "qk_layernorm": qk_norm,
+    }
 
 
 def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
@@ -237,12 +231,13 @@ def whole_row(mcore: str, hf: str, shape: Shape, layers: Sequence[int] = (), *, 
     return Row(mcore=mcore, hf=(hf,), shapes=(shape,), transform=Same(), layers=tuple(layers), place=place)
 
 
-def attention_rows(attention: GroupedAttention, layers: Sequence[int]) -> list[Row]:
+def attention_rows(attention: TransformerArguments, layers: Sequence[int]) -> list[Row]:
     """Return the rows of the norms before attention and MLP, of all attention projections, and of q and k norms."""
-    mcore, hf, hidden = "decoder.layers.{l}.", "model.layers.{l}.", attention.hidden
-    q_rows, kv_rows = attention.num_heads * attention.head_dim, attention.num_groups * attention.head_dim
+    mcore, hf, hidden = "decoder.layers.{l}.", "model.layers.{l}.", attention["hidden_size"]
+    num_groups, head_dim = attention["num_query_groups"], attention["kv_channels"]
+    q_rows, kv_rows = attention["num_attention_heads"] * head_dim, num_groups * head_dim
     row = partial(Row, axis="tp", layers=tuple(layers))
-    qkv = partial(row, transform=GroupedQKV(attention.num_groups), split_by="num_key_value_heads")
+    qkv = partial(row, transform=GroupedQKV(num_groups), split_by="num_key_value_heads")
     rows = [
         whole_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", (hidden,), layers),
         qkv(
@@ -264,13 +259,13 @@ def attention_rows(attention: GroupedAttention, layers: Sequence[int]) -> list[R
         # HF names this norm after the attention that precedes it, Megatron after the MLP that follows.
         whole_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", (hidden,), layers),
     ]
-    if attention.qkv_bias:
+    if attention["add_qkv_bias"]:
         names = tuple(f"{hf}self_attn.{part}_proj.bias" for part in "qkv")
         shapes = ((q_rows,), (kv_rows,), (kv_rows,))
         rows.append(qkv(mcore=f"{mcore}self_attention.linear_qkv.bias", hf=names, shapes=shapes))
-    for part in "qk" if attention.qk_norm else "":
+    for part in "qk" if attention["qk_layernorm"] else "":
         own, other = f"{mcore}self_attention.{part}_layernorm.weight", f"{hf}self_attn.{part}_norm.weight"
-        rows.append(whole_row(own, other, (attention.head_dim,), layers))
+        rows.append(whole_row(own, other, (head_dim,), layers))
     return rows
 
 
@@ -283,30 +278,8 @@ def mlp_rows(config: HFConfig, layers: Sequence[int]) -> list[Row]:
     return gated_rows(prefixes, hidden, intermediate, layers, split_by="intermediate_size")
 
 
-@dataclass(frozen=True)
-class ExpertNames:
-    """HF names in a layer with experts, and the key of config.json with the experts' size.
-
-    parts: gate, up and down projection.
-    """
-
-    block: str = "mlp"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    size_key: str = "moe_intermediate_size"
-
-
-def expert_rows(
-    hidden: int, intermediate: int, num_experts: int, layers: Sequence[int], *, names: ExpertNames = ExpertNames()
-) -> list[Row]:
-    """Return the rows of routers and routed experts."""
-    mcore, hf = "decoder.layers.{l}.mlp.", f"model.layers.{{l}}.{names.block}."
-    prefixes = (f"{mcore}experts.", f"{hf}experts.{{e}}.")
-    split_by, parts = names.size_key, names.parts
-    return [
-        # Every rank computes the scores of all experts for its tokens.
-        whole_row(f"{mcore}router.weight", f"{hf}gate.weight", (num_experts, hidden), layers),
-        *gated_rows(prefixes, hidden, intermediate, layers, split_by=split_by, parts=parts, num_experts=num_experts),
-    ]
+PARTS = ("gate_proj", "up_proj", "down_proj")
+"""Usual HF names of a gated MLP's projections."""
 
 
 def gated_rows(
@@ -316,7 +289,7 @@ def gated_rows(
     layers: Sequence[int],
     *,
     split_by: str,
-    parts: tuple[str, str, str] = ExpertNames.parts,
+    parts: tuple[str, str, str] = PARTS,
     num_experts: int = 0,
 ) -> list[Row]:
     """Return the rows of a gated MLP, or of one per expert, under (mcore, HF) prefixes."""
@@ -333,51 +306,21 @@ def gated_rows(
     ]
 
 
-def decoder_arguments(config: HFConfig, attention: GroupedAttention) -> TransformerArguments:
+def decoder_arguments(config: HFConfig, attention: TransformerArguments) -> TransformerArguments:
     """Return the TransformerConfig arguments of a pre-norm decoder with RMS norms and gated SiLU."""
     return {
+        **attention,
         "num_layers": integer(config, "num_hidden_layers"),
-        "hidden_size": attention.hidden,
         "ffn_hidden_size": integer(config, "intermediate_size"),
-        "num_attention_heads": attention.num_heads,
-        "num_query_groups": attention.num_groups,
-        "kv_channels": attention.head_dim,
         "layernorm_epsilon": number(config, "rms_norm_eps", 1e-6, positive=True),
         "normalization": "RMSNorm",
         "activation_func": "silu",
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "add_qkv_bias": attention.qkv_bias,
-        "qk_layernorm": attention.qk_norm,
         "attention_dropout": number(config, "attention_dropout", 0.0),
         # These families have no dropout after attention and MLP, and no field for it.
         "hidden_dropout": 0.0,
         "init_method_std": number(config, "initializer_range", 0.02, positive=True),
-    }
-
-
-def softmax_experts(config: HFConfig, num_experts: int, intermediate: int, *, normalised: bool) -> TransformerArguments:
-    """Return the TransformerConfig arguments of experts of size `intermediate` with a softmax router.
-
-    normalised: whether the weights of the chosen experts sum to 1.
-
-    Raises: ConversionError for more experts per token than experts, and for one normalised expert per token.
-    """
-    topk = integer(config, "num_experts_per_tok")
-    if topk > num_experts:
-        raise ConversionError(f"config.json: num_experts_per_tok {topk} exceeds the {num_experts} experts")
-    if normalised and topk == 1:
-        raise ConversionError(
-            "config.json: num_experts_per_tok 1 with normalised weights (norm_topk_prob) makes every routing weight 1; "
-            "megatron rejects it"
-        )
-    return {
-        "num_moe_experts": num_experts,
-        "moe_ffn_hidden_size": intermediate,
-        "moe_router_topk": topk,
-        "moe_router_score_function": "softmax",
-        # A softmax over the chosen logits equals the full softmax, renormalised over the chosen experts.
-        "moe_router_pre_softmax": not normalised,
     }
 
 
@@ -402,14 +345,14 @@ def model_arguments(
     )
 
 
-ReadAttention = Callable[[HFConfig], GroupedAttention]
+ReadAttention = Callable[[HFConfig], TransformerArguments]
 
 
 def dense_rows(read_attention: ReadAttention, config: HFConfig) -> list[Row]:
     """Return the weight table of a decoder without experts."""
     attention, layers = read_attention(config), range(integer(config, "num_hidden_layers"))
     return [
-        *embedding_rows(config, attention.hidden),
+        *embedding_rows(config, attention["hidden_size"]),
         *attention_rows(attention, layers),
         *mlp_rows(config, layers),
     ]

@@ -8,7 +8,7 @@ tensor-parallel ranks; up projections are divided by heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from model_converters.errors import ConversionError
 from model_converters.families.parts import family
@@ -41,25 +41,11 @@ _NOT_YARN = ("attention_factor", "high_freq_factor", "low_freq_factor")
 _YARN_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
 
 
-@dataclass(frozen=True)
-class LatentSizes:
-    """Sizes of latent attention. Units: heads; elements for hidden, latent ranks and head dimensions.
+def latent_sizes(config: HFConfig) -> TransformerArguments:
+    """Read the sizes of latent attention, as arguments of MLATransformerConfig.
 
-    `q_rank` is None if queries have no latent. Query and key of a head have `nope_dim` elements without position and
-    `rope_dim` elements with position.
-    """
-
-    hidden: int
-    num_heads: int
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-
-
-def latent_sizes(config: HFConfig) -> LatentSizes:
-    """Read the sizes of latent attention.
+    q_lora_rank is None if queries have no latent. Query and key of a head have qk_head_dim elements without position,
+    and qk_pos_emb_head_dim elements with position.
 
     Raises: ConversionError naming a setting that the rows or Megatron's attention cannot represent.
     """
@@ -76,43 +62,40 @@ def latent_sizes(config: HFConfig) -> LatentSizes:
     )
     if rope_dim % 2:
         raise ConversionError(f"config.json: qk_rope_head_dim {rope_dim} is odd, but rotation pairs its elements")
-    return LatentSizes(
-        hidden=integer(config, "hidden_size"),
-        num_heads=num_heads,
-        q_rank=None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank"),
-        kv_rank=integer(config, "kv_lora_rank"),
-        nope_dim=integer(config, "qk_nope_head_dim"),
-        rope_dim=rope_dim,
-        value_dim=integer(config, "v_head_dim"),
-    )
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank"),
+        "kv_lora_rank": integer(config, "kv_lora_rank"),
+        "qk_head_dim": integer(config, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": rope_dim,
+        "v_head_dim": integer(config, "v_head_dim"),
+    }
 
 
 def latent_attention_rows(config: HFConfig, layers: Sequence[int]) -> list[Row]:
     """Return the rows of the norms before attention and MLP, and of all projections of latent attention."""
     sizes, mcore, hf = latent_sizes(config), "decoder.layers.{l}.", "model.layers.{l}."
-    heads = sizes.num_heads
-    kv_heads = (heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank)
-    return [
-        whole_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", (sizes.hidden,), layers),
-        *_query_rows(sizes, layers),
-        # Output: the latent of keys and values, and the positional part of the key that all heads share.
-        _whole("linear_kv_down_proj", "kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, sizes.hidden), layers),
-        whole_row(f"{_MCORE}kv_layernorm.weight", f"{_HF}kv_a_layernorm.weight", (sizes.kv_rank,), layers),
-        _by_heads("linear_kv_up_proj", "kv_b_proj", heads, kv_heads, layers),
-        _by_heads("linear_proj", "o_proj", heads, (sizes.hidden, heads * sizes.value_dim), layers, dim=1),
-        whole_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", (sizes.hidden,), layers),
-    ]
-
-
-def _query_rows(sizes: LatentSizes, layers: Sequence[int]) -> list[Row]:
-    rows = sizes.num_heads * (sizes.nope_dim + sizes.rope_dim)
+    hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    q_rank, kv_rank = sizes["q_lora_rank"], sizes["kv_lora_rank"]
+    nope_dim, rope_dim, value_dim = sizes["qk_head_dim"], sizes["qk_pos_emb_head_dim"], sizes["v_head_dim"]
+    q_rows, kv_rows = heads * (nope_dim + rope_dim), heads * (nope_dim + value_dim)
     # Without a latent, one projection leads to the heads.
-    if sizes.q_rank is None:
-        return [_by_heads("linear_q_proj", "q_proj", sizes.num_heads, (rows, sizes.hidden), layers)]
+    query = [_by_heads("linear_q_proj", "q_proj", heads, (q_rows, hidden), layers)]
+    if q_rank is not None:
+        query = [
+            _whole("linear_q_down_proj", "q_a_proj", (q_rank, hidden), layers),
+            whole_row(f"{_MCORE}q_layernorm.weight", f"{_HF}q_a_layernorm.weight", (q_rank,), layers),
+            _by_heads("linear_q_up_proj", "q_b_proj", heads, (q_rows, q_rank), layers),
+        ]
     return [
-        _whole("linear_q_down_proj", "q_a_proj", (sizes.q_rank, sizes.hidden), layers),
-        whole_row(f"{_MCORE}q_layernorm.weight", f"{_HF}q_a_layernorm.weight", (sizes.q_rank,), layers),
-        _by_heads("linear_q_up_proj", "q_b_proj", sizes.num_heads, (rows, sizes.q_rank), layers),
+        whole_row(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", (hidden,), layers),
+        *query,
+        # Output: the latent of keys and values, and the positional part of the key that all heads share.
+        _whole("linear_kv_down_proj", "kv_a_proj_with_mqa", (kv_rank + rope_dim, hidden), layers),
+        whole_row(f"{_MCORE}kv_layernorm.weight", f"{_HF}kv_a_layernorm.weight", (kv_rank,), layers),
+        _by_heads("linear_kv_up_proj", "kv_b_proj", heads, (kv_rows, kv_rank), layers),
+        _by_heads("linear_proj", "o_proj", heads, (hidden, heads * value_dim), layers, dim=1),
+        whole_row(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", (hidden,), layers),
     ]
 
 
@@ -131,19 +114,17 @@ def latent_model_arguments(config: HFConfig, experts: TransformerArguments) -> M
 
     Raises: ConversionError naming a rope scaling that Megatron does not support.
     """
-    sizes = latent_sizes(config)
+    sizes, heads = latent_sizes(config), integer(config, "num_attention_heads")
     # decoder_arguments describes attention with groups: here every head is one.
-    as_grouped = family.GroupedAttention(sizes.hidden, sizes.num_heads, sizes.num_heads, sizes.value_dim, qk_norm=True)
-    transformer: TransformerArguments = {
-        **family.decoder_arguments(config, as_grouped),
-        "multi_latent_attention": True,
-        "q_lora_rank": sizes.q_rank,
-        "kv_lora_rank": sizes.kv_rank,
-        "qk_head_dim": sizes.nope_dim,
-        "qk_pos_emb_head_dim": sizes.rope_dim,
-        "v_head_dim": sizes.value_dim,
-        **experts,
+    as_grouped: TransformerArguments = {
+        "hidden_size": integer(config, "hidden_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": heads,
+        "kv_channels": sizes["v_head_dim"],
+        "add_qkv_bias": False,
+        "qk_layernorm": True,
     }
+    transformer: TransformerArguments = {**family.decoder_arguments(config, as_grouped), **sizes, **experts}
     arguments = family.model_arguments(config, transformer, rope_types=("default", "yarn"))
     # model_arguments has rejected rotations other than default and yarn.
     transformer["rotary_base"] = arguments.rotary.base
