@@ -61,15 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--into", type=_path, metavar="PAGE", help="write the tables into a Markdown page, between its two markers"
     )
     families.set_defaults(verb=families_verb)
-    _add_to_mcore(
-        verbs.add_parser("to-mcore", help="convert an HF directory to a Megatron-Core distributed checkpoint")
-    )
+    text = "convert an HF directory to a Megatron-Core distributed checkpoint"
+    _add_to_mcore(verbs.add_parser("to-mcore", help=text))
     _add_to_hf(verbs.add_parser("to-hf", help="convert a distributed checkpoint of any layout to an HF directory"))
-    _add_verify(
-        verbs.add_parser(
-            "verify", help="compare an HF directory and a checkpoint bit for bit; exit code 1 if they differ"
-        )
-    )
+    text = "compare an HF directory and a checkpoint bit for bit; exit code 1 if they differ"
+    _add_verify(verbs.add_parser("verify", help=text))
     return parser
 
 

@@ -22,13 +22,13 @@ from model_converters.errors import ConversionError
 
 _MAX_BYTES = 256 * 2**20
 """Maximum file size. The index of a model with 671 billion parameters has 9 MB."""
-_KINDS = (
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 def special_kind(file: Path) -> str | None:
@@ -76,9 +76,7 @@ def require_inside(file: Path, directory: Path) -> None:
 
 
 def _kind(mode: int) -> str | None:
-    if stat.S_ISREG(mode):
-        return None
-    return next((name for test, name in _KINDS if test(mode)), "not a regular file")
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "not a regular file")
 
 
 def read_object(file: Path) -> dict[str, object]:

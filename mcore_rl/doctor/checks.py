@@ -149,29 +149,29 @@ def check_sglang() -> Check:
 
 def check_apex() -> Check:
     """Check one kernel of NVIDIA's apex. An unrelated package of the same name has no subpackage `optimizers`."""
-    kernel, feature = "fused_weight_gradient_mlp_cuda", "weight gradients accumulated by the matrix products on GPUs"
+    kernel, version, found = "fused_weight_gradient_mlp_cuda", version_of(["apex"]), "-"
     remedy = "build NVIDIA/apex from source (docs/gpu.md); never `pip install apex`"
-    version = version_of(["apex"])
     if has_module(kernel):
-        return Check("apex", True, version or "NVIDIA apex", Need.EXTRA, feature)
+        found = version or "NVIDIA apex"
     # apex from source has no fixed version, so its files show which package it is.
-    found = "-"
-    if has_subpackage("apex", "optimizers"):
+    elif has_subpackage("apex", "optimizers"):
         found = f"{version or 'apex'} without {kernel} (built without CUDA extensions)"
     elif has_module("apex") or version:
         found = f"{version or 'apex'} is an unrelated package of that name, not NVIDIA's"
         remedy = f"pip uninstall apex, then {remedy}"
-    return Check("apex", False, found, Need.EXTRA, feature, remedy)
+    feature = "weight gradients accumulated by the matrix products on GPUs"
+    return Check("apex", has_module(kernel), found, Need.EXTRA, feature, remedy)
 
 
 def check_the_sandbox() -> Check:
     """Start the sandbox: even if bubblewrap is installed, the kernel or a container may forbid its namespaces."""
-    name, feature = "sandbox", "running code that a model wrote"
+    ok, found = True, f"{shutil.which('bwrap')} works"
     try:
         check_local(SandboxConfig())
     except ConfigError as error:
-        return Check(name, False, str(error).partition(";")[0], Need.EXTRA, feature, "make sandbox (docs/sandbox.md)")
-    return Check(name, True, f"{shutil.which('bwrap')} works", Need.EXTRA, feature)
+        ok, found = False, str(error).partition(";")[0]
+    remedy = "make sandbox (docs/sandbox.md)"
+    return Check("sandbox", ok, found, Need.EXTRA, "running code that a model wrote", remedy)
 
 
 def check_slurm() -> Check:

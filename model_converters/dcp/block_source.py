@@ -79,10 +79,9 @@ def stored_dtypes(source: HFCheckpoint, bound: Sequence[BoundRow]) -> dict[str, 
 
     Raises: ConversionError if tensors that Megatron fuses differ in dtype.
     """
-    names: dict[str, list[str]] = {}
+    dtypes: dict[str, dict[str, torch.dtype]] = {}
     for row in bound:
-        names.setdefault(row.mcore, []).extend(row.hf)
-    dtypes = {mcore: {name: source.dtype(name) for name in parts} for mcore, parts in names.items()}
+        dtypes.setdefault(row.mcore, {}).update({name: source.dtype(name) for name in row.hf})
     problems = [
         ", ".join(f"{name} is {dtype}" for name, dtype in parts.items())
         for parts in dtypes.values()

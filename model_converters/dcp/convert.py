@@ -22,7 +22,7 @@ from model_converters.dcp.block_source import loads_by_name, read_chunk, stored_
 from model_converters.dcp.blocks import CheckpointChunk, Naming, ShardedRankState
 from model_converters.dcp.logits import Compare, compare_logits, megatron_errors, require_same_logits, should_compare
 from model_converters.dcp.metadata import read_metadata
-from model_converters.dcp.model import McoreCheckpoint, plan_bytes
+from model_converters.dcp.model import McoreCheckpoint
 from model_converters.dcp.partial_checkpoint import PartialCheckpoint, Span
 from model_converters.dcp.reader import DcpReader
 from model_converters.dcp.source_record import read_record, write_record
@@ -36,6 +36,7 @@ from model_converters.hf.fp8_export import Fp8Export
 from model_converters.hf.io import HFCheckpoint, HFWriter
 from model_converters.hf.loader import check_copies
 from model_converters.hf.side_files import HF_FOLDER, copy_side_files, side_files, side_files_in
+from model_converters.hf.writer import plan_bytes
 from model_converters.mapping.completeness import check_complete
 from model_converters.mapping.layout import TrainLayout
 from model_converters.mapping.placement import TensorPlan
@@ -239,7 +240,14 @@ def to_hf(
 
     Raises: ConversionError; `out` then does not exist.
     """
-    described = side_files_of(ckpt, hf)
+    own = side_files_in(ckpt)
+    if hf is None and not (own / "config.json").exists():
+        read_metadata(ckpt)  # a directory that is not a checkpoint gets the error of read_metadata
+        raise ConversionError(
+            f"{own / 'config.json'} does not exist: this checkpoint does not name its model; give the HF directory "
+            "with --hf"
+        )
+    described = hf or own
     config = read_hf_config(described)
     _check_config("--ckpt" if hf is None else "--hf", described, config)
     side_files(described)
@@ -266,21 +274,6 @@ def _export(
     # A separate function, so that its local variables do not keep this tensor alive while the next one is read.
     for plan, piece, tensor in export.encoded(plans, name, checkpoint.read(name)):
         writer.write(plan, piece, tensor)
-
-
-def side_files_of(ckpt: Path, hf: Path | None = None) -> Path:
-    """Return the directory with a checkpoint's config.json: `hf` if given, else the copy inside the checkpoint.
-
-    Raises: ConversionError.
-    """
-    own = side_files_in(ckpt)
-    if hf is None and not (own / "config.json").exists():
-        read_metadata(ckpt)  # a directory that is not a checkpoint gets the error of read_metadata
-        raise ConversionError(
-            f"{own / 'config.json'} does not exist: this checkpoint does not name its model; give the HF directory "
-            "with --hf"
-        )
-    return hf or own
 
 
 def open_checkpoint(ckpt: Path, config: dict[str, object]) -> McoreCheckpoint:

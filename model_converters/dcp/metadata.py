@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint import Metadata
@@ -55,7 +54,9 @@ def read_metadata(directory: Path) -> Metadata:
     file = directory / METADATA_NAME
     try:
         with file.open("rb") as stream:
-            metadata = _unpickle(stream)
+            metadata = _MetadataUnpickler(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it contains a {type(metadata).__name__}")
     except FileNotFoundError:
         raise ConversionError(_no_checkpoint(directory)) from None
     except OSError as error:
@@ -66,13 +67,6 @@ def read_metadata(directory: Path) -> Metadata:
         _check(metadata)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConversionError(f"{file} is damaged: {error}") from error
-    return metadata
-
-
-def _unpickle(stream: BinaryIO) -> Metadata:
-    metadata = _MetadataUnpickler(stream).load()
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"it contains a {type(metadata).__name__}")
     return metadata
 
 

@@ -13,6 +13,7 @@ from model_converters.dcp.blocks import Box, CheckpointChunk, slice_box
 from model_converters.dcp.reader import DcpReader
 from model_converters.errors import ConversionError, listing
 from model_converters.families.parts.adapter_rows import PREFIX
+from model_converters.hf.writer import plan_bytes
 from model_converters.mapping.placement import Piece, TensorPlan, local_shape, segments_of
 from model_converters.mapping.table import BoundRow
 from model_converters.mapping.transforms import Shape
@@ -128,11 +129,6 @@ class McoreCheckpoint:
             if problem is not None:
                 return problem
         return None
-
-
-def plan_bytes(plan: TensorPlan) -> int:
-    """Return the bytes of the whole tensor."""
-    return prod(plan.shape) * plan.dtype.itemsize
 
 
 def _parts(row: BoundRow, part: int, chunks: Sequence[CheckpointChunk]) -> Iterator[_StoredBlock]:

@@ -8,7 +8,7 @@ Source: torch.distributed.checkpoint.filesystem, default_planner (2.13).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from model_converters.dcp.blocks import CheckpointChunk, ShardedRankState, StateObject
 from model_converters.dcp.partial_checkpoint import Span
 from model_converters.errors import ConversionError, listing
+from model_converters.hf.shards import split_files
 
 # Upper bound of the bytes that torch.save adds to a tensor, for the estimate of disk space.
 _ENTRY_BYTES = 2048
@@ -60,24 +61,16 @@ class PlannedFile:
 
 def plan_files(
     rank: int, state: ShardedRankState, dtypes: Mapping[str, torch.dtype], max_file_bytes: int
-) -> Iterator[PlannedFile]:
+) -> list[PlannedFile]:
     """Distribute a rank's entries over files of at most `max_file_bytes`; a larger tensor gets a file of its own.
 
     dtypes: mcore name -> dtype.
     """
     # Objects are small; all of a rank go into its first file.
-    entries: list[FileEntry] = [FileEntry(item, None) for item in state.objects]
-    filled, number = 0, 0
-    for chunk in state.chunks:
-        entry = FileEntry(chunk, dtypes[chunk.mcore_name])
-        # A file that has no tensor yet takes one of any size.
-        if filled and filled + entry.num_bytes > max_file_bytes:
-            yield PlannedFile(f"__{rank}_{number}.distcp", rank, tuple(entries))
-            entries, filled, number = [], 0, number + 1
-        entries.append(entry)
-        filled += entry.num_bytes
-    if entries:
-        yield PlannedFile(f"__{rank}_{number}.distcp", rank, tuple(entries))
+    entries = [FileEntry(item, None) for item in state.objects]
+    entries += [FileEntry(chunk, dtypes[chunk.mcore_name]) for chunk in state.chunks]
+    files = split_files(entries, lambda entry: entry.num_bytes, max_file_bytes)
+    return [PlannedFile(f"__{rank}_{number}.distcp", rank, tuple(file)) for number, file in enumerate(files)]
 
 
 def space_needed(files: Iterable[PlannedFile]) -> int:

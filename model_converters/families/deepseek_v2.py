@@ -24,7 +24,7 @@ _DEFAULTS = {
 def _rows(config: HFConfig) -> list[Row]:
     require(config, "mlp_bias", False, reason="the table has no row for MLP biases")
     return [
-        *family.embedding_rows(config, integer(config, "hidden_size")),
+        *family.embedding_rows(config),
         *mla.latent_attention_rows(config, range(integer(config, "num_hidden_layers"))),
         *experts.mlp_and_expert_rows(config, experts.sparse_pattern(config)),
     ]

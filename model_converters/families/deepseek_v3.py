@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from model_converters.families.parts import experts, family, mla
-from model_converters.families.parts.hf_config import HFConfig, integer
-from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
+from model_converters.families.parts.hf_config import HFConfig
+from model_converters.families.parts.mtp import num_mtp_layers
 from model_converters.mapping.table import Row
 
 # Defaults of transformers' DeepseekV3Config for absent fields.
@@ -20,14 +21,6 @@ _DEFAULTS = {
     "routed_scaling_factor": 2.5,
     "topk_group": 4,
 }
-
-
-def _rows(config: HFConfig) -> list[Row]:
-    return [
-        *family.embedding_rows(config, integer(config, "hidden_size")),
-        *_layer_rows(config, experts.sparse_pattern(config)),
-        *mtp_rows(config, _layer_rows(config, experts.mtp_pattern(config))),
-    ]
 
 
 def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
@@ -44,7 +37,7 @@ def _model_arguments(config: HFConfig) -> family.ModelArguments:
 
 DEEPSEEK_V3 = family.Family(
     "deepseek_v3",
-    _rows,
+    partial(experts.rows_with_mtp, _layer_rows),
     _model_arguments,
     defaults=_DEFAULTS,
     nullable=("num_key_value_heads", "q_lora_rank"),

@@ -6,10 +6,11 @@ Source: transformers models/glm4_moe.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from model_converters.families.parts import experts, family
-from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag, integer
-from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
+from model_converters.families.parts.hf_config import COMPUTED, HFConfig, flag
+from model_converters.families.parts.mtp import num_mtp_layers
 from model_converters.families.parts.rotary import rope_section
 from model_converters.mapping.table import Row
 
@@ -31,14 +32,6 @@ _DEFAULTS = {
 def _attention(config: HFConfig) -> family.TransformerArguments:
     bias, norm = flag(config, "attention_bias"), flag(config, "use_qk_norm")
     return family.grouped_attention(config, qkv_bias=bias, qk_norm=norm, bias_of_qkv_only=True)
-
-
-def _rows(config: HFConfig) -> list[Row]:
-    return [
-        *family.embedding_rows(config, integer(config, "hidden_size")),
-        *_layer_rows(config, experts.sparse_pattern(config)),
-        *mtp_rows(config, _layer_rows(config, experts.mtp_pattern(config))),
-    ]
 
 
 def _layer_rows(config: HFConfig, pattern: list[bool]) -> list[Row]:
@@ -64,7 +57,7 @@ def _engine_values(config: HFConfig) -> dict[str, object]:
 
 GLM4_MOE = family.Family(
     "glm4_moe",
-    _rows,
+    partial(experts.rows_with_mtp, _layer_rows),
     _model_arguments,
     defaults=_DEFAULTS,
     nullable=("partial_rotary_factor",),  # with null, transformers rotates whole heads

@@ -34,7 +34,7 @@ def _rows(config: HFConfig) -> list[Row]:
     layers = range(integer(config, "num_hidden_layers"))
     intermediate, num_experts = integer(config, "intermediate_size"), _num_experts(config)
     return [
-        *family.embedding_rows(config, attention["hidden_size"]),
+        *family.embedding_rows(config),
         *family.attention_rows(attention, layers),
         *experts.expert_rows(attention["hidden_size"], intermediate, num_experts, layers, names=_NAMES),
     ]

@@ -26,7 +26,7 @@ def _rows(config: HFConfig) -> list[Row]:
     layers = range(integer(config, "num_hidden_layers"))
     sparse = sparse_layers(config)
     rows = [
-        *family.embedding_rows(config, attention["hidden_size"]),
+        *family.embedding_rows(config),
         *family.attention_rows(attention, layers),
         *family.mlp_rows(config, sorted(set(layers) - set(sparse))),
     ]

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import accumulate
 from math import sqrt
 from pathlib import Path
 from typing import TypeGuard
@@ -195,10 +196,9 @@ def _saved_name(name: str, modules: object) -> str | None:
 
 def _is_inside(name: str, modules: Sequence[str]) -> bool:
     """Return whether a tensor belongs to a module whose path ends with one of the names, or to its submodules."""
-    parts = name.split(".")[:-1]
-    paths = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    paths = accumulate(name.split(".")[:-1], lambda path, part: f"{path}.{part}")
     # Like PEFT, which compares the ends of the paths as text.
-    return any(path.endswith(module) for path in paths for module in modules)
+    return any(path.endswith(tuple(modules)) for path in paths)
 
 
 def _is_list_of_names(modules: object) -> TypeGuard[list[str] | None]:

@@ -111,13 +111,9 @@ def _represents(scales: torch.Tensor, values: torch.Tensor, tensor: torch.Tensor
 
 
 def _column_block_maxima(magnitudes: torch.Tensor, width: int) -> torch.Tensor:
-    # Reduce rows first, then groups of `width` columns; the last group may be narrower.
+    # Reduce rows first, then groups of `width` columns. Zeros complete the last group and do not change its maximum.
     columns = magnitudes.amax(dim=0)
-    whole = len(columns) // width * width
-    maxima = [columns[:whole].view(-1, width).amax(dim=1)]
-    if whole < len(columns):
-        maxima.append(columns[whole:].amax().view(1))
-    return torch.cat(maxima)
+    return torch.nn.functional.pad(columns, (0, -len(columns) % width)).view(-1, width).amax(dim=1)
 
 
 class ScaleWindow:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from model_converters.errors import ConversionError
 from model_converters.inputs import open_regular, parse_object
 from model_converters.mapping.transforms import Shape
 
+T = TypeVar("T")
 # Limit of the format; a file of another format usually yields a larger number.
 _MAX_HEADER_BYTES = 100_000_000
 _PREFIX_BYTES = 8
@@ -149,6 +150,20 @@ def layout_shard(
     data_start = _PREFIX_BYTES + len(raw)
     stored = {name: _stored(file, name, entry, data_start) for name, entry in header.items() if name != _METADATA}
     return struct.pack("<Q", len(raw)) + raw, stored
+
+
+def split_files(items: Iterable[T], num_bytes: Callable[[T], int], max_bytes: int) -> list[list[T]]:
+    """Distribute items over files of at most `max_bytes`, in order; a larger one gets a file of its own."""
+    groups: list[list[T]] = []
+    filled = 0
+    for item in items:
+        # A file that has no bytes yet takes an item of any size.
+        if not groups or (filled and filled + num_bytes(item) > max_bytes):
+            groups.append([])
+            filled = 0
+        groups[-1].append(item)
+        filled += num_bytes(item)
+    return groups
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -105,17 +105,10 @@ def _weight_files(directory: Path) -> Iterator[Path]:
             continue
         # A folder with the name of a weight file is yielded as a file; _compare rejects it.
         if file.is_dir() and file.suffix != ".safetensors":
-            if any(_is_weights(name) for name in _names(file)):
+            if any(_is_weights(inside.name) for inside in file.glob("*")):
                 yield file
         elif _is_weights(file.name):
             yield file
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _is_weights(name: str) -> bool:

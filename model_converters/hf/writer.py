@@ -20,9 +20,14 @@ from model_converters.families.parts.hf_config import read_hf_config
 from model_converters.hf.fp8_export import exported_config
 from model_converters.hf.index import INDEX_NAME, SINGLE_NAME
 from model_converters.hf.quant import FP8
-from model_converters.hf.shards import StoredTensor, TensorFiles, as_bytes, layout_shard, write_exactly
+from model_converters.hf.shards import StoredTensor, TensorFiles, as_bytes, layout_shard, split_files, write_exactly
 from model_converters.hf.side_files import copy_side_files
 from model_converters.mapping.placement import Piece, TensorPlan
+
+
+def plan_bytes(plan: TensorPlan) -> int:
+    """Return the bytes of the whole tensor."""
+    return prod(plan.shape) * plan.dtype.itemsize
 
 
 class HFWriter:
@@ -156,7 +161,7 @@ class HFWriter:
             raise ConversionError(f"{self.directory}: the plan names a tensor twice")
         if not plans:
             raise ConversionError(f"{self.directory}: the plan contains no tensor")
-        groups = _shard_groups(plans, self.max_shard_bytes)
+        groups = split_files(plans, plan_bytes, self.max_shard_bytes)
         headers = {}
         for number, group in enumerate(groups, start=1):
             name = SINGLE_NAME if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -211,16 +216,3 @@ class HFWriter:
         if config is not None:
             exported = exported_config(config, self._plans.values())
             write_json(self.partial / "config.json", {**exported, **missing_engine_fields(config)})
-
-
-def _shard_groups(plans: Sequence[TensorPlan], max_shard_bytes: int) -> list[list[TensorPlan]]:
-    groups: list[list[TensorPlan]] = [[]]
-    filled = 0
-    for plan in plans:
-        num_bytes = prod(plan.shape) * plan.dtype.itemsize
-        if groups[-1] and filled + num_bytes > max_shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(plan)
-        filled += num_bytes
-    return groups

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 from typing import NamedTuple
 
 from torch import distributed as dist
@@ -131,16 +132,18 @@ def _place_at_rendezvous(options: argparse.Namespace, host: str) -> NodePlace:
 
 def expand_hosts(text: str) -> list[str]:
     """Expand SLURM's list of hosts: n[1-3,07],m2 becomes n1, n2, n3, n07, m2. Containers lack scontrol."""
-    return [name for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text) for name in _expand(part)]
+    hosts: list[str] = []
+    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):
+        # Literal text and the contents of brackets alternate.
+        pieces = re.split(r"\[([^\]]*)\]", part)
+        choices = [_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        hosts += map("".join, product(*choices))
+    return hosts
 
 
-def _expand(part: str) -> list[str]:
-    brackets = re.search(r"\[([^\]]*)\]", part)
-    if brackets is None:
-        return [part]
+def _numbers(text: str) -> list[str]:
     numbers = []
-    for span in brackets[1].split(","):
+    for span in text.split(","):
         first, _, last = span.partition("-")
         numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
-    head, tails = part[: brackets.start()], _expand(part[brackets.end() :])
-    return [head + number + tail for number in numbers for tail in tails]
+    return numbers

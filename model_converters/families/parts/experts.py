@@ -5,15 +5,16 @@ Source: transformers models/deepseek_v3, models/glm4_moe.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.family import PARTS, TransformerArguments, gated_rows, mlp_rows, whole_row
+from model_converters.families.parts import family
+from model_converters.families.parts.family import TransformerArguments, gated_rows, mlp_rows, whole_row
 from model_converters.families.parts.hf_config import HFConfig, flag, integer, number, require
-from model_converters.families.parts.mtp import num_mtp_layers
+from model_converters.families.parts.mtp import mtp_rows, num_mtp_layers
 from model_converters.mapping.table import Row
 
 
@@ -25,7 +26,7 @@ class ExpertNames:
     """
 
     block: str = "mlp"
-    parts: tuple[str, str, str] = PARTS
+    parts: tuple[str, str, str] = family.PARTS
     size_key: str = "moe_intermediate_size"
 
 
@@ -112,6 +113,18 @@ def mtp_pattern(config: HFConfig) -> list[bool]:
                 f"{layer} and the last decoder layer has experts, which is not supported; set it to 0"
             )
     return [is_sparse(config, last)]
+
+
+def rows_with_mtp(layer_rows: Callable[[HFConfig, list[bool]], list[Row]], config: HFConfig) -> list[Row]:
+    """Return the table of a model with multi-token prediction.
+
+    layer_rows: function from config.json and the pattern (see mlp_and_expert_rows) to the rows of decoder layers.
+    """
+    return [
+        *family.embedding_rows(config),
+        *layer_rows(config, sparse_pattern(config)),
+        *mtp_rows(config, layer_rows(config, mtp_pattern(config))),
+    ]
 
 
 def mlp_and_expert_rows(config: HFConfig, pattern: Sequence[bool], *, corrected: bool = False) -> list[Row]:

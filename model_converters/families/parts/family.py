@@ -211,9 +211,9 @@ def grouped_attention(
     }
 
 
-def embedding_rows(config: HFConfig, hidden: int) -> list[Row]:
+def embedding_rows(config: HFConfig) -> list[Row]:
     """Return the rows of embedding, final norm and head. A tied head repeats the embedding."""
-    vocab = integer(config, "vocab_size")
+    hidden, vocab = integer(config, "hidden_size"), integer(config, "vocab_size")
     tied = flag(config, "tie_word_embeddings")
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     row = partial(Row, shapes=((vocab, hidden),), transform=Vocabulary(), axis="tp", split_by="vocab_size")
@@ -352,7 +352,7 @@ def dense_rows(read_attention: ReadAttention, config: HFConfig) -> list[Row]:
     """Return the weight table of a decoder without experts."""
     attention, layers = read_attention(config), range(integer(config, "num_hidden_layers"))
     return [
-        *embedding_rows(config, attention["hidden_size"]),
+        *embedding_rows(config),
         *attention_rows(attention, layers),
         *mlp_rows(config, layers),
     ]

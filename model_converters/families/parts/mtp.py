@@ -110,7 +110,7 @@ def _rows_of_depth(config: HFConfig, layer_rows: Sequence[Row], depth: int, laye
     hidden = integer(config, "hidden_size")
     mcore, hf = f"mtp.layers.{depth}.", f"model.layers.{layer}."
     # Megatron shares both tensors with the main model: the copies get rows that repeat them.
-    embedding, _, head = embedding_rows(config, hidden)
+    embedding, _, head = embedding_rows(config)
     projection = whole_row(f"{mcore}eh_proj.weight", f"{hf}eh_proj.weight", (hidden, 2 * hidden), place="mtp")
     return [
         _repeated(embedding, f"{hf}embed_tokens.weight"),

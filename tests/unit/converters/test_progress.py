@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import sys
+
+import pytest
 
 from model_converters.progress import byte_progress
 
@@ -12,10 +15,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_prints_only_on_terminal() -> None:
+def test_progress_prints_only_on_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        with byte_progress("verify", 2 << 30, 1 << 30, stream=stream) as advance:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with byte_progress("verify", 2 << 30, 1 << 30) as advance:
             advance(1 << 30)
     assert "verify" in terminal.getvalue()
     assert "100%" in terminal.getvalue()
