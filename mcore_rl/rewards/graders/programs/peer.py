@@ -206,13 +206,11 @@ class CallPeer(Owner):
         """Perform an operation on an object of this process."""
         if not self.may(operation, target, *parts):
             raise AttributeError(f"{operation} is not allowed from the other process")
-        if operation == "special":
-            return _special(target, str(parts[0]), *parts[1:])
         return _OPERATIONS[operation](target, *parts)
 
     def may(self, operation: str, target: object, *parts: object) -> bool:
         """Return whether the other side may perform an operation."""
-        return operation in _OPERATIONS or (operation == "special" and parts[0] in SPECIAL)
+        return operation in _OPERATIONS and (operation != "special" or parts[0] in SPECIAL)
 
     def take_printed(self) -> str:
         """Return the text printed by this side since the last call."""
@@ -351,6 +349,7 @@ _OPERATIONS: dict[str, Callable[..., object]] = {
     "isinstance": isinstance,
     "issubclass": issubclass,
     "await": _await,
+    "special": _special,
 }
 
 
