@@ -44,8 +44,8 @@ class SlicePublisher:
     """True if running requests recompute their KV cache after an update."""
     _generation: int = field(default=0, init=False)
     """Number of the current transfer group; 0: none."""
-    _members: list[int] = field(default_factory=list, init=False)
-    """Indices of the engines in the group: those that were up when it was created."""
+    _members: Sequence[FleetEngine] = field(default=(), init=False)
+    """Engines in the group: those that were up when it was created."""
     _member_plan: SyncPlan = field(init=False)
     """The plan for the current members."""
     _broken: bool = field(default=True, init=False)
@@ -70,7 +70,7 @@ class SlicePublisher:
         check_plan(plan)
         store = open_store(ray.util.get_node_ip_address())
         publisher = SlicePublisher(trainers, engines, plan, store, recompute=rollout.swap == RECOMPUTE)
-        publisher._connect(range(engines.num_engines))
+        publisher._connect(engines.engines)
         return publisher
 
     @staged("weight_sync", Phase.SYNC)
@@ -86,13 +86,13 @@ class SlicePublisher:
         def publish() -> None:
             members = self.engines.up()
             # A restarted engine is a new process, which has not joined the transfer group.
-            if self._broken or members != self._members or self.engines.lack_weights(members):
+            if self._broken or members != self._members or _lack_weights(members):
                 self._connect(members)
             self._send(version)
 
         self._retry(publish)
         self.engines.version = version
-        if self.engines.lack_weights(self._members):
+        if _lack_weights(self._members):
             self._verify()
             self.engines.mark_supplied(self._members)
         return version
@@ -111,7 +111,7 @@ class SlicePublisher:
         def compare() -> WeightSyncError | None:
             if self._broken:  # an engine was lost in the previous comparison
                 self._publish(self.engines.version)
-            members = self._member_engines
+            members = self._members
             sending = self.trainers.call(TrainerProcess.send_digests)
             comparing = [engine.process.call(EngineProcess.compare_weights) for engine in members]
             # Both sides together: engines wait for the digests of the trainer ranks.
@@ -142,14 +142,15 @@ class SlicePublisher:
 
         return self.engines.retry_on_engine_loss(marked)
 
-    def _connect(self, members: Sequence[int]) -> None:
+    def _connect(self, members: Sequence[FleetEngine]) -> None:
         """Create a transfer group of trainer ranks and engines: create staging buffers, map them in all processes, and
         remove their names at once, so that no crash leaves them behind."""
         trainers, watch = self.trainers, self.trainers.watch
         # A group that failed may have left keys in the store; the number keeps them apart.
         self._generation += 1
         self._members = list(members)
-        self._member_plan = replace(self.plan, topology=self.plan.topology.for_engines(members))
+        topology = self.plan.topology.for_engines([engine.number for engine in members])
+        self._member_plan = replace(self.plan, topology=topology)
         try:
             made = trainers.call(TrainerProcess.create_buffers, ray.put(self._member_plan)).results()
             segments = {number: name for of_rank in made for number, name in of_rank.items()}
@@ -157,8 +158,7 @@ class SlicePublisher:
             connection = ray.put(Connection(self._member_plan, rendezvous, segments, watch.dependent_seconds))
             ranks = trainers.call(TrainerProcess.connect_weights, connection)
             engines = [
-                engine.process.call(EngineProcess.connect, connection, place)
-                for place, engine in enumerate(self._member_engines)
+                engine.process.call(EngineProcess.connect, connection, place) for place, engine in enumerate(members)
             ]
             watch.get([*ranks.references, *engines])
         finally:
@@ -166,15 +166,10 @@ class SlicePublisher:
             watch.get([rank.call(TrainerProcess.unlink_buffers) for rank in trainers.processes])
         self._broken = False
 
-    @property
-    def _member_engines(self) -> list[FleetEngine]:
-        return [self.engines.engines[member] for member in self._members]
-
     def _send(self, version: int) -> None:
         sending = self.trainers.call(TrainerProcess.send_weights)
         receiving = [
-            engine.process.call(EngineProcess.receive_update, version, self.recompute)
-            for engine in self._member_engines
+            engine.process.call(EngineProcess.receive_update, version, self.recompute) for engine in self._members
         ]
         # Wait for both sides together, so that a failure on either side ends the wait.
         results = self.trainers.watch.get([*receiving, *sending.references])
@@ -187,3 +182,8 @@ class SlicePublisher:
                 if acknowledged[reader] != sent[number]:
                     name = topology.name(topology.member(reader))
                     raise WeightSyncError(f"{name} acknowledged {acknowledged[reader]} of {sent[number]} bytes")
+
+
+def _lack_weights(engines: Sequence[FleetEngine]) -> bool:
+    """Return whether any of these engines has no weights yet."""
+    return not all(engine.has_weights for engine in engines)

@@ -26,7 +26,7 @@ from mcore_rl.weights.transports.topology import Endpoint
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(eq=False)
 class FleetEngine:
     """Processes of one engine, one per host, and its state. `options` (Ray's actor options) and `peers` (number of
     processes that share the host's cores, see RunProcess) have one entry per process. `journals` is the directory of
@@ -229,8 +229,8 @@ class Fleet:
         self.reap_failed()
         self.retry_on_engine_loss(wait)
 
-    def up(self) -> list[int]:
-        """Return the indices of engines that can receive weights. Waits for starting engines only if all are
+    def up(self) -> list[FleetEngine]:
+        """Return the engines that can receive weights. Waits for starting engines only if all are
         starting."""
 
         def look() -> None:
@@ -242,7 +242,7 @@ class Fleet:
 
         self.reap_failed()
         self.retry_on_engine_loss(look)
-        return [engine.number for engine in self.started()]
+        return self.started()
 
     def retry_on_engine_loss(self, call: Callable[[], T]) -> T:
         """Call `call`, again after every loss of an engine, and return its result.
@@ -261,13 +261,9 @@ class Fleet:
                 if self.num_restarts == before:  # `call` may have replaced an engine itself
                     raise
 
-    def lack_weights(self, indices: Sequence[int]) -> bool:
-        """Return whether any of these engines has no weights yet."""
-        return any(not self.engines[index].has_weights for index in indices)
-
-    def mark_supplied(self, indices: Sequence[int]) -> None:
+    def mark_supplied(self, engines: Sequence[FleetEngine]) -> None:
         """Record that these engines have the current weights."""
-        for engine in (self.engines[index] for index in indices):
+        for engine in engines:
             if not engine.has_weights:
                 self.note(f"{engine.name} is up again, with the weights of version {self.version}")
             engine.has_weights = True

@@ -85,8 +85,12 @@ class _Engine:
     """Fake FleetEngine, which is also the handle of its process."""
 
     def __init__(self, processes: Processes, number: int) -> None:
-        self.name, self._processes, self._number = f"rollout engine {number}", processes, number
+        self.name, self._processes, self.number = f"rollout engine {number}", processes, number
         self.process = self
+
+    @property
+    def has_weights(self) -> bool:
+        return self.number not in self._processes.without_weights
 
     def call(self, method: Callable[..., object], *arguments: object) -> object:
         return getattr(self, method.__name__)(*arguments)
@@ -100,10 +104,10 @@ class _Engine:
     def connect(self, connection: Connection, place: int) -> None:
         topology = connection.plan.topology
         assert topology.name(topology.member(place)) == f"{self.name} on here"
-        self._processes.events.append(f"meet {self._number}")
+        self._processes.events.append(f"meet {self.number}")
 
     def _answer(self, method: str, well: list[object]) -> list[object]:
-        fate = self._processes.asked(method) if self._number == 0 else ""
+        fate = self._processes.asked(method) if self.number == 0 else ""
         if fate == "dies":
             raise _DiedError(self)
         return WRONG if fate == "differs" else well
@@ -123,7 +127,7 @@ class _Engines:
         self.engines = [_Engine(processes, number) for number in range(processes.num_engines)]
         self.num_engines = processes.num_engines
 
-    def up(self) -> list[int]:
+    def up(self) -> list[_Engine]:
         starting = self.processes.starting
         if len(starting) == len(self.engines):
             starting.clear()
@@ -131,20 +135,17 @@ class _Engines:
             starting[number] -= 1
             if starting[number] < 0:
                 del starting[number]
-        return [number for number in range(len(self.engines)) if number not in starting]
+        return [engine for engine in self.engines if engine.number not in starting]
 
-    def lack_weights(self, indices: Sequence[int]) -> bool:
-        return not self.processes.without_weights.isdisjoint(indices)
-
-    def mark_supplied(self, indices: Sequence[int]) -> None:
-        self.processes.without_weights -= set(indices)
+    def mark_supplied(self, engines: Sequence[_Engine]) -> None:
+        self.processes.without_weights -= {engine.number for engine in engines}
 
     def lose(self, engine: _Engine, why: str) -> None:
         if self.processes.restarts == self.max_restarts:
             raise WorkerDiedError(why)
         self.processes.restarts += 1
-        self.processes.without_weights.add(self.engines.index(engine))
-        self.processes.starting[self.engines.index(engine)] = self.processes.slow
+        self.processes.without_weights.add(engine.number)
+        self.processes.starting[engine.number] = self.processes.slow
 
     def retry_on_engine_loss(self, call: Callable[[], object]) -> object:
         while True:

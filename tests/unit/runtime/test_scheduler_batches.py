@@ -89,33 +89,34 @@ def test_run_returns_results_in_task_order_despite_deaths(dying: dict[int, list[
     assert {cast(Chunk, chunk).parts[0].place.producer for chunk, _ in results} <= living
     restarts = pool.fleet.take_metrics()["engine/restarts"]
     assert restarts == Total(losses)
-    assert pool.fleet.lack_weights(range(3)) == (losses > 0)
+    assert all(engine.has_weights for engine in pool.fleet.engines) == (losses == 0)
 
 
 def test_run_waits_for_the_last_engine_and_supplies_it() -> None:
     pool, watch = pool_of(1, {3: ["engine 0"], 9: ["engine 0"]})
     assert groups(pool.run(tasks_of(12))) == ALL
     assert [len(engine.all) for engine in watch.engines] == [3]
-    assert not pool.fleet.lack_weights([0])
+    assert pool.fleet.engines[0].has_weights
 
 
 def test_up_waits_for_a_starting_engine_only_without_others() -> None:
     pool, watch = pool_of(3, {1: ["engine 1"], 2: ["engine 0"]})
     pool.run(tasks_of(12))
     watch.slow = {"engine 1"}
-    assert pool.fleet.up() == [0, 2]
-    assert pool.fleet.lack_weights([0])
-    pool.fleet.mark_supplied([0, 2])
+    engines = pool.fleet.engines
+    assert pool.fleet.up() == [engines[0], engines[2]]
+    assert not engines[0].has_weights
+    pool.fleet.mark_supplied([engines[0], engines[2]])
     assert [engine.serves for engine in pool.fleet.engines] == [True, False, True]
     assert watch.slow == {"engine 1"}
     watch.slow = set()
-    assert pool.fleet.up() == [0, 1, 2]
-    assert pool.fleet.lack_weights([0, 1, 2])
-    for engine in pool.fleet.engines:
+    assert pool.fleet.up() == engines
+    assert not engines[1].has_weights
+    for engine in engines:
         pool.fleet.max_restarts = 9
         pool.fleet.lose(engine, "lost")
     watch.slow = {"engine 0", "engine 1", "engine 2"}
-    assert pool.fleet.up() == [0, 1, 2]
+    assert pool.fleet.up() == engines
     assert not watch.slow
 
 
@@ -253,7 +254,7 @@ class Turns:
 
     def supply(self) -> None:
         self.pool.fleet.wake_up("weights")
-        self.pool.fleet.mark_supplied(range(self.pool.fleet.num_engines))
+        self.pool.fleet.mark_supplied(self.pool.fleet.engines)
         self.pool.fleet.wake_up("kv_cache")
 
 
