@@ -30,7 +30,7 @@ def read_chunk(
     slices = []
     for hf_name, piece in load.sources:
         planned = slice_box(load.shape, piece.dim, piece.local_start, piece.length)
-        if common := planned.overlap(chunk.local):
+        if (common := planned.overlap(chunk.local)) is not None:
             start = _start(common, planned, piece)
             slices.append((hf_name, piece.dim, start, common.moved(chunk.local.offset, (0,) * len(load.shape))))
     covered = sum(target.volume for _, _, _, target in slices)

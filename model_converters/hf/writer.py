@@ -111,7 +111,8 @@ class HFWriter:
 
     def close(self) -> None:
         """Fsync this process's pieces and record their names for the owner. The owner calls finish instead."""
-        self._sync_files()
+        self._files.sync()
+        self._files.close()
         # One file per process: appending to a common file is not atomic on network file systems.
         note = self.partial / f"pieces.{uuid.uuid4().hex}.json"
         write_json(note, {name: sorted(starts) for name, starts in self._written.items()})
@@ -133,7 +134,8 @@ class HFWriter:
         if incomplete:
             raise ConversionError(f"{self.directory}: {len(incomplete)} tensors are incomplete: {listing(incomplete)}")
         try:
-            self._sync_files()
+            self._files.sync()
+            self._files.close()
             self._write_index()
             self._add_files(source, config)
             sync(self.partial)
@@ -190,10 +192,6 @@ class HFWriter:
             raise ConversionError(f"{plan.hf_name} is planned in FP8; quantise it before writing")
         if piece.start in self._written.get(plan.hf_name, ()):
             raise ConversionError(f"{plan.hf_name}: {piece} is written twice")
-
-    def _sync_files(self) -> None:
-        self._files.sync()
-        self._files.close()
 
     def _merge_notes(self) -> None:
         for note in self.partial.glob("pieces.*.json"):

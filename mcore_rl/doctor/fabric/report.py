@@ -6,6 +6,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from statistics import median
 from typing import Literal
 
@@ -51,10 +52,8 @@ class FabricReport:
 
     def by_stage(self) -> dict[str, list[Figure]]:
         """Return the figures of each measurement, by name in order."""
-        by_stage: dict[str, list[Figure]] = {}
-        for figure in self.figures:
-            by_stage.setdefault(figure.stage, []).append(figure)
-        return by_stage
+        # The stages of one measurement are consecutive.
+        return {name: list(figures) for name, figures in groupby(self.figures, key=lambda figure: figure.stage)}
 
     def blamed(self) -> dict[str, FabricProblem]:
         """Return the nodes to exclude, each with its first problem; failures precede slowness."""

@@ -8,14 +8,8 @@ from functools import partial
 from typing import TypedDict
 
 from model_converters.errors import ConversionError
-from model_converters.families.parts.hf_config import (
-    ConfigWithDefaults,
-    HFConfig,
-    flag,
-    integer,
-    number,
-    refuse_unsupported,
-)
+from model_converters.families.parts import hf_config
+from model_converters.families.parts.hf_config import HFConfig, flag, integer, number
 from model_converters.families.parts.rotary import RotarySettings, rotary
 from model_converters.mapping.table import FINAL_NORM, Axis, Place, Row
 from model_converters.mapping.transforms import GateUp, GroupedQKV, Same, Shape, Vocabulary
@@ -165,7 +159,7 @@ class Family:
 
         Raises: ConversionError for a configuration that the family cannot represent.
         """
-        complete = ConfigWithDefaults(config, self.defaults, self.nullable)
+        complete = hf_config.ConfigWithDefaults(config, self.defaults, self.nullable)
         with complete.explained():
             return self.build_rows(complete)
 
@@ -174,7 +168,7 @@ class Family:
 
         Raises: ConversionError for a configuration that the family cannot represent.
         """
-        complete = ConfigWithDefaults(config, self.defaults, self.nullable)
+        complete = hf_config.ConfigWithDefaults(config, self.defaults, self.nullable)
         with complete.explained():
             return self.build_arguments(complete)
 
@@ -188,7 +182,7 @@ def grouped_attention(
     qk_norm: whether query and key heads have RMS norms.
     bias_of_qkv_only: attention_bias of this family applies to q, k and v but not to o_proj.
     """
-    refuse_unsupported(config)
+    hf_config.refuse_unsupported(config)
     if flag(config, "attention_bias") and not bias_of_qkv_only:
         raise ConversionError("config.json: attention_bias is not supported: it also adds a bias to o_proj")
     num_heads = integer(config, "num_attention_heads")
@@ -351,11 +345,7 @@ ReadAttention = Callable[[HFConfig], TransformerArguments]
 def dense_rows(read_attention: ReadAttention, config: HFConfig) -> list[Row]:
     """Return the weight table of a decoder without experts."""
     attention, layers = read_attention(config), range(integer(config, "num_hidden_layers"))
-    return [
-        *embedding_rows(config),
-        *attention_rows(attention, layers),
-        *mlp_rows(config, layers),
-    ]
+    return [*embedding_rows(config), *attention_rows(attention, layers), *mlp_rows(config, layers)]
 
 
 def dense_arguments(
