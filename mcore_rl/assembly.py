@@ -18,7 +18,7 @@ from mcore_rl.config.rules.judge import uses_judge
 from mcore_rl.config.rules.models import uses_reference
 from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import UpdateSchedule, build_batch, rank_balance, spread
+from mcore_rl.data.batching import UpdateSchedule, build_batch, gather, rank_balance, spread
 from mcore_rl.data.prompts import supervised_chunk
 from mcore_rl.data.records import remove_unjoined
 from mcore_rl.model_check import model_check
@@ -241,7 +241,7 @@ class _Site:
             buffers, scalars = supervised_chunk(targets, rows)
             # The supervised loss uses no advantages.
             chunk = self.processes.trainers.store(buffers)
-            return build_batch([chunk], [scalars], schedule=schedule, weights_of=weights_of)
+            return build_batch([chunk], gather([scalars]), schedule=schedule, weights_of=weights_of)
 
         return SupervisedRun(
             config=config,
@@ -295,24 +295,12 @@ class _Site:
 
     def _streaming(self, scheduler: Scheduler, source: GroupSource, score: ScoreTasks | None) -> StreamingCollector:
         config, earlier = self.config, self.config.rollout.replay_schedule
-        return StreamingCollector(
-            scheduler,
-            source,
-            config.trainer.steps,
-            score,
-            replay=None if earlier is None else read_replay(Path(earlier), config.rollout.samples_per_prompt),
-            drain=config.checkpoint.drain,
-        )
+        replay = None if earlier is None else read_replay(Path(earlier), config.rollout.samples_per_prompt)
+        return StreamingCollector(scheduler, source, config.trainer.steps, score, replay, config.checkpoint.drain)
 
     def _validator(self, pool: RolloutPool, failures: GradingFailures) -> Validator | None:
-        if "val" not in self.prepared.data.prompts:
+        prompts, config, records = self.prepared.data.prompts, self.config, self.directory / "rollouts"
+        if "val" not in prompts:
             return None
-        validator = RolloutValidator(
-            pool,
-            len(self.prepared.data.prompts["val"]),
-            self.config.rollout,
-            self.config.run.seed,
-            self.directory / "rollouts",
-            failures,
-        )
+        validator = RolloutValidator(pool, len(prompts["val"]), config.rollout, config.run.seed, records, failures)
         return StagedValidator(validator, self.stages)

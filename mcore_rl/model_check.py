@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -18,7 +18,7 @@ import torch
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.rules.models import uses_lora
 from mcore_rl.config.schema import ModelConfig
-from mcore_rl.data.batching import UpdateSchedule, build_batch
+from mcore_rl.data.batching import UpdateSchedule, build_batch, gather
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import trained_chunk
 from mcore_rl.errors import CheckpointError, ConfigError
@@ -62,7 +62,13 @@ def model_check(
     with ThreadPoolExecutor(1) as pool:
         expected = pool.submit(_expected, model.hf_path, actor.tokens_per_microbatch, num_dp_ranks)
         schedule = UpdateSchedule(_NUM_SEQUENCES * num_dp_ranks, num_dp_ranks=num_dp_ranks, cost=cost)
-        yield lambda ranks: _require_equal(model, ranks, *expected.result(), schedule)
+
+        def check(ranks: ComparingRanks) -> None:
+            buffers, scalars = expected.result()
+            batch = build_batch([ranks.store(buffers)], gather([scalars]), schedule=schedule)
+            _require_equal(model, ranks.compare(batch))
+
+        yield check
 
 
 def _skip_reason(model: ModelConfig, actor: ActorConfig) -> str | None:
@@ -117,14 +123,7 @@ def _sequences(directory: str, max_tokens: int) -> list[torch.Tensor]:
     return [torch.randint(0, arguments.vocab_size, (length,), generator=generator) for _ in range(_NUM_SEQUENCES)]
 
 
-def _require_equal(
-    model: ModelConfig,
-    ranks: ComparingRanks,
-    buffers: TrajectoryBuffers,
-    scalars: RolloutScalars,
-    schedule: UpdateSchedule,
-) -> None:
-    metrics = ranks.compare(build_batch([ranks.store(buffers)], [scalars], schedule=schedule))
+def _require_equal(model: ModelConfig, metrics: Mapping[str, Metric]) -> None:
     mean, largest = (metrics[f"rollout/logp_diff_{kind}"].value for kind in ("mean", "max"))
     if not mean <= TOLERANCE[model.dtype]:  # also true for NaN
         raise ConfigError(

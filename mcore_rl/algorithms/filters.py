@@ -1,7 +1,7 @@
 """Filters that select the responses to train on: pure functions of per-response scalars.
 
 Shapes: every array [B], results bool [B] (True: keep).
-Source: DAPO, arXiv 2503.14476, dynamic sampling (section 3.2) and overlong filtering (section 3.4).
+Source: DAPO, arXiv 2503.14476, dynamic sampling (section 3.2).
 """
 
 from __future__ import annotations
@@ -50,18 +50,6 @@ def groups_with_variance(values: np.ndarray, group_ids: np.ndarray) -> np.ndarra
     # Compare with the first value of the group: a variance of equal floats can differ from 0 by rounding.
     differs = values != values[first][group]
     return (np.bincount(group, weights=differs, minlength=len(first)) > 0)[group]
-
-
-def finished(clipped: np.ndarray) -> np.ndarray:
-    """Overlong filtering: keep responses that ended before the token limit. A truncated response has no answer, so its
-    reward carries no information about its tokens; it still counts in the baseline of its group.
-
-    Shapes: clipped bool or 0/1 [B] -> bool [B].
-    """
-    clipped = np.asarray(clipped)
-    if clipped.ndim != 1:
-        raise ValueError(f"clipped {clipped.shape} must be [B]")
-    return clipped == 0
 
 
 def user_filter(key: str, spec: str) -> ResponseFilter:

@@ -58,8 +58,9 @@ class KeptSamples:
         return len(self.rows)
 
 
-def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> KeptSamples:
-    """Join the responses `keep[i]` of all rollout calls i, in call order."""
+def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray] | None = None) -> KeptSamples:
+    """Join the responses `keep[i]` (None: all) of all rollout calls i, in call order."""
+    keep = [np.arange(len(part.group_ids)) for part in scalars] if keep is None else keep
 
     def join(name: str, dtype: type) -> np.ndarray:
         parts = [np.asarray(getattr(part, name))[rows] for part, rows in zip(scalars, keep, strict=True)]
@@ -113,8 +114,7 @@ def one_row_per_episode(scalars: RolloutScalars) -> RolloutScalars:
 
 def build_batch(
     chunks: Sequence[BuffersRef],
-    scalars: Sequence[RolloutScalars],
-    keep: Sequence[np.ndarray] | None = None,
+    kept: KeptSamples,
     *,
     schedule: UpdateSchedule,
     advantages: np.ndarray | None = None,
@@ -128,15 +128,13 @@ def build_batch(
     the same updates in another order. A response keeps its update, and so its loss weight and its data-parallel rank,
     which stores the results of earlier passes (log-probabilities), are equal in all epochs.
 
-    Shapes: keep[i] integer indices into chunk i, None: all; advantages float32 [B] in the order of `gather(scalars,
-    keep)`, None: 0.
+    Shapes: advantages float32 [B] in the order of `kept`, None: 0.
     weights_of: maps trained_tokens int32 [b] of one update to the loss weights float32 [b] of its responses; None: 0,
     for a batch that is not trained.
     trained: bool [B]; other responses have weight 0 and do not count in the weights of the others.
     version: weight version at the start of the step.
     Raises: ConfigError if no response is kept or prompts_per_update does not divide the number of groups.
     """
-    kept = gather(scalars, [np.arange(len(part.group_ids)) for part in scalars] if keep is None else keep)
     advantages = np.zeros(len(kept), np.float32) if advantages is None else advantages
     if len(advantages) != len(kept):
         raise ValueError(f"{len(advantages)} advantages for {len(kept)} kept responses")

@@ -47,13 +47,9 @@ def check_run(config: Config) -> None:
     _check_cluster(config.cluster)
     _check_device(config.cluster)
     # Only for its errors: the run computes the placement again.
-    place(
-        config.cluster,
-        config.rollout,
-        config.num_trainer_ranks,
-        on_gpus=config.cluster.device == "cuda",
-        num_engines=0 if is_supervised(config.algorithm) else config.rollout.num_engines,
-    )
+    on_gpus = config.cluster.device == "cuda"
+    engines = 0 if is_supervised(config.algorithm) else config.rollout.num_engines
+    place(config.cluster, config.rollout, config.num_trainer_ranks, on_gpus=on_gpus, num_engines=engines)
     _check_data(config.data, config.algorithm)
     make_paths_absolute(config)
     if uses_judge(config.judge):

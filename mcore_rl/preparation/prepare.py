@@ -126,17 +126,9 @@ def prepare(config: Config) -> Prepared:
     notes = [*data.notes, *(overridden_fields(config.model, hf_config) if needs.advantages else [])]
     notes += _try_rewards(config.reward, data.prompts, multi_turn=has_turns(config.rollout))
     refreshed = parameters if uses_reference(algorithm.kl) and config.reference.refresh_every_steps else 0
-    return Prepared(
-        spec.layout,
-        sequence_cost(hf_config),
-        data,
-        sampler,
-        (*data.reports, *notes),
-        _checkpoint_bytes(config.model.dtype, trained + (0 if critic is None else parameters), refreshed),
-        chosen,
-        critic,
-        reward_model,
-    )
+    size = _checkpoint_bytes(config.model.dtype, trained + (0 if critic is None else parameters), refreshed)
+    cost, lines = sequence_cost(hf_config), (*data.reports, *notes)
+    return Prepared(spec.layout, cost, data, sampler, lines, size, chosen, critic, reward_model)
 
 
 def _checkpoint_bytes(dtype: str, trained: int, refreshed: int) -> int:
@@ -162,15 +154,9 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> RunData
     check_keys(data, named)
     loaded, reports = {}, []
     for key, files in named.items():
+        limit = None if key == "data.train" else data.val_max_prompts
         loaded[key], report = load_prompts(
-            files,
-            tokenizer,
-            data,
-            rollout,
-            key,
-            max_prompts=None if key == "data.train" else data.val_max_prompts,
-            runs_tools=has_turns(rollout),
-            tools=tools,
+            files, tokenizer, data, rollout, key, max_prompts=limit, runs_tools=has_turns(rollout), tools=tools
         )
         reports.append(report)
         sources = loaded[key].data_sources

@@ -167,9 +167,7 @@ class RolloutCollector:
         return [result for _, result in self.pool.run(self._split(task))]
 
 
-def _slowest(results: Sequence[RolloutScalars]) -> tuple[float, float]:
-    """Return the maximum seconds of generating and of grading over all engines."""
-    return (
-        max((result.seconds_generating for result in results), default=0.0),
-        max((result.seconds_grading for result in results), default=0.0),
-    )
+def _slowest(results: Sequence[RolloutScalars]) -> np.ndarray:
+    """Return the maximum seconds of generating and of grading over all engines. Shapes: [2]."""
+    seconds = [(result.seconds_generating, result.seconds_grading) for result in results]
+    return np.max([(0.0, 0.0), *seconds], axis=0)

@@ -188,12 +188,8 @@ def _joined_numbers(parts: Sequence[Mapping[str, np.ndarray]], lengths: Sequence
 def _joined_episodes(parts: Sequence[RolloutScalars], starts: Sequence[int]) -> np.ndarray | None:
     if all(part.episodes is None for part in parts):
         return None
-    return np.concatenate(
-        [
-            start + (np.arange(len(part.rewards)) if part.episodes is None else part.episodes)
-            for part, start in zip(parts, starts, strict=False)
-        ]
-    )
+    numbers = [np.arange(len(part.rewards)) if part.episodes is None else part.episodes for part in parts]
+    return np.concatenate([start + of_part for start, of_part in zip(starts, numbers, strict=False)])
 
 
 @dataclass

@@ -90,13 +90,9 @@ class ScoredPool:
             assert values.shape == rewards.shape, f"{name}: {values.shape} scores for {rewards.shape} responses"
             # `rewards` is a copy, so that the given results keep the rules' rewards.
             rewards += np.float32(self.scorers[name].weight) * _of_episodes(values, scalars.episodes)
-        return replace(
-            scalars,
-            rewards=rewards,
-            accuracies=scalars.accuracies if self.has_rules else rewards,
-            scores=scores,
-            seconds_grading=scalars.seconds_grading + seconds,
-        )
+        accuracies = scalars.accuracies if self.has_rules else rewards
+        seconds += scalars.seconds_grading
+        return replace(scalars, rewards=rewards, accuracies=accuracies, scores=scores, seconds_grading=seconds)
 
 
 def _of_episodes(values: np.ndarray, episodes: np.ndarray | None) -> np.ndarray:

@@ -42,15 +42,12 @@ def split(
 ) -> list[RolloutTask]:
     """Split a task as described in `cut`. `records` returns the file for the records of each part."""
     parts = cut(len(task.group_ids), task.samples_per_prompt, num_engines, num_concurrent)
-    return [
-        replace(
-            task,
-            prompt_rows=task.prompt_rows[part],
-            group_ids=task.group_ids[part],
-            records=None if records is None else records(number),
-        )
-        for number, part in enumerate(parts)
-    ]
+    tasks = []
+    for number, part in enumerate(parts):
+        rows, ids = task.prompt_rows[part], task.group_ids[part]
+        file = None if records is None else records(number)
+        tasks.append(replace(task, prompt_rows=rows, group_ids=ids, records=file))
+    return tasks
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl.algorithms import advantage_options, compute_advantages, estimator
 from mcore_rl.algorithms.aggregation import MODE_OPTIONS, loss_weights
-from mcore_rl.algorithms.filters import finished, user_filter
+from mcore_rl.algorithms.filters import user_filter
 from mcore_rl.algorithms.interface import MAX_NAMED
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.schema import Config
@@ -44,8 +44,7 @@ def batch_builder(config: Config, dp_size: int, cost: SequenceCost = TOKENS) -> 
         )
         return build_batch(
             groups.chunks,
-            groups.scalars,
-            groups.keep,
+            kept,
             advantages=advantages,
             weights_of=weights_of,
             schedule=schedule,
@@ -65,8 +64,10 @@ def response_filter(config: AlgorithmConfig) -> Callable[[KeptSamples], np.ndarr
     users = user_filter("algorithm.filter", config.filter) if config.filter is not None else None
 
     def trained(kept: KeptSamples) -> np.ndarray:
-        # Responses that are filtered out stay in the batch with weight 0, and in the baseline of their group.
-        keep = finished(kept.clipped) if config.overlong_filtering else np.ones(len(kept), bool)
+        # Responses that are filtered out stay in the batch with weight 0, and in the baseline of their group. Overlong
+        # filtering (DAPO, arXiv 2503.14476, section 3.4): a truncated response has no answer, so its reward carries no
+        # information about its tokens.
+        keep = kept.clipped == 0 if config.overlong_filtering else np.ones(len(kept), bool)
         if users is None:
             return keep
         return keep & users(
@@ -124,12 +125,9 @@ def greedy_rewards(greedy: Sequence[RolloutScalars], group_ids: np.ndarray) -> n
 
     Shapes: group_ids int64 [B] -> float32 [B].
     """
-    ids, rewards = column(greedy, "group_ids"), column(greedy, "rewards")
-    order = np.argsort(ids)
     # The greedy responses may be in another order than the groups.
-    place = np.searchsorted(ids[order], group_ids)
-    assert np.array_equal(ids[order][place], group_ids), "a group has no greedy response"
-    return rewards[order][place].astype(np.float32)
+    reward_of = dict(zip(column(greedy, "group_ids").tolist(), column(greedy, "rewards").tolist(), strict=True))
+    return np.array([reward_of[group] for group in group_ids.tolist()], np.float32)
 
 
 def response_weights(algorithm: AlgorithmConfig, longest: int) -> Callable[[np.ndarray], np.ndarray]:

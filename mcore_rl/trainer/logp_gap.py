@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.rules.models import uses_lora
 from mcore_rl.config.schema import Config
-from mcore_rl.data.batching import UpdateSchedule, build_batch
+from mcore_rl.data.batching import UpdateSchedule, build_batch, gather
 from mcore_rl.data.packing import TOKENS, SequenceCost
 from mcore_rl.errors import ConfigError
 from mcore_rl.ports import Actor
@@ -74,8 +74,8 @@ class LogpGapCheck:
         results = self.probe(num_prompts)
         # One update per engine.
         schedule = UpdateSchedule(num_prompts, num_dp_ranks=self.num_dp_ranks, cost=self.cost)
-        chunks, scalars = [chunk for chunk, _ in results.values()], [scalars for _, scalars in results.values()]
-        batch = build_batch(chunks, scalars, schedule=schedule, version=version)
+        kept = gather([scalars for _, scalars in results.values()])
+        batch = build_batch([chunk for chunk, _ in results.values()], kept, schedule=schedule, version=version)
         return dict(zip(results, self.actor.compare_logp(batch), strict=True))
 
 

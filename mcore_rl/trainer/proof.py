@@ -112,9 +112,8 @@ def check_content(directory: Path, files: Sequence[SavedFile]) -> None:
 def _damage(directory: Path, file: SavedFile, *, whole: bool) -> str | None:
     try:
         if whole or file.num_bytes <= _SMALL_BYTES:
-            return (
-                None if saved_file(directory, file.name) == file else f"{file.name} has another checksum than was saved"
-            )
+            same = saved_file(directory, file.name) == file
+            return None if same else f"{file.name} has another checksum than was saved"
         # A file that was cut off or overwritten from the start is found with two reads. Ranks compare the rest while
         # they load.
         with (directory / file.name).open("rb") as opened:

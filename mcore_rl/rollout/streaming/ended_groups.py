@@ -77,17 +77,13 @@ class EndedGroups:
     def _oldest(self, version: int, in_flight: InFlight) -> list[Group] | None:
         """Select from finished groups, which are enough for a step."""
         self.finished.sort(key=BY_NUMBER)
-        last = self.finished[self.bounds.prompts_per_step - 1].number
+        size, hard = self.bounds.prompts_per_step, self.bounds.max_staleness_hard
+        last = self.finished[size - 1].number
         # Usually the first running group decides, so the iteration ends at once.
         if self._in_order and any(group.number < last for group in in_flight()):
             return None
-        places = take_batch(
-            [group.version for group in self.finished],
-            [group.version for group in in_flight()],
-            version=version,
-            groups_per_version=self.bounds.prompts_per_step,
-            max_staleness_hard=self.bounds.max_staleness_hard,
-        )
+        finished, running = [group.version for group in self.finished], [group.version for group in in_flight()]
+        places = take_batch(finished, running, version=version, groups_per_version=size, max_staleness_hard=hard)
         if places is None and next(in_flight(), None) is None:  # internal invariant, see take
             raise RuntimeError(f"some of {len(self.finished)} finished groups can no longer be trained in time")
         return None if places is None else [self.finished[place] for place in places]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.algorithms import compute_advantages, groups_with_variance
-from mcore_rl.algorithms.filters import finished, user_filter
+from mcore_rl.algorithms.filters import user_filter
 from mcore_rl.errors import ConfigError
 
 GROUPED = st.lists(st.tuples(st.integers(-3, 3), st.sampled_from([0.0, 0.1, 0.1 + 1e-9, -1.0])), max_size=40)
@@ -45,14 +45,6 @@ def test_groups_with_variance_drops_groups_without_gradient():
 def test_groups_with_variance_with_unequal_shapes_raises():
     with pytest.raises(ValueError, match="group_ids"):
         groups_with_variance(np.zeros(3), np.zeros(2, np.int64))
-
-
-def test_finished_keeps_responses_that_are_not_clipped():
-    assert finished(np.array([0, 1, 0], np.uint8)).tolist() == [True, False, True]
-    assert finished(np.array([True, False])).tolist() == [False, True]
-    assert finished(np.zeros(0, np.uint8)).dtype == bool
-    with pytest.raises(ValueError, match=r"\[B\]"):
-        finished(np.zeros((2, 1)))
 
 
 USER = """

@@ -33,14 +33,12 @@ KEEP = [np.r_[0:4, 8:16], np.r_[0:12]]  # group 3 is dropped
 
 
 def batch_of(version=0, **cut):
-    count = len(gather(SCALARS, KEEP))
-    advantages = np.arange(count, dtype=np.float32)
+    kept = gather(SCALARS, KEEP)
     options = {"prompts_per_update": 2, "num_dp_ranks": 3, **cut}
     return build_batch(
         ["chunk a", "chunk b"],
-        SCALARS,
-        KEEP,
-        advantages=advantages,
+        kept,
+        advantages=np.arange(len(kept), dtype=np.float32),
         weights_of=token_mean,
         schedule=UpdateSchedule(**options),
         version=version,
@@ -70,9 +68,7 @@ def test_build_batch_accepts_arbitrary_group_ids():
     mixed = [scalars_of([5, 2, 5, 2, 8, 4, 8, 4])]
     batch = build_batch(
         ["a"],
-        mixed,
-        [np.arange(8)],
-        advantages=np.zeros(8),
+        gather(mixed),
         weights_of=token_mean,
         schedule=UpdateSchedule(prompts_per_update=1),
     )
@@ -151,9 +147,7 @@ def test_build_batch_empty_step_is_rejected():
     with pytest.raises(ConfigError, match="kept no response"):
         build_batch(
             ["a"],
-            SCALARS[:1],
-            none,
-            advantages=np.empty(0),
+            gather(SCALARS[:1], none),
             weights_of=token_mean,
             schedule=UpdateSchedule(prompts_per_update=1),
         )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.schema import DataConfig, RolloutConfig
-from mcore_rl.data.batching import UpdateSchedule, build_batch
+from mcore_rl.data.batching import UpdateSchedule, build_batch, gather
 from mcore_rl.data.loading import load_supervised
 from mcore_rl.data.prompts import supervised_chunk
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -49,9 +49,7 @@ def test_supervised_chunk_becomes_batch(tmp_path, tokenizer):
     buffers, scalars = supervised_chunk(data, np.arange(4))
     batch = build_batch(
         [buffers],
-        [scalars],
-        [np.arange(4)],
-        advantages=np.ones(4, np.float32),
+        gather([scalars]),
         weights_of=lambda trained: np.full(len(trained), 1 / trained.sum(), np.float32),
         schedule=UpdateSchedule(prompts_per_update=4, num_dp_ranks=2),
     )
