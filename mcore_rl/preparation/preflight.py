@@ -45,7 +45,6 @@ def check_run(config: Config) -> None:
     # Only for the error: the key is read again when the server is called.
     server_key(config.judge)
     _check_cluster(config.cluster)
-    _check_device(config.cluster)
     # Only for its errors: the run computes the placement again.
     on_gpus = config.cluster.device == "cuda"
     engines = 0 if is_supervised(config.algorithm) else config.rollout.num_engines
@@ -79,15 +78,13 @@ def has_gpu(devices: Path = DEVICES) -> bool:
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:
+    """Require the address of a cluster for several nodes, and a GPU on this machine unless the run joins a cluster,
+    where other machines may have the GPUs."""
     if cluster.nodes > 1 and cluster.address is None:
         raise ConfigError(
             f"cluster.address must name the Ray cluster that offers cluster.nodes={cluster.nodes} nodes (a job "
             "of `mcore-rl slurm` sets it by itself); on one machine set cluster.nodes=1 and more cluster.gpus_per_node"
         )
-
-
-def _check_device(cluster: ClusterConfig) -> None:
-    """Require a GPU on this machine, unless the run joins a cluster, where other machines may have the GPUs."""
     if cluster.device == "cuda" and cluster.address is None and not has_gpu():
         raise ConfigError(
             "cluster.device=cuda, but this machine has no GPU (there is no /dev/nvidia0); set cluster.device=cpu, or "

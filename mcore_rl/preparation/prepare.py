@@ -127,8 +127,8 @@ def prepare(config: Config) -> Prepared:
     notes += _try_rewards(config.reward, data.prompts, multi_turn=has_turns(config.rollout))
     refreshed = parameters if uses_reference(algorithm.kl) and config.reference.refresh_every_steps else 0
     size = _checkpoint_bytes(config.model.dtype, trained + (0 if critic is None else parameters), refreshed)
-    cost, lines = sequence_cost(hf_config), (*data.reports, *notes)
-    return Prepared(spec.layout, cost, data, sampler, lines, size, chosen, critic, reward_model)
+    lines: tuple[LoadReport | str, ...] = (*data.reports, *notes)
+    return Prepared(spec.layout, sequence_cost(hf_config), data, sampler, lines, size, chosen, critic, reward_model)
 
 
 def _checkpoint_bytes(dtype: str, trained: int, refreshed: int) -> int:

@@ -16,7 +16,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.records import join_parts, part_path
 from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.rollout.tasks import split
-from mcore_rl.types import Groups, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions
+from mcore_rl.types import Groups, Metric, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions, Total
 from mcore_rl.types.json import JsonObject
 
 
@@ -136,11 +136,15 @@ class RolloutCollector:
         greedy = self._greedy(scalars, keep) if self.with_greedy else []
         source.failures.check([*scalars, *greedy], f"step {step}", f"rollouts/step_{step}.jsonl")
         seconds += _slowest(greedy)
-        chunks, dropped = tuple(chunk for chunk, _ in results), len(zero_variance)
-        generating, grading = seconds.tolist()
-        return Groups(
-            chunks, tuple(scalars), tuple(keep), sampled, dropped, batches, generating, grading, tuple(greedy)
-        )
+        metrics: dict[str, Metric] = {
+            "groups/drawn": Total(sampled),
+            "groups/dropped": Total(len(zero_variance)),
+            "groups/batches": Total(batches),
+            "time/generate": Total(float(seconds[0])),
+            "time/reward": Total(float(seconds[1])),
+        }
+        chunks = tuple(chunk for chunk, _ in results)
+        return Groups(chunks, tuple(scalars), tuple(keep), tuple(greedy), metrics)
 
     def _sample_size(self, kept: int, sampled: int) -> int:
         """Return the number of missing groups divided by the fraction of groups with signal so far, at most

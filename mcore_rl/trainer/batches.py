@@ -152,11 +152,6 @@ def describe(groups: Groups, *, unpunished_tokens: int | None = None) -> dict[st
         "response_tokens/mean": Mean(float(tokens.sum()), responses),
         "response_tokens/max": Max(float(tokens.max(initial=0))),
         "response_tokens/clipped_fraction": _mean(groups.scalars, "clipped"),
-        "groups/drawn": Total(groups.groups_sampled),
-        "groups/dropped": Total(groups.groups_dropped),
-        "groups/batches": Total(groups.batches),
-        "time/generate": Total(float(groups.seconds_generating)),
-        "time/reward": Total(float(groups.seconds_grading)),
         "tokens/generated": Total(float(tokens.sum())),
         "tokens/trained_sequences": Total(float(gather(groups.scalars, groups.keep).total_tokens.sum())),
         # The scores of reward models are those before weighting.

@@ -56,24 +56,24 @@ class Checkpoints:
 
         Raises: DamagedCheckpointError naming what to remove; CheckpointError if all directories lack a proof.
         """
-        skipped = []
-        for step, path in reversed(self._named()):
-            if not (path / PROOF_FILE).exists():
-                skipped.append(path.name)
-                continue
-            try:
-                read_proof(path)
-            except DamagedCheckpointError as error:
-                raise self.with_remedy(error, step) from None
-            if skipped:
-                logger.warning("%s: skipping %s: incomplete, no %s", path.parent, ", ".join(skipped), PROOF_FILE)
-            return step, path
+        named = self._named()
+        proven = [(step, path) for step, path in named if (path / PROOF_FILE).exists()]
+        if not proven:
+            if named:
+                names = ", ".join(sorted(path.name for _, path in named))
+                raise CheckpointError(
+                    f"{self.directory}: none of {names} is complete (no {PROOF_FILE}); remove them to start over"
+                )
+            return None
+        step, path = proven[-1]
+        try:
+            read_proof(path)
+        except DamagedCheckpointError as error:
+            raise self.with_remedy(error, step) from None
+        skipped = [newer.name for number, newer in reversed(named) if number > step]
         if skipped:
-            raise CheckpointError(
-                f"{self.directory}: none of {', '.join(sorted(skipped))} is complete (no {PROOF_FILE}); "
-                "remove them to start over"
-            )
-        return None
+            logger.warning("%s: skipping %s: incomplete, no %s", self.directory, ", ".join(skipped), PROOF_FILE)
+        return step, path
 
     def with_remedy(self, error: DamagedCheckpointError, step: int) -> DamagedCheckpointError:
         """Append the remedy for the damaged checkpoint of `step` to the error."""

@@ -78,18 +78,12 @@ class Groups:
     """Groups generated in a step, and the selection that is trained.
 
     `keep[i]` holds the indices of the trained responses of chunk i, whole groups in order. `greedy` holds the scalars
-    of one greedy response per kept group, if requested. `batches` counts the rounds of sampling that the step needed.
-    `metrics` describes the collection.
+    of one greedy response per kept group, if requested. `metrics` describes the collection.
     """
 
     chunks: tuple[BuffersRef, ...]
     scalars: tuple[RolloutScalars, ...]
     keep: tuple[np.ndarray, ...]
-    groups_sampled: int
-    groups_dropped: int
-    batches: int
-    seconds_generating: float = 0.0
-    seconds_grading: float = 0.0
     greedy: tuple[RolloutScalars, ...] = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 

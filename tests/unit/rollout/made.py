@@ -14,7 +14,7 @@ from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.rollout.collector import GroupSource
 from mcore_rl.rollout.results import GradingFailures
-from mcore_rl.types import RolloutScalars
+from mcore_rl.types import Groups, RolloutScalars
 
 FAILURES = GradingFailures(RewardConfig(), print)
 
@@ -46,3 +46,8 @@ def made_scalars(group_ids: Sequence[int] | np.ndarray, **given: object) -> Roll
     fields = {"prompt_rows": ids, "total_tokens": ones, "response_tokens": ones, "trained_tokens": ones}
     fields |= {"rewards": zeros, "accuracies": zeros, "clipped": zeros.astype(np.uint8)}
     return RolloutScalars(ids, **fields | {"versions": np.zeros((len(ids), 2), np.int32)} | given)
+
+
+def drawn_and_dropped(groups: Groups) -> tuple[float, float]:
+    """Number of sampled and of dropped groups of a step."""
+    return groups.metrics["groups/drawn"].value, groups.metrics["groups/dropped"].value

@@ -12,7 +12,7 @@ import pytest
 from mcore_rl.data.batching import positions_in_groups
 from mcore_rl.rollout.collector import RolloutCollector
 from mcore_rl.types import Groups, RolloutScalars, RolloutTask
-from tests.unit.rollout.made import made_scalars, source_of
+from tests.unit.rollout.made import drawn_and_dropped, made_scalars, source_of
 
 SAMPLES = 4
 
@@ -60,7 +60,7 @@ def test_collector_checks_failures_once_after_recording(tmp_path: Path) -> None:
     pool = ScriptedPool(lambda row: row % 2 == 0, 3)
     given = {"with_greedy": True, "failures": Failures()}
     groups = collector_of(pool, tmp_path, dynamic={"enable": True}, **given).collect(1)
-    assert seen == [(groups.groups_sampled * SAMPLES + 8, "step 1")]
+    assert seen == [(drawn_and_dropped(groups)[0] * SAMPLES + 8, "step 1")]
 
 
 def test_collector_greedy_responses_for_kept_groups_only(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def kept_rows(groups: Groups) -> list[int]:
 def test_collector_drops_and_refills_zero_variance_groups(tmp_path: Path) -> None:
     groups, _ = collect(tmp_path, lambda row: row % 2 == 0)
     assert kept_rows(groups) == [0, 2, 4, 6, 8, 10, 12, 14]
-    assert groups.groups_dropped == 8
-    assert groups.groups_sampled == 16
+    assert drawn_and_dropped(groups)[1] == 8
+    assert drawn_and_dropped(groups)[0] == 16
 
 
 def test_collector_refill_size_follows_the_signal_fraction(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_collector_max_batches_fills_with_zero_variance(tmp_path: Path) -> None:
     groups, pool = collect(tmp_path, lambda row: row == 3, max_batches=2)
     assert len(pool.tasks) == 2
     assert kept_rows(groups) == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert groups.groups_dropped == groups.groups_sampled - 1
+    assert drawn_and_dropped(groups)[1] == drawn_and_dropped(groups)[0] - 1
 
 
 def test_collector_without_dynamic_sampling_keeps_all(tmp_path: Path) -> None:
@@ -118,14 +118,14 @@ def test_collector_without_dynamic_sampling_keeps_all(tmp_path: Path) -> None:
 def test_collector_group_ids_are_never_reused(tmp_path: Path) -> None:
     groups, pool = collect(tmp_path, lambda row: row % 2 == 0, num_engines=3)
     ids = np.concatenate([task.group_ids for tasks in pool.tasks for task in tasks])
-    assert len(set(ids.tolist())) == len(ids) == groups.groups_sampled
+    assert len(set(ids.tolist())) == len(ids) == drawn_and_dropped(groups)[0]
     assert [task.prompt_rows.tolist() for task in pool.tasks[0]] == [[0, 1], [2, 3], [4], [5], [6], [7]]
 
 
 def test_collector_joins_records_into_one_file(tmp_path: Path) -> None:
     groups, _ = collect(tmp_path, lambda row: row % 2 == 0, num_engines=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_1.jsonl"]
-    assert (tmp_path / "step_1.jsonl").read_text().split() == [str(row) for row in range(groups.groups_sampled)]
+    assert (tmp_path / "step_1.jsonl").read_text().split() == [str(row) for row in range(drawn_and_dropped(groups)[0])]
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "reward"])
@@ -139,9 +139,8 @@ def test_collector_signal_depends_on_the_metric(tmp_path: Path, metric: str) -> 
 
     pool = Shaped(lambda row: False)
     dynamic = {"enable": True, "max_batches": 2, "metric": metric}
-    assert collector_of(pool, tmp_path, dynamic=dynamic).collect(1).groups_dropped == (
-        16 if metric == "accuracy" else 0
-    )
+    groups = collector_of(pool, tmp_path, dynamic=dynamic).collect(1)
+    assert drawn_and_dropped(groups)[1] == (16 if metric == "accuracy" else 0)
 
 
 def test_collector_handles_groups_of_unequal_sizes(tmp_path: Path) -> None:
@@ -173,4 +172,4 @@ def test_collector_handles_groups_of_unequal_sizes(tmp_path: Path) -> None:
         drawn = np.concatenate([s.group_ids for s in groups.scalars])
         row_of = {int(g): int(r) for s in groups.scalars for g, r in zip(s.group_ids, s.prompt_rows, strict=True)}
         lacking = sum(not signal(row) for row in row_of.values())
-        assert (groups.groups_sampled, groups.groups_dropped) == (len(np.unique(drawn)), lacking)
+        assert drawn_and_dropped(groups) == (len(np.unique(drawn)), lacking)

@@ -69,7 +69,7 @@ def test_greedy_rewards_match_the_group():
 
 def test_score_parts_cannot_have_names_of_metrics():
     groups = replace(one_group([1.0, 0.0], [3, 1]), greedy=one_group([1.0], [3]).scalars)
-    found = describe(types.Groups((None,), groups.scalars, groups.keep, 1, 0, 1, greedy=groups.greedy))
+    found = describe(types.Groups((None,), groups.scalars, groups.keep, groups.greedy))
     ours = {name.removeprefix("reward/") for name in found if name.startswith("reward/")}
     assert ours
     assert ours <= TAKEN
@@ -172,7 +172,7 @@ def test_describe_counts_each_episode_once():
     assert kept.errors == ((1, "raised"),)
     assert kept.parts["half"].tolist() == [0.5, 0, 0.25, 0.5, 0]
     assert kept.episodes is None
-    described = describe(types.Groups(*[(None,), groups.scalars, groups.keep, 2, 0, 1]))
+    described = describe(types.Groups((None,), groups.scalars, groups.keep))
     assert described["reward/mean"].value == 0.5
     assert described["episode/turns"].value == 1.6
     assert described["reward/errors"].value == 1

@@ -13,6 +13,7 @@ import pytest
 
 from mcore_rl.rollout.streaming.collector import StreamingCollector, SwappingPublisher
 from mcore_rl.types import Groups, Max, Mean, RolloutResult, RolloutTask
+from tests.unit.rollout.made import drawn_and_dropped
 from tests.unit.rollout.streaming.streamed import SAMPLES, SIZE, Stream, all_of_them, collector_of, some
 
 
@@ -174,7 +175,7 @@ def test_collector_replaces_groups_without_signal(tmp_path: Path) -> None:
     dropped = [int(s.group_ids[0]) for s, keep in zip(groups.scalars, groups.keep, strict=True) if not len(keep)]
     assert dropped
     assert all(group % 2 == 0 for group in dropped)
-    assert (groups.groups_sampled, groups.groups_dropped) == (SIZE + len(dropped), len(dropped))
+    assert drawn_and_dropped(groups) == (SIZE + len(dropped), len(dropped))
     recorded = (tmp_path / "step_1.jsonl").read_text().split()
     assert recorded == [str(group) for group in sorted([1, 3, 5, 7, *dropped])]
 
@@ -186,7 +187,7 @@ def test_collector_without_signal_fills_with_the_oldest(tmp_path: Path) -> None:
     collected = run(collector, stream, 3)
     assert trained(collected[0]) == [0, 1, 2, 6]
     # (max_batches - 1) steps' worth of groups leave the count; admission ends with 2 steps' worth without signal.
-    assert collected[0].groups_sampled == SIZE + 2 * SIZE
+    assert drawn_and_dropped(collected[0])[0] == SIZE + 2 * SIZE
     assert all(len(trained(groups)) == SIZE for groups in collected)
 
 

@@ -20,7 +20,7 @@ from mcore_rl.rollout.streaming.paused_requests import PausedRequests
 from mcore_rl.rollout.streaming.replay import Replay, read_replay
 from mcore_rl.rollout.trajectories import version_spans
 from mcore_rl.types import Completion, Delta, Groups
-from tests.unit.rollout.made import made_scalars
+from tests.unit.rollout.made import drawn_and_dropped, made_scalars
 from tests.unit.rollout.streaming.streamed import SAMPLES, SIZE, Stream, collector_of, some
 from tests.unit.rollout.streaming.test_collector import FakePublisher, trained
 from tests.unit.rollout.streaming.test_paused_requests import (
@@ -133,7 +133,7 @@ def told(collected: list[Groups]) -> list[Any]:
         (
             [(int(s.group_ids[0]), int(s.prompt_rows[0]), int(s.versions[0, 0])) for s in groups.scalars],
             trained(groups),
-            (groups.groups_sampled, groups.groups_dropped),
+            drawn_and_dropped(groups),
         )
         for groups in collected
     ]
