@@ -10,7 +10,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,7 +22,8 @@ from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import trained_chunk
 from mcore_rl.errors import CheckpointError, ConfigError
 from mcore_rl.megatron.hf_logits import transformers_logits
-from mcore_rl.types import Batch, BuffersRef, Metric, RolloutScalars, TrajectoryBuffers
+from mcore_rl.runtime.roles.trainer import TrainerGroup
+from mcore_rl.types import Metric, RolloutScalars, TrajectoryBuffers
 from model_converters.hf.io import HFCheckpoint
 from model_converters.hf.size import reason_not_to_compare
 
@@ -37,18 +37,10 @@ _NUM_SEQUENCES, _MAX_TOKENS = 2, 48
 logger = logging.getLogger(__name__)
 
 
-class ComparingRanks(Protocol):
-    """Methods of the trainer ranks that the comparison calls."""
-
-    def compare(self, batch: Batch) -> dict[str, Metric]: ...
-
-    def store(self, buffers: TrajectoryBuffers) -> BuffersRef: ...
-
-
 @contextlib.contextmanager
 def model_check(
     model: ModelConfig, actor: ActorConfig, num_dp_ranks: int, cost: SequenceCost
-) -> Iterator[Callable[[ComparingRanks], None]]:
+) -> Iterator[Callable[[TrainerGroup], None]]:
     """Run the transformers model in a thread during the block. The yielded function waits for it and compares.
 
     Raises: ConfigError (from the function) naming the directory and the difference.
@@ -63,7 +55,7 @@ def model_check(
         expected = pool.submit(_expected, model.hf_path, actor.tokens_per_microbatch, num_dp_ranks)
         schedule = UpdateSchedule(_NUM_SEQUENCES * num_dp_ranks, num_dp_ranks=num_dp_ranks, cost=cost)
 
-        def check(ranks: ComparingRanks) -> None:
+        def check(ranks: TrainerGroup) -> None:
             buffers, scalars = expected.result()
             batch = build_batch([ranks.store(buffers)], gather([scalars]), schedule=schedule)
             _require_equal(model, ranks.compare(batch))

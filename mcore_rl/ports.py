@@ -185,7 +185,22 @@ class PendingSave(Protocol):
         """
 
 
-class Actor(Protocol):
+class SavedModel(Protocol):
+    """Model that checkpoints contain."""
+
+    def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
+        """Start writing parameters, optimizer, schedule and random state into an existing directory. With `snapshot`,
+        updates may follow before the save has finished and do not affect it; without it, call nothing else until
+        PendingSave.result has returned."""
+
+    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
+        """Restore a saved state, in any parallel layout, after comparing `files` with their checksums.
+
+        Raises: DamagedCheckpointError; CheckpointError if it does not fit the model.
+        """
+
+
+class Actor(SavedModel, Protocol):
     """Policy being trained, distributed over ranks."""
 
     def recompute_logp(self, batch: Batch) -> BatchHandle:
@@ -220,17 +235,6 @@ class Actor(Protocol):
         Raises: NonFiniteError before the optimizer step if a loss or gradient is not finite.
         """
 
-    def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
-        """Start writing parameters, optimizer, schedule and random state into an existing directory. With `snapshot`,
-        updates may follow before the save has finished and do not affect it; without it, call nothing else until
-        PendingSave.result has returned."""
-
-    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
-        """Restore a saved state, in any parallel layout, after comparing `files` with their checksums.
-
-        Raises: DamagedCheckpointError; CheckpointError if it does not fit the model.
-        """
-
     def export_hf(self, directory: str, source: str) -> None:
         """Write the weights as a Hugging Face directory; configuration and tokenizer are copied from `source`."""
 
@@ -238,7 +242,7 @@ class Actor(Protocol):
         """Write the LoRA adapters in PEFT's format; `source` is the base model's directory."""
 
 
-class Critic(Protocol):
+class Critic(SavedModel, Protocol):
     """Value model, distributed over its own ranks."""
 
     def values(self, batch: Batch) -> TokenRefs:
@@ -249,12 +253,6 @@ class Critic(Protocol):
 
         Raises: NonFiniteError before the optimizer step if a loss or gradient is not finite.
         """
-
-    def start_save(self, directory: str, *, snapshot: bool) -> PendingSave:
-        """Same as Actor.start_save."""
-
-    def load(self, directory: str, files: Sequence[SavedFile]) -> None:
-        """Same as Actor.load."""
 
 
 class Publisher(Protocol):

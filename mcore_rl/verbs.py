@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +31,8 @@ def train(config: Config) -> int:
     # The block includes the imports of other modules, since they print warnings too.
     with own_stderr(), STOPS.listening(lambda: _resume_hint(run_dir)), third_party_log() as log:
         try:
-            finished = is_finished(run_dir, config.trainer) or _locked(config, log, _train_locked, exports=True)
+            start = partial(_train_locked, config, log)
+            finished = is_finished(run_dir, config.trainer) or _locked(config, start, exports=True)
         except KeyboardInterrupt:
             print(f"stopped: {_resume_hint(run_dir)}", file=sys.stderr)
             return STOPS.exit_code()
@@ -82,17 +84,9 @@ def _export_hint(run_dir: Path, export_hf: str | None, actor: ActorConfig) -> st
     return f"python -m model_converters to-hf --ckpt {shlex.quote(str(newest))} --out DIR"
 
 
-def _locked(
-    config: Config,
-    log: ThirdPartyLog,
-    run: Callable[[Config, Show, ThirdPartyLog, Callable[[], None]], Result],
-    *,
-    exports: bool,
-) -> Result:
-    """Check and isolate the run, and call `run` while its directory is locked.
-
-    If `run` creates the directory, it calls its last argument to lock it.
-    """
+def _locked(config: Config, run: Callable[[Show, Callable[[], None]], Result], *, exports: bool) -> Result:
+    """Check and isolate the run, and call `run` while its directory is locked, with the start-up log and a function
+    that locks the directory. If `run` creates the directory, it calls this function."""
     from mcore_rl.preparation.preflight import check_exports, check_run
 
     show = start_up_log()
@@ -106,10 +100,10 @@ def _locked(
     from mcore_rl.preparation.run_dir import run_lock
 
     with run_lock(config.run.dir, show, STOPS.give_up) as take_lock:
-        return run(config, show, log, take_lock)
+        return run(show, take_lock)
 
 
-def _train_locked(config: Config, show: Show, log: ThirdPartyLog, take_lock: Callable[[], None]) -> bool:
+def _train_locked(config: Config, log: ThirdPartyLog, show: Show, take_lock: Callable[[], None]) -> bool:
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import make_run_dir, remove_partial_checkpoints
@@ -158,10 +152,10 @@ def evaluate(config: Config) -> int:
     if not config.data.validation:
         raise ConfigError("data.val must be set: it names the prompts to evaluate on")
     with own_stderr(), STOPS.listening(), third_party_log() as log:
-        return _locked(config, log, _evaluate_locked, exports=False)
+        return _locked(config, partial(_evaluate_locked, config, log), exports=False)
 
 
-def _evaluate_locked(config: Config, show: Show, log: ThirdPartyLog, take_lock: Callable[[], None]) -> int:
+def _evaluate_locked(config: Config, log: ThirdPartyLog, show: Show, take_lock: Callable[[], None]) -> int:
     from mcore_rl.assembly import assemble
     from mcore_rl.preparation.prepare import prepare
     from mcore_rl.preparation.run_dir import open_run_dir

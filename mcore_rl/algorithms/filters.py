@@ -6,7 +6,7 @@ Source: DAPO, arXiv 2503.14476, dynamic sampling (section 3.2).
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,24 +15,6 @@ from mcore_rl.errors import ConfigError
 
 ARGUMENTS = ("rewards", "accuracies", "group_ids", "lengths", "clipped")
 FORM = f"f({', '.join(f'{name}=' for name in ARGUMENTS)}) -> bool [B]"
-
-
-class ResponseFilter(Protocol):
-    """Signature of a filter.
-
-    rewards, accuracies: float; group_ids: int64, arbitrary and unsorted; lengths: int, response tokens; clipped: bool,
-    True if the response reached its token limit.
-    """
-
-    def __call__(
-        self,
-        *,
-        rewards: np.ndarray,
-        accuracies: np.ndarray,
-        group_ids: np.ndarray,
-        lengths: np.ndarray,
-        clipped: np.ndarray,
-    ) -> np.ndarray: ...
 
 
 def groups_with_variance(values: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
@@ -52,8 +34,11 @@ def groups_with_variance(values: np.ndarray, group_ids: np.ndarray) -> np.ndarra
     return (np.bincount(group, weights=differs, minlength=len(first)) > 0)[group]
 
 
-def user_filter(key: str, spec: str) -> ResponseFilter:
+def user_filter(key: str, spec: str) -> Callable[..., np.ndarray]:
     """Load the filter `key=module_or_file.py:function` and check its results on every call.
+
+    The function receives rewards, accuracies: float; group_ids: int64, arbitrary and unsorted; lengths: int, response
+    tokens; clipped: bool, True if the response reached its token limit.
 
     Raises: ConfigError that names `key` if the function cannot be loaded or does not take ARGUMENTS; each call raises
     it if the result is not bool [B].

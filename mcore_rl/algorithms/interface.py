@@ -24,6 +24,7 @@ class Needs:
 
     whole_sequence: all tokens of a response must be in one call, one response per row. Other losses take any shape,
     for example tokens of many responses packed in one row.
+    values: the values of a critic.
     selection: the loss treats some tokens differently, chosen among all tokens of an update (see selection.py).
     staleness: per-token staleness in weight versions (see PolicyLossInputs).
     """
@@ -39,10 +40,6 @@ class Needs:
     whole_sequence: bool = False
     selection: bool = False
     staleness: bool = False
-
-    @property
-    def critic(self) -> bool:
-        return self.values
 
     def check(self, name: str, inputs: object) -> None:
         """Raise ValueError with the required tensors that are None in `inputs`; `name` of the estimator or loss."""

@@ -11,13 +11,13 @@ Source: J. Schulman, "Approximating KL divergence" (2020); k3 in GRPO: arXiv 240
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from mcore_rl.errors import ConfigError
 
-KINDS = ("k1", "abs", "mse", "low_var")
 ALIASES = {"k2": "mse", "k3": "low_var"}
 # For smaller |d|, exp(d) - 1 - d loses digits by cancellation (relative error 2 eps / d); the series up to d^10 has a
 # relative error of at most 1e-16 there.
@@ -35,14 +35,7 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     kind = ALIASES.get(kind, kind)
     if kind not in KINDS:
         raise ConfigError(f"kind of KL {kind!r} is not known. Known: {', '.join(KINDS)} (k2 is mse, k3 is low_var).")
-    d = ref_logp - logp
-    if kind == "k1":
-        return -d
-    if kind == "abs":
-        return d.abs()
-    if kind == "mse":
-        return d.square() / 2
-    return _low_var(d)
+    return KINDS[kind](ref_logp - logp)
 
 
 def _low_var(d: Tensor) -> Tensor:
@@ -56,3 +49,11 @@ def _low_var(d: Tensor) -> Tensor:
     beyond = (d - MAX_EXPONENT).clamp(min=0)
     direct = torch.expm1(d.clamp(max=MAX_EXPONENT)) + math.exp(MAX_EXPONENT) * beyond - d
     return torch.where(small, series * near.square(), direct)
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": torch.neg,
+    "abs": torch.abs,
+    "mse": lambda d: d.square() / 2,
+    "low_var": _low_var,
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 from mcore_rl.observe.metrics import TENSORBOARD, TIMELINE, MetricsLog, set_aside
@@ -19,6 +20,7 @@ STEP_PHASES = (*TRAINING_PHASES, "verify", "validate", "checkpoint")
 """Phases of time/step. A checkpoint contains the metrics of its step, so its time counts for the next step."""
 
 
+@dataclass
 class RunJournal:
     """Collects the metrics of a step; finish_step adds times and writes them to all logs and displays.
 
@@ -27,27 +29,23 @@ class RunJournal:
     signs: signs of collapse to warn about.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        total_steps: int,
-        own_spans: Callable[[], list[Span]],
-        sources: Sequence[Callable[[], list[Span]]],
-        signs: Sequence[Sign] = (),
-    ) -> None:
-        self._run_dir, self._total_steps = run_dir, total_steps
-        self._own_spans, self._sources = own_spans, sources
-        self._pending: dict[str, Metric] = {}
-        self.metrics = MetricsLog(run_dir)
-        self._progress: Progress | None = None
-        self._signs = CollapseSigns(signs)
+    run_dir: Path
+    total_steps: int
+    own_spans: Callable[[], list[Span]]
+    sources: Sequence[Callable[[], list[Span]]]
+    signs: InitVar[Sequence[Sign]] = ()
+    _pending: dict[str, Metric] = field(default_factory=dict, init=False)
+    _progress: Progress | None = field(default=None, init=False)
+
+    def __post_init__(self, signs: Sequence[Sign]) -> None:
+        self._metrics, self._signs = MetricsLog(self.run_dir), CollapseSigns(signs)
 
     def resume_after(self, step: int) -> None:
         """Continue the files of earlier starts. Records of steps after `step` (-1: all) are moved to earlier/ first."""
-        kept = set_aside(self._run_dir, step)
-        self._timeline = Timeline(self._run_dir / TIMELINE)
-        self._tensorboard = TensorBoardLog(self._run_dir / TENSORBOARD, purge_step=step + 1)
-        self._progress = Progress(self._total_steps, first_step=max(step, 0))
+        kept = set_aside(self.run_dir, step)
+        self._timeline = Timeline(self.run_dir / TIMELINE)
+        self._tensorboard = TensorBoardLog(self.run_dir / TENSORBOARD, purge_step=step + 1)
+        self._progress = Progress(self.total_steps, first_step=max(step, 0))
         if kept is not None:
             since = f"of steps after {step}" if step >= 0 else "of a start that saved nothing"
             self.note(f"the records {since} are kept in {kept}")
@@ -65,7 +63,7 @@ class RunJournal:
 
     def finish_step(self, step: int) -> None:
         """Write metrics and spans of the step. A recorded metric replaces the time of a phase with the same name."""
-        spans, seconds = self._own_spans(), defaultdict[str, float](float)
+        spans, seconds = self.own_spans(), defaultdict[str, float](float)
         for span in spans:
             seconds[span.name] += span.end - span.start
         values = {f"time/{name}": took for name, took in seconds.items()}
@@ -77,9 +75,9 @@ class RunJournal:
             values["throughput/tokens_per_second"] = values["tokens/trained_sequences"] / training
         self._pending = {}
         # Written before all other outputs: the summary and resumed runs read the metrics from this file.
-        self.metrics.append(step, values)
+        self._metrics.append(step, values)
         self._tensorboard.append(step, values)
-        self._timeline.append([*spans, *(span for source in self._sources for span in source())])
+        self._timeline.append([*spans, *(span for source in self.sources for span in source())])
         assert self._progress is not None, "resume_after was not called"
         self._progress.update(step, values)
         for warning in self._signs.check(step, values):

@@ -29,7 +29,8 @@ def summary_table(records: Sequence[Mapping[str, float]]) -> str:
         seen = [(record["step"], record[key]) for record in records if record.get(key) is not None]
         if not seen:
             continue
-        cells = [f"{form.format(value)} (step {step})" for step, value in (seen[0], _best(seen), seen[-1])]
+        best = max(seen, key=lambda one: one[1])
+        cells = [f"{form.format(value)} (step {step})" for step, value in (seen[0], best, seen[-1])]
         change = change_form.format(seen[-1][1] - seen[0][1])
         if len(seen) == 1:
             cells[:2], change = ["-", "-"], "-"
@@ -51,10 +52,6 @@ def _parts(records: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str, 
     if len(keys) < 2:
         return []
     return [(f"  {key.removeprefix(f'{_HAS_BEST}/')}", key, *_ROWS[0][2:]) for key in keys]
-
-
-def _best(seen: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return max(seen, key=lambda one: one[1])
 
 
 def _join(cells: tuple[str, ...], widths: list[int]) -> str:

@@ -121,7 +121,7 @@ def colocated_ranks(config: Config, *, cuda: bool) -> ColocatedRanks:
         sections = config.cluster, config.plan, config.rollout
         return value_model_ranks(role, ranks, *sections, prompts_per_update=size, trained=trained, cuda=cuda)
 
-    if estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).needs.critic:
+    if estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).needs.values:
         validate_critic(config)
         critic = ranks_of(ModelRole.critic(config.critic, config.model), trained=True)
     if uses_reward_model(config.reward_model):

@@ -107,7 +107,7 @@ def prepare(config: Config) -> Prepared:
     if uses_lora(actor):
         trained = check_adapters(actor.lora, hf_config, exports=config.trainer.export_adapter is not None)
     chosen, needs = _check_algorithm(algorithm, config.trainer.critic_warmup_steps)
-    critic = critic_layout(config, spec.layout) if needs.advantages and chosen.needs.critic else None
+    critic = critic_layout(config, spec.layout) if needs.advantages and chosen.needs.values else None
     if uses_reference(algorithm.kl):
         check_reference(config.reference, role, algorithm.policy_loss.name, hf_config, needs)
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
@@ -224,7 +224,7 @@ def _sampler(data: DataConfig, prompts: PromptSet, report: LoadReport, seed: int
 def _check_algorithm(algorithm: AlgorithmConfig, critic_warmup_steps: int) -> tuple[Estimator, Needs]:
     """Check names and options against the registries. Return the estimator and the needs of the loss."""
     chosen_estimator = estimator(algorithm.advantage, **advantage_options(algorithm))
-    if critic_warmup_steps and not chosen_estimator.needs.critic:
+    if critic_warmup_steps and not chosen_estimator.needs.values:
         raise ConfigError(
             f"trainer.critic_warmup_steps={critic_warmup_steps}, but algorithm.advantage={algorithm.advantage} has no "
             "critic; set it to 0, or algorithm.advantage=gae"

@@ -13,11 +13,13 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
+Result = TypeVar("Result")
 VARIABLE = "MCORE_RL_PROCESS_TREES"
 """Environment variable with the marks of all trees that contain a process."""
 TERM_SECONDS = 1.0
@@ -78,10 +80,7 @@ def _kill_group(group: int, descendants: list[psutil.Process]) -> None:
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:
-    try:
-        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
-    except psutil.Error:
-        return False
+    return any("multiprocessing.resource_tracker" in word for word in _unless_gone(process.cmdline, []))
 
 
 def _end(known: list[psutil.Process], mark: str, number: signal.Signals, seconds: float) -> None:
@@ -103,28 +102,24 @@ def _end(known: list[psutil.Process], mark: str, number: signal.Signals, seconds
 
 def descendants_of(pid: int) -> list[psutil.Process]:
     """Return the running descendants; empty if the process has ended."""
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return []
+    return _unless_gone(lambda: psutil.Process(pid).children(recursive=True), [])
 
 
 def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+    return _unless_gone(lambda: process.is_running() and process.status() != psutil.STATUS_ZOMBIE, False)
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter() if _has_mark(process, mark)]
+    marks = ((process, _unless_gone(process.environ, {}).get(VARIABLE, "")) for process in psutil.process_iter())
+    return [process for process, of_process in marks if mark in of_process.split(":")]
 
 
-def _has_mark(process: psutil.Process, mark: str) -> bool:
+def _unless_gone(read: Callable[[], Result], otherwise: Result) -> Result:
+    """Return a fact about a process; `otherwise` if it has ended or may not be read."""
     try:
-        return mark in process.environ().get(VARIABLE, "").split(":")
+        return read()
     except (psutil.Error, OSError):
-        return False
+        return otherwise
 
 
 MIB = 2**20

@@ -14,6 +14,7 @@ import numpy as np
 from mcore_rl.config.algorithm import DynamicSamplingConfig
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.records import join_parts, part_path
+from mcore_rl.data.sampler import PromptSampler
 from mcore_rl.rollout.results import GradingFailures
 from mcore_rl.rollout.tasks import split
 from mcore_rl.types import Groups, Metric, RolloutResult, RolloutScalars, RolloutTask, SamplingOptions, Total
@@ -30,12 +31,6 @@ class RolloutPool(Protocol):
         """Return (reference to TrajectoryBuffers, scalars) for each task, in the order of the tasks."""
 
 
-class RowSampler(Protocol):
-    """Samples the prompt rows of new groups."""
-
-    def draw(self, count: int) -> np.ndarray: ...
-
-
 def training_sampling(rollout: RolloutConfig) -> SamplingOptions:
     """Return the sampling options for training, which use the full softmax (config.rules.rollout)."""
     return SamplingOptions(rollout.max_response_tokens, rollout.temperature, stop=tuple(rollout.stop))
@@ -45,7 +40,7 @@ def training_sampling(rollout: RolloutConfig) -> SamplingOptions:
 class GroupSource:
     """Source of new groups: their prompts, numbers and tasks. It also decides whether a finished group has signal."""
 
-    sampler: RowSampler
+    sampler: PromptSampler
     rollout: RolloutConfig
     dynamic: DynamicSamplingConfig
     has_signal: Callable[[np.ndarray, np.ndarray], np.ndarray]

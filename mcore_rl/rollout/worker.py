@@ -10,8 +10,8 @@ import functools
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mcore_rl.data.seeds import request_seeds
@@ -35,27 +35,21 @@ from mcore_rl.types import (
 )
 
 
+@dataclass
 class RolloutWorker:
-    """Generates and grades tasks. Calls of `run` may overlap if the player supports it."""
+    """Generates and grades tasks. Calls of `run` may overlap if the player supports it.
 
-    def __init__(
-        self,
-        player: Player,
-        rewarder: Rewarder,
-        prompts: Mapping[str, PromptSource],
-        *,
-        failed_reward: float = 0.0,
-        has_rules: bool = True,
-    ) -> None:
-        """Create a worker. `failed_reward`: reward of an episode that raised an error. Without rules (`has_rules`), no
-        grader decides whether a response is right; its accuracy is then its reward."""
-        self._player = player
-        self._rewarder = rewarder
-        self._prompts = prompts
-        self._failed_reward = failed_reward
-        self._has_rules = has_rules
-        self._keys = itertools.count()
-        """Unique keys of responses at the rewarder."""
+    failed_reward: reward of an episode that raised an error. Without rules (`has_rules`), no grader decides whether a
+    response is right; its accuracy is then its reward.
+    """
+
+    player: Player
+    rewarder: Rewarder
+    prompts: Mapping[str, PromptSource]
+    failed_reward: float = 0.0
+    has_rules: bool = True
+    _keys: Iterator[int] = field(default_factory=itertools.count, init=False)
+    """Unique keys of responses at the rewarder."""
 
     def run(
         self, task: RolloutTask, callbacks: RequestCallbacks = NO_CALLBACKS
@@ -77,25 +71,25 @@ class RolloutWorker:
                 callbacks.ended()
             # Episodes with their own reward, and failed ones, are not graded: graders of groups must not wait for them.
             if outcome is None or outcome.reward is not None or outcome.error is not None:
-                self._rewarder.withdraw(keys[place], group=group_of[place], task=keys)
+                self.rewarder.withdraw(keys[place], group=group_of[place], task=keys)
                 return
             graded_here.append(keys[place])
             text, tokens = outcome.text, sum(len(trajectory.token_ids) for trajectory in outcome.trajectories)
             prompt = attempts[place].prompt
             if outcome.extra:  # graders receive the episode's fields
                 prompt = replace(prompt, extra_info={**prompt.extra_info, **outcome.extra})
-            self._rewarder.submit(keys[place], prompt, text, tokens, group=group_of[place], task=keys)
+            self.rewarder.submit(keys[place], prompt, text, tokens, group=group_of[place], task=keys)
 
         # Each response is graded as soon as it ends (in `end`), so that grading overlaps the generation of the others.
         started = time.perf_counter()
         recovered = _recovered_responses(task, attempts)
-        self._player.play(AttemptBatch(attempts, callbacks.started, end, recovered))
+        self.player.play(AttemptBatch(attempts, callbacks.started, end, recovered))
         generated = time.perf_counter()
         # Withdrawn responses are always at the end of the task; the driver has given them to another engine.
         if len(withdrawn) == len(attempts) > 0:
             return None
         attempts = attempts[: len(attempts) - len(withdrawn)]
-        collected = self._rewarder.collect(graded_here)
+        collected = self.rewarder.collect(graded_here)
         graded = time.perf_counter()
         finished = [outcome for outcome in outcomes[: len(attempts)] if outcome is not None]
         if len(finished) != len(attempts) or len(collected) != len(graded_here):
@@ -111,7 +105,7 @@ class RolloutWorker:
         return _packed(task, responses, (generated - started, graded - generated))
 
     def _attempts(self, task: RolloutTask) -> list[Attempt]:
-        of_group = [self._prompts[task.prompt_set][int(row)] for row in task.prompt_rows]
+        of_group = [self.prompts[task.prompt_set][int(row)] for row in task.prompt_rows]
         seeds = request_seeds(task.seed, task.group_ids, task.samples_per_prompt)
         attempts = []
         for response in range(*task.span):
@@ -127,7 +121,7 @@ class RolloutWorker:
     def _score(self, outcome: EpisodeOutcome, graded: Score | None) -> Score:
         """Combine the score of graders, or of the episode itself, with the rewards of turns."""
         if outcome.error is not None:
-            return Score(self._failed_reward, 0.0, outcome.error, outcome.traceback)
+            return Score(self.failed_reward, 0.0, outcome.error, outcome.traceback)
         if graded is None:
             assert outcome.reward is not None
             total = outcome.reward + outcome.turn_rewards
@@ -137,7 +131,7 @@ class RolloutWorker:
             return graded
         parts = {**graded.parts, **outcome.parts}
         reward = graded.reward + outcome.turn_rewards
-        accuracy = graded.accuracy if self._has_rules else reward
+        accuracy = graded.accuracy if self.has_rules else reward
         return replace(graded, reward=reward, accuracy=accuracy, parts=parts)
 
 

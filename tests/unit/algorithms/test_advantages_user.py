@@ -115,7 +115,7 @@ def test_user_estimator_receives_tensors_and_options(mine):
 
 
 def test_user_estimator_may_declare_needs_and_return_returns(mine):
-    assert estimator(mine("over_values")).needs.critic
+    assert estimator(mine("over_values")).needs.values
     with pytest.raises(ValueError, match="needs values"):
         compute_advantages(mine("over_values"), **INPUTS)
     result = compute_advantages(mine("over_values"), **INPUTS, values=torch.ones(2, 2))

@@ -146,7 +146,7 @@ def test_gae_accepts_strided_tensors():
 def test_gae_declares_needs_and_kind():
     assert estimator("gae").whitened
     assert not estimator("gae", whiten=False).whitened
-    assert estimator("gae").needs.critic
+    assert estimator("gae").needs.values
     assert not estimator("gae").per_response
     assert estimator("reinforce_plus_plus").whitened
     assert not estimator("reinforce_plus_plus").per_response
