@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
@@ -82,47 +82,6 @@ class Engine(Protocol):
         update."""
 
     def shutdown(self) -> None: ...
-
-
-Endpoint = TypeVar("Endpoint")
-"""Location of a rank (weights.transports.topology.Endpoint)."""
-Connection_contra = TypeVar("Connection_contra", contravariant=True)
-"""Rendezvous data for the processes of a weight sync (weights.connection.Connection)."""
-Comparison = TypeVar("Comparison")
-"""Result of comparing one rank's weights (weights.verify.Comparison)."""
-
-
-class WeightReceiver(Protocol[Endpoint, Connection_contra, Comparison]):
-    """Receiver of weight updates for one engine, independent of the transport. Lists are ordered by engine rank."""
-
-    def endpoints(self) -> list[Endpoint]:
-        """Return the location of each engine rank."""
-
-    def connect(self, connection: Connection_contra, engine: int, /) -> None:
-        """Join the weight sync as engine number `engine`, before the first update or again after a failed one.
-
-        Collective: all processes of the sync.
-        Raises: PeerLostError; WeightSyncError if the engine's tensors differ from the planned ones.
-        """
-
-    def begin_update(self) -> None:
-        """Begin an update; an unfinished one is discarded."""
-
-    def receive_bucket(self, sync_round: int) -> list[int]:
-        """Receive and load one round of the plan, in order. Returns its bytes as the acknowledgement.
-
-        Raises: PeerLostError, WeightSyncError. After an error the engine must not generate until an update is complete.
-        """
-
-    def finish_update(self, version: int, *, recompute: bool = False) -> None:
-        """Make the update visible and set weight_version to `version`. Requests that start later use no state computed
-        with older weights. Requests in flight keep their KV cache; with `recompute` it is computed again.
-
-        Raises: WeightSyncError if a tensor of the model was not received.
-        """
-
-    def compare(self) -> list[Comparison]:
-        """Compare digests of the tensors that the engine uses with digests that the trainer ranks send meanwhile."""
 
 
 class Rewarder(Protocol):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from mcore_rl.engines.stepped_engine import SteppedEngine
 from mcore_rl.errors import WeightSyncError
-from mcore_rl.ports import WeightReceiver
 from mcore_rl.weights.connection import Connection
 from mcore_rl.weights.transports.topology import Endpoint
 from mcore_rl.weights.verify import Comparison
@@ -22,7 +21,7 @@ class AllRanks(Protocol):
 
 
 class RanksReceiver:
-    """Implements ports.WeightReceiver on the ranks of an engine.
+    """Receiver of weight updates for the ranks of one engine, independent of the transport. Lists are ordered by rank.
 
     ranks: calls the same methods on the ranks of every engine (`endpoint`, `connect_weights`, `begin_update`, ...).
     reset_prefix_cache: called after an update, see RankEngine._reset_prefix_cache.
@@ -35,20 +34,36 @@ class RanksReceiver:
         self._complete = True
 
     def endpoints(self) -> list[Endpoint]:
+        """Return the location of each engine rank."""
         return self._ranks.call("endpoint")
 
     def connect(self, connection: Connection, engine: int) -> None:
+        """Join the weight sync as engine number `engine`, before the first update or again after a failed one.
+
+        Collective: all processes of the sync.
+        Raises: PeerLostError; WeightSyncError if the engine's tensors differ from the planned ones.
+        """
         first_rank = engine * connection.plan.topology.ranks_per_engine
         self._ranks.call("connect_weights", connection, first_rank)
 
     def begin_update(self) -> None:
+        """Begin an update; an unfinished one is discarded."""
         self._complete = False
         self._ranks.call("begin_update")
 
     def receive_bucket(self, sync_round: int) -> list[int]:
+        """Receive and load one round of the plan, in order. Returns its bytes as the acknowledgement.
+
+        Raises: PeerLostError, WeightSyncError. After an error the engine must not generate until an update is complete.
+        """
         return self._ranks.call("receive_bucket", sync_round)
 
     def finish_update(self, version: int, *, recompute: bool = False) -> None:
+        """Make the update visible and set weight_version to `version`. Requests that start later use no state computed
+        with older weights. Requests in flight keep their KV cache; with `recompute` it is computed again.
+
+        Raises: WeightSyncError if a tensor of the model was not received.
+        """
         self._ranks.call("finish_update")
         earlier = self.version
         # Set before the reset, which may submit requests again: they must run with the new version.
@@ -61,6 +76,7 @@ class RanksReceiver:
             raise
 
     def compare(self) -> list[Comparison]:
+        """Compare digests of the tensors that the engine uses with digests that the trainer ranks send meanwhile."""
         self.require_complete()
         return self._ranks.call("compare_weights")
 
@@ -117,6 +133,10 @@ class RankEngine(SteppedEngine):
         self.receiver.require_complete()
 
     @abstractmethod
+    def shutdown(self) -> None:
+        """End the ranks."""
+
+    @abstractmethod
     def _empty_prefix_cache(self, recompute: bool) -> bool:
         """Empty the prefix cache; with `recompute`, also if requests are running. Returns whether it is empty."""
 
@@ -134,7 +154,3 @@ class RankEngine(SteppedEngine):
             raise WeightSyncError("the engine did not reset its prefix cache, which belongs to the previous weights")
         # Running requests keep their cache. New requests cannot hit it: their salt contains the new version.
         self._resubmit_unstarted()
-
-
-if TYPE_CHECKING:
-    _port: type[WeightReceiver[Endpoint, Connection, Comparison]] = RanksReceiver

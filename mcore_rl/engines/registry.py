@@ -5,27 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Protocol
 
-from mcore_rl.ports import Engine, WeightReceiver
-from mcore_rl.weights.connection import Connection
-from mcore_rl.weights.transports.topology import Endpoint
-from mcore_rl.weights.verify import Comparison
+from mcore_rl.engines.rank_engine import RankEngine
 
-Receiver = WeightReceiver[Endpoint, Connection, Comparison]
 _CLASSES = {"vllm": "VllmEngine", "sglang": "SglangEngine"}
 
 
-class ReceivingEngine(Engine, Protocol):
-    """Engine that receives weight updates."""
-
-    @property
-    def receiver(self) -> Receiver: ...
-
-
-def engine_class(name: str) -> Callable[..., ReceivingEngine]:
+def engine_class(name: str) -> Callable[..., RankEngine]:
     """Return the engine's class. Its constructor has the arguments of VllmEngine."""
-    engine: Callable[..., ReceivingEngine] = getattr(_module(name), _CLASSES[name])
+    engine: Callable[..., RankEngine] = getattr(_module(name), _CLASSES[name])
     return engine
 
 

@@ -80,7 +80,8 @@ def _kill_group(group: int, descendants: list[psutil.Process]) -> None:
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:
-    return any("multiprocessing.resource_tracker" in word for word in _unless_gone(process.cmdline, []))
+    words: list[str] = _unless_gone(process.cmdline, [])
+    return any("multiprocessing.resource_tracker" in word for word in words)
 
 
 def _end(known: list[psutil.Process], mark: str, number: signal.Signals, seconds: float) -> None:
@@ -110,8 +111,11 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    marks = ((process, _unless_gone(process.environ, {}).get(VARIABLE, "")) for process in psutil.process_iter())
-    return [process for process, of_process in marks if mark in of_process.split(":")]
+    return [process for process in psutil.process_iter() if _has_mark(process, mark)]
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    return _unless_gone(lambda: mark in process.environ().get(VARIABLE, "").split(":"), False)
 
 
 def _unless_gone(read: Callable[[], Result], otherwise: Result) -> Result:

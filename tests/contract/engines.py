@@ -81,7 +81,7 @@ def _serve(connection: Any, kind: str, directory: str, settings: dict[str, Any])
 
 
 class RemoteEngine:
-    """Engine and WeightReceiver in another process. Errors are raised here with their type."""
+    """Engine and RanksReceiver in another process. Errors are raised here with their type."""
 
     def __init__(self, kind: str, directory: Path, **settings: Any) -> None:
         self.kind, self.directory, self.settings = kind, directory, settings

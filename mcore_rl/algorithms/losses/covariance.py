@@ -94,14 +94,11 @@ class ClipCov(CovarianceLoss):
 
     @torch.no_grad()
     def scores(self, inputs: PolicyLossInputs, moments: Tensor, keys: Tensor) -> Tensor:
-        assert inputs.old_logp is not None
-        assert inputs.advantages is not None
+        selected, log_ratio, advantages = ratio_inputs(inputs)
         covariance = covariances(inputs, moments)
-        clipped = clipped_surrogate(
-            inputs.logp - inputs.old_logp, inputs.advantages, self.clip_low, self.clip_high
-        ).clipped
+        clipped = clipped_surrogate(log_ratio, advantages, self.clip_low, self.clip_high).clipped
         # Clipped tokens have no gradient that the selection could remove.
-        eligible = (covariance > self.cov_low) & (covariance < self.cov_high) & ~clipped & (inputs.mask > 0)
+        eligible = (covariance > self.cov_low) & (covariance < self.cov_high) & ~clipped & selected
         return random_scores(keys).masked_fill(~eligible, -torch.inf)
 
     def __call__(self, inputs: PolicyLossInputs) -> PolicyLossResult:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,23 +35,15 @@ def describe_staleness(submitted: Sequence[int], scalars: Sequence[RolloutScalar
     }
 
 
-@dataclass
 class QueueLengths:
-    """Time-weighted mean lengths of several queues between two calls of `means`."""
+    """Time-weighted mean lengths of several queues between two calls of `means`. `counts` returns the current lengths
+    by name."""
 
-    counts: Callable[[], dict[str, int]]
-    """Function that returns the current lengths by name."""
-    now: Callable[[], float] = time.perf_counter
-    _since: float = field(init=False)
-    _changed: float = field(init=False)
-    _counts: dict[str, int] = field(init=False)
-    """Lengths since the last update."""
-    _areas: dict[str, float] = field(init=False)
-    """Integral of each length over time, in seconds."""
-
-    def __post_init__(self) -> None:
-        self._since = self._changed = self.now()
-        self._counts = self.counts()
+    def __init__(self, counts: Callable[[], dict[str, int]], now: Callable[[], float] = time.perf_counter) -> None:
+        self.counts, self.now = counts, now
+        self._since = self._changed = now()
+        # The lengths since the last update, and the integral of each length over time, in seconds.
+        self._counts = counts()
         self._areas = dict.fromkeys(self._counts, 0.0)
 
     def update(self) -> None:

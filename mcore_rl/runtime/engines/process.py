@@ -17,7 +17,8 @@ from mcore_rl.config.schema import Config
 from mcore_rl.data.checksum import saved_file
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer, plain_decoder
 from mcore_rl.engines.hosts import ONE_HOST, EngineHosts
-from mcore_rl.engines.registry import Receiver, ReceivingEngine, engine_class, follower
+from mcore_rl.engines.rank_engine import RankEngine, RanksReceiver
+from mcore_rl.engines.registry import engine_class, follower
 from mcore_rl.rewards.step_grading import DeferredRewarder, StepGrader
 from mcore_rl.rewards.task_parts import TaskPart, TranscriptReader
 from mcore_rl.rollout.episodes.single_turn import Player, SingleTurnPlayer
@@ -82,7 +83,7 @@ class EngineProcess(RunProcess):
             tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_path)
             self._step_grader = StepGrader(rewarder, TranscriptReader(resolved, tokenizer, config.rollout.stop))
             engine = build_engine(config, self.name, tokenizer, hosts)
-            self.receiver: Receiver = engine.receiver
+            self.receiver: RanksReceiver = engine.receiver
             self.loop = EngineLoop(engine, None if journal is None else TokenJournal(Path(journal)))
             player = _player(config, self.loop, tokenizer, self._episodes.record)
             worker = RolloutWorker(
@@ -228,7 +229,7 @@ class EngineProcess(RunProcess):
     @remote_method(concurrency_group="engine")
     def receive_update(self, version: int, recompute: bool) -> list[int]:
         """Receive a whole update and make it visible. Returns the received bytes of each rank. Running requests
-        continue as described in WeightReceiver.finish_update."""
+        continue as described in RanksReceiver.finish_update."""
         return self.loop.between_steps(lambda: self._receive_update(version, recompute))
 
     def _receive_update(self, version: int, recompute: bool) -> list[int]:
@@ -294,7 +295,7 @@ def _player(config: Config, loop: EngineLoop, tokenizer: Any, record: Callable[[
     )
 
 
-def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST) -> ReceivingEngine:
+def build_engine(config: Config, name: str, tokenizer: Any, hosts: EngineHosts = ONE_HOST) -> RankEngine:
     """Build an engine on model.hf_path without weights; the first publish delivers every tensor. `name` is the name of
     the process in messages."""
     return engine_class(config.rollout.engine)(
