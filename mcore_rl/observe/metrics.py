@@ -100,7 +100,9 @@ def set_aside(run_dir: Path, step: int) -> Path | None:
     if not has_later and not rollouts:
         return None
     whole = [path for name in (TIMELINE, TENSORBOARD) if (path := run_dir / name).exists()] if step < 0 else []
-    target = _new_folder(run_dir / FOLDER)
+    taken = [int(path.name) for path in (run_dir / FOLDER).glob("*") if path.name.isdigit()]
+    target = run_dir / FOLDER / str(max(taken, default=0) + 1)
+    target.mkdir(parents=True)
     for path in [*whole, *rollouts]:
         kept = target / path.relative_to(run_dir)
         kept.parent.mkdir(exist_ok=True)
@@ -114,10 +116,3 @@ def set_aside(run_dir: Path, step: int) -> Path | None:
 def _step_of(path: Path) -> int:
     match = _OF_STEP.fullmatch(path.name)
     return int(match[1]) if match else -1
-
-
-def _new_folder(parent: Path) -> Path:
-    taken = [int(path.name) for path in parent.glob("*") if path.name.isdigit()]
-    target = parent / str(max(taken, default=0) + 1)
-    target.mkdir(parents=True)
-    return target

@@ -7,7 +7,6 @@ of this module. `prepare` has the checks that need them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mcore_rl.config import Config
@@ -116,7 +115,15 @@ def _check_model(model: ModelConfig) -> None:
 def _check_data(data: DataConfig, algorithm: AlgorithmConfig) -> None:
     """Require existing data files of a known format, and valid set names and weights. Reads no rows."""
     find_files(data.train, "data.train")
-    _check_set_names(data.val_sets)
+    if data.val_sets is not None and not data.val_sets:
+        raise ConfigError("data.val is an empty mapping; set it to {name: path}, to a path, or to null")
+    for name in data.val_sets or ():
+        # Names of sets are the last part of metric names.
+        if re.fullmatch(r"[\w.-]{1,100}", name) is None:
+            raise ConfigError(
+                f"data.val: {name!r} cannot name a set, as metrics end with it (val/accuracy/<name>); use letters, "
+                "digits, _, - and ."
+            )
     for key, names in data.validation.items():
         # A supervised run reads no validation prompts.
         if not is_supervised(algorithm):
@@ -127,15 +134,3 @@ def _check_data(data: DataConfig, algorithm: AlgorithmConfig) -> None:
             " may return an index more than once; set one of the two"
         )
     file_weights(data.weights, data.train)
-
-
-def _check_set_names(sets: Mapping[str, Sequence[str]] | None) -> None:
-    """Require that names of validation sets can be the last part of a metric name."""
-    if sets is not None and not sets:
-        raise ConfigError("data.val is an empty mapping; set it to {name: path}, to a path, or to null")
-    for name in sets or ():
-        if re.fullmatch(r"[\w.-]{1,100}", name) is None:
-            raise ConfigError(
-                f"data.val: {name!r} cannot name a set, as metrics end with it (val/accuracy/<name>); use letters, "
-                "digits, _, - and ."
-            )

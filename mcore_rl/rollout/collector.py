@@ -109,7 +109,8 @@ class RolloutCollector:
         max_batches = source.dynamic.max_batches if source.dynamic.enable else 1
         while len(kept) < size and batches < max_batches:
             task = source.new_task(self._sample_size(len(kept), sampled))
-            tasks = self._split(task, partial(part_path, source.records_dir, f"step_{step}", batches))
+            records_of = partial(part_path, source.records_dir, f"step_{step}", batches)
+            tasks = split(task, self.pool.num_engines, source.rollout.max_concurrent_requests, records_of)
             batch = self.pool.run(tasks)
             # Engines of a batch run concurrently, so the slowest counts; batches run one after another, so they add up.
             seconds += _slowest([result for _, result in batch])
@@ -151,9 +152,6 @@ class RolloutCollector:
         share = max(kept / sampled, 1 / 16)
         return min(size, math.ceil((size - kept) / share))
 
-    def _split(self, task: RolloutTask, records: Callable[[int], str] | None = None) -> list[RolloutTask]:
-        return split(task, self.pool.num_engines, self.source.rollout.max_concurrent_requests, records)
-
     def _greedy(self, scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray]) -> list[RolloutScalars]:
         """Generate greedy responses to the prompts of the kept groups, with the groups' ids; their tokens are not
         kept."""
@@ -163,7 +161,8 @@ class RolloutCollector:
         ids, first = np.unique(ids, return_index=True)
         task = self.source.task(rows[first], ids)
         task = replace(task, samples_per_prompt=1, sampling=replace(task.sampling, temperature=0.0))
-        return [result for _, result in self.pool.run(self._split(task))]
+        tasks = split(task, self.pool.num_engines, self.source.rollout.max_concurrent_requests)
+        return [result for _, result in self.pool.run(tasks)]
 
 
 def _slowest(results: Sequence[RolloutScalars]) -> np.ndarray:

@@ -57,8 +57,7 @@ class RolloutTask:
 
     @property
     def num_responses(self) -> int:
-        first, last = self.span
-        return last - first
+        return len(range(*self.span))
 
     @property
     def request_ids(self) -> list[str]:
