@@ -56,7 +56,8 @@ class LogpGapCheck:
         if limit is None:
             return
         gaps = self._gaps(version)
-        worst = max(gaps, key=lambda name: _order(gaps[name]))
+        # NaN counts as the largest difference.
+        worst = max(gaps, key=lambda name: (math.isnan(gaps[name].typical), gaps[name].typical))
         found = _summary(gaps[worst])
         if not gaps[worst].typical <= limit:  # also true for NaN
             causes = "; ".join(probable_causes(self.config, gaps[worst]))
@@ -104,8 +105,3 @@ def _summary(gap: LogpGap) -> str:
     if gap.own_routing:
         return f"{gap.typical:.3g} nats in the median (mean {gap.mean.value:.3g}, {rest})"
     return f"{gap.mean.value:.3g} nats on average ({rest})"
-
-
-def _order(gap: LogpGap) -> float:
-    """Sort key that places NaN behind all numbers."""
-    return math.inf if math.isnan(gap.typical) else gap.typical
