@@ -85,7 +85,7 @@ def measure(task: Path, run_dir: Path, *, ranks: int, between: Callable[[], None
     make_run_dir(config, prepared.checkpoint_bytes, lambda: None)  # a new directory, no other run
     with assemble(config, prepared, lambda line: None) as run:
         fleet = run.collector.collector.pool.pool.fleet  # type: ignore[union-attr]
-        handles = [engine.calls.handle for engine in fleet.engines]
+        handles = [engine.process.actor for engine in fleet.engines]
         force = [handle.__ray_call__.options(concurrency_group="run") for handle in handles]
         # Ray runs a function in the engine's process; its group `run` is where tasks are accepted.
         fleet.watch.get([call.remote(force_lengths, lengths) for call in force])
