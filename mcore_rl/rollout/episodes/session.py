@@ -9,7 +9,6 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -72,7 +71,7 @@ class Sampled:
     """Message of the model, followed by the answers; empty until the turn is answered."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class EpisodeContext:
     """Objects and settings shared by all episodes of an engine."""
 
@@ -84,12 +83,12 @@ class EpisodeContext:
     stop_ids: frozenset[int] = frozenset()
     parser_of: Callable[[Sequence[ToolSchema]], ToolCallParser] | None = None
     """Function that builds a parser for the calls of tools; None if the run has no tools."""
+    parser: ToolCallParser | None = field(init=False)
+    """Parser for the conversation's tools. Without tools, a turn that looks like a call is text."""
 
-    @cached_property
-    def parser(self) -> ToolCallParser | None:
-        """Parser for the conversation's tools. Without tools, a turn that looks like a call is text."""
+    def __post_init__(self) -> None:
         tools = self.conversation.tools
-        return self.parser_of(tools) if tools and self.parser_of is not None else None
+        self.parser = self.parser_of(tools) if tools and self.parser_of is not None else None
 
     def offering(self, tools: Sequence[ToolSchema] | None) -> EpisodeContext:
         """Return a context with the tools of a row; None: the run's tools."""

@@ -101,9 +101,7 @@ class ToolProcess:
                         self._lose(cause)
         except (EOFError, ConnectionError):
             self._lose("")
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
+        except Exception as error:
             self._lose(f"its message cannot be read: {error!r}")
             raise
 
