@@ -32,6 +32,14 @@ async def one_turn(session: Session, prompt: EpisodePrompt) -> None:
     await session.generate(prompt.token_ids)
 
 
+def one_turn_with(sampling: Any) -> Callable[..., Any]:
+    async def run(session: Session, prompt: EpisodePrompt) -> float:
+        await session.generate(prompt.token_ids, sampling)
+        return 1.0
+
+    return run
+
+
 async def two_turns(session: Session, prompt: EpisodePrompt) -> None:
     first = await session.generate(prompt.token_ids)
     await asyncio.sleep(0.01 * (session.seed % 3))  # episodes overtake each other
@@ -310,21 +318,13 @@ def test_player_withdraw_includes_waiting_episodes(stage: SetUp) -> None:
     ],
 )
 def test_session_generate_untrainable_options_fail(stage: SetUp, sampling: Any, message: str) -> None:
-    async def run(session: Session, prompt: EpisodePrompt) -> float:
-        await session.generate(prompt.token_ids, sampling)
-        return 1.0
-
-    (outcome,) = stage(lambda text: f"hello{END}", run).play()
+    (outcome,) = stage(lambda text: f"hello{END}", one_turn_with(sampling)).play()
     assert outcome.error is not None
     assert outcome.error.startswith(f"the episode failed: session.generate: {message}")
 
 
 def test_session_generate_validation_may_truncate(stage: SetUp) -> None:
-    async def run(session: Session, prompt: EpisodePrompt) -> float:
-        await session.generate(prompt.token_ids, {"top_p": 0.9, "top_k": 5, "temperature": 0.7})
-        return 1.0
-
-    on = stage(lambda text: f"hello{END}", run)
+    on = stage(lambda text: f"hello{END}", one_turn_with({"top_p": 0.9, "top_k": 5, "temperature": 0.7}))
     (attempt,) = on.attempts()
     greedy = replace(attempt.request, sampling=replace(attempt.request.sampling, temperature=0.0))
     (outcome,) = on.play(attempts=[Attempt(greedy, attempt.prompt, trained=False)])
@@ -369,10 +369,7 @@ def test_session_generate_stop_string_ends_the_turn(stage: SetUp) -> None:
 
 @pytest.mark.parametrize(("stop", "text", "reason"), [("never", "one two", "length"), ("wo", "one t", "stop")])
 def test_session_generate_stop_string_at_the_last_token(stage: SetUp, stop: str, text: str, reason: str) -> None:
-    async def run(session: Session, prompt: EpisodePrompt) -> None:
-        await session.generate(prompt.token_ids, {"max_response_tokens": len("one two")})
-
-    on = stage(lambda so_far: f"one two three{END}", run)
+    on = stage(lambda so_far: f"one two three{END}", one_turn_with({"max_response_tokens": len("one two")}))
     (outcome,) = on.play(attempts=[with_stop(on, stop)])
     assert (outcome.text, outcome.finish_reason) == (text, reason)
     assert len(outcome.trajectories[0].token_ids) == len("one two")

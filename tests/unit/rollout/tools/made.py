@@ -10,7 +10,9 @@ from typing import TypeVar
 import psutil
 import yaml
 
+from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.rollout.tools.interface import ToolResult
 from mcore_rl.rollout.tools.toolbox import ToolBox
 
 T = TypeVar("T")
@@ -120,17 +122,28 @@ def functions_file(folder: Path) -> Path:
     return path
 
 
-def with_tools(spec: str, use: Callable[[ToolBox], Awaitable[T]], **keys: object) -> T:
+def with_tools(
+    spec: str, use: Callable[[ToolBox], Awaitable[T]], sandbox: SandboxConfig | None = None, **keys: object
+) -> T:
     """Return the result of `use` with the tools of rollout.tools=spec."""
 
     async def run() -> T:
-        box = await ToolBox.start(RolloutConfig(tools=spec, **keys))
+        box = await ToolBox.start(RolloutConfig(tools=spec, **keys), sandbox)
         try:
             return await use(box)
         finally:
             await box.shutdown()
 
     return asyncio.run(run())
+
+
+def answers_of(spec: str, *calls: tuple[str, dict[str, object]], **keys: object) -> list[ToolResult]:
+    """Return the answers to calls of one episode, one after another, with the tools of rollout.tools=spec."""
+
+    async def use(box: ToolBox) -> list[ToolResult]:
+        return [await box.call("e", name, arguments) for name, arguments in calls]
+
+    return with_tools(spec, use, **keys)
 
 
 def tools_file(folder: Path, *names: str, **keys: object) -> str:

@@ -13,8 +13,7 @@ from mcore_rl.config.functions import load_object
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.limits import ToolLimits
 from mcore_rl.rollout.tools.load import read_entries
-from mcore_rl.rollout.tools.toolbox import ToolBox
-from tests.unit.rollout.tools.made import with_tools
+from tests.unit.rollout.tools.made import answers_of
 
 VERLS = """
 tools:
@@ -125,8 +124,5 @@ def test_search_example_file_runs(tmp_path: Path) -> None:
     entries["tools"][0]["class_name"] = f"{EXAMPLE}/search.py:SearchTool"
     entries["tools"][0]["config"]["path"] = str(tmp_path / "texts.jsonl")
     (tmp_path / "search.yaml").write_text(yaml.safe_dump(entries))
-
-    async def use(box: ToolBox) -> list[str]:
-        return [(await box.call("e", "search", {"query": query})).text for query in ("morning birds", "fish")]
-
-    assert with_tools(str(tmp_path / "search.yaml"), use) == [f"[1] {TEXTS[2]}", "Nothing was found."]
+    found = answers_of(str(tmp_path / "search.yaml"), *(("search", {"query": q}) for q in ("morning birds", "fish")))
+    assert [answer.text for answer in found] == [f"[1] {TEXTS[2]}", "Nothing was found."]

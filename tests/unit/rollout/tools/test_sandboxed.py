@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.rollout.tools.load import read_entries
 from mcore_rl.rollout.tools.toolbox import ToolBox
 from mcore_rl.sandbox.check import check_local
+from tests.unit.rollout.tools.made import answers_of, with_tools
 
 YAML = Path(__file__).parents[4] / "configs" / "tools" / "sandbox.yaml"
+ONE_SECOND = SandboxConfig(seconds=1.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,17 +25,6 @@ def sandbox() -> None:
         check_local(SandboxConfig())
     except ConfigError as error:
         pytest.skip(str(error))
-
-
-def with_tools(play: Callable[[ToolBox], Coroutine[Any, Any, Any]]) -> Any:
-    async def run() -> Any:
-        box = await ToolBox.start(RolloutConfig(tools=str(YAML)), SandboxConfig(seconds=1.0))
-        try:
-            return await play(box)
-        finally:
-            await box.shutdown()
-
-    return asyncio.run(run())
 
 
 def test_sandboxed_tools_are_separate_per_episode() -> None:
@@ -53,19 +41,14 @@ def test_sandboxed_tools_are_separate_per_episode() -> None:
             await box.close_episode(name)
         return [answer.text.strip() for answer in answers]
 
-    texts = with_tools(play)
+    texts = with_tools(str(YAML), play, ONE_SECOND)
     assert texts[:4] == ["2", "4", "(no output)", "/tmp 5"]
     assert "FileNotFoundError" in texts[4] or "PermissionError" in texts[4]
 
 
 def test_sandboxed_endless_code_restarts_the_interpreter() -> None:
-    async def play(box: ToolBox) -> list[Any]:
-        await box.call("a", "python", {"code": "x = 1"})
-        stuck = await box.call("a", "python", {"code": "while True: pass"})
-        after = await box.call("a", "python", {"code": "'x' in dir()"})
-        return [stuck, after]
-
-    stuck, after = with_tools(play)
+    codes = ("x = 1", "while True: pass", "'x' in dir()")
+    _, stuck, after = answers_of(str(YAML), *(("python", {"code": code}) for code in codes), sandbox=ONE_SECOND)
     assert stuck.error == "python: timeout"
     assert "The python has ended (timeout); the next call starts a new one" in stuck.text
     assert after.text.strip() == "False"
@@ -82,7 +65,7 @@ def test_sandboxed_close_episode_leaves_nothing() -> None:
             await asyncio.sleep(0.05)
         return during, _confined()
 
-    during, after = with_tools(play)
+    during, after = with_tools(str(YAML), play, ONE_SECOND)
     assert during > 0
     assert after == 0
 

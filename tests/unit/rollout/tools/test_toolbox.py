@@ -19,7 +19,7 @@ from mcore_rl.errors import ConfigError, WorkerDiedError
 from mcore_rl.rollout.tools import toolbox
 from mcore_rl.rollout.tools.interface import ToolResult
 from mcore_rl.rollout.tools.toolbox import RESTARTED, ToolBox, check_tools
-from tests.unit.rollout.tools.made import alive, functions_file, tools_file, with_tools
+from tests.unit.rollout.tools.made import alive, answers_of, functions_file, tools_file, with_tools
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,8 @@ def test_toolbox_runs_a_thousand_concurrent_calls(folder: Path) -> None:
 
 
 def test_toolbox_transient_error_is_retried(folder: Path) -> None:
-    async def use(box: ToolBox) -> ToolResult:
-        return await box.call("e", "flaky", {"times": 1})
-
-    assert with_tools(tools_file(folder, "flaky", retries=1), use).text == "attempt 2"
+    (answer,) = answers_of(tools_file(folder, "flaky", retries=1), ("flaky", {"times": 1}))
+    assert answer.text == "attempt 2"
 
 
 def test_toolbox_dead_process_is_reported_and_replaced(folder: Path) -> None:
@@ -92,21 +90,15 @@ def test_toolbox_spreads_episodes_over_processes(folder: Path) -> None:
 
 def test_toolbox_hanging_function_fails_its_call_only(folder: Path) -> None:
     """The function runs in a thread, which cannot be stopped; other calls continue."""
-
-    async def use(box: ToolBox) -> list[ToolResult]:
-        return [await box.call("e", "hang", {"seconds": 3.0}), await box.call("e", "add", {"a": 1})]
-
-    hung, after = with_tools(tools_file(folder, "add", "hang", timeout_seconds=0.2), use)
+    spec = tools_file(folder, "add", "hang", timeout_seconds=0.2)
+    hung, after = answers_of(spec, ("hang", {"seconds": 3.0}), ("add", {"a": 1}))
     assert hung.error == "the tool did not answer within 0.2 seconds"
     assert (after.text, after.error) == ("2", None)
 
 
 def test_toolbox_stuck_slot_replaces_the_process(folder: Path) -> None:
-    async def use(box: ToolBox) -> list[ToolResult]:
-        return [await box.call("e", "hang", {"seconds": seconds}) for seconds in (100.0, 0.0, 0.0)]
-
     spec = tools_file(folder, "hang", timeout_seconds=0.3, max_running=1)
-    hung, waiting, after = with_tools(spec, use)
+    hung, waiting, after = answers_of(spec, *(("hang", {"seconds": seconds}) for seconds in (100.0, 0.0, 0.0)))
     assert hung.error == "the tool did not answer within 0.3 seconds"
     assert waiting.error == "the tool process was lost: 1 calls of hang did not return"  # it never ran beside the first
     assert (after.error, after.text) == (None, f"{RESTARTED}back")
@@ -138,16 +130,14 @@ def test_toolbox_blocked_loop_replaces_the_process(folder: Path, monkeypatch: py
 
 
 def test_toolbox_truncates_answers_as_configured(folder: Path) -> None:
-    async def use(box: ToolBox) -> str:
-        return (await box.call("e", "letters", {"count": 100})).text
+    def letters(characters: int, keep: str = "both") -> str:
+        keys = {"tool_answer_characters": characters, "tool_answer_keep": keep}
+        return answers_of(tools_file(folder, "letters"), ("letters", {"count": 100}), **keys)[0].text
 
-    spec = tools_file(folder, "letters")
-    cut = {keep: with_tools(spec, use, tool_answer_characters=21, tool_answer_keep=keep) for keep in ("start", "both")}
-    assert cut["start"] == "abcdefghijabcdefghija\n... (79 characters left out) ..."
-    assert cut["both"] == "abcdefghija\n... (79 characters left out) ...\nabcdefghij"
-    end = with_tools(spec, use, tool_answer_characters=21, tool_answer_keep="end")
-    assert end == "... (79 characters left out) ...\njabcdefghijabcdefghij"
-    assert with_tools(spec, use, tool_answer_characters=100) == "abcdefghij" * 10
+    assert letters(21, "start") == "abcdefghijabcdefghija\n... (79 characters left out) ..."
+    assert letters(21, "both") == "abcdefghija\n... (79 characters left out) ...\nabcdefghij"
+    assert letters(21, "end") == "... (79 characters left out) ...\njabcdefghijabcdefghij"
+    assert letters(100) == "abcdefghij" * 10
 
 
 def test_toolbox_function_runs_in_its_own_processes(folder: Path) -> None:
@@ -268,11 +258,7 @@ def test_toolbox_accepts_a_native_tool_class(tmp_path: Path) -> None:
 
     assert with_tools(str(tmp_path / "tools.yaml"), use) == ["3", "6", "3", {"count": 6.0}, "3"]
     (tmp_path / "tools.yaml").write_text("tools: [{class_name: 'mine.py:Counter', config: {by: 7}}]")
-
-    async def once(box: ToolBox) -> ToolResult:
-        return await box.call("e", "count", {})
-
-    answer = with_tools(str(tmp_path / "tools.yaml"), once)
+    (answer,) = answers_of(str(tmp_path / "tools.yaml"), ("count", {}))
     assert answer.text == "7"
     assert "the tool's metrics cannot be sent" in str(answer.error)
 

@@ -16,7 +16,7 @@ from mcore_rl.rollout.tools.kinds import verl_names
 from mcore_rl.rollout.tools.kinds.adapters import VerlTool
 from mcore_rl.rollout.tools.kinds.verl_names import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from mcore_rl.rollout.tools.toolbox import ToolBox, check_tools
-from tests.unit.rollout.tools.made import with_tools
+from tests.unit.rollout.tools.made import answers_of, with_tools
 
 GRADER = """
 import logging
@@ -188,12 +188,9 @@ def test_verl_decorated_functions_are_found(tmp_path: Path) -> None:
 
 
 def test_verl_decorated_function_runs_in_processes(tmp_path: Path) -> None:
-    async def use(box: ToolBox) -> Any:
-        return await box.call("e", "times", {"x": 4}, {})
-
     (tmp_path / "mine.py").write_text(DECORATED.replace("async def", "def"))
     (tmp_path / "tools.yaml").write_text("tools: [{function: 'mine.py:product', processes: 1}]")
-    times = with_tools(f"{tmp_path}/tools.yaml", use)
+    (times,) = answers_of(f"{tmp_path}/tools.yaml", ("times", {"x": 4}))
     assert (times.text, times.reward, times.metrics) == ("8", 0.5, {"x": 4})
 
 
