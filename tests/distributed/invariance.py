@@ -75,7 +75,7 @@ def measure(rank: int, directories: dict[str, str], checkpoints: dict[str, str],
 
 
 def _measure(rank: int, directory: str, checkpoint: str, case: Case) -> dict[str, Any]:
-    from mcore_rl.megatron.roles.actor import RankBatch
+    from mcore_rl.megatron.step.objective import RankBatch
 
     actor = build_actor(rank, directory, case)
     load_weights(actor, checkpoint)

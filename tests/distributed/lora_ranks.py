@@ -143,7 +143,7 @@ def _train_one(rank: int, root: str, case: Case) -> dict[str, Any]:
 
 
 def _reference(actor: Any) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any]]:
-    from mcore_rl.megatron.roles.actor import RankBatch
+    from mcore_rl.megatron.step.objective import RankBatch
 
     dp, chunks = actor.layout.coordinates(actor.rank).dp, policy_batch.chunks()
     shares = [policy_batch.share(samples, dp, actor.layout.dp) for samples in policy_batch.UPDATES]

@@ -100,8 +100,7 @@ def measure_all(rank: int, directory: str, checkpoint: str, case: Case) -> list[
 
 def measure(actor: Any, objective: Objectives, share: Any, old_logp: dict[int, torch.Tensor]) -> dict[str, Any]:
     """Compute the gradient of one update; old and current log-probabilities differ by `drift`."""
-    from mcore_rl.megatron.roles.actor import RankBatch
-    from mcore_rl.megatron.step.objective import Objective
+    from mcore_rl.megatron.step.objective import Objective, RankBatch
 
     config = configure(actor.config, objective)
     actor.objective = Objective.from_config(config, actor.group, actor.context)

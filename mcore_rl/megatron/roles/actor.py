@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,11 +23,12 @@ from mcore_rl.megatron.roles.rank_model import TrainedModel, join_and_build
 from mcore_rl.megatron.roles.reference import BasePolicy, FrozenPolicy, whole_kl
 from mcore_rl.megatron.step.estimation import estimate_tokens
 from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
-from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples, own_tokens
+from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples
 from mcore_rl.megatron.step.objective import (
     MicroBatchReport,
     MTPObjective,
     Objective,
+    RankBatch,
     logp_gap,
     mismatch,
     non_finite_samples,
@@ -44,33 +45,6 @@ from model_converters.mapping.plan import export_plan
 from model_converters.mapping.table import bind
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RankBatch:
-    """The policy's batch: this rank's shares, one per update, their trajectories, and per-token results.
-
-    Each forward pass returns a new RankBatch with its results added; a rank has no other state about the current batch.
-    Results are by sample, on the ranks of the last stage:
-
-    old_logp: log-probabilities of the policy before the first update. The first update adds the entries of its samples.
-    ref_logp: log-probabilities of the reference.
-    penalties: KL penalties, to be subtracted from the rewards.
-    token_advantages: advantages per token.
-
-    replays: whether the later updates use the experts that the policy chose before the first update.
-
-    Shapes: old_logp, ref_logp [n], the trained tokens of this context-parallel rank; penalties, token_advantages
-    float32 [n], all trained tokens. Units: logp in nats.
-    """
-
-    shares: Sequence[RankShare]
-    chunks: Sequence[TrajectoryBuffers]
-    old_logp: dict[int, torch.Tensor] = field(default_factory=dict)
-    ref_logp: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    penalties: Mapping[int, np.ndarray] = field(default_factory=dict)
-    token_advantages: Mapping[int, np.ndarray] = field(default_factory=dict)
-    replays: bool = False
 
 
 class MegatronActor(TrainedModel):
@@ -115,7 +89,7 @@ class MegatronActor(TrainedModel):
                 self.reference = BasePolicy(self, self.objective)
             else:
                 gpus = config.cluster.gpus_per_node
-                self.reference = FrozenPolicy(spec, config.reference, self.objective, policy=chunks, gpus_per_node=gpus)
+                self.reference = FrozenPolicy(spec, config.reference, self.objective, chunks, gpus_per_node=gpus)
                 self.saved_reference = self.reference if self.reference.is_saved else None
 
     def compare(self, share: RankShare, chunks: Sequence[TrajectoryBuffers]) -> dict[str, Metric]:
@@ -320,9 +294,7 @@ class MegatronActor(TrainedModel):
             return tensor
 
         seed = self.config.run.seed + 1_000_003 * self.scheduler.num_steps  # a different seed for every update
-        return self.objective.choose_tokens(
-            logp_by_batch, batch.old_logp, batch.token_advantages, seed=seed, all_reduce=all_reduce
-        )
+        return self.objective.choose_tokens(logp_by_batch, batch, seed=seed, all_reduce=all_reduce)
 
     def _loss(
         self,
@@ -337,20 +309,16 @@ class MegatronActor(TrainedModel):
     ) -> tuple[torch.Tensor, MicroBatchReport]:
         """Compute the loss of a micro-batch. `chosen` marks, by sample, the tokens that a selective loss treats
         differently."""
-        row, advantages = len(microbatch.tokens), None
-        if batch.token_advantages:
-            advantages = own_tokens(microbatch, batch.token_advantages, self.context, "advantages")
+        row = len(microbatch.tokens)
         # The first update also adds the log-probabilities of its samples to batch.old_logp.
         loss, report = self.objective.evaluate(
             chunk,
             # With MTP layers the hidden states of their depths follow the policy's (model/output.py).
             hidden[:row] if self.mtp else hidden,
             microbatch,
-            batch.old_logp,
+            batch,
             policy_is_old=policy_is_old,
-            advantages=advantages,
             chosen=chosen,
-            ref_logp=batch.ref_logp,
         )
         if self.mtp:
             ahead, metrics = self.mtp.evaluate(chunk, hidden[row:], microbatch, mtp_weight)

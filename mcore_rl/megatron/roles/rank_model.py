@@ -76,12 +76,7 @@ class RankModel:
     memory: Offloader
 
     def __init__(
-        self,
-        spec: ResolvedModel,
-        chunks: list[PolicyModel],
-        modules: list[torch.nn.Module],
-        *,
-        name: str | None = None,
+        self, spec: ResolvedModel, chunks: list[PolicyModel], modules: list[torch.nn.Module], *, name: str | None = None
     ) -> None:
         role, layout = spec.role, spec.layout
         self.role, self.hf_config, self.layout = role, spec.hf_config, layout

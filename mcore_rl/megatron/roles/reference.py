@@ -40,8 +40,8 @@ class FrozenPolicy(FrozenModel):
         spec: ResolvedModel,
         section: ReferenceConfig,
         objective: Objective,
-        *,
         policy: Sequence[PolicyModel],
+        *,
         gpus_per_node: int,
     ) -> None:
         path, model = section.hf_path, spec.role.model

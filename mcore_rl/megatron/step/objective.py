@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -23,7 +23,34 @@ from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
 from mcore_rl.megatron.model.output import output_weight, unwrap
 from mcore_rl.megatron.step.logprobs import linear_logp_entropy
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, own_tokens
-from mcore_rl.types import Correlation, LogpGap, Max, Mean, Metric
+from mcore_rl.types import Correlation, LogpGap, Max, Mean, Metric, RankShare, TrajectoryBuffers
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """The policy's batch: this rank's shares, one per update, their trajectories, and per-token results.
+
+    Each forward pass returns a new RankBatch with its results added; a rank has no other state about the current batch.
+    Results are by sample, on the ranks of the last stage:
+
+    old_logp: log-probabilities of the policy before the first update. The first update adds the entries of its samples.
+    ref_logp: log-probabilities of the reference.
+    penalties: KL penalties, to be subtracted from the rewards.
+    token_advantages: advantages per token.
+
+    replays: whether the later updates use the experts that the policy chose before the first update.
+
+    Shapes: old_logp, ref_logp [n], the trained tokens of this context-parallel rank; penalties, token_advantages
+    float32 [n], all trained tokens. Units: logp in nats.
+    """
+
+    shares: Sequence[RankShare]
+    chunks: Sequence[TrajectoryBuffers]
+    old_logp: dict[int, torch.Tensor] = field(default_factory=dict)
+    ref_logp: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    penalties: Mapping[int, np.ndarray] = field(default_factory=dict)
+    token_advantages: Mapping[int, np.ndarray] = field(default_factory=dict)
+    replays: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,30 +141,25 @@ class Objective:
         chunk: torch.nn.Module,
         hidden: torch.Tensor,
         batch: MicroBatch,
-        old_logp: dict[int, torch.Tensor],
+        rank_batch: RankBatch,
         *,
-        policy_is_old: bool = False,
-        advantages: torch.Tensor | None = None,
-        chosen: Mapping[int, torch.Tensor] | None = None,
-        ref_logp: Mapping[int, torch.Tensor] | None = None,
+        policy_is_old: bool,
+        chosen: Mapping[int, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, MicroBatchReport]:
         """Compute the micro-batch's loss, a scalar with gradient: the sum of its token losses times response weights.
 
-        policy_is_old: the policy is the one before the first update; its log-probabilities are stored in old_logp, if
-            later updates need them.
-        advantages: per-token advantages, used instead of the advantages of responses.
+        policy_is_old: the policy is the one before the first update; its log-probabilities are stored in
+            rank_batch.old_logp, if later updates need them.
         chosen: result of `choose_tokens`.
-        ref_logp: log-probabilities of the reference; required with algorithm.kl.in_loss.
 
-        Shapes: old_logp, ref_logp, chosen map a sample to [n], its trained tokens on this rank; advantages [N].
         Collective: the tensor-parallel group; also the context-parallel group if the loss needs whole sequences.
         """
         logp, entropy = self.logp(chunk, hidden, batch, compute_entropy=True)
         if policy_is_old and self.needs_old_logp:
             parts = logp.detach().split(list(batch.trained_counts))
-            # This changes RankBatch.old_logp in place; the later updates of the batch read it.
-            old_logp.update(zip(batch.samples, parts, strict=True))
-        inputs = self._inputs(logp, batch, old_logp, advantages)
+            # In place: the later updates of the batch read it.
+            rank_batch.old_logp.update(zip(batch.samples, parts, strict=True))
+        inputs = self._inputs(logp, batch, rank_batch)
         if chosen is not None:
             no_tokens = batch.targets.new_empty(0, dtype=torch.bool)
             inputs = replace(inputs, chosen=torch.cat([no_tokens, *(chosen[sample] for sample in batch.samples)]))
@@ -147,7 +169,7 @@ class Objective:
         if algorithm.entropy_coefficient:
             per_token = per_token - algorithm.entropy_coefficient * entropy
         if algorithm.kl.in_loss:
-            kl = kl_penalty(logp, _stored_logp(batch, ref_logp or {}, logp, "reference"), algorithm.kl.loss_kind)
+            kl = kl_penalty(logp, _stored_logp(batch, rank_batch.ref_logp, logp, "reference"), algorithm.kl.loss_kind)
             per_token = per_token + algorithm.kl.in_loss * kl
         weighted = per_token * batch.loss_weights
         loss = weighted.sum()
@@ -173,8 +195,7 @@ class Objective:
     def choose_tokens(
         self,
         parts: Sequence[tuple[MicroBatch, torch.Tensor]],
-        old_logp: Mapping[int, torch.Tensor],
-        advantages: Mapping[int, np.ndarray],
+        rank_batch: RankBatch,
         *,
         seed: int,
         all_reduce: AllReduce,
@@ -182,36 +203,23 @@ class Objective:
         """Choose the trained tokens of an update that a loss with needs.selection treats differently.
 
         parts: this rank's micro-batches with their current log-probabilities, used instead of missing old ones.
-        advantages: per-token advantages; empty if advantages are per response.
 
         Shapes: result bool [n] by sample, for the tokens of this rank.
         Collective: the ranks that all_reduce sums over, each with its own tokens.
         """
-        inputs = [
-            self._inputs(
-                logp,
-                batch,
-                by_sample([(batch, logp)]) | dict(old_logp),
-                own_tokens(batch, advantages, self.context, "advantages") if advantages else None,
-            )
-            for batch, logp in parts
-        ]
+        known = replace(rank_batch, old_logp=by_sample(parts) | rank_batch.old_logp)
+        inputs = [self._inputs(logp, batch, known) for batch, logp in parts]
         keys = [token_keys(*_samples_and_positions(batch, self.context), seed) for batch, _ in parts]
         choices = choose(cast(SelectiveLoss, self.loss), inputs, keys, all_reduce)
         return by_sample((batch, chosen) for (batch, _), chosen in zip(parts, choices, strict=True))
 
-    def _inputs(
-        self,
-        logp: torch.Tensor,
-        batch: MicroBatch,
-        old_logp: Mapping[int, torch.Tensor],
-        advantages: torch.Tensor | None,
-    ) -> PolicyLossInputs:
+    def _inputs(self, logp: torch.Tensor, batch: MicroBatch, rank_batch: RankBatch) -> PolicyLossInputs:
+        advantages, old_logp = rank_batch.token_advantages, rank_batch.old_logp
         return PolicyLossInputs(
             logp=logp,
             mask=torch.ones_like(logp),
             old_logp=_stored_logp(batch, old_logp, logp, "old") if self.needs_old_logp else None,
-            advantages=batch.advantages if advantages is None else advantages,
+            advantages=own_tokens(batch, advantages, self.context, "advantages") if advantages else batch.advantages,
             rollout_logp=batch.logp_rollout,
             staleness=batch.staleness if self.loss.needs.staleness else None,
         )

@@ -32,7 +32,7 @@ from mcore_rl.types import (
 from mcore_rl.weights.transports.hosts import this_host
 
 if TYPE_CHECKING:
-    from mcore_rl.megatron.roles.actor import RankBatch
+    from mcore_rl.megatron.step.objective import RankBatch
     from mcore_rl.weights.connection import Connection
     from mcore_rl.weights.slices.engine_layout import EngineLayout
     from mcore_rl.weights.sync_plan import SyncPlan
