@@ -26,7 +26,6 @@ from mcore_rl.megatron.step.finite_check import describe_samples, require_finite
 from mcore_rl.megatron.step.microbatches import MicroBatch, by_sample, distinct_samples
 from mcore_rl.megatron.step.objective import (
     MicroBatchReport,
-    MTPObjective,
     Objective,
     RankBatch,
     logp_gap,
@@ -79,10 +78,6 @@ class MegatronActor(TrainedModel):
         super().__init__(spec, chunks, num_updates=updates_of_run(config.trainer), seed=seed)
         self.objective = Objective.from_config(config, self.group, self.context)
         self.estimator = estimator(config.algorithm.advantage, **advantage_options(config.algorithm))
-        self.mtp: MTPObjective | None = None
-        if config.actor.mtp_loss_coefficient:
-            chunk_tokens = config.actor.logprob_chunk_tokens
-            self.mtp = MTPObjective(config.actor.mtp_loss_coefficient, chunk_tokens, self.group)
         self.reference: FrozenPolicy | BasePolicy | None = None
         if uses_reference(config.algorithm.kl):
             if base_is_reference(config.actor, config.reference):
@@ -256,7 +251,7 @@ class MegatronActor(TrainedModel):
             self.routing.row(microbatch, token_weight=routed, replays=replays, records=records)
             for microbatch in microbatches
         ]
-        loss = partial(self._loss, batch, policy_is_old=policy_is_old, chosen=chosen, mtp_weight=trained)
+        loss = partial(self.objective.evaluate, batch, policy_is_old=policy_is_old, chosen=chosen, mtp_weight=trained)
         reports = self._accumulate(share, microbatches, rows, loss, suspects="loss or log-probability")
         self.routing.keep(microbatches, rows)
         return microbatches, reports
@@ -295,32 +290,3 @@ class MegatronActor(TrainedModel):
 
         seed = self.config.run.seed + 1_000_003 * self.scheduler.num_steps  # a different seed for every update
         return self.objective.choose_tokens(logp_by_batch, batch, seed=seed, all_reduce=all_reduce)
-
-    def _loss(
-        self,
-        batch: RankBatch,
-        chunk: torch.nn.Module,
-        microbatch: MicroBatch,
-        hidden: torch.Tensor,
-        *,
-        policy_is_old: bool,
-        chosen: Mapping[int, torch.Tensor] | None,
-        mtp_weight: float,
-    ) -> tuple[torch.Tensor, MicroBatchReport]:
-        """Compute the loss of a micro-batch. `chosen` marks, by sample, the tokens that a selective loss treats
-        differently."""
-        row = len(microbatch.tokens)
-        # The first update also adds the log-probabilities of its samples to batch.old_logp.
-        loss, report = self.objective.evaluate(
-            chunk,
-            # With MTP layers the hidden states of their depths follow the policy's (model/output.py).
-            hidden[:row] if self.mtp else hidden,
-            microbatch,
-            batch,
-            policy_is_old=policy_is_old,
-            chosen=chosen,
-        )
-        if self.mtp:
-            ahead, metrics = self.mtp.evaluate(chunk, hidden[row:], microbatch, mtp_weight)
-            loss, report = loss + ahead, replace(report, metrics=report.metrics | metrics)
-        return loss, report

@@ -85,16 +85,26 @@ class Objective:
     chunk_tokens: int
     group: dist.ProcessGroup | None
     context: ContextPart = SINGLE_RANK
+    mtp_coefficient: float = 0.0
 
     @classmethod
     def from_config(
         cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = SINGLE_RANK
     ) -> Objective:
         """Build the configured objective. Raises: ConfigError like configured_loss."""
-        algorithm = config.algorithm
+        algorithm, actor = config.algorithm, config.actor
         loss, correction = configured_loss(algorithm), Correction.from_config(algorithm.correction)
         temperature = config.rollout.temperature if loss.needs.advantages else 1.0
-        return cls(algorithm, loss, correction, temperature, config.actor.logprob_chunk_tokens, group, context)
+        return cls(
+            algorithm,
+            loss,
+            correction,
+            temperature,
+            chunk_tokens=actor.logprob_chunk_tokens,
+            group=group,
+            context=context,
+            mtp_coefficient=actor.mtp_loss_coefficient,
+        )
 
     @property
     def needs_old_logp(self) -> bool:
@@ -138,23 +148,29 @@ class Objective:
 
     def evaluate(
         self,
-        chunk: torch.nn.Module,
-        hidden: torch.Tensor,
-        batch: MicroBatch,
         rank_batch: RankBatch,
+        chunk: torch.nn.Module,
+        batch: MicroBatch,
+        hidden: torch.Tensor,
         *,
         policy_is_old: bool,
         chosen: Mapping[int, torch.Tensor] | None,
+        mtp_weight: float,
     ) -> tuple[torch.Tensor, MicroBatchReport]:
-        """Compute the micro-batch's loss, a scalar with gradient: the sum of its token losses times response weights.
+        """Compute the micro-batch's loss, a scalar with gradient: the sum of its token losses times response weights,
+        and the loss of multi-token-prediction layers.
 
         policy_is_old: the policy is the one before the first update; its log-probabilities are stored in
             rank_batch.old_logp, if later updates need them.
         chosen: result of `choose_tokens`.
+        mtp_weight: 1 / (trained tokens) of the update on all ranks.
 
         Collective: the tensor-parallel group; also the context-parallel group if the loss needs whole sequences.
         """
-        logp, entropy = self.logp(chunk, hidden, batch, compute_entropy=True)
+        row = len(batch.tokens)
+        # With MTP layers the hidden states of their depths follow the policy's (model/output.py).
+        own = hidden[:row] if self.mtp_coefficient else hidden
+        logp, entropy = self.logp(chunk, own, batch, compute_entropy=True)
         if policy_is_old and self.needs_old_logp:
             parts = logp.detach().split(list(batch.trained_counts))
             # In place: the later updates of the batch read it.
@@ -190,7 +206,42 @@ class Objective:
                 },
                 non_finite=() if finite else non_finite_samples(batch, suspects),
             )
-        return loss, report
+        if not self.mtp_coefficient:
+            return loss, report
+        ahead, metrics = self._mtp_loss(chunk, hidden[row:], batch, mtp_weight)
+        return loss + ahead, replace(report, metrics=report.metrics | metrics)
+
+    def _mtp_loss(
+        self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, token_weight: float
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """Compute the loss of multi-token-prediction layers (formula in model/mtp.py), a scalar with gradient, and the
+        mean cross entropy over tokens and depths.
+
+        Shapes: hidden [D * T, h], the hidden states of all depths.
+        Units: nats.
+        Collective: the tensor- and context-parallel groups.
+        """
+        model = unwrap(chunk)
+        # Labels are token + 1, and 0 for positions without a trained token, because roll_tensor fills with 0.
+        labels = torch.zeros_like(batch.tokens)
+        labels[batch.predictors] = batch.targets + 1
+        total, count = hidden.new_zeros((), dtype=torch.float32), 0
+        for states in hidden.chunk(model.config.mtp_num_layers):
+            labels, _ = roll_tensor(labels, cp_group=model.cp_group, packed_seq_params=batch.sequences)
+            positions = labels.nonzero().squeeze(1)
+            logp, _ = linear_logp_entropy(
+                states.index_select(0, positions),
+                # This loss must not train the output projection of the policy (see model/mtp.py).
+                output_weight(chunk).detach(),
+                labels[positions] - 1,
+                chunk_tokens=self.chunk_tokens,
+                group=self.group,
+                compute_entropy=False,
+                vocab_size=model.unpadded_vocab_size,
+            )
+            total, count = total - logp.sum(), count + len(positions)
+        loss = total * (self.mtp_coefficient * token_weight / model.config.mtp_num_layers)
+        return loss, {"actor/mtp_loss": Mean(float(total.detach()), count)}
 
     def choose_tokens(
         self,
@@ -263,46 +314,6 @@ class Objective:
         metrics = {f"correction/{name}": metric for name, metric in correction.metrics.items()}
         loss = result.loss * correction.weights if self.algorithm.correction.apply else result.loss
         return PolicyLossResult(loss, result.metrics | metrics)
-
-
-@dataclass(frozen=True)
-class MTPObjective:
-    """Loss of multi-token-prediction layers (formula in model/mtp.py). group: like Objective's."""
-
-    coefficient: float
-    chunk_tokens: int
-    group: dist.ProcessGroup | None
-
-    def evaluate(
-        self, chunk: torch.nn.Module, hidden: torch.Tensor, batch: MicroBatch, token_weight: float
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """Compute the loss of a micro-batch, a scalar with gradient, and the mean cross entropy over tokens and depths.
-
-        Shapes: hidden [D * T, h], the hidden states of all depths.
-        Units: nats.
-        Collective: the tensor- and context-parallel groups.
-        """
-        model = unwrap(chunk)
-        # Labels are token + 1, and 0 for positions without a trained token, because roll_tensor fills with 0.
-        labels = torch.zeros_like(batch.tokens)
-        labels[batch.predictors] = batch.targets + 1
-        total, count = hidden.new_zeros((), dtype=torch.float32), 0
-        for states in hidden.chunk(model.config.mtp_num_layers):
-            labels, _ = roll_tensor(labels, cp_group=model.cp_group, packed_seq_params=batch.sequences)
-            positions = labels.nonzero().squeeze(1)
-            logp, _ = linear_logp_entropy(
-                states.index_select(0, positions),
-                # This loss must not train the output projection of the policy (see model/mtp.py).
-                output_weight(chunk).detach(),
-                labels[positions] - 1,
-                chunk_tokens=self.chunk_tokens,
-                group=self.group,
-                compute_entropy=False,
-                vocab_size=model.unpadded_vocab_size,
-            )
-            total, count = total - logp.sum(), count + len(positions)
-        loss = total * (self.coefficient * token_weight / model.config.mtp_num_layers)
-        return loss, {"actor/mtp_loss": Mean(float(total.detach()), count)}
 
 
 def _samples_and_positions(batch: MicroBatch, context: ContextPart) -> tuple[torch.Tensor, torch.Tensor]:
