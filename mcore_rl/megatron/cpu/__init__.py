@@ -26,8 +26,8 @@ from mcore_rl.resolved.installed import transformer_engine
 
 SUPPORTED_VERSION = "0.16.1"
 
-_installed = False
-_fixed = False
+_installed: bool | None = None
+"""Result of the first call of `install`."""
 
 
 def install(*, without: Collection[str] = ()) -> bool:
@@ -40,8 +40,8 @@ def install(*, without: Collection[str] = ()) -> bool:
     Raises: ConfigError if megatron-core is missing or has another version than SUPPORTED_VERSION, or if an installed
         TransformerEngine cannot be imported; McoreRLError if megatron.core was imported before.
     """
-    global _installed, _fixed
-    if _installed or _fixed:
+    global _installed
+    if _installed is not None:
         return _installed
     on_cuda = torch.cuda.is_available()
     if on_cuda and transformer_engine(imported=True):
@@ -60,8 +60,8 @@ def install(*, without: Collection[str] = ()) -> bool:
     for fix in fixes:
         if fix.module is None:
             fix.apply(fix, None)
-    sys.meta_path.insert(0, MegatronFinder(frozenset(fix.name for fix in fixes), rebinds=not on_cuda))
-    _installed, _fixed = not on_cuda, True
+    sys.meta_path.insert(0, MegatronFinder(fixes, rebinds=not on_cuda))
+    _installed = not on_cuda
     return _installed
 
 

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 import torch.distributed
 
-from mcore_rl.megatron.cpu.registry import FIXES
+from mcore_rl.megatron.cpu.registry import Fix
 
 _PACKAGE = "megatron.core"
 
@@ -54,7 +54,7 @@ def rebind(module: ModuleType) -> None:
 class _Loader(SourceFileLoader):
     """Loader that executes a module, rebinds its torch if required, and applies the fixes of the module."""
 
-    def __init__(self, fullname: str, path: str, fixes: frozenset[str], rebinds: bool) -> None:
+    def __init__(self, fullname: str, path: str, fixes: Sequence[Fix], rebinds: bool) -> None:
         super().__init__(fullname, path)
         self._fixes, self._rebinds = fixes, rebinds
 
@@ -62,16 +62,16 @@ class _Loader(SourceFileLoader):
         super().exec_module(module)
         if self._rebinds:
             rebind(module)
-        for fix in FIXES.values():
-            if fix.module is not None and module.__name__ == f"{_PACKAGE}.{fix.module}" and fix.name in self._fixes:
+        for fix in self._fixes:
+            if module.__name__ == f"{_PACKAGE}.{fix.module}":
                 fix.apply(fix, module)
 
 
 class MegatronFinder(MetaPathFinder):
-    """Finder that loads megatron.core modules with _Loader. fixes: names of fixes to apply. rebinds: replace torch in
+    """Finder that loads megatron.core modules with _Loader, which applies `fixes`. With `rebinds` it replaces torch in
     each module by its proxy."""
 
-    def __init__(self, fixes: frozenset[str], *, rebinds: bool) -> None:
+    def __init__(self, fixes: Sequence[Fix], *, rebinds: bool) -> None:
         self._fixes, self._rebinds = fixes, rebinds
 
     def find_spec(

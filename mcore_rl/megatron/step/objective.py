@@ -17,6 +17,7 @@ from mcore_rl.algorithms.interface import PolicyLoss
 from mcore_rl.algorithms.registry import configured_loss
 from mcore_rl.algorithms.selection import AllReduce, SelectiveLoss, choose, token_keys
 from mcore_rl.config.algorithm import AlgorithmConfig
+from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model.context import SINGLE_RANK, ContextPart
@@ -79,32 +80,22 @@ class Objective:
     """
 
     algorithm: AlgorithmConfig
+    actor: ActorConfig
     loss: PolicyLoss
     correction: Correction | None
     temperature: float
-    chunk_tokens: int
     group: dist.ProcessGroup | None
     context: ContextPart = SINGLE_RANK
-    mtp_coefficient: float = 0.0
 
     @classmethod
     def from_config(
         cls, config: Config, group: dist.ProcessGroup | None, context: ContextPart = SINGLE_RANK
     ) -> Objective:
         """Build the configured objective. Raises: ConfigError like configured_loss."""
-        algorithm, actor = config.algorithm, config.actor
+        algorithm = config.algorithm
         loss, correction = configured_loss(algorithm), Correction.from_config(algorithm.correction)
         temperature = config.rollout.temperature if loss.needs.advantages else 1.0
-        return cls(
-            algorithm,
-            loss,
-            correction,
-            temperature,
-            chunk_tokens=actor.logprob_chunk_tokens,
-            group=group,
-            context=context,
-            mtp_coefficient=actor.mtp_loss_coefficient,
-        )
+        return cls(algorithm, config.actor, loss, correction, temperature, group, context)
 
     @property
     def needs_old_logp(self) -> bool:
@@ -124,7 +115,7 @@ class Objective:
             output_weight(chunk),
             batch.targets,
             temperature=self._temperature(batch),
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=self.actor.logprob_chunk_tokens,
             group=self.group,
             compute_entropy=compute_entropy,
             vocab_size=unwrap(chunk).unpadded_vocab_size,
@@ -169,7 +160,7 @@ class Objective:
         """
         row = len(batch.tokens)
         # With MTP layers the hidden states of their depths follow the policy's (model/output.py).
-        own = hidden[:row] if self.mtp_coefficient else hidden
+        own = hidden[:row] if self.actor.mtp_loss_coefficient else hidden
         logp, entropy = self.logp(chunk, own, batch, compute_entropy=True)
         if policy_is_old and self.needs_old_logp:
             parts = logp.detach().split(list(batch.trained_counts))
@@ -202,11 +193,11 @@ class Objective:
                     "actor/entropy": Mean(entropy_sum, tokens),
                     **{name if "/" in name else f"actor/{name}": metric for name, metric in result.metrics.items()},
                     **(mismatch(batch, logp) if policy_is_old and self.loss.needs.advantages else {}),
-                    **({"actor/kl_reference": _mean(kl)} if kl is not None else {}),
+                    **({} if kl is None else {"actor/kl_reference": Mean(float(kl.sum(dtype=torch.float64)), tokens)}),
                 },
                 non_finite=() if finite else non_finite_samples(batch, suspects),
             )
-        if not self.mtp_coefficient:
+        if not self.actor.mtp_loss_coefficient:
             return loss, report
         ahead, metrics = self._mtp_loss(chunk, hidden[row:], batch, mtp_weight)
         return loss + ahead, replace(report, metrics=report.metrics | metrics)
@@ -234,13 +225,13 @@ class Objective:
                 # This loss must not train the output projection of the policy (see model/mtp.py).
                 output_weight(chunk).detach(),
                 labels[positions] - 1,
-                chunk_tokens=self.chunk_tokens,
+                chunk_tokens=self.actor.logprob_chunk_tokens,
                 group=self.group,
                 compute_entropy=False,
                 vocab_size=model.unpadded_vocab_size,
             )
             total, count = total - logp.sum(), count + len(positions)
-        loss = total * (self.mtp_coefficient * token_weight / model.config.mtp_num_layers)
+        loss = total * (self.actor.mtp_loss_coefficient * token_weight / model.config.mtp_num_layers)
         return loss, {"actor/mtp_loss": Mean(float(total.detach()), count)}
 
     def choose_tokens(
@@ -376,7 +367,3 @@ def _stored_logp(
             f"samples {unknown} have no {which} log-probabilities: they must be computed before the updates of a batch"
         )
     return torch.cat([like.new_empty(0), *(by_sample[sample] for sample in batch.samples)])
-
-
-def _mean(values: torch.Tensor) -> Mean:
-    return Mean(float(values.sum(dtype=torch.float64)), len(values))
