@@ -86,15 +86,15 @@ def launch(
         )
         at_the_end.callback(lambda: kill_all(list(watch.processes.values())))
         starter = _Starter(placement, nodes, watch, config.run.logs, several_threads)
-        ranks = starter.ranks(TrainerActor, "trainer rank", "actor", placement.ranks, num_gpus=int(on_gpus))
+        ranks = starter.create(TrainerActor, "trainer rank", "actor", placement.ranks, num_gpus=int(on_gpus))
         groups = {role.guests.section: starter.group(role, stages) for role in roles}
         fleet = starter.fleet(rollout, on_gpus and cluster.placement == "disaggregated", journals)
         processes = RunProcesses(TrainerGroup(ranks, placement.ranks, watch, trainers, stages), fleet, groups)
         watch.places.ask(list(watch.processes.values()))
         show(f"setting up {_counted(processes)}")
         _check_hosts(config, watch)
-        context = SetUpContext(config, {name: ray.put(prompt_set) for name, prompt_set in prompts.items()})
-        _set_up(context, placement, roles, processes, show)
+        references = {name: ray.put(prompt_set) for name, prompt_set in prompts.items()}
+        _set_up(SetUpContext(config, references), placement, roles, processes, show)
         yield processes
 
 
@@ -155,22 +155,22 @@ class _Starter:
     logs: str
     several_threads: bool
 
-    def ranks(
+    def create(
         self, actor: ActorClass, name: str, section: str, nodes: Sequence[int], **options: float
     ) -> list[ProcessHandle[Any]]:
         """Create a process on each of `nodes`, with Ray's `options`. Messages name each by `name` and its number."""
         processes = []
         for index, node in enumerate(nodes):
             placed = actor.options(**{"num_cpus": 1, **options}, scheduling_strategy=self.nodes[node])
-            of_rank = f"{name} {index}"
-            processes.append(ProcessHandle[Any](of_rank, placed.remote(of_rank, self.logs, self._peers(section, node))))
+            label = f"{name} {index}"
+            processes.append(ProcessHandle[Any](label, placed.remote(label, self.logs, self._peers(section, node))))
             self.watch.add(processes[-1])
         return processes
 
     def group(self, role: Role, stages: Stages) -> RoleGroup:
         section = role.guests.section
         nodes = [slot.node for slot in self.placement.guests[section]]
-        processes = self.ranks(role.actor, role.name, section, nodes, num_cpus=role.guests.num_cpus)
+        processes = self.create(role.actor, role.name, section, nodes, num_cpus=role.guests.num_cpus)
         return role.group(processes, nodes, self.watch, stages)
 
     def fleet(self, rollout: RolloutConfig, own_gpus: bool, journals: Path | None) -> Fleet | None:
