@@ -35,7 +35,7 @@ def run_module(directory: Path, statement: str) -> str:
     )
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir", ".", "test_it.py"]
     # Seconds for what the module started to go; long enough for a killed process to be reaped on a busy machine.
-    environment = {**os.environ, "MCORE_RL_TEST_GRACE_SECONDS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(CONFTEST.parents[1]), "MCORE_RL_TEST_GRACE_SECONDS": "1"}
     result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     return result.stdout + result.stderr
 
