@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mcore_rl.resolved.installed import has_module
@@ -24,13 +23,8 @@ SECONDS_PER_KERNEL = 180.0
 ROWS, WIDTH, HEADS, HEAD = 64, 64, 2, 64
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """Kernel of the top-level package `module`. call: runs it on a device and raises if it fails."""
-
-    name: str
-    module: str
-    call: Callable[[str], None]
+Kernels = Mapping[str, tuple[str, Callable[[str], None]]]
+"""Name -> top-level package of the kernel, and a function that runs it on a device and raises if it fails."""
 
 
 def _rows(device: str, *shape: int) -> torch.Tensor:
@@ -118,21 +112,21 @@ def _gradient_accumulation(device: str) -> None:
         raise ArithmeticError(f"a sum of {ROWS} ones is {float(total[0, 0])}")
 
 
-KERNELS = (
-    Kernel("matrix product", "torch", _product),
-    Kernel("layer with its norm", "transformer_engine", _layer),
-    Kernel("attention of packed rows", "transformer_engine", _attention),
-    Kernel("grouped GEMM", "transformer_engine", _grouped),
-    Kernel("permutation of tokens", "transformer_engine", _permutation),
-    Kernel("fused Adam", "transformer_engine", _adam),
-    Kernel("flash-attn", "flash_attn", _flash),
-    Kernel("fused gradient accumulation", "fused_weight_gradient_mlp_cuda", _gradient_accumulation),
-)
+KERNELS: Kernels = {
+    "matrix product": ("torch", _product),
+    "layer with its norm": ("transformer_engine", _layer),
+    "attention of packed rows": ("transformer_engine", _attention),
+    "grouped GEMM": ("transformer_engine", _grouped),
+    "permutation of tokens": ("transformer_engine", _permutation),
+    "fused Adam": ("transformer_engine", _adam),
+    "flash-attn": ("flash_attn", _flash),
+    "fused gradient accumulation": ("fused_weight_gradient_mlp_cuda", _gradient_accumulation),
+}
 
 
 def present() -> list[str]:
     """Return the names of kernels whose package is installed."""
-    return [kernel.name for kernel in KERNELS if has_module(kernel.module)]
+    return [name for name, (module, _) in KERNELS.items() if has_module(module)]
 
 
 def trials(
@@ -165,12 +159,12 @@ def trials(
             yield left.pop(0), ended
 
 
-def call_each(kernels: Sequence[Kernel], device: str, names: Sequence[str]) -> None:
+def call_each(kernels: Kernels, device: str, names: Sequence[str]) -> None:
     """Call kernels and print the results for `trials`."""
     for name in names:
-        (kernel,) = (each for each in kernels if each.name == name)
+        _, call = kernels[name]
         try:
-            kernel.call(device)
+            call(device)
             error = ""
         except Exception as raised:  # any error of a broken library is a result
             lines = str(raised).strip().splitlines()

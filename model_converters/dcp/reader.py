@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import OrderedDict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ class DcpReader:
         self._stored = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
         self.shapes: dict[str, Shape] = {key: tuple(stored.size) for key, stored in self._stored.items()}
         self._chunks: dict[str, list[Box]] = {}
-        self._file_bytes: dict[str, int] = {}
+        # Thousands of chunks are in the same few files.
+        self._size_of = cache(_size_of)
         self._cache: OrderedDict[tuple[str, Shape], torch.Tensor] = OrderedDict()
 
     def dtype(self, key: str) -> torch.dtype:
@@ -53,7 +55,7 @@ class DcpReader:
             place = self._storage.get(MetadataIndex(key, chunk.offset))
             if place is None:
                 return f"{self.directory} has no location for {key} {chunk.offset}"
-            file_bytes = self._size_of(place.relative_path)
+            file_bytes = self._size_of(self.directory / place.relative_path)
             if place.offset + place.length > file_bytes:
                 return (
                     f"{self.directory / place.relative_path} is {'missing' if file_bytes < 0 else 'truncated'}: "
@@ -143,11 +145,9 @@ class DcpReader:
             raise ConversionError(f"{file}: {key} {chunk.offset} is {actual} instead of {wanted} {chunk.shape}")
         return tensor
 
-    def _size_of(self, name: str) -> int:
-        # Thousands of chunks are in the same few files.
-        if name not in self._file_bytes:
-            try:
-                self._file_bytes[name] = os.stat(self.directory / name).st_size
-            except OSError:
-                self._file_bytes[name] = -1
-        return self._file_bytes[name]
+
+def _size_of(file: Path) -> int:
+    try:
+        return os.stat(file).st_size
+    except OSError:
+        return -1

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from mcore_rl.doctor.kernels import KERNELS, Kernel, call_each
+from mcore_rl.doctor.kernels import KERNELS, call_each
 
 
 def _raise(device: str) -> None:
@@ -21,7 +21,7 @@ def _hang(device: str) -> None:
     time.sleep(600)
 
 
-BROKEN = (Kernel("raises", "", _raise), Kernel("dies", "", _die), Kernel("hangs", "", _hang))
+BROKEN = {"raises": ("", _raise), "dies": ("", _die), "hangs": ("", _hang)}
 
 if __name__ == "__main__":
-    call_each((*BROKEN, *KERNELS), sys.argv[1], sys.argv[2:])
+    call_each({**BROKEN, **KERNELS}, sys.argv[1], sys.argv[2:])
