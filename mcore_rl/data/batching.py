@@ -9,7 +9,7 @@ Example: groups of 2 responses, prompts_per_update 2, update_epochs 2, 2 data-pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -58,32 +58,35 @@ class KeptSamples:
         return len(self.rows)
 
 
+_SCALARS = {
+    **dict.fromkeys(("total_tokens", "response_tokens", "trained_tokens"), np.int32),
+    **dict.fromkeys(("rewards", "accuracies"), np.float32),
+    "group_ids": np.int64,
+    "clipped": np.uint8,
+}
+"""Fields that KeptSamples has from RolloutScalars."""
+
+
 def gather(scalars: Sequence[RolloutScalars], keep: Sequence[np.ndarray] | None = None) -> KeptSamples:
     """Join the responses `keep[i]` (None: all) of all rollout calls i, in call order."""
     keep = [np.arange(len(part.group_ids)) for part in scalars] if keep is None else keep
 
-    def join(name: str, dtype: type) -> np.ndarray:
-        parts = [np.asarray(getattr(part, name))[rows] for part, rows in zip(scalars, keep, strict=True)]
-        return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype)
+    def join(parts: Iterable[np.ndarray], dtype: type) -> np.ndarray:
+        # np.concatenate rejects an empty list, but a step may keep nothing; _cut reports that.
+        return np.concatenate([*parts, np.empty(0, dtype)]).astype(dtype, copy=False)
 
+    kept = list(zip(scalars, keep, strict=True))
     # Episode numbers are unique within a rollout call only; add the number of preceding responses.
     starts = np.cumsum([0, *(len(part.rewards) for part in scalars)])
     episodes = [
         start + (rows if part.episodes is None else part.episodes[rows])
-        for part, rows, start in zip(scalars, keep, starts, strict=False)
+        for (part, rows), start in zip(kept, starts, strict=False)
     ]
     return KeptSamples(
         chunk_ids=np.repeat(np.arange(len(keep), dtype=np.int32), [len(rows) for rows in keep]),
-        # np.concatenate rejects an empty list, but a step may keep nothing; _cut reports that.
-        rows=np.concatenate([*keep, np.empty(0, np.int64)]).astype(np.int32),
-        group_ids=join("group_ids", np.int64),
-        total_tokens=join("total_tokens", np.int32),
-        response_tokens=join("response_tokens", np.int32),
-        trained_tokens=join("trained_tokens", np.int32),
-        rewards=join("rewards", np.float32),
-        accuracies=join("accuracies", np.float32),
-        clipped=join("clipped", np.uint8),
-        episodes=np.concatenate([*episodes, np.empty(0, np.int64)]).astype(np.int64),
+        rows=join(keep, np.int32),
+        episodes=join(episodes, np.int64),
+        **{name: join((getattr(part, name)[rows] for part, rows in kept), dtype) for name, dtype in _SCALARS.items()},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from itertools import islice
 from pathlib import Path
@@ -23,27 +24,11 @@ from mcore_rl.types import Prompt
 from mcore_rl.types.chat import ChatMessage, ToolSchema
 from mcore_rl.types.json import JsonValue
 
-_COLUMN = re.compile(
-    r"(image|picture|video|audio)s?(_(url|path|file|bytes|data)s?)?|pixel_values|multi_?modal_(data|inputs)|mm_data"
+_MEDIA = re.compile(
+    r"(image|picture|video|audio)s?(_(url|path|file|bytes|data)s?)?|pixel_values|multi_?modal_(data|inputs)|mm_data",
+    re.IGNORECASE,
 )
-
-
-def is_media(column: str) -> bool:
-    """Return whether a column name denotes images, videos or audio."""
-    return _COLUMN.fullmatch(column.lower()) is not None
-
-
-def check_media(row: Mapping[str, object], key: str, where: str) -> None:
-    """Reject a row with a non-empty media column.
-
-    Raises: DataError naming row and column.
-    """
-    for column, value in row.items():
-        if is_media(column) and not is_empty(value):
-            raise DataError(
-                f"{where} has {column}, but prompts are text only, and the model would be trained without it; set"
-                f" {key} to a file without such rows, or without the column if the text suffices"
-            )
+"""Names of columns with images, videos or audio."""
 
 
 def is_empty(value: object) -> bool:
@@ -79,47 +64,49 @@ _NO_TOKENS = np.empty(0, np.int32)
 Row = Mapping[str, object]
 
 
+@dataclass
 class Columns:
     """Reader of the rows of one file. Files of a run may have different columns.
 
     key: configuration key of the file, for messages.
     runs_tools: whether rows may require episodes with tools.
     trained: whether responses are trained on, which restricts their sampling options.
+    notes: notes for the user, with the number of rows.
+    ignored: columns that are not empty and not used.
     """
 
-    def __init__(
-        self,
-        data_config: DataConfig,
-        key: str,
-        path: str | Path,
-        *,
-        rollout_config: RolloutConfig,
-        runs_tools: bool = False,
-        trained: bool = False,
-        tools: Sequence[ToolSchema] = (),
-    ) -> None:
-        self._data_config, self._rollout_config, self._key = data_config, rollout_config, key
-        self._runs_tools, self._trained = runs_tools, trained
-        self._struct_nulls = Path(path).suffix not in (".jsonl", ".csv")
+    data_config: DataConfig
+    rollout_config: RolloutConfig
+    key: str
+    path: Path
+    runs_tools: bool = False
+    trained: bool = False
+    tools: Sequence[ToolSchema] = ()
+    notes: Counter[str] = field(default_factory=Counter)
+    ignored: dict[str, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._struct_nulls = self.path.suffix not in (".jsonl", ".csv")
         """True for Arrow files: their structs contain a null for every field that only other rows use."""
-        self._names = "its columns, which line 1 names, are" if Path(path).suffix == ".csv" else "its columns are"
-        self._tools = RowTools(tools, executes=runs_tools)
+        self._names = "its columns, which line 1 names, are" if self.path.suffix == ".csv" else "its columns are"
+        self._tools = RowTools(self.tools, executes=self.runs_tools)
         self._read: set[str] = set()
         """Columns of the current row that are used."""
-        self.notes: Counter[str] = Counter()
-        """Notes for the user, with the number of rows."""
-        self.ignored: dict[str, None] = {}
-        """Columns that are not empty and not used."""
 
     def read(self, place: str, row: Row) -> Prompt:
         """Extract the values of a row; `row`, `token_ids` and `text` of the result are not set yet.
 
         Raises: DataError for a row that lacks a column or requires an unsupported option.
         """
-        where = f"{self._key}: {place}"
+        where = f"{self.key}: {place}"
         # NaN marks a missing value, except in max_turns, where check_turns rejects it.
         row = {name: value for name, value in row.items() if value == value or name == "max_turns"}
-        check_media(row, self._key, where)
+        media = next((name for name in row if _MEDIA.fullmatch(name) and not is_empty(row[name])), None)
+        if media is not None:
+            raise DataError(
+                f"{where} has {media}, but prompts are text only, and the model would be trained without it; set"
+                f" {self.key} to a file without such rows, or without the column if the text suffices"
+            )
         self._read = set(_KNOWN)
         extra_info = _object(row, "extra_info", where)
         self._check_tools(row, extra_info, where)
@@ -135,28 +122,29 @@ class Columns:
             sampling=check_sampling(
                 _object(_source_of("sampling", row, extra_info, where), "sampling", where),
                 where,
-                trained=self._trained,
-                max_response_tokens=self._rollout_config.max_response_tokens,
+                trained=self.trained,
+                max_response_tokens=self.rollout_config.max_response_tokens,
             ),
             max_turns=check_turns(_source_of("max_turns", row, extra_info, where).get("max_turns"), where),
             tools=self._row_tools(row, extra_info, where),
         )
-        # Media columns that are not empty have been rejected above.
-        unread = (name for name in row if name not in self._read and not is_media(name))
-        self.ignored.update((name, None) for name in unread if not is_empty(row[name]))
+        self.ignored |= {name: None for name in row if name not in self._read and not is_empty(row[name])}
         return prompt
 
     def _messages(self, row: Row, where: str) -> list[ChatMessage]:
         prompt, struct_nulls = self._prompt(row, where), self._struct_nulls
         if isinstance(prompt, list):
-            prompt = _plain_messages(prompt, where)
+            # to_plain would convert such bytes to base64 text, which must not become a prompt.
+            if _has_binary(prompt):
+                raise DataError(f"{where}: the prompt has binary data that is not UTF-8; store it as text")
+            prompt = to_plain(prompt)
         if isinstance(prompt, str) and _MESSAGES_AS_TEXT.match(prompt):
             prompt, struct_nulls = _messages_of_text(prompt, where), False
             self.notes["have chat messages as JSON text, which was parsed"] += 1
-        return with_system(chat_messages(prompt, where, struct_nulls=struct_nulls), self._data_config.system_prompt)
+        return with_system(chat_messages(prompt, where, struct_nulls=struct_nulls), self.data_config.system_prompt)
 
     def _prompt(self, row: Row, where: str) -> object:
-        wanted = self._data_config.prompt_key
+        wanted = self.data_config.prompt_key
         for column in PROMPT_COLUMNS if wanted is None else (wanted,):
             if row.get(column) is not None:
                 self._read.add(column)
@@ -171,7 +159,7 @@ class Columns:
         raise DataError(f"{where} has no prompt in column {wanted!r}: {_remedy('data.prompt_key', wanted, row)}")
 
     def _ground_truth(self, row: Row, where: str) -> object:
-        wanted = self._data_config.answer_key
+        wanted = self.data_config.answer_key
         if wanted is not None and row.get(wanted) is not None:
             self._read.add(wanted)
             return row[wanted]
@@ -211,7 +199,7 @@ class Columns:
     def _check_tools(self, row: Row, extra_info: Row, where: str) -> None:
         """Note agent and tool columns that the run ignores; reject verl rows with a tool agent if it has no tools."""
         agent = row.get("agent_name")
-        if self._runs_tools:
+        if self.runs_tools:
             if agent not in (None, _SINGLE_TURN, _WITH_TOOLS):
                 self.notes[f"have agent_name {agent!r}, which is ignored: rollout.episode selects the episode"] += 1
             if columns := [name for name in _TOOL_COLUMNS if row.get(name)]:
@@ -223,7 +211,7 @@ class Columns:
             if _is_verl_row(row):
                 raise DataError(
                     f"{where} has agent_name {agent!r}, but prompts are answered in a single turn without tools; set"
-                    f" {self._key} to a file without such rows, or without the column if single turns are intended"
+                    f" {self.key} to a file without such rows, or without the column if single turns are intended"
                 )
             self.notes["have agent_name, which is ignored: responses are single turns"] += 1
         if unused := [name for name in _TOOL_COLUMNS if extra_info.get(name) or row.get(name)]:
@@ -233,7 +221,7 @@ class Columns:
         """Reject template arguments (a column of TRL) unless they equal data.template_kwargs, used for later turns."""
         given = _object(row, _TEMPLATE_KWARGS, where)
         given = {name: value for name, value in given.items() if not (self._struct_nulls and value is None)}
-        if different := [name for name, value in given.items() if self._data_config.template_kwargs.get(name) != value]:
+        if different := [name for name, value in given.items() if self.data_config.template_kwargs.get(name) != value]:
             raise DataError(
                 f"{where} has {_TEMPLATE_KWARGS}.{different[0]}={given[different[0]]!r}, but arguments of the chat "
                 f"template are the same for all rows; set data.template_kwargs.{different[0]}, or remove the column"
@@ -290,25 +278,11 @@ def _is_verl_row(row: Row) -> bool:
     return row.get("prompt") is not None and row.get("reward_model") is not None
 
 
-def _plain_messages(prompt: list[object], where: str) -> JsonValue:
-    """Convert messages to JSON types.
-
-    Raises: DataError for binary values that are not UTF-8.
-    """
-    # to_plain converts such bytes to base64 text, which must not become a prompt.
-    pending: list[object] = [prompt]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            pending += value.values()
-        elif isinstance(value, list | tuple):
-            pending += value
-        elif isinstance(value, bytes):
-            try:
-                value.decode()
-            except UnicodeDecodeError:
-                raise DataError(f"{where}: the prompt has binary data that is not UTF-8; store it as text") from None
-    return to_plain(prompt)
+def _has_binary(value: object) -> bool:
+    """Return True if a value holds bytes that are not UTF-8."""
+    if isinstance(value, dict | list | tuple):
+        return any(map(_has_binary, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, bytes) and value.decode(errors="ignore").encode() != value
 
 
 def _messages_of_text(text: str, where: str) -> JsonValue:

@@ -3,53 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from mcore_rl.data.trajectories import offsets_of
-from mcore_rl.types import Prompt, RolloutScalars, SamplingOverrides, TrajectoryBuffers
-from mcore_rl.types.chat import ChatMessage, ToolSchema
-from mcore_rl.types.json import JsonValue
+from mcore_rl.types import Prompt, RolloutScalars, TrajectoryBuffers
+
+COLUMNS = tuple(each.name for each in fields(Prompt) if each.name not in ("row", "token_ids"))
+"""Fields of Prompt that are stored as lists."""
 
 
 @dataclass(frozen=True)
 class PromptSet:
     """Tokenised prompts as flat arrays and plain values, to be stored once in Ray's object store.
 
-    Shapes: tokens int32 [sum P]; offsets int64 [N + 1]; the lists have N entries.
+    columns: the N values of each field of Prompt in COLUMNS.
+
+    Shapes: tokens int32 [sum P]; offsets int64 [N + 1].
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
-    texts: list[str]
-    data_sources: list[str]
-    ground_truths: list[JsonValue]
-    extra_infos: list[dict[str, object]]
-    messages: list[list[ChatMessage]]
-    samplings: list[SamplingOverrides | None]
-    max_turns: list[int | None]
-    tools: list[list[ToolSchema] | None]
+    columns: dict[str, list[Any]]
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> Prompt:
         # A negative row would select another prompt. The IndexError also ends iteration, as there is no __iter__.
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of a prompt set with {len(self)} rows")
-        return Prompt(
-            row=int(row),
-            token_ids=self.tokens[self.offsets[row] : self.offsets[row + 1]],
-            text=self.texts[row],
-            data_source=self.data_sources[row],
-            ground_truth=self.ground_truths[row],
-            extra_info=self.extra_infos[row],
-            messages=self.messages[row],
-            sampling=self.samplings[row],
-            max_turns=self.max_turns[row],
-            tools=self.tools[row],
-        )
+        token_ids = self.tokens[self.offsets[row] : self.offsets[row + 1]]
+        return Prompt(row=int(row), token_ids=token_ids, **{name: each[row] for name, each in self.columns.items()})
 
     def take(self, rows: Sequence[int] | np.ndarray) -> PromptSet:
         """Return a set of these rows in this order, renumbered from 0."""
@@ -88,19 +75,11 @@ class LoadReport:
 
 def prompt_set(prompts: Sequence[Prompt]) -> PromptSet:
     """Join prompts into flat arrays."""
-    lengths = [len(prompt.token_ids) for prompt in prompts]
     tokens = [prompt.token_ids for prompt in prompts]
     return PromptSet(
-        tokens=np.concatenate(tokens).astype(np.int32, copy=False) if tokens else np.empty(0, np.int32),
-        offsets=offsets_of(lengths),
-        texts=[prompt.text for prompt in prompts],
-        data_sources=[prompt.data_source for prompt in prompts],
-        ground_truths=[prompt.ground_truth for prompt in prompts],
-        extra_infos=[prompt.extra_info for prompt in prompts],
-        messages=[prompt.messages for prompt in prompts],
-        samplings=[prompt.sampling for prompt in prompts],
-        max_turns=[prompt.max_turns for prompt in prompts],
-        tools=[prompt.tools for prompt in prompts],
+        tokens=np.concatenate([*tokens, np.empty(0, np.int32)]).astype(np.int32, copy=False),
+        offsets=offsets_of([len(ids) for ids in tokens]),
+        columns={name: [getattr(prompt, name) for prompt in prompts] for name in COLUMNS},
     )
 
 

@@ -159,7 +159,7 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> RunData
             files, tokenizer, data, rollout, key, max_prompts=limit, runs_tools=has_turns(rollout), tools=tools
         )
         reports.append(report)
-        sources = loaded[key].data_sources
+        sources = loaded[key].columns["data_source"]
         check_data_sources(reward, key, report.path, sources)
         # Only now: a run whose graders execute no code needs no sandbox.
         if runs_code(reward, sources):
@@ -168,7 +168,7 @@ def _load_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> RunData
     if loaded:
         # All sets are validated in one pass; validation_parts finds the rows of each.
         prompts["val"] = joined(list(loaded.values()))
-    sets = {key.removeprefix("data.val").removeprefix("."): part.data_sources for key, part in loaded.items()}
+    sets = {key.removeprefix("data.val").removeprefix("."): part.columns["data_source"] for key, part in loaded.items()}
     parts = validation_parts(sets)
     if uses_reward_model(config.reward_model):
         inputs = RewardInputs(config.reward_model, config.model, rollout)
@@ -238,6 +238,6 @@ def _try_rewards(reward: RewardConfig, prompts: dict[str, PromptSet], *, multi_t
     """Call the reward functions on a few rows and return warnings. Supervised runs have no prompts and no calls."""
     if not prompts:
         return []
-    rows = rows_to_try(reward, prompts["train"].data_sources)
+    rows = rows_to_try(reward, prompts["train"].columns["data_source"])
     warnings = [try_reward_function(reward, prompts["train"][row], multi_turn=multi_turn) for row in rows]
     return [warning for warning in warnings if warning is not None]

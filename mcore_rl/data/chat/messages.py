@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import cast
 
 from mcore_rl.data.json_text import parse_json, without_nulls
@@ -150,8 +151,7 @@ def _tool_call(call: object, where: str) -> ChatCall:
 
 def _arguments(given: object, where: str) -> Mapping[str, object]:
     for _ in range(_MAX_JSON_LAYERS):
-        if isinstance(given, str) and given.strip():
-            given = parse_json(given, where)
+        given = _parsed(given, where)
     if given is None or given == "":
         return {}
     if isinstance(given, list) and given and all(map(_is_pair, given)):
@@ -179,58 +179,52 @@ def chat_call(name: str, arguments: Mapping[str, object], given_id: str) -> Chat
     return {"id": given_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def with_call_ids(messages: Sequence[ChatMessage], where: str, *, strict: bool) -> list[ChatMessage]:
-    """Add missing ids. A tool message without id answers the first open call with its `name`, else the first open call.
+def same_id(given: str, name: str, number: int) -> str:
+    """Keep the id of a call."""
+    return given
 
-    Unless `strict`, a tool message may have the id of no call.
+
+def with_call_ids(
+    messages: Sequence[ChatMessage], where: str, *, strict: bool, new_id: NewId = same_id
+) -> list[ChatMessage]:
+    """Add missing ids, then replace all ids of calls and of the tool messages that answer them by `new_id`.
+
+    A tool message without id answers the first open call with its `name`, else the first open call. Unless `strict`, a
+    tool message may have the id of no call.
 
     Raises: DataError for a tool message that answers no call of the preceding turn.
     """
     completed: list[ChatMessage] = []
     # Open calls of the latest assistant turn that has any; None before the first such turn.
     calls: list[ChatCall] | None = None
+    new_ids: dict[str, str] = {}
     number = 0
     for place, message in enumerate(messages):
         made = message.copy()
         if given := message.get("tool_calls"):
             calls = _with_ids(given, _given_ids(messages[place + 1 :]), number)
+            # Conversations may reuse an id: a tool message refers to the latest call with it.
+            for index, call in enumerate(calls, start=number):
+                new_ids[call["id"]] = new_id(call["id"], call["function"]["name"], index)
             number += len(calls)
-            made["tool_calls"] = list(calls)
+            made["tool_calls"] = [{**call, "id": new_ids[call["id"]]} for call in calls]
         elif made["role"] == "tool" and calls is not None:
-            call = _answered_call(made, calls)
-            if call is not None:
+            call_of_answer = _answered_call(made, calls)
+            if call_of_answer is not None:
                 # Each call is answered once; further messages answer the remaining calls.
-                calls.remove(call)
-                made["tool_call_id"] = call["id"]
+                calls.remove(call_of_answer)
+                made["tool_call_id"] = call_of_answer["id"]
             elif strict:
                 ids = ", ".join(str(each["id"]) for each in calls) or "none"
                 raise DataError(
                     f"{where}: message {place + 1} answers tool call {made.get('tool_call_id')!r}, but the open calls "
                     f"before it are: {ids}"
                 )
+        # A row may hold an id that is no text.
+        if (answered := str(made.get("tool_call_id", ""))) in new_ids:
+            made["tool_call_id"] = new_ids[answered]
         completed.append(made)
     return completed
-
-
-def with_new_ids(messages: Sequence[ChatMessage], new_id: NewId) -> list[ChatMessage]:
-    """Replace the ids of calls and of the tool messages that answer them."""
-    made: list[ChatMessage] = []
-    names: dict[str, str] = {}
-    number = 0
-    for message in messages:
-        message = message.copy()
-        if calls := message.get("tool_calls"):
-            # Conversations may reuse an id: a tool message refers to the latest call with it.
-            names |= {
-                call["id"]: new_id(call["id"], call["function"]["name"], number + place)
-                for place, call in enumerate(calls)
-            }
-            number += len(calls)
-            message["tool_calls"] = [{**call, "id": names[call["id"]]} for call in calls]
-        if (given := message.get("tool_call_id", "")) in names:
-            message["tool_call_id"] = names[given]
-        made.append(message)
-    return made
 
 
 def kimi_id(given: str, name: str, number: int) -> str:
@@ -245,12 +239,8 @@ def nine_characters(given: str, name: str, number: int) -> str:
 
 def _given_ids(after: Sequence[ChatMessage]) -> list[str]:
     """Return the ids of the immediately following tool messages."""
-    ids: list[str] = []
-    for message in after:
-        if message["role"] != "tool":
-            break
-        ids += [message["tool_call_id"]] if message.get("tool_call_id") else []
-    return ids
+    answers = takewhile(lambda message: message["role"] == "tool", after)
+    return [answer["tool_call_id"] for answer in answers if answer.get("tool_call_id")]
 
 
 def _with_ids(calls: Sequence[ChatCall], answered: Sequence[str], number: int) -> list[ChatCall]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mcore_rl.data.chat.messages import chat_call, kimi_id, nine_characters, text_of, with_call_ids, with_new_ids
+from mcore_rl.data.chat.messages import chat_call, kimi_id, nine_characters, same_id, text_of, with_call_ids
 from mcore_rl.errors import ConfigError, DataError
 from mcore_rl.types.chat import ChatCall, ChatMessage, TextPart, ToolSchema
 
@@ -73,10 +73,10 @@ class ChatStyle:
         for message in made:
             if message["role"] == "developer":
                 message["role"] = self.developer
-        made = with_call_ids(made, where, strict=strict)
+        new_id = nine_characters if self.short_ids else same_id
         if strict and _KIMI_MARK in self.source:
-            return with_new_ids(made, kimi_id)
-        return with_new_ids(made, nine_characters) if self.short_ids else made
+            new_id = kimi_id
+        return with_call_ids(made, where, strict=strict, new_id=new_id)
 
     def render(self, messages: Sequence[ChatMessage], where: str, *, opens_turn: bool, continues: bool = True) -> str:
         """Render canonical messages.

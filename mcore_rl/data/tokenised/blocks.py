@@ -84,12 +84,12 @@ class BlockTokeniser:
         """
         columns = Columns(
             self.data_config,
+            self.rollout_config,
             self.key,
             block.path,
-            rollout_config=self.rollout_config,
-            runs_tools=self.runs_tools,
-            trained=self.samples_train,
-            tools=self.tools,
+            self.runs_tools,
+            self.samples_train,
+            self.tools,
         )
         rows = [(f"{self.key}: {place}", columns.read(place, row)) for place, row in block.rows]
         messages = [self._renderer.canonical(row.messages, where) for where, row in rows]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mcore_rl.data.checksum import file_crc32
-from mcore_rl.data.prompts import LoadReport, PromptSet, SupervisedSet
+from mcore_rl.data.prompts import COLUMNS, LoadReport, PromptSet, SupervisedSet
 from mcore_rl.data.sources.paths import is_saved_dataset
 from mcore_rl.data.tokenised.blocks import BlockTokeniser
 from mcore_rl.errors import ConfigError
@@ -32,7 +32,7 @@ from model_converters.durable_files import sync
 if TYPE_CHECKING:
     import pyarrow
 
-FORMAT = 4
+FORMAT = 5
 """Version of the cached files. Increase it when the same rows would be read, rendered or written differently."""
 # Keys that change the tokenised rows. data.shuffle and data.weights, for example, do not.
 _DATA_KEYS = "prompt_key answer_key template plain_template system_prompt template_kwargs long_prompts".split()
@@ -99,8 +99,8 @@ def _tokenizer_facts(tokeniser: BlockTokeniser) -> list[str]:
 
 _REPORT = b"mcore_rl.report"
 _TOKENS, _TARGETS, _TEXTS, _ROWS = "tokens", "targets", "texts", "rows"
-_ROW_COLUMNS = ("data_sources", "ground_truths", "extra_infos", "messages", "samplings", "max_turns", "tools")
-"""Fields of PromptSet that are stored as one JSON object per row."""
+_ROW_COLUMNS = tuple(name for name in COLUMNS if name != "text")
+"""Columns that are stored as one JSON object per row."""
 
 
 @dataclass
@@ -173,9 +173,8 @@ def open_cache(files: Sequence[Path], tokeniser: BlockTokeniser, max_prompts: in
 def _json_lines(prompts: PromptSet) -> list[str] | str:
     """Return a line per row; if a value would change in JSON, return the reason instead."""
     lines = []
-    columns = [getattr(prompts, name) for name in _ROW_COLUMNS]
-    for number, values in enumerate(zip(*columns, strict=True), start=1):
-        row = dict(zip(_ROW_COLUMNS, values, strict=True))
+    for number in range(len(prompts)):
+        row = {name: prompts.columns[name][number] for name in _ROW_COLUMNS}
         for name, value in row.items():
             try:
                 # JSON changes some values silently, such as tuples and keys that are numbers.
@@ -183,7 +182,7 @@ def _json_lines(prompts: PromptSet) -> list[str] | str:
             except (TypeError, ValueError):
                 same = False
             if not same:
-                return f"JSON cannot hold {name} of prompt {number}"
+                return f"JSON cannot hold {name} of prompt {number + 1}"
         lines.append(json.dumps(row, ensure_ascii=False))
     return lines
 
@@ -195,7 +194,7 @@ def _write(path: Path, rows: SupervisedSet, lines: list[str], report: LoadReport
     columns = {
         _TOKENS: _ragged_column(prompts.tokens, prompts.offsets),
         _TARGETS: _ragged_column(rows.target_tokens, rows.target_offsets),
-        _TEXTS: pyarrow.array(prompts.texts, pyarrow.large_string()),
+        _TEXTS: pyarrow.array(prompts.columns["text"], pyarrow.large_string()),
         _ROWS: pyarrow.array(lines, pyarrow.large_string()),
     }
     types = [(name, column.type) for name, column in columns.items()]
@@ -222,9 +221,8 @@ def _read(path: Path) -> tuple[SupervisedSet, LoadReport]:
     tokens, targets = batch.column(_TOKENS), batch.column(_TARGETS)
     rows = [json.loads(line) for line in batch.column(_ROWS).to_pylist()]
     columns = {name: [row[name] for row in rows] for name in _ROW_COLUMNS}
-    prompts = PromptSet(
-        tokens.values.to_numpy(), tokens.offsets.to_numpy(), texts=batch.column(_TEXTS).to_pylist(), **columns
-    )
+    columns["text"] = batch.column(_TEXTS).to_pylist()
+    prompts = PromptSet(tokens.values.to_numpy(), tokens.offsets.to_numpy(), columns)
     report |= {name: tuple(report[name]) for name in ("notes", "of_files")}
     return SupervisedSet(prompts, targets.values.to_numpy(), targets.offsets.to_numpy()), LoadReport(**report)
 

@@ -78,8 +78,8 @@ def check_room(questions: JudgePrompts, prompts: Mapping[str, PromptSet], limit:
     Raises: ConfigError naming the limit and the required tokens.
     """
     for name, prompt_set in prompts.items():
-        longest = max(range(len(prompt_set)), key=lambda row: len(prompt_set.texts[row]))
-        (ids,) = questions.encode([questions.render(prompt_set[longest], "")])
+        lengths = list(map(len, prompt_set.columns["text"]))
+        (ids,) = questions.encode([questions.render(prompt_set[lengths.index(max(lengths))], "")])
         if len(ids) >= limit:
             raise ConfigError(
                 f"judge.max_prompt_tokens={limit}: judge.template with the longest prompt of data.{name} takes "

@@ -64,9 +64,7 @@ def same(one: tuple[PromptSet, LoadReport], other: tuple[PromptSet, LoadReport])
         and getattr(mine, name).dtype == getattr(theirs, name).dtype
         for name in ("tokens", "offsets")
     )
-    lists = [
-        [list(map(repr, value)) for value in vars(each).values() if isinstance(value, list)] for each in (mine, theirs)
-    ]
+    lists = [{name: list(map(repr, value)) for name, value in each.columns.items()} for each in (mine, theirs)]
     counted = [
         (r.kept, r.dropped, r.truncated, r.longest_tokens, r.limits, r.of_files) for r in (my_report, their_report)
     ]
@@ -113,7 +111,7 @@ def test_changed_content_of_equal_size_and_time_misses_the_cache(rows_file: Path
     rows_file.write_text(rows_file.read_text().replace("1+1=", "1+2="))
     os.utime(rows_file, ns=times)
     prompts, report = load(rows_file)
-    assert prompts.texts[0] == "1+2="
+    assert prompts.columns["text"][0] == "1+2="
     assert HIT not in report.notes
 
 
@@ -186,8 +184,8 @@ def test_values_outside_json_are_not_cached(tmp_path: Path, load: Any) -> None:
     pq.write_table(pa.table({"question": ["a", "b"], "answer": ["1", "2"], "extra_info": infos}), path)
     for _ in range(2):
         prompts, report = load(path)
-        assert prompts.extra_infos == infos
-        assert "not kept in data.cache_dir: JSON cannot hold extra_infos of prompt 1" in report.notes
+        assert prompts.columns["extra_info"] == infos
+        assert "not kept in data.cache_dir: JSON cannot hold extra_info of prompt 1" in report.notes
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -25,14 +25,7 @@ VERL = {"data_source": "gsm8k", "prompt": MESSAGES, "reward_model": {"ground_tru
 def read(
     row: dict[str, Any], *, tools: bool = False, trained: bool = False, **data: Any
 ) -> tuple[Prompt, tuple[str, ...]]:
-    columns = Columns(
-        DataConfig(**data),
-        "data.val",
-        "rows.jsonl",
-        rollout_config=RolloutConfig(),
-        runs_tools=tools,
-        trained=trained,
-    )
+    columns = Columns(DataConfig(**data), RolloutConfig(), "data.val", Path("rows.jsonl"), tools, trained)
     return columns.read("rows.jsonl, line 1", row), format_notes(columns.notes)
 
 
@@ -133,7 +126,7 @@ def test_columns_verl_tool_agent_without_tools_is_rejected() -> None:
 
 
 def test_columns_unused_tool_arguments_are_noted_once() -> None:
-    columns = Columns(DataConfig(), "data.train", "rows.jsonl", rollout_config=RolloutConfig())
+    columns = Columns(DataConfig(), RolloutConfig(), "data.train", Path("rows.jsonl"))
     info = {"need_tools_kwargs": True, "tools_kwargs": {"calc": {"x": 1}}, "interaction_kwargs": {}}
     for row in ({**VERL, "extra_info": info}, VERL, {**VERL, "extra_info": info}):
         columns.read("a place", row)

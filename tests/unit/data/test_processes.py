@@ -64,7 +64,7 @@ def test_max_prompts_stops_reading_before_a_malformed_row(tmp_path: Path, tokeni
     lines[5000] = BAD_LINE  # one process would not read it
     path, config = write(tmp_path / "rows.jsonl", lines), DataConfig(workers=2)
     prompts, _ = load_prompts(path, load_tokenizer(tokenizer_file), config, RolloutConfig(), max_prompts=7)
-    assert prompts.ground_truths == list(range(7))
+    assert prompts.columns["ground_truth"] == list(range(7))
 
 
 @pytest.mark.slow

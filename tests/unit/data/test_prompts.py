@@ -113,7 +113,7 @@ def test_load_prompts_truncates_after_chat_template(tmp_path, chat_tokenizer, ho
     path = jsonl(tmp_path, [{"question": q, "answer": "a"} for q in ("0123456789", "1")])
     prompts, report = load(path, chat_tokenizer, limit=25, long_prompts=how)
     assert [prompts[i].text for i in range(2)] == [kept, "<user>1</user><assistant>"]  # the second has the exact limit
-    assert [chat_tokenizer.decode(prompts[i].token_ids) for i in range(2)] == prompts.texts
+    assert [chat_tokenizer.decode(prompts[i].token_ids) for i in range(2)] == prompts.columns["text"]
     assert (report.kept, report.dropped, report.truncated, report.longest_tokens) == (2, 0, 1, 34)
     assert "1 truncated (longer than rollout.max_prompt_tokens=25)" in str(report)
 
@@ -131,13 +131,13 @@ def test_load_prompts_max_prompts_counts_only_rows_until_then(tmp_path, tokenize
     path = jsonl(tmp_path, [{"question": "x" * n, "answer": str(n)} for n in (20, 5, 6, 30)])
     limits, data = RolloutConfig(max_prompt_tokens=8), DataConfig(long_prompts=how)
     prompts, report = load_prompts(path, tokenizer, data, limits, max_prompts=2)
-    assert (prompts.ground_truths, report.dropped, report.truncated) == (kept, dropped, truncated)
+    assert (prompts.columns["ground_truth"], report.dropped, report.truncated) == (kept, dropped, truncated)
 
 
 def test_load_prompts_several_blocks_keep_order(tmp_path, tokenizer):
     rows = [{"question": f"question {n}", "answer": str(n)} for n in range(2500)]
     prompts, _ = load(parquet(tmp_path, rows), tokenizer)
-    assert prompts.ground_truths == [str(n) for n in range(2500)]
+    assert prompts.columns["ground_truth"] == [str(n) for n in range(2500)]
     assert tokenizer.decode(prompts[2499].token_ids) == "question 2499"
 
 
@@ -258,13 +258,13 @@ def test_load_prompts_several_files_form_one_counted_set(tmp_path, tokenizer):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = [str(tmp_path / "c.jsonl"), str(tmp_path / "[ab].jsonl")]
     prompts, report = load(names, tokenizer, limit=8)
-    assert prompts.ground_truths == ["c3", "c4", "a5", "a8"]
+    assert prompts.columns["ground_truth"] == ["c3", "c4", "a5", "a8"]
     assert (report.of_files, report.dropped) == ((2, 2, 0), 2)
     assert str(report).startswith(f"data.train: 4 rows from 3 files ({tmp_path}/c.jsonl, ")
     assert report.notes == (f"no row kept of {tmp_path}/b.jsonl",)
     config = RolloutConfig(max_prompt_tokens=8)
     prompts, report = load_prompts(names, tokenizer, DataConfig(), config, max_prompts=3)
-    assert (prompts.ground_truths, report.of_files) == (["c3", "c4", "a5"], (2, 1, 0))
+    assert (prompts.columns["ground_truth"], report.of_files) == (["c3", "c4", "a5"], (2, 1, 0))
 
 
 def test_load_prompts_files_differ_in_columns_and_overrides(tmp_path, tokenizer):

@@ -150,7 +150,7 @@ def test_load_prompts_ground_truth_that_json_lacks_becomes_plain(tmp_path: Path)
     truths = [[Decimal("1.5")], [Decimal("2.0")]]
     rows = [{"prompt": "?", "reward_model": {"ground_truth": truth}} for truth in truths]
     prompts, _ = load(tmp_path, rows, kind="parquet")
-    assert prompts.ground_truths == [[1.5], [2.0]]
+    assert prompts.columns["ground_truth"] == [[1.5], [2.0]]
     with pytest.raises(DataError, match="has no ground truth"):
         load(tmp_path, [{"prompt": "?", "answer": math.nan}], kind="parquet")
 
@@ -160,7 +160,7 @@ def test_load_prompts_tools_of_rows_survive_the_cache(tmp_path: Path) -> None:
     first, _ = load(tmp_path, rows, cache_dir=str(tmp_path / "cache"))
     second, report = load(tmp_path, rows, cache_dir=str(tmp_path / "cache"))
     assert "read from data.cache_dir" in report
-    assert first.tools == second.tools == [[RUN[1]], [RUN[2]], None]
+    assert first.columns["tools"] == second.columns["tools"] == [[RUN[1]], [RUN[2]], None]
 
 
 @pytest.mark.parametrize(
