@@ -53,6 +53,14 @@ class ModelConfig:
     CPU. auto: if the model has at most 2 billion parameters and fits in memory."""
 
 
+def resolved_dtype(dtype: str, *, cuda: bool) -> str:
+    """Resolve model.dtype=auto: bfloat16 on GPUs, whose attention kernels need it; float32 on CPU, where it is
+    fastest."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if cuda else "float32"
+
+
 @dataclass
 class DataConfig:
     train: list[str] = setting(MISSING, path=True)
@@ -261,6 +269,16 @@ class ClusterConfig:
     """Protection of the run's ports from other users of the host. auto: a private network namespace if other users are
     logged in; namespace: always; none: never. Processes in the namespace cannot reach other machines. A run that joins
     a Ray cluster is rejected unless this is none, if other users are logged in on its hosts."""
+
+    @property
+    def uses_cuda(self) -> bool:
+        """True if ranks and engines run on GPUs."""
+        if self.device != "auto":
+            return self.device == "cuda"
+        # Imported only if needed: the configuration must be readable without torch.
+        import torch
+
+        return torch.cuda.is_available()
 
 
 @dataclass

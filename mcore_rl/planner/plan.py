@@ -8,11 +8,10 @@ import numpy as np
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
-from mcore_rl.config.rules.defaults import resolve_dtype
 from mcore_rl.config.rules.engine_support import cannot_run
 from mcore_rl.config.rules.models import uses_lora
 from mcore_rl.config.rules.validation import validate
-from mcore_rl.config.schema import Config
+from mcore_rl.config.schema import Config, resolved_dtype
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.planner.activations import Execution, StageActivations
@@ -151,9 +150,8 @@ class Job:
         validate(config, run_here=False)
         # A plan with device=auto is for GPUs, even if this machine has none.
         cuda = config.cluster.device != "cpu"
-        # Copied because resolve_dtype must not change the caller's configuration.
-        config = replace(config, model=replace(config.model))
-        resolve_dtype(config.model, cuda=cuda)
+        dtype = resolved_dtype(config.model.dtype, cuda=cuda)
+        config = replace(config, model=replace(config.model, dtype=dtype))
         role = ModelRole.policy(config.actor, config.model)
         spec = ResolvedModel.policy(role, config.num_trainer_ranks)
         check_engine_model(EngineRole.rollout(config.rollout, config.model), config.algorithm, spec.hf_config)

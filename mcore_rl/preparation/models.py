@@ -18,7 +18,6 @@ from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.models import LoraConfig, ReferenceConfig
 from mcore_rl.config.reward import JudgeConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
-from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.rules.judge import has_judge_engines, server_key, template_text, uses_judge
 from mcore_rl.config.rules.validation import validate_critic
 from mcore_rl.config.schema import ClusterConfig, ModelConfig, RolloutConfig
@@ -52,7 +51,7 @@ def check_implementation(cluster: ClusterConfig, spec: ResolvedModel) -> None:
 
     The other hosts of a run are assumed to have the same packages.
     """
-    spec.implementation(cluster.gpus_per_node, look(cuda=uses_cuda(cluster)))
+    spec.implementation(cluster.gpus_per_node, look(cuda=cluster.uses_cuda))
 
 
 def critic_layout(config: Config, actor: TrainLayout) -> TrainLayout:

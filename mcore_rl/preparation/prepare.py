@@ -13,11 +13,10 @@ from mcore_rl.config import Config
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
-from mcore_rl.config.rules.defaults import resolve_dtype, uses_cuda
 from mcore_rl.config.rules.models import uses_lora, uses_reference, uses_reward_model
 from mcore_rl.config.rules.rollout import has_turns
 from mcore_rl.config.sandbox import SandboxConfig
-from mcore_rl.config.schema import DataConfig, RolloutConfig
+from mcore_rl.config.schema import DataConfig, RolloutConfig, resolved_dtype
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.columns import check_keys
 from mcore_rl.data.curriculum import Curriculum
@@ -97,7 +96,7 @@ def prepare(config: Config) -> Prepared:
     Raises: ConfigError, DataError for the first setting or row that cannot work.
     """
     # First, since later checks need the data type.
-    resolve_dtype(config.model, cuda=uses_cuda(config.cluster))
+    config.model.dtype = resolved_dtype(config.model.dtype, cuda=config.cluster.uses_cuda)
     role, actor, algorithm = ModelRole.policy(config.actor, config.model), config.actor, config.algorithm
     spec = ResolvedModel.policy(role, config.num_trainer_ranks)
     hf_config = spec.hf_config

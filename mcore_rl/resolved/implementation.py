@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.rules.defaults import resolved_dtype
-from mcore_rl.config.schema import ModelConfig
+from mcore_rl.config.schema import ModelConfig, resolved_dtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.resolved.attention import HeadDims, pick
 from mcore_rl.resolved.installed import Installed, dotted, release

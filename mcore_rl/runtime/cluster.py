@@ -12,7 +12,6 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.errors import ConfigError
 from mcore_rl.runtime.daemons import Daemons, Guard, services_kept_from_ray, signals_kept_from_ray
@@ -67,7 +66,7 @@ def ray_cluster(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Errors of abandoned calls come from processes whose failure the run has already reported.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    for name, value in process_environment(on_gpus=uses_cuda(cluster)).items():
+    for name, value in process_environment(on_gpus=cluster.uses_cuda).items():
         os.environ.setdefault(name, value)  # processes of a local cluster inherit it, without a runtime-env agent
     session, guard = contextlib.ExitStack(), Guard(STOPS.give_up)
     try:
@@ -94,7 +93,7 @@ def _connect(cluster: ClusterConfig, bundle: Mapping[str, float], session: conte
             log_to_driver=False,
             logging_level="ERROR",
             runtime_env={
-                "env_vars": {name: os.environ[name] for name in process_environment(on_gpus=uses_cuda(cluster))}
+                "env_vars": {name: os.environ[name] for name in process_environment(on_gpus=cluster.uses_cuda)}
             },
         )
     except ConnectionError as error:

@@ -6,7 +6,6 @@ import os
 import sys
 
 from mcore_rl.config.roles import ModelRole
-from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config
 
 THREADS = "OMP_NUM_THREADS"
@@ -18,7 +17,7 @@ weights) no faster, and half as fast on a busy host; it makes a model with 100 m
 def shares_cores(config: Config) -> bool:
     """Return whether each process gets several threads; False if the user has set OMP_NUM_THREADS. Call it before Ray
     starts, which sets that variable."""
-    if uses_cuda(config.cluster) or THREADS in os.environ:
+    if config.cluster.uses_cuda or THREADS in os.environ:
         return False
     # Inside the function: these modules import torch, and every process imports this module.
     from mcore_rl.resolved.costs import sequence_cost

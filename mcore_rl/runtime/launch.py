@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import Config, RolloutConfig
 from mcore_rl.data.transcripts import PromptSource
 from mcore_rl.errors import ConfigError
@@ -65,7 +64,7 @@ def launch(
     """
     if problem := missing_interface():
         raise ConfigError(problem)
-    cluster, rollout, on_gpus = config.cluster, config.rollout, uses_cuda(config.cluster)
+    cluster, rollout, on_gpus = config.cluster, config.rollout, config.cluster.uses_cuda
     guests, num_engines = [role.guests for role in roles], rollout.num_engines if prompts else 0
     num_ranks = config.num_trainer_ranks
     placement = place(cluster, rollout, num_ranks, on_gpus=on_gpus, num_engines=num_engines, guests=guests)
@@ -110,7 +109,7 @@ def _set_up(
     trainers, watch, config = processes.trainers, processes.trainers.watch, context.config
     engines = [] if processes.engines is None else processes.engines.engines
     num_ranks, engines_ready = len(trainers.processes), f"{_count(len(engines), 'rollout engine')} ready"
-    devices = trainers.call(TrainerProcess.visible_devices).results() if uses_cuda(config.cluster) else []
+    devices = trainers.call(TrainerProcess.visible_devices).results() if config.cluster.uses_cuda else []
     starting: Starts = {}
     for engine, slots in zip(engines, placement.engines, strict=True):
         # Ray numbers the GPUs of a node in its own order, so a colocated engine gets the devices that its ranks report.

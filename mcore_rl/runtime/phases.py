@@ -23,7 +23,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from mcore_rl.config.models import OffloadConfig
-from mcore_rl.config.rules.defaults import uses_cuda
 from mcore_rl.config.schema import ClusterConfig
 from mcore_rl.ports import Collector, Validator
 from mcore_rl.types import Groups, Metric, RolloutScalars, Total
@@ -55,7 +54,7 @@ def shares_device(cluster: ClusterConfig, offload: OffloadConfig) -> bool:
     """Return whether engines and trainer ranks use the device in turns: colocated on GPUs, or with offloading."""
     if cluster.placement != "colocated":
         return False
-    return uses_cuda(cluster) or offload.params or offload.grads or offload.optimizer
+    return cluster.uses_cuda or offload.params or offload.grads or offload.optimizer
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.config import Config, load_config
-from mcore_rl.config.rules.defaults import resolve_dtype
+from mcore_rl.config.schema import resolved_dtype
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.errors import ConfigError
 from mcore_rl.model_check import model_check
@@ -37,7 +37,7 @@ def configured(hf: Path, *overrides: str) -> Config:
     base = hf / "run.yaml"
     base.write_text(f"model:\n  hf_path: {hf}\ndata:\n  train: none.jsonl\nrun:\n  dir: {hf}\n")
     config = load_config(base, list(overrides))
-    resolve_dtype(config.model, cuda=False)
+    config.model.dtype = resolved_dtype(config.model.dtype, cuda=False)
     return config
 
 

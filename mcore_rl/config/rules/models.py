@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from mcore_rl.config.algorithm import KLConfig
 from mcore_rl.config.fields import changed, reject_unless_default
-from mcore_rl.config.models import ActorConfig, LoraConfig, ReferenceConfig, RewardModelConfig
+from mcore_rl.config.models import ActorConfig, ReferenceConfig, RewardModelConfig
 from mcore_rl.config.reward import NO_RULE, JudgeConfig, RewardConfig
 from mcore_rl.config.rules.rollout import has_turns
 from mcore_rl.config.schema import Config, RolloutConfig
@@ -68,15 +68,6 @@ def reject_suggestions(actor: ActorConfig) -> None:
         )
 
 
-def check_no_critic_lora(lora: LoraConfig) -> None:
-    """Raise ConfigError if a key of critic.lora is set: a critic is always trained completely."""
-    for key, value, default in changed("critic.lora", lora):
-        raise ConfigError(
-            f"{key}={value}: a critic is trained completely, since its value head starts random; leave {key} at "
-            f"{default}"
-        )
-
-
 def uses_reference(kl: KLConfig) -> bool:
     """Return True if the loss or the reward has a KL term."""
     return kl.in_loss > 0 or kl.in_reward > 0
@@ -84,29 +75,22 @@ def uses_reference(kl: KLConfig) -> bool:
 
 def check_reference(kl: KLConfig, reference: ReferenceConfig) -> None:
     """Raise ConfigError for a key that has no effect or that requires another key."""
-    if kl.controller == "adaptive":
-        _check_adaptive(kl)
-    else:
-        reject_unless_default("algorithm.kl", kl, "set algorithm.kl.controller=adaptive", ("target", "horizon"))
+    chosen = "algorithm.kl.controller=adaptive"
+    if kl.controller != "adaptive":
+        reject_unless_default("algorithm.kl", kl, f"set {chosen}", ("target", "horizon"))
+    elif kl.in_reward <= 0:
+        raise ConfigError(
+            f"{chosen} multiplies algorithm.kl.in_reward={kl.in_reward}; set algorithm.kl.in_reward to an initial "
+            "value above 0, or algorithm.kl.controller=fixed"
+        )
+    elif (unset := next((name for name in ("target", "horizon") if getattr(kl, name) is None), None)) is not None:
+        raise ConfigError(f"{chosen} needs algorithm.kl.{unset} above 0, not null; set it")
     for use in ("loss", "reward"):
         key = f"algorithm.kl.in_{use}"
         if not getattr(kl, f"in_{use}"):
             reject_unless_default("algorithm.kl", kl, f"set {key} above 0", (f"{use}_kind",))
     if not uses_reference(kl):
-        needed = "set algorithm.kl.in_loss or algorithm.kl.in_reward above 0"
-        reject_unless_default("reference", reference, needed)
-
-
-def _check_adaptive(kl: KLConfig) -> None:
-    chosen = "algorithm.kl.controller=adaptive"
-    if kl.in_reward <= 0:
-        raise ConfigError(
-            f"{chosen} multiplies algorithm.kl.in_reward={kl.in_reward}; set algorithm.kl.in_reward to an initial "
-            "value above 0, or algorithm.kl.controller=fixed"
-        )
-    for name in ("target", "horizon"):
-        if getattr(kl, name) is None:
-            raise ConfigError(f"{chosen} needs algorithm.kl.{name} above 0, not null; set it")
+        reject_unless_default("reference", reference, "set algorithm.kl.in_loss or algorithm.kl.in_reward above 0")
 
 
 def uses_reward_model(section: RewardModelConfig) -> bool:

@@ -55,7 +55,9 @@ def concurrent_episodes(rollout: RolloutConfig) -> int:
 
 
 def check_episodes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError naming keys that contradict each other."""
+    """Raise ConfigError for keys that contradict each other or have no effect."""
+    if rollout.tools is None:
+        reject_unless_default("rollout", rollout, "set rollout.tools", TOOL_KEYS)
     chosen = episode_of(rollout)
     if is_supervised(algorithm):
         return
@@ -75,12 +77,6 @@ def check_episodes(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
         remedy = "set rollout.episode, rollout.tools or rollout.environment"
         reject_unless_default("rollout", rollout, remedy, TURN_KEYS)
     _check_limits(rollout)
-
-
-def check_tool_keys(rollout: RolloutConfig) -> None:
-    """Raise ConfigError for a tool key that is set without tools."""
-    if rollout.tools is None:
-        reject_unless_default("rollout", rollout, "set rollout.tools", TOOL_KEYS)
 
 
 def _check_limits(rollout: RolloutConfig) -> None:

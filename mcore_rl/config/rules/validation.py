@@ -11,13 +11,12 @@ from typing import Any
 from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.fields import changed, check_domains
 from mcore_rl.config.models import ParallelConfig
-from mcore_rl.config.reward import RewardConfig
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
 from mcore_rl.config.rules.engine_support import check_sglang_model
 from mcore_rl.config.rules.graders import check_graders
-from mcore_rl.config.rules.models import check_lora, check_no_critic_lora, check_reference, check_rewards
-from mcore_rl.config.rules.rollout import check_episodes, check_sampling_keys, check_staleness, check_tool_keys
-from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
+from mcore_rl.config.rules.models import check_lora, check_reference, check_rewards
+from mcore_rl.config.rules.rollout import check_episodes, check_sampling_keys, check_staleness
+from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from mcore_rl.errors import ConfigError
 
 NO_CRITIC_KEYS = ("critic.logprob_chunk_tokens", "critic.mtp_loss_coefficient", "critic.moe.router_replay")
@@ -35,13 +34,11 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     policy = ModelRole.policy(config.actor, config.model)
     # Single values first, since the other checks compute with them.
     check_domains(config)
-    _check_batches(config.trainer, config.rollout, dynamic_sampling=config.algorithm.dynamic_sampling.enable)
-    _check_lengths(config.rollout, config.reward)
+    _check_sizes(config)
     check_episodes(config.rollout, config.algorithm)
     check_staleness(config)
     check_sampling_keys(config.rollout, config.algorithm)
-    _check_engine(config.rollout)
-    _check_layout(policy, config.cluster, config.rollout, config.trainer, config.num_trainer_ranks)
+    _check_layout(policy, config)
     if config.actor.moe.router_replay == "engine" and is_supervised(config.algorithm):
         raise ConfigError(
             "actor.moe.router_replay=engine replays what the engine chose while sampling, and "
@@ -51,7 +48,6 @@ def validate(config: Config, *, run_here: bool = True) -> None:
     check_rewards(config.reward_model, config.judge, config.reward, config.rollout)
     check_graders(config.reward, config.rollout)
     check_lora(config)
-    check_tool_keys(config.rollout)
     if run_here:
         _check_run_dir(config.run)
     _check_training(policy, config.cluster)
@@ -64,15 +60,18 @@ def validate_critic(config: Config) -> None:
 
     Raises: ConfigError naming the key.
     """
-    critic, role = config.critic, ModelRole.critic(config.critic, config.model)
-    check_no_critic_lora(critic.lora)
-    ranks = critic.num_ranks or config.num_trainer_ranks
-    _check_layout(role, config.cluster, config.rollout, config.trainer, ranks)
-    _check_training(role, config.cluster)
-    read_hf_config(role.model, role.checkpoint)
-    for key, value, default in changed("critic", critic):
+    role = ModelRole.critic(config.critic, config.model)
+    for key, value, default in changed("critic", config.critic):
+        if key.startswith("critic.lora."):
+            raise ConfigError(
+                f"{key}={value}: a critic is trained completely, since its value head starts random; leave {key} at "
+                f"{default}"
+            )
         if key in NO_CRITIC_KEYS:
             raise ConfigError(f"{key}={value} has no effect: a critic predicts no tokens; leave it at {default}")
+    _check_layout(role, config)
+    _check_training(role, config.cluster)
+    read_hf_config(role.model, role.checkpoint)
 
 
 def validate_reward_model(config: Config) -> None:
@@ -81,8 +80,7 @@ def validate_reward_model(config: Config) -> None:
     Raises: ConfigError naming the key.
     """
     role = ModelRole.reward_model(config.reward_model, config.model)
-    ranks = role.section.num_ranks or config.num_trainer_ranks
-    _check_layout(role, config.cluster, config.rollout, config.trainer, ranks)
+    _check_layout(role, config)
     read_hf_config(role.model, role.checkpoint)
 
 
@@ -104,26 +102,21 @@ def read_hf_config(model: ModelConfig, key: str = POLICY.checkpoint) -> dict[str
     return content
 
 
-def _check_batches(trainer: TrainerConfig, rollout: RolloutConfig, *, dynamic_sampling: bool) -> None:
+def _check_sizes(config: Config) -> None:
+    """Check the sizes of batches, responses and engine steps."""
+    trainer, rollout, cluster, overlong = config.trainer, config.rollout, config.cluster, config.reward.overlong
     if trainer.prompts_per_step % trainer.prompts_per_update:
         raise ConfigError(
             f"trainer.prompts_per_step={trainer.prompts_per_step} must be a multiple of "
             f"trainer.prompts_per_update={trainer.prompts_per_update}"
         )
-    if dynamic_sampling and rollout.samples_per_prompt < 2:
+    if config.algorithm.dynamic_sampling.enable and rollout.samples_per_prompt < 2:
         raise ConfigError("rollout.samples_per_prompt must be at least 2 with algorithm.dynamic_sampling.enable=true")
-
-
-def _check_lengths(rollout: RolloutConfig, reward: RewardConfig) -> None:
-    overlong = reward.overlong
-    if reward.punishes_overlong and not 0 < overlong.buffer_tokens <= rollout.max_response_tokens:
+    if config.reward.punishes_overlong and overlong.buffer_tokens > rollout.max_response_tokens:
         raise ConfigError(
             f"reward.overlong.buffer_tokens={overlong.buffer_tokens} must be between 1 and "
             f"rollout.max_response_tokens={rollout.max_response_tokens}"
         )
-
-
-def _check_engine(rollout: RolloutConfig) -> None:
     budget = rollout.max_batched_tokens
     if budget is not None and budget < rollout.max_concurrent_requests:
         raise ConfigError(
@@ -132,11 +125,22 @@ def _check_engine(rollout: RolloutConfig) -> None:
         )
     if rollout.expert_parallel and rollout.tp == 1:
         raise ConfigError("rollout.expert_parallel=true spreads experts over rollout.tp ranks; set rollout.tp above 1")
+    if rollout.nodes and cluster.placement == "colocated":
+        raise ConfigError(
+            f"rollout.nodes={rollout.nodes} reserves nodes for engines; set cluster.placement=disaggregated, or "
+            "leave it out"
+        )
+    if rollout.nodes >= cluster.nodes:
+        raise ConfigError(
+            f"rollout.nodes={rollout.nodes} of cluster.nodes={cluster.nodes} leave no node for the trainer ranks; lower "
+            "it"
+        )
 
 
-def _check_row(role: ModelRole, rollout: RolloutConfig) -> None:
-    """Require that the longest sequence fits in one packed row, with the padding of context parallelism."""
-    budget, parallel, key = role.section.tokens_per_microbatch, role.section.parallel, role.key("tokens_per_microbatch")
+def _check_layout(role: ModelRole, config: Config) -> None:
+    """Require that the longest sequence fits in one packed row, and that the model's ranks divide the cluster's."""
+    cluster, rollout, parallel = config.cluster, config.rollout, role.section.parallel
+    budget, key = role.section.tokens_per_microbatch, role.key("tokens_per_microbatch")
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if longest > budget:
         raise ConfigError(
@@ -148,25 +152,10 @@ def _check_row(role: ModelRole, rollout: RolloutConfig) -> None:
             f"{key}={budget} must be a multiple of 2 x {role.key('parallel.cp')} = {2 * parallel.cp}, to which "
             "sequences are padded"
         )
-
-
-def _check_layout(
-    role: ModelRole, cluster: ClusterConfig, rollout: RolloutConfig, trainer: TrainerConfig, ranks: int
-) -> None:
-    parallel, own_nodes = role.section.parallel, rollout.nodes
-    _check_row(role, rollout)
-    if own_nodes and cluster.placement == "colocated":
-        raise ConfigError(
-            f"rollout.nodes={own_nodes} reserves nodes for engines; set cluster.placement=disaggregated, or "
-            "leave it out"
-        )
-    if own_nodes >= cluster.nodes:
-        raise ConfigError(
-            f"rollout.nodes={own_nodes} of cluster.nodes={cluster.nodes} leave no node for the trainer ranks; lower it"
-        )
-    offered = (cluster.nodes - own_nodes) * cluster.gpus_per_node
+    ranks = role.section.num_ranks or config.num_trainer_ranks
+    offered = (cluster.nodes - rollout.nodes) * cluster.gpus_per_node
     if ranks > offered:
-        less = " less rollout.nodes" if own_nodes else ""
+        less = " less rollout.nodes" if rollout.nodes else ""
         raise ConfigError(
             f"{role.key('num_ranks')}={ranks}, but cluster.nodes x cluster.gpus_per_node{less} offers {offered}; "
             "lower it or raise cluster.nodes"
@@ -174,7 +163,7 @@ def _check_layout(
     # The default of etp depends on the model, which is not known here. 1 is the weakest requirement.
     check_ranks_divide(parallel, ranks, parallel.etp or 1, role)
     data_ranks = ranks // (parallel.tp * parallel.pp * parallel.cp)
-    if trainer.prompts_per_update * rollout.samples_per_prompt < data_ranks:
+    if config.trainer.prompts_per_update * rollout.samples_per_prompt < data_ranks:
         raise ConfigError(
             f"trainer.prompts_per_update x rollout.samples_per_prompt must be at least {data_ranks}, the number of "
             "data-parallel ranks"

@@ -22,8 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from mcore_rl.config.models import ParallelConfig
-from mcore_rl.config.rules.defaults import resolved_dtype
-from mcore_rl.config.schema import ModelConfig
+from mcore_rl.config.schema import ModelConfig, resolved_dtype
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.attention import SDPACoreAttention
 from mcore_rl.megatron.model.mtp import DetachedMTPLayer
