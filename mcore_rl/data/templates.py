@@ -44,8 +44,6 @@ class PromptRenderer:
         self, tokenizer: PreTrainedTokenizerBase, data_config: DataConfig, tools: Sequence[ToolSchema] = ()
     ) -> None:
         has_chat_template = tokenizer.chat_template is not None
-        if data_config.template not in ("auto", "chat", "plain"):
-            raise ConfigError(f"data.template is {data_config.template!r}; set it to auto, chat or plain")
         if data_config.template == "chat" and not has_chat_template:
             raise ConfigError("data.template=chat, but the tokenizer has no chat template; set data.template=plain")
         self.tokenizer = tokenizer
@@ -217,18 +215,9 @@ def check_template_arguments(kwargs: Mapping[str, object], tokenizer: PreTrained
 
 def variables(source: str) -> set[str]:
     """Return the names that a chat template reads and does not define."""
-    from jinja2 import Environment, meta, nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
+    from jinja2 import meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    class GenerationBlocks(Extension):
-        """The block tag {% generation %}, with which transformers marks the assistant's text."""
-
-        tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = Environment(extensions=["jinja2.ext.loopcontrols", GenerationBlocks])
+    # The environment in which apply_chat_template renders: it has the block {% generation %} and loop controls.
+    environment = _compile_jinja_template(source).environment
     return set(meta.find_undeclared_variables(environment.parse(source))) - _FUNCTIONS

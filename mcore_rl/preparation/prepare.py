@@ -19,11 +19,10 @@ from mcore_rl.config.sandbox import SandboxConfig
 from mcore_rl.config.schema import DataConfig, RolloutConfig, resolved_dtype
 from mcore_rl.data.chat.limits import check_limits
 from mcore_rl.data.columns import check_keys
-from mcore_rl.data.curriculum import Curriculum
 from mcore_rl.data.loading import load_prompts, load_supervised
 from mcore_rl.data.packing import SequenceCost
 from mcore_rl.data.prompts import LoadReport, PromptSet, SupervisedSet, joined
-from mcore_rl.data.sampler import PromptSampler, RowWeights
+from mcore_rl.data.sampler import Curriculum, PromptSampler, RowWeights
 from mcore_rl.data.sources.paths import file_weights
 from mcore_rl.data.templates import PromptRenderer
 from mcore_rl.data.tokenizer import eos_token_ids, load_tokenizer

@@ -132,8 +132,8 @@ def _check_sizes(config: Config) -> None:
         )
     if rollout.nodes >= cluster.nodes:
         raise ConfigError(
-            f"rollout.nodes={rollout.nodes} of cluster.nodes={cluster.nodes} leave no node for the trainer ranks; lower "
-            "it"
+            f"rollout.nodes={rollout.nodes} of cluster.nodes={cluster.nodes} leave no node for the trainer ranks; "
+            "lower it"
         )
 
 

@@ -111,12 +111,18 @@ class Conversation:
         """
         # Random, so that no message contains the mark, not even on purpose.
         mark = f"mark{secrets.token_hex(8)}"
-        answers = sum(message["role"] == "tool" for message in messages)
+        answered = with_answer_ids(messages)
+        calls: list[SampledCall] = [
+            {"name": each.get("name") or self.some_tool(), "arguments": {"value": "?"}, "id": each["tool_call_id"]}
+            for each in answered
+            if each["role"] == "tool"
+        ]
         # A turn with calls has no content, so its last call contains the mark.
-        turn = self.turn("" if answers else mark, reasoning=reasoning, calls=self._marked_calls(messages, mark))
-        text = self.render([*before, turn, *with_answer_ids(messages)])
+        if calls:
+            calls[-1]["arguments"] = {"value": mark}
+        text = self.render([*before, self.turn("" if calls else mark, reasoning=reasoning, calls=calls), *answered])
         if text.count(mark) != 1:
-            what = "the call of a tool" if answers else "the model's message"
+            what = "the call of a tool" if calls else "the model's message"
             raise DataError(f"the chat template shows {what} {text.count(mark)} times instead of once")
         return text[text.index(mark) + len(mark) :]
 
@@ -136,20 +142,6 @@ class Conversation:
     def some_tool(self) -> str:
         """Return the name of a tool for a dummy call."""
         return tool_name(self.tools[0]) if self.tools else "tool"
-
-    def _marked_calls(self, messages: Sequence[ChatMessage], mark: str) -> list[SampledCall]:
-        """Return one call per answer; the last call contains the mark."""
-        answers = [message for message in with_answer_ids(messages) if message["role"] == "tool"]
-        values = ["?"] * (len(answers) - 1) + [mark]
-        return [
-            {
-                "name": answer.get("name") or self.some_tool(),
-                "arguments": {"value": value},
-                "id": answer["tool_call_id"],
-            }
-            # Not strict: without answers there is one value too many.
-            for answer, value in zip(answers, values, strict=False)
-        ]
 
     def _first_stop(self, tail: str) -> tuple[str, int]:
         """Return the first stop token in `tail`, which ends the turn, and its position."""

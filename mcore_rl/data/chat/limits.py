@@ -100,6 +100,7 @@ def _child(jobs: Sequence[Callable[[], T]]) -> Iterator[tuple[Connection, BasePr
 
 
 def _serve(jobs: Sequence[Callable[[], T]], receiver: Connection, sender: Connection, parent: int) -> None:
+    """Send the pickled result of each job, up to the first one that fails or exceeds a limit."""
     # The child inherits both ends of the pipe; with its own receiver open, a send would never fail.
     receiver.close()
     die_with(parent)
@@ -109,20 +110,17 @@ def _serve(jobs: Sequence[Callable[[], T]], receiver: Connection, sender: Connec
     # Relative to the current size: the child starts with all mappings of the parent.
     resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, used + MAX_BYTES))
     for job in jobs:
-        message, goes_on = _message(job)
-        sender.send_bytes(message)
-        if not goes_on:
-            return
-
-
-def _message(job: Callable[[], T]) -> tuple[bytes, bool]:
-    """Run a job. Returns its pickled result, error or exceeded limit, and whether the next job may run."""
-    try:
-        message = pickle.dumps(job())
-    except MemoryError:
-        return pickle.dumps(TemplateLimitError(f"needs more than {MAX_BYTES >> 20} MiB of memory")), False
-    except McoreRLError as error:
-        return pickle.dumps(error), False
-    if len(message) > MAX_RESULT_BYTES:
-        return pickle.dumps(TemplateLimitError(f"writes more than {MAX_RESULT_BYTES >> 20} MiB of text")), False
-    return message, True
+        error: McoreRLError
+        try:
+            message = pickle.dumps(job())
+            if len(message) > MAX_RESULT_BYTES:
+                raise TemplateLimitError(f"writes more than {MAX_RESULT_BYTES >> 20} MiB of text")
+        except MemoryError:
+            error = TemplateLimitError(f"needs more than {MAX_BYTES >> 20} MiB of memory")
+        except McoreRLError as raised:
+            error = raised
+        else:
+            sender.send_bytes(message)
+            continue
+        sender.send_bytes(pickle.dumps(error))
+        return

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.data.curriculum import Curriculum
 from mcore_rl.data.prompts import PromptSet, prompt_set
-from mcore_rl.data.sampler import PromptSampler, RowWeights
+from mcore_rl.data.sampler import Curriculum, PromptSampler, RowWeights
 from mcore_rl.errors import CheckpointError, ConfigError, CurriculumError
 from mcore_rl.types import Prompt
 
