@@ -1,4 +1,4 @@
-"""Loading of the configuration from YAML and `key=value` overrides, and writing of the resolved configuration."""
+"""Loading of the configuration from YAML and `key=value` overrides, and the resolved configuration as YAML."""
 
 from __future__ import annotations
 
@@ -13,14 +13,9 @@ from omegaconf.errors import MissingMandatoryValue as MissingValueError
 
 from mcore_rl.config.reading.expansion import expand_path
 from mcore_rl.config.reading.unknown_keys import reject_unknown
-from mcore_rl.config.reading.values import normalized, takes_only_text
-from mcore_rl.config.reading.yaml_text import YamlDumper, YamlLoader
+from mcore_rl.config.reading.values import YamlDumper, YamlLoader, normalized, takes_only_text
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
-from model_converters.durable_files import durable_write
-
-OWNER_ONLY = 0o600
-"""Permissions of files with the values of slurm.environment."""
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, needs_data: bool = True) -> Config:
@@ -56,13 +51,6 @@ def as_yaml(config: Config) -> str:
     tree = OmegaConf.to_container(OmegaConf.structured(config))
     # The order of the schema, since related keys are next to each other there.
     return yaml.dump(tree, Dumper=YamlDumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
-
-
-def write_resolved(config: Config, path: Path) -> None:
-    """Write the whole configuration as YAML, atomically. The file is readable only by its owner, because
-    slurm.environment may hold secrets."""
-    with durable_write(path, mode=OWNER_ONLY) as file:
-        file.write(as_yaml(config).encode())
 
 
 def _read_yaml(path: str) -> dict[str, object]:

@@ -9,10 +9,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from mcore_rl.config.fields import written
-from mcore_rl.config.load import OWNER_ONLY, as_yaml, write_resolved
+from mcore_rl.config.load import as_yaml
 from mcore_rl.config.reading.unknown_keys import known_keys
-from mcore_rl.config.reading.values import normalized
-from mcore_rl.config.reading.yaml_text import YamlLoader
+from mcore_rl.config.reading.values import YamlLoader, normalized
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from model_converters.durable_files import durable_write
@@ -32,7 +31,7 @@ def replace_config(config: Config, directory: Path) -> list[str]:
     if before != new:
         _keep(path, before)
     # After the old file is kept, so that a start that ends here loses nothing.
-    write_resolved(config, path)
+    _write(path, new)
     return [f"{key}: {old} -> {now}" for key, old, now in _changed(before, new) if not key.startswith(NOT_OF_THE_RUN)]
 
 
@@ -42,7 +41,12 @@ def _keep(path: Path, text: str) -> None:
     last = max(taken, default=0)
     if last and taken[last].read_text(encoding="utf-8") == text:
         return  # already kept by a start that ended before it wrote its own configuration
-    with durable_write(path.with_name(f"config.{last + 1}.yaml"), mode=OWNER_ONLY) as file:
+    _write(path.with_name(f"config.{last + 1}.yaml"), text)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file atomically. Only its owner can read it, because slurm.environment may hold secrets."""
+    with durable_write(path, mode=0o600) as file:
         file.write(text.encode())
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.config import load_config
 from mcore_rl.config.fields import check_domains, make_paths_absolute
-from mcore_rl.config.load import write_resolved
+from mcore_rl.config.load import as_yaml
 from mcore_rl.config.rules.graders import check_graders
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
@@ -104,7 +104,7 @@ def test_make_paths_absolute_grader_files_once(base: str, tmp_path: Path, monkey
     make_paths_absolute(several)
     assert [entry.function for entry in several.reward.weighted] == ["math", f"{tmp_path}/mine.py:short"]
     assert several.reward.functions == {"a/b": f"{tmp_path}/sub/mine.py:f", "c": "pack.mine:g", "d": "math"}
-    write_resolved(several, tmp_path / "resolved.yaml")
+    (tmp_path / "resolved.yaml").write_text(as_yaml(several))
     assert load_config(str(tmp_path / "resolved.yaml")).reward == several.reward
 
 

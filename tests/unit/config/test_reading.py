@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rl.config import Config, load_config
 from mcore_rl.config.fields import leaves, make_paths_absolute
-from mcore_rl.config.load import write_resolved
+from mcore_rl.config.load import as_yaml
 from mcore_rl.errors import ConfigError
 
 REQUIRED = ("run.dir", "model.hf_path", "data.train")
@@ -71,7 +71,7 @@ def test_load_config_null_spellings_in_files_match_overrides(minimal: str, tmp_p
 def test_load_config_quoted_none_stays_text_and_comes_back(minimal: str, tmp_path: Path) -> None:
     config = load_config(minimal, ['data.system_prompt="None"', "data.prompt_key='none'", "slurm.container=none"])
     assert (config.data.system_prompt, config.data.prompt_key, config.slurm.container) == ("None", "none", "none")
-    write_resolved(config, tmp_path / "resolved.yaml")
+    (tmp_path / "resolved.yaml").write_text(as_yaml(config))
     assert load_config(str(tmp_path / "resolved.yaml")) == config
 
 
@@ -154,7 +154,7 @@ def test_load_config_mapping_at_data_val_names_sets(minimal: str, tmp_path: Path
         "data.val.hard": [f"{home}/b", "c"],
         "data.val.more": ["d"],
     }
-    write_resolved(config, tmp_path / "resolved.yaml")
+    (tmp_path / "resolved.yaml").write_text(as_yaml(config))
     assert load_config(str(tmp_path / "resolved.yaml")) == config
     assert load_config(str(tmp_path / "resolved.yaml"), ["data.val=v"]).data.validation == {"data.val": ["v"]}
     make_paths_absolute(config)
