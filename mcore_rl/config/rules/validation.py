@@ -13,8 +13,7 @@ from mcore_rl.config.fields import changed, check_domains
 from mcore_rl.config.models import ParallelConfig
 from mcore_rl.config.roles import POLICY, EngineRole, KeyNames, ModelRole
 from mcore_rl.config.rules.engine_support import check_sglang_model
-from mcore_rl.config.rules.graders import check_graders
-from mcore_rl.config.rules.models import check_lora, check_reference, check_rewards
+from mcore_rl.config.rules.models import check_graders, check_lora, check_reference, check_rewards
 from mcore_rl.config.rules.rollout import check_episodes, check_sampling_keys, check_staleness
 from mcore_rl.config.schema import ClusterConfig, Config, ModelConfig, RunConfig
 from mcore_rl.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.config import load_config
 from mcore_rl.config.fields import check_domains, make_paths_absolute
 from mcore_rl.config.load import as_yaml
-from mcore_rl.config.rules.graders import check_graders
+from mcore_rl.config.rules.models import check_graders
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 
