@@ -51,6 +51,7 @@ def planned_bytes(load: ModelLoad, device: str) -> int:
     """Return the planned state and activations of the update, for the packages that are installed here."""
     from mcore_rl.planner.plan import Job
     from mcore_rl.planner.stages import planned_stages
+    from mcore_rl.planner.workload import batch_arithmetic
     from mcore_rl.resolved.installed import here
 
     with tempfile.TemporaryDirectory(prefix="mcore_rl_gpu_") as root:
@@ -64,7 +65,9 @@ def planned_bytes(load: ModelLoad, device: str) -> int:
         job = Job.of(config)
         implementation = job.spec.implementation(config.cluster.gpus_per_node, here())
         run = replace(job.run, fused=implementation.transformer_engine, cuda=torch.cuda.is_available())
-        ((activations, (state,)),) = planned_stages(job.spec, run, job.batch(job.spec.layout).most_microbatches)
+        ((activations, (state,)),) = planned_stages(
+            job.spec, run, batch_arithmetic(job.config, job.spec.layout).most_microbatches
+        )
         return state.total_bytes + max(int(activations.total_bytes), state.piece_bytes)
 
 

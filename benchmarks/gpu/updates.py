@@ -1,8 +1,8 @@
 """Updates of a dense and of a mixture-of-experts model that fill the device.
 
-Model FLOPs (mcore_rl/planner/flops.py: without recomputation and padding) per second are compared with a large bfloat16
-matrix product on the same device. For long-tailed responses, tokens per second with packing are compared with padding
-to the longest response.
+Model FLOPs (mcore_rl/planner/workload.py: without recomputation and padding) per second are compared with a large
+bfloat16 matrix product on the same device. For long-tailed responses, tokens per second with packing are compared with
+padding to the longest response.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.gpu.machine import require, stated_flops
 from benchmarks.gpu.models import DENSE, LOADS, ModelLoad, one_actor, size_of
 from benchmarks.result import Result, compare
 from benchmarks.training.actor_task import PROMPT, trajectories
-from mcore_rl.planner.flops import forward_flops
+from mcore_rl.planner.workload import forward_flops
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.types.json import JsonObject
 

@@ -12,6 +12,7 @@ without its adapters. On CPU every process has its own memory, so no memory is s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mcore_rl.algorithms import advantage_options, estimator
@@ -19,20 +20,17 @@ from mcore_rl.config.algorithm import is_supervised
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.judge import has_judge_engines, validate_judge
 from mcore_rl.config.rules.models import base_is_reference, uses_reference, uses_reward_model
-from mcore_rl.config.rules.validation import (
-    validate_critic,
-    validate_reward_model,
-)
-from mcore_rl.config.schema import ClusterConfig, Config, PlanConfig, RolloutConfig
+from mcore_rl.config.rules.validation import validate_critic, validate_reward_model
+from mcore_rl.config.schema import ClusterConfig, Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.megatron.model.value_model import ValueModel
-from mcore_rl.planner.batches import num_microbatches
 from mcore_rl.planner.engine import ASLEEP_BYTES, engine_rank, longest_sequence
 from mcore_rl.planner.model_size import bound_rows
 from mcore_rl.planner.stages import execution_of, planned_stages
 from mcore_rl.planner.state import RankState
 from mcore_rl.planner.sync import staging_bytes
+from mcore_rl.planner.workload import num_microbatches
 from mcore_rl.resolved.installed import planned_machine
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import ResolvedModel, check_engine_model, policy_config
@@ -95,16 +93,15 @@ class ColocatedRanks:
 
     def at(self, rank: int) -> ColocatedModels:
         """Return the models on the GPU of trainer rank `rank`."""
-        critic, model = (ranks[rank] if rank < len(ranks) else None for ranks in (self.critic, self.reward_model))
-        return replace(self.everywhere, critic=critic, reward_model=model)
+        return self._pick(lambda ranks: ranks[rank] if rank < len(ranks) else None)
 
     @property
     def widest(self) -> ColocatedModels:
         """The fullest rank of each model: an upper bound for every GPU."""
-        critic, model = (
-            max(ranks, key=lambda rank: rank.working, default=None) for ranks in (self.critic, self.reward_model)
-        )
-        return replace(self.everywhere, critic=critic, reward_model=model)
+        return self._pick(lambda ranks: max(ranks, key=lambda rank: rank.working, default=None))
+
+    def _pick(self, choose: Callable[[tuple[ColocatedRank, ...]], ColocatedRank | None]) -> ColocatedModels:
+        return replace(self.everywhere, critic=choose(self.critic), reward_model=choose(self.reward_model))
 
 
 def colocated_ranks(config: Config, *, cuda: bool) -> ColocatedRanks:
@@ -115,18 +112,13 @@ def colocated_ranks(config: Config, *, cuda: bool) -> ColocatedRanks:
     critic: tuple[ColocatedRank, ...] = ()
     model: tuple[ColocatedRank, ...] = ()
     judge = None
-
-    def ranks_of(role: ModelRole, *, trained: bool) -> tuple[ColocatedRank, ...]:
-        ranks, size = role.section.num_ranks or config.num_trainer_ranks, config.trainer.prompts_per_update
-        sections = config.cluster, config.plan, config.rollout
-        return value_model_ranks(role, ranks, *sections, prompts_per_update=size, trained=trained, cuda=cuda)
-
     if estimator(config.algorithm.advantage, **advantage_options(config.algorithm)).needs.values:
         validate_critic(config)
-        critic = ranks_of(ModelRole.critic(config.critic, config.model), trained=True)
+        critic = value_model_ranks(ModelRole.critic(config.critic, config.model), config, trained=True, cuda=cuda)
     if uses_reward_model(config.reward_model):
         validate_reward_model(config)
-        model = ranks_of(ModelRole.reward_model(config.reward_model, config.model), trained=False)
+        role = ModelRole.reward_model(config.reward_model, config.model)
+        model = value_model_ranks(role, config, trained=False, cuda=cuda)
     if has_judge_engines(config.judge):
         validate_judge(config.judge, config.rollout, config.model)
         engines = EngineRole.judge(config.judge, config.rollout, config.model)
@@ -158,26 +150,16 @@ def _judge_rank(role: EngineRole, hf_config: dict[str, object], cluster: Cluster
     return ColocatedRank(resident=ASLEEP_BYTES, working=engine.total_bytes, host_bytes=engine.weights_bytes)
 
 
-def value_model_ranks(
-    role: ModelRole,
-    num_ranks: int,
-    cluster: ClusterConfig,
-    plan: PlanConfig,
-    rollout: RolloutConfig,
-    *,
-    prompts_per_update: int,
-    trained: bool,
-    cuda: bool,
-) -> tuple[ColocatedRank, ...]:
+def value_model_ranks(role: ModelRole, config: Config, *, trained: bool, cuda: bool) -> tuple[ColocatedRank, ...]:
     """Compute the memory of every rank of a critic (`trained`) or a reward model.
 
     Raises: ConfigError.
     """
-    spec = ResolvedModel.value_model(role, num_ranks)
-    implementation = spec.implementation(cluster.gpus_per_node, planned_machine(cuda=cuda))
-    longest = longest_sequence(rollout)
-    run = execution_of(spec, implementation, plan, longest=longest, cuda=cuda)
-    responses = prompts_per_update * rollout.samples_per_prompt
+    spec = ResolvedModel.value_model(role, role.section.num_ranks or config.num_trainer_ranks)
+    implementation = spec.implementation(config.cluster.gpus_per_node, planned_machine(cuda=cuda))
+    longest = longest_sequence(config.rollout)
+    run = execution_of(spec, implementation, config.plan, longest=longest, cuda=cuda)
+    responses = config.trainer.prompts_per_update * config.rollout.samples_per_prompt
     microbatches = num_microbatches(responses, run.section.tokens_per_microbatch, spec.layout, longest)
     ranks: list[ColocatedRank] = []
     for activations, states in planned_stages(spec, run, microbatches, ValueModel):

@@ -36,17 +36,12 @@ PHASES = ("generate", "score", "logp", "critic", "update", "sync")
 class Phases:
     """Bytes of one GPU by phase; on CPU, bytes of one trainer process.
 
-    `host_bytes` is the host memory of this rank and of the models colocated with it during generation. `score` and
-    `critic` are 0 in a run without these models.
+    `by_name` has the phases of this run in the order of a step: "score" and "critic" only with these models.
+    `host_bytes` is the host memory of this rank and of the models colocated with it during generation.
     """
 
-    generate: int
-    logp: int
-    update: int
-    sync: int
+    by_name: dict[str, int]
     host_bytes: int
-    score: int = 0
-    critic: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -56,12 +51,6 @@ class Phases:
     def widest(self) -> str:
         """Name of the phase with the highest use."""
         return max(self.by_name, key=lambda name: self.by_name[name])
-
-    @property
-    def by_name(self) -> dict[str, int]:
-        """Bytes of the phases that this run has, in the order of a step."""
-        every = {name: int(getattr(self, name)) for name in PHASES}
-        return {name: size for name, size in every.items() if size or name not in ("score", "critic")}
 
 
 def rank_phases(
@@ -87,15 +76,18 @@ def rank_phases(
     def at_work(rank: ColocatedRank | None, trainer: int) -> int:
         return 0 if rank is None else trainer + asleep + others - rank.resident + rank.working
 
-    return Phases(
-        generate=resident + others + (engine.total_bytes if shared else 0),
-        score=max(at_work(models.reward_model, resident), at_work(models.judge, resident)),
-        logp=state.weights_bytes + kept + int(activations.forward_only_bytes) + asleep + models.resident + reference,
-        critic=at_work(models.critic, state.weights_bytes + kept),
+    by_name = {
+        "generate": resident + others + (engine.total_bytes if shared else 0),
+        "score": max(at_work(models.reward_model, resident), at_work(models.judge, resident)),
+        "logp": state.weights_bytes + kept + int(activations.forward_only_bytes) + asleep + models.resident + reference,
+        "critic": at_work(models.critic, state.weights_bytes + kept),
         # The activations are freed before the optimizer step.
-        update=state.total_bytes + max(int(activations.total_bytes), state.piece_bytes) + asleep + others,
-        sync=state.weights_bytes + kept + others + (engine.weights_bytes if shared else 0),
-        host_bytes=state.offloaded_bytes(offload) + (reference if models.reference_leaves else 0) + models.host_bytes,
+        "update": state.total_bytes + max(int(activations.total_bytes), state.piece_bytes) + asleep + others,
+        "sync": state.weights_bytes + kept + others + (engine.weights_bytes if shared else 0),
+    }
+    return Phases(
+        {name: size for name, size in by_name.items() if size or name not in ("score", "critic")},
+        state.offloaded_bytes(offload) + (reference if models.reference_leaves else 0) + models.host_bytes,
     )
 
 

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.roles import EngineRole, ModelRole
 from mcore_rl.config.rules.engine_support import cannot_run
 from mcore_rl.config.rules.models import uses_lora
@@ -15,10 +14,8 @@ from mcore_rl.config.schema import Config, resolved_dtype
 from mcore_rl.errors import McoreRLError
 from mcore_rl.megatron.model.model import DTYPES
 from mcore_rl.planner.activations import Execution, StageActivations
-from mcore_rl.planner.batches import BatchArithmetic, batch_arithmetic
-from mcore_rl.planner.colocated import ColocatedModels, ColocatedRanks, colocated_ranks
+from mcore_rl.planner.colocated import ColocatedRanks, colocated_ranks
 from mcore_rl.planner.engine import EngineRank, engine_rank, longest_sequence
-from mcore_rl.planner.flops import step_flops
 from mcore_rl.planner.model_size import ModelSize, bound_rows, model_size, parameters_by_rank
 from mcore_rl.planner.overlap import Overlap, overlap_of
 from mcore_rl.planner.phases import Phases, rank_phases
@@ -27,6 +24,7 @@ from mcore_rl.planner.state import RankState
 from mcore_rl.planner.sync import WeightSync, weight_sync
 from mcore_rl.planner.times import StepSeconds, StepTimes
 from mcore_rl.planner.verdict import Verdict, compare_with_cluster
+from mcore_rl.planner.workload import batch_arithmetic, step_flops
 from mcore_rl.resolved.adapters import bound_adapters
 from mcore_rl.resolved.implementation import Implementation
 from mcore_rl.resolved.installed import planned_machine
@@ -172,18 +170,6 @@ class Job:
         """True if a trainer rank and an engine rank share each GPU."""
         return self.run.cuda and self.config.cluster.placement == "colocated"
 
-    def batch(self, layout: TrainLayout) -> BatchArithmetic:
-        """Compute the sizes of one training step in a layout."""
-        config = self.config
-        row = config.actor.tokens_per_microbatch
-        return batch_arithmetic(config.trainer, config.rollout, config.plan, row, layout)
-
-    def phases(
-        self, actor: ActorConfig, state: RankState, activations: StageActivations, models: ColocatedModels
-    ) -> Phases:
-        """Compute the memory of a trainer rank's GPU in each phase. `models` are the other models on it."""
-        return rank_phases(actor.offload, state, activations, self.engine, shared=self.shared, models=models)
-
 
 def make_plan(config: Config) -> Plan:
     """Plan a run. Builds every pipeline stage of the model once, on the meta device.
@@ -194,21 +180,19 @@ def make_plan(config: Config) -> Plan:
     layout, cuda = job.spec.layout, job.run.cuda
     with conversion_errors("actor.parallel: "):
         num_parameters = parameters_by_rank([*job.rows, *job.adapters], layout)
-    batch = job.batch(layout)
+    batch = batch_arithmetic(config, layout)
     ranks: list[PlannedRank] = []
     stages = []
     for stage, (activations, states) in enumerate(planned_stages(job.spec, job.run, batch.most_microbatches)):
         stages.append(activations)
         for state in states:
-            use = job.phases(config.actor, state, activations, job.colocated.at(len(ranks)))
+            models = job.colocated.at(len(ranks))
+            use = rank_phases(config.actor.offload, state, activations, job.engine, shared=job.shared, models=models)
             ranks.append(PlannedRank(len(ranks), stage, state, int(activations.total_bytes), use))
     # Two independent counts: an error in the built stages or in the weight table must not go into the plan unnoticed.
     _check_counts([planned.state.parameters for planned in ranks], num_parameters)
     size = model_size(job.spec.hf_config, job.rows)
-    network = config.plan.network_gib_per_second
-    sync = weight_sync(
-        config.weights, config.rollout, config.cluster, job.rows, layout, network_gib_per_second=network, cuda=cuda
-    )
+    sync = weight_sync(config, job.rows, layout, cuda=cuda)
     flops = step_flops(config.actor, config.trainer.update_epochs, job.spec.arguments, size, batch)
     times = StepTimes(config, flops, batch, job.engine)
     phases = [planned.phases for planned in ranks]

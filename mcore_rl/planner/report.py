@@ -162,7 +162,7 @@ def _stages(plan: Plan) -> list[Table]:
         (f"{planned.state.parameters / 1e9:.3f}", *_tenths([*_parts(planned.state).values(), planned.activation_bytes]))
         for planned in fullest
     ]
-    phases = [_tenths(getattr(planned.phases, name) for name in names) for planned in fullest]
+    phases = [_tenths(planned.phases.by_name.get(name, 0) for name in names) for planned in fullest]
     columns = ("10⁹ params", "weights", "grads", "optimizer", "activations")
     return [
         _by_stage("Held by the fullest rank of each stage, GiB", columns, contents),

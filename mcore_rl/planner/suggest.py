@@ -28,14 +28,14 @@ from math import prod
 from mcore_rl.config.models import ActorConfig, OffloadConfig, ParallelConfig
 from mcore_rl.config.rules.models import reject_suggestions
 from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
-from mcore_rl.planner.activations import Execution, StageActivations, stage_activations
+from mcore_rl.planner.activations import Execution, stage_activations
 from mcore_rl.planner.candidates import candidate_layouts, parallel_of
 from mcore_rl.planner.engine import GIB
-from mcore_rl.planner.flops import step_flops
 from mcore_rl.planner.model_size import is_parameter, model_size
-from mcore_rl.planner.phases import Phases, usable_bytes
+from mcore_rl.planner.phases import Phases, rank_phases, usable_bytes
 from mcore_rl.planner.plan import Job, make_plan
 from mcore_rl.planner.state import RankState
+from mcore_rl.planner.workload import batch_arithmetic, step_flops
 from mcore_rl.resolved.recompute import recomputed_modules
 from model_converters.mapping.layout import TrainLayout
 
@@ -103,7 +103,7 @@ class _Search:
     @cached_property
     def flops(self) -> float:
         size = model_size(self.job.spec.hf_config, self.job.rows)
-        batch = self.job.batch(self.job.spec.layout)
+        batch = batch_arithmetic(self.job.config, self.job.spec.layout)
         actor = replace(self.job.config.actor, recompute="none")
         epochs = self.job.config.trainer.update_epochs
         return step_flops(actor, epochs, self.job.spec.arguments, size, batch).update
@@ -124,55 +124,50 @@ class _Search:
         owned = dense // (layout.dp * layout.cp if sharded else 1) + experts // (layout.edp if sharded else 1)
         return RankState.of(run, dense + experts, dense + experts, owned)
 
-    def variants(self, *, host_optimizer: bool) -> list[ActorConfig]:
-        """List the combinations of recomputation and offloading, cheapest first.
-
-        The list is empty if the optimizer should be on the host and cannot be.
-        """
+    @cached_property
+    def recomputations(self) -> list[ActorConfig]:
+        """The actor's configuration with each kind of recomputation, cheapest first."""
         actor, job = self.job.config.actor, self.job
-        # On CPU all state is in host memory anyway, and only a distributed optimizer can be moved (validation.py).
-        if host_optimizer and not (job.run.cuda and actor.distributed_optimizer):
-            return []
-        by_model = replace(actor, recompute_modules=[])
-        modules = recomputed_modules(by_model, job.spec.arguments, job.implementation)
-        optimizer = replace(actor.optimizer, cpu_offload=host_optimizer)
-        # Offloading makes room for an engine on the same GPU.
-        offloads = (WITH_HOST_OPTIMIZER if host_optimizer else OFFLOADS) if job.shared else OFFLOADS[:1]
+        modules = recomputed_modules(replace(actor, recompute_modules=[]), job.spec.arguments, job.implementation)
         return [
-            replace(chosen, offload=offload, optimizer=optimizer)
-            for chosen in (
-                replace(actor, recompute="none"),
-                replace(actor, recompute="selective", recompute_modules=modules),
-                replace(actor, recompute="full"),
-            )
-            for offload in offloads
+            replace(actor, recompute="none"),
+            replace(actor, recompute="selective", recompute_modules=modules),
+            replace(actor, recompute="full"),
         ]
 
-    def phases(
-        self, actor: ActorConfig, layout: TrainLayout, cache: dict[tuple[str, int], StageActivations]
-    ) -> list[Phases]:
-        """Estimate the stages that can be the fullest: the first, the second and the last.
-
-        `cache` holds activations of this layout by (recomputation, stage).
-        """
-        run, arguments = replace(self.job.run, section=actor, layout=layout), self.job.spec.arguments
+    def cheapest(self, layout: TrainLayout, *, host_optimizer: bool) -> tuple[ActorConfig, list[Phases]] | None:
+        """Return the cheapest combination of recomputation and offloading that fits, with the estimated memory of the
+        stages that can be the fullest. None if no combination fits, or if the optimizer cannot be on the host."""
+        job, arguments, usable = self.job, self.job.spec.arguments, usable_bytes(self.job.config.cluster)
+        # On CPU all state is in host memory anyway, and only a distributed optimizer can be moved (validation.py).
+        if host_optimizer and not (job.run.cuda and job.config.actor.distributed_optimizer):
+            return None
+        optimizer = replace(job.config.actor.optimizer, cpu_offload=host_optimizer)
+        # Offloading makes room for an engine on the same GPU.
+        offloads = (WITH_HOST_OPTIMIZER if host_optimizer else OFFLOADS) if job.shared else OFFLOADS[:1]
         sizes = arguments.transformer
         largest = max(arguments.vocab_size, 2 * sizes["ffn_hidden_size"]) * sizes["hidden_size"] // layout.tp
-        phases_by_stage = []
-        for stage in _telling_stages(layout):
-            key = actor.recompute, stage
-            # Activations do not depend on offloading, so variants that differ in it share them.
-            if key not in cache:
-                cache[key] = stage_activations(
-                    arguments,
-                    stage,
-                    run,
-                    microbatches=self.job.batch(layout).most_microbatches,
-                    largest_weight_elements=largest,
+        microbatches = batch_arithmetic(job.config, layout).most_microbatches
+        for actor in self.recomputations:
+            run = replace(job.run, section=actor, layout=layout)
+            activations = {
+                stage: stage_activations(
+                    arguments, stage, run, microbatches=microbatches, largest_weight_elements=largest
                 )
-            state = self.state(run, stage)
-            phases_by_stage.append(self.job.phases(actor, state, cache[key], self.job.colocated.widest))
-        return phases_by_stage
+                for stage in _telling_stages(layout)
+            }
+            for offload in offloads:
+                chosen = replace(actor, offload=offload, optimizer=optimizer)
+                states = {stage: self.state(replace(run, section=chosen), stage) for stage in activations}
+                phases = [
+                    rank_phases(
+                        offload, states[stage], saved, job.engine, shared=job.shared, models=job.colocated.widest
+                    )
+                    for stage, saved in activations.items()
+                ]
+                if not job.run.cuda or max(rank.peak_bytes for rank in phases) <= usable:
+                    return replace(chosen, parallel=parallel_of(layout, chosen.parallel)), phases
+        return None
 
 
 def _telling_stages(layout: TrainLayout) -> list[int]:
@@ -228,23 +223,12 @@ def _fitting(
     search: _Search, layouts: Sequence[TrainLayout], *, host_optimizer: bool
 ) -> list[tuple[Suggestion, ActorConfig]]:
     """Return the layouts that fit, fastest first."""
-    variants = search.variants(host_optimizer=host_optimizer)
-    fitting = [best for layout in layouts if (best := _best(search, layout, variants)) is not None]
+    fitting = []
+    for layout in layouts:
+        found = search.cheapest(layout, host_optimizer=host_optimizer)
+        if found is not None:
+            fitting.append((_describe(search, layout, *found), found[0]))
     return sorted(fitting, key=lambda pair: pair[0].estimated_step_seconds)
-
-
-def _best(
-    search: _Search, layout: TrainLayout, variants: Sequence[ActorConfig]
-) -> tuple[Suggestion, ActorConfig] | None:
-    """Return the first variant that fits, or None."""
-    cache: dict[tuple[str, int], StageActivations] = {}
-    usable = usable_bytes(search.job.config.cluster)
-    for variant in variants:
-        phases = search.phases(variant, layout, cache)
-        if not search.job.run.cuda or max(rank.peak_bytes for rank in phases) <= usable:
-            chosen = replace(variant, parallel=parallel_of(layout, variant.parallel))
-            return _describe(search, layout, chosen, phases), chosen
-    return None
 
 
 def _describe(search: _Search, layout: TrainLayout, actor: ActorConfig, phases: Sequence[Phases]) -> Suggestion:
@@ -262,7 +246,7 @@ def _describe(search: _Search, layout: TrainLayout, actor: ActorConfig, phases: 
     host_seconds = _host_seconds(search, layout) if actor.optimizer.cpu_offload else 0.0
     if actor.optimizer.cpu_offload:
         gives_up.append(f"optimizer on the host: {memory}, +{host_seconds:.0f} s per step")
-    bubble = (layout.pp - 1) / search.job.batch(layout).microbatches
+    bubble = (layout.pp - 1) / batch_arithmetic(search.job.config, layout).microbatches
     if bubble > 0.02:
         gives_up.append(f"pipeline bubble: +{bubble:.0%} of an update")
     compute, messages = _compute(search, layout, added), _messages(search, layout)
@@ -294,7 +278,7 @@ def _messages(search: _Search, layout: TrainLayout) -> dict[str, float]:
     """Estimate the communication time of a step by kind."""
     job = search.job
     sizes, b, node = job.spec.arguments.transformer, job.run.element_bytes, job.config.cluster.gpus_per_node
-    batch = job.batch(layout)
+    batch = batch_arithmetic(job.config, layout)
     tokens = batch.tokens * job.config.trainer.update_epochs / (layout.dp * layout.cp)
     layers, hidden = sizes["num_layers"] / layout.pp, sizes["hidden_size"]
     state = tokens * layers * hidden * b
@@ -320,4 +304,4 @@ def _host_seconds(search: _Search, layout: TrainLayout) -> float:
     """Estimate the time in which main parameters and moments travel to the GPU and back, for all updates of a step."""
     owned = sum(weights.total() for weights in search.by_group.values())
     moved = owned / layout.world_size * 2 * search.job.run.optimizer_bytes
-    return moved * search.job.batch(layout).updates / HOST_BYTES_PER_SECOND
+    return moved * batch_arithmetic(search.job.config, layout).updates / HOST_BYTES_PER_SECOND

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from mcore_rl.config.schema import ClusterConfig, RolloutConfig, WeightsConfig
+from mcore_rl.config.schema import ClusterConfig, Config, WeightsConfig
 from mcore_rl.planner.engine import GIB, MIB
 from mcore_rl.resolved.layout import conversion_errors
 from mcore_rl.resolved.placement import RunPlacement, Slot, place
@@ -40,21 +40,13 @@ class WeightSync:
     seconds: float | None
 
 
-def weight_sync(
-    weights: WeightsConfig,
-    rollout: RolloutConfig,
-    cluster: ClusterConfig,
-    rows: Sequence[BoundRow],
-    layout: TrainLayout,
-    *,
-    network_gib_per_second: float | None,
-    cuda: bool,
-) -> WeightSync:
+def weight_sync(config: Config, rows: Sequence[BoundRow], layout: TrainLayout, *, cuda: bool) -> WeightSync:
     """Count the bytes of one weight sync from the plan that a run would make.
 
     Raises: ConfigError if the ranks do not fit into the cluster, a bucket is too small for a row or the engine's ranks
     do not divide the model; LayoutError.
     """
+    weights, rollout, cluster = config.weights, config.rollout, config.cluster
     engine = EngineLayout(tp=rollout.tp, expert_parallel=rollout.expert_parallel)
     bucket_bytes = int(weights.bucket_mib * MIB)
     placement = Placement(rows, layout)  # outside the block: its errors are about the trainer's layout
@@ -62,7 +54,7 @@ def weight_sync(
     locations = _locations(places, cluster.gpus_per_node, rollout.tp, cuda=cuda)
     with conversion_errors(f"rollout.tp={rollout.tp}, weights.bucket_mib: "):
         totals = count_totals(placement, ShardMap(rows, engine), locations, bucket_bytes)
-    bandwidth = network_gib_per_second
+    bandwidth = config.plan.network_gib_per_second
     # The busiest rank in one direction determines the time: links send and receive at once.
     busiest = max(int(totals.sent_across.max()), int(totals.received_across.max()))
     kind = transport(weights, cluster, cuda=cuda)

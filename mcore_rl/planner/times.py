@@ -31,9 +31,8 @@ from math import ceil
 from mcore_rl.config.rules.rollout import concurrent_episodes
 from mcore_rl.config.schema import Config
 from mcore_rl.config.staleness import FINISH, RECOMPUTE
-from mcore_rl.planner.batches import BatchArithmetic
 from mcore_rl.planner.engine import GIB, EngineRank, longest_sequence
-from mcore_rl.planner.flops import StepFlops
+from mcore_rl.planner.workload import BatchArithmetic, StepFlops
 
 
 @dataclass(frozen=True)

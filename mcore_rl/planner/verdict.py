@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from mcore_rl.config.models import ActorConfig, OffloadConfig
 from mcore_rl.config.schema import ClusterConfig, Config, RolloutConfig
-from mcore_rl.planner.batches import BatchArithmetic
 from mcore_rl.planner.engine import GIB, EngineRank, longest_sequence
 from mcore_rl.planner.phases import FRAGMENTATION, PHASES, RESERVE_BYTES, Phases, usable_bytes
 from mcore_rl.planner.sync import WeightSync
+from mcore_rl.planner.workload import BatchArithmetic
 from model_converters.mapping.layout import TrainLayout
 
 
@@ -42,18 +42,22 @@ def compare_with_cluster(
     errors = []
     usable = usable_bytes(cluster)
     for name in PHASES if cuda else ():
-        rank = max(range(len(phases)), key=lambda index: int(getattr(phases[index], name)))
-        needed = getattr(phases[rank], name)
+        sizes = [each.by_name.get(name, 0) for each in phases]
+        needed = max(sizes)
+        rank = sizes.index(needed)
         if needed > usable:
             errors.append(
                 f"cluster.gpu_memory_gib={cluster.gpu_memory_gib:g} is too little for phase {name}: rank {rank} needs "
                 f"{needed / GIB:.1f} GiB of {usable / GIB:.1f} usable ({RESERVE_BYTES / GIB:g} GiB and "
                 f"{FRAGMENTATION:.0%} are reserved); {_remedy(config, layout, name, phases[rank])}"
             )
-    if cuda:
-        errors += _slot_errors(rollout, cluster, layout)
-    errors += _engine_errors(rollout, cluster, engine)
-    errors += _host_errors(cluster, host)
+    errors += _engine_errors(rollout, cluster, layout, engine, cuda=cuda)
+    limit = cluster.host_memory_gib
+    if limit is not None and host > limit * GIB:
+        errors.append(
+            f"cluster.host_memory_gib={limit:g}: a node puts {host / GIB:.0f} GiB of offloaded state and weight "
+            "buckets into host memory; unset an actor.offload key, or use more nodes (cluster.nodes)"
+        )
     return Verdict(tuple(errors), tuple(_warnings(rollout, layout, engine, batch)), host)
 
 
@@ -63,20 +67,9 @@ def host_bytes_per_node(size: int, phases: Sequence[Phases], sync: WeightSync) -
     return max(away) + sync.slots_bytes
 
 
-def _slot_errors(rollout: RolloutConfig, cluster: ClusterConfig, layout: TrainLayout) -> Iterator[str]:
-    offered = cluster.nodes * cluster.gpus_per_node
-    slots = offered if cluster.placement == "colocated" else offered - layout.world_size
-    engines = rollout.num_engines * rollout.tp
-    if engines > slots:
-        yield (
-            f"rollout.num_engines x rollout.tp = {engines} GPUs, but {slots} are available for engines; lower "
-            "rollout.num_engines"
-        )
-
-
 def _remedy(config: Config, layout: TrainLayout, phase: str, phases: Phases) -> str:
     away = _not_offloaded("actor", config.actor.offload)
-    if phases.critic and phase != "critic":
+    if "critic" in phases.by_name and phase != "critic":
         away += _not_offloaded("critic", config.critic.offload)
     if phase in ("critic", "score"):
         section: ActorConfig
@@ -103,7 +96,17 @@ def _not_offloaded(role: str, offload: OffloadConfig) -> list[str]:
     return [f"{role}.offload.{part}=true" for part in ("optimizer", "grads", "params") if not getattr(offload, part)]
 
 
-def _engine_errors(rollout: RolloutConfig, cluster: ClusterConfig, engine: EngineRank) -> Iterator[str]:
+def _engine_errors(
+    rollout: RolloutConfig, cluster: ClusterConfig, layout: TrainLayout, engine: EngineRank, *, cuda: bool
+) -> Iterator[str]:
+    offered = cluster.nodes * cluster.gpus_per_node
+    slots = offered if cluster.placement == "colocated" else offered - layout.world_size
+    engines = rollout.num_engines * rollout.tp
+    if cuda and engines > slots:
+        yield (
+            f"rollout.num_engines x rollout.tp = {engines} GPUs, but {slots} are available for engines; lower "
+            "rollout.num_engines"
+        )
     if engine.sequences >= 1:
         return
     # The cache must hold one sequence of full length, or the engine could never finish it.
@@ -119,15 +122,6 @@ def _engine_errors(rollout: RolloutConfig, cluster: ClusterConfig, engine: Engin
             f"rollout.gpu_memory_fraction={rollout.gpu_memory_fraction:g} leaves no room for one sequence: an "
             f"engine rank needs {fixed / GIB:.1f} GiB for weights and workspace and {longest / GIB:.2f} GiB of KV "
             f"cache; raise rollout.tp or rollout.gpu_memory_fraction"
-        )
-
-
-def _host_errors(cluster: ClusterConfig, host: int) -> Iterator[str]:
-    limit = cluster.host_memory_gib
-    if limit is not None and host > limit * GIB:
-        yield (
-            f"cluster.host_memory_gib={limit:g}: a node puts {host / GIB:.0f} GiB of offloaded state and weight "
-            "buckets into host memory; unset an actor.offload key, or use more nodes (cluster.nodes)"
         )
 
 

@@ -104,9 +104,9 @@ def test_planned_state_of_critic_and_reward_model_is_exact(directories: dict[str
             ModelRole.critic(config.critic, config.model),
             ModelRole.reward_model(config.reward_model, config.model),
         )
-        sections = config.cluster, config.plan, config.rollout
-        trained = value_model_ranks(critic, 2, *sections, prompts_per_update=4, trained=True, cuda=False)
-        frozen = value_model_ranks(model, 2, *sections, prompts_per_update=4, trained=False, cuda=False)
+        config.actor.num_ranks = 2
+        trained = value_model_ranks(critic, config, trained=True, cuda=False)
+        frozen = value_model_ranks(model, config, trained=False, cuda=False)
         planned = [(trained[rank].resident, frozen[rank].resident) for rank in range(2)]
         assert [ranks[index] for ranks in held] == planned, f"{Path(directory).name} {parallel}"
         assert all(rank.working > rank.resident for rank in (*trained, *frozen))

@@ -6,11 +6,10 @@ from typing import Any
 
 from mcore_rl.config.models import ActorConfig
 from mcore_rl.config.schema import ClusterConfig, Config, PlanConfig, RolloutConfig, TrainerConfig
-from mcore_rl.planner.batches import BatchArithmetic, batch_arithmetic
 from mcore_rl.planner.engine import GIB, EngineRank
-from mcore_rl.planner.flops import StepFlops
 from mcore_rl.planner.sync import WeightSync
 from mcore_rl.planner.times import StepTimes
+from mcore_rl.planner.workload import StepFlops, batch_arithmetic
 from model_converters.mapping.layout import TrainLayout
 
 LAYOUT = TrainLayout(4)
@@ -34,13 +33,8 @@ def config_of(**rollout: Any) -> Config:
     )
 
 
-def batch_of(config: Config, layout: TrainLayout) -> BatchArithmetic:
-    row = config.actor.tokens_per_microbatch
-    return batch_arithmetic(config.trainer, config.rollout, config.plan, row, layout)
-
-
 def sides_of(config: Config, *, flops: StepFlops = FLOPS, engine: EngineRank = ENGINE) -> StepTimes:
-    return StepTimes(config, flops, batch_of(config, LAYOUT), engine)
+    return StepTimes(config, flops, batch_arithmetic(config, LAYOUT), engine)
 
 
 def sync_of(seconds: float | None, crossing: int = 1) -> WeightSync:

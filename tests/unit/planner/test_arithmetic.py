@@ -10,12 +10,11 @@ from mcore_rl.config.roles import ModelRole
 from mcore_rl.config.schema import Config
 from mcore_rl.planner.activations import in_flight
 from mcore_rl.planner.engine import engine_weights, kv_bytes_per_token
-from mcore_rl.planner.flops import forward_flops, step_flops
 from mcore_rl.planner.model_size import bound_rows, model_size, parameters_by_rank
+from mcore_rl.planner.workload import batch_arithmetic, forward_flops, step_flops
 from mcore_rl.resolved.layout import model_arguments
 from mcore_rl.resolved.model import policy_config
 from model_converters.mapping.layout import TrainLayout
-from tests.unit.planner.asynchronous import batch_of
 
 ON_512 = TrainLayout(512, pp=16, ep=32, first_stage_layers=3, last_stage_layers=2)
 
@@ -40,7 +39,7 @@ def test_parameters_of_deepseek_v3(deepseek: Config) -> None:
 
 
 def test_batch_of_the_671b_run(deepseek: Config) -> None:
-    batch = batch_of(deepseek, ON_512)
+    batch = batch_arithmetic(deepseek, ON_512)
     assert (batch.responses, batch.updates, batch.responses_per_update) == (4096, 8, 512)
     assert batch.responses_per_rank == 16
     assert (batch.microbatches, batch.most_microbatches) == (4, 8)
@@ -69,7 +68,9 @@ def test_flop_of_a_token(deepseek: Config) -> None:
     assert forward_flops(arguments, size, 0, 1.0) == pytest.approx(2 * (size.active - embedding))
     attention = forward_flops(arguments, size, 1000, 1.0) - forward_flops(arguments, size, 0, 1.0)
     assert attention == 61 * 128 * 2 * (192 + 128) * 500
-    flops = step_flops(deepseek.actor, deepseek.trainer.update_epochs, arguments, size, batch_of(deepseek, ON_512))
+    flops = step_flops(
+        deepseek.actor, deepseek.trainer.update_epochs, arguments, size, batch_arithmetic(deepseek, ON_512)
+    )
     # Full recomputation: four forward passes; the first of eight updates needs no annotation.
     assert flops.update == pytest.approx(4 * flops.generate)
     assert flops.logp == pytest.approx(7 / 8 * flops.generate)

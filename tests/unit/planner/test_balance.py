@@ -10,9 +10,9 @@ import pytest
 from mcore_rl.config.schema import Config
 from mcore_rl.errors import ConfigError
 from mcore_rl.planner.engine import EngineRank
-from mcore_rl.planner.flops import StepFlops
 from mcore_rl.planner.overlap import GpuSplit, balanced, overlap_of, room_for_engines, splits
 from mcore_rl.planner.times import StepTimes
+from mcore_rl.planner.workload import StepFlops
 from mcore_rl.resolved.placement import place
 from model_converters.mapping.layout import TrainLayout
 from tests.unit.planner.asynchronous import config_of, sides_of, sync_of

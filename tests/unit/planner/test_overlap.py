@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.algorithm import AlgorithmConfig, PolicyLossConfig
-from mcore_rl.planner.flops import StepFlops
 from mcore_rl.planner.overlap import if_asynchronous, overlap_of
 from mcore_rl.planner.report import gain_row, overlap_rows
 from mcore_rl.planner.times import StepSeconds
+from mcore_rl.planner.workload import StepFlops
 from tests.unit.planner.asynchronous import ENGINE, FLOPS, LAYOUT, config_of, sides_of, sync_of
 
 PROMPTS = 1.28

@@ -47,8 +47,8 @@ def test_other_models_are_there_all_the_time_and_work_in_their_phases(offloaded:
         assert found.by_name[name] == alone.by_name[name] + 7 + 3
     kept = 0 if offloaded else 160
     # The policy's weights are there after its own pass, and not yet before it.
-    assert found.critic == 20 + kept + ASLEEP_BYTES + 700 + 3
-    assert found.score == (0 if offloaded else 180) + ASLEEP_BYTES + 30 + 7
+    assert found.by_name["critic"] == 20 + kept + ASLEEP_BYTES + 700 + 3
+    assert found.by_name["score"] == (0 if offloaded else 180) + ASLEEP_BYTES + 30 + 7
     assert found.host_bytes == alone.host_bytes + 70 + 33
     assert list(found.by_name) == ["generate", "score", "logp", "critic", "update", "sync"]
 
@@ -56,15 +56,15 @@ def test_other_models_are_there_all_the_time_and_work_in_their_phases(offloaded:
 def test_a_judge_and_a_reward_model_score_one_after_the_other() -> None:
     judge = ColocatedRank(resident=1, working=400, host_bytes=50)
     both = phases(ColocatedModels(CRITIC, REWARD, judge))
-    assert both.score == 180 + ASLEEP_BYTES + 400 + 7 + 3
-    assert both.update == phases(ColocatedModels(CRITIC, REWARD)).update + 1
-    assert phases(ColocatedModels(judge=judge)).score == 180 + ASLEEP_BYTES + 400
+    assert both.by_name["score"] == 180 + ASLEEP_BYTES + 400 + 7 + 3
+    assert both.by_name["update"] == phases(ColocatedModels(CRITIC, REWARD)).by_name["update"] + 1
+    assert phases(ColocatedModels(judge=judge)).by_name["score"] == 180 + ASLEEP_BYTES + 400
 
 
 @pytest.mark.parametrize(("leaves", "elsewhere", "host"), [(True, 0, 20), (False, 20, 0)])
 def test_a_reference_is_a_second_set_of_weights(leaves: bool, elsewhere: int, host: int) -> None:
     alone, found = phases(ColocatedModels()), phases(ColocatedModels(reference=True, reference_leaves=leaves))
-    assert found.logp == alone.logp + 20
+    assert found.by_name["logp"] == alone.by_name["logp"] + 20
     assert found.host_bytes == host
     for name in ("generate", "update", "sync"):
         assert found.by_name[name] == alone.by_name[name] + elsewhere

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from mcore_rl.planner.engine import GIB, EngineRank
-from mcore_rl.planner.flops import StepFlops
 from mcore_rl.planner.overlap import overlap_of
+from mcore_rl.planner.workload import StepFlops
 from mcore_rl.rollout.admission import may_submit, take_batch
 from model_converters.mapping.layout import TrainLayout
 from tests.unit.planner.asynchronous import config_of, sides_of, sync_of

@@ -1,0 +1,128 @@
+"""Work of one training step: responses, micro-batches, updates, and floating-point operations.
+
+Sequence lengths are expectations: plan.mean_response_fraction times rollout.max_prompt_tokens and
+rollout.max_response_tokens. A micro-batch is one packed row of whole sequences.
+
+A token costs 2 FLOP per weight that multiplies it (none for embedding lookups; the output projection only where a token
+is predicted). Causal attention costs 2 x heads x (query size + value size) per preceding token, so half a sequence on
+average. A backward pass costs two forward passes; with LoRA adapters, one forward pass plus attention once more. Full
+recomputation adds a forward pass; selective recomputation of core_attn adds attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from mcore_rl.config.models import ActorConfig
+from mcore_rl.config.rules.models import uses_lora
+from mcore_rl.config.schema import Config
+from mcore_rl.planner.engine import longest_sequence
+from mcore_rl.planner.model_size import ModelSize
+from mcore_rl.resolved.costs import attention_flops
+from model_converters.families.parts.family import ModelArguments
+from model_converters.mapping.layout import TrainLayout
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    """Sizes of one training step. Lengths are in tokens.
+
+    `microbatches` counts the micro-batches of one rank in one update, for sequences of mean length.
+    `most_microbatches` is the same number for sequences of full length.
+    """
+
+    responses: int
+    updates: int
+    responses_per_update: int
+    responses_per_rank: float
+    mean_prompt: float
+    mean_response: float
+    microbatches: int
+    most_microbatches: int
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean length of a sequence."""
+        return self.mean_prompt + self.mean_response
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all sequences of a step."""
+        return self.responses * self.mean_tokens
+
+
+def batch_arithmetic(config: Config, layout: TrainLayout) -> BatchArithmetic:
+    """Compute the sizes of one training step."""
+    trainer, rollout, row = config.trainer, config.rollout, config.actor.tokens_per_microbatch
+    responses = trainer.prompts_per_step * rollout.samples_per_prompt
+    per_update = trainer.prompts_per_update * rollout.samples_per_prompt
+    fraction = config.plan.mean_response_fraction
+    prompt, response = rollout.max_prompt_tokens * fraction, rollout.max_response_tokens * fraction
+    return BatchArithmetic(
+        responses=responses,
+        # Every epoch repeats all updates of the step.
+        updates=trainer.prompts_per_step // trainer.prompts_per_update * trainer.update_epochs,
+        responses_per_update=per_update,
+        responses_per_rank=per_update / layout.dp,
+        mean_prompt=prompt,
+        mean_response=response,
+        microbatches=num_microbatches(per_update, row, layout, prompt + response),
+        most_microbatches=num_microbatches(per_update, row, layout, longest_sequence(rollout)),
+    )
+
+
+def num_microbatches(responses: int, row_tokens: int, layout: TrainLayout, length: float) -> int:
+    """Count one rank's micro-batches in an update on `responses` sequences of `length` tokens each.
+
+    The interleaved schedule needs a multiple of the number of pipeline stages.
+    """
+    # Sequences are never split. validate() ensures that a row holds at least one.
+    per_row = max(int(row_tokens // length), 1)
+    count = max(ceil(responses / layout.dp / per_row), 1)
+    return count if layout.vpp is None else ceil(count / layout.pp) * layout.pp
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOP of one training step, summed over all ranks."""
+
+    generate: float
+    logp: float
+    update: float
+
+
+def forward_flops(arguments: ModelArguments, size: ModelSize, mean_tokens: float, predicted: float) -> float:
+    """Compute the FLOP of one token in a sequence of mean_tokens.
+
+    `predicted` is the share of tokens that pass through the output projection.
+    """
+    hidden = arguments.transformer["hidden_size"]
+    vocabulary = arguments.vocab_size * hidden
+    tables = vocabulary if arguments.tied_embeddings else 2 * vocabulary
+    # Embedding lookups are no matrix products; the output projection runs for predicted tokens only.
+    weights = size.active - tables + predicted * vocabulary
+    return 2 * weights + attention_flops(arguments.transformer) * mean_tokens / 2
+
+
+def step_flops(
+    actor: ActorConfig, update_epochs: int, arguments: ModelArguments, size: ModelSize, batch: BatchArithmetic
+) -> StepFlops:
+    """Count the FLOP of one training step."""
+    predicted = batch.mean_response / batch.mean_tokens
+    forward = forward_flops(arguments, size, batch.mean_tokens, predicted)
+    attention = attention_flops(arguments.transformer) * batch.mean_tokens / 2
+    # Frozen weights have no gradient. The gradient of the adapters is small.
+    passes = 2 * forward + attention if uses_lora(actor) else 3 * forward
+    if actor.recompute == "full":
+        passes += forward
+    elif actor.recompute == "selective" and "core_attn" in actor.recompute_modules:
+        passes += attention
+    # `updates` counts all epochs, so the first update trains update_epochs / updates of the step's samples.
+    later = 1 - 1 / batch.updates * update_epochs if batch.updates > 1 else 0.0
+    return StepFlops(
+        generate=batch.tokens * forward,
+        # The first update computes the old log-probabilities in its own forward pass, so only later samples need one.
+        logp=batch.tokens * later * forward,
+        update=batch.tokens * update_epochs * passes,
+    )
