@@ -85,18 +85,16 @@ class TrainerSetup:
 
         Collective: all processes of the sync.
         """
+        # Buffers are mapped before the transfer group connects: afterwards their names are removed.
+        memories = {
+            number: (self._segments.get(number) or connection.segment(number)).memory for number in self._incoming
+        }
+        channels = connection.channels(self._rank)
         mapped = {
-            number: MappedBuffer(
-                number,
-                self._plan.topology,
-                incoming,
-                (self._segments.get(number) or connection.segment(number)).memory,
-                self._plan.num_slots,
-            )
+            number: MappedBuffer(number, self._plan, incoming, memories[number], channels.link)
             for number, incoming in self._incoming.items()
         }
-        # Buffers are mapped before the transfer group connects: afterwards their names are removed.
-        sender = WeightSender(self._plan, self._rank, connection.channels(self._rank), mapped)
+        sender = WeightSender(self._plan, self._rank, channels, mapped)
         sender.handshake()
         return sender
 
@@ -113,19 +111,19 @@ def connect_engine_rank(connection: Connection, engine_rank: int) -> SliceReceiv
     """
     plan = connection.plan
     number = plan.topology.buffer_of(engine_rank)
-    incoming, num_rounds = plan.incoming([number])[number], plan.num_rounds
+    incoming = plan.incoming([number])[number]
     # Map the buffer before connecting: its name is removed once all processes have connected.
     memory = connection.segment(number).memory if number in connection.segments else None
-    channels = connection.channels(plan.topology.member(engine_rank))
+    member = plan.topology.member(engine_rank)
+    channels = connection.channels(member)
     link = channels.link
-    link.handshake(plan.peers_of_reader(number, incoming))
+    link.handshake(plan.peers(member, incoming.messages))
     messages: MessageReceiver
     if memory is None:
-        messages = NetworkReceiver(channels.of(number), number, incoming, num_rounds, plan.num_slots)
+        messages = NetworkReceiver(channels.of(number), number, incoming, plan)
     else:
-        mapped = MappedBuffer(number, plan.topology, incoming, memory, plan.num_slots)
-        messages = MappedReceiver(link, mapped)
-    return SliceReceiver(messages, incoming, num_rounds, link, number)
+        messages = MappedReceiver(MappedBuffer(number, plan, incoming, memory, link))
+    return SliceReceiver(messages, incoming, plan.num_rounds, link, number)
 
 
 def check_plan(plan: SyncPlan) -> None:

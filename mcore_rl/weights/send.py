@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,7 @@ class WeightSender:
     def __init__(self, plan: SyncPlan, rank: int, channels: Channels, mapped: Mapping[int, MappedBuffer]) -> None:
         self._plan = plan
         self._rank = rank
-        self._link = link = channels.link
+        self._link = channels.link
         self._channels = channels
         self._mapped = mapped
         self._places: dict[int, list[tuple[Slice, torch.Tensor]]] = {}
@@ -45,23 +46,24 @@ class WeightSender:
                           for sync_round, messages in plan.outgoing(rank).items()}  # fmt: skip
         targets = {message.receiver for messages in self._outgoing.values() for message in messages}
         self._senders: dict[int, MessageSender] = {
-            number: MappedSender(link, mapped[number], rank) for number in targets & mapped.keys()
+            number: MappedSender(mapped[number], rank) for number in targets & mapped.keys()
         }
         for channel in channels.all:
             remote = {number for number in targets - mapped.keys() if channels.of(number) is channel}
             outgoing = {sync_round: [each for each in messages if each.receiver in remote]
                         for sync_round, messages in self._outgoing.items()}  # fmt: skip
-            self._senders |= dict.fromkeys(remote, NetworkSender(channel, plan.topology, outgoing, plan.num_slots))
+            self._senders |= dict.fromkeys(remote, NetworkSender(channel, plan, outgoing))
         owned = sorted(number for number, each in mapped.items() if each.buffer.owner == rank)
-        self._relays = [Relay(link, channels.of(number), mapped[number]) for number in owned]
+        self._relays = [Relay(mapped[number], channels.of(number)) for number in owned]
 
     def handshake(self) -> None:
         """Connect to all peers. Call once, before the first update.
 
         Raises: PeerLostError.
         """
-        incoming = {number: each.incoming for number, each in self._mapped.items()}
-        self._link.handshake(self._plan.peers_of_trainer(self._rank, self._outgoing, incoming))
+        incoming = (each.incoming.messages for each in self._mapped.values())
+        messages = chain.from_iterable((*self._outgoing.values(), *incoming))
+        self._link.handshake(self._plan.peers(self._rank, messages))
 
     @torch.no_grad()
     def send(self, tensors: Mapping[str, torch.Tensor], span: Span = nullcontext) -> npt.NDArray[np.int64]:

@@ -5,10 +5,9 @@ A sync consists of rounds. In each round every engine receives one bucket.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 
 import torch
 
@@ -42,9 +41,13 @@ class IncomingMessages:
         return self.rounds.get(sync_round, [])
 
     @property
+    def messages(self) -> list[Message]:
+        return [each.message for placed in self.rounds.values() for each in placed]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all messages."""
-        return sum(each.message.num_bytes for placed in self.rounds.values() for each in placed)
+        return sum(message.num_bytes for message in self.messages)
 
 
 @dataclass(frozen=True)
@@ -103,37 +106,21 @@ class SyncPlan:
             rounds.setdefault(self._round_of(message), []).append(message)
         return rounds
 
-    def peers_of_reader(self, buffer: int, incoming: IncomingMessages) -> set[int]:
-        """Return the trainer ranks that a reader of the staging buffer exchanges messages with."""
-        # Writers notify the readers directly, and without an owner every sender does. Otherwise the owner relays.
-        writers, owner = self.topology.buffers[buffer].writers, self.topology.buffers[buffer].owner
-        senders = {placed.message.sender for placed in chain.from_iterable(incoming.rounds.values())}
-        return {rank if owner is None or rank in writers else owner for rank in senders}
+    def peers(self, member: int, messages: Iterable[Message]) -> set[int]:
+        """Return the members of the transfer group that a member exchanges messages with.
 
-    def peers_of_trainer(
-        self, rank: int, outgoing: Mapping[int, Sequence[Message]], incoming: Mapping[int, IncomingMessages]
-    ) -> set[int]:
-        """Return the members of the transfer group that a trainer rank exchanges messages with.
-
-        `incoming`: messages to the staging buffers that this rank maps.
+        `messages`: all messages that it sends, and all messages to the staging buffers that it maps or reads.
         """
-        peers = set()
-        for number in {message.receiver for message in chain.from_iterable(outgoing.values())}:
+        pairs: set[tuple[int, int]] = set()
+        for number, sender in {(message.receiver, message.sender) for message in messages}:
             buffer = self.topology.buffers[number]
-            # As a sender: exchange messages with the readers, or with the owner that relays.
-            if buffer.owner is None or rank in buffer.writers:
-                peers |= {self.topology.member(reader) for reader in buffer.readers}
-            else:
-                peers.add(buffer.owner)
-        for number, of_buffer in incoming.items():
-            buffer = self.topology.buffers[number]
-            # As the owner: exchange messages with the senders that it relays for, and with the readers.
-            if buffer.owner == rank:
-                senders = {placed.message.sender for placed in chain.from_iterable(of_buffer.rounds.values())}
-                relayed = senders - set(buffer.writers)
-                peers |= relayed
-                peers |= {self.topology.member(reader) for reader in buffer.readers if relayed}
-        return peers
+            # Writers exchange messages with the readers, and without an owner every sender does. Otherwise the owner
+            # relays.
+            source = sender if buffer.owner is None or sender in buffer.writers else buffer.owner
+            pairs |= {(source, self.topology.member(reader)) for reader in buffer.readers}
+            if source != sender:
+                pairs.add((sender, source))
+        return {one if other == member else other for one, other in pairs if member in (one, other)}
 
     def _arguments(self) -> tuple[Placement, ShardMap, RankLocations, int]:
         # The locations are of staging buffers instead of engine ranks: engines that share a buffer receive once.

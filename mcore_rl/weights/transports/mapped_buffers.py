@@ -6,53 +6,60 @@ buffer send their messages to its owner, which relays them into the slot. link.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mcore_rl.errors import WeightSyncError
 from mcore_rl.weights.slices.messages import Message
-from mcore_rl.weights.sync_plan import IncomingMessages, PlacedMessage
+from mcore_rl.weights.sync_plan import IncomingMessages, PlacedMessage, SyncPlan
 from mcore_rl.weights.transports.interface import Channel, ReceivedMessage, Transfer
 from mcore_rl.weights.transports.link import Link, MessageKind, MessageTag, PostedReceives
-from mcore_rl.weights.transports.topology import StagingBuffer, Topology
+from mcore_rl.weights.transports.topology import StagingBuffer
 
 
 @dataclass(frozen=True, eq=False)
 class MappedBuffer:
-    """Staging buffer `number`, mapped in this process: `num_slots` consecutive slots."""
+    """Staging buffer `number`, mapped in this process: consecutive slots. `link` leads to its other users."""
 
     number: int
-    topology: Topology
+    plan: SyncPlan
     incoming: IncomingMessages
     memory: torch.Tensor
-    num_slots: int
+    link: Link
 
     @property
     def buffer(self) -> StagingBuffer:
-        return self.topology.buffers[self.number]
+        return self.plan.topology.buffers[self.number]
 
     @property
     def readers(self) -> list[int]:
         """Readers by their numbers in the transfer group."""
-        return [self.topology.member(reader) for reader in self.buffer.readers]
-
-    @property
-    def owner(self) -> list[int]:
-        return [] if self.buffer.owner is None else [self.buffer.owner]
+        return [self.plan.topology.member(reader) for reader in self.buffer.readers]
 
     def tags(self, peers: Sequence[int], kind: MessageKind, sync_round: int) -> list[tuple[int, MessageTag]]:
         """Return (peer, tag) of a control message to or from each peer."""
         return [(peer, MessageTag(kind, self.number, sync_round)) for peer in peers]
 
+    def from_readers(self, kind: MessageKind, rounds: Iterable[int]) -> PostedReceives:
+        """Return the receives of a control message from each reader in these rounds."""
+        tags = {sync_round: self.tags(self.readers, kind, sync_round) for sync_round in rounds}
+        return PostedReceives(self.link, tags, self.plan.num_slots)
+
+    def notify_readers(self, kind: MessageKind, sync_round: int, num_bytes: int) -> None:
+        """Notify the readers that `num_bytes` are in the slot, after queued copies on the buffer's GPU."""
+        self.synchronize()
+        for reader, tag in self.tags(self.readers, kind, sync_round):
+            self.link.send_control(num_bytes, reader, tag)
+
     def synchronize(self) -> None:
-        """Block until queued copies on the buffer's GPU are done, before other processes are notified."""
+        """Block until queued copies on the buffer's GPU are done. Notifications through gloo do not wait for them."""
         if self.memory.is_cuda:
             torch.cuda.current_stream().synchronize()
 
     def bytes_of(self, sync_round: int, placed: PlacedMessage) -> torch.Tensor:
-        start = sync_round % self.num_slots * self.incoming.slot_bytes + placed.offset
+        start = sync_round % self.plan.num_slots * self.incoming.slot_bytes + placed.offset
         return self.memory[start : start + placed.message.num_bytes]
 
     def direct(self, sync_round: int) -> list[PlacedMessage]:
@@ -67,8 +74,7 @@ class MappedBuffer:
 class MappedSender:
     """MessageSender for a staging buffer that trainer rank `rank` maps."""
 
-    def __init__(self, link: Link, mapped: MappedBuffer, rank: int) -> None:
-        self._link = link
+    def __init__(self, mapped: MappedBuffer, rank: int) -> None:
         self._mapped = mapped
         # A trainer rank has at most one message per buffer and round.
         self._placed = {
@@ -77,8 +83,7 @@ class MappedSender:
             for each in mapped.direct(sync_round)
             if each.message.sender == rank
         }
-        free = {each: mapped.tags(mapped.readers, MessageKind.FREE, each) for each in self._placed}
-        self._free = PostedReceives(link, free, mapped.num_slots)
+        self._free = mapped.from_readers(MessageKind.FREE, self._placed)
 
     def begin(self) -> None:
         self._free.begin()
@@ -89,26 +94,22 @@ class MappedSender:
         return self._mapped.bytes_of(sync_round, self._placed[sync_round])
 
     def send(self, sync_round: int, message: Message) -> None:
-        self._mapped.synchronize()
-        for reader, tag in self._mapped.tags(self._mapped.readers, MessageKind.READY, sync_round):
-            self._link.send_control(message.num_bytes, reader, tag)
+        self._mapped.notify_readers(MessageKind.READY, sync_round, message.num_bytes)
 
     def flush(self) -> None:
-        self._link.flush()
+        self._mapped.link.flush()
 
 
 class Relay:
     """Receives messages of trainer ranks that do not map a staging buffer into it. Runs on the buffer's owner."""
 
-    def __init__(self, link: Link, channel: Channel, mapped: MappedBuffer) -> None:
+    def __init__(self, mapped: MappedBuffer, channel: Channel) -> None:
         """`channel`: through which the messages arrive."""
-        self._link = link
-        self._channel = channel
         self._mapped = mapped
+        self._channel = channel
         self._pending: dict[int, list[tuple[Transfer, torch.Tensor]]] = {}
         rounds = [each for each in mapped.incoming.rounds if mapped.relayed(each)]
-        free = {each: mapped.tags(mapped.readers, MessageKind.FREE_TO_RELAY, each) for each in rounds}
-        self._free = PostedReceives(link, free, mapped.num_slots)
+        self._free = mapped.from_readers(MessageKind.FREE_TO_RELAY, rounds)
 
     def begin(self) -> None:
         self._free.begin()
@@ -139,38 +140,34 @@ class Relay:
             if pending.memory is not target:
                 target.copy_(pending.memory)
         if transfers:
-            # Readers are notified through gloo, which does not wait for copies on the GPU.
-            self._mapped.synchronize()
             num_bytes = sum(target.numel() for _, target in transfers)
-            for reader, tag in self._mapped.tags(self._mapped.readers, MessageKind.RELAYED, sync_round):
-                self._link.send_control(num_bytes, reader, tag)
+            self._mapped.notify_readers(MessageKind.RELAYED, sync_round, num_bytes)
 
 
 class MappedReceiver:
     """MessageReceiver for a staging buffer that this engine rank maps."""
 
-    def __init__(self, link: Link, mapped: MappedBuffer) -> None:
-        self._link = link
+    def __init__(self, mapped: MappedBuffer) -> None:
         self._mapped = mapped
-        ready = {each: self._ready_tags(each) for each in mapped.incoming.rounds}
-        self._ready = PostedReceives(link, ready, mapped.num_slots)
+        tags = {each: self._tags(each, MessageKind.READY, MessageKind.RELAYED) for each in mapped.incoming.rounds}
+        self._ready = PostedReceives(mapped.link, tags, mapped.plan.num_slots)
 
     def begin(self) -> None:
         # Post the receives first: a writer may answer the first FREE message at once.
         self._ready.begin()
-        for sync_round in range(self._mapped.num_slots):
+        for sync_round in range(self._mapped.plan.num_slots):
             self._free(sync_round)
 
     def receive(self, sync_round: int) -> list[ReceivedMessage]:
         mapped = self._mapped
-        # In the order of _ready_tags: one READY per writer, then one RELAYED for all relayed messages together.
-        planned = [placed.message.num_bytes for placed in mapped.direct(sync_round)]
-        if mapped.relayed(sync_round):
-            planned.append(sum(placed.message.num_bytes for placed in mapped.relayed(sync_round)))
-        reported = self._ready.wait(sync_round)
-        for written, num_bytes, (writer, _) in zip(reported, planned, self._ready_tags(sync_round), strict=True):
+        # In the order of _tags: one READY per writer, then one RELAYED for all relayed messages together.
+        planned = [(placed.message.sender, placed.message.num_bytes) for placed in mapped.direct(sync_round)]
+        if relayed := mapped.relayed(sync_round):
+            assert mapped.buffer.owner is not None
+            planned.append((mapped.buffer.owner, sum(placed.message.num_bytes for placed in relayed)))
+        for written, (writer, num_bytes) in zip(self._ready.wait(sync_round), planned, strict=True):
             if written != num_bytes:
-                name = mapped.topology.name(writer)
+                name = mapped.plan.topology.name(writer)
                 raise WeightSyncError(f"round {sync_round}: {name} wrote {written} bytes instead of {num_bytes}")
         return [
             ReceivedMessage(placed.message, mapped.bytes_of(sync_round, placed))
@@ -180,21 +177,20 @@ class MappedReceiver:
     def release(self, sync_round: int) -> None:
         # Copies out of the slot may still be queued on the GPU, and the writers overwrite it once it is free.
         self._mapped.synchronize()
-        self._free(sync_round + self._mapped.num_slots)
+        self._free(sync_round + self._mapped.plan.num_slots)
 
     def finish(self) -> None:
-        self._link.flush()
-
-    def _ready_tags(self, sync_round: int) -> list[tuple[int, MessageTag]]:
-        return self._tags(sync_round, MessageKind.READY, MessageKind.RELAYED)
+        self._mapped.link.flush()
 
     def _free(self, sync_round: int) -> None:
         """Notify the writers of a round, and the owner if it relays, that the slot is free."""
         for writer, tag in self._tags(sync_round, MessageKind.FREE, MessageKind.FREE_TO_RELAY):
-            self._link.send_control(sync_round, writer, tag)
+            self._mapped.link.send_control(sync_round, writer, tag)
 
     def _tags(self, sync_round: int, direct: MessageKind, relayed: MessageKind) -> list[tuple[int, MessageTag]]:
         """Return (peer, tag) for every writer of a round, and for the owner if it relays messages of the round."""
-        mapped = self._mapped
+        mapped, owner = self._mapped, self._mapped.buffer.owner
         tags = mapped.tags([placed.message.sender for placed in mapped.direct(sync_round)], direct, sync_round)
-        return tags + (mapped.tags(mapped.owner, relayed, sync_round) if mapped.relayed(sync_round) else [])
+        if owner is not None and mapped.relayed(sync_round):
+            tags += mapped.tags([owner], relayed, sync_round)
+        return tags

@@ -9,9 +9,9 @@ that they wait for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ class NcclTransfer:
 
     memory: torch.Tensor
     timeout: timedelta
-    on_error: AbstractContextManager[None]
+    on_error: PeerLostOnError
     work: dist.Work | None = field(default=None, init=False)
 
     def wait(self) -> None:
@@ -54,7 +54,7 @@ class NcclChannel:
         self._ranks = ranks
         self._timeout = timedelta(seconds=timeout_seconds)
         self._name = name
-        self._queued: list[tuple[Callable[[list[torch.Tensor], int, int], dist.Work], int, NcclTransfer]] = []
+        self._queued: list[tuple[Callable[[], object], NcclTransfer]] = []
 
     @classmethod
     def connect(
@@ -90,10 +90,10 @@ class NcclChannel:
         return cls(group, ranks, device, timeout_seconds=timeout_seconds, name=name)
 
     def send(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> NcclTransfer:
-        return self._queue(self._group.send, memory, peer, tag)
+        return self._queue(partial(self._group.send, [memory], self._ranks[peer], 0), memory, peer)
 
     def receive(self, memory: torch.Tensor, peer: int, tag: MessageTag) -> NcclTransfer:
-        return self._queue(self._group.recv, memory, peer, tag)
+        return self._queue(partial(self._group.recv, [memory], self._ranks[peer], 0), memory, peer)
 
     def launch(self) -> None:
         """Start all queued transfers as one NCCL group.
@@ -103,22 +103,16 @@ class NcclChannel:
         queued, self._queued = self._queued, []
         if not queued:
             return
-        with PeerLostOnError(", ".join(dict.fromkeys(self._name(peer) for _, peer, _ in queued))):
+        with PeerLostOnError(", ".join(dict.fromkeys(transfer.on_error.peer for _, transfer in queued))):
             self._group._start_coalescing(self.device)
-            for operation, peer, transfer in queued:
-                operation([transfer.memory], self._ranks[peer], 0)
+            for operation, _ in queued:
+                operation()
             work = self._group._end_coalescing(self.device)
-        for _, _, transfer in queued:
+        for _, transfer in queued:
             transfer.work = work
 
-    def _queue(
-        self,
-        operation: Callable[[list[torch.Tensor], int, int], dist.Work],
-        memory: torch.Tensor,
-        peer: int,
-        tag: MessageTag,
-    ) -> NcclTransfer:
-        # The tag is unused: NCCL matches messages by their order.
+    def _queue(self, operation: Callable[[], object], memory: torch.Tensor, peer: int) -> NcclTransfer:
+        # The tag of a message is unused: NCCL matches messages by their order.
         transfer = NcclTransfer(memory, self._timeout, PeerLostOnError(self._name(peer)))
-        self._queued.append((operation, peer, transfer))
+        self._queued.append((operation, transfer))
         return transfer

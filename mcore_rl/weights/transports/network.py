@@ -12,10 +12,9 @@ from functools import cached_property
 import torch
 
 from mcore_rl.weights.slices.messages import Message
-from mcore_rl.weights.sync_plan import IncomingMessages
+from mcore_rl.weights.sync_plan import IncomingMessages, SyncPlan
 from mcore_rl.weights.transports.interface import Channel, ReceivedMessage, Transfer
 from mcore_rl.weights.transports.link import MessageKind, MessageTag
-from mcore_rl.weights.transports.topology import Topology
 
 
 class NetworkSender:
@@ -24,12 +23,10 @@ class NetworkSender:
     `outgoing`: its messages to them, by round.
     """
 
-    def __init__(
-        self, channel: Channel, topology: Topology, outgoing: Mapping[int, Sequence[Message]], num_slots: int
-    ) -> None:
+    def __init__(self, channel: Channel, plan: SyncPlan, outgoing: Mapping[int, Sequence[Message]]) -> None:
         self._channel = channel
-        self._topology = topology
-        self._num_slots = num_slots
+        self._topology = plan.topology
+        self._num_slots = plan.num_slots
         self._offsets: dict[tuple[int, int], int] = {}
         """Offset in a slot by (round, receiver), in bytes."""
         self._pending: dict[int, list[Transfer]] = {}
@@ -78,14 +75,12 @@ class NetworkSender:
 class NetworkReceiver:
     """MessageReceiver of an engine rank that shares no memory with trainer ranks."""
 
-    def __init__(
-        self, channel: Channel, buffer: int, incoming: IncomingMessages, num_rounds: int, num_slots: int
-    ) -> None:
+    def __init__(self, channel: Channel, buffer: int, incoming: IncomingMessages, plan: SyncPlan) -> None:
         self._channel = channel
         self._buffer = buffer
         self._incoming = incoming
-        self._num_rounds = num_rounds
-        self._num_slots = num_slots
+        self._num_rounds = plan.num_rounds
+        self._num_slots = plan.num_slots
         self._pending: dict[int, list[Transfer]] = {}
 
     @cached_property

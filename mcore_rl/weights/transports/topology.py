@@ -120,16 +120,16 @@ class Topology:
         """Locations of trainer ranks and, in place of engine ranks, of staging buffers."""
         hosts: dict[tuple[str, int], int] = {}
         devices: dict[str, int] = {"": -1}
-        for endpoint in (*self.trainers, *self.engines):
-            # Numbers in the order of first occurrence, so that all processes compute the same.
-            hosts.setdefault(endpoint.host.memory, len(hosts))
-            devices.setdefault(endpoint.device, len(devices))
-        of_buffers = [self.engines[buffer.readers[0]] for buffer in self.buffers]
-        trainers, buffers = (
-            [(hosts[endpoint.host.memory], devices[endpoint.device]) for endpoint in endpoints]
-            for endpoints in (self.trainers, of_buffers)
-        )
-        return RankLocations.of(trainers, buffers)
+        # Numbers in the order of first occurrence, so that all processes compute the same.
+        places = {
+            endpoint: (
+                hosts.setdefault(endpoint.host.memory, len(hosts)),
+                devices.setdefault(endpoint.device, len(devices)),
+            )
+            for endpoint in (*self.trainers, *self.engines)
+        }
+        of_buffers = [places[self.engines[buffer.readers[0]]] for buffer in self.buffers]
+        return RankLocations.of([places[endpoint] for endpoint in self.trainers], of_buffers)
 
     def buffer_of(self, engine_rank: int) -> int:
         return next(number for number, buffer in enumerate(self.buffers) if engine_rank in buffer.readers)
